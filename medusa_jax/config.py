@@ -1,0 +1,151 @@
+"""Typed configuration: plain dataclasses that import nothing.
+
+`LlamaConfig` and `HeadsConfig` are hashable, so they can be attributes of Flax modules and
+static arguments of `jax.jit`. They stay mutable because the command line overrides fields in
+place (`--config.optim.lr=3e-4`); nothing else may assign to them.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(unsafe_hash=True)
+class LlamaConfig:
+    """Shape of a Llama-family backbone (Llama, Mistral, Qwen2, Qwen3).
+
+    Fields carry the meaning of the Hugging Face config they are read from.
+    """
+
+    vocab_size: int = 32000
+    d_model: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int = 32
+    head_dim: int = 128
+    d_ff: int = 11008
+    max_position: int = 4096
+    rms_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    # "none", "linear" or "llama3"; the four numbers below only matter for the last two.
+    rope_scaling: str = "none"
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_max_position: int = 8192
+    tie_embeddings: bool = False
+    # 0 = no window. A query at position p sees keys at positions > p - sliding_window.
+    sliding_window: int = 0
+    # Index of the first layer that uses the window (Qwen2's max_window_layers).
+    sliding_window_start_layer: int = 0
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+@dataclass(unsafe_hash=True)
+class HeadsConfig:
+    """A set of draft heads.
+
+    `lm_head` is where a head's logits come from: "own" (a full D x V matrix per head, as in the
+    paper), "shared" (the backbone's LM head) or "low_rank" (D x rank x V per head).
+    """
+
+    drafter: str = "medusa"
+    n_heads: int = 5
+    n_layers: int = 1
+    lm_head: str = "own"
+    rank: int = 256
+
+
+@dataclass
+class ModelConfig:
+    """Which backbone: a directory or hub id, or (path empty) `arch`, initialised at random."""
+
+    path: str = ""
+    # Empty = the tokenizer that lies beside the model.
+    tokenizer: str = ""
+    # Storage type of the frozen backbone; the trained part is always float32.
+    param_dtype: str = "float32"
+    arch: LlamaConfig = field(default_factory=LlamaConfig)
+
+
+@dataclass
+class DataConfig:
+    """Where training text comes from and how it becomes rows of tokens.
+
+    `source` is a .jsonl/.json file, a .txt file, a directory with `tokens.npy` (see
+    `training/data.py`) or a Hugging Face dataset id. `format`: "auto", "text", "sharegpt",
+    "messages" or "tokens".
+    """
+
+    source: str = ""
+    split: str = "train"
+    format: str = "auto"
+    eval_source: str = ""
+    eval_samples: int = 256
+    seq_len: int = 2048
+    # "first_fit" keeps samples whole, "concat" joins and splits (language modelling).
+    packing: str = "first_fit"
+    # Name of a shipped chat template; empty = the tokenizer's own.
+    chat_template: str = ""
+    max_samples: int = 0
+    seed: int = 0
+
+
+@dataclass
+class OptimConfig:
+    """Optimizer and learning-rate schedule. `lr` is the peak rate of the trained part."""
+
+    name: str = "adamw"
+    lr: float = 2e-3
+    warmup_steps: int = 40
+    schedule: str = "cosine"
+    final_lr_ratio: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+
+
+@dataclass
+class TrainConfig:
+    """How long and in what portions to train.
+
+    `stage`: "backbone" (full-parameter language modelling) or "medusa1" (heads on a frozen
+    backbone). `batch_size` counts rows of `seq_len` tokens over the whole mesh, per update;
+    `accumulation` splits it into that many microbatches. `steps` = 0 means `epochs` decide.
+    """
+
+    stage: str = "medusa1"
+    batch_size: int = 64
+    accumulation: int = 1
+    steps: int = 0
+    epochs: int = 2
+    dtype: str = "bfloat16"
+    remat: bool = True
+    # Target positions whose logits exist at once, per row of the microbatch.
+    loss_chunk: int = 256
+    lambda_decay: float = 0.8
+    log_every: int = 10
+    eval_every: int = 500
+    save_every: int = 500
+    keep_checkpoints: int = 2
+    max_bad_steps: int = 10
+    seed: int = 0
+
+
+@dataclass
+class Config:
+    """One training run, whole."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    heads: HeadsConfig = field(default_factory=HeadsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    # Devices along (data, fsdp, tensor); -1 = all that are left.
+    mesh: tuple[int, int, int] = (1, -1, 1)
+    workdir: str = ""
+    # Compile the real step from shapes alone, print sizes and memory, train nothing.
+    dry_run: bool = False

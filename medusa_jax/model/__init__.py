@@ -1,0 +1,1 @@
+"""The backbone and its key/value cache."""

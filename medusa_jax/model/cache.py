@@ -1,0 +1,91 @@
+"""The key/value cache: one (k, v) pair per layer, written first and attended to with a mask.
+
+Slots [0, length) of a row hold its committed text. A decode step writes its M candidates to
+slots [length, length + M); they are invisible to every other pass, and `commit` moves the
+accepted ones to the front of that range. Per-layer arrays, not one stacked array: a stacked
+cache is copied whole by every layer's update.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of every layer.
+
+    Attributes:
+      layers: per layer a pair (k_BGSH, v_BGSH).
+    """
+
+    layers: tuple[tuple[jax.Array, jax.Array], ...]
+
+    @classmethod
+    def zeros(
+        cls,
+        n_layers: int,
+        batch: int,
+        slots: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dtype: Any,
+    ) -> "KVCache":
+        """An empty cache with `slots` slots per row."""
+        shape = (batch, n_kv_heads, slots, head_dim)
+
+        def pair() -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+        return cls(layers=tuple(pair() for _ in range(n_layers)))
+
+    @property
+    def slots(self) -> int:
+        """Slots per row."""
+        return self.layers[0][0].shape[2] if self.layers else 0
+
+    def grown(self, slots: int) -> "KVCache":
+        """The same rows with room for `slots` slots (never fewer than now)."""
+        extra = max(0, slots - self.slots)
+        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))), self)
+
+    def commit(self, length_B: jax.Array, path_BL: jax.Array) -> "KVCache":
+        """Move the accepted candidates to the end of the committed text.
+
+        Row b's slot `length + path[b, i]` is copied to slot `length + i`. Entries of the path
+        behind the last accepted one may be anything in [0, M): what they copy lies behind the
+        new length and is overwritten by the next step.
+
+        Example: length 10, four candidates in slots 10..13, path [0, 2, 3]: slots 10, 11, 12
+        then hold what was in 10, 12, 13, and the caller's new length is 13 (two drafts
+        accepted after the root) or less.
+        """
+        source_BL = length_B[:, None] + path_BL
+
+        def move(x_BGSH: jax.Array) -> jax.Array:
+            if x_BGSH.shape[0] == 1:
+                rows = jnp.take(x_BGSH, source_BL[0], axis=2, mode="clip")
+            else:
+                rows = jnp.take_along_axis(x_BGSH, source_BL[:, None, :, None], axis=2)
+            return write_rows(x_BGSH, rows, length_B)
+
+        return jax.tree.map(move, self)
+
+
+def write_rows(cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array) -> jax.Array:
+    """Write T consecutive slots per row, row b from slot `start_B[b]`.
+
+    The caller keeps `start + T <= S`: XLA clamps a start that does not fit, which would
+    overwrite committed text.
+    """
+    rows_BGTH = rows_BGTH.astype(cache_BGSH.dtype)
+    if cache_BGSH.shape[0] == 1:  # one row needs no scatter
+        return lax.dynamic_update_slice(cache_BGSH, rows_BGTH, (0, 0, start_B[0], 0))
+
+    def write(cache_GSH: jax.Array, rows_GTH: jax.Array, start: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(cache_GSH, rows_GTH, (0, start, 0))
+
+    return jax.vmap(write)(cache_BGSH, rows_BGTH, start_B)
