@@ -1,0 +1,530 @@
+"""The demo's text: the source code of the standard library of the Python that runs this.
+
+    python -m medusa_jax.demo.corpus --out work/demo
+
+reads the `.py` files of the standard library (its own test suite included, where it is
+installed), drops tables, licence headers and copies, keeps about 3% of the files apart by
+a hash of their path, trains a byte-level BPE tokenizer on the rest and writes
+
+    tokenizer/                     loads with `transformers.AutoTokenizer`
+    train/tokens.npy               uint16, documents in shuffled order, one after another
+    train/doc_starts.npy           int64, offset of each document in tokens.npy
+    heldout/{tokens,doc_starts}.npy
+    heldout/prompts.jsonl          prompt, prompt_ids, continuation, continuation_ids, file
+    seeds.jsonl                    prompts from training files, for self-distillation
+    corpus.json                    what went in, what came out, checksums
+
+A document is `<|endoftext|>` + its tokens + `<|endoftext|>`, so that decoding from the start
+token alone is something the model has seen. The same Python version gives the same bytes.
+"""
+
+import argparse
+import hashlib
+import json
+import platform
+import re
+import sys
+import sysconfig
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from medusa_jax.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Not code that a person would write or read: installed packages, generated tables, files
+# that are broken on purpose.
+SKIP_PARTS = frozenset({"site-packages", "dist-packages", "__pycache__", "encodings"})
+SKIP_PATHS = re.compile(
+    r"^(pydoc_data/topics|_sysconfigdata|config-|html/entities|keyword$"
+    r"|lib2to3/tests/data/|test/.*bad_?syntax|test/bad_|test/encoded_modules/)"
+)
+MIN_BYTES, MAX_BYTES = 200, 400_000
+MAX_LINE = 400
+MAX_NON_ASCII = 0.02
+MAX_DIGITS = 0.12
+
+# A paragraph with one of these words is a licence notice if it stands before a file's first
+# line of code; elsewhere only the unmistakable form counts.
+_HEAD_NOTICE = re.compile(
+    r"copyright|licen[sc]e|all rights reserved|warrant|merchantab|redistribut"
+    r"|permission\s+(to\s+use|is\s+hereby)|contributed\s+to\s+(the\s+)?psf",
+    re.IGNORECASE,
+)
+_NOTICE = re.compile(r"copyright\s*(\(c\)|©|\d{4})", re.IGNORECASE)
+
+# Pieces within which BPE may merge. A line break takes the next line's indentation with it,
+# a word one space, dot or underscore before it, digits stand alone. Characters per token on
+# held-out files with 4096 tokens (Python 3.11): 3.46 if a word takes a space only, 3.50 if
+# names keep their underscores, 3.59 this one, 3.66 if a word takes any one character before
+# it, 3.83 if punctuation takes the line break after it as well. The last two were left
+# because a prompt that ends in "(" or ":" would then end in a token that training rarely saw.
+SPLIT = (
+    r"\n+[ \t]*"
+    r"|[ ._]?\p{L}+"
+    r"| ?\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+"
+    r"|[ \t]+"
+    r"|\s+"
+)
+
+CONTINUATION = 256
+PROMPT_TOKENS = (64, 192)
+SEED_TOKENS = (64, 128)
+_OUTPUTS = ("tokenizer", "train", "heldout", "seeds.jsonl")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One document: path relative to the standard library, with "/", and cleaned text."""
+
+    path: str
+    text: str
+
+
+# --------------------------------------------------------------------------------------
+# Files
+# --------------------------------------------------------------------------------------
+
+
+def drop_licence(text: str) -> str:
+    """`text` without licence paragraphs in comments and in the module docstring.
+
+    A paragraph is a run of comment lines without an empty comment ("#") in it, or a run of
+    non-blank lines in the docstring. Code is never touched.
+
+        "# Copyright (c) 2001 A. Body\\n#\\n# Reads mail.\\nimport os\\n"
+            -> "# Reads mail.\\nimport os\\n"
+    """
+    lines = text.split("\n")
+    kept: list[str] = []
+    at_head, i = True, 0
+    while i < len(lines):
+        stripped = lines[i].lstrip()
+        if stripped.startswith("#"):
+            j = i
+            while j < len(lines) and len(lines[j].lstrip(" \t#")) > 0:
+                if not lines[j].lstrip().startswith("#"):
+                    break
+                j += 1
+            j = max(j, i + 1)
+            paragraph = "\n".join(lines[i:j])
+            if (_HEAD_NOTICE if at_head else _NOTICE).search(paragraph):
+                # The empty comment that set the notice apart goes with it.
+                while j < len(lines) and lines[j].strip() == "#":
+                    j += 1
+            else:
+                kept.extend(lines[i:j])
+            i = j
+            continue
+        quote = re.match(r"[rRuU]?(\"\"\"|''')", lines[i]) if at_head else None
+        if quote:
+            j = i + 1
+            if lines[i].count(quote[1]) == 1:
+                while j < len(lines) and quote[1] not in lines[j]:
+                    j += 1
+                j = min(j + 1, len(lines))
+            kept.extend(_docstring_without_notice(lines[i:j]))
+            i = j
+            continue
+        at_head = at_head and not stripped
+        kept.append(lines[i])
+        i += 1
+    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(kept)).strip("\n") + "\n"
+
+
+def _docstring_without_notice(lines: list[str]) -> list[str]:
+    """The inner paragraphs that are notices go; first and last line (quotes) stay."""
+    kept, paragraph = [], []
+    for line in lines[1:-1] + [""]:
+        if line.strip():
+            paragraph.append(line)
+            continue
+        if not _HEAD_NOTICE.search("\n".join(paragraph)):
+            kept.extend([*paragraph, line])
+        paragraph = []
+    return lines[:1] + kept[:-1] + lines[1:][-1:] if len(lines) > 1 else lines
+
+
+def is_code(path: str, text: str) -> bool:
+    """Whether a file reads as code and prose rather than as a table.
+
+    path: relative, with "/". Limits (module constants): size, longest line, share of
+    characters outside ASCII, share of digits; plus a short list of paths.
+    """
+    if SKIP_PARTS.intersection(path.split("/")) or SKIP_PATHS.search(path):
+        return False
+    n = len(text)
+    if not MIN_BYTES <= n <= MAX_BYTES or max(map(len, text.split("\n"))) > MAX_LINE:
+        return False
+    digits = sum(text.count(d) for d in "0123456789")
+    non_ascii = len(text.encode()) - n
+    return digits <= MAX_DIGITS * n and non_ascii <= MAX_NON_ASCII * n
+
+
+def read_sources(root: Path) -> tuple[list[SourceFile], dict[str, int]]:
+    """All usable files below `root`, sorted by path, and counts of what was left out."""
+    if not root.is_dir():
+        raise UserError(f"{root} is not a directory: --root must be a standard library.")
+    left_out = {"unreadable": 0, "not_code": 0, "duplicate": 0}
+    files, seen = [], set()
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
+        name = path.relative_to(root).as_posix()
+        if SKIP_PARTS.intersection(name.split("/")):
+            continue
+        try:
+            # Universal newlines and the coding cookie are honoured by tokenize.open.
+            with tokenize.open(path) as stream:
+                text = stream.read().removeprefix("\ufeff")
+            text.encode()
+        except (SyntaxError, UnicodeError, OSError):
+            left_out["unreadable"] += 1
+            continue
+        text = drop_licence(text.replace("\r\n", "\n").replace("\r", "\n"))
+        if not is_code(name, text):
+            left_out["not_code"] += 1
+            continue
+        digest = hashlib.sha256(text.encode()).digest()
+        if digest in seen:
+            left_out["duplicate"] += 1
+            continue
+        seen.add(digest)
+        files.append(SourceFile(name, text))
+    return files, left_out
+
+
+def path_fraction(path: str) -> float:
+    """A number in [0, 1) that depends on the path alone; below `heldout` = held out."""
+    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:6], "big") / 2**48
+
+
+def limit_files(files: list[SourceFile], limit_mb: float) -> list[SourceFile]:
+    """A sample of at most `limit_mb` million characters (0 = all), in path order."""
+    if limit_mb <= 0:
+        return files
+    # Another hash than the split's, or a small budget would hold nothing but held-out files.
+    order = sorted(files, key=lambda f: path_fraction("limit:" + f.path))
+    budget, chosen = limit_mb * 1e6, []
+    for file in order:
+        if len(file.text) <= budget:
+            budget -= len(file.text)
+            chosen.append(file)
+    return sorted(chosen, key=lambda f: f.path)
+
+
+def _lines(text: str) -> set[str]:
+    """Lines long enough to say where they come from."""
+    return {s for line in text.split("\n") if len(s := line.strip()) >= 16}
+
+
+def split_files(
+    files: list[SourceFile], heldout: float, shared: float = 0.3
+) -> tuple[list[SourceFile], list[SourceFile], list[str]]:
+    """(train, heldout, names of files dropped as near-duplicates of a held-out one).
+
+    heldout: expected share of files. A training file is dropped if more than `shared` of its
+    distinct lines, or of a held-out file's, are common to the two (lines that more than 20
+    files have are ignored; they are idiom).
+    """
+    held = [f for f in files if path_fraction(f.path) < heldout]
+    train = [f for f in files if path_fraction(f.path) >= heldout]
+    if not held or not train:
+        raise UserError(
+            f"{len(files)} files leave nothing to train on or nothing held out: "
+            "raise --limit_mb or --heldout."
+        )
+    lines = {f.path: _lines(f.text) for f in files}
+    spread = Counter(line for own in lines.values() for line in own)
+    lines = {p: {x for x in own if spread[x] <= 20} for p, own in lines.items()}
+    owners: dict[str, list[str]] = {}
+    for file in held:
+        for line in lines[file.path]:
+            owners.setdefault(line, []).append(file.path)
+    kept, dropped = [], []
+    for file in train:
+        own = lines[file.path]
+        common = Counter(p for line in own for p in owners.get(line, ()))
+        near = any(
+            n >= 5 and n > shared * min(len(own), len(lines[p])) for p, n in common.items()
+        )
+        if near:
+            dropped.append(file.path)
+        else:
+            kept.append(file)
+    return kept, held, dropped
+
+
+# --------------------------------------------------------------------------------------
+# Tokenizer
+# --------------------------------------------------------------------------------------
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, split: str = SPLIT):
+    """A byte-level BPE `tokenizers.Tokenizer` of exactly `vocab_size` ids.
+
+    Ids 0..255 are bytes (id 0 is an ordinary token), then merges, `<|endoftext|>` last.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if not 258 <= vocab_size <= 65536:
+        raise UserError(f"--vocab {vocab_size}: must lie between 258 and 65536.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=32,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise UserError(
+            f"the text yields only {tokenizer.get_vocab_size()} tokens, not {vocab_size}: "
+            "lower --vocab or raise --limit_mb."
+        )
+    return tokenizer
+
+
+def save_tokenizer(tokenizer, folder: Path, max_length: int = 2048) -> None:
+    """Writes the three files that `AutoTokenizer.from_pretrained(folder)` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+    specials = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    _write_json(folder / "tokenizer_config.json", config)
+    _write_json(folder / "special_tokens_map.json", specials)
+
+
+# --------------------------------------------------------------------------------------
+# Streams and prompts
+# --------------------------------------------------------------------------------------
+
+
+def encode_files(tokenizer, files: list[SourceFile], progress: str) -> list[np.ndarray]:
+    """One uint16 array per file, without the end tokens."""
+    from tqdm import tqdm
+
+    out = []
+    with tqdm(total=len(files), desc=progress, unit="file", disable=None) as bar:
+        for i in range(0, len(files), 64):
+            batch = [f.text for f in files[i : i + 64]]
+            out.extend(
+                np.array(e.ids, np.uint16)
+                for e in tokenizer.encode_batch(batch, add_special_tokens=False)
+            )
+            bar.update(len(batch))
+    return out
+
+
+def write_stream(folder: Path, documents: list[np.ndarray], end: int, seed: int) -> int:
+    """Writes tokens.npy and doc_starts.npy with the documents shuffled; returns the length.
+
+    documents [[5, 6], [7]], end 9, in this order: tokens 9 5 6 9 9 7 9, doc_starts 0 4.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    order = np.random.default_rng(seed).permutation(len(documents))
+    parts = [np.concatenate([[end], documents[i], [end]]) for i in order]
+    starts = np.cumsum([0] + [len(p) for p in parts])
+    np.save(folder / "tokens.npy", np.concatenate(parts).astype(np.uint16))
+    np.save(folder / "doc_starts.npy", starts[:-1].astype(np.int64))
+    return int(starts[-1])
+
+
+def cut_prompts(
+    tokenizer,
+    files: list[SourceFile],
+    documents: list[np.ndarray],
+    count: int,
+    length: tuple[int, int],
+    continuation: int,
+    seed: int,
+) -> Iterator[dict]:
+    """Up to `count` prompts of `length` (min, max) tokens, none overlapping another.
+
+    Every document is cut into slots of max + continuation tokens; in each chosen slot one
+    random cut is made. The prompt then starts at a line break if there is one that leaves at
+    least min tokens. A cut is only good if encoding the prompt's text gives its ids again
+    (otherwise text and ids would be two different prompts); the next place is tried then.
+    """
+    low, high = length
+    width = high + continuation
+    slots = [
+        (d, start)
+        for d, ids in enumerate(documents)
+        for start in range(0, len(ids) - low - continuation + 1, width)
+        if min(len(ids) - start, width) >= low + continuation
+    ]
+    rng = np.random.default_rng(seed)
+    chosen = sorted(slots[i] for i in rng.permutation(len(slots))[:count])
+    newline = np.zeros(tokenizer.get_vocab_size(), bool)
+    for token, i in tokenizer.get_vocab().items():
+        newline[i] = token.startswith("Ċ")  # the byte-level alphabet's "\n"
+    for d, start in chosen:
+        ids = documents[d][start : start + width]
+        n = int(rng.integers(low, min(high, len(ids) - continuation) + 1))
+        latest = len(ids) - continuation
+        offset = int(rng.integers(0, latest - n + 1))
+        for cut in [*range(offset + n, latest + 1), *range(offset + n - 1, low - 1, -1)]:
+            first = max(0, cut - n)
+            breaks = np.flatnonzero(newline[ids[first : cut - low + 1]])
+            first += int(breaks[0]) if breaks.size else 0
+            prompt_ids = ids[first:cut].tolist()
+            if not low <= len(prompt_ids) <= high:
+                continue
+            prompt = tokenizer.decode(prompt_ids, skip_special_tokens=False)
+            if tokenizer.encode(prompt, add_special_tokens=False).ids == prompt_ids:
+                break
+        else:
+            continue
+        row = {"file": files[d].path, "prompt": prompt, "prompt_ids": prompt_ids}
+        if continuation:
+            row["continuation_ids"] = ids[cut : cut + continuation].tolist()
+            row["continuation"] = tokenizer.decode(
+                row["continuation_ids"], skip_special_tokens=False
+            )
+        yield row
+
+
+# --------------------------------------------------------------------------------------
+# The command
+# --------------------------------------------------------------------------------------
+
+
+def _write_json(path: Path, value) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_jsonl(path: Path, rows: list[dict]) -> int:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8")
+    return len(rows)
+
+
+def build(
+    out: Path,
+    root: Path | None = None,
+    vocab: int = 4096,
+    limit_mb: float = 0.0,
+    heldout: float = 0.03,
+    prompts: int = 320,
+    seeds: int = 20000,
+    seed: int = 0,
+) -> dict:
+    """Makes the whole corpus below `out` and returns what corpus.json holds.
+
+    root: standard library to read (default: that of the running Python). limit_mb: budget in
+    million characters, 0 = everything. heldout: expected share of files kept apart.
+    """
+    from tqdm import tqdm
+
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    files, left_out = read_sources(root)
+    train, held, near = split_files(limit_files(files, limit_mb), heldout)
+    texts = (f.text for f in tqdm(train, desc="learning BPE", unit="file", disable=None))
+    tokenizer = train_tokenizer(texts, vocab)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    save_tokenizer(tokenizer, out / "tokenizer")
+
+    splits = {}
+    for name, part in (("train", train), ("heldout", held)):
+        documents = encode_files(tokenizer, part, f"encoding {name}")
+        n_bytes = sum(len(f.text.encode()) for f in part)
+        n_tokens = sum(map(len, documents))
+        splits[name] = {
+            "files": len(part),
+            "bytes": n_bytes,
+            "stream_tokens": write_stream(out / name, documents, end, seed),
+            "characters_per_token": round(sum(len(f.text) for f in part) / n_tokens, 4),
+            "bytes_per_token": round(n_bytes / n_tokens, 4),
+        }
+        if name == "heldout":
+            rows = cut_prompts(
+                tokenizer, part, documents, prompts, PROMPT_TOKENS, CONTINUATION, seed + 1
+            )
+            n_prompts = _write_jsonl(out / "heldout" / "prompts.jsonl", list(rows))
+        else:
+            rows = cut_prompts(tokenizer, part, documents, seeds, SEED_TOKENS, 0, seed + 2)
+            bar = tqdm(rows, desc="cutting seeds", unit="prompt", disable=None)
+            n_seeds = _write_jsonl(out / "seeds.jsonl", list(bar))
+
+    outputs = [p for p in sorted(out.rglob("*")) if p.is_file() and p.name != "corpus.json"]
+    outputs = [p for p in outputs if p.relative_to(out).parts[0] in _OUTPUTS]
+    report = {
+        "python": platform.python_version(),
+        "settings": {
+            "vocab": vocab,
+            "limit_mb": limit_mb,
+            "heldout": heldout,
+            "seed": seed,
+            "split": SPLIT,
+        },
+        "left_out": {**left_out, "near_duplicate": len(near)},
+        "splits": splits,
+        "heldout_prompts": n_prompts,
+        "seeds": n_seeds,
+        "heldout_files": [f.path for f in held],
+        "near_duplicates": near,
+        "sha256": {
+            p.relative_to(out).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()
+            for p in outputs
+        },
+    }
+    _write_json(out / "corpus.json", report)
+    return report
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m medusa_jax.demo.corpus",
+        description="Builds the demo's training text from Python's standard library.",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument(
+        "--root", type=Path, help="standard library (default: this Python's)"
+    )
+    parser.add_argument("--vocab", type=int, default=4096, help="tokens in the vocabulary")
+    parser.add_argument("--limit_mb", type=float, default=0.0, help="text budget; 0 = all")
+    parser.add_argument("--heldout", type=float, default=0.03, help="share of files")
+    parser.add_argument("--prompts", type=int, default=320, help="held-out prompts at most")
+    parser.add_argument("--seeds", type=int, default=20000, help="seed prompts at most")
+    parser.add_argument("--seed", type=int, default=0, help="of every random choice")
+    args = parser.parse_args(argv)
+    try:
+        report = build(**vars(args))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for name, part in report["splits"].items():
+        print(
+            f"{name}: {part['files']} files, {part['bytes'] / 1e6:.2f} MB, "
+            f"{part['stream_tokens']:,} tokens, "
+            f"{part['characters_per_token']:.2f} characters per token"
+        )
+    print(
+        f"{report['heldout_prompts']} held-out prompts, {report['seeds']} seeds in {args.out}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
