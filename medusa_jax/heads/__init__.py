@@ -1,0 +1,29 @@
+"""Draft heads: one file per paper, all under the contract of `drafter.py`."""
+
+import difflib
+
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads.drafter import Base, Drafter
+from medusa_jax.heads.medusa import Medusa
+
+DRAFTERS: dict[str, type[Drafter]] = {"medusa": Medusa}
+
+__all__ = ["DRAFTERS", "Base", "Drafter", "make_drafter"]
+
+
+def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
+    """The drafter that `heads.drafter` names, for a backbone of the given shape.
+
+    Raises:
+      UserError: an unknown drafter or LM-head kind.
+    """
+    if heads.drafter not in DRAFTERS:
+        near = difflib.get_close_matches(heads.drafter, DRAFTERS, n=1, cutoff=0.0)
+        raise UserError(
+            f"unknown drafter {heads.drafter!r} (there are: {', '.join(DRAFTERS)}); "
+            f"did you mean {near[0]!r}?"
+        )
+    if heads.lm_head not in ("own", "shared", "low_rank"):
+        raise UserError(f"heads.lm_head is own, shared or low_rank, not {heads.lm_head!r}")
+    return DRAFTERS[heads.drafter](heads, llama)

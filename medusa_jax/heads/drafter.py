@@ -1,0 +1,122 @@
+"""The contract between a drafter and everything else.
+
+A drafter is a small immutable object with pure methods; its parameters and state are pytrees
+that the caller carries. The decode loop, the trainer and the calibrator know nothing else.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.model.llama import Llama
+from medusa_jax.tree import Tree
+
+Params = dict[str, Any]
+
+# Turns the logits [..., V] of children at `depth` into the scores that rank them. Greedy
+# decoding ranks by the logits themselves, sampling adds the noise of the children's position.
+RankScores = Callable[[int, jax.Array], jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """What a drafter may use of the backbone: its embedding and its LM head."""
+
+    llama: Llama = dataclasses.field(metadata={"static": True})
+    params: Params
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Token ids [...] -> embeddings [..., D]."""
+        return self.llama.apply({"params": self.params}, tokens, method="embed")
+
+    def lm_head(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states [..., D] -> logits [..., V], float32 or wider."""
+        return self.llama.apply({"params": self.params}, hidden, method="lm_head")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """Base class of all drafters. Hashable: a static argument of `jax.jit`.
+
+    Attributes:
+      heads: the kind and sizes of the heads.
+      llama: the shape of the backbone they sit on.
+    """
+
+    heads: HeadsConfig
+    llama: LlamaConfig
+
+    @property
+    def n_heads(self) -> int:
+        """K. Head k (0-based) at position t guesses the token at t + k + 2."""
+        return self.heads.n_heads
+
+    def init(self, key: jax.Array, base: Base) -> Params:
+        """Fresh float32 parameters."""
+        raise NotImplementedError
+
+    # Training and calibration: teacher-forced over whole rows.
+
+    def features(
+        self,
+        params: Params,
+        base: Base,
+        hidden_BTD: jax.Array,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """What each head reads its logits from, for every position: [K, B, T, D]."""
+        raise NotImplementedError
+
+    def head_logits(self, params: Params, base: Base, k: int, features: jax.Array) -> jax.Array:
+        """Logits [..., V] of head k (0-based, static) from its features [..., D]."""
+        raise NotImplementedError
+
+    # Decoding.
+
+    def start(self, batch: int, slots: int, dtype: Any) -> Any:
+        """The state before any text; `slots` cache slots per row where there is a cache."""
+        raise NotImplementedError
+
+    def commit(
+        self,
+        params: Params,
+        base: Base,
+        state: Any,
+        hidden_BTD: jax.Array,
+        next_tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        n_B: jax.Array,
+    ) -> Any:
+        """Take in newly accepted positions.
+
+        Row j pairs the hidden state of a position with the token behind it; only the first
+        `n_B` rows count (0 <= n <= T), the last of them carrying the new root. n = 0 leaves
+        the state of that row alone.
+        """
+        raise NotImplementedError
+
+    def grow(self, state: Any, slots: int) -> Any:
+        """The same state with room for `slots` cache slots (a drafter without one: itself)."""
+        return state
+
+    def propose(
+        self,
+        params: Params,
+        base: Base,
+        state: Any,
+        root_B: jax.Array,
+        tree: Tree,
+        rank_scores: RankScores,
+    ) -> jax.Array:
+        """Token ids of all tree nodes [B, M], the root first.
+
+        Heads deeper than the tree are not computed.
+        """
+        raise NotImplementedError
