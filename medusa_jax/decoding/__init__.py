@@ -1,0 +1,1 @@
+"""Decoding: acceptance rules, the decode step and its two drivers."""

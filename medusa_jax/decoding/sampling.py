@@ -1,0 +1,91 @@
+"""Per-request sampling: temperature, filters, and noise keyed by request and position.
+
+With g[pos] = Gumbel noise that depends on the request and the absolute position alone,
+argmax(logits / T + g[pos]) is a sample of softmax(logits / T), and it does not depend on how
+the position was reached: plain decoding, any tree and any batch draw the same token.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+
+@struct.dataclass
+class Sampling:
+    """Sampling parameters, one entry per row of the batch.
+
+    Attributes:
+      temperature_B: 0 is greedy.
+      top_k_B: keep the k largest logits; 0 keeps all.
+      top_p_B: keep the smallest set of tokens with at least this probability; 1 keeps all.
+      min_p_B: drop tokens with less than this share of the largest probability; 0 keeps all.
+      key_B: the row's random key, from its seed and its request id, never its batch slot.
+    """
+
+    temperature_B: jax.Array
+    top_k_B: jax.Array
+    top_p_B: jax.Array
+    min_p_B: jax.Array
+    key_B: jax.Array
+
+
+def row_keys(seed_B: jax.Array, request_B: jax.Array) -> jax.Array:
+    """One random key per row, from its seed and its request id (index in the input)."""
+    return jax.vmap(lambda s, r: jax.random.fold_in(jax.random.key(s), r))(seed_B, request_B)
+
+
+def gumbel(key_B: jax.Array, positions_BT: jax.Array, vocab_size: int, dtype) -> jax.Array:
+    """Gumbel noise of each row's absolute positions: [B, T, V]."""
+
+    def draw(key: jax.Array, position: jax.Array) -> jax.Array:
+        # Always drawn in float32, so that one seed means one text in every dtype.
+        noise = jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
+        return noise.astype(dtype)
+
+    return jax.vmap(jax.vmap(draw, in_axes=(None, 0)))(key_B, positions_BT)
+
+
+def _largest_threshold(keep_at_least, low, high, rounds: int) -> jax.Array:
+    """By bisection, the largest threshold at which `keep_at_least` still holds (elementwise)."""
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low) / 2
+        good = keep_at_least(middle)
+        return jnp.where(good, middle, low), jnp.where(good, high, middle)
+
+    return lax.fori_loop(0, rounds, halve, (low, high))[0]
+
+
+def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
+    """logits / T, minus infinity where top-k, top-p or min-p (in this order) drop a token.
+
+    Thresholds are found by bisection: sorting a vocabulary costs more than a decode step.
+    Tokens tied with the last one kept are kept. Rows with temperature 0 are divided by 1 and
+    keep what the filters keep, which always includes the largest logit.
+    """
+    scale_B = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
+    x = logits_BMV / scale_B.astype(logits_BMV.dtype)[:, None, None]
+    rounds = 40 if x.dtype == jnp.float32 else 60
+    lowest = jnp.array(-jnp.inf, x.dtype)
+    top_BM1 = jnp.max(x, axis=-1, keepdims=True)
+    floor_BM1 = jnp.min(x, axis=-1, keepdims=True)
+
+    k_B11 = jnp.where(sampling.top_k_B > 0, sampling.top_k_B, x.shape[-1])[:, None, None]
+    cut = _largest_threshold(
+        lambda t: jnp.sum(x >= t, axis=-1, keepdims=True) >= k_B11, floor_BM1, top_BM1, rounds
+    )
+    x = jnp.where((x >= cut) | (sampling.top_k_B == 0)[:, None, None], x, lowest)
+
+    weight = jnp.exp(x - top_BM1)
+    wanted = sampling.top_p_B.astype(x.dtype)[:, None, None] * weight.sum(-1, keepdims=True)
+    cut = _largest_threshold(
+        lambda t: jnp.sum(jnp.where(weight >= t, weight, 0), axis=-1, keepdims=True) >= wanted,
+        jnp.zeros_like(top_BM1),
+        jnp.ones_like(top_BM1),
+        rounds,
+    )
+    keep = (weight >= cut) | (sampling.top_p_B >= 1)[:, None, None]
+    keep &= weight >= sampling.min_p_B.astype(x.dtype)[:, None, None]
+    return jnp.where(keep, x, lowest)
