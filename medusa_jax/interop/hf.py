@@ -1,0 +1,394 @@
+"""Hugging Face model directories and hub ids: configuration and weights, in and out."""
+
+import hashlib
+import os
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.interop import tensors as tensor_files
+from medusa_jax.interop.tensors import read_json
+from medusa_jax.model.llama import init_params
+
+Params = dict[str, Any]
+
+# model_type -> what an absent field means there (the defaults of its transformers class).
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+}
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+
+MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
+HEAD_FILES = ["heads.json", "heads.safetensors"]
+
+# Buffers that old versions stored and every version recomputes.
+HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+
+
+def read_config(path: str) -> LlamaConfig:
+    """The backbone's shape from `config.json` in a local directory.
+
+    Raises:
+      UserError: no such file, or something in it that this backbone does not compute.
+    """
+    file = os.path.join(path, "config.json")
+    raw = read_json(file)
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise UserError(
+            f"{file}: model_type {family!r} is not supported (there are: {', '.join(FAMILIES)})"
+        )
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise UserError(
+            f"{file}: quantization_config ({method}) is not supported; use the unquantised model"
+        )
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UserError(
+            f"{file}: hidden_act {raw['hidden_act']!r} is not supported (only silu)"
+        )
+    if missing := [name for name in REQUIRED if raw.get(name) is None]:
+        raise UserError(f"{file} does not say {', '.join(missing)}")
+
+    def get(name: str, default: Any = None) -> Any:
+        # An explicit null means "derive it", except for the window, where it means "none".
+        value = raw.get(name, FAMILIES[family].get(name))
+        return default if value is None else value
+
+    heads = raw["num_attention_heads"]
+    window, window_start = _sliding_window(file, family, raw, get("sliding_window", 0))
+    attention_bias = bool(get("attention_bias", False)) and family in ("llama", "qwen3")
+    config = LlamaConfig(
+        vocab_size=raw["vocab_size"],
+        d_model=raw["hidden_size"],
+        n_layers=raw["num_hidden_layers"],
+        n_heads=heads,
+        n_kv_heads=get("num_key_value_heads", heads),
+        head_dim=get("head_dim", raw["hidden_size"] // heads),
+        d_ff=raw["intermediate_size"],
+        max_position=get("max_position_embeddings"),
+        rms_eps=float(get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(get("tie_word_embeddings", False)),
+        sliding_window=window,
+        sliding_window_start_layer=window_start,
+        qkv_bias=attention_bias or family == "qwen2",
+        out_bias=attention_bias,
+        mlp_bias=bool(get("mlp_bias", False)) and family == "llama",
+        qk_norm=family == "qwen3",
+        **_rope(file, raw),
+    )
+    if config.n_heads % config.n_kv_heads or config.head_dim % 2:
+        raise UserError(
+            f"{file}: {config.n_heads} query heads, {config.n_kv_heads} key/value heads and head "
+            f"size {config.head_dim} do not fit together"
+        )
+    return config
+
+
+def _rope(file: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the rotary embedding.
+
+    Up to transformers 4 they are `rope_theta` and `rope_scaling`, from 5 on `rope_parameters`
+    holds both; where a file has the old and the new, transformers lets `rope_scaling` win.
+    """
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", raw.get("rope_theta"))
+    fields: dict[str, Any] = {"rope_theta": float(10000.0 if theta is None else theta)}
+    rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if rotated not in (None, 1.0):
+        raise UserError(f"{file}: partial_rotary_factor {rotated} is not supported")
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(f"{file}: rope parameters that differ by layer are not supported")
+    if kind == "default":
+        return fields
+    if kind not in ("linear", "llama3"):
+        raise UserError(
+            f"{file}: rope type {kind!r} is not supported (there are: default, linear, llama3)"
+        )
+    names = {"factor": "rope_factor"}
+    if kind == "llama3":
+        names |= {
+            "low_freq_factor": "rope_low_freq_factor",
+            "high_freq_factor": "rope_high_freq_factor",
+            "original_max_position_embeddings": "rope_original_max_position",
+        }
+    if missing := [name for name in names if rope.get(name) is None]:
+        raise UserError(f"{file}: rope type {kind!r} without {', '.join(missing)}")
+    fields |= {ours: float(rope[theirs]) for theirs, ours in names.items()}
+    if kind == "llama3":
+        fields["rope_original_max_position"] = int(fields["rope_original_max_position"])
+    return fields | {"rope_scaling": kind}
+
+
+def _sliding_window(
+    file: str, family: str, raw: dict[str, Any], window: int
+) -> tuple[int, int]:
+    """(window, first layer that uses it); (0, 0) for full attention everywhere."""
+    layers = raw["num_hidden_layers"]
+    if family == "mistral":
+        return window, 0
+    if family == "llama" or not raw.get("use_sliding_window", False):
+        return 0, 0
+    window = raw.get("sliding_window", 4096) or 0
+    start = raw.get("max_window_layers", 28)
+    kinds = raw.get("layer_types")
+    if kinds is not None:
+        start = next(
+            (i for i, kind in enumerate(kinds) if kind == "sliding_attention"), layers
+        )
+        expected = ["full_attention"] * start + ["sliding_attention"] * (layers - start)
+        if kinds != expected:
+            raise UserError(
+                f"{file}: layer_types is only supported as full_attention layers followed by "
+                "sliding_attention layers"
+            )
+    return (window, start) if window and start < layers else (0, 0)
+
+
+def locate(path: str) -> tuple[str, bool]:
+    """Parameter path -> (Hugging Face key, whether it is stored transposed).
+
+    `layers_0/self_attn/q_proj/kernel` [in, out] is `model.layers.0.self_attn.q_proj.weight`
+    [out, in]; `norm/scale` is `model.norm.weight` as it stands.
+    """
+    name = re.sub(r"^layers_(\d+)/", r"layers/\1/", path).replace("/", ".")
+    if not name.startswith("lm_head."):
+        name = f"model.{name}"
+    stem, leaf = name.rsplit(".", 1)
+    return f"{stem}.{'bias' if leaf == 'bias' else 'weight'}", leaf == "kernel"
+
+
+def resolve(path_or_id: str, files: list[str] | None = None) -> str:
+    """A local directory for a path or a hub id (`owner/name`, optionally `@revision`).
+
+    Downloads safetensors weights where there are any, else .bin; with `HF_HUB_OFFLINE=1` only
+    what is in the cache is used.
+
+    Args:
+      files: glob patterns to fetch instead of a model's configuration, tokenizer and weights.
+
+    Raises:
+      UserError: neither a directory nor a repository that can be read.
+    """
+    if os.path.isdir(path_or_id):
+        return path_or_id
+    repo, _, revision = path_or_id.partition("@")
+    if os.path.exists(path_or_id):
+        raise UserError(
+            f"{path_or_id} is a file; give the directory that holds config.json"
+        )
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
+        raise UserError(
+            f"{path_or_id!r} is no directory, nor a hub id of the form owner/name"
+        )
+    if files is not None:
+        return _snapshot(repo, revision, files)
+    directory = _snapshot(repo, revision, [*MODEL_FILES, "*.safetensors"])
+    if not any(name.endswith(".safetensors") for name in os.listdir(directory)):
+        directory = _snapshot(repo, revision, [*MODEL_FILES, "pytorch_model*.bin"])
+    return directory
+
+
+def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
+    from huggingface_hub import errors, snapshot_download
+
+    # "consolidated" is a second copy of the weights in the publisher's own layout.
+    skipped = ["*/*", "consolidated*"]
+    way_out = "or give a local directory instead"
+    try:
+        return snapshot_download(
+            repo,
+            revision=revision or None,
+            allow_patterns=patterns,
+            ignore_patterns=skipped,
+        )
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"{repo} is gated: accept its terms at https://huggingface.co/{repo}, then run "
+            f"`hf auth login` (or set HF_TOKEN), {way_out}"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(f"{repo} has no revision {revision!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"{repo} is neither a local directory nor a repository that you can see on the hub: "
+            f"check the name, run `hf auth login` if it is private, {way_out}"
+        ) from error
+    # The hub library changes its HTTP stack between versions, so what else it raises when the
+    # network is missing or the server answers with an error has no stable type.
+    except Exception as error:
+        first_line = str(error).strip().split("\n")[0][:200]
+        raise UserError(
+            f"{repo} is neither a local directory nor in the cache, and the hub could not be "
+            f"read ({type(error).__name__}: {first_line}): connect to the network and unset "
+            f"HF_HUB_OFFLINE, {way_out}"
+        ) from error
+
+
+def load_backbone(
+    path: str, mesh: Mesh, dtype: Any = "float32"
+) -> tuple[LlamaConfig, Params]:
+    """Configuration and parameters of a model directory or hub id, placed on the mesh.
+
+    Kernels are transposed to [in, out]; every device reads only its own slices.
+
+    Raises:
+      UserError: unreadable, or keys that do not fit the configuration (all are checked before
+        anything is read).
+    """
+    directory = resolve(path)
+    config = read_config(directory)
+    stored = tensor_files.open_checkpoint(directory)
+    layers = {
+        int(m[1]) for name in stored if (m := re.match(r"model\.layers\.(\d+)\.", name))
+    }
+    if (count := len(layers)) != config.n_layers:
+        raise UserError(
+            f"{directory}: the weights hold {count} layers, config.json says {config.n_layers}"
+        )
+    abstract = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+
+    def ignore(name: str) -> bool:
+        copy_of_embedding = config.tie_embeddings and name == "lm_head.weight"
+        return copy_of_embedding or bool(HARMLESS.search(name))
+
+    params = tensor_files.load_tree(
+        abstract, mesh, stored, locate, dtype, directory, ignore
+    )
+    return config, params
+
+
+def save_backbone(
+    directory: str,
+    config: LlamaConfig,
+    params: Params,
+    dtype: Any = "bfloat16",
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write `config.json` and `model.safetensors` that transformers (and we) can load.
+
+    Args:
+      extra: further fields for config.json, such as `bos_token_id` and `eos_token_id`.
+
+    Raises:
+      UserError: no transformers class has this combination of features; or the disk is full.
+    """
+    kind = np.dtype(dtype).name
+    raw = config_to_hf(config) | {"dtype": kind, "torch_dtype": kind}
+    arrays = {}
+    for path, leaf in tensor_files.flatten(params).items():
+        name, transposed = locate(path)
+        array = tensor_files.host_array(leaf, dtype)
+        arrays[name] = array.T if transposed else array
+    os.makedirs(directory, exist_ok=True)
+    file = os.path.join(directory, "model.safetensors")
+    tensor_files.save_safetensors(file, arrays, {"format": "pt"})
+    tensor_files.save_json(os.path.join(directory, "config.json"), raw | (extra or {}))
+
+
+def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """`config.json` for the family whose features the backbone uses.
+
+    Raises:
+      UserError: no family has this combination.
+    """
+    c = config
+    full_layers = c.sliding_window_start_layer if c.sliding_window else c.n_layers
+    if c.qk_norm and c.qkv_bias == c.out_bias and not c.mlp_bias:
+        family = "qwen3"
+    elif not c.qk_norm and c.qkv_bias and not c.out_bias and not c.mlp_bias:
+        family = "qwen2"
+    elif not c.qk_norm and not c.sliding_window and c.qkv_bias == c.out_bias:
+        family = "llama"
+    elif not (c.qk_norm or c.qkv_bias or c.out_bias or c.mlp_bias or full_layers):
+        family = "mistral"
+    else:
+        raise UserError(
+            "no Hugging Face model class has this mix of biases, q/k norms and sliding window: "
+            f"{c}"
+        )
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_theta}
+    if c.rope_scaling != "none":
+        rope |= {"rope_type": c.rope_scaling, "factor": c.rope_factor}
+    if c.rope_scaling == "llama3":
+        rope |= {
+            "low_freq_factor": c.rope_low_freq_factor,
+            "high_freq_factor": c.rope_high_freq_factor,
+            "original_max_position_embeddings": c.rope_original_max_position,
+        }
+    raw: dict[str, Any] = {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.d_model,
+        "intermediate_size": c.d_ff,
+        "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads,
+        "num_key_value_heads": c.n_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": c.max_position,
+        "rms_norm_eps": c.rms_eps,
+        "tie_word_embeddings": c.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        # The old spelling beside the new one, for readers older than transformers 5.
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None if c.rope_scaling == "none" else rope,
+        "rope_parameters": rope,
+    }
+    if family in ("llama", "qwen3"):
+        raw["attention_bias"] = c.qkv_bias
+    if family == "llama":
+        raw["mlp_bias"] = c.mlp_bias
+    if family == "mistral":
+        raw["sliding_window"] = c.sliding_window
+    if family.startswith("qwen"):
+        raw["use_sliding_window"] = bool(c.sliding_window)
+        raw["sliding_window"] = c.sliding_window or None
+        raw["max_window_layers"] = full_layers
+    return raw
+
+
+def fingerprint(config: LlamaConfig, params: Params) -> str:
+    """16 hex digits that tell backbones apart: SHA-256 over shapes and a sample of the weights.
+
+    Values are rounded to bfloat16 first, so float32 and bfloat16 loads of one bfloat16 file
+    agree; sharding plays no part. Needs stored (unfused) parameters.
+    """
+    flat = tensor_files.flatten(params)
+    last = f"layers_{config.n_layers - 1}"
+    names = [
+        "embed_tokens/embedding",
+        "layers_0/self_attn/q_proj/kernel",
+        f"{last}/self_attn/o_proj/kernel",
+        f"{last}/mlp/down_proj/kernel",
+        "norm/scale",
+        "lm_head/kernel",
+    ]
+    digest = hashlib.sha256()
+    for path in sorted(flat):
+        digest.update(f"{path}{list(flat[path].shape)};".encode())
+    for path in tensor_files.pick(names, flat):
+        digest.update(tensor_files.sample_bytes(flat[path]))
+    return digest.hexdigest()[:16]

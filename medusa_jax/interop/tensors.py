@@ -1,0 +1,300 @@
+"""Checkpoint files as named, lazily read tensors, and the strict way from there to the mesh."""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh
+
+from medusa_jax.errors import UserError
+from medusa_jax.sharding import param_shardings, path_string
+
+Index = tuple[slice, ...]
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One stored tensor. `read` takes one step-1 slice per dimension, reads only that part."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[Index], np.ndarray]
+
+
+Tensors = dict[str, Tensor]
+
+
+def open_safetensors(path: str) -> Tensors:
+    """The tensors of one safetensors file, nothing read yet.
+
+    Raises:
+      UserError: the file is missing, truncated or something else altogether.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    _refuse_pointer(path)
+    try:
+        handle = safe_open(path, framework="np")
+        names = handle.keys()
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read as safetensors: {error}") from error
+
+    def tensor(name: str) -> Tensor:
+        view = handle.get_slice(name)
+        kind = _SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype())
+        return Tensor(path, tuple(view.get_shape()), kind, lambda index: view[index])
+
+    return {name: tensor(name) for name in names}
+
+
+_SAFETENSORS_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+}
+
+
+def open_checkpoint(directory: str) -> Tensors:
+    """The tensors of a Hugging Face model directory; safetensors preferred over .bin.
+
+    Raises:
+      UserError: no weights, a shard that is missing or unreadable, a broken index.
+    """
+    for name, reader in (
+        ("model.safetensors", open_safetensors),
+        ("pytorch_model.bin", _torch),
+    ):
+        index = os.path.join(directory, f"{name}.index.json")
+        if os.path.isfile(index):
+            return _open_shards(directory, index, reader)
+        if os.path.isfile(os.path.join(directory, name)):
+            return reader(os.path.join(directory, name))
+    raise UserError(
+        f"{directory} holds no weights: looked for model.safetensors, pytorch_model.bin and "
+        "the .index.json of either"
+    )
+
+
+def _torch(path: str) -> Tensors:
+    from medusa_jax.interop.torch_files import open_torch
+
+    _refuse_pointer(path)
+    return open_torch(path)
+
+
+def _open_shards(directory: str, index: str, reader: Callable[[str], Tensors]) -> Tensors:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} has no weight_map")
+    tensors: Tensors = {}
+    for shard in sorted(set(map(str, weight_map.values()))):
+        path = os.path.join(directory, shard)
+        # A name that climbs out of the directory is never legitimate.
+        if os.path.basename(shard) != shard or not os.path.isfile(path):
+            raise UserError(
+                f"{index} names the shard {shard!r}, which is not in {directory}"
+            )
+        part = reader(path)
+        if twice := sorted(tensors.keys() & part.keys()):
+            other = tensors[twice[0]].file
+            raise UserError(f"key {twice[0]!r} is both in {other} and in {path}")
+        tensors |= part
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise UserError(
+                f"key {name!r} is missing from {os.path.join(directory, shard)}"
+            )
+    return tensors
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON object from a file, or a UserError that names the file."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            value = json.load(f)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} should hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def _refuse_pointer(path: str) -> None:
+    """A clone without git-lfs leaves a small text file where the weights should be."""
+    try:
+        with open(path, "rb") as f:
+            head = f.read(40)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    if head.startswith(b"version https://git-lfs"):
+        raise UserError(f"{path} is a git-lfs pointer, not the weights: run `git lfs pull`")
+
+
+def load_tree(
+    abstract: Any,
+    mesh: Mesh,
+    tensors: Tensors,
+    locate: Callable[[str], tuple[str, bool]],
+    dtype: Any,
+    source: str,
+    ignore: Callable[[str], bool] = lambda name: False,
+) -> Any:
+    """Read a parameter tree strictly, each device only its own slices.
+
+    Args:
+      abstract: tree of things with a `shape` (from `jax.eval_shape`).
+      locate: parameter path -> (key in the checkpoint, whether it is stored transposed).
+      dtype: what the parameters are stored in on the devices.
+      source: the file or directory, for messages.
+      ignore: keys that may be there and are not read.
+
+    Raises:
+      UserError: a missing, unknown, misshaped or non-float key.
+    """
+    wanted = {
+        path_string(key_path): leaf.shape
+        for key_path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
+    }
+    keys = {path: locate(path) for path in wanted}
+    known = {name for name, _ in keys.values()}
+    missing = [
+        (name, wanted[path][::-1] if transposed else wanted[path])
+        for path, (name, transposed) in keys.items()
+        if name not in tensors
+    ]
+    if missing:
+        name, shape = missing[0]
+        raise UserError(
+            f"key {name!r} of shape {list(shape)} is missing from {source}{_more(missing)}"
+        )
+    unknown = sorted(name for name in tensors if name not in known and not ignore(name))
+    if unknown:
+        tensor = tensors[unknown[0]]
+        raise UserError(
+            f"{tensor.file} has a key that this model has no place for: {unknown[0]!r} of "
+            f"shape {list(tensor.shape)}{_more(unknown)}"
+        )
+    for path, (name, transposed) in keys.items():
+        shape = wanted[path][::-1] if transposed else wanted[path]
+        if tensors[name].shape != tuple(shape):
+            raise UserError(
+                f"key {name!r} in {tensors[name].file} has shape {list(tensors[name].shape)}, "
+                f"the configuration asks for {list(shape)}"
+            )
+        if tensors[name].dtype not in FLOATS:
+            raise UserError(
+                f"key {name!r} in {tensors[name].file} is stored as {tensors[name].dtype}; only "
+                f"{', '.join(FLOATS)} are read (is the checkpoint quantised?)"
+            )
+
+    def load(key_path: Any, leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+        name, transposed = keys[path_string(key_path)]
+        return _place(
+            tensors[name], tuple(leaf.shape), transposed, sharding, np.dtype(dtype)
+        )
+
+    return jax.tree_util.tree_map_with_path(load, abstract, param_shardings(mesh, abstract))
+
+
+def _place(
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    transposed: bool,
+    sharding: jax.sharding.Sharding,
+    dtype: np.dtype,
+) -> jax.Array:
+    parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def part(index: Index) -> np.ndarray:
+        spans = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
+        if spans not in parts:  # replicas ask for the same part again
+            stored = spans[::-1] if transposed else spans
+            block = tensor.read(tuple(slice(*span) for span in stored))
+            parts[spans] = np.ascontiguousarray(block.T if transposed else block, dtype)
+        return parts[spans]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _more(items: list[Any]) -> str:
+    return f" (and {len(items) - 1} more such)" if len(items) > 1 else ""
+
+
+def save_safetensors(
+    path: str, arrays: dict[str, np.ndarray], metadata: dict[str, str]
+) -> None:
+    """Write a safetensors file so that `path` is at every moment the old or the new one."""
+    from safetensors.numpy import save_file
+
+    contiguous = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    write_atomically(path, lambda temporary: save_file(contiguous, temporary, metadata))
+
+
+def save_json(path: str, value: dict[str, Any]) -> None:
+    """Write a JSON object, atomically."""
+
+    def write(temporary: str) -> None:
+        with open(temporary, "w", encoding="utf-8") as f:
+            json.dump(value, f, indent=2, ensure_ascii=False)
+            f.write("\n")
+
+    write_atomically(path, write)
+
+
+def write_atomically(path: str, write: Callable[[str], None]) -> None:
+    """Let `write` fill a temporary file beside `path`, flush it to disk, rename it.
+
+    Raises:
+      UserError: the disk is full or the directory cannot be written; `path` is as it was.
+    """
+    temporary = f"{path}.tmp-{os.getpid()}"
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except Exception as error:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            raise UserError(f"{path} could not be written: {error}") from error
+        raise
+
+
+def host_array(x: Any, dtype: Any = None) -> np.ndarray:
+    """A parameter on the host, in `dtype` (None: as it is stored)."""
+    array = np.asarray(x)
+    return array if dtype is None else array.astype(np.dtype(dtype))
+
+
+def sample_bytes(x: Any, count: int = 1024) -> bytes:
+    """Up to `count` elements at even distances, rounded to bfloat16, as little-endian bytes.
+
+    Gathered by index, so the result does not depend on how `x` is laid out over devices.
+    """
+    size = int(np.prod(x.shape))
+    flat = np.arange(min(size, count), dtype=np.int64) * size // min(size, count)
+    values = np.asarray(x[np.unravel_index(flat, x.shape)]).astype(np.float32)
+    return values.astype(ml_dtypes.bfloat16).view(np.uint16).astype("<u2").tobytes()
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """A parameter tree as {"layers_0/mlp/up_proj/kernel": leaf}."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_string(key_path): leaf for key_path, leaf in leaves}
+
+
+def pick(names: Iterable[str], available: dict[str, Any]) -> list[str]:
+    """Those of `names` that are there, in order, once each."""
+    return [name for name in dict.fromkeys(names) if name in available]
