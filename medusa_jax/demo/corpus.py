@@ -22,41 +22,17 @@ import argparse
 import hashlib
 import json
 import platform
-import re
 import sys
 import sysconfig
-import tokenize
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from medusa_jax.demo.sources import SourceFile, limit_files, read_sources, split_files
 from medusa_jax.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
-
-# Not code that a person would write or read: installed packages, generated tables, files
-# that are broken on purpose.
-SKIP_PARTS = frozenset({"site-packages", "dist-packages", "__pycache__", "encodings"})
-SKIP_PATHS = re.compile(
-    r"^(pydoc_data/topics|_sysconfigdata|config-|html/entities|keyword$"
-    r"|lib2to3/tests/data/|test/.*bad_?syntax|test/bad_|test/encoded_modules/)"
-)
-MIN_BYTES, MAX_BYTES = 200, 400_000
-MAX_LINE = 400
-MAX_NON_ASCII = 0.02
-MAX_DIGITS = 0.12
-
-# A paragraph with one of these words is a licence notice if it stands before a file's first
-# line of code; elsewhere only the unmistakable form counts.
-_HEAD_NOTICE = re.compile(
-    r"copyright|licen[sc]e|all rights reserved|warrant|merchantab|redistribut"
-    r"|permission\s+(to\s+use|is\s+hereby)|contributed\s+to\s+(the\s+)?psf",
-    re.IGNORECASE,
-)
-_NOTICE = re.compile(r"copyright\s*(\(c\)|©|\d{4})", re.IGNORECASE)
 
 # Pieces within which BPE may merge. A line break takes the next line's indentation with it,
 # a word one space, dot or underscore before it, digits stand alone. Characters per token on
@@ -79,186 +55,6 @@ SEED_TOKENS = (64, 128)
 _OUTPUTS = ("tokenizer", "train", "heldout", "seeds.jsonl")
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """One document: path relative to the standard library, with "/", and cleaned text."""
-
-    path: str
-    text: str
-
-
-# --------------------------------------------------------------------------------------
-# Files
-# --------------------------------------------------------------------------------------
-
-
-def drop_licence(text: str) -> str:
-    """`text` without licence paragraphs in comments and in the module docstring.
-
-    A paragraph is a run of comment lines without an empty comment ("#") in it, or a run of
-    non-blank lines in the docstring. Code is never touched.
-
-        "# Copyright (c) 2001 A. Body\\n#\\n# Reads mail.\\nimport os\\n"
-            -> "# Reads mail.\\nimport os\\n"
-    """
-    lines = text.split("\n")
-    kept: list[str] = []
-    at_head, i = True, 0
-    while i < len(lines):
-        stripped = lines[i].lstrip()
-        if stripped.startswith("#"):
-            j = i
-            while j < len(lines) and len(lines[j].lstrip(" \t#")) > 0:
-                if not lines[j].lstrip().startswith("#"):
-                    break
-                j += 1
-            j = max(j, i + 1)
-            paragraph = "\n".join(lines[i:j])
-            if (_HEAD_NOTICE if at_head else _NOTICE).search(paragraph):
-                # The empty comment that set the notice apart goes with it.
-                while j < len(lines) and lines[j].strip() == "#":
-                    j += 1
-            else:
-                kept.extend(lines[i:j])
-            i = j
-            continue
-        quote = re.match(r"[rRuU]?(\"\"\"|''')", lines[i]) if at_head else None
-        if quote:
-            j = i + 1
-            if lines[i].count(quote[1]) == 1:
-                while j < len(lines) and quote[1] not in lines[j]:
-                    j += 1
-                j = min(j + 1, len(lines))
-            kept.extend(_docstring_without_notice(lines[i:j]))
-            i = j
-            continue
-        at_head = at_head and not stripped
-        kept.append(lines[i])
-        i += 1
-    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(kept)).strip("\n") + "\n"
-
-
-def _docstring_without_notice(lines: list[str]) -> list[str]:
-    """The inner paragraphs that are notices go; first and last line (quotes) stay."""
-    kept, paragraph = [], []
-    for line in lines[1:-1] + [""]:
-        if line.strip():
-            paragraph.append(line)
-            continue
-        if not _HEAD_NOTICE.search("\n".join(paragraph)):
-            kept.extend([*paragraph, line])
-        paragraph = []
-    return lines[:1] + kept[:-1] + lines[1:][-1:] if len(lines) > 1 else lines
-
-
-def is_code(path: str, text: str) -> bool:
-    """Whether a file reads as code and prose rather than as a table.
-
-    path: relative, with "/". Limits (module constants): size, longest line, share of
-    characters outside ASCII, share of digits; plus a short list of paths.
-    """
-    if SKIP_PARTS.intersection(path.split("/")) or SKIP_PATHS.search(path):
-        return False
-    n = len(text)
-    if not MIN_BYTES <= n <= MAX_BYTES or max(map(len, text.split("\n"))) > MAX_LINE:
-        return False
-    digits = sum(text.count(d) for d in "0123456789")
-    non_ascii = len(text.encode()) - n
-    return digits <= MAX_DIGITS * n and non_ascii <= MAX_NON_ASCII * n
-
-
-def read_sources(root: Path) -> tuple[list[SourceFile], dict[str, int]]:
-    """All usable files below `root`, sorted by path, and counts of what was left out."""
-    if not root.is_dir():
-        raise UserError(f"{root} is not a directory: --root must be a standard library.")
-    left_out = {"unreadable": 0, "not_code": 0, "duplicate": 0}
-    files, seen = [], set()
-    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
-        name = path.relative_to(root).as_posix()
-        if SKIP_PARTS.intersection(name.split("/")):
-            continue
-        try:
-            # Universal newlines and the coding cookie are honoured by tokenize.open.
-            with tokenize.open(path) as stream:
-                text = stream.read().removeprefix("\ufeff")
-            text.encode()
-        except (SyntaxError, UnicodeError, OSError):
-            left_out["unreadable"] += 1
-            continue
-        text = drop_licence(text.replace("\r\n", "\n").replace("\r", "\n"))
-        if not is_code(name, text):
-            left_out["not_code"] += 1
-            continue
-        digest = hashlib.sha256(text.encode()).digest()
-        if digest in seen:
-            left_out["duplicate"] += 1
-            continue
-        seen.add(digest)
-        files.append(SourceFile(name, text))
-    return files, left_out
-
-
-def path_fraction(path: str) -> float:
-    """A number in [0, 1) that depends on the path alone; below `heldout` = held out."""
-    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:6], "big") / 2**48
-
-
-def limit_files(files: list[SourceFile], limit_mb: float) -> list[SourceFile]:
-    """A sample of at most `limit_mb` million characters (0 = all), in path order."""
-    if limit_mb <= 0:
-        return files
-    # Another hash than the split's, or a small budget would hold nothing but held-out files.
-    order = sorted(files, key=lambda f: path_fraction("limit:" + f.path))
-    budget, chosen = limit_mb * 1e6, []
-    for file in order:
-        if len(file.text) <= budget:
-            budget -= len(file.text)
-            chosen.append(file)
-    return sorted(chosen, key=lambda f: f.path)
-
-
-def _lines(text: str) -> set[str]:
-    """Lines long enough to say where they come from."""
-    return {s for line in text.split("\n") if len(s := line.strip()) >= 16}
-
-
-def split_files(
-    files: list[SourceFile], heldout: float, shared: float = 0.3
-) -> tuple[list[SourceFile], list[SourceFile], list[str]]:
-    """(train, heldout, names of files dropped as near-duplicates of a held-out one).
-
-    heldout: expected share of files. A training file is dropped if more than `shared` of its
-    distinct lines, or of a held-out file's, are common to the two (lines that more than 20
-    files have are ignored; they are idiom).
-    """
-    held = [f for f in files if path_fraction(f.path) < heldout]
-    train = [f for f in files if path_fraction(f.path) >= heldout]
-    if not held or not train:
-        raise UserError(
-            f"{len(files)} files leave nothing to train on or nothing held out: "
-            "raise --limit_mb or --heldout."
-        )
-    lines = {f.path: _lines(f.text) for f in files}
-    spread = Counter(line for own in lines.values() for line in own)
-    lines = {p: {x for x in own if spread[x] <= 20} for p, own in lines.items()}
-    owners: dict[str, list[str]] = {}
-    for file in held:
-        for line in lines[file.path]:
-            owners.setdefault(line, []).append(file.path)
-    kept, dropped = [], []
-    for file in train:
-        own = lines[file.path]
-        common = Counter(p for line in own for p in owners.get(line, ()))
-        near = any(
-            n >= 5 and n > shared * min(len(own), len(lines[p])) for p, n in common.items()
-        )
-        if near:
-            dropped.append(file.path)
-        else:
-            kept.append(file)
-    return kept, held, dropped
-
-
 # --------------------------------------------------------------------------------------
 # Tokenizer
 # --------------------------------------------------------------------------------------
@@ -271,8 +67,6 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, split: str = SPLIT):
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if not 258 <= vocab_size <= 65536:
-        raise UserError(f"--vocab {vocab_size}: must lie between 258 and 65536.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -324,7 +118,7 @@ def encode_files(tokenizer, files: list[SourceFile], progress: str) -> list[np.n
     """One uint16 array per file, without the end tokens."""
     from tqdm import tqdm
 
-    out = []
+    out: list[np.ndarray] = []
     with tqdm(total=len(files), desc=progress, unit="file", disable=None) as bar:
         for i in range(0, len(files), 64):
             batch = [f.text for f in files[i : i + 64]]
@@ -437,6 +231,8 @@ def build(
     """
     from tqdm import tqdm
 
+    if not 258 <= vocab <= 65536:
+        raise UserError(f"--vocab {vocab}: must lie between 258 and 65536.")
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files, left_out = read_sources(root)
     train, held, near = split_files(limit_files(files, limit_mb), heldout)

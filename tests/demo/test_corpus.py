@@ -1,0 +1,153 @@
+"""The demo's corpus on a small budget: the documented command, its files, its promises."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_jax.demo import corpus
+from medusa_jax.demo.sources import distinct_lines
+
+TINY = {"vocab": 512, "limit_mb": 0.5, "heldout": 0.1, "prompts": 20, "seeds": 50}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """The documented command on a tiny budget."""
+    out = tmp_path_factory.mktemp("corpus")
+    flags = [f"--{name}={value}" for name, value in TINY.items()]
+    assert corpus.main(["--out", str(out), *flags]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def tokenizer(built):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(built / "tokenizer")
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def documents(folder: Path) -> list[np.ndarray]:
+    tokens, starts = np.load(folder / "tokens.npy"), np.load(folder / "doc_starts.npy")
+    assert tokens.dtype == np.uint16 and tokens.ndim == 1
+    return np.split(tokens, starts[1:])
+
+
+def test_same_bytes_twice(built, tmp_path):
+    again = corpus.build(tmp_path, **TINY)
+    first = json.loads((built / "corpus.json").read_text())
+    assert first == json.loads((tmp_path / "corpus.json").read_text()) == again
+    assert len(first["sha256"]) == 9
+    for name in first["sha256"]:
+        assert (built / name).read_bytes() == (tmp_path / name).read_bytes(), name
+
+
+def test_streams(built, tokenizer):
+    about = json.loads((built / "corpus.json").read_text())
+    end = tokenizer.eos_token_id
+    for name in ("train", "heldout"):
+        docs = documents(built / name)
+        split = about["splits"][name]
+        assert len(docs) == split["files"]
+        assert sum(map(len, docs)) == split["stream_tokens"]
+        for ids in docs:
+            assert ids[0] == ids[-1] == end and end not in ids[1:-1]
+        n_bytes = sum(len(tokenizer.decode(ids[1:-1]).encode()) for ids in docs)
+        assert n_bytes == split["bytes"]
+    assert about["splits"]["heldout"]["characters_per_token"] > 1.7
+
+
+def test_heldout_is_not_in_train(built, tokenizer):
+    train = [tokenizer.decode(ids[1:-1]) for ids in documents(built / "train")]
+    held = [tokenizer.decode(ids[1:-1]) for ids in documents(built / "heldout")]
+    assert not set(train) & set(held)
+    for text in held:
+        own = distinct_lines(text)
+        for other in train:
+            common = own & distinct_lines(other)
+            assert len(common) < 5 or len(common) < 0.6 * len(own)
+    together = "\n".join(train)
+    for row in read(built / "heldout" / "prompts.jsonl"):
+        assert row["prompt"] + row["continuation"] not in together
+
+
+def test_prompts_are_cut_where_text_and_ids_agree(built, tokenizer):
+    held = {tokenizer.decode(ids[1:-1]) for ids in documents(built / "heldout")}
+    rows = read(built / "heldout" / "prompts.jsonl")
+    assert len(rows) == TINY["prompts"]
+    names = json.loads((built / "corpus.json").read_text())["heldout_files"]
+    for row in rows:
+        assert row["file"] in names
+        assert 64 <= len(row["prompt_ids"]) <= 192
+        assert tokenizer(row["prompt"]).input_ids == row["prompt_ids"]
+        assert tokenizer.decode(row["prompt_ids"]) == row["prompt"]
+        assert len(row["continuation_ids"]) == 256
+        whole = row["prompt_ids"] + row["continuation_ids"]
+        assert any(tokenizer.decode(whole) in text for text in held)
+
+
+def test_seeds_come_from_training_files(built, tokenizer):
+    rows = read(built / "seeds.jsonl")
+    assert len(rows) == TINY["seeds"]
+    names = json.loads((built / "corpus.json").read_text())["heldout_files"]
+    together = "\0".join(tokenizer.decode(ids) for ids in documents(built / "train"))
+    for row in rows:
+        assert row["file"] not in names and "continuation" not in row
+        assert 64 <= len(row["prompt_ids"]) <= 128
+        assert tokenizer(row["prompt"]).input_ids == row["prompt_ids"]
+        assert row["prompt"] in together
+
+
+def test_vocabulary_has_ordinary_id_zero(tokenizer):
+    assert len(tokenizer) == 512
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == 511
+    assert 0 not in tokenizer.all_special_ids
+    assert tokenizer("!").input_ids == [0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=80))
+def test_round_trip_any_text(tokenizer, text):
+    if "<|endoftext|>" not in text:
+        ids = tokenizer(text).input_ids
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.eos_token_id not in ids
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(" \n\tax_.(0:\r é", max_size=60))
+def test_round_trip_code_like_text(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_digits_are_single_tokens(tokenizer):
+    assert tokenizer.convert_ids_to_tokens(tokenizer("2024").input_ids) == list("2024")
+
+
+def test_line_break_and_indent_are_one_token(tokenizer):
+    (token,) = tokenizer.convert_ids_to_tokens(tokenizer("\n        ").input_ids)
+    assert token == "Ċ" + 8 * "Ġ"
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--vocab", "100"], "between 258 and 65536"),
+        (["--root", "/no/such/place"], "not a directory"),
+        (["--heldout", "0.3", "--vocab", "20000"], "lower --vocab"),
+        (["--limit_mb", "0.000001"], "raise --limit_mb"),
+    ],
+)
+def test_bad_flags_end_with_one_line(flags, says, tmp_path, capsys):
+    assert corpus.main(["--out", str(tmp_path), "--limit_mb", "0.1", *flags]) == 2
+    error = capsys.readouterr().err
+    lines = [x for x in re.split(r"[\r\n]+", error) if x and "learning BPE" not in x]
+    assert len(lines) == 1 and says in lines[0]

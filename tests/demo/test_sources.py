@@ -1,0 +1,107 @@
+"""Which source files become training text, on made-up files."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_jax.demo import sources
+from medusa_jax.demo.sources import SourceFile
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (
+            "# Copyright (c) 2001 A. Body\n#\n# Reads mail.\nimport os\n",
+            "# Reads mail.\nimport os\n",
+        ),
+        (
+            '"""Reads mail.\n\nCopyright (C) 1999 A. Body.\nLicensed to nobody.\n\nSlowly.\n"""\nx = 1\n',
+            '"""Reads mail.\n\nSlowly.\n"""\nx = 1\n',
+        ),
+        (
+            '"""Reads."""\n\n# Licensed under terms.\nimport os\n',
+            '"""Reads."""\n\nimport os\n',
+        ),
+        ("import os\n\n\n# the license of a driver\n", None),
+        ("import os\n# Copyright 2001 A. Body\nx = 1\n", "import os\nx = 1\n"),
+        ('def f():\n    """Show the license."""\n', None),
+        ("#!/usr/bin/env python\n# Reads.\n#\n# More.\nx = 1\n", None),
+        ("'''Unfinished copyright\n", None),
+    ],
+)
+def test_drop_licence(before, after):
+    assert sources.drop_licence(before) == (before if after is None else after)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "# Copyright (c) x",
+                "#",
+                "# text",
+                "",
+                '"""',
+                '"""Doc."""',
+                "licence",
+                "x = 1",
+            ]
+        ),
+        max_size=12,
+    )
+)
+def test_drop_licence_invents_nothing(lines):
+    kept = iter(sources.drop_licence("\n".join(lines)).split("\n"))
+    source = iter(lines + [""])
+    assert all(any(line == other for other in source) for line in kept if line)
+
+
+def test_tables_are_left_out():
+    code = "def f(x):\n    return x\n" * 20
+    assert sources.is_code("a/b.py", code)
+    assert not sources.is_code("site-packages/b.py", code)
+    assert not sources.is_code("pydoc_data/topics.py", code)
+    assert not sources.is_code("b.py", "x = 1\n")
+    assert not sources.is_code("b.py", code + "x" * 500)
+    assert not sources.is_code("b.py", code + "1234567890, " * 20)
+    assert not sources.is_code("b.py", code + "äöü" * 20)
+
+
+def test_reading_skips_copies_and_broken_files(tmp_path):
+    code = b"def f(x):\r\n    return x\r\n" * 20
+    (tmp_path / "z.py").write_bytes(code)
+    (tmp_path / "a.py").write_bytes(code.replace(b"\r\n", b"\n"))
+    (tmp_path / "broken.py").write_bytes(b"# \xff\xfe\n" * 100)
+    (tmp_path / "latin.py").write_bytes(
+        "# -*- coding: latin-1 -*-\nname = 'é'\n".encode("latin-1") + code
+    )
+    files, left_out = sources.read_sources(tmp_path)
+    assert [f.path for f in files] == ["a.py", "latin.py"]
+    assert left_out == {"unreadable": 1, "not_code": 0, "duplicate": 1}
+    assert "name = 'é'" in files[1].text and "\r" not in files[1].text
+
+
+def test_near_duplicates_of_heldout_files_leave_training():
+    def words(name, n):
+        return "".join(f"{name} says this on line {i}\n" for i in range(n))
+
+    files = [SourceFile(f"{i}.py", words(i, 40)) for i in range(60)]
+    train, held, dropped = sources.split_files(files, 0.1)
+    assert held and not dropped and len(train) + len(held) == 60
+    copy = SourceFile("copy.py", held[0].text + words("another", 20))
+    part = SourceFile("part.py", held[0].text[:200] + words("more", 40))
+    assert sources.path_fraction("copy.py") > 0.1 < sources.path_fraction("part.py")
+    train, held, dropped = sources.split_files([*files, copy, part], 0.1)
+    assert dropped == ["copy.py"]
+    assert part in train and copy not in train + held
+
+
+def test_split_depends_on_the_path_alone():
+    files = [SourceFile(f"{i}.py", f"text {i}\n") for i in range(100)]
+    held = {f.path for f in sources.split_files(files, 0.2)[1]}
+    assert 8 <= len(held) <= 35
+    assert {f.path for f in sources.split_files(files[::2], 0.2)[1]} == held & {
+        f.path for f in files[::2]
+    }
