@@ -1,0 +1,244 @@
+"""Tokenizers: text to ids and back, and text that grows while it is being generated."""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop import hf
+from medusa_jax.interop.tensors import read_json
+
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+BROKEN = "\ufffd"
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer plus what a model directory says about special tokens.
+
+    Attributes:
+      bos_id: the id that starts a text, or None where the tokenizer has none.
+      adds_bos: whether plain text gets the BOS in front (Llama: yes; Qwen: no).
+      eos_ids: every id that ends a text or a turn; chat models often have several.
+      vocab_size: number of ids, added tokens included. A model may have more rows than that.
+      chat_template: the Jinja source that lies beside the tokenizer, or "".
+      special_texts: {"bos_token": "<s>", ...} as chat templates read them.
+      special_ids: ids that `decode` leaves out by default.
+      byte_ids: ids of the byte tokens <0x00> ... <0xFF> of a byte-fallback vocabulary.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        bos_id: int | None = None,
+        adds_bos: bool | None = None,
+        eos_ids: Iterable[int] = (),
+        chat_template: str = "",
+        special_texts: dict[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.bos_id = bos_id
+        if adds_bos is None:
+            adds_bos = backend.encode("a").ids[:1] == [bos_id]
+        self.adds_bos = adds_bos and bos_id is not None
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < self.vocab_size)
+        self.chat_template = chat_template
+        self.special_texts = special_texts or {}
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        bytes_ = [backend.token_to_id(f"<0x{b:02X}>") for b in range(256)]
+        falls_back = (
+            None not in bytes_ and backend.decode([bytes_[b] for b in b"\xc3\xa9"]) == "é"
+        )
+        self.byte_ids = frozenset(bytes_ if falls_back else ())
+
+    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+        """Ids of `text`; special tokens written out in it are recognised.
+
+        With `add_bos` the BOS comes first, for tokenizers that put it there (`adds_bos`).
+        """
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        return [self.bos_id, *ids] if add_bos and self.adds_bos else ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of `text` and the characters [start, end) that each stands for."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of the ids; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as it is written in the vocabulary, or None."""
+        return self.backend.token_to_id(token)
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a model directory or hub id.
+
+    `tokenizer.json` is read directly; a directory with only `tokenizer.model` (sentencepiece)
+    goes through transformers, which takes a second longer. Special tokens come from
+    tokenizer_config.json, special_tokens_map.json, config.json and generation_config.json.
+
+    Raises:
+      UserError: no tokenizer there, or one that cannot be read.
+    """
+    directory = hf.resolve(path, TOKENIZER_FILES)
+    settings = _optional_json(directory, "special_tokens_map.json")
+    settings |= _optional_json(directory, "tokenizer_config.json")
+    backend = _backend(directory)
+
+    def text_of(name: str) -> str | None:
+        value = settings.get(name)
+        return value.get("content") if isinstance(value, dict) else value
+
+    def id_of(name: str) -> int | None:
+        token = text_of(name)
+        return backend.token_to_id(token) if token else None
+
+    model = _optional_json(directory, "config.json")
+    bos_id = id_of("bos_token")
+    if "bos_token" not in settings and isinstance(model.get("bos_token_id"), int):
+        # Only without any word from the tokenizer: Qwen's configs name a BOS it never uses.
+        bos_id = model["bos_token_id"]
+    eos_ids = [id_of("eos_token")]
+    for source in (model, _optional_json(directory, "generation_config.json")):
+        value = source.get("eos_token_id")
+        eos_ids += value if isinstance(value, list) else [value]
+    special = {
+        name: text_of(name)
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if isinstance(text_of(name), str)
+    }
+    if bos_id is not None:
+        special.setdefault("bos_token", backend.id_to_token(bos_id) or "")
+    return Tokenizer(
+        backend,
+        bos_id=bos_id,
+        adds_bos=settings.get("add_bos_token"),
+        eos_ids=[i for i in eos_ids if isinstance(i, int)],
+        chat_template=_chat_template(directory, settings),
+        special_texts=special,
+    )
+
+
+def _backend(directory: str) -> Any:
+    file = os.path.join(directory, "tokenizer.json")
+    if os.path.isfile(file):
+        import tokenizers
+
+        try:
+            return tokenizers.Tokenizer.from_file(file)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"{file} cannot be read: {error}") from error
+    sources = ("tokenizer.model", "vocab.json", "vocab.txt")
+    if not any(os.path.isfile(os.path.join(directory, name)) for name in sources):
+        raise UserError(
+            f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"
+        )
+    # Importing transformers without torch would print a notice.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer, LlamaTokenizer
+
+    named = ("config.json", "tokenizer_config.json")
+    kinds = [_optional_json(directory, name) for name in named]
+    known = "model_type" in kinds[0] or "tokenizer_class" in kinds[1]
+    loader = AutoTokenizer if known else LlamaTokenizer
+    try:
+        backend = loader.from_pretrained(directory, local_files_only=True).backend_tokenizer
+    except Exception as error:  # anything from a missing class to a malformed protobuf
+        first_line = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"the tokenizer in {directory} cannot be read: {first_line}"
+        ) from error
+    return backend
+
+
+def _optional_json(directory: str, name: str) -> dict[str, Any]:
+    file = os.path.join(directory, name)
+    return read_json(file) if os.path.isfile(file) else {}
+
+
+def _chat_template(directory: str, settings: dict[str, Any]) -> str:
+    file = os.path.join(directory, "chat_template.jinja")
+    if os.path.isfile(file):
+        with open(file, encoding="utf-8") as f:
+            return f.read()
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several by name
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else ""
+
+
+class Decodes(Protocol):
+    """What `StreamDecoder` needs of a tokenizer (and its byte and special ids, if any)."""
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
+
+
+class StreamDecoder:
+    """Text of a growing sequence of ids, piece by piece.
+
+    The pieces joined are `tokenizer.decode(all ids)`, save for an incomplete character at the
+    very end, which is never shown. Nothing once returned is ever taken back: a character whose
+    bytes are still on the way waits, and so does a run of byte tokens, because a bad byte later
+    in the run changes how the whole run is decoded.
+
+    Example: with byte tokens for "é" = C3 A9, push([a, C3]) gives "a", push([A9, b]) "éb".
+    """
+
+    def __init__(self, tokenizer: Decodes, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        # Behind these the text so far is not certain: a byte token because of its run, a
+        # special one because it is left out and the run goes on behind it.
+        self._uncertain = set(getattr(tokenizer, "byte_ids", ()))
+        if skip_special:
+            self._uncertain |= getattr(tokenizer, "special_ids", frozenset())
+        # Ids that are still looked at, and how many characters of their text are out.
+        self._window: list[int] = []
+        self._out = 0
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take in the next ids; returns the text that is certain by now (often "")."""
+        self._window.extend(int(i) for i in ids)
+        end = len(self._window)
+        while end and self._window[end - 1] in self._uncertain:
+            end -= 1
+        piece = self._take(self._window[:end])
+        if end == len(self._window):
+            self._shrink()
+        return piece
+
+    def flush(self) -> str:
+        """The rest of the text; an unfinished character is dropped. Starts afresh."""
+        piece = self._take(self._window)
+        self._window, self._out = [], 0
+        return piece
+
+    def _take(self, ids: list[int]) -> str:
+        text = self._decode(ids).rstrip(BROKEN)
+        piece = text[self._out :]
+        self._out += len(piece)
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special=self._skip_special)
+
+    def _shrink(self, longest: int = 48, kept: int = 12) -> None:
+        """Forget old ids, so that a piece costs the same late in a long text as early.
+
+        Only where it cannot show: what remains must decode to the end of the text that is out,
+        with a word in it (decoders treat the first blank of a text differently).
+        """
+        if len(self._window) <= longest:
+            return
+        text = self._decode(self._window)
+        tail = self._decode(self._window[-kept:])
+        if len(text) == self._out and tail.strip() and text.endswith(tail):
+            self._window, self._out = self._window[-kept:], len(tail)
