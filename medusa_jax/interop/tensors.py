@@ -216,7 +216,8 @@ def _place(
 ) -> jax.Array:
     parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
-    def part(index: Index) -> np.ndarray:
+    def part(index: Index | None) -> np.ndarray:
+        assert index is not None
         spans = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
         if spans not in parts:  # replicas ask for the same part again
             stored = spans[::-1] if transposed else spans

@@ -61,7 +61,9 @@ class Tokenizer:
         With `add_bos` the BOS comes first, for tokenizers that put it there (`adds_bos`).
         """
         ids = self.backend.encode(text, add_special_tokens=False).ids
-        return [self.bos_id, *ids] if add_bos and self.adds_bos else ids
+        if add_bos and self.adds_bos and self.bos_id is not None:
+            return [self.bos_id, *ids]
+        return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text` and the characters [start, end) that each stands for."""
@@ -109,11 +111,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     for source in (model, _optional_json(directory, "generation_config.json")):
         value = source.get("eos_token_id")
         eos_ids += value if isinstance(value, list) else [value]
-    special = {
-        name: text_of(name)
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-        if isinstance(text_of(name), str)
-    }
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = {name: text for name in names if isinstance(text := text_of(name), str)}
     if bos_id is not None:
         special.setdefault("bos_token", backend.id_to_token(bos_id) or "")
     return Tokenizer(

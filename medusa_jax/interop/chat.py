@@ -1,0 +1,343 @@
+"""Conversations to token ids, with a mark on every token that the assistant has to produce.
+
+Which tokens those are comes from the template itself, in this order: a shipped template (or the
+tokenizer's own) whose assistant text stands between `{% generation %}` and
+`{% endgeneration %}`; else the tokenizer's own template rendered turn by turn, where what an
+assistant turn adds behind the generation prompt is the assistant's. An end-of-text token right
+behind an assistant turn counts: the model has to learn to stop.
+"""
+
+import difflib
+import functools
+import json
+import re
+import secrets
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop.tokenizer import Tokenizer
+
+Message = dict[str, str]
+Span = tuple[int, int]
+
+TEMPLATES = {
+    "vicuna": "vicuna",
+    "llama2": "llama2",
+    "llama3": "llama3",
+    "zephyr": "zephyr",
+    "mistral": "mistral",
+    "chatml": "chatml",
+    "qwen": "chatml",
+}
+
+# What ends a turn where that is not the tokenizer's own EOS.
+TURN_ENDS = {"llama3": "<|eot_id|>", "chatml": "<|im_end|>"}
+
+MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "system": "system",
+}
+
+
+class SampleError(UserError):
+    """One conversation cannot be used; a trainer skips it and counts the reason."""
+
+
+def parse_sharegpt(record: Any) -> tuple[list[Message], str]:
+    """`{"conversations": [{"from": "human", "value": ...}, ...]}` -> (messages, "").
+
+    A conversation that cannot be trained on gives ([], why). Assistant turns before the first
+    user turn (ShareGPT has many conversations cut there) and user turns behind the last answer
+    are dropped.
+    """
+    return _parse(record, "conversations", "from", "value", SHAREGPT_ROLES)
+
+
+def parse_messages(record: Any) -> tuple[list[Message], str]:
+    """`{"messages": [{"role": "user", "content": ...}, ...]}` -> (messages, "") or ([], why)."""
+    roles = {
+        "user": "user",
+        "assistant": "assistant",
+        "system": "system",
+        "developer": "system",
+    }
+    return _parse(record, "messages", "role", "content", roles)
+
+
+def _parse(
+    record: Any, field: str, role_field: str, text_field: str, roles: dict[str, str]
+) -> tuple[list[Message], str]:
+    turns = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(turns, list):
+        return [], f"no list {field!r}"
+    messages: list[Message] = []
+    for turn in turns:
+        role = turn.get(role_field) if isinstance(turn, dict) else None
+        if not isinstance(role, str) or role not in roles:
+            return [], f"unknown role {role!r}"
+        text = _text(turn.get(text_field))
+        if text is None:
+            return [], f"a turn without {text_field!r}"
+        messages.append({"role": roles[role], "content": text})
+    system = messages[:1] if messages and messages[0]["role"] == "system" else []
+    rest = messages[len(system) :]
+    while rest and rest[0]["role"] == "assistant":
+        rest = rest[1:]
+    while rest and rest[-1]["role"] == "user":
+        rest = rest[:-1]
+    if not rest:
+        return [], "no answered user turn"
+    for i, message in enumerate(rest):
+        if message["role"] != ("user", "assistant")[i % 2]:
+            return [], "roles do not alternate"
+        if not message["content"].strip():
+            return [], f"an empty {message['role']} turn"
+    return system + rest, ""
+
+
+def _text(content: Any) -> str | None:
+    """A string, or the text parts of the list form; None for anything else."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return None
+
+
+def encode_conversation(
+    tokenizer: Tokenizer, messages: list[Message], template_name: str = ""
+) -> tuple[list[int], list[int]]:
+    """Token ids of a conversation and, for each, 1 if the assistant produces it, else 0.
+
+    Args:
+      template_name: a shipped template (`TEMPLATES`); "" = the tokenizer's own.
+
+    Raises:
+      SampleError: the template refuses the conversation, its turns cannot be told apart, or
+        no token would count.
+      UserError: an unknown template name, or the tokenizer has none.
+    """
+    source = template_source(tokenizer, template_name)
+    text, spans = render(source, messages, tokenizer.special_texts)
+    if not MARKED.search(source):
+        spans = _spans_by_prefix(source, messages, tokenizer.special_texts, text)
+    ids, offsets = _tokenize(tokenizer, text)
+    counted = [0] * len(ids)
+    for span in spans:
+        _mark(counted, ids, offsets, span, tokenizer.eos_ids)
+    if not any(counted):
+        raise SampleError("no token of the conversation is the assistant's")
+    return ids, counted
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, messages: list[Message], template_name: str = ""
+) -> list[int]:
+    """Ids of a conversation up to where the assistant has to speak next."""
+    return _tokenize(tokenizer, render_prompt(tokenizer, messages, template_name))[0]
+
+
+def render_prompt(
+    tokenizer: Tokenizer, messages: list[Message], template_name: str = ""
+) -> str:
+    """Text of a conversation up to where the assistant has to speak next."""
+    source = template_source(tokenizer, template_name)
+    return render(source, messages, tokenizer.special_texts, add_generation_prompt=True)[0]
+
+
+def stop_ids(tokenizer: Tokenizer, template_name: str = "") -> frozenset[int]:
+    """Ids that end the assistant's turn: the tokenizer's EOS ids and the template's own."""
+    end = tokenizer.token_to_id(TURN_ENDS.get(TEMPLATES.get(template_name, ""), ""))
+    return tokenizer.eos_ids | ({end} if end is not None else set())
+
+
+def template_source(tokenizer: Tokenizer, template_name: str = "") -> str:
+    """The Jinja source of a shipped template, or of the tokenizer's own for ""."""
+    if template_name:
+        source = shipped_template(template_name)
+        end = TURN_ENDS.get(TEMPLATES[template_name]) or tokenizer.special_texts.get(
+            "eos_token"
+        )
+        if not end or tokenizer.token_to_id(end) is None:
+            raise UserError(
+                f"chat template {template_name!r} ends turns with {end or 'the EOS token'}, which "
+                "the tokenizer does not have; choose the template that the model was made for"
+            )
+        return source
+    if not tokenizer.chat_template:
+        raise UserError(
+            "the tokenizer has no chat template; name a shipped one: "
+            + ", ".join(TEMPLATES)
+        )
+    return tokenizer.chat_template
+
+
+def shipped_template(name: str) -> str:
+    """The source of a template that comes with the package."""
+    if name not in TEMPLATES:
+        near = difflib.get_close_matches(name, TEMPLATES, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"unknown chat template {name!r} (there are: {', '.join(TEMPLATES)}); "
+            f"did you mean {near!r}?"
+        )
+    file = Path(__file__).parent / "templates" / f"{TEMPLATES[name]}.jinja"
+    return file.read_text(encoding="utf-8")
+
+
+def render(
+    source: str,
+    messages: list[Message],
+    special_texts: dict[str, str],
+    add_generation_prompt: bool = False,
+) -> tuple[str, list[Span]]:
+    """Run a template; returns its text and the [start, end) of its generation blocks.
+
+    Example: "Q: hi A:{% generation %} yo{% endgeneration %}" -> ("Q: hi A: yo", [(8, 11)]).
+
+    Raises:
+      SampleError: the template refuses the conversation.
+      UserError: the template itself is broken.
+    """
+    import jinja2
+
+    specials = {"bos_token": "", "eos_token": "", "unk_token": "", "pad_token": ""}
+    # A mark that no content can contain, because it did not exist when the content was written.
+    mark = f"\x00{secrets.token_hex(8)}\x00"
+    try:
+        marked = _compile(source).render(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            _generation_mark=mark,
+            **(specials | special_texts),
+        )
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"the chat template is broken: {error}") from error
+    except Exception as error:  # raise_exception, or any operation on unexpected content
+        first_line = str(error).split("\n")[0]
+        raise SampleError(
+            f"the chat template refuses the conversation: {first_line}"
+        ) from error
+    pieces = marked.split(mark)
+    text, spans = pieces[0], []
+    # Pieces alternate: outside, inside, outside, ...
+    for i, piece in enumerate(pieces[1:], start=1):
+        if i % 2:
+            spans.append((len(text), len(text) + len(piece)))
+        text += piece
+    return text, spans
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> Any:
+    """A sandboxed template with the helpers that published chat templates expect."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Puts the mark before and behind what {% generation %} encloses."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> list[Any]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            mark = nodes.ContextReference()
+            read = nodes.Getitem(mark, nodes.Const("_generation_mark"), "load")
+            return [
+                nodes.Output([read], lineno=line),
+                *body,
+                nodes.Output([read], lineno=line),
+            ]
+
+    def raise_exception(message: str) -> None:
+        raise ValueError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _spans_by_prefix(
+    source: str, messages: list[Message], special_texts: dict[str, str], full: str
+) -> list[Span]:
+    """Assistant spans of a template without marks, from renderings of growing prefixes.
+
+    With p = text of messages[:i] plus generation prompt and q = text of messages[:i+1], the
+    assistant turn i is q behind p. That holds only if p begins q and q begins the whole text,
+    which is checked: some templates rewrite earlier turns.
+    """
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(source, messages[:i], special_texts, add_generation_prompt=True)[0]
+        after = render(source, messages[: i + 1], special_texts)[0]
+        if not (after.startswith(before) and full.startswith(after)):
+            raise SampleError(
+                "the chat template has no generation marks and rewrites earlier turns, so the "
+                "assistant's part cannot be told; name a shipped template"
+            )
+        spans.append((len(before), len(after)))
+    return spans
+
+
+def _tokenize(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[Span]]:
+    """Ids and offsets of rendered text, a leading BOS taken off first and put back as an id.
+
+    Sentencepiece tokenizers treat the start of a text in a special way, which a BOS written
+    out in front would prevent.
+    """
+    bos = tokenizer.special_texts.get("bos_token", "")
+    if not bos or not text.startswith(bos) or tokenizer.bos_id is None:
+        return tokenizer.encode_with_offsets(text)
+    ids, offsets = tokenizer.encode_with_offsets(text[len(bos) :])
+    shifted = [(start + len(bos), end + len(bos)) for start, end in offsets]
+    return [tokenizer.bos_id, *ids], [(0, len(bos)), *shifted]
+
+
+def _mark(
+    counted: list[int],
+    ids: list[int],
+    offsets: list[Span],
+    span: Span,
+    eos_ids: frozenset[int],
+) -> None:
+    """Set the tokens that overlap `span`, up to and with the turn's end-of-text token.
+
+    What a template writes behind that token (a line break, often) is never generated. Where
+    the span ends just before an end-of-text token, that one counts too.
+    """
+    start, end = span
+    inside = [
+        i
+        for i, (a, b) in enumerate(offsets)
+        # Tokens of no width stand for the blank before them (byte-level BPE trims blanks).
+        if (a < end and b > start) or (a == b and start < a <= end)
+    ]
+    if not inside:
+        return
+    last = inside[-1]
+    ends = [i for i in inside if ids[i] in eos_ids]
+    if ends:
+        last = ends[-1]
+    elif last + 1 < len(ids) and ids[last + 1] in eos_ids:
+        last += 1
+    for i in range(inside[0], last + 1):
+        counted[i] = 1

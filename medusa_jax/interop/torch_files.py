@@ -1,0 +1,331 @@
+"""Torch's .bin and .pt files, read without torch and without trusting them.
+
+Such a file is a zip archive: `<root>/data.pkl`, a pickle whose tensors point to storages, and
+`<root>/data/<key>`, the raw bytes of each storage. A pickle is a program, so this one is checked
+three times: only the opcodes that torch writes are let through, only a handful of names can be
+looked up (each bound to an inert stand-in, never to the real thing), and every size, stride and
+offset has to lie within the bytes that are really there. Everything else is refused.
+"""
+
+import io
+import math
+import os
+import pickle
+import pickletools
+import struct
+import zipfile
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop.tensors import Index, Tensor, Tensors
+
+MAX_PICKLE_BYTES = 64 << 20
+MAX_DIMENSIONS = 8
+MAX_DEPTH = 64
+
+STORAGES = {
+    "DoubleStorage": np.dtype(np.float64),
+    "FloatStorage": np.dtype(np.float32),
+    "HalfStorage": np.dtype(np.float16),
+    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "LongStorage": np.dtype(np.int64),
+    "IntStorage": np.dtype(np.int32),
+    "ShortStorage": np.dtype(np.int16),
+    "CharStorage": np.dtype(np.int8),
+    "ByteStorage": np.dtype(np.uint8),
+    "BoolStorage": np.dtype(np.bool_),
+}
+
+# What torch.save writes for dictionaries of tensors. Left out on purpose: object construction
+# (NEWOBJ, INST, OBJ), the extension registry, out-of-band buffers, and POP, whose effect on marks
+# would be the one thing hard to follow in `_check_opcodes`.
+OPCODES = frozenset(
+    (
+        "PROTO FRAME STOP MARK TUPLE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 LIST EMPTY_LIST "
+        "APPEND APPENDS DICT EMPTY_DICT SETITEM SETITEMS NONE NEWTRUE NEWFALSE BININT BININT1 "
+        "BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINPUT LONG_BINPUT BINGET "
+        "LONG_BINGET MEMOIZE GLOBAL STACK_GLOBAL REDUCE BUILD BINPERSID"
+    ).split(" ")
+)
+
+
+class _Refused(Exception):
+    """Why a file is not read; becomes a UserError that names the file."""
+
+
+def _refuse_state(self: Any, state: Any) -> None:
+    """The opcode BUILD calls this; without it, it would write fields behind our checks."""
+    raise _Refused("it sets the state of an object")
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    dtype: np.dtype
+    key: str
+    size: int
+
+    __setstate__ = _refuse_state
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A tensor: a strided view of a storage, in elements."""
+
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    __setstate__ = _refuse_state
+
+
+class _Dict(dict):  # type: ignore[type-arg]
+    """Stands in for OrderedDict; the attributes that torch hangs onto it are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _StandIn:
+    """What a global name in the pickle stands for. Holds nothing that a pickle could change."""
+
+    __slots__ = ()
+
+    __setstate__ = _refuse_state
+
+
+class _MakeDict(_StandIn):
+    __slots__ = ()
+
+    def __call__(self, items: Any = ()) -> _Dict:
+        try:
+            return _Dict(items)
+        except (TypeError, ValueError) as error:
+            raise _Refused("malformed OrderedDict") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageType(_StandIn):
+    name: str
+
+    __setstate__ = _refuse_state
+
+
+class _RebuildTensor(_StandIn):
+    """torch._utils._rebuild_tensor_v2(storage, offset, size, stride, grad, hooks, metadata)."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, storage: Any, offset: Any, shape: Any, strides: Any, *ignored: Any
+    ) -> _View:
+        numbers = [offset, *_tuple(shape), *_tuple(strides)]
+        if not isinstance(storage, _Storage) or any(
+            type(n) is not int or n < 0 for n in numbers
+        ):
+            raise _Refused("malformed tensor")
+        if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
+            raise _Refused("a tensor whose shape and strides do not fit")
+        if math.prod(shape) > storage.size:
+            raise _Refused("a tensor with more elements than its storage")
+        if math.prod(shape):
+            last = offset + sum((n - 1) * step for n, step in zip(shape, strides))
+            if last >= storage.size:
+                raise _Refused("a tensor that reaches beyond its storage")
+        return _View(storage, offset, tuple(shape), tuple(strides))
+
+
+class _RebuildParameter(_StandIn):
+    """torch._utils._rebuild_parameter(data, requires_grad, hooks): the data."""
+
+    __slots__ = ()
+
+    def __call__(self, data: Any, *ignored: Any) -> _View:
+        if not isinstance(data, _View):
+            raise _Refused("malformed parameter")
+        return data
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (tuple, list)):
+        raise _Refused("malformed tensor")
+    return tuple(value)
+
+
+ALLOWED: dict[tuple[str, str], _StandIn] = {
+    ("collections", "OrderedDict"): _MakeDict(),
+    ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor(),
+    ("torch._utils", "_rebuild_parameter"): _RebuildParameter(),
+    **{("torch", name): _StorageType(name) for name in STORAGES},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise _Refused(f"it asks for {module}.{name}, which no weights need")
+        return ALLOWED[module, name]
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
+            raise _Refused("malformed storage reference")
+        _, kind, key, _, size = pid
+        if not isinstance(kind, _StorageType) or type(size) is not int or size < 0:
+            raise _Refused("malformed storage reference")
+        return _Storage(STORAGES[kind.name], str(key), size)
+
+
+def open_torch(path: str) -> Tensors:
+    """The tensors of a zip-format torch file that holds a flat dictionary; no data read yet.
+
+    Raises:
+      UserError: the file is unreadable, in the format before torch 1.6, or holds anything but
+        tensors under string keys.
+    """
+    try:
+        return _open(path)
+    except _Refused as error:
+        raise UserError(f"{path} is refused: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _open(path: str) -> Tensors:
+    if not zipfile.is_zipfile(path):
+        raise UserError(
+            f"{path} is not in torch's zip format (is it from before torch 1.6, or cut short?); "
+            "convert it once where torch is installed: torch.save(torch.load(path, "
+            "weights_only=True), path)"
+        )
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _read_archive(path, archive)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error) as error:
+        raise _Refused(f"a damaged archive ({error})") from error
+
+
+def _read_archive(path: str, archive: zipfile.ZipFile) -> Tensors:
+    members = {info.filename: info for info in archive.infolist()}
+    pickles = [name for name in members if name.split("/")[1:] == ["data.pkl"]]
+    if len(pickles) != 1 or len(members) != len(archive.infolist()):
+        raise _Refused("it does not hold exactly one data.pkl")
+    root = pickles[0].split("/")[0]
+    if any(info.compress_type != zipfile.ZIP_STORED for info in members.values()):
+        raise _Refused("it holds compressed members, which torch never writes")
+    if members[pickles[0]].file_size > MAX_PICKLE_BYTES:
+        raise _Refused(f"its data.pkl is larger than {MAX_PICKLE_BYTES >> 20} MiB")
+    order = f"{root}/byteorder"
+    if order in members and archive.read(order).strip() != b"little":
+        raise _Refused("it was written on a big-endian machine")
+    tree = _unpickle(archive.read(pickles[0]))
+    tensors: Tensors = {}
+    starts: dict[str, int] = {}
+    for name, view in tree.items():
+        if not isinstance(name, str) or not isinstance(view, _View):
+            raise _Refused(f"entry {str(name)[:80]!r} is not a tensor")
+        member = f"{root}/data/{view.storage.key}"
+        if member not in members:
+            raise _Refused(f"the bytes of {name!r} are missing")
+        if view.storage.size * view.storage.dtype.itemsize > members[member].file_size:
+            raise _Refused(f"the bytes of {name!r} are cut short")
+        if member not in starts:
+            starts[member] = _start_of_data(path, members[member])
+        tensors[name] = _tensor(path, view, starts[member])
+    return tensors
+
+
+def _unpickle(data: bytes) -> dict[Any, Any]:
+    """The pickle's dictionary of `_View`s."""
+    try:
+        _check_opcodes(data)
+        tree = _Unpickler(io.BytesIO(data)).load()
+    except _Refused:
+        raise
+    except Exception as error:  # a malformed pickle may raise nearly anything
+        raise _Refused(f"a malformed pickle ({type(error).__name__})") from error
+    if not isinstance(tree, dict):
+        raise _Refused("it holds no dictionary of tensors")
+    return tree
+
+
+def _check_opcodes(data: bytes) -> None:
+    """Walk the pickle without running it: opcodes, memo indices, depth of nesting.
+
+    Python's own hash and repr of a tuple nested some ten thousand times overflow the C stack,
+    so the depth of everything on the stack is followed: a builder is one deeper than the
+    deepest thing that it takes.
+    """
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: dict[int, int] = {}
+    for step, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        name = opcode.name
+        if name not in OPCODES:
+            raise _Refused(f"its pickle uses the opcode {name}")
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            index = len(memo) if argument is None else argument
+            # The C unpickler allocates its memo up to the largest index.
+            if index > step:
+                raise _Refused("its pickle has an absurd memo index")
+            memo[index] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        else:
+            takes = [kind.name for kind in opcode.stack_before]
+            gives = len(opcode.stack_after)
+            bottom = len(stack)
+            if "mark" in takes:
+                bottom = marks.pop()
+                takes = takes[: takes.index("mark")]
+            bottom -= len(takes)
+            if bottom < 0:
+                raise _Refused("a malformed pickle")
+            taken = stack[bottom:]
+            del stack[bottom:]
+            # What a container takes in batch by batch does not make it deeper each time.
+            fills = name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD") and taken
+            own, items = (taken[:1], taken[1:]) if fills else ([], taken)
+            depth = max([*own, *(item + 1 for item in items)], default=0)
+            if depth > MAX_DEPTH:
+                raise _Refused("its pickle is nested absurdly deep")
+            stack.extend([depth] * gives)
+
+
+def _start_of_data(path: str, info: zipfile.ZipInfo) -> int:
+    """Where a stored member's bytes begin: behind its local header, whose names vary in size."""
+    with open(path, "rb") as f:
+        f.seek(info.header_offset)
+        header = f.read(30)
+        if len(header) < 30 or header[:4] != b"PK\x03\x04":
+            raise _Refused("a damaged archive (bad local header)")
+        name_size, extra_size = struct.unpack("<HH", header[26:30])
+        start = info.header_offset + 30 + name_size + extra_size
+        if start + info.file_size > os.fstat(f.fileno()).st_size:
+            raise _Refused("a damaged archive (a member reaches beyond the file)")
+    return start
+
+
+def _tensor(path: str, view: _View, start: int) -> Tensor:
+    storage = view.storage
+
+    def read(index: Index) -> np.ndarray:
+        if not math.prod(view.shape):
+            return np.empty(view.shape, storage.dtype)[index]
+        raw = np.memmap(
+            path, np.uint8, "r", start, (storage.size * storage.dtype.itemsize,)
+        )
+        flat = raw.view(storage.dtype)[view.offset :]
+        steps = [step * storage.dtype.itemsize for step in view.strides]
+        # Safe: `_RebuildTensor` has checked that the last element lies within the storage.
+        whole = np.lib.stride_tricks.as_strided(flat, view.shape, steps, writeable=False)
+        return np.array(whole[index])
+
+    return Tensor(path, view.shape, storage.dtype.name, read)
