@@ -1,0 +1,137 @@
+"""The pictures: layout of trees and text, files that are written, errors."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_jax import plots
+from medusa_jax.errors import UserError
+
+CHOICES = [[0], [1], [0, 0], [0, 1], [0, 0, 2]]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@st.composite
+def trees(draw):
+    """Choices in any order, ranks with gaps, every prefix present."""
+    nodes = [()]
+    for _ in range(draw(st.integers(0, 14))):
+        parent = draw(st.sampled_from(nodes))
+        child = (*parent, draw(st.integers(0, 9)))
+        if child not in nodes:
+            nodes.append(child)
+    return draw(st.permutations(nodes[1:]))
+
+
+def test_layout_example():
+    place = plots.tree_layout([[0], [1], [0, 0], [0, 1]])
+    assert place == {
+        (0, 0): (0, 2),
+        (0, 1): (1, 2),
+        (1,): (2, 1),
+        (0,): (0.5, 1),
+        (): (1.25, 0),
+    }
+    assert plots.tree_layout([]) == {(): (0, 0)}
+
+
+@given(trees())
+def test_layout_keeps_nodes_apart_and_ranks_in_order(choices):
+    place = plots.tree_layout(choices)
+    assert len(set(place.values())) == len(place) == len(choices) + 1
+    for node, (x, depth) in place.items():
+        assert depth == len(node)
+        for other, (y, level) in place.items():
+            if depth == level and node < other:
+                assert y - x >= 1 - 1e-9
+
+
+def svg_of(path):
+    return ElementTree.parse(path).getroot()
+
+
+@pytest.mark.parametrize("values", [None, [0.6, 0.1, 0.4, 0.05, 0.2], {(0,): 0.5}])
+def test_draw_tree(tmp_path, values):
+    path = plots.draw_tree(
+        CHOICES, values, path=tmp_path / "new" / "tree.svg", title="five"
+    )
+    assert svg_of(path).tag == SVG + "svg"
+    png = plots.draw_tree([], path=tmp_path / "root.png")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_draw_curves_marks_the_best_size(tmp_path):
+    path = plots.draw_curves(
+        [1, 8, 64],
+        [1.0, 2.0, 3.0],
+        [0.001, 0.0011, 0.004],
+        path=tmp_path / "curves.svg",
+        measured_tokens={8: 1.9},
+    )
+    # Matplotlib writes each drawn string as a comment beside its outline.
+    text = path.read_text()
+    assert "2.00 at 8" in text and "1818 at 8" in text and "measured" in text
+
+
+def test_errors_say_what_to_do(tmp_path):
+    with pytest.raises(UserError, match=r"\[0, 1\] but not its parent \[0\]"):
+        plots.tree_layout([[0, 1]])
+    with pytest.raises(UserError, match="2 values for a tree of 5"):
+        plots.draw_tree(CHOICES, [0.1, 0.2], path=tmp_path / "x.svg")
+    with pytest.raises(UserError, match="different length"):
+        plots.draw_curves([1, 2], [1.0], [1.0], path=tmp_path / "x.svg")
+    with pytest.raises(UserError, match="cannot draw"):
+        plots.draw_tree(CHOICES, path=tmp_path / "x.unknown")
+    with pytest.raises(UserError, match=r"\.svg"):
+        plots.draw_accepted_text([("a", 0)], tmp_path / "x.png")
+    with pytest.raises(UserError, match="columns"):
+        plots.accepted_text_svg([("a", 0)], columns=2)
+
+
+def test_text_colours_and_places(tmp_path):
+    segments = [("def", 0), (" f", 1), ("(", 2), ("):\n    ", 0), ("pass", 9)]
+    path = plots.draw_accepted_text(segments, tmp_path / "text.svg", caption="a < b & c")
+    root = svg_of(path)
+    rects = [r.get("class") for r in root.iter(SVG + "rect")]
+    # Background, two tokens on the first row, one clipped to the last colour, the legend.
+    assert rects == ["g", "d1", "d2", "d6", "d1", "d2", "d3", "d4", "d5", "d6"]
+    texts = {t.text: t for t in root.iter(SVG + "text")}
+    assert {"def", "f", "(", "):", "pass", "a < b & c", "6+"} <= set(texts)
+    column = {
+        k: (float(t.get("x")) - plots._MARGIN) / plots._ADVANCE for k, t in texts.items()
+    }
+    assert column["f"] == pytest.approx(4, abs=0.02)
+    assert column["pass"] == pytest.approx(4, abs=0.02)
+    assert float(texts["pass"].get("y")) - float(texts["f"].get("y")) == plots._LINE
+
+
+def test_text_without_drafts_has_no_legend():
+    svg = plots.accepted_text_svg([("plain", 0)])
+    assert "accepted at depth" not in svg and 'class="d' not in svg
+    assert ElementTree.fromstring(plots.accepted_text_svg([])).tag == SVG + "svg"
+
+
+def test_long_rows_continue_and_wide_characters_count_twice():
+    runs, rows = plots._cells([("abcdefgh", 1), ("日本", 2), ("\té", 0)], 10)
+    assert runs == [
+        (0, 0, 8, "abcdefgh", 1),
+        (0, 8, 2, "日", 2),
+        (1, 0, 2, "本", 2),
+        (1, 2, 5, "    é", 0),
+    ]
+    assert rows == 2
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(st.text(max_size=12), st.integers(0, 8)), max_size=12))
+def test_any_text_is_well_formed_and_complete(segments):
+    root = ElementTree.fromstring(plots.accepted_text_svg(segments, columns=20))
+    shown = "".join(t.text or "" for t in root.iter(SVG + "text") if not t.get("class"))
+    letters = re.compile(r"[a-zA-Z0-9<>&]")
+    whole = "".join(text for text, _ in segments)
+    assert letters.findall(shown) == letters.findall(whole)
+    for run in plots._cells(segments, 20)[0]:
+        assert run[1] + run[2] <= 20
