@@ -18,6 +18,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import Base, make_drafter
 from medusa_jax.interop import hf
 from medusa_jax.interop import tensors as tensor_files
+from medusa_jax.interop.hub import HEAD_FILES, resolve
 from medusa_jax.interop.tensors import Tensors, read_json
 from medusa_jax.model.llama import Llama, init_params
 
@@ -100,7 +101,7 @@ def load_heads(
       UserError: unreadable; another format; made for another width, vocabulary or backbone;
         keys that contradict heads.json.
     """
-    directory = hf.resolve(path, hf.HEAD_FILES)
+    directory = resolve(path, HEAD_FILES)
     description = os.path.join(directory, DESCRIPTION)
     meta = read_json(description)
     stored, base = _read_description(description, meta)

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop import hf
+from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
 from medusa_jax.interop.tensors import read_json
 
-TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 BROKEN = "\ufffd"
 
 
@@ -89,7 +88,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises:
       UserError: no tokenizer there, or one that cannot be read.
     """
-    directory = hf.resolve(path, TOKENIZER_FILES)
+    directory = resolve(path, TOKENIZER_FILES)
     settings = _optional_json(directory, "special_tokens_map.json")
     settings |= _optional_json(directory, "tokenizer_config.json")
     backend = _backend(directory)

@@ -43,14 +43,13 @@ STORAGES = {
 # What torch.save writes for dictionaries of tensors. Left out on purpose: object construction
 # (NEWOBJ, INST, OBJ), the extension registry, out-of-band buffers, and POP, whose effect on marks
 # would be the one thing hard to follow in `_check_opcodes`.
-OPCODES = frozenset(
-    (
-        "PROTO FRAME STOP MARK TUPLE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 LIST EMPTY_LIST "
-        "APPEND APPENDS DICT EMPTY_DICT SETITEM SETITEMS NONE NEWTRUE NEWFALSE BININT BININT1 "
-        "BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINPUT LONG_BINPUT BINGET "
-        "LONG_BINGET MEMOIZE GLOBAL STACK_GLOBAL REDUCE BUILD BINPERSID"
-    ).split(" ")
-)
+_OPCODE_NAMES = """
+    PROTO FRAME STOP MARK TUPLE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 LIST EMPTY_LIST APPEND APPENDS
+    DICT EMPTY_DICT SETITEM SETITEMS NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT
+    BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINPUT LONG_BINPUT BINGET LONG_BINGET MEMOIZE GLOBAL
+    STACK_GLOBAL REDUCE BUILD BINPERSID
+"""
+OPCODES = frozenset(_OPCODE_NAMES.split())
 
 
 class _Refused(Exception):
@@ -277,7 +276,7 @@ def _check_opcodes(data: bytes) -> None:
                 raise _Refused("its pickle has an absurd memo index")
             memo[index] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
+            stack.append(memo[int(argument or 0)])
         else:
             takes = [kind.name for kind in opcode.stack_before]
             gives = len(opcode.stack_after)

@@ -1,0 +1,77 @@
+"""Paths and hub ids: whatever the user names becomes a local directory, or a clear refusal."""
+
+import os
+import re
+
+from medusa_jax.errors import UserError
+
+MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
+HEAD_FILES = ["heads.json", "heads.safetensors"]
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+
+
+def resolve(path_or_id: str, files: list[str] | None = None) -> str:
+    """A local directory for a path or a hub id (`owner/name`, optionally `@revision`).
+
+    Downloads safetensors weights where there are any, else .bin; with `HF_HUB_OFFLINE=1` only
+    what is in the cache is used.
+
+    Args:
+      files: glob patterns to fetch instead of a model's configuration, tokenizer and weights.
+
+    Raises:
+      UserError: neither a directory nor a repository that can be read.
+    """
+    if os.path.isdir(path_or_id):
+        return path_or_id
+    repo, _, revision = path_or_id.partition("@")
+    if os.path.exists(path_or_id):
+        raise UserError(
+            f"{path_or_id} is a file; give the directory that holds config.json"
+        )
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
+        raise UserError(
+            f"{path_or_id!r} is no directory, nor a hub id of the form owner/name"
+        )
+    if files is not None:
+        return _snapshot(repo, revision, files)
+    directory = _snapshot(repo, revision, [*MODEL_FILES, "*.safetensors"])
+    if not any(name.endswith(".safetensors") for name in os.listdir(directory)):
+        directory = _snapshot(repo, revision, [*MODEL_FILES, "pytorch_model*.bin"])
+    return directory
+
+
+def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
+    from huggingface_hub import errors, snapshot_download
+
+    # "consolidated" is a second copy of the weights in the publisher's own layout.
+    skipped = ["*/*", "consolidated*"]
+    way_out = "or give a local directory instead"
+    try:
+        return snapshot_download(
+            repo,
+            revision=revision or None,
+            allow_patterns=patterns,
+            ignore_patterns=skipped,
+        )
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"{repo} is gated: accept its terms at https://huggingface.co/{repo}, then run "
+            f"`hf auth login` (or set HF_TOKEN), {way_out}"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(f"{repo} has no revision {revision!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"{repo} is neither a local directory nor a repository that you can see on the hub: "
+            f"check the name, run `hf auth login` if it is private, {way_out}"
+        ) from error
+    # The hub library changes its HTTP stack between versions, so what else it raises when the
+    # network is missing or the server answers with an error has no stable type.
+    except Exception as error:
+        first_line = str(error).strip().split("\n")[0][:200]
+        raise UserError(
+            f"{repo} is neither a local directory nor in the cache, and the hub could not be "
+            f"read ({type(error).__name__}: {first_line}): connect to the network and unset "
+            f"HF_HUB_OFFLINE, {way_out}"
+        ) from error
