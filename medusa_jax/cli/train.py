@@ -1,0 +1,164 @@
+"""`python train.py --config=FILE --workdir=DIR [--config.field=value ...]`."""
+
+import dataclasses
+import difflib
+import importlib.util
+import os
+import sys
+import typing
+from typing import Any
+
+from medusa_jax.config import Config
+from medusa_jax.errors import UserError
+
+USAGE = """\
+usage: train.py --config=FILE.py --workdir=DIR [--config.FIELD=VALUE ...]
+
+Trains what the configuration says; run again with the same workdir, it resumes.
+  --config     a Python file with get_config() -> medusa_jax.config.Config
+  --workdir    checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there
+  --config.X   overrides a field, e.g. --config.optim.lr=1e-3 --config.mesh=1,4,2
+  --config.dry_run   compiles the step from shapes alone, prints sizes and memory"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; bad input is one line on stderr and exit status 2."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or "-h" in args or "--help" in args:
+        print(USAGE)
+        return 0 if args else 2
+    try:
+        cfg = parse(args)
+        run(cfg)
+    except UserError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(cfg: Config) -> None:
+    """Train, or with `dry_run` only compile."""
+    from medusa_jax.training import prepare
+    from medusa_jax.training.trainer import train
+
+    prepare.check_choices(cfg)
+    try:
+        train(cfg)
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        t = cfg.train
+        raise UserError(
+            f"out of device memory training {t.stage} on {t.batch_size // t.accumulation} x "
+            f"{cfg.data.seq_len} tokens at a time in {t.dtype}: raise train.accumulation, lower "
+            f"data.seq_len or train.loss_chunk, or spread over more devices (mesh)"
+        ) from error
+
+
+def parse(args: list[str]) -> Config:
+    """Command line -> configuration.
+
+    Raises:
+      UserError: an unknown flag or field (the nearest one is named), or a value of another type.
+    """
+    given = []
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        if not arg.startswith("--"):
+            raise UserError(f"unexpected argument {arg!r}; fields are --config.field=value")
+        name, equals, value = arg[2:].partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        given.append((name, value))
+    flags = dict(given)
+    if "config" not in flags:
+        raise UserError("--config=FILE.py is missing, e.g. --config=configs/demo_backbone.py")
+    cfg = load_config(flags["config"])
+    for name, value in given:
+        if name.startswith("config."):
+            override(cfg, name.removeprefix("config."), value)
+        elif name == "workdir":
+            cfg.workdir = value
+        elif name != "config":
+            raise UserError(f"unknown flag --{name}; {_nearest('--' + name, _flag_names(cfg))}")
+    if not cfg.workdir and not cfg.dry_run:
+        raise UserError("--workdir=DIR is missing: where checkpoints and results go")
+    cfg.workdir = os.path.abspath(cfg.workdir)
+    return cfg
+
+
+def load_config(path: str) -> Config:
+    """Run `get_config()` of a Python file."""
+    if not os.path.isfile(path):
+        folder = os.path.dirname(path) or "."
+        there = [f for f in os.listdir(folder) if f.endswith(".py")] if os.path.isdir(folder) else []
+        hint = f"; {folder} has {', '.join(sorted(there))}" if there else ""
+        raise UserError(f"there is no configuration file {path}{hint}")
+    spec = importlib.util.spec_from_file_location("medusa_jax_config", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        cfg = module.get_config()
+    except Exception as error:
+        raise UserError(f"{path} does not run: {type(error).__name__}: {error}") from error
+    if not isinstance(cfg, Config):
+        raise UserError(f"get_config() in {path} must return a medusa_jax.config.Config")
+    return cfg
+
+
+def override(cfg: Config, path: str, text: str) -> None:
+    """Set the field at `path` ("optim.lr") to `text`, read as the field's type."""
+    owner: Any = cfg
+    *rooms, last = path.split(".")
+    for depth, name in enumerate([*rooms, last]):
+        if not dataclasses.is_dataclass(owner) or not hasattr(owner, name):
+            names = [f"--config.{n}" for n in field_names(cfg)]
+            raise UserError(f"unknown field --config.{path}; {_nearest('--config.' + path, names)}")
+        if depth < len(rooms):
+            owner = getattr(owner, name)
+    kind = typing.get_type_hints(type(owner))[last]
+    if dataclasses.is_dataclass(kind):
+        raise UserError(f"--config.{path} is a group of fields; set one of them")
+    setattr(owner, last, convert(text, kind, path))
+
+
+def convert(text: str, kind: Any, path: str) -> Any:
+    """`text` as bool, int, float, str or a tuple of ints."""
+    try:
+        if kind is bool:
+            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+        if typing.get_origin(kind) is tuple:
+            parts = tuple(int(x) for x in text.strip("()[] ").split(","))
+            if len(parts) != len(typing.get_args(kind)):
+                raise ValueError
+            return parts
+        return kind(text)
+    except (ValueError, KeyError):
+        name = getattr(kind, "__name__", str(kind)) if typing.get_origin(kind) is None else kind
+        raise UserError(f"--config.{path} takes {name}, not {text!r}") from None
+
+
+def field_names(owner: Any, prefix: str = "") -> list[str]:
+    """Dotted names of all fields: ["model.path", ...]."""
+    names = []
+    for field in dataclasses.fields(owner):
+        value = getattr(owner, field.name)
+        if dataclasses.is_dataclass(value):
+            names += field_names(value, f"{prefix}{field.name}.")
+        else:
+            names.append(prefix + field.name)
+    return names
+
+
+def _flag_names(cfg: Config) -> list[str]:
+    return ["--config", "--workdir", *(f"--config.{n}" for n in field_names(cfg))]
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    return f"did you mean {difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]}?"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

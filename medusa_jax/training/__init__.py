@@ -1,0 +1,1 @@
+"""Training: data to packed rows, losses in chunks, the loop, its checkpoints."""

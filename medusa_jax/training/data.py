@@ -1,0 +1,143 @@
+"""Rows of tokens for training, from a directory of arrays.
+
+A token directory is what every source becomes before training starts:
+
+    tokens.npy       1-D uint16 or int32, all samples one after another
+    doc_starts.npy   1-D int64, where each sample begins (optional: one single sample)
+    counted.npy      1-D bool, which tokens are targets (optional: all)
+
+The arrays are memory-mapped and need no library but numpy. Rows are a pure function of the
+configuration and of their number, so the position in the data is the number of steps made,
+and resuming needs nothing else.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.config import DataConfig
+from medusa_jax.errors import UserError
+
+# Rows that first-fit packing keeps open at once.
+OPEN_ROWS = 64
+
+
+class TokenRows:
+    """Packed rows of `seq_len` tokens, shuffled anew in every epoch.
+
+    A batch is a dict of [B, T] arrays: `tokens` int32, `positions` int32 (from 0 in every
+    segment), `segment_ids` int32 (1, 2, ... in a row; 0 is padding), `counted` bool.
+    """
+
+    def __init__(self, directory: str, cfg: DataConfig, vocab_size: int, shuffle: bool = True):
+        """Opens the arrays and lays out the rows.
+
+        Raises:
+          UserError: arrays that are missing, do not fit together or exceed the vocabulary.
+        """
+        self.directory, self.cfg, self.shuffle = directory, cfg, shuffle
+        self.tokens = _array(directory, "tokens.npy")
+        if self.tokens is None or not self.tokens.size:
+            raise UserError(f"{directory} has no tokens.npy with at least one token")
+        size = self.tokens.size
+        if int(self.tokens.max()) >= vocab_size or int(self.tokens.min()) < 0:
+            raise UserError(
+                f"{directory}/tokens.npy has token ids up to {int(self.tokens.max())}, but the "
+                f"model's vocabulary has {vocab_size}: prepare it with the model's tokenizer"
+            )
+        self.counted = _array(directory, "counted.npy")
+        if self.counted is not None and self.counted.size != size:
+            raise UserError(f"{directory}/counted.npy and tokens.npy differ in length")
+        starts = _array(directory, "doc_starts.npy")
+        self.starts = np.zeros(1, np.int64) if starts is None else np.asarray(starts, np.int64)
+        if self.starts[0] != 0 or np.any(np.diff(self.starts) < 0) or self.starts[-1] > size:
+            raise UserError(f"{directory}/doc_starts.npy must rise from 0 to at most {size}")
+        if cfg.packing == "first_fit":
+            self.lengths = np.minimum(np.diff(self.starts, append=size), cfg.seq_len)
+            order = np.random.default_rng(cfg.seed).permutation(self.starts.size)
+            self.packed = first_fit(self.lengths[order], cfg.seq_len, OPEN_ROWS)
+            self.packed = [order[row] for row in self.packed]
+            self.rows = len(self.packed)
+        else:
+            self.rows = max(size // cfg.seq_len - 1, 1)
+        self._orders: dict[int, np.ndarray] = {}
+
+    def batch(self, first: int, n: int) -> dict[str, np.ndarray]:
+        """Rows number first ... first + n - 1, counted through all epochs."""
+        rows = [self._row(*divmod(i, self.rows)) for i in range(first, first + n)]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            rng = np.random.default_rng((self.cfg.seed, epoch))
+            order = rng.permutation(self.rows) if self.shuffle else np.arange(self.rows)
+            self._orders = dict(list(self._orders.items())[-1:]) | {epoch: order}
+        return self._orders[epoch]
+
+    def _row(self, epoch: int, i: int) -> dict[str, np.ndarray]:
+        i = int(self._order(epoch)[i])
+        T = self.cfg.seq_len
+        if self.cfg.packing == "first_fit":
+            pieces = [(self.starts[d], self.starts[d] + self.lengths[d]) for d in self.packed[i]]
+        else:
+            # Every epoch cuts the stream at another phase.
+            slack = max(self.tokens.size - self.rows * T, 0)
+            phase = np.random.default_rng((self.cfg.seed, epoch, 1)).integers(min(slack, T - 1) + 1)
+            begin = i * T + (int(phase) if self.shuffle else 0)
+            end = min(begin + T, self.tokens.size)
+            inner = self.starts[(self.starts > begin) & (self.starts < end)]
+            edges = np.unique([begin, *inner, end])
+            pieces = list(zip(edges[:-1], edges[1:]))
+        return self._assemble(pieces)
+
+    def _assemble(self, pieces: list[tuple[Any, Any]]) -> dict[str, np.ndarray]:
+        T = self.cfg.seq_len
+        row = {name: np.zeros(T, np.int32) for name in ("tokens", "positions", "segment_ids")}
+        row["counted"] = np.zeros(T, bool)
+        at = 0
+        for segment, (begin, end) in enumerate(pieces, start=1):
+            span = slice(at, at + int(end - begin))
+            row["tokens"][span] = self.tokens[begin:end]
+            row["positions"][span] = np.arange(end - begin)
+            row["segment_ids"][span] = segment
+            row["counted"][span] = True if self.counted is None else self.counted[begin:end]
+            at = span.stop
+        return row
+
+
+def first_fit(lengths: np.ndarray, capacity: int, open_rows: int) -> list[np.ndarray]:
+    """Sample numbers per row: each sample goes whole into the first open row with room.
+
+    When none has room, a new row is opened and the fullest one beyond `open_rows` is closed.
+
+    Example: lengths 5 3 4 2, capacity 8 -> rows [0, 1], [2, 3].
+    """
+    done: list[np.ndarray] = []
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for i, length in enumerate(lengths.tolist()):
+        if not 0 < length <= capacity:
+            continue
+        j = next((j for j, free in enumerate(room) if free >= length), len(rows))
+        if j == len(rows):
+            if j == open_rows:
+                full = room.index(min(room))
+                done.append(np.array(rows.pop(full)))
+                room.pop(full)
+                j -= 1
+            rows.append([])
+            room.append(capacity)
+        rows[j].append(i)
+        room[j] -= length
+    return done + [np.array(row) for row in rows]
+
+
+def _array(directory: str, name: str) -> np.ndarray | None:
+    path = os.path.join(directory, name)
+    if not os.path.exists(path):
+        return None
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a readable array: {error}") from error
