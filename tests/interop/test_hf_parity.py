@@ -1,0 +1,245 @@
+"""The backbone against transformers, through files: every family and feature that it reads."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from medusa_jax.interop import hf
+from medusa_jax.model.cache import KVCache
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.sharding import make_mesh
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+V, T = 96, 40
+SMALL = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+CASES = {
+    "llama_mha": ("Llama", {"num_key_value_heads": 4}),
+    "llama_gqa": ("Llama", {"head_dim": 12, "rope_theta": 500.0}),
+    "llama_linear_rope": (
+        "Llama",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
+    ),
+    "llama_llama3_rope": ("Llama", {"rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral_window": ("Mistral", {"sliding_window": 7}),
+    "qwen2_biases": ("Qwen2", {}),
+    "qwen2_late_window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3_qk_norm": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def build(case, directory):
+    """A random model of the case, saved; logits of standard deviation about 2."""
+    family, changes = CASES[case]
+    config = getattr(transformers, f"{family}Config")(**(SMALL | changes))
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(list(CASES).index(case))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 2:
+                # Louder vocabulary matrices: the embedding is also the head where they are tied.
+                scale = 2.0 if weight.shape[0] == V else 1.0
+                weight.copy_(scale * noise / weight.shape[1] ** 0.5)
+            elif name.endswith("bias"):
+                weight.copy_(0.5 * noise)
+            else:
+                weight.copy_(1.0 + 0.2 * noise)
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+
+    def get(case):
+        if case not in made:
+            directory = str(tmp_path_factory.mktemp(case))
+            made[case] = (build(case, directory), directory)
+        return made[case]
+
+    return get
+
+
+def relative(ours, theirs):
+    return np.abs(ours - theirs).max() / np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_agree(case, models):
+    model, directory = models(case)
+    config, params = hf.load_backbone(directory, make_mesh())
+    tokens = np.random.default_rng(0).integers(0, V, (2, T))
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)).logits.numpy()
+    assert theirs.std() > 1
+
+    llama = Llama(config)
+    positions = jnp.broadcast_to(jnp.arange(T)[None], (2, T))
+
+    def whole(params):
+        ones = jnp.ones((2, T), jnp.int32)
+        hidden = llama.apply({"params": params}, tokens, positions, ones, method="forward")
+        return llama.apply({"params": params}, hidden, method="lm_head")
+
+    assert relative(np.asarray(jax.jit(whole)(params)), theirs) < 1e-5
+
+    # Prefill of 17, then steps of 1 and 22 tokens against the cache.
+    def step(params, cache, start, count):
+        new = jax.lax.dynamic_slice_in_dim(tokens, start, count, axis=1)
+        where = jnp.arange(count)[None] + start
+        hidden, cache = llama.apply(
+            {"params": params},
+            new,
+            jnp.broadcast_to(where, (2, count)),
+            cache,
+            jnp.full((2,), start, jnp.int32),
+            jnp.asarray(np.tril(np.ones((count, count), bool))),
+            method="decode",
+        )
+        return llama.apply({"params": params}, hidden, method="lm_head"), cache
+
+    cache = KVCache.zeros(
+        config.n_layers, 2, 48, config.n_kv_heads, config.head_dim, "float32"
+    )
+    step = jax.jit(step, static_argnames="count")
+    done, pieces = 0, []
+    for count in (17, 1, 22):
+        logits, cache = step(params, cache, done, count)
+        pieces.append(np.asarray(logits))
+        done += count
+    assert relative(np.concatenate(pieces, axis=1), theirs) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_survives_the_way_out_and_back(case, models, tmp_path):
+    """Our config.json and weights mean the same to transformers, and to us."""
+    model, directory = models(case)
+    config, params = hf.load_backbone(directory, make_mesh())
+    hf.save_backbone(str(tmp_path), config, params, dtype="float32")
+    again, params_again = hf.load_backbone(str(tmp_path), make_mesh())
+    assert again == config
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), params, params_again)
+    assert jax.tree.all(same)
+    reread = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    ).eval()
+    assert type(reread) is type(model)
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert torch.equal(reread(tokens).logits, model(tokens).logits)
+
+
+def test_old_and_new_rope_spelling_are_the_same(models):
+    """transformers 5 writes rope_parameters; published checkpoints have the older fields."""
+    for case in ("llama_linear_rope", "llama_llama3_rope"):
+        _, directory = models(case)
+        new = hf.read_config(directory)
+        with open(f"{directory}/config.json") as f:
+            raw = json.load(f)
+        rope = raw.pop("rope_parameters")
+        raw["rope_theta"] = rope.pop("rope_theta")
+        rope["type"] = rope.pop("rope_type")
+        raw["rope_scaling"] = rope
+        old_directory = f"{directory}/old"
+        os.makedirs(old_directory, exist_ok=True)
+        with open(f"{old_directory}/config.json", "w") as f:
+            json.dump(raw, f)
+        assert hf.read_config(old_directory) == new
+        assert new.rope_scaling in case
+
+
+def test_bin_and_sharded_directories(models, tmp_path):
+    """safetensors, sharded safetensors, .bin and sharded .bin give the same parameters."""
+    model, directory = models("llama_gqa")
+    _, params = hf.load_backbone(directory, make_mesh())
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    names = sorted(state)
+
+    def check(path):
+        _, loaded = hf.load_backbone(str(path), make_mesh())
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, loaded))
+
+    def fresh(name):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "config.json").write_text(
+            (tmp_path / directory / "config.json").read_text()
+        )
+        return path
+
+    one = fresh("bin")
+    torch.save(state, one / "pytorch_model.bin")
+    check(one)
+
+    many = fresh("bins")
+    weight_map = {}
+    for i in range(3):
+        part = f"pytorch_model-{i + 1:05d}-of-00003.bin"
+        torch.save({name: state[name] for name in names[i::3]}, many / part)
+        weight_map |= dict.fromkeys(names[i::3], part)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (many / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    check(many)
+
+    sharded = fresh("sharded")
+    model.save_pretrained(sharded, max_shard_size="20KB")
+    assert (sharded / "model.safetensors.index.json").exists()
+    check(sharded)
+
+
+def test_tied_checkpoint_may_hold_the_copy(models, tmp_path):
+    from safetensors.torch import save_file
+
+    model, directory = models("llama_tied")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        (tmp_path / directory / "config.json").read_text()
+    )
+    _, params = hf.load_backbone(str(tmp_path), make_mesh())
+    assert "lm_head" not in params
+
+
+def test_random_parameters_reach_transformers(tmp_path):
+    """The other direction, from our initialisation, in bfloat16."""
+    config = hf.LlamaConfig(V, 32, 2, 4, 2, 8, 48, 64)
+    params = init_params(config, jax.random.key(3))
+    hf.save_backbone(str(tmp_path), config, params)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    theirs = model.lm_head.weight.float().detach().numpy()
+    ours = np.asarray(params["lm_head"]["kernel"].astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_array_equal(theirs, ours.T)
