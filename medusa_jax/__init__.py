@@ -5,3 +5,25 @@ Dimension key, used as suffixes on arrays that cross a function boundary:
   N query heads, G key/value heads, H head dim, K draft heads, M tree nodes (root included),
   L path length (at most K + 1), O output tokens.
 """
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from medusa_jax.api import Model, Options, Piece, Result, load
+    from medusa_jax.errors import UserError
+    from medusa_jax.tree import Tree
+
+__all__ = ["Model", "Options", "Piece", "Result", "Tree", "UserError", "load"]
+
+_HOMES = {"Tree": "medusa_jax.tree", "UserError": "medusa_jax.errors"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `medusa_jax` itself must not cost the time of importing JAX."""
+    if name not in __all__:
+        raise AttributeError(f"module 'medusa_jax' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES.get(name, "medusa_jax.api")), name)

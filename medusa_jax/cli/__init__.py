@@ -1,0 +1,1 @@
+"""Entry points: flags and wiring only."""

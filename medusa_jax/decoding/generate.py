@@ -62,6 +62,8 @@ class DecodeState:
       drafter: the drafter's own state.
       sampling: per-row sampling parameters.
       tokens_BO: emitted tokens; [0, n_new) of a row count.
+      depth_BO: for each of them the tree depth it was accepted at, 0 where the verifier chose
+        it itself (the first token and the bonus tokens).
       n_new_B: tokens emitted so far, the one from prefill included.
       limit_B: most tokens the row may emit.
       length_B: text positions in the cache; the root is not in it yet.
@@ -75,6 +77,7 @@ class DecodeState:
     drafter: Any
     sampling: Sampling
     tokens_BO: jax.Array
+    depth_BO: jax.Array
     n_new_B: jax.Array
     limit_B: jax.Array
     length_B: jax.Array
@@ -89,6 +92,7 @@ class Progress:
     """What the host may look at while the next loop runs: copies, never donated."""
 
     tokens_BO: jax.Array
+    depth_BO: jax.Array
     n_new_B: jax.Array
     length_B: jax.Array
     status_B: jax.Array
@@ -140,15 +144,22 @@ def count_until_stop(
 def append(
     engine: Engine, state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array
 ) -> DecodeState:
-    """Write the first n tokens of each running row behind its text and see whether it ends."""
+    """Write the first n tokens of each running row behind its text and see whether it ends.
+
+    The first n - 1 are accepted drafts of depth 1, 2, ...; the n-th is the verifier's own.
+    """
     # Rows write all L; what lies behind `n_new` is overwritten by the next step.
     write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
     tokens_BO = write(state.tokens_BO, emitted_BL, state.n_new_B)
+    depth_L = jnp.arange(1, emitted_BL.shape[1] + 1)
+    depth_BL = jnp.where(depth_L[None, :] < n_B[:, None], depth_L[None, :], 0)
+    depth_BO = write(state.depth_BO, depth_BL.astype(state.depth_BO.dtype), state.n_new_B)
     count_B, status_B = count_until_stop(engine, tokens_BO, emitted_BL, state, n_B)
     running_B = state.status_B == RUNNING
     count_B = jnp.where(running_B, count_B, 0)
     return state.replace(
         tokens_BO=tokens_BO,
+        depth_BO=depth_BO,
         n_new_B=state.n_new_B + count_B,
         status_B=jnp.where(running_B, status_B, state.status_B),
     )
@@ -340,6 +351,7 @@ def prefill(
         drafter=drafter,
         sampling=sampling,
         tokens_BO=output,
+        depth_BO=output.astype(jnp.int8),
         n_new_B=zero_B,
         limit_B=limit_B,
         length_B=prompt_length_B,
@@ -463,27 +475,36 @@ def finish(
 def stream(
     engine: Engine, variables: dict[str, Any], request: Request, chunk_steps: int = 8
 ) -> Iterator[Progress]:
-    """Decode in chunks of steps, yielding the state after each.
+    """Decode in chunks of steps, yielding what there is after prefill and after each chunk.
 
     The next chunk is on its way before the last one is looked at. A chunk that finds the cache
     full ends early; the host then grows it.
     """
     state, ladder = begin(engine, variables, request)
-    first = jax.tree.map(jnp.copy, progress_of(state))
-    M = engine.tree.n_nodes
-    pending: list[Progress] = [first]
+    seen = jax.tree.map(jnp.copy, progress_of(state))
     rung = 0
-    while pending:
-        seen = pending[-1]
+    while True:
         state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
-        pending.append(ahead)
-        shown = pending.pop(0)
-        yield shown
-        status_B, length_B = np.asarray(shown.status_B), np.asarray(shown.length_B)
-        if not (status_B == RUNNING).any():
+        yield seen
+        running_B = np.asarray(seen.status_B) == RUNNING
+        if not running_B.any():
             return
-        full = length_B[status_B == RUNNING].max() + M > ladder[rung]
-        if full and rung + 1 < len(ladder):
+        longest = np.asarray(seen.length_B)[running_B].max()
+        if longest + engine.tree.n_nodes > ladder[rung] and rung + 1 < len(ladder):
             rung += 1
             state = grow(engine, ladder[rung], state)
-        del seen
+        seen = ahead
+
+
+def warm_up(engine: Engine, variables: dict[str, Any], request: Request) -> None:
+    """Compile everything that `generate` or `stream` will run for this request, and wait.
+
+    Reads the prompts once and takes no decode step.
+    """
+    state, ladder = begin(engine, variables, request)
+    jax.tree.map(jnp.copy, progress_of(state))
+    for slots in ladder:
+        if slots > ladder[0]:
+            state = grow(engine, slots, state)
+        state, progress = decode_loop(engine, variables, state, np.int32(0))
+    jax.block_until_ready(progress)

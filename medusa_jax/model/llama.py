@@ -5,6 +5,7 @@ One module serves training (`forward`: causal, packed segments, no cache) and de
 which is the lower triangle for a prompt and the tree's ancestor mask for a draft tree).
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -359,9 +360,13 @@ def init_params(config: LlamaConfig, key: jax.Array, param_dtype: Any = jnp.floa
 def prepare(params: Params, config: LlamaConfig, dtype: Any, shards: int = 1) -> Params:
     """Parameters for decoding: cast to `dtype`, q/k/v and gate/up fused into one kernel each.
 
+    A tied LM head becomes a kernel of its own [D, V]: matrix products over rows of the
+    embedding are up to three times slower on a CPU, and the step reads it once either way.
+    Decode with `decoding_config(config)`, which says so.
+
     Fusing is per tensor shard: with 2 shards the fused outputs are [q0 k0 v0 | q1 k1 v1], so
     that splitting the fused kernel over devices splits each of its parts the same way.
-    Use with `Llama(config, dtype, shards=shards)`.
+    Use with `Llama(decoding_config(config), dtype, shards=shards)`.
     """
 
     def fuse(parts: list[Params]) -> Params:
@@ -379,4 +384,11 @@ def prepare(params: Params, config: LlamaConfig, dtype: Any, shards: int = 1) ->
         attention["qkv_proj"] = fuse(qkv)
         mlp["gate_up_proj"] = fuse([mlp.pop("gate_proj"), mlp.pop("up_proj")])
         out[f"layers_{i}"] = layer | {"self_attn": attention, "mlp": mlp}
+    if config.tie_embeddings:
+        out["lm_head"] = {"kernel": params["embed_tokens"]["embedding"].T}
     return jax.tree.map(lambda x: x.astype(dtype), out)
+
+
+def decoding_config(config: LlamaConfig) -> LlamaConfig:
+    """The shape of the parameters that `prepare` returns: no tied LM head."""
+    return dataclasses.replace(config, tie_embeddings=False)

@@ -1,0 +1,8 @@
+"""Generate text with draft heads: `python decode.py --help`."""
+
+import sys
+
+from medusa_jax.cli.decode import main
+
+if __name__ == "__main__":
+    sys.exit(main())

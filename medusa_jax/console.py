@@ -1,0 +1,71 @@
+"""What entry points share: one-line errors, notes about slow things, the compilation cache."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from medusa_jax.errors import UserError
+
+
+def say(line: str) -> None:
+    """A line for the person at the terminal, beside what the program prints as its result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def announced(what: str, after: float = 2.0) -> Iterator[None]:
+    """Says "`what` ..." if the block takes longer than `after` seconds."""
+    timer = threading.Timer(after, lambda: say(f"{what} ..."))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs between runs, unless the user has set a place of their own."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = os.path.join(os.path.expanduser("~"), ".cache", "medusa_jax", "compiled")
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def warn_if_accelerator_unused() -> None:
+    """A GPU or TPU is present but JAX computes on the CPU: common in fresh notebooks."""
+    import jax
+
+    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
+        return
+    if os.path.exists("/dev/nvidia0"):
+        say("warning: this machine has a GPU but JAX uses the CPU: pip install 'jax[cuda12]'")
+    elif os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):
+        say("warning: this machine has a TPU but JAX uses the CPU: pip install 'jax[tpu]'")
+
+
+def run_main(main: Callable[[], int]) -> int:
+    """Run an entry point; bad input and lack of memory become one line and exit status 2."""
+    try:
+        return main()
+    except UserError as error:
+        say(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        first = (str(error).splitlines() or ["out of memory"])[0]
+        say(
+            f"error: out of device memory ({first}); use a smaller --dtype, batch, "
+            "context or tree, or a --mesh over more devices"
+        )
+        return 2

@@ -1,0 +1,132 @@
+"""Speculative against autoregressive decoding: the same requests, the same engine, one run."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
+from medusa_jax.model.cache import KVCache
+from medusa_jax.tree import Tree
+
+if TYPE_CHECKING:  # the API sits above this room
+    from medusa_jax.api import Model, Options, Result
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One request decoded both ways; times are medians over interleaved runs of the batch."""
+
+    drafted: "Result"
+    autoregressive: "Result"
+    decode_seconds: float
+    autoregressive_seconds: float
+    identical: bool
+    first_divergence: dict[str, Any] | None
+
+    @property
+    def speedup(self) -> float:
+        """Autoregressive seconds per token over speculative seconds per token."""
+        ours = self.decode_seconds / max(1, self.drafted.new_tokens - 1)
+        theirs = self.autoregressive_seconds / max(1, self.autoregressive.new_tokens - 1)
+        return theirs / ours if ours else 0.0
+
+    @property
+    def step_latency_ratio(self) -> float:
+        """Seconds of one speculative step over those of one autoregressive step."""
+        ours = self.decode_seconds / max(1, self.drafted.steps)
+        theirs = self.autoregressive_seconds / max(1, self.autoregressive.steps)
+        return ours / theirs if theirs else 0.0
+
+    def facts(self) -> dict[str, Any]:
+        """The fields that `--compare` adds to the JSON object."""
+        tokens = self.autoregressive.new_tokens - 1
+        return {
+            "autoregressive": {
+                "token_ids": self.autoregressive.token_ids,
+                "decode_seconds": self.autoregressive_seconds,
+                "tokens_per_second": tokens / self.autoregressive_seconds,
+            },
+            "speedup": self.speedup,
+            "step_latency_ratio": self.step_latency_ratio,
+            "identical": self.identical,
+            "first_divergence": self.first_divergence,
+        }
+
+
+def compare(
+    model: "Model",
+    prompts: Sequence[Any],
+    options: "Options | Sequence[Options]",
+    *,
+    tree: str | Tree | None = None,
+    repeats: int = 3,
+    **engine_options: Any,
+) -> list[Comparison]:
+    """Decode with the tree and without, `repeats` times in turn.
+
+    With a lossy acceptance the autoregressive side uses plain sampling (or greedy).
+    """
+    plain = {"tree": Tree.none(), "acceptance": "auto"}
+    runs: dict[str, list[list[Result]]] = {"drafted": [], "plain": []}
+    for _ in range(max(1, repeats)):
+        runs["drafted"].append(model.generate(prompts, options, tree=tree, **engine_options))
+        runs["plain"].append(model.generate(prompts, options, **plain))
+    seconds = {k: statistics.median(r[0].decode_seconds for r in v) for k, v in runs.items()}
+    comparisons = []
+    for row, (ours, theirs) in enumerate(zip(runs["drafted"][0], runs["plain"][0])):
+        divergence = None
+        pairs = zip(ours.token_ids, theirs.token_ids)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        identical = ours.token_ids == theirs.token_ids
+        if not identical:
+            first = min(ours.new_tokens, theirs.new_tokens) if first is None else first
+            option = options[row] if isinstance(options, Sequence) else options
+            text = [*model.encode(prompts[row]), *theirs.token_ids[:first]]
+            gap = score_gap(model, text, ours.prompt_tokens, option, row)
+            divergence = {"position": first, "gap": gap}
+        comparisons.append(
+            Comparison(
+                ours, theirs, seconds["drafted"], seconds["plain"], identical, divergence
+            )
+        )
+    return comparisons
+
+
+def score_gap(
+    model: "Model", text: Sequence[int], prompt_tokens: int, option: "Options", request: int
+) -> float:
+    """Gap between the two best perturbed scores for the token behind `text`.
+
+    Scores are logits when greedy, filtered logits / T + noise when sampling: how far plain
+    decoding was from choosing another token there.
+    """
+    T = len(text)
+    c = model.config
+    cache = KVCache.zeros(c.n_layers, 1, T, c.n_kv_heads, c.head_dim, model.dtype)
+    hidden_BTD, _ = model.llama.apply(
+        {"params": model.variables["base"]},
+        jnp.asarray([text]),
+        jnp.arange(T)[None, :],
+        cache,
+        jnp.zeros((1,), jnp.int32),
+        jnp.asarray(np.tril(np.ones((T, T), bool))),
+        method="decode",
+    )
+    scores = model.base.lm_head(hidden_BTD[:, -1:])
+    if option.temperature > 0:
+        one = lambda value, dtype: jnp.asarray(np.array([value], dtype))  # noqa: E731
+        sampling = Sampling(
+            temperature_B=one(option.temperature, np.float32),
+            top_k_B=one(option.top_k, np.int32),
+            top_p_B=one(option.top_p, np.float32),
+            min_p_B=one(option.min_p, np.float32),
+            key_B=row_keys(one(option.seed % 2**32, np.uint32), one(request, np.int32)),
+        )
+        noise = gumbel(sampling.key_B, one(T, np.int32)[:, None], c.vocab_size, scores.dtype)
+        scores = filtered(scores, sampling) + noise
+    best = np.sort(np.asarray(scores[0, 0], np.float64))[-2:]
+    return float(best[1] - best[0])
