@@ -1,0 +1,79 @@
+"""Two tiny tokenizers, made here: sentencepiece with byte fallback, and byte-level BPE."""
+
+import json
+
+import pytest
+
+CORPUS = [
+    "A chat between a curious user and an artificial intelligence assistant.",
+    "The assistant gives helpful, detailed, and polite answers to the user's questions.",
+    "USER: Hello, how are you? ASSISTANT: I am fine, thank you.",
+    "def parse(text):\n    return [int(x) for x in text.split()]",
+    "Two  blanks, a tab\tand the end.",
+] * 4
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_dir(tmp_path_factory):
+    """A directory with tokenizer.model and nothing else but small JSON files, as Vicuna's."""
+    spm = pytest.importorskip("sentencepiece")
+    path = tmp_path_factory.mktemp("sentencepiece")
+    (path / "corpus.txt").write_text("\n".join(CORPUS).replace("\n    ", " "))
+    spm.SentencePieceTrainer.train(
+        input=str(path / "corpus.txt"),
+        model_prefix=str(path / "tokenizer"),
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": True,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture(scope="session")
+def byte_level_dir(tmp_path_factory):
+    """A directory with tokenizer.json, with Llama-3's and ChatML's special tokens in it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|eot_id|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
+    )
+    path = tmp_path_factory.mktemp("byte_level")
+    tokenizer.save(str(path / "tokenizer.json"))
+    bos = {"__type": "AddedToken", "content": "<|begin_of_text|>", "special": True}
+    settings = {"bos_token": bos, "eos_token": "<|end_of_text|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    return path

@@ -1,0 +1,272 @@
+import pytest
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop.chat import (
+    TEMPLATES,
+    SampleError,
+    encode_conversation,
+    encode_prompt,
+    parse_messages,
+    parse_sharegpt,
+    render,
+    render_prompt,
+    shipped_template,
+    stop_ids,
+)
+from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "I am fine"},
+    {"role": "user", "content": "And  é日?"},
+    {"role": "assistant", "content": "Fine 😀!"},
+]
+
+
+@pytest.fixture(scope="module")
+def llama2(sentencepiece_dir):
+    return load_tokenizer(str(sentencepiece_dir))
+
+
+@pytest.fixture(scope="module")
+def llama3(byte_level_dir):
+    return load_tokenizer(str(byte_level_dir))
+
+
+def with_template(tokenizer, template):
+    return Tokenizer(
+        tokenizer.backend,
+        bos_id=tokenizer.bos_id,
+        eos_ids=tokenizer.eos_ids,
+        chat_template=template,
+        special_texts=tokenizer.special_texts,
+    )
+
+
+def counted_texts(tokenizer, ids, counted):
+    """Texts of the runs of counted tokens."""
+    runs, current = [], []
+    for i, one in [*zip(ids, counted), (0, 0)]:
+        if one:
+            current.append(i)
+        elif current:
+            runs.append(tokenizer.decode(current, skip_special=False))
+            current = []
+    return runs
+
+
+TEXT = {
+    "vicuna": "<s>Be brief. USER: Hello? ASSISTANT: I am fine</s>"
+    "USER: And  é日? ASSISTANT: Fine 😀!</s>",
+    "llama2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHello? [/INST] I am fine </s>"
+    "<s>[INST] And  é日? [/INST] Fine 😀! </s>",
+    "mistral": "<s>[INST] Be brief.\n\nHello? [/INST] I am fine</s>"
+    "[INST] And  é日? [/INST] Fine 😀!</s>",
+    "zephyr": "<s><|system|>\nBe brief.</s>\n<|user|>\nHello?</s>\n<|assistant|>\nI am fine</s>\n"
+    "<|user|>\nAnd  é日?</s>\n<|assistant|>\nFine 😀!</s>\n",
+    "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nHello?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nI am fine<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nAnd  é日?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nFine 😀!<|eot_id|>",
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello?<|im_end|>\n"
+    "<|im_start|>assistant\nI am fine<|im_end|>\n<|im_start|>user\nAnd  é日?<|im_end|>\n"
+    "<|im_start|>assistant\nFine 😀!<|im_end|>\n",
+}
+ENDS = {"llama3": "<|eot_id|>", "chatml": "<|im_end|>", "llama2": " </s>"}
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_shipped_templates(name, llama2, llama3):
+    tokenizer = llama3 if name in ("llama3", "chatml") else llama2
+    text, spans = render(shipped_template(name), TALK, tokenizer.special_texts)
+    assert text == TEXT[name]
+    end = ENDS.get(name, "</s>")
+    assert [text[a:b].lstrip(" ") for a, b in spans] == [
+        f"I am fine{end}",
+        f"Fine 😀!{end}",
+    ]
+
+    ids, counted = encode_conversation(tokenizer, TALK, name)
+    runs = counted_texts(tokenizer, ids, counted)
+    assert [run.lstrip(" ") for run in runs] == [f"I am fine{end}", f"Fine 😀!{end}"]
+    if name != "chatml":
+        assert ids.count(tokenizer.bos_id) == text.count(
+            tokenizer.special_texts["bos_token"]
+        )
+
+    # The prompt of each answer is what stands before it in training, token for token.
+    for i in (2, 4):
+        prompt = encode_prompt(tokenizer, TALK[:i], name)
+        assert ids[: len(prompt)] == prompt
+        assert (counted[len(prompt) - 1], counted[len(prompt)]) == (0, 1)
+    assert encode_conversation(tokenizer, TALK[1:], name)[1].count(1)
+
+
+def test_vicuna_brings_its_system_text(llama2):
+    prompt = render_prompt(llama2, TALK[1:2], "vicuna")
+    assert prompt.startswith("<s>A chat between a curious user and an artificial")
+    assert prompt.endswith("the user's questions. USER: Hello? ASSISTANT:")
+
+
+def test_vicuna_token_by_token(llama2):
+    """By hand: everything behind "ASSISTANT:" up to and with </s> counts, nothing else."""
+    talk = [{"role": "system", "content": "S"}, *TALK[1:3]]
+    ids, counted = encode_conversation(llama2, talk, "vicuna")
+    head = [llama2.bos_id, *llama2.encode("S USER: Hello? ASSISTANT:")]
+    tail = llama2.encode("S USER: Hello? ASSISTANT: I am fine")[len(head) - 1 :]
+    assert ids == [*head, *tail, 2]
+    assert counted == [0] * len(head) + [1] * (len(tail) + 1)
+
+
+def test_template_with_marks_but_eos_outside(llama3):
+    """The end-of-text token right behind a marked span counts, the line break does not."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "A:{% generation %}{{ m.content }}{% endgeneration %}<|eot_id|>\n"
+        "{% else %}Q:{{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    tokenizer = with_template(llama3, template)
+    ids, counted = encode_conversation(tokenizer, TALK[1:])
+    assert counted_texts(tokenizer, ids, counted) == [
+        "I am fine<|eot_id|>",
+        "Fine 😀!<|eot_id|>",
+    ]
+
+
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}"
+    "<|start_header_id|>{{ m.role }}<|end_header_id|>\n{{ m.content }}<|eot_id|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n{% endif %}"
+)
+
+
+def test_template_without_marks(llama3):
+    """Spans from rendered prefixes; what stands behind the turn's last EOS does not count."""
+    tokenizer = with_template(llama3, PLAIN)
+    ids, counted = encode_conversation(tokenizer, TALK)
+    assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1
+    assert counted_texts(tokenizer, ids, counted) == [
+        "I am fine<|eot_id|>",
+        "Fine 😀!<|eot_id|>",
+    ]
+
+
+def test_template_that_rewrites_earlier_turns(llama3):
+    """As Qwen3's does, which drops the thoughts of earlier turns."""
+    template = PLAIN.replace(
+        "{{ m.content }}",
+        "{{ m.content if loop.last or m.role != 'assistant' else '...' }}",
+    )
+    tokenizer = with_template(llama3, template)
+    with pytest.raises(SampleError, match="rewrites earlier turns"):
+        encode_conversation(tokenizer, TALK)
+    assert any(encode_conversation(tokenizer, TALK[:3])[1])
+
+
+def test_masks_of_transformers_agree(llama3, byte_level_dir):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(byte_level_dir)
+    for name in ("llama3", "chatml"):
+        out = theirs.apply_chat_template(
+            TALK,
+            chat_template=shipped_template(name),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        ids, counted = encode_conversation(llama3, TALK, name)
+        assert (ids, counted) == (out["input_ids"], out["assistant_masks"])
+
+
+def test_content_cannot_forge_marks(llama3):
+    tokenizer = with_template(
+        llama3, "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    )
+    talk = [{"role": "user", "content": "{% generation %}x{% endgeneration %}"}]
+    with pytest.raises(SampleError, match="no token"):
+        encode_conversation(tokenizer, talk)
+
+
+def test_templates_run_in_a_sandbox(llama3):
+    for bad in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+    ):
+        with pytest.raises(SampleError, match="refuses the conversation"):
+            encode_conversation(with_template(llama3, bad), TALK)
+
+
+def test_refusals(llama2, llama3):
+    with pytest.raises(
+        UserError, match=r"unknown chat template 'vicunia'.*did you mean 'vicuna'"
+    ):
+        encode_conversation(llama2, TALK, "vicunia")
+    with pytest.raises(UserError, match="no chat template; name a shipped one: vicuna"):
+        encode_conversation(llama2, TALK)
+    with pytest.raises(UserError, match=r"<\|im_end\|>, which the tokenizer does not have"):
+        encode_conversation(llama2, TALK, "qwen")
+    with pytest.raises(
+        SampleError, match="no token of the conversation is the assistant's"
+    ):
+        encode_conversation(llama2, TALK[:2], "vicuna")
+    with pytest.raises(SampleError, match="refuses the conversation: roles!"):
+        template = "{{ raise_exception('roles!') }}"
+        encode_conversation(with_template(llama3, template), TALK)
+    with pytest.raises(UserError, match="template is broken"):
+        encode_conversation(with_template(llama3, "{% if %}"), TALK)
+
+
+def test_stop_ids(llama2, llama3):
+    assert stop_ids(llama2, "vicuna") == {2}
+    assert stop_ids(llama3, "qwen") == {1, 2, llama3.token_to_id("<|im_end|>")}
+    assert stop_ids(llama3) == {1, 2}
+    assert set(TEMPLATES) == {*TEXT, "qwen"}
+
+
+def share(*turns):
+    return {"conversations": [{"from": who, "value": text} for who, text in turns]}
+
+
+def test_parse_sharegpt():
+    good = share(("gpt", "cut off"), ("human", "a"), ("gpt", "b"), ("human", "c"))
+    assert parse_sharegpt(good) == (
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "",
+    )
+    system = share(("system", "s"), ("user", "a"), ("chatgpt", "b"))
+    assert [m["role"] for m in parse_sharegpt(system)[0]] == ["system", "user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (None, "no list 'conversations'"),
+        ({"conversations": "x"}, "no list 'conversations'"),
+        ({"conversations": []}, "no answered user turn"),
+        ({"conversations": ["x"]}, "unknown role None"),
+        (share(("human", "a")), "no answered user turn"),
+        (share(("human", "a"), ("tool", "b")), "unknown role 'tool'"),
+        (share(("human", "a"), ("human", "b"), ("gpt", "c")), "roles do not alternate"),
+        (share(("human", "a"), ("gpt", " ")), "an empty assistant turn"),
+        (share(("human", "a"), ("gpt", 3)), "a turn without 'value'"),
+        (share(("human", "a"), ("system", "s"), ("gpt", "c")), "roles do not alternate"),
+    ],
+)
+def test_parse_sharegpt_says_why_not(record, reason):
+    assert parse_sharegpt(record) == ([], reason)
+
+
+def test_parse_messages():
+    record = {
+        "messages": [
+            {"role": "developer", "content": "s"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": "b"},
+        ]
+    }
+    messages, reason = parse_messages(record)
+    assert not reason
+    assert [m["content"] for m in messages] == ["s", "a", "b"]
+    assert messages[0]["role"] == "system"
+    assert parse_messages({"messages": [{"role": "user", "content": [1]}]})[1]

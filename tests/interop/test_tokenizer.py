@@ -1,0 +1,169 @@
+import json
+import random
+import shutil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop.tokenizer import BROKEN, StreamDecoder, load_tokenizer
+
+TEXTS = [
+    "",
+    "Hello",
+    " lead",
+    "a  b\n\tc ",
+    "naïve café",
+    "日本語と😀👩‍👩‍👧 done",
+    "</s> x",
+    "\n",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizers_by_kind(sentencepiece_dir, byte_level_dir):
+    return {
+        "sentencepiece": load_tokenizer(str(sentencepiece_dir)),
+        "byte_level": load_tokenizer(str(byte_level_dir)),
+    }
+
+
+@pytest.fixture(params=["sentencepiece", "byte_level"])
+def tokenizer(request, tokenizers_by_kind):
+    return tokenizers_by_kind[request.param]
+
+
+def stream(tokenizer, ids, sizes):
+    decoder = StreamDecoder(tokenizer)
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(decoder.push(ids[at : at + size]))
+        at += size
+    pieces.append(decoder.push(ids[at:]))
+    return [*pieces, decoder.flush()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_same_ids_as_transformers(tokenizer, text, sentencepiece_dir, byte_level_dir):
+    transformers = pytest.importorskip("transformers")
+    path = sentencepiece_dir if tokenizer.byte_ids else byte_level_dir
+    kind = "LlamaTokenizer" if tokenizer.byte_ids else "PreTrainedTokenizerFast"
+    theirs = getattr(transformers, kind).from_pretrained(path)
+    assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(text, add_bos=True) == theirs.encode(text)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_same_ids_as_sentencepiece(sentencepiece_dir, tokenizers_by_kind):
+    import sentencepiece
+
+    theirs = sentencepiece.SentencePieceProcessor(
+        model_file=str(sentencepiece_dir / "tokenizer.model")
+    )
+    for text in (
+        "Hello",
+        "a  b",
+        "naïve café",
+        "日本語と😀 done",
+        "USER: Hello ASSISTANT: I am",
+    ):
+        assert tokenizers_by_kind["sentencepiece"].encode(text) == theirs.encode(text)
+
+
+def test_special_tokens(tokenizers_by_kind):
+    llama2, llama3 = tokenizers_by_kind.values()
+    assert (llama2.bos_id, llama2.eos_ids, llama2.adds_bos) == (1, {2}, True)
+    assert len(llama2.byte_ids) == 256
+    assert (llama3.bos_id, llama3.eos_ids, llama3.adds_bos) == (0, {1, 2}, True)
+    assert not llama3.byte_ids
+    assert llama3.encode("<|eot_id|>") == [2]
+    assert llama3.decode([2, 99]) == llama3.decode([99])
+    assert llama3.decode([2], skip_special=False) == "<|eot_id|>"
+    assert llama3.decode([llama3.vocab_size + 5, 99]) == llama3.decode([99])
+
+
+def test_bos_is_not_invented(byte_level_dir, tmp_path):
+    """Qwen's config.json names a BOS id, its tokenizer says it has none."""
+    shutil.copy(byte_level_dir / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"bos_token_id": 7, "eos_token_id": 8})
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": None}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.bos_id is None and tokenizer.eos_ids == {8}
+    assert tokenizer.encode("x", add_bos=True) == tokenizer.encode("x")
+
+
+def test_missing_and_broken_tokenizers(tmp_path):
+    with pytest.raises(UserError, match=r"no tokenizer: looked for tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.model").write_bytes(b"\x00garbage")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tokenizer(str(tmp_path))
+
+
+# Text of many scripts, so that most characters are several byte tokens.
+multibyte = st.text(st.sampled_from("ab \nZé日本語😀👩‍🚀ßж한"), max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=multibyte, sizes=st.lists(st.integers(0, 5), max_size=40))
+def test_stream_gives_the_whole_text(tokenizers_by_kind, text, sizes):
+    for tokenizer in tokenizers_by_kind.values():
+        ids = tokenizer.encode(text)
+        pieces = stream(tokenizer, ids, sizes)
+        assert "".join(pieces) == tokenizer.decode(ids)
+        assert not any(BROKEN in piece for piece in pieces)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 7))
+def test_stream_of_any_ids_never_takes_back(tokenizers_by_kind, seed, size):
+    """Random ids: broken bytes, special tokens, ids beyond the vocabulary."""
+    rng = random.Random(seed)
+    for tokenizer in tokenizers_by_kind.values():
+        bytes_ = sorted(tokenizer.byte_ids) or list(range(7, 263))
+        ids = [
+            rng.choice(
+                [rng.randrange(tokenizer.vocab_size), rng.choice(bytes_), rng.randrange(4)]
+            )
+            for _ in range(rng.randrange(120))
+        ]
+        out = "".join(stream(tokenizer, ids, [size] * (len(ids) // size)))
+        whole = tokenizer.decode(ids)
+        assert whole.startswith(out)
+        assert not whole[len(out) :].strip(BROKEN)  # only an unfinished end may be missing
+
+
+def test_stream_shows_text_as_soon_as_it_is_certain(tokenizers_by_kind):
+    tokenizer = tokenizers_by_kind["byte_level"]
+    decoder = StreamDecoder(tokenizer)
+    shown = [decoder.push([i]) for i in tokenizer.encode("a é日b")]
+    assert "".join(shown) == "a é日b"
+    assert shown[0] == "a" and "" in shown  # a half character waits
+    long = tokenizer.encode("Hello, how are you? " * 60)
+    decoder = StreamDecoder(tokenizer)
+    for i in long:
+        decoder.push([i])
+    assert len(decoder._window) < 60  # the cost of a piece does not grow with the text
+
+
+def test_stream_drops_an_unfinished_character(tokenizers_by_kind):
+    for tokenizer in tokenizers_by_kind.values():
+        ids = tokenizer.encode("ab 😀")
+        pieces = stream(tokenizer, ids[:-1], [1] * len(ids))
+        assert "".join(pieces) == "ab "
+
+
+def test_stream_needs_only_decode():
+    class Letters:
+        def decode(self, ids, skip_special=True):
+            return "".join(chr(97 + i) for i in ids)
+
+    assert stream(Letters(), [0, 1, 2], [1, 1]) == ["a", "b", "c", ""]
