@@ -1,0 +1,153 @@
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads import Base, make_drafter
+from medusa_jax.interop import heads_io, hf, tensors
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.sharding import make_mesh
+
+LLAMA = LlamaConfig(
+    vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48
+)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return Base(Llama(LLAMA), init_params(LLAMA, jax.random.key(0)))
+
+
+def make(base, **fields):
+    heads = HeadsConfig(**({"n_heads": 3, "n_layers": 2, "rank": 4} | fields))
+    return heads, make_drafter(heads, LLAMA).init(jax.random.key(1), base)
+
+
+@pytest.fixture
+def saved(base, tmp_path):
+    heads, params = make(base)
+    record = heads_io.describe_base(LLAMA, base.params)
+    heads_io.save_heads(str(tmp_path), heads, params, base=record, recipe={"steps": 7})
+    return tmp_path, heads, params
+
+
+def load(path, llama=LLAMA, **options):
+    return heads_io.load_heads(str(path), llama, make_mesh(), **options)
+
+
+def fails(match, path, *args, **options):
+    with pytest.raises(UserError, match=match) as info:
+        load(path, *args, **options)
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
+def test_round_trip(lm_head, base, tmp_path):
+    heads, params = make(base, lm_head=lm_head)
+    record = heads_io.describe_base(LLAMA, base.params)
+    heads_io.save_heads(str(tmp_path), heads, params, base=record, recipe={"a": [1, "é"]})
+    mark = hf.fingerprint(LLAMA, base.params)
+    again, loaded, meta = load(tmp_path, fingerprint=mark)
+    assert again == heads
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, loaded))
+    assert meta["recipe"] == {"a": [1, "é"]} and meta["base"]["fingerprint"] == mark
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["heads.json", "heads.safetensors"]
+
+
+def test_stored_and_loaded_types(base, tmp_path):
+    heads, params = make(base)
+    record = heads_io.describe_base(LLAMA, base.params)
+    heads_io.save_heads(
+        str(tmp_path), heads, params, base=record, recipe={}, dtype="bfloat16"
+    )
+    assert {x.dtype.name for x in load_file(tmp_path / "heads.safetensors").values()} == {
+        "bfloat16"
+    }
+    _, loaded, _ = load(tmp_path, dtype=jnp.bfloat16)
+    assert {x.dtype for x in jax.tree.leaves(loaded)} == {jnp.dtype("bfloat16")}
+
+
+def test_deeper_heads_are_not_read(saved, monkeypatch):
+    path, _, params = saved
+    names = []
+    inner = tensors.open_safetensors
+
+    def spy(file):
+        def wrap(name, t):
+            return dataclasses.replace(t, read=lambda i: names.append(name) or t.read(i))
+
+        return {name: wrap(name, t) for name, t in inner(file).items()}
+
+    monkeypatch.setattr(tensors, "open_safetensors", spy)
+    heads, loaded, _ = load(path, n_heads=2)
+    assert heads.n_heads == 2 and set(loaded) == {"heads_0", "heads_1"}
+    assert names and not any(name.startswith("heads_2/") for name in names)
+    np.testing.assert_array_equal(
+        loaded["heads_1"]["layers_0"]["kernel"], params["heads_1"]["layers_0"]["kernel"]
+    )
+    fails("holds 3 heads, 4 were asked for", path, n_heads=4)
+
+
+def test_another_backbone(saved):
+    path, _, _ = saved
+    wider = dataclasses.replace(LLAMA, d_model=48)
+    fails("made for width 32 and vocabulary 64, the model has width 48", path, wider)
+    larger = dataclasses.replace(LLAMA, vocab_size=65)
+    fails("vocabulary 64, the model has width 32 and vocabulary 65", path, larger)
+    mark = json.loads((path / "heads.json").read_text())["base"]["fingerprint"]
+    fails(f"fingerprint {mark}, this one has 0123", path, fingerprint="0123")
+    assert load(path, fingerprint="0123", allow_other_base=True)[0].n_heads == 3
+
+
+def test_keys_that_contradict(saved):
+    path, _, _ = saved
+    file = path / "heads.safetensors"
+    state = load_file(file)
+    name = "heads_1/layers_0/kernel"
+
+    save_file({k: v for k, v in state.items() if k != name}, file)
+    fails(rf"key '{name}' of shape \[32, 32\] is missing from .*heads\.safetensors", path)
+    save_file(state | {name: np.zeros((32, 31), np.float32)}, file)
+    fails(
+        rf"'{name}' in .* has shape \[32, 31\], the configuration asks for \[32, 32\]", path
+    )
+    save_file(state | {"heads_0/other": state[name]}, file)
+    fails("no place for: 'heads_0/other'", path)
+    save_file(state | {"heads_7/other": state[name]}, file)
+    fails(r"holds 4 heads, heads\.json says 3", path)
+    save_file({k: v for k, v in state.items() if "layers_1" not in k}, file)
+    fails(r"holds 1 layers per head, heads\.json says 2", path)
+    file.write_bytes(b"junk")
+    fails("cannot be read as safetensors", path)
+
+
+def test_descriptions_that_cannot_be_read(saved, tmp_path):
+    path, _, _ = saved
+    file = path / "heads.json"
+    good = json.loads(file.read_text())
+
+    def spoil(match, **changes):
+        file.write_text(json.dumps(good | changes))
+        fails(match, path)
+
+    spoil("has format 2, this version reads 1", format=2)
+    spoil('needs the objects "heads" and "base"', heads=None)
+    spoil("unknown field 'depth' under heads", heads=good["heads"] | {"depth": 1})
+    spoil("heads.n_heads should be int, not '3'", heads=good["heads"] | {"n_heads": "3"})
+    spoil("heads.n_heads should be int, not True", heads=good["heads"] | {"n_heads": True})
+    spoil("unknown drafter 'medussa'", heads=good["heads"] | {"drafter": "medussa"})
+    spoil(r"holds 3 heads, heads\.json says 5", heads=good["heads"] | {"n_heads": 5})
+    spoil(
+        "no place for: 'heads_0/lm_head/kernel'",
+        heads=good["heads"] | {"lm_head": "shared"},
+    )
+    file.write_text("[")
+    fails(r"heads\.json is not valid JSON", path)
+    file.unlink()
+    fails(r"heads\.json cannot be read", path)

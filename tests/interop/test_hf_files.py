@@ -1,0 +1,386 @@
+"""Model directories: configurations, strictness, sharded reading, the hub."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.interop import hf, hub, tensors
+from medusa_jax.model.llama import init_params
+from medusa_jax.sharding import make_mesh
+
+TINY = LlamaConfig(
+    vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48
+)
+LLAMA2 = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "hidden_act": "silu",
+    "torch_dtype": "float16",
+}
+LLAMA31_ROPE = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def read(tmp_path, **changes):
+    raw = {k: v for k, v in (LLAMA2 | changes).items() if v != "absent"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    return hf.read_config(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    hf.save_backbone(str(path), TINY, init_params(TINY, jax.random.key(0)), dtype="float32")
+    return path
+
+
+@pytest.fixture
+def copy(model_dir, tmp_path):
+    """A copy of the model, and its weights as a dictionary to spoil."""
+    path = tmp_path / "copy"
+    shutil.copytree(model_dir, path)
+    return path, load_file(path / "model.safetensors")
+
+
+def load_fails(path, match):
+    with pytest.raises(UserError, match=match) as info:
+        hf.load_backbone(str(path), make_mesh())
+    assert "\n" not in str(info.value)
+
+
+def test_llama2_config(tmp_path):
+    assert read(tmp_path) == LlamaConfig()  # the defaults are Llama-2-7B's
+
+
+def test_llama31_config(tmp_path):
+    config = read(
+        tmp_path,
+        vocab_size=128256,
+        intermediate_size=14336,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        rope_scaling=LLAMA31_ROPE,
+    )
+    assert (config.rope_scaling, config.rope_factor, config.rope_theta) == (
+        "llama3",
+        8,
+        5e5,
+    )
+    assert config.rope_original_max_position == 8192 and config.n_kv_heads == 8
+    # What transformers 5 writes for the same model.
+    again = read(
+        tmp_path, rope_scaling="absent", rope_parameters=LLAMA31_ROPE | {"rope_theta": 5e5}
+    )
+    assert (again.rope_scaling, again.rope_theta) == ("llama3", 5e5)
+    # Vicuna 16k, with the oldest spelling.
+    linear = read(tmp_path, rope_scaling={"type": "linear", "factor": 4.0})
+    assert (linear.rope_scaling, linear.rope_factor, linear.rope_theta) == (
+        "linear",
+        4.0,
+        1e4,
+    )
+
+
+def test_other_families(tmp_path):
+    mistral = read(
+        tmp_path, model_type="mistral", sliding_window=4096, num_key_value_heads=8
+    )
+    assert mistral.sliding_window == 4096 and not mistral.qkv_bias
+    assert read(tmp_path, model_type="mistral", sliding_window=None).sliding_window == 0
+    qwen2 = read(
+        tmp_path, model_type="qwen2", sliding_window=131072, use_sliding_window=False
+    )
+    assert qwen2.qkv_bias and not qwen2.out_bias and qwen2.sliding_window == 0
+    late = read(
+        tmp_path,
+        model_type="qwen2",
+        sliding_window=8,
+        use_sliding_window=True,
+        max_window_layers=28,
+    )
+    assert (late.sliding_window, late.sliding_window_start_layer) == (8, 28)
+    never = read(
+        tmp_path,
+        model_type="qwen2",
+        sliding_window=8,
+        use_sliding_window=True,
+        max_window_layers=32,
+    )
+    assert never.sliding_window == 0
+    qwen3 = read(tmp_path, model_type="qwen3", hidden_size=2048, num_attention_heads=32)
+    assert qwen3.qk_norm and qwen3.head_dim == 128 and not qwen3.qkv_bias
+    assert read(tmp_path, head_dim=None).head_dim == 128
+    biased = read(tmp_path, attention_bias=True, mlp_bias=True)
+    assert biased.qkv_bias and biased.out_bias and biased.mlp_bias
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "gpt2"},
+            r"model_type 'gpt2' is not supported \(there are: llama, mistral",
+        ),
+        ({"model_type": "absent"}, "model_type None"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            r"quantization_config \(gptq\)",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_size": "absent"}, "does not say hidden_size"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' without factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differ by layer"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"num_key_value_heads": 5}, "do not fit together"),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 16,
+            },
+            "layer_types",
+        ),
+    ],
+)
+def test_unsupported_configs(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, **changes)
+
+
+def test_unreadable_directories(tmp_path, model_dir):
+    load_fails(tmp_path / "nowhere", "is no directory, nor a hub id")
+    load_fails(model_dir / "config.json", "is a file; give the directory")
+    load_fails(tmp_path, r"config\.json cannot be read: No such file")
+    (tmp_path / "config.json").write_text("{")
+    load_fails(tmp_path, r"config\.json is not valid JSON")
+    shutil.copy(model_dir / "config.json", tmp_path)
+    load_fails(tmp_path, "holds no weights: looked for model.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(
+        b"version https://git-lfs.github.com/spec/v1\n"
+    )
+    load_fails(tmp_path, "git-lfs pointer")
+    whole = (model_dir / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    load_fails(tmp_path, r"model\.safetensors cannot be read as safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02}.")
+    load_fails(tmp_path, r"before torch 1\.6")
+
+
+def test_keys_that_do_not_fit(copy):
+    path, state = copy
+    file = path / "model.safetensors"
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    save_file({k: v for k, v in state.items() if k != name}, file)
+    load_fails(path, rf"key '{name}' of shape \[48, 32\] is missing from .*copy")
+    save_file(state | {"model.layers.0.mlp.extra.weight": state[name]}, file)
+    load_fails(
+        path, r"no place for: 'model\.layers\.0\.mlp\.extra\.weight' of shape \[48, 32\]"
+    )
+    save_file(state | {name: state[name].T.copy()}, file)
+    load_fails(
+        path, rf"'{name}' in .* has shape \[32, 48\], the configuration asks for \[48, 32\]"
+    )
+    save_file(state | {name: state[name].astype(np.int8)}, file)
+    load_fails(path, rf"'{name}' in .* is stored as I8; only float64.*quantised")
+    save_file({k: v for k, v in state.items() if "layers.1." not in k}, file)
+    load_fails(path, r"weights hold 1 layers, config\.json says 2")
+
+
+def test_broken_index(copy):
+    path, state = copy
+    (path / "model.safetensors").unlink()
+    save_file(state, path / "one.safetensors")
+    index = path / "model.safetensors.index.json"
+
+    def write(weight_map):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+
+    write(dict.fromkeys(state, "one.safetensors"))
+    assert hf.load_backbone(str(path), make_mesh())[0] == TINY
+    write(dict.fromkeys(state, "two.safetensors"))
+    load_fails(path, "names the shard 'two.safetensors', which is not in")
+    write(dict.fromkeys(state, "../one.safetensors"))
+    load_fails(path, r"names the shard '\.\./one\.safetensors'")
+    write(dict.fromkeys([*state, "more"], "one.safetensors"))
+    load_fails(path, "key 'more' is missing from .*one.safetensors")
+    write({})
+    load_fails(path, "has no weight_map")
+    name = next(iter(state))
+    save_file({name: state[name]}, path / "two.safetensors")
+    write(dict.fromkeys(state, "one.safetensors") | {name: "two.safetensors"})
+    load_fails(path, f"key '{name}' is both in")
+
+
+def test_storage_types_and_fingerprint(model_dir, tmp_path):
+    """bfloat16 on disk: float32 and bfloat16 loads are the same model; a changed weight is not."""
+    config, params = hf.load_backbone(str(model_dir), make_mesh())
+    hf.save_backbone(str(tmp_path), config, params)
+    config, wide = hf.load_backbone(str(tmp_path), make_mesh(), "float32")
+    _, narrow = hf.load_backbone(str(tmp_path), make_mesh(), jnp.bfloat16)
+    assert {x.dtype for x in jax.tree.leaves(narrow)} == {jnp.dtype("bfloat16")}
+    mark = hf.fingerprint(config, params)
+    assert len(mark) == 16 and int(mark, 16)
+    assert hf.fingerprint(config, wide) == mark == hf.fingerprint(config, narrow)
+    assert hf.fingerprint(config, jax.tree.map(np.asarray, wide)) == mark
+    other = init_params(TINY, jax.random.key(1))
+    assert hf.fingerprint(config, other) != mark
+
+
+def test_impossible_combination_cannot_be_saved(tmp_path):
+    config = LlamaConfig(
+        64, 32, 2, 4, 2, 8, 48, sliding_window=4, sliding_window_start_layer=1
+    )
+    with pytest.raises(UserError, match="no Hugging Face model class"):
+        hf.save_backbone(str(tmp_path), config, init_params(config, jax.random.key(0)))
+
+
+def test_saving_is_atomic(model_dir, tmp_path, monkeypatch):
+    """A write that fails leaves the old file and no litter."""
+    path = tmp_path / "model"
+    shutil.copytree(model_dir, path)
+    before = (path / "model.safetensors").read_bytes()
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensors.os, "fsync", full_disk)
+    params = init_params(TINY, jax.random.key(9))
+    with pytest.raises(UserError, match=r"could not be written.*No space left"):
+        hf.save_backbone(str(path), TINY, params)
+    assert (path / "model.safetensors").read_bytes() == before
+    assert {p.name for p in path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+SHARDED = """
+import sys
+import jax, numpy as np
+from medusa_jax.interop import hf, tensors
+from medusa_jax.sharding import make_mesh
+
+read = []
+inner = tensors.open_safetensors
+def spy(path):
+    def wrap(name, t):
+        def slow_read(index):
+            part = t.read(index)
+            read.append((name, part.size))
+            return part
+        return tensors.Tensor(t.file, t.shape, t.dtype, slow_read)
+    return {name: wrap(name, t) for name, t in inner(path).items()}
+tensors.open_safetensors = spy
+
+one_config, one = hf.load_backbone(sys.argv[1], make_mesh((1, 1, 1)))
+read.clear()
+config, params = hf.load_backbone(sys.argv[1], make_mesh((2, 2, 2)))
+same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)), one, params)
+assert jax.tree.all(same)
+kernel = params["layers_0"]["mlp"]["up_proj"]["kernel"]
+assert kernel.addressable_shards[0].data.shape == (16, 24), kernel.sharding
+sizes = [size for name, size in read if name == "model.layers.0.mlp.up_proj.weight"]
+assert sizes == [16 * 24] * 4, sizes  # a quarter each; the two replicas do not read again
+assert hf.fingerprint(config, params) == hf.fingerprint(one_config, one)
+"""
+
+
+def test_each_device_reads_its_own_part(model_dir):
+    env = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PATH": "",
+    }
+    command = [sys.executable, "-c", SHARDED, str(model_dir)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_hub_offline(tmp_path):
+    code = (
+        "from medusa_jax.interop import hub\nfrom medusa_jax.errors import UserError\n"
+        "try:\n    hub.resolve('some-owner/some-model')\nexcept UserError as e:\n    print(e)"
+    )
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True
+    )
+    line = done.stdout.strip()
+    assert line.startswith(
+        "some-owner/some-model is neither a local directory nor in the cache"
+    )
+    assert "HF_HUB_OFFLINE" in line and "\n" not in line
+
+
+def hub_error(kind):
+    """An error of the hub library, whose constructors change between versions."""
+    from huggingface_hub import errors
+
+    error = getattr(errors, kind).__new__(getattr(errors, kind))
+    Exception.__init__(error, "401 Client Error.\nlong explanation")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "GatedRepoError",
+            r"some/model is gated: accept its terms at https://.*hf auth login",
+        ),
+        (
+            "RepositoryNotFoundError",
+            "some/model is neither a local directory nor a repository",
+        ),
+        ("RevisionNotFoundError", "some/model has no revision 'v9'"),
+    ],
+)
+def test_hub_refusals(kind, message, monkeypatch):
+    import huggingface_hub
+
+    def refuse(*args, **kwargs):
+        raise hub_error(kind)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(UserError, match=message) as info:
+        hub.resolve("some/model@v9")
+    assert "\n" not in str(info.value)
+
+
+def test_hub_prefers_safetensors(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    asked = []
+
+    def download(repo, *, revision, allow_patterns, ignore_patterns):
+        asked.append(allow_patterns[-1])
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert hub.resolve("some/model") == str(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    hub.resolve("some/model")
+    assert asked == ["*.safetensors", "pytorch_model*.bin", "*.safetensors"]

@@ -1,0 +1,308 @@
+"""Reading torch's files: right on good ones, closed on everything else."""
+
+import contextlib
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop.torch_files import open_torch
+
+PICKLE_2 = b"\x80\x02"
+
+
+def write(path, data_pkl, storages=(), root="archive", **options):
+    """A torch-like archive by hand; `storages` are (key, bytes)."""
+    with zipfile.ZipFile(path, "w", **options) as archive:
+        archive.writestr(f"{root}/data.pkl", data_pkl)
+        for key, raw in storages:
+            archive.writestr(f"{root}/data/{key}", raw)
+    return str(path)
+
+
+def glob(module, name):
+    return f"c{module}\n{name}\n".encode()
+
+
+def text(value):
+    raw = value.encode()
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def integer(value):
+    if value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    raw = value.to_bytes(12, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+def numbers(values):
+    return b"(" + b"".join(map(integer, values)) + b"t"
+
+
+def storage(key="0", size=6, kind="FloatStorage"):
+    pid = text("storage") + glob("torch", kind) + text(key) + text("cpu") + integer(size)
+    return b"(" + pid + b"tQ"
+
+
+def tensor(shape, strides, offset=0, store=None, rebuild="_rebuild_tensor_v2"):
+    """Opcodes that push one tensor."""
+    arguments = (store or storage()) + integer(offset) + numbers(shape) + numbers(strides)
+    hooks = b"\x89" + glob("collections", "OrderedDict") + b")R"
+    return glob("torch._utils", rebuild) + b"(" + arguments + hooks + b"tR"
+
+
+def dictionary(*items):
+    return PICKLE_2 + b"}(" + b"".join(text(k) + v for k, v in items) + b"u."
+
+
+SIX = np.arange(6, dtype=np.float32)
+
+
+def one_tensor(path, *args, raw=None, **kwargs):
+    raw = SIX.tobytes() if raw is None else raw
+    return write(path, dictionary(("x", tensor(*args, **kwargs))), [("0", raw)])
+
+
+def read(tensors, name):
+    return tensors[name].read(tuple(slice(0, n) for n in tensors[name].shape))
+
+
+def test_views_by_hand(tmp_path):
+    """[[0, 1, 2], [3, 4, 5]] and its transpose, and a part of it."""
+    whole = read(open_torch(one_tensor(tmp_path / "a", [2, 3], [3, 1])), "x")
+    np.testing.assert_array_equal(whole, SIX.reshape(2, 3))
+    turned = open_torch(one_tensor(tmp_path / "b", [3, 2], [1, 3]))
+    np.testing.assert_array_equal(read(turned, "x"), SIX.reshape(2, 3).T)
+    np.testing.assert_array_equal(turned["x"].read((slice(1, 2), slice(0, 2))), [[1, 4]])
+    part = open_torch(one_tensor(tmp_path / "c", [2], [3], offset=2))
+    np.testing.assert_array_equal(read(part, "x"), [2, 5])
+
+
+def test_everything_torch_writes(tmp_path):
+    torch = pytest.importorskip("torch")
+    a = torch.randn(4, 6)
+    state = {
+        "plain": a,
+        "transposed": a.t(),
+        "view": a[1:3, ::2],
+        "bfloat16": a.bfloat16(),
+        "half": a.half(),
+        "double": a.double(),
+        "long": torch.arange(5),
+        "bool": torch.tensor([True, False]),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.zeros(0, 3),
+        "parameter": torch.nn.Parameter(a),
+    }
+    path = str(tmp_path / "state.bin")
+    torch.save(state, path)
+    tensors = open_torch(path)
+    assert set(tensors) == set(state)
+    for name, theirs in state.items():
+        ours = read(tensors, name)
+        np.testing.assert_array_equal(
+            ours.astype(np.float64), theirs.detach().double().numpy()
+        )
+    # A state dict is an OrderedDict with an attribute.
+    torch.save(torch.nn.Linear(3, 2).state_dict(), path)
+    assert {k: v.shape for k, v in open_torch(path).items()} == {
+        "weight": (2, 3),
+        "bias": (2,),
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_random_views_equal_torch(tmp_path_factory, seed):
+    torch = pytest.importorskip("torch")
+    rng = random.Random(seed)
+    x = torch.arange(60.0).reshape(rng.choice([(60,), (6, 10), (3, 4, 5), (2, 3, 2, 5)]))
+    for _ in range(rng.randrange(4)):
+        x = x.permute(rng.sample(range(x.ndim), x.ndim))
+        axis = rng.randrange(x.ndim)
+        start = rng.randrange(x.shape[axis] + 1)
+        x = x[(slice(None),) * axis + (slice(start, None, rng.choice([1, 2])),)]
+    path = str(tmp_path_factory.mktemp("view") / "x.pt")
+    torch.save({"x": x}, path)
+    np.testing.assert_array_equal(read(open_torch(path), "x"), x.numpy())
+
+
+def refused(path, match=""):
+    with pytest.raises(UserError, match=match):
+        open_torch(str(path))
+
+
+def test_code_is_refused_and_not_run(tmp_path):
+    flag = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {flag}",)
+
+    for protocol in range(5):
+        write(tmp_path / "x", pickle.dumps({"w": Evil()}, protocol))
+        refused(tmp_path / "x", "refused")
+    for module, name in (
+        ("builtins", "eval"),
+        ("builtins", "getattr"),
+        ("posix", "system"),
+        ("torch", "load"),
+        ("torch._utils", "_rebuild_sparse_tensor"),
+        ("torch.storage", "_load_from_bytes"),
+        ("collections", "OrderedDict.fromkeys"),
+        ("torch.serialization", "os.system"),
+    ):
+        data = PICKLE_2 + glob(module, name) + b"(" + text(f"touch {flag}") + b"tR."
+        write(tmp_path / "x", data)
+        refused(tmp_path / "x", f"it asks for {module}.{name}, which no weights need")
+    assert not flag.exists()
+
+
+BOUNDS = {
+    "beyond the end": ([2, 3], [3, 1], 1),
+    "stride beyond the end": ([2, 2], [5, 2], 0),
+    "expanded": ([3, 6], [0, 1], 0),
+    "huge and expanded": ([10**12], [0], 0),
+    "overflow": ([2**62, 4], [0, 0], 0),
+    "negative stride": ([2], [-1], 3),
+    "negative offset": ([2], [1], -1),
+    "negative size": ([-1, -6], [1, 1], 0),
+    "ranks differ": ([2, 3], [1], 0),
+    "nine dimensions": ([1] * 9, [1] * 9, 0),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_views_out_of_bounds(name, tmp_path):
+    shape, strides, offset = BOUNDS[name]
+    refused(one_tensor(tmp_path / "x", shape, strides, offset), "tensor")
+
+
+def test_storages_out_of_bounds(tmp_path):
+    refused(one_tensor(tmp_path / "x", [6], [1], raw=b"\0" * 23), "cut short")
+    store = storage(key="../../../etc/passwd")
+    refused(one_tensor(tmp_path / "x", [6], [1], store=store), "bytes of 'x' are missing")
+    refused(
+        one_tensor(tmp_path / "x", [6], [1], store=storage(size=-6)), "malformed storage"
+    )
+    refused(one_tensor(tmp_path / "x", [6], [1], store=integer(5)), "malformed tensor")
+    kind = storage(kind="QInt8Storage")
+    refused(one_tensor(tmp_path / "x", [6], [1], store=kind), r"torch\.QInt8Storage")
+    refused(one_tensor(tmp_path / "x", [6], [1], store=b"NQ"), "malformed storage")
+
+
+def test_state_cannot_be_set_behind_the_checks(tmp_path):
+    """BUILD on a finished tensor or storage would change its bounds."""
+    good = tensor([2, 3], [3, 1])
+    states = [
+        b"(" + storage() + integer(10**6) + numbers([2]) + numbers([1]) + b"tb",
+        b"}" + text("offset") + integer(10**6) + b"sb",
+        b"(N}" + text("offset") + integer(10**6) + b"stb",
+    ]
+    for state in states:
+        write(tmp_path / "x", dictionary(("x", good + state)), [("0", SIX.tobytes())])
+        refused(tmp_path / "x", "sets the state of an object")
+        bent = storage() + state
+        refused(one_tensor(tmp_path / "x", [6], [1], store=bent), "sets the state")
+        for name in (("torch", "FloatStorage"), ("torch._utils", "_rebuild_tensor_v2")):
+            write(tmp_path / "x", PICKLE_2 + glob(*name) + state + b".")
+            refused(tmp_path / "x", "sets the state")
+
+
+def test_pickles_that_would_break_the_reader(tmp_path):
+    cases = {
+        "absurd memo index": PICKLE_2 + b"}r\xff\xff\xff\x7f.",
+        "nested absurdly deep": PICKLE_2 + b")" + b"\x85" * 100_000 + b".",
+        "opcode NEWOBJ": b"\x80\x02" + glob("collections", "OrderedDict") + b")\x81.",
+        "opcode EXT1": PICKLE_2 + b"\x82\x01.",
+        "opcode INST": b"(iposix\nsystem\n.",
+        "opcode POP": PICKLE_2 + b"}N0.",
+        "malformed pickle": PICKLE_2 + b"tt.",
+        "no dictionary": PICKLE_2 + b"].",
+        "is not a tensor": PICKLE_2 + b"}" + text("a") + integer(3) + b"s.",
+    }
+    for message, data in cases.items():
+        write(tmp_path / "x", data)
+        refused(tmp_path / "x", message)
+
+
+def test_deep_keys_through_the_memo(tmp_path):
+    """A chain of nested tuples built by fetching the last from the memo."""
+    data = PICKLE_2 + b"})q\x00" + b"h\x00\x85q\x00" * 5000 + b"Ns."
+    write(tmp_path / "x", data)
+    refused(tmp_path / "x", "nested absurdly deep")
+
+
+def test_archives_that_are_none_of_torchs(tmp_path):
+    good = dictionary(("x", tensor([6], [1])))
+    path = tmp_path / "x"
+    write(path, good, [("0", SIX.tobytes())], compression=zipfile.ZIP_DEFLATED)
+    refused(path, "compressed")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", good)
+        archive.writestr("b/data.pkl", good)
+    refused(path, "exactly one data.pkl")
+    write(path, good, [("0", SIX.tobytes())])
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("archive/byteorder", "big")
+    refused(path, "big-endian")
+    path.write_bytes(pickle.dumps({"x": 1}, 2))
+    refused(path, r"before torch 1\.6.*torch\.save\(torch\.load")
+    refused(tmp_path / "absent", "cannot be read|zip format")
+
+
+def test_legacy_file(tmp_path):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "old.bin"
+    torch.save({"x": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    refused(path, "not in torch's zip format")
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_mutated_files_fail_closed(tmp_path_factory, data):
+    """Flip, cut or insert bytes anywhere: the file is read, or refused, nothing else."""
+    path = tmp_path_factory.getbasetemp() / "mutated.bin"
+    one_tensor(path, [2, 3], [3, 1])
+    store = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(store) - 1))
+        if data.draw(st.booleans()):
+            store[at] = data.draw(st.integers(0, 255))
+        else:
+            del store[at : at + data.draw(st.integers(1, 20))]
+    path.write_bytes(store)
+    try:
+        tensors = open_torch(str(path))
+        for name in tensors:
+            read(tensors, name)
+    except UserError:
+        pass
+
+
+@settings(max_examples=300, deadline=None)
+@given(body=st.lists(st.sampled_from([bytes([b]) for b in range(256)]), max_size=60))
+def test_random_pickles_fail_closed(tmp_path_factory, body):
+    path = tmp_path_factory.getbasetemp() / "random.bin"
+    write(path, PICKLE_2 + b"".join(body) + b".")
+    with contextlib.suppress(UserError):
+        assert not open_torch(str(path))
+
+
+def test_neither_torch_nor_its_unpickler_is_imported(tmp_path):
+    path = one_tensor(tmp_path / "x", [6], [1])
+    code = (
+        "import sys\nfrom medusa_jax.interop.torch_files import open_torch\n"
+        f"open_torch({path!r})['x'].read((slice(0, 6),))\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
