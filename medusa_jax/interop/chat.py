@@ -48,6 +48,13 @@ SHAREGPT_ROLES = {
     "system": "system",
 }
 
+MESSAGE_ROLES = {
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "system",
+}
+
 
 class SampleError(UserError):
     """One conversation cannot be used; a trainer skips it and counts the reason."""
@@ -82,13 +89,10 @@ def _parse(
         return [], f"no list {field!r}"
     messages: list[Message] = []
     for turn in turns:
-        role = turn.get(role_field) if isinstance(turn, dict) else None
-        if not isinstance(role, str) or role not in roles:
-            return [], f"unknown role {role!r}"
-        text = _text(turn.get(text_field))
-        if text is None:
-            return [], f"a turn without {text_field!r}"
-        messages.append({"role": roles[role], "content": text})
+        message, problem = _turn(turn, role_field, text_field, roles)
+        if problem:
+            return [], problem
+        messages.append(message)
     system = messages[:1] if messages and messages[0]["role"] == "system" else []
     rest = messages[len(system) :]
     while rest and rest[0]["role"] == "assistant":
@@ -103,6 +107,19 @@ def _parse(
         if not message["content"].strip():
             return [], f"an empty {message['role']} turn"
     return system + rest, ""
+
+
+def _turn(
+    turn: Any, role_field: str, text_field: str, roles: dict[str, str]
+) -> tuple[Message, str]:
+    """One turn as a message, or ({}, why not)."""
+    role = turn.get(role_field) if isinstance(turn, dict) else None
+    if not isinstance(role, str) or role not in roles:
+        return {}, f"unknown role {role!r}"
+    text = _text(turn.get(text_field))
+    if text is None:
+        return {}, f"a turn without {text_field!r}"
+    return {"role": roles[role], "content": text}, ""
 
 
 def _text(content: Any) -> str | None:
@@ -143,17 +160,40 @@ def encode_conversation(
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, messages: list[Message], template_name: str = ""
+    tokenizer: Tokenizer, messages: str | list[Message], template_name: str = ""
 ) -> list[int]:
-    """Ids of a conversation up to where the assistant has to speak next."""
+    """Ids of a conversation up to where the assistant has to speak next, BOS included.
+
+    They are, token for token, what `encode_conversation` has before that answer.
+
+    Args:
+      messages: a conversation that ends with the user, or one user turn as a string.
+
+    Raises:
+      UserError: malformed messages, or as for `encode_conversation`.
+    """
     return _tokenize(tokenizer, render_prompt(tokenizer, messages, template_name))[0]
 
 
 def render_prompt(
-    tokenizer: Tokenizer, messages: list[Message], template_name: str = ""
+    tokenizer: Tokenizer, messages: str | list[Message], template_name: str = ""
 ) -> str:
-    """Text of a conversation up to where the assistant has to speak next."""
+    """Text of a conversation up to where the assistant has to speak next.
+
+    For reading. To decode from it, use `encode_prompt`, which treats the BOS rightly.
+    """
+    turns = (
+        [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    )
+    if not isinstance(turns, list) or not turns:
+        raise UserError("messages should be a list of turns, with at least one")
+    read = [_turn(turn, "role", "content", MESSAGE_ROLES) for turn in turns]
+    if problem := next((problem for _, problem in read if problem), ""):
+        raise UserError(f"messages: {problem}")
+    if read[-1][0]["role"] != "user":
+        raise UserError("messages: the last turn has to be the user's")
     source = template_source(tokenizer, template_name)
+    messages = [message for message, _ in read]
     return render(source, messages, tokenizer.special_texts, add_generation_prompt=True)[0]
 
 

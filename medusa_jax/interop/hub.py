@@ -6,7 +6,7 @@ import re
 from medusa_jax.errors import UserError
 
 MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
-HEAD_FILES = ["heads.json", "heads.safetensors"]
+HEAD_FILES = ["heads.json", "heads.safetensors", "tree.json"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 
 

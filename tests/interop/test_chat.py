@@ -217,6 +217,23 @@ def test_refusals(llama2, llama3):
         encode_conversation(with_template(llama3, "{% if %}"), TALK)
 
 
+def test_prompts(llama2):
+    one = render_prompt(llama2, "Hello?", "mistral")
+    assert one == "<s>[INST] Hello? [/INST]"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello?"}]}]
+    assert render_prompt(llama2, parts, "mistral") == one
+    # One BOS, and the first word as it is at the start of any text.
+    assert encode_prompt(llama2, "x", "mistral") == llama2.encode(
+        "[INST] x [/INST]", add_bos=True
+    )
+    with pytest.raises(UserError, match="last turn has to be the user's"):
+        render_prompt(llama2, TALK, "mistral")
+    with pytest.raises(UserError, match="unknown role 'tool'"):
+        render_prompt(llama2, [{"role": "tool", "content": "x"}], "mistral")
+    with pytest.raises(UserError, match="at least one"):
+        render_prompt(llama2, [], "mistral")
+
+
 def test_stop_ids(llama2, llama3):
     assert stop_ids(llama2, "vicuna") == {2}
     assert stop_ids(llama3, "qwen") == {1, 2, llama3.token_to_id("<|im_end|>")}
