@@ -1,0 +1,151 @@
+"""Fitting the tree to the heads and to the device (Medusa 2.3.3).
+
+From one teacher-forced pass over the model's own output, record at every position the tuple of
+ranks that the true next tokens have under heads 1..K. The share of positions whose tuple begins
+with a path is the worth of that node; adding nodes by worth gives the best tree of every size.
+Measured step latency then says which size yields most tokens per second.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from medusa_jax.decoding.sampling import gumbel
+from medusa_jax.heads.drafter import Base, Drafter
+from medusa_jax.tree import Choice, Tree
+
+# Ranks at or beyond this count as a miss: no tree worth having goes so wide.
+MISS = 64
+
+
+def rank_tuples(
+    drafter: Drafter,
+    head_params: Any,
+    base: Base,
+    tokens_BT: jax.Array,
+    length_B: jax.Array,
+    noise: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """Rank of each true later token under each head, teacher-forced: [B, T, K] int32.
+
+    Entry [b, t, k] is the number of tokens that head k, at position t, prefers to the token
+    at t + k + 2; MISS where that is beyond the text.
+
+    Args:
+      base: the backbone with stored or prepared parameters.
+      noise: (row keys [B], temperature [B]): rank by logits + T g[position] as sampled
+        decoding does.
+    """
+    B, T = tokens_BT.shape
+    c = base.llama.config
+    position_BT = jnp.broadcast_to(jnp.arange(T)[None, :], (B, T))
+    segment_BT = (position_BT < length_B[:, None]).astype(jnp.int32)
+    hidden_BTD = base.llama.apply(
+        {"params": base.params}, tokens_BT, position_BT, segment_BT, method="forward"
+    )
+    features_KBTD = drafter.features(
+        head_params, base, hidden_BTD, tokens_BT, position_BT, segment_BT
+    )
+    ranks = []
+    for k in range(drafter.n_heads):
+        ahead = k + 2
+        logits_BTV = drafter.head_logits(head_params, base, k, features_KBTD[k])
+        if noise is not None:
+            g_BTV = gumbel(noise[0], position_BT + ahead, c.vocab_size, logits_BTV.dtype)
+            logits_BTV = logits_BTV + noise[1][:, None, None].astype(g_BTV.dtype) * g_BTV
+        label_BT = jnp.roll(tokens_BT, -ahead, axis=1)
+        own_BT1 = jnp.take_along_axis(logits_BTV, label_BT[..., None], axis=-1)
+        rank_BT = jnp.sum(logits_BTV > own_BT1, axis=-1)
+        inside_BT = position_BT + ahead < length_B[:, None]
+        ranks.append(jnp.where(inside_BT, jnp.minimum(rank_BT, MISS), MISS))
+    return jnp.stack(ranks, axis=-1).astype(jnp.int32)
+
+
+def head_accuracies(tuples_NK: np.ndarray, n_ranks: int = 10) -> np.ndarray:
+    """a_k^(i): how often the i-th guess of head k is the right one, [K, n_ranks]."""
+    return np.stack([(tuples_NK == i).mean(axis=0) for i in range(n_ranks)], axis=1)
+
+
+def product_growth(accuracy_KR: np.ndarray, n_choices: int) -> list[Choice]:
+    """Nodes by the product of accuracies along their path: the paper's estimate.
+
+    The accuracies are taken as independent; ranks with accuracy 0 are left out.
+    """
+    K, R = accuracy_KR.shape
+    heap: list[tuple[float, int, Choice]] = []
+
+    def push_children(path: Choice, worth: float) -> None:
+        if len(path) < K:
+            for rank in range(R):
+                child = worth * float(accuracy_KR[len(path), rank])
+                if child > 0:
+                    heapq.heappush(heap, (-child, len(path) + 1, (*path, rank)))
+
+    push_children((), 1.0)
+    growth: list[Choice] = []
+    while heap and len(growth) < n_choices:
+        negative, _, path = heapq.heappop(heap)
+        growth.append(path)
+        push_children(path, -negative)
+    return growth
+
+
+def path_counts(tuples_NK: np.ndarray) -> Counter[Choice]:
+    """How many of the recorded tuples begin with each path (paths without a miss)."""
+    counts: Counter[Choice] = Counter()
+    for ranks, n in Counter(map(tuple, tuples_NK.tolist())).items():
+        for depth in range(1, len(ranks) + 1):
+            if ranks[depth - 1] >= MISS:
+                break
+            counts[ranks[:depth]] += n
+    return counts
+
+
+def joint_growth(tuples_NK: np.ndarray, n_choices: int) -> list[Choice]:
+    """Nodes by how often the true continuation runs through them, no independence assumed.
+
+    A node is never worth more than its parent, so the n best nodes always form a tree, and no
+    tree of n nodes is worth more.
+    """
+    counts = path_counts(tuples_NK)
+    return sorted(counts, key=lambda path: (-counts[path], len(path), path))[:n_choices]
+
+
+def expected_tokens(tuples_NK: np.ndarray, tree: Tree) -> float:
+    """1 + the summed worth of the tree's nodes, taking step starts as uniform (2.3.3)."""
+    counts = path_counts(tuples_NK)
+    return 1 + sum(counts[c] for c in tree.choices) / len(tuples_NK)
+
+
+def replayed_tokens(texts: Sequence[np.ndarray], tree: Tree) -> float:
+    """Mean accepted length by replaying the accept walk over recorded tuples.
+
+    A step that accepts n drafts starts the next one n + 1 positions further, so starts are not
+    uniform over positions: this is what decoding will measure.
+
+    Args:
+      texts: rank tuples [positions, K] of each text, in order.
+    """
+    nodes = set(tree.choices)
+    steps = tokens = 0
+    for tuples in texts:
+        at = 0
+        while at < len(tuples):
+            path: Choice = ()
+            for rank in tuples[at].tolist():
+                if (*path, rank) not in nodes:
+                    break
+                path = (*path, rank)
+            gain = min(len(path) + 1, len(tuples) - at)
+            steps, tokens, at = steps + 1, tokens + gain, at + gain
+    return tokens / max(steps, 1)
+
+
+def best_size(sizes: Sequence[int], tokens: Sequence[float], seconds: Sequence[float]) -> int:
+    """The size with the most tokens per second: argmax E[tokens] / t_step(M)."""
+    return int(sizes[int(np.argmax(np.array(tokens) / np.array(seconds)))])
