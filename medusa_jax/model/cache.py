@@ -82,10 +82,11 @@ def write_rows(cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array) 
     overwrite committed text.
     """
     rows_BGTH = rows_BGTH.astype(cache_BGSH.dtype)
+    zero = jnp.zeros((), start_B.dtype)  # indices must share one integer type
     if cache_BGSH.shape[0] == 1:  # one row needs no scatter
-        return lax.dynamic_update_slice(cache_BGSH, rows_BGTH, (0, 0, start_B[0], 0))
+        return lax.dynamic_update_slice(cache_BGSH, rows_BGTH, (zero, zero, start_B[0], zero))
 
     def write(cache_GSH: jax.Array, rows_GTH: jax.Array, start: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(cache_GSH, rows_GTH, (0, start, 0))
+        return lax.dynamic_update_slice(cache_GSH, rows_GTH, (zero, start, zero))
 
     return jax.vmap(write)(cache_BGSH, rows_BGTH, start_B)
