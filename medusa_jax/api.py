@@ -476,6 +476,7 @@ def load(
     dtype: str | None = None,
     mesh: Sequence[int] = (1, 1, 1),
     tokenizer: str | None = None,
+    all_heads: bool = True,
 ) -> Model:
     """Load a backbone and its draft heads. Without arguments: the bundled demo.
 
@@ -487,6 +488,7 @@ def load(
       dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere.
       mesh: devices along data, fsdp, tensor.
       tokenizer: directory or hub id, if not beside the model.
+      all_heads: False reads only the heads that `tree` uses.
 
     Raises:
       UserError: anything that cannot be read or does not fit together.
@@ -511,15 +513,14 @@ def load(
     text_to_ids = load_tokenizer(tokenizer or path)
     config, params = hf.load_backbone(path, devices, kind)
     calibrated = None
-    n_heads = None
-    if drafter != "none":
-        directory = Path(resolve(heads_path, heads_io.HEAD_FILES))
-        if (directory / "tree.json").exists():
-            calibrated = load_tree_file(directory / "tree.json")
     if drafter == "none":
         heads, head_params = HeadsConfig(n_heads=1, lm_head="shared"), {}
     else:
-        if isinstance(tree, Tree) or tree not in ("auto",):
+        directory = Path(resolve(heads_path, heads_io.HEAD_FILES))
+        if (directory / "tree.json").exists():
+            calibrated = load_tree_file(directory / "tree.json")
+        n_heads = None
+        if not all_heads and (tree != "auto" or calibrated is not None):
             wanted = tree if isinstance(tree, Tree) else parse_tree(tree, calibrated)
             n_heads = _heads_needed(directory, wanted)
         fingerprint = hf.fingerprint(config, params)

@@ -18,7 +18,7 @@ from medusa_jax.console import (
 from medusa_jax.decoding.accept import LOSSLESS
 from medusa_jax.decoding.compare import Comparison, compare
 from medusa_jax.errors import UserError
-from medusa_jax.interop.chat import parse_messages, render_prompt, stop_ids
+from medusa_jax.interop.chat import encode_prompt, stop_ids
 
 # Accepted drafts by depth: green, cyan, blue, magenta, yellow; the verifier's own tokens plain.
 COLOURS = (32, 36, 34, 35, 33)
@@ -36,6 +36,7 @@ def run(flags: argparse.Namespace) -> int:
         dtype=flags.dtype,
         mesh=parse_mesh(flags.mesh),
         tokenizer=flags.tokenizer,
+        all_heads=False,
     )
     prompts = [chat_prompt(model, p, flags.chat) for p in prompts]
     if flags.chat is not None:
@@ -130,14 +131,7 @@ def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | list[i
     """A prompt as text: messages (or, with --chat, a user's text) through the chat template."""
     if isinstance(prompt, str) and template is None:
         return prompt
-    messages = prompt
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    parsed, problem = parse_messages({"messages": messages})
-    if problem and isinstance(prompt, list):
-        raise UserError(f"messages: {problem}")
-    text = render_prompt(model.tokenizer, parsed or messages, template or "")
-    return model.tokenizer.encode(text)
+    return encode_prompt(model.tokenizer, prompt, template or "")
 
 
 def stream_to_terminal(

@@ -38,12 +38,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(cfg: Config) -> None:
     """Train, or with `dry_run` only compile."""
-    from medusa_jax.training import prepare
+    from medusa_jax.training import dry, prepare
     from medusa_jax.training.trainer import train
 
     prepare.check_choices(cfg)
     try:
-        train(cfg)
+        if cfg.dry_run:
+            dry.dry_run(cfg)
+        else:
+            train(cfg)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
             raise
@@ -73,7 +76,9 @@ def parse(args: list[str]) -> Config:
         given.append((name, value))
     flags = dict(given)
     if "config" not in flags:
-        raise UserError("--config=FILE.py is missing, e.g. --config=configs/demo_backbone.py")
+        raise UserError(
+            "--config=FILE.py is missing, e.g. --config=configs/demo_backbone.py"
+        )
     cfg = load_config(flags["config"])
     for name, value in given:
         if name.startswith("config."):
@@ -81,7 +86,9 @@ def parse(args: list[str]) -> Config:
         elif name == "workdir":
             cfg.workdir = value
         elif name != "config":
-            raise UserError(f"unknown flag --{name}; {_nearest('--' + name, _flag_names(cfg))}")
+            raise UserError(
+                f"unknown flag --{name}; {_nearest('--' + name, _flag_names(cfg))}"
+            )
     if not cfg.workdir and not cfg.dry_run:
         raise UserError("--workdir=DIR is missing: where checkpoints and results go")
     cfg.workdir = os.path.abspath(cfg.workdir)
@@ -92,7 +99,11 @@ def load_config(path: str) -> Config:
     """Run `get_config()` of a Python file."""
     if not os.path.isfile(path):
         folder = os.path.dirname(path) or "."
-        there = [f for f in os.listdir(folder) if f.endswith(".py")] if os.path.isdir(folder) else []
+        there = (
+            [f for f in os.listdir(folder) if f.endswith(".py")]
+            if os.path.isdir(folder)
+            else []
+        )
         hint = f"; {folder} has {', '.join(sorted(there))}" if there else ""
         raise UserError(f"there is no configuration file {path}{hint}")
     spec = importlib.util.spec_from_file_location("medusa_jax_config", path)
@@ -115,7 +126,9 @@ def override(cfg: Config, path: str, text: str) -> None:
     for depth, name in enumerate([*rooms, last]):
         if not dataclasses.is_dataclass(owner) or not hasattr(owner, name):
             names = [f"--config.{n}" for n in field_names(cfg)]
-            raise UserError(f"unknown field --config.{path}; {_nearest('--config.' + path, names)}")
+            raise UserError(
+                f"unknown field --config.{path}; {_nearest('--config.' + path, names)}"
+            )
         if depth < len(rooms):
             owner = getattr(owner, name)
     kind = typing.get_type_hints(type(owner))[last]
@@ -136,7 +149,11 @@ def convert(text: str, kind: Any, path: str) -> Any:
             return parts
         return kind(text)
     except (ValueError, KeyError):
-        name = getattr(kind, "__name__", str(kind)) if typing.get_origin(kind) is None else kind
+        name = (
+            getattr(kind, "__name__", str(kind))
+            if typing.get_origin(kind) is None
+            else kind
+        )
         raise UserError(f"--config.{path} takes {name}, not {text!r}") from None
 
 

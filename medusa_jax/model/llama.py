@@ -119,6 +119,8 @@ def attend(
     G, S = k_BGSH.shape[1], k_BGSH.shape[2]
     R = N // G
     wide = at_least_f32(q_BTNH.dtype)
+    # Scaling the queries instead of the scores saves a pass over [.., T, S].
+    q_BTNH = (q_BTNH.astype(wide) * H**-0.5).astype(q_BTNH.dtype)
     q_BGQH = q_BTNH.reshape(B, T, G, R, H).transpose(0, 2, 1, 3, 4).reshape(B, G, T * R, H)
     score_BGQS = lax.dot_general(
         q_BGQH,
@@ -127,7 +129,7 @@ def attend(
         precision=lax.Precision.HIGHEST,
         preferred_element_type=wide,
     )
-    score = score_BGQS.reshape(B, G, T, R, S) * (H**-0.5)
+    score = score_BGQS.reshape(B, G, T, R, S)
     score = jnp.where(mask_BTS[:, None, :, None, :], score, jnp.finfo(wide).min)
     weight = jax.nn.softmax(score, axis=-1).astype(q_BTNH.dtype)
     out_BGQH = lax.dot_general(

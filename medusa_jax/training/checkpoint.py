@@ -23,7 +23,9 @@ class Checkpoints:
         try:
             os.makedirs(self.directory, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{self.directory} cannot be created: {error.strerror}") from error
+            raise UserError(
+                f"{self.directory} cannot be created: {error.strerror}"
+            ) from error
         # Synchronous: the step donates its state, which must not be read while it changes.
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
@@ -55,9 +57,15 @@ class Checkpoints:
                 ),
                 force=True,
             )
-        except Exception as error:  # Orbax and TensorStore wrap what the disk says in many types
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            remains = "none is complete" if self.latest is None else f"step {self.latest} remains"
+        except (
+            Exception
+        ) as error:  # Orbax and TensorStore wrap what the disk says in many types
+            reason = (
+                str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            )
+            remains = (
+                "none is complete" if self.latest is None else f"step {self.latest} remains"
+            )
             raise UserError(
                 f"checkpoint of step {step} in {self.directory} failed ({reason[:200]}); {remains}"
             ) from error

@@ -11,6 +11,7 @@ configuration and of their number, so the position in the data is the number of 
 and resuming needs nothing else.
 """
 
+import itertools
 import os
 from typing import Any
 
@@ -30,17 +31,20 @@ class TokenRows:
     segment), `segment_ids` int32 (1, 2, ... in a row; 0 is padding), `counted` bool.
     """
 
-    def __init__(self, directory: str, cfg: DataConfig, vocab_size: int, shuffle: bool = True):
+    def __init__(
+        self, directory: str, cfg: DataConfig, vocab_size: int, shuffle: bool = True
+    ):
         """Opens the arrays and lays out the rows.
 
         Raises:
           UserError: arrays that are missing, do not fit together or exceed the vocabulary.
         """
         self.directory, self.cfg, self.shuffle = directory, cfg, shuffle
-        self.tokens = _array(directory, "tokens.npy")
-        if self.tokens is None or not self.tokens.size:
+        tokens = _array(directory, "tokens.npy")
+        if tokens is None or not tokens.size:
             raise UserError(f"{directory} has no tokens.npy with at least one token")
-        size = self.tokens.size
+        self.tokens = tokens
+        size = tokens.size
         if int(self.tokens.max()) >= vocab_size or int(self.tokens.min()) < 0:
             raise UserError(
                 f"{directory}/tokens.npy has token ids up to {int(self.tokens.max())}, but the "
@@ -50,9 +54,17 @@ class TokenRows:
         if self.counted is not None and self.counted.size != size:
             raise UserError(f"{directory}/counted.npy and tokens.npy differ in length")
         starts = _array(directory, "doc_starts.npy")
-        self.starts = np.zeros(1, np.int64) if starts is None else np.asarray(starts, np.int64)
-        if self.starts[0] != 0 or np.any(np.diff(self.starts) < 0) or self.starts[-1] > size:
-            raise UserError(f"{directory}/doc_starts.npy must rise from 0 to at most {size}")
+        self.starts = (
+            np.zeros(1, np.int64) if starts is None else np.asarray(starts, np.int64)
+        )
+        if (
+            self.starts[0] != 0
+            or np.any(np.diff(self.starts) < 0)
+            or self.starts[-1] > size
+        ):
+            raise UserError(
+                f"{directory}/doc_starts.npy must rise from 0 to at most {size}"
+            )
         if cfg.packing == "first_fit":
             self.lengths = np.minimum(np.diff(self.starts, append=size), cfg.seq_len)
             order = np.random.default_rng(cfg.seed).permutation(self.starts.size)
@@ -79,21 +91,27 @@ class TokenRows:
         i = int(self._order(epoch)[i])
         T = self.cfg.seq_len
         if self.cfg.packing == "first_fit":
-            pieces = [(self.starts[d], self.starts[d] + self.lengths[d]) for d in self.packed[i]]
+            pieces = [
+                (self.starts[d], self.starts[d] + self.lengths[d]) for d in self.packed[i]
+            ]
         else:
             # Every epoch cuts the stream at another phase.
             slack = max(self.tokens.size - self.rows * T, 0)
-            phase = np.random.default_rng((self.cfg.seed, epoch, 1)).integers(min(slack, T - 1) + 1)
+            phase = np.random.default_rng((self.cfg.seed, epoch, 1)).integers(
+                min(slack, T - 1) + 1
+            )
             begin = i * T + (int(phase) if self.shuffle else 0)
             end = min(begin + T, self.tokens.size)
             inner = self.starts[(self.starts > begin) & (self.starts < end)]
             edges = np.unique([begin, *inner, end])
-            pieces = list(zip(edges[:-1], edges[1:]))
+            pieces = list(itertools.pairwise(edges))
         return self._assemble(pieces)
 
     def _assemble(self, pieces: list[tuple[Any, Any]]) -> dict[str, np.ndarray]:
         T = self.cfg.seq_len
-        row = {name: np.zeros(T, np.int32) for name in ("tokens", "positions", "segment_ids")}
+        row = {
+            name: np.zeros(T, np.int32) for name in ("tokens", "positions", "segment_ids")
+        }
         row["counted"] = np.zeros(T, bool)
         at = 0
         for segment, (begin, end) in enumerate(pieces, start=1):

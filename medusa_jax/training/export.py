@@ -1,5 +1,6 @@
 """The models that go into a training run and the result that comes out of it."""
 
+import glob
 import json
 import os
 import shutil
@@ -15,14 +16,8 @@ from medusa_jax.sharding import init_sharded
 
 Tree = Any
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+# Beside the weights, so that a tokenizer's directory may be a model's.
+NOT_TOKENIZER = ("config.json", "recipe.json", "model.safetensors.index.json")
 
 
 class Setup(NamedTuple):
@@ -49,7 +44,9 @@ def load(cfg: Config, mesh: Mesh) -> Setup:
     return Setup(arch, params, None) if frozen_stage else Setup(arch, {}, params)
 
 
-def result(cfg: Config, setup: Setup, params: Tree, name: str, recipe: dict[str, Any]) -> None:
+def result(
+    cfg: Config, setup: Setup, params: Tree, name: str, recipe: dict[str, Any]
+) -> None:
     """Write `<workdir>/<name>/`: a Hugging Face directory, or a directory of heads."""
     if jax.process_index() != 0:
         return
@@ -57,17 +54,38 @@ def result(cfg: Config, setup: Setup, params: Tree, name: str, recipe: dict[str,
     if cfg.train.stage == "backbone":
         from medusa_jax.interop.hf import save_backbone
 
-        save_backbone(directory, setup.arch, params, jnp.float32)
         source = cfg.model.tokenizer or cfg.model.path
-        for file in TOKENIZER_FILES:
-            if os.path.isfile(os.path.join(source, file)):
-                shutil.copy(os.path.join(source, file), directory)
+        save_backbone(
+            directory, setup.arch, params, jnp.float32, copy_tokenizer(source, directory)
+        )
         write_json(os.path.join(directory, "recipe.json"), recipe)
         return
     from medusa_jax.interop import heads_io
 
     base = heads_io.describe_base(setup.arch, setup.frozen)
     heads_io.save_heads(directory, cfg.heads, params, base=base, recipe=recipe)
+
+
+def copy_tokenizer(source: str, directory: str) -> dict[str, Any]:
+    """Copy a tokenizer's files; returns its special ids as config.json wants them."""
+    if not source:
+        return {}
+    from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
+    from medusa_jax.interop.tokenizer import load_tokenizer
+
+    folder = resolve(source, TOKENIZER_FILES)
+    os.makedirs(directory, exist_ok=True)
+    for pattern in TOKENIZER_FILES:
+        for file in glob.glob(os.path.join(folder, pattern)):
+            if os.path.basename(file) not in NOT_TOKENIZER:
+                shutil.copy(file, directory)
+    tokenizer = load_tokenizer(folder)
+    eos = sorted(tokenizer.eos_ids)
+    ids = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos,
+    }
+    return {name: value for name, value in ids.items() if value not in (None, [])}
 
 
 def write_json(path: str, value: Any) -> None:

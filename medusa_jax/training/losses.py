@@ -97,12 +97,18 @@ def cross_entropy_sums(
 def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[bool]:
     """Which parameters the logits depend on; the others get no gradient accumulator."""
     jaxpr = jax.make_jaxpr(fn)(params, features).jaxpr
-    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {
+        id(v) for v in jaxpr.outvars
+    }
     return [id(v) in read for v in jaxpr.invars[: len(jax.tree.leaves(params))]]
 
 
 def _chunk_sums(
-    fn: LogitsFn, params: Params, features_BTD: jax.Array, labels_BT: jax.Array, mask_BT: jax.Array
+    fn: LogitsFn,
+    params: Params,
+    features_BTD: jax.Array,
+    labels_BT: jax.Array,
+    mask_BT: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     logits_BTV = fn(params, features_BTD)
     label_BT1 = jnp.take_along_axis(logits_BTV, labels_BT[..., None], axis=-1)
@@ -166,7 +172,7 @@ def backbone_loss(
 
     Returns: the mean over counted pairs, and the sums (leading axis of size 1).
     """
-    hidden_BTD = llama.apply(
+    hidden_BTD: Any = llama.apply(
         {"params": params},
         batch["tokens"],
         batch["positions"],
@@ -174,7 +180,7 @@ def backbone_loss(
         method="forward",
     )
 
-    def logits(p: Params, hidden: jax.Array) -> jax.Array:
+    def logits(p: Params, hidden: jax.Array) -> Any:
         return llama.apply({"params": p}, hidden, method="lm_head")
 
     mask_BT = pair_mask(batch["counted"], batch["segment_ids"], 1)
@@ -203,8 +209,8 @@ def head_loss(
     Returns: L, and the sums per head, each [K].
     """
     rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
-    hidden_BTD = base.llama.apply({"params": base.params}, *rows, method="forward")
-    hidden_BTD = lax.stop_gradient(hidden_BTD)
+    hidden: Any = base.llama.apply({"params": base.params}, *rows, method="forward")
+    hidden_BTD = lax.stop_gradient(hidden)
     features_KBTD = drafter.features(params, base, hidden_BTD, *rows, dropout_key)
     loss, all_sums = jnp.zeros(()), []
     for k in range(drafter.n_heads):
@@ -215,7 +221,9 @@ def head_loss(
         ahead = k + 2
         mask_BT = pair_mask(batch["counted"], batch["segment_ids"], ahead)
         labels_BT = shift(batch["tokens"], ahead)
-        sums = cross_entropy_sums(logits, params, features_KBTD[k], labels_BT, mask_BT, chunk)
+        sums = cross_entropy_sums(
+            logits, params, features_KBTD[k], labels_BT, mask_BT, chunk
+        )
         loss += decay ** (k + 1) * sums.loss / jnp.maximum(counts_K[k], 1.0)
         all_sums.append(sums)
     return loss, jax.tree.map(lambda *s: jnp.stack(s), *all_sums)

@@ -57,7 +57,9 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([ramp, body], [warmup]) if warmup else body
 
 
-def make_optimizer(cfg: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+def make_optimizer(
+    cfg: OptimConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW or Muon (both take the same learning rate).
 
     Muon's updates are scaled to AdamW's usual root mean square (0.2 of the rate; Liu et al.

@@ -41,22 +41,30 @@ def announced(what: str, after: float = 5.0) -> Iterator[None]:
 
 
 class Progress:
-    """Writes records of a run; lines of later steps than `start` are dropped from the log."""
+    """Writes records of a run; lines of later steps than `start` are dropped from the log.
 
-    def __init__(self, workdir: str, start: int, total: int, tokens_per_step: int):
+    With several processes only one of them (`write`) does so.
+    """
+
+    def __init__(
+        self, workdir: str, start: int, total: int, tokens_per_step: int, write: bool = True
+    ):
         self.total, self.tokens_per_step = total, tokens_per_step
+        self.clock, self.step, self.rate = time.monotonic(), start, 0.0
+        self.file: Any = None
+        self.board: Any = None
+        if not write:
+            return
         path = os.path.join(workdir, "log.jsonl")
         kept = []
         if os.path.exists(path):
             with open(path, encoding="utf-8") as file:
                 kept = [line for line in file if _step(line) <= start]
-        self.file = open(path + ".new", "w", encoding="utf-8")
+        self.file = open(path + ".new", "w", encoding="utf-8")  # noqa: SIM115
         self.file.writelines(kept)
         self.file.flush()
         os.replace(path + ".new", path)
         self.board = _tensorboard(workdir, start)
-        self.clock, self.step = time.monotonic(), start
-        self.rate = 0.0
 
     def train(self, step: int, record: dict[str, Any]) -> None:
         """A training record after `step` updates; prints loss, speed and time left."""
@@ -65,6 +73,8 @@ class Progress:
             fresh = (step - self.step) / max(now - self.clock, 1e-9)
             self.rate = fresh if not self.rate else 0.7 * self.rate + 0.3 * fresh
             self.clock, self.step = now, step
+        if self.file is None:
+            return
         self._write(step, "train", record)
         left = duration((self.total - step) / self.rate) if self.rate else "?"
         speed = f"{self.rate * self.tokens_per_step:,.0f} tokens/s"
@@ -72,6 +82,8 @@ class Progress:
 
     def evaluation(self, step: int, record: dict[str, Any]) -> None:
         """An evaluation record."""
+        if self.file is None:
+            return
         self._write(step, "eval", record)
         say(f"step {step}/{self.total}  held-out {_summary(record)}")
 
@@ -94,7 +106,8 @@ class Progress:
                 self.board.add_scalar(tag, x, step)
 
     def close(self) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
         if self.board is not None:
             self.board.close()
 
@@ -105,7 +118,9 @@ def _summary(record: dict[str, Any]) -> str:
         if name in record:
             value = record[name]
             text = (
-                " ".join(f"{x:.3f}" for x in value) if isinstance(value, list) else f"{value:.4g}"
+                " ".join(f"{x:.3f}" for x in value)
+                if isinstance(value, list)
+                else f"{value:.4g}"
             )
             parts.append(f"{name} {text}")
     return "  ".join(parts)

@@ -1,0 +1,86 @@
+"""Step latency on this device, measured in turn so that a drifting machine skews no ratio."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from medusa_jax.decoding.generate import Engine, Request, begin, decode_loop
+from medusa_jax.tree import Tree
+
+if TYPE_CHECKING:  # the API sits above this room
+    from medusa_jax.api import Model
+
+
+def step_seconds(
+    model: "Model",
+    trees: Sequence[Tree],
+    prompt: Sequence[int],
+    *,
+    batch: int = 1,
+    acceptance: str = "greedy",
+    temperature: float = 0.0,
+    n_steps: int = 20,
+    rounds: int = 7,
+) -> list[float]:
+    """Median seconds of one decode step with each tree: draft, verify, accept, commit.
+
+    Every round runs every tree once, `n_steps` steps on the device in one go, behind the same
+    prompt. EOS is ignored and the limit is out of reach, so that every run makes all its steps
+    unless the context ends.
+    """
+    depth = max(tree.depth for tree in trees)
+    room = model.config.max_position - len(prompt)
+    n_steps = max(1, min(n_steps, (room - 1) // (depth + 1)))
+    engines = [
+        Engine(model.llama, model.drafter, tree, acceptance, (), ()) for tree in trees
+    ]
+    request = Request(
+        prompts=[list(prompt)] * batch,
+        limits=[n_steps * (depth + 1) + 1] * batch,
+        temperature=[temperature] * batch,
+    )
+
+    def run(engine: Engine) -> float:
+        state, _ = jax.block_until_ready(begin(engine, model.variables, request))
+        start = time.perf_counter()
+        _, progress = decode_loop(engine, model.variables, state, np.int32(n_steps))
+        jax.block_until_ready(progress)
+        seconds = time.perf_counter() - start
+        return seconds / max(1, int(np.asarray(progress.steps_B).max()))
+
+    times: list[list[float]] = [[] for _ in trees]
+    for engine in engines:
+        run(engine)  # compile
+    for _ in range(rounds):
+        for i, engine in enumerate(engines):
+            times[i].append(run(engine))
+    return [statistics.median(t) for t in times]
+
+
+def read_bandwidth(megabytes: int = 256, rounds: int = 7) -> float:
+    """Bytes per second at which this device reads memory: the median of summing an array."""
+    x = jnp.ones((megabytes * 2**20 // 4,), jnp.float32)
+    total = jax.jit(lambda x: jnp.sum(x.reshape(64, -1), axis=1))
+    total(x).block_until_ready()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        total(x).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return x.nbytes / statistics.median(times)
+
+
+def bytes_per_token(model: "Model", length: int) -> int:
+    """Bytes that one autoregressive step must read: all weights but the embedding table, the
+    cached keys and values of `length` positions, and one row of the embedding."""
+    weights = dict(model.variables["base"])
+    embedding = weights.pop("embed_tokens")["embedding"]
+    total = sum(x.nbytes for x in jax.tree.leaves(weights))
+    c = model.config
+    cached = 2 * c.n_layers * c.n_kv_heads * c.head_dim * length * embedding.dtype.itemsize
+    return total + cached + c.d_model * embedding.dtype.itemsize

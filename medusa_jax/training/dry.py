@@ -1,0 +1,123 @@
+"""A run without weights or data: compile the real step from shapes, say what it needs."""
+
+import math
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.config import Config
+from medusa_jax.errors import UserError
+from medusa_jax.model.llama import init_params
+from medusa_jax.sharding import make_mesh, param_shardings
+from medusa_jax.training import prepare
+from medusa_jax.training.partition import make_optimizer, make_schedule
+from medusa_jax.training.step import (
+    TrainState,
+    abstract_batch,
+    compile_step,
+    make_stage,
+    make_step,
+    state_shardings,
+)
+
+Tree = Any
+
+
+def dry_run(cfg: Config) -> dict[str, Any]:
+    """Prints and returns sizes of the run on `cfg.model.arch`: parameters, memory per device.
+
+    A local `model.path` gives the shape, if there is one; nothing is downloaded.
+
+    Raises:
+      UserError: sizes that do not fit together.
+    """
+    if os.path.isdir(cfg.model.path):
+        from medusa_jax.interop.hf import read_config
+
+        cfg.model.arch = read_config(cfg.model.path)
+    mesh = make_mesh(cfg.mesh)
+    prepare.check(cfg, mesh)
+    stage = make_stage(cfg)
+    steps = cfg.train.steps or 1000
+    schedule = make_schedule(cfg.optim, steps)
+    optimizer = make_optimizer(cfg.optim, schedule)
+
+    def placed(tree: Tree, shardings: Tree) -> Tree:
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+        )
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    frozen: Tree = {}
+    if cfg.train.stage != "backbone":
+        dtype = jnp.dtype(cfg.model.param_dtype)
+        frozen = jax.eval_shape(lambda k: init_params(cfg.model.arch, k, dtype), key)
+        frozen = placed(frozen, param_shardings(mesh, frozen))
+    params = jax.eval_shape(stage.init, key, frozen)
+    counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    abstract = TrainState(counter, counter, params, jax.eval_shape(optimizer.init, params))
+    state = placed(abstract, state_shardings(mesh, abstract))
+    batch = abstract_batch(cfg, mesh)
+    begin = time.monotonic()
+    compiled = compile_step(
+        make_step(stage, optimizer, schedule, cfg.train.seed), state, frozen, batch, mesh
+    )
+    seconds = time.monotonic() - begin
+
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise UserError("this backend does not report the memory of a compiled program")
+    # Donated buffers are counted as arguments and as output, but exist once.
+    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    report = {
+        "stage": cfg.train.stage,
+        "mesh": dict(mesh.shape),
+        "backbone_parameters": count(frozen or params),
+        "trainable_parameters": count(params),
+        "batch": list(batch["tokens"].shape),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "total_bytes": total,
+        "compile_seconds": seconds,
+    }
+    _print(cfg, report, frozen, params)
+    return report
+
+
+def count(tree: Tree) -> int:
+    """Number of parameters."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def _print(cfg: Config, r: dict[str, Any], frozen: Tree, params: Tree) -> None:
+    """Every group of parameters once, then the sums."""
+
+    def group(title: str, tree: Tree) -> None:
+        for name, part in sorted(tree.items()):
+            if name.endswith("_0") or "_" not in name or not name[-1].isdigit():
+                shapes = jax.tree_util.tree_flatten_with_path(part)[0]
+                many = sum(
+                    other.rsplit("_", 1)[0] == name.rsplit("_", 1)[0] for other in tree
+                )
+                times = f" (x {many})" if name.endswith("_0") else ""
+                for path, leaf in shapes:
+                    inner = "/".join(str(k.key) for k in path)
+                    print(
+                        f"  {title} {name}/{inner}{times}: {leaf.dtype}{list(leaf.shape)}"
+                    )
+
+    gib = 2**30
+    micro, rows, length = r["batch"]
+    print(f"stage {r['stage']} in {cfg.train.dtype}, mesh {r['mesh']}")
+    group("frozen", frozen)
+    group("trained", params)
+    print(f"backbone parameters   {r['backbone_parameters']:,}")
+    print(f"trainable parameters  {r['trainable_parameters']:,}")
+    print(f"batch                 {micro} x {rows} x {length} tokens per update")
+    print(f"memory per device     {r['argument_bytes'] / gib:.2f} GiB arguments + "
+          f"{r['temporary_bytes'] / gib:.2f} GiB temporaries = {r['total_bytes'] / gib:.2f} GiB")  # fmt: skip
+    print(f"compiled in           {r['compile_seconds']:.1f} s on {jax.default_backend()}")
