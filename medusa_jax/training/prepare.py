@@ -102,7 +102,12 @@ def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
     if not path:
         raise UserError(f"{source} is text: set model.tokenizer to a directory or hub id")
     stamp = os.stat(source) if os.path.exists(source) else None
-    key: list[Any] = [source, stamp and (stamp.st_size, stamp.st_mtime_ns), path, cfg.train.stage]
+    key: list[Any] = [
+        source,
+        stamp and (stamp.st_size, stamp.st_mtime_ns),
+        path,
+        cfg.train.stage,
+    ]
     key += [
         pack.split,
         pack.format,

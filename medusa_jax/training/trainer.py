@@ -162,16 +162,19 @@ class Run:
                 state, metrics = step_fn(state, self.setup.frozen, batch)
                 last = self.look(pending) or last
                 pending = (n, metrics)
-                evaluate = n % train.eval_every == 0 or n == self.steps
-                if evaluate or n % train.save_every == 0 or n == self.steps or self.stop:
+                end = n == self.steps
+                evaluate = evaluator is not None and (n % train.eval_every == 0 or end)
+                save = n % train.save_every == 0 or end or self.stop
+                if evaluate or save:
                     last, pending = self.look(pending) or last, None
                     with self.progress.aside():
-                        if evaluate and evaluator is not None:
-                            self.evaluate(
-                                n, evaluator(state.params, self.setup.frozen), state
-                            )
-                        self.save(n, state)
-                if self.stop and n < self.steps:
+                        if evaluate:
+                            assert evaluator is not None
+                            record = evaluator(state.params, self.setup.frozen)
+                            self.evaluate(n, record, state)
+                        if save:
+                            self.save(n, state)
+                if self.stop and not end:
                     say(
                         f"stopped by SIGTERM after step {n}; the same command goes on from there"
                     )

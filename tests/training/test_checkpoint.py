@@ -1,0 +1,61 @@
+"""Checkpoints: what is in them, and that a failed one leaves the last one whole."""
+
+import resource
+
+import jax
+import numpy as np
+import pytest
+
+from medusa_jax.errors import UserError
+from medusa_jax.sharding import make_mesh, replicated
+from medusa_jax.training.checkpoint import Checkpoints
+
+
+def trees(value):
+    sharding = replicated(make_mesh())
+    noise = np.random.default_rng(0).random((64, 64), np.float32)  # does not compress
+    params = {"w": jax.device_put(noise + np.float32(value), sharding)}
+    return params, {"m": jax.device_put(-noise, sharding)}
+
+
+def test_what_was_saved_comes_back(tmp_path):
+    store = Checkpoints(str(tmp_path), keep=2)
+    for step in (1, 2, 3):
+        store.save(step, *trees(step / 3), {"step": step}, {"best": float("inf")})
+    store.close()
+    again = Checkpoints(str(tmp_path), keep=2)
+    params, opt, data, meta = again.restore(*trees(0.0))
+    assert again.latest == 3 and data == {"step": 3} and meta["best"] == float("inf")
+    jax.tree.map(np.testing.assert_array_equal, (params, opt), trees(1.0))
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path):
+    """Writes beyond a size fail in the kernel, as they do on a full disk."""
+    store = Checkpoints(str(tmp_path), keep=2)
+    store.save(1, *trees(1.0), {}, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
+    try:
+        with pytest.raises(UserError, match="step 2 .* failed .*; step 1 remains"):
+            store.save(2, *trees(2.0), {}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    again = Checkpoints(str(tmp_path), keep=2)
+    assert again.latest == 1
+    jax.tree.map(
+        np.testing.assert_array_equal, again.restore(*trees(0.0))[0], trees(1.0)[0]
+    )
+    again.save(3, *trees(3.0), {}, {})
+    assert again.latest == 3
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    store = Checkpoints(str(tmp_path), keep=2)
+    store.save(1, *trees(1.0), {}, {})
+    params, opt = trees(1.0)
+    other = {"w": params["w"], "more": params["w"]}
+    with pytest.raises(UserError, match="does not fit this configuration"):
+        store.restore(other, opt)
+    with pytest.raises(UserError, match="does not fit this configuration"):
+        store.restore({"w": params["w"][:32]}, opt)

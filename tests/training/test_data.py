@@ -1,0 +1,118 @@
+"""Rows: nothing lost, nothing twice, no target across a sample's border."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_setup import VOCAB, write_tokens
+
+from medusa_jax.config import DataConfig
+from medusa_jax.errors import UserError
+from medusa_jax.training.data import TokenRows, first_fit
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=60),
+    st.integers(20, 40),
+    st.integers(1, 6),
+)
+def test_first_fit_places_every_sample_once_and_whole(lengths, capacity, open_rows):
+    rows = first_fit(np.array(lengths), capacity, open_rows)
+    assert sorted(i for row in rows for i in row.tolist()) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= capacity for row in rows)
+
+
+def test_first_fit_worked_example():
+    rows = first_fit(np.array([5, 3, 4, 2]), 8, 64)
+    assert [row.tolist() for row in rows] == [[0, 1], [2, 3]]
+
+
+def open_rows(directory, packing, seq_len=40, **kwargs):
+    cfg = DataConfig(source=str(directory), seq_len=seq_len, packing=packing, seed=3)
+    return TokenRows(str(directory), cfg, VOCAB, **kwargs)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), packing=st.sampled_from(["first_fit", "concat"]))
+def test_segments_are_stretches_of_one_sample(tmp_path_factory, seed, packing):
+    directory = tmp_path_factory.mktemp("tokens")
+    write_tokens(directory, n=600, seed=seed)
+    # Token ids that tell the place: id = offset in the stream.
+    np.save(directory / "tokens.npy", np.arange(600, dtype=np.int32))
+    starts = np.load(directory / "doc_starts.npy")
+    cfg = DataConfig(seq_len=40, packing=packing, seed=seed)
+    rows = TokenRows(str(directory), cfg, 600)
+    batch = rows.batch(0, 2 * rows.rows)
+    for tokens, positions, segments in zip(
+        batch["tokens"], batch["positions"], batch["segment_ids"]
+    ):
+        for s in np.unique(segments[segments > 0]):
+            inside = segments == s
+            stretch = tokens[inside]
+            assert np.array_equal(np.diff(stretch), np.ones(len(stretch) - 1))
+            assert np.array_equal(positions[inside], np.arange(len(stretch)))
+            sample = np.searchsorted(starts, stretch, side="right")
+            assert np.all(sample == sample[0])
+    if packing == "first_fit":
+        used = batch["tokens"][: rows.rows][batch["segment_ids"][: rows.rows] > 0]
+        lengths = np.minimum(np.diff(starts, append=600), 40)
+        expected = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths)])
+        assert np.array_equal(np.sort(used), expected)
+
+
+@pytest.mark.parametrize("packing", ["first_fit", "concat"])
+def test_a_batch_is_a_function_of_its_number(tmp_path, packing):
+    write_tokens(tmp_path)
+    first = open_rows(tmp_path, packing)
+    late = open_rows(tmp_path, packing).batch(300, 8)
+    for n in range(0, 308, 4):
+        batch = first.batch(n, 4)
+        if n in (300, 304):
+            part = {name: x[n - 300 : n - 296] for name, x in late.items()}
+            assert all(np.array_equal(batch[name], part[name]) for name in batch)
+
+
+def test_epochs_differ_but_hold_the_same_rows(tmp_path):
+    write_tokens(tmp_path)
+    rows = open_rows(tmp_path, "first_fit")
+    one, two = (rows.batch(e * rows.rows, rows.rows)["tokens"] for e in (0, 1))
+    assert not np.array_equal(one, two)
+    assert sorted(map(bytes, one)) == sorted(map(bytes, two))
+
+
+def test_counted_tokens_come_from_the_file(tmp_path):
+    write_tokens(tmp_path, n=400)
+    np.save(tmp_path / "counted.npy", np.arange(400) % 2 == 0)
+    batch = open_rows(tmp_path, "concat", shuffle=False).batch(0, 1)
+    assert batch["counted"][0].tolist() == [i % 2 == 0 for i in range(40)]
+
+
+def test_a_stream_shorter_than_a_row_is_padded(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(10, dtype=np.int32))
+    batch = open_rows(tmp_path, "concat").batch(0, 2)
+    assert batch["segment_ids"].sum(axis=1).tolist() == [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "words"),
+    [
+        ("tokens.npy", np.array([1, 99], np.int32), ["99", str(VOCAB)]),
+        ("tokens.npy", np.zeros(0, np.int32), ["tokens.npy"]),
+        ("counted.npy", np.ones(3, bool), ["counted.npy", "length"]),
+        ("doc_starts.npy", np.array([5, 3]), ["doc_starts.npy", "rise"]),
+    ],
+)
+def test_arrays_that_do_not_fit(tmp_path, name, array, words):
+    write_tokens(tmp_path)
+    np.save(tmp_path / name, array)
+    with pytest.raises(UserError) as error:
+        open_rows(tmp_path, "concat")
+    assert all(word in str(error.value) for word in words)
+
+
+def test_an_array_file_that_is_garbage(tmp_path):
+    write_tokens(tmp_path)
+    (tmp_path / "tokens.npy").write_bytes(b"no array")
+    with pytest.raises(UserError, match=r"tokens\.npy"):
+        open_rows(tmp_path, "concat")

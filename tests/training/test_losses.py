@@ -1,0 +1,180 @@
+"""Which pairs count, and that the streamed loss is the plain one, gradients included."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_setup import tiny_arch
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.heads import Base, make_drafter
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.training import losses
+
+U, A = 0, 1
+
+
+def mask_of(counted, segments, ahead):
+    mask = losses.pair_mask(jnp.array([counted], bool), jnp.array([segments]), ahead)
+    return np.asarray(mask)[0].astype(int).tolist()
+
+
+def test_pairs_of_a_packed_row():
+    counted = [U, U, A, A, A, A, U, A, A, U]
+    segments = [1, 1, 1, 1, 1, 1, 2, 2, 2, 0]
+    assert mask_of(counted, segments, 1) == [0, 1, 1, 1, 1, 0, 1, 1, 0, 0]
+    assert mask_of(counted, segments, 2) == [0, 1, 1, 1, 0, 0, 1, 0, 0, 0]
+    assert mask_of(counted, segments, 4) == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert mask_of(counted, segments, 6) == [0] * 10
+
+
+def test_a_user_token_in_between_breaks_the_pair():
+    assert mask_of([A, A, U, A, A], [1] * 5, 2) == [0, 0, 0, 0, 0][:2] + [1, 0, 0]
+    assert mask_of([A, A, A, U, A], [1] * 5, 3) == [0, 0, 0, 0, 0]
+
+
+def test_padding_and_neighbours_of_a_row_end_never_count():
+    assert mask_of([A] * 4, [0] * 4, 1) == [0] * 4
+    assert mask_of([A] * 3, [1] * 3, 3) == [0] * 3
+
+
+def test_shift_beyond_the_row():
+    assert np.asarray(losses.shift(jnp.arange(1, 4)[None], 5)).tolist() == [[0, 0, 0]]
+
+
+def naive_sums(weight, features, labels, mask):
+    logits = features @ weight
+    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
+    order = jnp.argsort(-logits, axis=-1)
+    hit1 = (order[..., 0] == labels) & mask
+    hit5 = jnp.any(order[..., :5] == labels[..., None], axis=-1) & mask
+    return jnp.sum(nll * mask), hit1.sum(), hit5.sum()
+
+
+@pytest.mark.parametrize("chunk", [4, 5, 13, 64])
+def test_streamed_sums_and_gradients_equal_the_plain_ones(chunk):
+    keys = jax.random.split(jax.random.key(0), 4)
+    features = jax.random.normal(keys[0], (2, 13, 8))
+    params = {"used": jax.random.normal(keys[1], (8, 32)), "unused": jnp.ones((3,))}
+    labels = jax.random.randint(keys[2], (2, 13), 0, 32)
+    mask = jax.random.bernoulli(keys[3], 0.7, (2, 13))
+
+    def streamed(params, features):
+        fn = lambda p, x: x @ p["used"]  # noqa: E731
+        sums = losses.cross_entropy_sums(fn, params, features, labels, mask, chunk)
+        return 0.3 * sums.loss, sums
+
+    def plain(params, features):
+        return 0.3 * naive_sums(params["used"], features, labels, mask)[0]
+
+    (value, sums), grads = jax.jit(jax.value_and_grad(streamed, (0, 1), has_aux=True))(
+        params, features
+    )
+    expected, expected_grads = jax.value_and_grad(plain, (0, 1))(params, features)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads
+    )
+    counts = naive_sums(params["used"], features, labels, mask)[1:]
+    assert (int(sums.top1), int(sums.top5)) == tuple(int(c) for c in counts)
+    # Without a gradient the same numbers come out.
+    np.testing.assert_allclose(jax.jit(streamed)(params, features)[0], value, rtol=1e-6)
+
+
+def heads_problem(K=3, T=12, B=2, lm_head="own"):
+    arch = tiny_arch()
+    llama = Llama(arch)
+    base = Base(llama, init_params(arch, jax.random.key(1)))
+    drafter = make_drafter(HeadsConfig(n_heads=K, lm_head=lm_head, rank=4), arch)
+    params = drafter.init(jax.random.key(2), base)
+    noise = jax.random.key(3)
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(noise, x.shape), params)
+    rng = np.random.default_rng(0)
+    batch = {
+        "tokens": jnp.asarray(rng.integers(0, arch.vocab_size, (B, T)), jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(T), (B, T)),
+        "segment_ids": jnp.asarray(np.repeat([[1] * 8 + [2] * (T - 8)], B, 0), jnp.int32),
+        "counted": jnp.asarray(rng.random((B, T)) < 0.8),
+    }
+    return arch, base, drafter, params, batch
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
+def test_head_loss_is_equation_1(lm_head):
+    """lambda_k = 0.8^k, each head's mean over its own pairs, head k on token t + k + 1."""
+    _, base, drafter, params, batch = heads_problem(lm_head=lm_head)
+    counts = losses.pair_counts(batch, (2, 3, 4))
+
+    def plain(params):
+        rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
+        hidden = base.llama.apply({"params": base.params}, *rows, method="forward")
+        features = drafter.features(params, base, hidden, *rows)
+        total = 0.0
+        for k in range(3):
+            logp = jax.nn.log_softmax(drafter.head_logits(params, base, k, features[k]))
+            terms = []
+            for b in range(2):
+                for t in range(12 - k - 2):
+                    span = slice(t + 1, t + k + 3)
+                    same = np.all(np.asarray(batch["segment_ids"])[b, span]
+                                  == np.asarray(batch["segment_ids"])[b, t])  # fmt: skip
+                    if same and np.all(np.asarray(batch["counted"])[b, span]):
+                        terms.append(-logp[b, t, batch["tokens"][b, t + k + 2]])
+            assert len(terms) == int(counts[k])
+            total += 0.8 ** (k + 1) * sum(terms) / len(terms)
+        return total
+
+    def streamed(params):
+        return losses.head_loss(params, drafter, base, batch, counts, 5, 0.8)[0]
+
+    value, grads = jax.jit(jax.value_and_grad(streamed))(params)
+    expected, expected_grads = jax.value_and_grad(plain)(params)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), grads, expected_grads
+    )
+
+
+def test_a_head_costs_less_than_a_tenth_of_one_set_of_logits():
+    """Compiled peak memory for K = 1, 3, 5, beside the loss that holds all logits at once."""
+    B, T, V, D = 4, 1024, 2048, 32
+    arch = tiny_arch(vocab_size=V, d_model=D, max_position=T)
+    llama = Llama(arch)
+    one_array = B * T * V * 4
+    rows = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in
+            ("tokens", "positions", "segment_ids")}  # fmt: skip
+    batch = rows | {"counted": jax.ShapeDtypeStruct((B, T), jnp.bool_)}
+    base_params = jax.eval_shape(lambda k: init_params(arch, k), jax.random.key(0))
+
+    def peak(K, streamed):
+        drafter = make_drafter(HeadsConfig(n_heads=K), arch)
+        params = jax.eval_shape(
+            lambda p: drafter.init(jax.random.key(0), Base(llama, p)), base_params
+        )
+        aheads = tuple(range(2, K + 2))
+
+        def loss(params, base_params, batch):
+            base = Base(llama, base_params)
+            if streamed:
+                counts = losses.pair_counts(batch, aheads)
+                return losses.head_loss(params, drafter, base, batch, counts, 64, 0.8)[0]
+            rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
+            hidden = llama.apply({"params": base_params}, *rows, method="forward")
+            features = drafter.features(params, base, jax.lax.stop_gradient(hidden), *rows)
+            logits = [drafter.head_logits(params, base, k, features[k]) for k in range(K)]
+            labels = [losses.shift(batch["tokens"], a)[..., None] for a in aheads]
+            return sum(
+                jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), y, -1))
+                for x, y in zip(logits, labels)
+            )
+
+        compiled = jax.jit(jax.grad(loss)).lower(params, base_params, batch).compile()
+        memory = compiled.memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+    chunked = {K: peak(K, True) for K in (1, 3, 5)}
+    naive = {K: peak(K, False) for K in (1, 3, 5)}
+    print({K: (chunked[K] / one_array, naive[K] / one_array) for K in chunked})
+    assert (chunked[3] - chunked[1]) / 2 < 0.1 * one_array
+    assert (chunked[5] - chunked[3]) / 2 < 0.1 * one_array
+    assert (naive[5] - naive[1]) / 4 > one_array

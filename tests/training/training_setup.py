@@ -1,0 +1,94 @@
+"""What the training tests share: a tiny backbone's shape and token arrays for it."""
+
+import os
+import pathlib
+import sys
+
+import numpy as np
+
+from medusa_jax.config import (
+    Config,
+    DataConfig,
+    HeadsConfig,
+    LlamaConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+
+ROOT = pathlib.Path(__file__).parents[2]
+VOCAB = 64
+
+CONFIG_FILE = """
+import sys
+sys.path.insert(0, {tests!r})
+from training_setup import tiny_config
+
+
+def get_config():
+    return tiny_config({data!r}, {stage!r})
+"""
+
+
+def tiny_arch(**fields) -> LlamaConfig:
+    sizes = {
+        "vocab_size": VOCAB,
+        "d_model": 16,
+        "n_layers": 1,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "head_dim": 8,
+        "d_ff": 32,
+        "max_position": 64,
+    }
+    return LlamaConfig(**(sizes | fields))
+
+
+def tiny_config(data: str, stage: str = "backbone", **train) -> Config:
+    """16 steps of 8 rows of 16 tokens, everything logged."""
+    values = {
+        "stage": stage,
+        "batch_size": 8,
+        "steps": 16,
+        "dtype": "float32",
+        "remat": False,
+        "loss_chunk": 8,
+        "log_every": 1,
+        "eval_every": 8,
+        "save_every": 4,
+    }
+    return Config(
+        model=ModelConfig(arch=tiny_arch()),
+        heads=HeadsConfig(n_heads=3),
+        data=DataConfig(source=data, seq_len=16, packing="concat"),
+        optim=OptimConfig(name="muon", lr=5e-3, warmup_steps=2),
+        train=TrainConfig(**(values | train)),
+        mesh=(1, 1, 1),
+    )
+
+
+def write_tokens(directory: pathlib.Path, n: int = 4000, seed: int = 0) -> str:
+    """A token directory: a noisy walk over the vocabulary, samples of 5 to 40 tokens."""
+    rng = np.random.default_rng(seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    steps = np.where(rng.random(n) < 0.7, 1, rng.integers(0, VOCAB, n))
+    np.save(directory / "tokens.npy", (np.cumsum(steps) % VOCAB).astype(np.uint16))
+    starts = np.cumsum(np.concatenate([[0], rng.integers(5, 40, n // 20)]))
+    np.save(directory / "doc_starts.npy", starts[starts < n].astype(np.int64))
+    return str(directory)
+
+
+def write_config(directory: pathlib.Path, data: str, stage: str = "backbone") -> str:
+    """A configuration file for the command line."""
+    file = directory / f"{stage}.py"
+    tests = str(pathlib.Path(__file__).parent)
+    file.write_text(CONFIG_FILE.format(tests=tests, data=data, stage=stage))
+    return str(file)
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), *args]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | {"JAX_PLATFORMS": "cpu"} | more
