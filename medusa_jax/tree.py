@@ -73,6 +73,8 @@ class Tree:
     @classmethod
     def chain(cls, depth: int) -> "Tree":
         """One candidate per head (blockwise parallel decoding)."""
+        if depth < 0:
+            raise UserError(f"a chain is 0 or more nodes deep, not {depth}")
         return cls.cartesian([1] * depth)
 
     @classmethod
@@ -209,7 +211,7 @@ def parse_tree(spec: str, calibrated: dict | None = None) -> Tree:
         raise UserError(
             f"--tree {spec!r}: write chain:4 or cartesian:2,3 with whole numbers"
         ) from error
-    if spec == "auto" or spec.isdigit():
+    if spec == "auto" or spec.isdecimal():
         if calibrated is None:
             raise UserError(
                 f"--tree {spec} needs a calibrated tree beside the heads: run "
