@@ -364,9 +364,12 @@ def prefill(
     return append(engine, state, padded, zero_B + 1)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@partial(jax.jit, static_argnums=(0, 1))
 def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
-    """Room for `slots` cache slots in every row."""
+    """Room for `slots` cache slots in every row.
+
+    The state is not donated: no buffer that grows can be reused, and JAX would warn.
+    """
     return state.replace(
         cache=state.cache.grown(slots), drafter=engine.drafter.grow(state.drafter, slots)
     )
