@@ -1,0 +1,40 @@
+"""Tests run on the CPU, refuse silent rank promotion and keep compiled programs between runs."""
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    try:
+        cache = home / "medusa_jax" / "tests"
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written
+        cache = Path(tempfile.mkdtemp(prefix="medusa_jax_tests"))
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture(autouse=True)
+def _restore_x64():
+    """`load(dtype="float64")` switches the whole process; the next test must not notice."""
+    before = jax.config.jax_enable_x64
+    yield
+    if jax.config.jax_enable_x64 != before:
+        jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def x64():
+    """64-bit types, in which decoding is exact."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)

@@ -1,0 +1,180 @@
+"""Acceptance rules against slow, plain references."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import TreeArrays, trees
+
+from medusa_jax.decoding.accept import accept_targets, accept_typical, walk
+from medusa_jax.decoding.sampling import Sampling, row_keys
+from medusa_jax.tree import Tree
+
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def paths_of(tree):
+    """Node index of each path, the root's included."""
+    return {(): 0} | {c: i + 1 for i, c in enumerate(tree.choices)}
+
+
+def longest(tree, passes, score=None):
+    """Brute force: every path, kept if all of it passes; the deepest, best, first one."""
+    index = paths_of(tree)
+    best = ()
+    for path in sorted(index, key=index.get):
+        if not all(passes[index[path[: d + 1]]] for d in range(len(path))):
+            continue
+        better = score is not None and score[index[path]] > score[index[best]]
+        if len(path) > len(best) or (len(path) == len(best) and better):
+            best = path
+    return [index[best[:d]] for d in range(len(best) + 1)]
+
+
+def padded(tree, nodes):
+    return nodes + [nodes[-1]] * (tree.path_length - len(nodes))
+
+
+# Sizes are fixed so that one compilation serves all examples.
+traced_walk = jax.jit(walk)
+traced_accept = jax.jit(accept_targets)
+
+
+@SETTINGS
+@given(trees(10, 3), st.integers(0, 2**20), st.sampled_from([0.3, 0.6, 0.9]))
+def test_walk_finds_the_longest_path_that_matches(tree, seed, p):
+    rng = np.random.default_rng(seed)
+    matched = rng.random((4, 10)) < p
+    score = rng.standard_normal((4, 10)).astype(np.float32)
+    arrays = TreeArrays.of(tree)
+    for tie_break in (None, score):
+        path_BL, n_B, best_B = traced_walk(matched, arrays, tie_break)
+        for row in range(4):
+            nodes = longest(tree, matched[row], None if tie_break is None else score[row])
+            assert np.asarray(path_BL)[row].tolist() == padded(tree, nodes)
+            assert int(n_B[row]) == len(nodes) - 1
+            assert int(best_B[row]) == nodes[-1]
+
+
+@SETTINGS
+@given(trees(10, 3), st.integers(0, 2**20))
+def test_accepting_targets_is_walking_down_one_token_at_a_time(tree, seed):
+    """Three tokens only: siblings with equal tokens and accidental matches abound."""
+    rng = np.random.default_rng(seed)
+    nodes, targets = rng.integers(0, 3, (2, 4, 10)).astype(np.int32)
+    got = traced_accept(nodes, targets, TreeArrays.of(tree))
+    for row in range(4):
+        # Equal siblings make several walks possible, so follow all of them.
+        ends = {0}
+        while deeper := {
+            child
+            for child in range(1, 10)
+            if (parent := tree.parent_M[child]) in ends
+            and nodes[row, child] == targets[row, parent]
+        }:
+            ends = deeper
+        n = int(got.n_B[row])
+        path = np.asarray(got.path_BL)[row]
+        assert n == tree.depth_M[min(ends)] and path[n] == min(ends)
+        assert int(got.bonus_B[row]) == targets[row, path[n]]
+        for parent, child in itertools.pairwise(path[: n + 1]):
+            assert tree.parent_M[child] == parent
+
+
+def test_worked_example_of_the_docstring():
+    tree = Tree.from_choices([[0], [1], [0, 0], [0, 2]])
+    path, n, best = walk(jnp.array([[False, True, False, False, True]]), tree)
+    assert path.tolist() == [[0, 1, 4]] and n.tolist() == [2] and best.tolist() == [4]
+
+
+def test_a_match_below_a_rejected_node_does_not_count():
+    tree = Tree.from_choices([[0], [0, 0], [0, 0, 0]])
+    nodes = jnp.array([[7, 1, 2, 3]])
+    # The root wants 9, not 1; nodes 2 and 3 would fit their own parents.
+    got = accept_targets(nodes, jnp.array([[9, 2, 3, 4]]), tree)
+    assert got.n_B.tolist() == [0] and got.bonus_B.tolist() == [9]
+    got = accept_targets(nodes, jnp.array([[1, 2, 9, 4]]), tree)
+    assert got.n_B.tolist() == [2] and got.bonus_B.tolist() == [9]
+    assert got.path_BL.tolist() == [[0, 1, 2, 2]]
+
+
+def sampling_of(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    full = lambda value, dtype=jnp.float32: jnp.full((rows,), value, dtype)  # noqa: E731
+    key = row_keys(jnp.zeros((rows,), jnp.uint32), jnp.arange(rows))
+    return Sampling(
+        full(temperature), full(top_k, jnp.int32), full(top_p), full(min_p), key
+    )
+
+
+def typical_reference(tree, nodes, logits, temperature, epsilon, delta):
+    """The paper's rule, written out with floats and loops (no filters)."""
+    log_p = []
+    for row in logits / temperature:
+        total = math.log(sum(math.exp(x) for x in row))
+        log_p.append([float(x) - total for x in row])
+    passes, score = [True], [0.0]
+    for node in range(1, tree.n_nodes):
+        behind = log_p[tree.parent_M[node]]
+        entropy = -sum(math.exp(x) * x for x in behind)
+        mine = behind[nodes[node]]
+        passes.append(math.exp(mine) > min(epsilon, delta * math.exp(-entropy)))
+        score.append(score[tree.parent_M[node]] + mine)
+    path = longest(tree, passes, score)
+    return path, int(np.argmax(logits[path[-1]]))
+
+
+traced_typical = jax.jit(accept_typical)
+
+
+@pytest.mark.usefixtures("x64")
+def test_typical_acceptance_is_the_papers_rule():
+    lengths = set()
+
+    @SETTINGS
+    @given(
+        trees(10, 3),
+        st.integers(0, 2**20),
+        st.sampled_from([0.3, 0.7, 1.0, 1.5]),
+        st.sampled_from([(0.09, 0.3), (0.3, 0.55), (0.01, 0.1)]),
+    )
+    def check(tree, seed, temperature, thresholds):
+        rng = np.random.default_rng(seed)
+        logits = 2 * rng.standard_normal((2, 10, 8))
+        nodes = rng.integers(0, 8, (2, 10)).astype(np.int32)
+        sampling = sampling_of(2, temperature)
+        got = traced_typical(nodes, logits, TreeArrays.of(tree), sampling, *thresholds)
+        for row in range(2):
+            # Temperatures are stored as float32.
+            args = (np.float64(np.float32(temperature)), *thresholds)
+            path, bonus = typical_reference(tree, nodes[row], logits[row], *args)
+            assert np.asarray(got.path_BL)[row].tolist() == padded(tree, path)
+            assert int(got.bonus_B[row]) == bonus
+            lengths.add(len(path) - 1)
+
+    check()
+    assert lengths == {0, 1, 2, 3}
+
+
+def test_typical_acceptance_never_takes_a_filtered_token():
+    tree = Tree.chain(1)
+    logits = jnp.array([[[3.0, 2.9, 2.8], [0.0, 1.0, 0.0]]])
+    for top_k, n in ((0, 1), (1, 0), (2, 1)):
+        got = accept_typical(
+            jnp.array([[0, 1]]), logits, tree, sampling_of(1, top_k=top_k), 0.09, 0.3
+        )
+        assert got.n_B.tolist() == [n]
+        assert got.bonus_B.tolist() == [1 if n else 0]
+
+
+def test_typical_ties_go_to_the_likelier_path_even_over_impossible_siblings():
+    """Filtered tokens have log-probability minus infinity, which must not spoil the sums."""
+    tree = Tree.from_choices([[0], [1], [2], [0, 0], [1, 0]])
+    logits = jnp.array([[[2.0, 2.2, -9.0, -9.0]] + [[1.0, 0.0, 0.0, 0.0]] * 5])
+    nodes = jnp.array([[3, 0, 1, 2, 0, 0]])
+    got = accept_typical(nodes, logits, tree, sampling_of(1, top_k=2), 0.09, 0.3)
+    assert got.path_BL.tolist() == [[0, 2, 5]]

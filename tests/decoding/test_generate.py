@@ -1,0 +1,242 @@
+"""The loop and its drivers: where rows end, how the cache grows, what a stream shows."""
+
+import warnings
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planted import (
+    check_counts,
+    decoder,
+    planted,
+    planted_params,
+    random_params,
+    texts_of,
+    tiny_config,
+)
+
+from medusa_jax.decoding import generate as loop
+from medusa_jax.tree import Tree
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+VOCAB, ROWS, NEW = 7, 16, 30
+# Every step that is not cut short appends four tokens: three drafts and the bonus token.
+CHAIN = Tree.chain(3)
+
+
+@cache
+def model():
+    config = tiny_config(vocab_size=VOCAB)
+    return (config, *decoder(config, random_params(config, 1)))
+
+
+def request_of(limits):
+    """Sixteen rows of one prompt, told apart by their request ids alone."""
+    rows = len(limits)
+    return loop.Request(
+        [[1, 2, 3]] * rows, limits, temperature=[1.5] * rows, seed=[11] * rows
+    )
+
+
+@cache
+def plain_texts():
+    config, llama, base = model()
+    engine = loop.Engine(llama, planted(config), Tree.none(), "sampled")
+    progress = loop.generate(engine, {"base": base, "heads": {}}, request_of([NEW] * ROWS))
+    check_counts(progress)
+    return texts_of(progress)
+
+
+def all_accepted(tree=CHAIN, **fields):
+    """An engine and variables whose drafts along the chain are always right."""
+    config, llama, base = model()
+    heads = planted_params([[1, 2, 3, *t] for t in plain_texts()], VOCAB, 0)
+    heads["pick_BS"][:] = 0.999  # the deepest node
+    heads = jax.tree.map(jnp.asarray, heads)
+    engine = loop.Engine(llama, planted(config), tree, "sampled", **fields)
+    return engine, {"base": base, "heads": heads}
+
+
+def cut(text, eos=(), sequences=(), limit=NEW):
+    """Plain rule: up to the first EOS or completed sequence, both kept, and the limit."""
+    for n in range(1, limit + 1):
+        ends = any(n >= len(s) and tuple(text[n - len(s) : n]) == s for s in sequences)
+        if text[n - 1] in eos or ends:
+            return text[:n], loop.STOPPED
+    return text[:limit], loop.LIMIT
+
+
+def place(n):
+    """Where the n-th token sits: "prefill", 1, 2, 3 for a draft, "bonus"."""
+    return "prefill" if n == 1 else ((n - 2) % 4 + 1 if (n - 2) % 4 < 3 else "bonus")
+
+
+def test_texts_are_diverse():
+    """Else the tests below would show little."""
+    texts = plain_texts()
+    assert len({tuple(t) for t in texts}) == ROWS
+    assert set().union(*texts) == set(range(VOCAB))
+
+
+@pytest.mark.parametrize("eos", [(5,), (0, 3, 5)])
+def test_eos_ends_a_row_wherever_it_comes(eos):
+    engine, variables = all_accepted(eos_ids=eos)
+    progress = loop.generate(engine, variables, request_of([NEW] * ROWS))
+    expected = [cut(t, eos) for t in plain_texts()]
+    assert texts_of(progress) == [t for t, _ in expected]
+    assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
+    check_counts(progress)
+    places = {place(len(t)) for t, s in expected if s == loop.STOPPED}
+    assert places == {"prefill", 1, 2, 3, "bonus"}
+
+
+def test_stop_sequences_are_found_across_steps_and_inside_paths():
+    sequences = ((3, 4), (5, 2, 0), (1, 1), (0, 6))
+    engine, variables = all_accepted(stop_sequences=sequences, eos_ids=())
+    progress = loop.generate(engine, variables, request_of([NEW] * ROWS))
+    expected = [cut(t, (), sequences) for t in plain_texts()]
+    assert texts_of(progress) == [t for t, _ in expected]
+    assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
+    check_counts(progress)
+    ends = {place(len(t)) for t, s in expected if s == loop.STOPPED}
+    # Ending at draft 1 means that the sequence began in an earlier step.
+    assert {1, 2, 3} & ends and 1 in ends
+
+
+def test_limits_inside_a_path_and_of_one_token():
+    limits = list(range(1, ROWS + 1))
+    engine, variables = all_accepted(eos_ids=(4,))
+    progress = loop.generate(engine, variables, request_of(limits))
+    expected = [cut(t, (4,), (), limit) for t, limit in zip(plain_texts(), limits)]
+    assert texts_of(progress) == [t for t, _ in expected]
+    assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
+    check_counts(progress)
+    assert np.asarray(progress.steps_B)[0] == 0
+
+
+def test_whole_paths_are_accepted_when_every_draft_is_right():
+    engine, variables = all_accepted()
+    progress = loop.generate(engine, variables, request_of([1 + 4 * 6] * ROWS))
+    assert np.asarray(progress.steps_B).tolist() == [6] * ROWS
+    assert np.asarray(progress.histogram_BL).tolist() == [[0, 0, 0, 6]] * ROWS
+    assert np.asarray(progress.depth_BO)[0, :9].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 50])
+def test_stream_shows_a_growing_prefix_of_what_generate_gives(chunk):
+    limits = [NEW - row for row in range(ROWS)]
+    engine, variables = all_accepted(eos_ids=(4,))
+    whole = loop.generate(engine, variables, request_of(limits))
+    expected = texts_of(whole)
+    shown = [[]] * ROWS
+    for n, progress in enumerate(loop.stream(engine, variables, request_of(limits), chunk)):
+        now = texts_of(progress)
+        for before, after, final in zip(shown, now, expected):
+            assert final[: len(after)] == after and after[: len(before)] == before
+        if n == 0:
+            assert [len(t) for t in now] == [1] * ROWS
+        shown = now
+    assert shown == expected
+    end = jax.tree.map(np.asarray, progress)
+    np.testing.assert_array_equal(end.histogram_BL, whole.histogram_BL)
+    np.testing.assert_array_equal(end.steps_B, whole.steps_B)
+
+
+def test_the_cache_grows_under_the_text():
+    """A prompt of 100 and 380 tokens more: 128, 256 and 512 slots, batch of two, ragged."""
+    config, llama, base = model()
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, 100).tolist(), rng.integers(0, VOCAB, 30).tolist()]
+    request = loop.Request(prompts, [380, 300], temperature=[1.2, 1.2], seed=[1, 1])
+    plain = loop.Engine(llama, planted(config), Tree.none(), "sampled")
+    # The reference has all slots from the start.
+    state, ladder = loop.begin(plain, {"base": base, "heads": {}}, request)
+    assert ladder == [128, 256, 512]
+    state = loop.grow(plain, 512, state)
+    _, progress = loop.decode_loop(
+        plain, {"base": base, "heads": {}}, state, np.int32(10**6)
+    )
+    expected = texts_of(progress)
+    assert [len(t) for t in expected] == [380, 300]
+    tree = Tree.from_choices([[0], [1], [0, 0], [1, 1], [1, 1, 0]])
+    engine = loop.Engine(llama, planted(config), tree, "sampled")
+    known = [p + t for p, t in zip(prompts, expected)]
+    variables = {"base": base, "heads": planted_params(known, VOCAB, 0, slots=512)}
+    progress = loop.generate(engine, variables, request)
+    assert texts_of(progress) == expected
+    check_counts(progress)
+    assert (np.asarray(progress.histogram_BL) > 10).all()
+    *_, streamed = loop.stream(engine, variables, request, chunk_steps=16)
+    assert texts_of(streamed) == expected
+    np.testing.assert_array_equal(streamed.histogram_BL, progress.histogram_BL)
+
+
+def test_the_state_is_donated_and_the_progress_is_not():
+    engine, variables = all_accepted()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "some donated buffers were not usable"
+        state, _ = loop.begin(engine, variables, request_of([NEW] * ROWS))
+        after, progress = loop.decode_loop(engine, variables, state, np.int32(2))
+        last, _ = loop.decode_loop(engine, variables, after, np.int32(2))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(after))
+    assert not any(
+        leaf.is_deleted() for leaf in jax.tree.leaves((progress, last, variables))
+    )
+    assert np.asarray(progress.n_new_B).tolist() == [9] * ROWS
+
+
+def test_warming_up_leaves_nothing_behind():
+    """It takes no step, and the run behind it compiles nothing more."""
+    engine, variables = all_accepted(eos_ids=(6,))
+    request = request_of([NEW] * ROWS)
+    loop.warm_up(engine, variables, request)
+    before = loop.decode_loop._cache_size(), loop.prefill._cache_size()
+    progress = loop.generate(engine, variables, request)
+    list(loop.stream(engine, variables, request))
+    assert before == (loop.decode_loop._cache_size(), loop.prefill._cache_size())
+    assert texts_of(progress) == [cut(t, (6,))[0] for t in plain_texts()]
+
+
+def test_requests_that_cannot_be_are_refused():
+    engine, variables = all_accepted()
+    for prompts, limits in (([[]], [3]), ([[1], []], [3, 3]), ([[1]], [0])):
+        with pytest.raises(ValueError, match="at least one token"):
+            loop.begin(engine, variables, loop.Request(prompts, limits))
+
+
+@pytest.mark.parametrize(
+    ("longest", "needed", "expected"),
+    [
+        (1, 40, [128]),
+        (120, 130, [128, 256]),
+        (100, 480, [128, 256, 512]),
+        (300, 310, [512]),
+    ],
+)
+def test_slot_ladder(longest, needed, expected):
+    engine = loop.Engine(None, None, Tree.chain(3))
+    ladder = loop.slot_ladder(engine, longest, needed)
+    assert ladder == expected
+    assert ladder[0] >= longest + 4 and ladder[-1] >= needed
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000])
+def test_power_of_two(n):
+    least = loop.power_of_two(n, 1)
+    assert least >= n and least < 2 * n and bin(least).count("1") == 1
+    assert loop.power_of_two(n, 64) == max(64, least)
+
+
+def test_bfloat16_runs():
+    """No promise of identity there, but of whole, well-formed texts."""
+    config = tiny_config(vocab_size=VOCAB)
+    llama, base = decoder(config, random_params(config, 1), jnp.bfloat16)
+    heads = planted_params([[1, 2, 3]], VOCAB, 0)
+    engine = loop.Engine(llama, planted(config), CHAIN, "sampled")
+    progress = loop.generate(engine, {"base": base, "heads": heads}, request_of([NEW]))
+    assert len(texts_of(progress)[0]) == NEW
+    check_counts(progress)

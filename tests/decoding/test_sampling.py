@@ -1,0 +1,191 @@
+"""Filters against a reference that sorts, and the law of what is sampled."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import (
+    decoder,
+    forward_logits,
+    planted,
+    planted_params,
+    random_params,
+    tiny_config,
+)
+
+from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
+from medusa_jax.tree import Tree
+
+
+def sampling_of(temperature, top_k=0, top_p=1.0, min_p=0.0, rows=1):
+    full = lambda value, dtype=jnp.float32: jnp.full((rows,), value, dtype)  # noqa: E731
+    key = row_keys(jnp.zeros((rows,), jnp.uint32), jnp.arange(rows))
+    return Sampling(
+        full(temperature), full(top_k, jnp.int32), full(top_p), full(min_p), key
+    )
+
+
+def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
+    """Indices that temperature, top-k, top-p and min-p keep, by sorting; ties are all kept."""
+    x = logits / (temperature or 1.0)
+    order = np.argsort(-x)
+    keep = np.ones(len(x), bool)
+    if top_k:
+        keep &= x >= x[order[min(top_k, len(x)) - 1]]
+    p = np.where(keep, np.exp(x - x.max()), 0)
+    p = p / p.sum()
+    if top_p < 1:
+        order = np.argsort(-p)
+        n = int(np.searchsorted(np.cumsum(p[order]), top_p)) + 1
+        keep &= p >= p[order[min(n, len(x)) - 1]]
+    return set(np.flatnonzero(keep & (p >= min_p * p.max())).tolist())
+
+
+filtered_jit = jax.jit(filtered)
+
+
+@pytest.mark.usefixtures("x64")
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 2**20),
+    st.sampled_from([1e-4, 0.05, 0.7, 1.0, 3.0, 100.0]),
+    st.sampled_from([0, 1, 2, 5, 31, 99]),
+    st.sampled_from([1.0, 0.95, 0.5, 0.1, 1e-6]),
+    st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+)
+def test_filters_keep_what_sorting_keeps(seed, temperature, top_k, top_p, min_p):
+    rng = np.random.default_rng(seed)
+    logits = 3 * rng.standard_normal(31)
+    got = filtered_jit(logits[None, None], sampling_of(temperature, top_k, top_p, min_p))[
+        0, 0
+    ]
+    kept = set(np.flatnonzero(np.isfinite(got)).tolist())
+    # Parameters are stored as float32, and so the reference takes them.
+    single = [float(np.float32(v)) for v in (temperature, top_p, min_p)]
+    expected = kept_by_sorting(logits, single[0], top_k, single[1], single[2])
+    assert kept == expected
+    assert int(np.argmax(logits)) in kept
+    best = sorted(kept)
+    np.testing.assert_allclose(np.asarray(got)[best], logits[best] / single[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("temperature", [1e-4, 1.0, 100.0])
+def test_filters_in_low_precision(dtype, temperature):
+    """A token may differ from the reference only at a cut; the largest is always kept."""
+    rng = np.random.default_rng(0)
+    for top_k, top_p in ((1, 1.0), (5, 1.0), (0, 0.9), (20, 0.5)):
+        logits = jnp.asarray(4 * rng.standard_normal((1, 1, 500)), dtype).astype(
+            jnp.float32
+        )
+        got = filtered_jit(logits, sampling_of(temperature, top_k, top_p))[0, 0]
+        kept = set(np.flatnonzero(np.isfinite(got)).tolist())
+        expected = kept_by_sorting(
+            np.asarray(logits, np.float64)[0, 0], temperature, top_k, top_p, 0
+        )
+        assert int(np.argmax(logits)) in kept
+        assert len(kept ^ expected) <= (1 if temperature == 100.0 else 0)
+
+
+def test_ties_at_the_cut_are_kept_together():
+    logits = jnp.array([[[1.0, 3.0, 3.0, 3.0, 0.0]]])
+    assert np.isfinite(filtered(logits, sampling_of(1.0, top_k=1))).sum() == 3
+    assert np.isfinite(filtered(logits, sampling_of(1.0, top_p=0.2))).sum() == 3
+
+
+def test_rows_are_filtered_by_their_own_parameters():
+    logits = jnp.tile(jnp.array([[[4.0, 3.0, 2.0, 1.0]]]), (4, 2, 1))
+    sampling = Sampling(
+        temperature_B=jnp.array([1.0, 0.0, 1.0, 2.0]),
+        top_k_B=jnp.array([2, 0, 0, 0]),
+        top_p_B=jnp.array([1.0, 1.0, 0.6, 1.0]),
+        min_p_B=jnp.array([0.0, 0.0, 0.0, 0.5]),
+        key_B=row_keys(jnp.zeros((4,), jnp.uint32), jnp.arange(4)),
+    )
+    kept = np.isfinite(filtered(logits, sampling)).sum(-1)
+    assert kept.tolist() == [[2, 2], [4, 4], [1, 1], [2, 2]]
+
+
+def test_noise_depends_on_seed_request_and_position_alone():
+    positions = jnp.array([[3, 4, 4], [4, 5, 9]])
+    keys = row_keys(jnp.array([1, 1], jnp.uint32), jnp.array([0, 7]))
+    g = np.asarray(gumbel(keys, positions, 11, jnp.float32))
+    assert (g[0, 1] == g[0, 2]).all() and (g[0, 0] != g[0, 1]).all()
+    assert (g[0, 1] != g[1, 0]).all()  # same position, another request
+    swapped = np.asarray(gumbel(keys[::-1], positions[::-1], 11, jnp.float32))
+    np.testing.assert_array_equal(swapped[::-1], g)
+    again = row_keys(jnp.array([2], jnp.uint32), jnp.array([0]))
+    assert (np.asarray(gumbel(again, positions[:1], 11, jnp.float32)) != g[:1]).all()
+
+
+def chi_square(counts, probabilities):
+    expected = probabilities * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.usefixtures("x64")
+def test_sampled_pairs_have_the_models_joint_law():
+    """The first two tokens of many seeds against exact enumeration, drafts being accepted.
+
+    The planted continuation is one fixed pair, so the second token is sometimes a draft and
+    sometimes the verifier's own. 35 cells of probability at least 0.2%: the statistic
+    has mean 34 and standard deviation 8; 75 is passed by chance less than once in 10,000.
+    """
+    vocab, rows, temperature = 6, 6000, 1.3
+    config = tiny_config(vocab_size=vocab, n_layers=1)
+    params = random_params(config, 3, scale=0.8)
+    prompt = [2, 5, 1]
+
+    def law(text):
+        x = forward_logits(config, params, text)[-1] / np.float32(temperature)
+        return np.exp(x) / np.exp(x).sum()
+
+    joint = np.array([law(prompt)[a] * law([*prompt, a]) for a in range(vocab)])
+    assert joint.min() > 0.002
+    llama, base = decoder(config, params)
+    likeliest = np.unravel_index(joint.argmax(), joint.shape)
+    heads = planted_params([[*prompt, *likeliest]], vocab, 0, slots=16)
+    heads = jax.tree.map(lambda x: np.repeat(x, rows, 0), heads)
+    engine = loop.Engine(llama, planted(config), Tree.from_choices([[0], [1]]), "sampled")
+    request = loop.Request(
+        [prompt] * rows,
+        [3] * rows,
+        temperature=[temperature] * rows,
+        seed=list(range(rows)),
+        ids=[4] * rows,
+    )
+    variables = {"base": base, "heads": heads}
+    progress = loop.generate(engine, variables, request)
+    tokens = np.asarray(progress.tokens_BO)[:, :2]
+    counts = np.zeros((vocab, vocab))
+    np.add.at(counts, (tokens[:, 0], tokens[:, 1]), 1)
+    accepted = np.asarray(progress.histogram_BL)[:, 1].mean()
+    assert accepted > 0.02  # drafts took part
+    assert chi_square(counts.ravel(), joint.ravel()) < 75
+
+
+def test_draws_of_successive_positions_and_requests_are_independent():
+    """Uniform logits: pairs of draws fill all cells alike."""
+    vocab, n = 5, 4000
+    for keys, positions in (
+        (
+            row_keys(jnp.arange(n, dtype=jnp.uint32), jnp.zeros(n, jnp.int32)),
+            [[10, 11]] * n,
+        ),
+        (row_keys(jnp.zeros(n, jnp.uint32), jnp.arange(n)), [[10, 11]] * n),
+        (row_keys(jnp.zeros(1, jnp.uint32), jnp.arange(1)), [list(range(2 * n))]),
+    ):
+        g = gumbel(keys, jnp.array(positions), vocab, jnp.float32)
+        pairs = np.asarray(jnp.argmax(g, -1)).reshape(n, 2)
+        counts = np.array(
+            [
+                ((pairs == cell).all(1)).sum()
+                for cell in itertools.product(range(vocab), repeat=2)
+            ]
+        )
+        assert chi_square(counts, np.full(25, 1 / 25)) < 60  # mean 24, deviation 7

@@ -1,0 +1,209 @@
+"""The static tree: shapes, order, masks, and what is refused."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import trees
+
+from medusa_jax.errors import UserError
+from medusa_jax.tree import Tree, load_tree_file, parse_tree, tree_of_size
+
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def test_mask_of_the_papers_figure_2():
+    """Top 2 of head 1 times top 3 of head 2: nodes root, A, B, then A's and B's children."""
+    tree = Tree.cartesian([2, 3])
+    assert tree.choices == ((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
+    expected = [
+        "x........",
+        "xx.......",
+        "x.x......",
+        "xx.x.....",
+        "xx..x....",
+        "xx...x...",
+        "x.x...x..",
+        "x.x....x.",
+        "x.x.....x",
+    ]
+    got = ["".join("x" if seen else "." for seen in row) for row in tree.mask_MM]
+    assert got == expected
+    assert tree.depth_M.tolist() == [0, 1, 1, 2, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("widths", [[1], [4], [2, 3], [3, 2, 2], [1, 1, 1, 1], [2, 1, 3]])
+def test_cartesian_has_the_sum_of_products_of_its_widths(widths):
+    tree = Tree.cartesian(widths)
+    products = list(itertools.accumulate(widths, lambda a, b: a * b))
+    assert tree.n_nodes == 1 + sum(products)
+    assert [len(tree.level(d + 1)) for d in range(len(widths))] == products
+    assert tree.depth == len(widths) and tree.path_length == len(widths) + 1
+    assert tree.max_rank == max(widths) - 1
+
+
+def test_none_is_the_root_alone_and_chain_one_node_per_head():
+    none, chain = Tree.none(), Tree.chain(4)
+    assert (none.n_nodes, none.depth, none.path_length, none.max_rank) == (1, 0, 1, 0)
+    assert none.mask_MM.tolist() == [[True]] and none.ancestors_ML.tolist() == [[0]]
+    assert none == Tree.from_choices([]) == Tree.chain(0)
+    assert chain.parent_M.tolist() == [0, 0, 1, 2, 3]
+    np.testing.assert_array_equal(chain.mask_MM, np.tril(np.ones((5, 5), bool)))
+
+
+def test_worked_example_with_gaps_in_the_ranks():
+    tree = Tree.from_choices([[0, 2], [1], [0, 0], [0]])
+    assert tree.choices == ((0,), (1,), (0, 0), (0, 2))
+    assert tree.parent_M.tolist() == [0, 0, 0, 1, 1]
+    assert tree.depth_M.tolist() == [0, 1, 1, 2, 2]
+    assert tree.rank_M.tolist() == [0, 0, 1, 0, 2]
+    assert tree.ancestors_ML[4].tolist() == [0, 1, 4]
+    assert tree.ancestors_ML[2].tolist() == [0, 2, 2]
+    assert tree.max_rank == 2
+    assert Tree.from_choices([[7], [7, 30]]).rank_M.tolist() == [0, 7, 30]
+
+
+@SETTINGS
+@given(trees(max_rank=6))
+def test_mask_is_the_transitive_closure_of_the_parents(tree):
+    M = tree.n_nodes
+    assert len(tree.choices) + 1 == M
+    assert (tree.parent_M[1:] < np.arange(1, M)).all()  # parents come first
+    step = np.zeros((M, M), bool)
+    step[np.arange(M), tree.parent_M] = True
+    reach = np.eye(M, dtype=bool)
+    for _ in range(M):
+        reach = reach | (reach.astype(int) @ step.astype(int) > 0)
+    np.testing.assert_array_equal(tree.mask_MM, reach)
+    np.testing.assert_array_equal(tree.mask_MM.sum(1), tree.depth_M + 1)
+
+
+@SETTINGS
+@given(trees(max_rank=6))
+def test_ancestors_are_the_prefixes_of_a_path(tree):
+    index = {(): 0} | {c: i + 1 for i, c in enumerate(tree.choices)}
+    for node, path in enumerate([(), *tree.choices]):
+        expected = [index[path[:d]] for d in range(len(path) + 1)]
+        expected += [node] * (tree.path_length - len(expected))
+        assert tree.ancestors_ML[node].tolist() == expected
+        assert tree.rank_M[node] == (path[-1] if path else 0)
+        assert node in tree.level(len(path))
+
+
+@SETTINGS
+@given(trees(), st.randoms(use_true_random=False))
+def test_the_order_of_the_choices_plays_no_part(tree, random):
+    shuffled = [list(c) for c in tree.choices]
+    random.shuffle(shuffled)
+    again = Tree.from_choices(shuffled)
+    assert again == tree and hash(again) == hash(tree)
+    np.testing.assert_array_equal(again.parent_M, tree.parent_M)
+    if tree.choices:
+        leaf = max(tree.choices, key=len)
+        assert Tree.from_choices([c for c in tree.choices if c != leaf]) != tree
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ([[0, 1]], r"\[0, 1\] needs its prefix \[0\]"),
+        ([[0], [0, 0, 2]], r"\[0, 0, 2\] needs its prefix \[0, 0\]"),
+        ([[0], [1], [0]], r"\[0\] is given twice"),
+        ([[0], [-1]], r"\[-1\] holds a negative rank"),
+        ([[0], []], "empty"),
+        ([0, 1], "not 0"),
+        ([[0], [1.0]], r"\[1\.0\]"),
+        ([["0"]], r"\['0'\]"),
+        ([[True]], r"\[True\]"),
+        ([None], "None"),
+    ],
+)
+def test_choices_that_make_no_tree_are_named(choices, words):
+    with pytest.raises(UserError, match=words):
+        Tree.from_choices(choices)
+
+
+def test_too_deep_for_the_heads():
+    tree = Tree.from_choices([[0], [0, 3], [0, 3, 1]])
+    tree.check_depth(3)
+    with pytest.raises(
+        UserError, match=r"\[0, 3, 1\] is 3 deep, but there are only 2 heads"
+    ):
+        tree.check_depth(2)
+
+
+def test_tree_files(tmp_path):
+    plain, rich = tmp_path / "plain.json", tmp_path / "rich.json"
+    plain.write_text("[[0], [0, 1]]")
+    rich.write_text(json.dumps({"choices": [[0], [0, 1]], "device": "cpu"}))
+    assert (
+        parse_tree(str(plain)) == parse_tree(str(rich)) == Tree.from_choices([[0], [0, 1]])
+    )
+    assert load_tree_file(rich)["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[[0], [0, 1", "not valid JSON"),
+        ("", "not valid JSON"),
+        ('{"tree": []}', "'choices'"),
+        ('"none"', "'choices'"),
+        ('{"choices": 3}', "'choices'"),
+        ("[[0], [2, 1]]", r"\[2, 1\] needs its prefix"),
+        ("[[0], 4]", "not 4"),
+        ("\udcff", "not valid JSON"),
+    ],
+)
+def test_tree_files_that_cannot_be_used_are_named(tmp_path, content, words):
+    file = tmp_path / "tree.json"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=words) as caught:
+        parse_tree(str(file))
+    assert str(file) in str(caught.value)
+
+
+def test_a_missing_tree_file_is_named(tmp_path):
+    with pytest.raises(
+        UserError, match=r"nothing\.json: No such file|cannot read.*nothing\.json"
+    ):
+        parse_tree(str(tmp_path / "nothing.json"))
+
+
+def test_specs():
+    assert parse_tree("none") == Tree.none()
+    assert parse_tree("chain:3") == Tree.chain(3)
+    assert parse_tree("cartesian:2,3") == Tree.cartesian([2, 3])
+    calibrated = {"choices": [[0], [1]], "growth": [[0], [0, 0], [1], [2]]}
+    assert parse_tree("auto", calibrated) == Tree.from_choices([[0], [1]])
+    assert parse_tree("3", calibrated) == Tree.from_choices([[0], [0, 0]])
+    assert parse_tree("1", calibrated) == Tree.none()
+    assert parse_tree("2", {"choices": [[0], [1]]}) == Tree.from_choices([[0]])
+    assert tree_of_size(calibrated["growth"], 5).n_nodes == 5
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("chain:x", "chain:4"),
+        ("chain:", "chain:4"),
+        ("chain:-1", "-1"),
+        ("cartesian:2,", "cartesian:2,3"),
+        ("cartesian:0,2", r"\[0, 2\]"),
+        ("auto", "calibrate"),
+        ("64", "calibrate"),
+        ("\u00b2", "cannot read the tree file \u00b2"),
+    ],
+)
+def test_specs_that_name_no_tree(spec, words):
+    with pytest.raises(UserError, match=words):
+        parse_tree(spec)
+
+
+@pytest.mark.parametrize("size", [0, 6, 64])
+def test_sizes_beyond_the_calibrated_order(size):
+    with pytest.raises(UserError, match="1 to 5"):
+        parse_tree(str(size), {"choices": [], "growth": [[0], [1], [2], [3]]})
