@@ -49,7 +49,7 @@ def run(flags: argparse.Namespace) -> int:
     sampled = any(o.temperature > 0 for o in options)
     acceptance = model.engine(sampled=sampled, **engine_options).acceptance
     with announced("compiling"):
-        model.compile(prompts, options, **engine_options)
+        compile_seconds = model.compile(prompts, options, **engine_options)
     quiet = flags.json or flags.prompts_file
     if quiet:
         results = model.generate(prompts, options, **engine_options)
@@ -64,6 +64,7 @@ def run(flags: argparse.Namespace) -> int:
     for i, result in enumerate(results):
         one = compared[i] if compared else None
         facts = describe(model, result, acceptance, options[i].seed, one)
+        facts["compile_seconds"] = compile_seconds
         if flags.json or flags.prompts_file:
             print(json.dumps(facts, ensure_ascii=False), flush=True)
         else:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel
 from medusa_jax.tree import Tree
@@ -31,6 +32,19 @@ class Accepted(NamedTuple):
     bonus_B: jax.Array
 
 
+def best_token(scores: jax.Array) -> jax.Array:
+    """Index of the largest entry of the last axis, the first among equals (int32).
+
+    Two plain reductions: XLA's argmax carries index and value through one reduction that CPUs
+    do not vectorise, and takes as long as a layer of the demo model.
+    """
+    V = scores.shape[-1]
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    # A row of NaN matches nothing; any index will do, but it must be one.
+    return jnp.minimum(jnp.min(jnp.where(scores == top, index, V), axis=-1), V - 1)
+
+
 def target_tokens(
     logits_BMV: jax.Array,
     positions_BM: jax.Array,
@@ -48,13 +62,13 @@ def target_tokens(
         depth share a position and so their noise.
     """
     if sampling is None:
-        return jnp.argmax(logits_BMV, axis=-1).astype(jnp.int32)
+        return best_token(logits_BMV)
     if by_depth is None:
         noise = gumbel(sampling.key_B, positions_BM + 1, logits_BMV.shape[-1], logits_BMV.dtype)
     else:
         noise = jnp.take(by_depth[0], by_depth[1], axis=1)
     noise = jnp.where((sampling.temperature_B > 0)[:, None, None], noise, 0)
-    return jnp.argmax(filtered(logits_BMV, sampling) + noise, axis=-1).astype(jnp.int32)
+    return best_token(filtered(logits_BMV, sampling) + noise)
 
 
 def walk(matched_BM: jax.Array, tree: Tree, tie_break_BM: jax.Array | None = None):
@@ -114,5 +128,5 @@ def accept_typical(
     own_BM = jnp.maximum(own_BM, jnp.finfo(own_BM.dtype).min / (2 * tree.path_length))
     total_BM = jnp.sum(jnp.where(jnp.asarray(tree.mask_MM)[None], own_BM[:, None, :], 0), axis=-1)
     path_BL, n_B, best_B = walk(passed_BM, tree, total_BM)
-    likeliest_BM = jnp.argmax(logits_BMV, axis=-1).astype(jnp.int32)
+    likeliest_BM = best_token(logits_BMV)
     return Accepted(path_BL, n_B, jnp.take_along_axis(likeliest_BM, best_B[:, None], 1)[:, 0])

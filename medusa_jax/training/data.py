@@ -102,7 +102,8 @@ class TokenRows:
             )
             begin = i * T + (int(phase) if self.shuffle else 0)
             end = min(begin + T, self.tokens.size)
-            inner = self.starts[(self.starts > begin) & (self.starts < end)]
+            low, high = np.searchsorted(self.starts, [begin + 1, end])
+            inner = self.starts[low:high]
             edges = np.unique([begin, *inner, end])
             pieces = list(itertools.pairwise(edges))
         return self._assemble(pieces)

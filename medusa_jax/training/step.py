@@ -116,7 +116,7 @@ def make_step(
                 lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, *first)
             )
             ((loss, sums), grads), _ = jax.lax.scan(body, zeros, (batch, jnp.arange(A)))
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         ok = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, opt = optimizer.update(grads, state.opt, state.params)
         params = optax.apply_updates(state.params, updates)
