@@ -9,6 +9,7 @@ import typing
 from typing import Any
 
 from medusa_jax.config import Config
+from medusa_jax.console import run_main, warn_if_accelerator_unused
 from medusa_jax.errors import UserError
 
 USAGE = """\
@@ -27,13 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     if not args or "-h" in args or "--help" in args:
         print(USAGE)
         return 0 if args else 2
-    try:
-        cfg = parse(args)
-        run(cfg)
-    except UserError as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    def go() -> int:
+        run(parse(args))
+        return 0
+
+    return run_main(go)
 
 
 def run(cfg: Config) -> None:
@@ -42,6 +42,7 @@ def run(cfg: Config) -> None:
     from medusa_jax.training.trainer import train
 
     prepare.check_choices(cfg)
+    warn_if_accelerator_unused()
     try:
         if cfg.dry_run:
             dry.dry_run(cfg)
@@ -126,9 +127,11 @@ def override(cfg: Config, path: str, text: str) -> None:
     for depth, name in enumerate([*rooms, last]):
         if not dataclasses.is_dataclass(owner) or not hasattr(owner, name):
             names = [f"--config.{n}" for n in field_names(cfg)]
-            raise UserError(
-                f"unknown field --config.{path}; {_nearest('--config.' + path, names)}"
-            )
+            near = _nearest("--config." + path, names)
+            group = ".".join(["config", *rooms[:depth]])
+            fields = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
+            known = f" ({group} has {', '.join(f.name for f in fields)})" if fields else ""
+            raise UserError(f"unknown field --config.{path}; {near}{known}")
         if depth < len(rooms):
             owner = getattr(owner, name)
     kind = typing.get_type_hints(type(owner))[last]

@@ -15,10 +15,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config, DataConfig
+from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
-from medusa_jax.training.progress import announced, say
 
 CHOICES = {
     "train.stage": ("backbone", "medusa1"),

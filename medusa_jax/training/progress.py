@@ -3,11 +3,11 @@
 import contextlib
 import json
 import os
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+
+from medusa_jax.console import say
 
 
 def duration(seconds: float) -> str:
@@ -18,26 +18,6 @@ def duration(seconds: float) -> str:
     if s < 3600:
         return f"{s // 60}m{s % 60:02d}s"
     return f"{s // 3600}h{s % 3600 // 60:02d}m"
-
-
-def say(line: str) -> None:
-    """One line to the terminal, at once."""
-    print(line, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def announced(what: str, after: float = 5.0) -> Iterator[None]:
-    """Says that `what` is under way if it takes longer than `after` seconds."""
-    begin = time.monotonic()
-    timer = threading.Timer(after, say, [f"{what} (this can take minutes)..."])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-    if time.monotonic() - begin > after:
-        say(f"{what}: done in {duration(time.monotonic() - begin)}")
 
 
 class Progress:

@@ -17,12 +17,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from medusa_jax.config import Config
+from medusa_jax.console import announced
 from medusa_jax.heads import Base, make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import init_sharded, param_shardings, replicated
 from medusa_jax.training import losses
 from medusa_jax.training.partition import keep_if
-from medusa_jax.training.progress import announced
 
 Tree = Any
 
@@ -192,5 +192,5 @@ def compile_step(
     """The step as an executable; its arguments may be shapes. The state is donated."""
     out = (state_shardings(mesh, state), None)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
-    with announced("compiling the training step"):
+    with announced("compiling the training step (this can take minutes)"):
         return jitted.lower(state, frozen, batch).compile()

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config
+from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import make_mesh, replicated
 from medusa_jax.training import export, losses, prepare
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import TokenRows
 from medusa_jax.training.partition import make_optimizer, make_schedule
-from medusa_jax.training.progress import Progress, announced, say
+from medusa_jax.training.progress import Progress
 from medusa_jax.training.step import (
     Stage,
     TrainState,
@@ -150,7 +152,9 @@ class Run:
         tokens = train.batch_size * self.cfg.data.seq_len
         primary = jax.process_index() == 0
         self.progress = Progress(self.cfg.workdir, start, self.steps, tokens, primary)
-        previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop", True))
+        main = threading.current_thread() is threading.main_thread()
+        if main:  # elsewhere Python allows no handlers
+            previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop", True))
         last: dict[str, Any] = {}
         try:
             pending = None
@@ -185,7 +189,8 @@ class Run:
             say(f"done: {self.steps} steps; the result is in {self.cfg.workdir}/export")
             return last
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            if main:
+                signal.signal(signal.SIGTERM, previous)
             self.progress.close()
 
     def look(self, pending: tuple[int, Tree] | None) -> dict[str, Any] | None:

@@ -37,7 +37,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
     try:
-        with pytest.raises(UserError, match="step 2 .* failed .*; step 1 remains"):
+        with pytest.raises(UserError, match=r"step 2 .* failed .*; step 1 remains"):
             store.save(2, *trees(2.0), {}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

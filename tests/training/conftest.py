@@ -1,0 +1,80 @@
+"""Token arrays and a Vicuna-shaped directory with a sentencepiece tokenizer, made here."""
+
+import json
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+from training_setup import tiny_arch, write_tokens
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+TALK = [
+    ("What is a tree?", "A tree is a graph without cycles."),
+    ("And a forest?", "A forest is several trees side by side."),
+    ("Write a loop in Python.", "for i in range(10):\n    print(i)"),
+    ("Thank you very much!", "You are welcome. Ask me anything else."),
+]
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory):
+    """A token directory of 64 ids."""
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="session")
+def vicuna(tmp_path_factory):
+    """A model directory shaped like Vicuna's: Llama with own LM head, tokenizer.model only."""
+    spm = pytest.importorskip("sentencepiece")
+    from medusa_jax.interop.hf import save_backbone
+    from medusa_jax.model.llama import init_params
+
+    path = tmp_path_factory.mktemp("vicuna")
+    text = path / "text.txt"
+    text.write_text("\n".join(line for pair in TALK for line in pair) * 20)
+    spm.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(path / "tokenizer"),
+        vocab_size=340,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=1.0,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings = names | {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    size = spm.SentencePieceProcessor(model_file=str(path / "tokenizer.model")).vocab_size()
+    arch = tiny_arch(vocab_size=size, n_layers=2, max_position=256)
+    save_backbone(str(path), arch, init_params(arch, jax.random.key(0)), "float32")
+    return str(path)
+
+
+def conversation(*turns: int) -> dict:
+    """A ShareGPT record of the given pairs of TALK."""
+    said = []
+    for i in turns:
+        said += [
+            {"from": "human", "value": TALK[i][0]},
+            {"from": "gpt", "value": TALK[i][1]},
+        ]
+    return {"id": str(turns), "conversations": said}
+
+
+@pytest.fixture(scope="session")
+def sharegpt(tmp_path_factory):
+    """Seven good conversations, an empty one, one without an answer."""
+    file = tmp_path_factory.mktemp("sharegpt") / "talk.json"
+    good = [
+        conversation(*t) for t in ((0, 1), (2,), (3,), (0, 3), (1, 2), (2, 3), (0, 1, 2))
+    ]
+    bad = [
+        {"id": "empty", "conversations": []},
+        {"id": "no answer", "conversations": [{"from": "human", "value": "Hello?"}]},
+    ]
+    file.write_text(json.dumps(good + bad))
+    return str(file)

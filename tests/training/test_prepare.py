@@ -1,0 +1,167 @@
+"""Text of any kind to token arrays; what cannot be used is skipped, counted, reported."""
+
+import json
+
+import numpy as np
+import pytest
+from training_setup import tiny_config
+
+from medusa_jax.config import Config
+from medusa_jax.errors import UserError
+from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training import prepare
+
+
+def text_config(vicuna, workdir, source, **data):
+    cfg = tiny_config(str(source))
+    cfg.model.tokenizer, cfg.workdir = vicuna, str(workdir)
+    for name, value in ({"seq_len": 64, "packing": "first_fit"} | data).items():
+        setattr(cfg.data, name, value)
+    return cfg
+
+
+def directory_of(cfg):
+    return prepare.token_directory(cfg, cfg.data.source, cfg.data)
+
+
+def samples_of(directory):
+    tokens, counted, starts = (
+        np.load(f"{directory}/{name}.npy") for name in ("tokens", "counted", "doc_starts")
+    )
+    return [*zip(np.split(tokens, starts[1:]), np.split(counted, starts[1:]))]
+
+
+def test_only_the_assistant_counts_its_eos_included(vicuna, sharegpt, tmp_path):
+    cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicuna", seq_len=256)
+    tokenizer = load_tokenizer(vicuna)
+    samples = samples_of(directory_of(cfg))
+    assert len(samples) == 7
+    ids, counted = samples[1]
+    said = tokenizer.decode(ids[counted], skip_special=False)
+    assert said.strip() == "for i in range(10):\n    print(i)</s>"
+
+
+def test_bad_lines_are_skipped_and_reported(vicuna, tmp_path, capsys):
+    talk = {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Yo"},
+        ]
+    }
+    lines = [
+        json.dumps(talk),
+        '{"messages": [',
+        json.dumps({"messages": []}),
+        json.dumps(talk),
+    ]
+    lines += [json.dumps({"other": 1}), json.dumps([1])]
+    source = tmp_path / "talk.jsonl"
+    source.write_text("\n".join(lines))
+    cfg = text_config(vicuna, tmp_path, source, chat_template="vicuna", seq_len=256)
+    assert len(samples_of(directory_of(cfg))) == 2
+    said = capsys.readouterr().err
+    assert "2 of 6 samples used" in said
+    assert "4 samples skipped" in said and "1 x broken JSON" in said
+
+
+def test_nothing_usable_refuses_to_start(vicuna, tmp_path):
+    source = tmp_path / "talk.jsonl"
+    source.write_text('{"conversations": []}\n{bro\n')
+    cfg = text_config(vicuna, tmp_path, source, chat_template="vicuna")
+    with pytest.raises(UserError, match=r"none of the 2 samples .*broken JSON"):
+        directory_of(cfg)
+
+
+def test_an_answer_beyond_the_row_is_no_sample(vicuna, sharegpt, tmp_path):
+    cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicuna", seq_len=8)
+    with pytest.raises(UserError, match="no counted token within seq_len"):
+        directory_of(cfg)
+
+
+def test_text_lines_and_files(vicuna, tmp_path):
+    tokenizer = load_tokenizer(vicuna)
+    lines = tmp_path / "text.jsonl"
+    lines.write_text('{"text": "A tree is a graph."}\n{"text": " "}\n{"text": 3}\n')
+    ids, counted = samples_of(directory_of(text_config(vicuna, tmp_path, lines)))[0]
+    assert tokenizer.decode(ids).strip() == "A tree is a graph." and counted.all()
+    assert ids[0] == tokenizer.bos_id and ids[-1] in tokenizer.eos_ids
+    file = tmp_path / "text.txt"
+    file.write_text("A forest is several trees side by side.\n" * 50)
+    pieces = samples_of(directory_of(text_config(vicuna, tmp_path, file)))
+    assert len(pieces) > 3 and all(len(piece) <= 64 for piece, _ in pieces)
+    whole = samples_of(directory_of(text_config(vicuna, tmp_path, file, packing="concat")))
+    assert len(whole) == 1
+    assert np.array_equal(np.concatenate([p for p, _ in pieces]), whole[0][0])
+
+
+def test_tokenised_once(vicuna, sharegpt, tmp_path, monkeypatch):
+    cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicuna", seq_len=256)
+    first = directory_of(cfg)
+    monkeypatch.setattr(prepare, "tokenise", None)
+    assert directory_of(cfg) == first
+
+
+@pytest.mark.parametrize(
+    ("source", "data", "words"),
+    [
+        ("", {}, "data.source is empty"),
+        ("/no/such/file.jsonl", {}, "no file or token directory /no/such/file.jsonl"),
+        ("/no/such", {"format": "tokens"}, "has no tokens.npy"),
+    ],
+)
+def test_sources_that_are_not_there(vicuna, tmp_path, source, data, words):
+    with pytest.raises(UserError, match=words):
+        directory_of(text_config(vicuna, tmp_path, source, **data))
+
+
+def test_a_hub_id_without_network_names_it(vicuna, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def offline(*_, **__):
+        raise ConnectionError("cannot reach the hub\nlong trace")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(
+        UserError, match=r"who/what is neither .*cannot reach the hub.*auth login"
+    ):
+        directory_of(text_config(vicuna, tmp_path, "who/what"))
+
+
+def test_hub_datasets_are_read_by_grain(vicuna, sharegpt, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    with open(sharegpt, encoding="utf-8") as file:
+        table = datasets.Dataset.from_list(json.load(file))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: table)
+    cfg = text_config(
+        vicuna, tmp_path, "who/what", chat_template="vicuna", seq_len=256, max_samples=3
+    )
+    assert len(samples_of(directory_of(cfg))) == 3
+
+
+def test_an_unknown_template_names_the_nearest(vicuna, sharegpt, tmp_path):
+    cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicunna")
+    with pytest.raises(UserError, match="did you mean 'vicuna'"):
+        directory_of(cfg)
+
+
+def test_unknown_choices_name_the_nearest():
+    cfg = Config()
+    cfg.optim.schedule = "cosin"
+    with pytest.raises(UserError, match=r"optim\.schedule .* did you mean 'cosine'"):
+        prepare.check_choices(cfg)
+
+
+@pytest.mark.parametrize(
+    ("room", "field", "value", "words"),
+    [
+        ("train", "batch_size", 6, "multiple of accumulation"),
+        ("train", "loss_chunk", 0, "train.loss_chunk must be at least 1"),
+        ("data", "seq_len", 1000, "exceeds the model's 64 positions"),
+    ],
+)
+def test_sizes_that_do_not_fit(room, field, value, words):
+    cfg = tiny_config("", accumulation=4)
+    setattr(getattr(cfg, room), field, value)
+    with pytest.raises(UserError, match=words):
+        prepare.check(cfg, make_mesh())

@@ -1,0 +1,170 @@
+"""The command line: overrides, refusals in one line, the dry run, the Vicuna recipe."""
+
+import dataclasses
+import json
+import subprocess
+
+import pytest
+from training_setup import ROOT, command, environment, tiny_config, write_config
+
+from medusa_jax.cli import train as cli
+from medusa_jax.config import Config
+from medusa_jax.errors import UserError
+from medusa_jax.training import trainer
+
+
+def parse(*args, config="vicuna7b_m1"):
+    return cli.parse([f"--config={ROOT}/configs/{config}.py", "--workdir=w", *args])
+
+
+def test_overrides_take_the_type_of_the_field():
+    cfg = parse(
+        "--config.optim.lr=3e-4",
+        "--config.train.remat=true",
+        "--config.mesh=1,2,4",
+        "--config.model.arch.n_layers",
+        "3",
+        "--config.dry_run",
+    )
+    assert cfg.optim.lr == 3e-4 and cfg.train.remat is True and cfg.dry_run
+    assert cfg.mesh == (1, 2, 4) and cfg.model.arch.n_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("arg", "words"),
+    [
+        ("--config.optim.learning_rate=1", "config.optim has name, lr, warmup_steps"),
+        ("--config.train.batchsize=1", "did you mean --config.train.batch_size"),
+        ("--config.optm.lr=1", "did you mean --config.optim.lr"),
+        ("--config.optim.lr.x=1", "unknown field"),
+        ("--config.optim=1", "group of fields"),
+        ("--config.optim.lr=high", "takes float, not 'high'"),
+        ("--config.train.steps=1.5", "takes int, not '1.5'"),
+        ("--config.train.remat=maybe", "takes bool, not 'maybe'"),
+        ("--config.mesh=1,2", "--config.mesh takes"),
+        ("--workdri=x", "did you mean --workdir"),
+        ("steps=3", "unexpected argument"),
+    ],
+)
+def test_wrong_arguments(arg, words):
+    with pytest.raises(UserError) as error:
+        parse(arg)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_configuration_files_that_do_not_serve(tmp_path):
+    with pytest.raises(UserError, match="demo_backbone"):
+        cli.parse([f"--config={ROOT}/configs/nothing.py", "--workdir=w"])
+    for text, words in (
+        ("1/0", "ZeroDivisionError"),
+        ("def get_config(): return 3", "must return"),
+        ("x = 1", "does not run"),
+    ):
+        (tmp_path / "c.py").write_text(text)
+        with pytest.raises(UserError, match=words):
+            cli.parse([f"--config={tmp_path}/c.py", "--workdir=w"])
+    with pytest.raises(UserError, match="--workdir"):
+        cli.parse([f"--config={ROOT}/configs/vicuna7b_m1.py"])
+
+
+@pytest.mark.parametrize("name", ["vicuna7b_m1", "demo_backbone", "demo_medusa"])
+def test_shipped_configurations_are_sound(name):
+    cfg = parse(config=name)
+    assert isinstance(cfg, Config)
+    cli.run  # noqa: B018
+    from medusa_jax.training import prepare
+
+    prepare.check_choices(cfg)
+
+
+def test_bad_input_is_one_line_and_status_2(capsys):
+    assert cli.main(["--config=nothing.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_help_is_quick_and_imports_no_jax():
+    code = "import sys; from medusa_jax.cli.train import main; main(['--help']); "
+    code += "assert 'jax' not in sys.modules"
+    args = [command()[0], "-c", code]
+    done = subprocess.run(args, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "--config" in done.stdout, done.stderr
+
+
+def test_out_of_memory_is_one_line(tokens, tmp_path, monkeypatch, capsys):
+    def train(cfg):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes\nstack\n")
+
+    monkeypatch.setattr(trainer, "train", train)
+    assert cli.main([f"--config={write_config(tmp_path, tokens)}", "--workdir=w"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "out of device memory" in said and "accumulation" in said and said.count("\n") == 1
+    )
+
+
+def test_a_mesh_that_does_not_divide_names_the_axis(tokens, tmp_path, capsys):
+    args = [f"--config={write_config(tmp_path, tokens)}", f"--workdir={tmp_path / 'w'}"]
+    assert cli.main([*args, "--config.mesh=3,3,3"]) == 2
+    assert "27 devices" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there(tokens, tmp_path, capsys):
+    args = [
+        f"--config={write_config(tmp_path, tokens, 'medusa1')}",
+        f"--workdir={tmp_path}/w",
+    ]
+    assert cli.main([*args, "--config.model.path=/no/such/model"]) == 2
+    said = capsys.readouterr().err
+    assert "/no/such/model" in said and said.count("\n") == 1
+
+
+def test_dry_run_counts_and_trains_nothing(tmp_path, capsys):
+    small = [
+        "d_model=32",
+        "n_layers=2",
+        "n_heads=2",
+        "n_kv_heads=2",
+        "head_dim=16",
+        "d_ff=64",
+    ]
+    args = [f"--config.model.arch.{field}" for field in (*small, "vocab_size=128")]
+    args += ["--config.dry_run", "--config.data.seq_len=32", "--config.train.batch_size=8"]
+    assert cli.main([f"--config={ROOT}/configs/vicuna7b_m1.py", *args]) == 0
+    said = capsys.readouterr().out
+    D, F, V = 32, 64, 128
+    backbone = 2 * (4 * D * D + 3 * D * F + 2 * D) + D + 2 * V * D
+    heads = 5 * (D * D + D + D * V)
+    assert f"backbone parameters   {backbone:,}" in said
+    assert f"trainable parameters  {heads:,}" in said
+    assert "memory per device" in said and "8 x 1 x 32 tokens per update" in said
+
+
+def test_vicuna_recipe_on_a_tiny_vicuna(vicuna, sharegpt, tmp_path):
+    """The shipped recipe, its data path and all, with other sizes only."""
+    cfg = parse(
+        f"--config.model.path={vicuna}",
+        f"--config.data.source={sharegpt}",
+        f"--config.data.eval_source={sharegpt}",
+        "--config.data.seq_len=256",
+        "--config.train.batch_size=2",
+        "--config.train.accumulation=2",
+        "--config.train.epochs=12",
+        "--config.train.log_every=1",
+        f"--workdir={tmp_path}",
+    )
+    trainer.train(cfg)
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    train = [r for r in log if r["kind"] == "train"]
+    assert len(train[0]["top1"]) == 5
+    assert sum(train[-1]["loss"]) < sum(train[0]["loss"])
+    heads = json.loads((tmp_path / "export" / "heads.json").read_text())
+    assert heads["heads"] == dataclasses.asdict(cfg.heads)
+    assert heads["recipe"]["config"]["data"]["chat_template"] == "vicuna"
+    report = next((tmp_path / "tokens").glob("*/report.json"))
+    assert json.loads(report.read_text())["skipped"]
+
+
+def test_field_names_reach_every_leaf():
+    names = cli.field_names(tiny_config(""))
+    assert "model.arch.rope_theta" in names and "mesh" in names and "optim.lr" in names

@@ -1,0 +1,250 @@
+"""Whole runs on a tiny backbone: frozen stays frozen, poison is skipped, kills do no harm."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_setup import command, environment, tiny_config, write_config
+
+from medusa_jax.errors import UserError
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training import trainer
+from medusa_jax.training.data import TokenRows
+from medusa_jax.training.partition import make_optimizer, make_schedule
+from medusa_jax.training.step import (
+    abstract_batch,
+    compile_step,
+    init_state,
+    make_stage,
+    make_step,
+    microbatches,
+)
+
+
+def records(workdir, kind="train"):
+    lines = (pathlib.Path(workdir) / "log.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+def run(cfg, workdir):
+    cfg.workdir = str(workdir)
+    os.makedirs(workdir, exist_ok=True)
+    return trainer.train(cfg)
+
+
+@pytest.fixture(scope="module")
+def backbone(tokens, tmp_path_factory):
+    """A backbone trained for 40 steps: (workdir, its log)."""
+    workdir = tmp_path_factory.mktemp("backbone")
+    cfg = tiny_config(tokens, steps=40, eval_every=20, save_every=20)
+    cfg.data.eval_source, cfg.data.eval_samples = tokens, 12
+    run(cfg, workdir)
+    return workdir, records(workdir)
+
+
+def test_a_backbone_learns_and_is_exported(backbone, tokens):
+    workdir, log = backbone
+    losses = [r["loss"][0] for r in log]
+    assert losses[0] > 3.8 and losses[-1] < 0.8 * losses[0]
+    held_out = records(workdir, "eval")
+    assert [r["step"] for r in held_out] == [20, 40] and held_out[1]["loss"] < held_out[0][
+        "loss"
+    ]
+    from medusa_jax.interop.hf import load_backbone
+
+    arch, params = load_backbone(str(workdir / "export"), make_mesh())
+    assert arch.d_model == 16 and (workdir / "best" / "model.safetensors").exists()
+    cfg = tiny_config(tokens)
+    stage = make_stage(cfg)
+    rows = TokenRows(tokens, cfg.data, 64, shuffle=False)
+    cfg.data.eval_samples = 12
+    again = trainer.Evaluator(cfg, stage, make_mesh(), rows)(params, {})
+    np.testing.assert_allclose(again["loss"], held_out[1]["loss"], rtol=1e-5)
+
+
+def test_heads_train_on_a_backbone_that_does_not_change(backbone, tokens, tmp_path):
+    model = backbone[0] / "export"
+    before = (model / "model.safetensors").read_bytes()
+    cfg = tiny_config(tokens, "medusa1", steps=80, save_every=80)
+    cfg.model.path, cfg.optim.name = str(model), "adamw"
+    run(cfg, tmp_path)
+    log = records(tmp_path)
+    first, last = (
+        np.mean([r["loss"] for r in part], axis=0) for part in (log[:5], log[-5:])
+    )
+    assert first.shape == (3,) and last[0] < first[0] and last.mean() < first.mean()
+    assert (model / "model.safetensors").read_bytes() == before
+    names = {p.name for p in (tmp_path / "checkpoints" / "80").rglob("*")}
+    assert "trainable" in names and not any("embed" in name for name in names)
+    from medusa_jax.interop.heads_io import load_heads
+
+    assert (tmp_path / "export" / "heads.json").exists()
+    assert callable(load_heads)
+
+
+def pieces(cfg, tokens):
+    """Everything that one step needs."""
+    mesh = make_mesh(cfg.mesh)
+    stage = make_stage(cfg)
+    schedule = make_schedule(cfg.optim, 10)
+    optimizer = make_optimizer(cfg.optim, schedule)
+    frozen = {}
+    if cfg.train.stage != "backbone":
+        from medusa_jax.model.llama import init_params
+
+        frozen = init_params(cfg.model.arch, jax.random.key(5))
+    state = init_state(stage, optimizer, mesh, frozen, 0)
+    step = make_step(stage, optimizer, schedule, 0)
+    compiled = compile_step(step, state, frozen, abstract_batch(cfg, mesh), mesh)
+    rows = TokenRows(tokens, cfg.data, cfg.model.arch.vocab_size)
+    return mesh, compiled, state, frozen, rows
+
+
+def host(tree):
+    return jax.tree.map(lambda x: np.array(x), tree)
+
+
+def test_the_frozen_tree_has_no_gradient_no_moments_and_keeps_its_bits(tokens):
+    cfg = tiny_config(tokens, "medusa1")
+    mesh, step, state, frozen, rows = pieces(cfg, tokens)
+    before = host(frozen)
+    state, _ = step(state, frozen, microbatches(mesh, rows.batch(0, 8), 1))
+    jax.tree.map(np.testing.assert_array_equal, host(frozen), before)
+    shapes = {x.shape for x in jax.tree.leaves((state.params, state.opt))}
+    assert before["layers_0"]["mlp"]["up_proj"]["kernel"].shape not in shapes
+
+
+@pytest.mark.parametrize("stage", ["backbone", "medusa1"])
+def test_microbatches_add_up(tokens, stage):
+    """Four microbatches give the update of the whole batch, although their counts differ."""
+    results = []
+    for accumulation in (1, 4):
+        cfg = tiny_config(tokens, stage, accumulation=accumulation)
+        cfg.optim.name = "adamw"
+        cfg.optim.eps = 1e-3  # no division by tiny gradients
+        mesh, step, state, frozen, rows = pieces(cfg, tokens)
+        batch = rows.batch(0, 8)
+        batch["counted"] &= np.arange(16)[None, :] > 2 * np.arange(8)[:, None]
+        state, metrics = step(state, frozen, microbatches(mesh, batch, accumulation))
+        results.append((host(state.params), host(metrics)))
+    (one, one_metrics), (four, four_metrics) = results
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), one, four)
+    np.testing.assert_allclose(one_metrics["loss"], four_metrics["loss"], rtol=1e-5)
+    np.testing.assert_allclose(one_metrics["top5"], four_metrics["top5"])
+
+
+def test_a_poisoned_batch_changes_nothing(tokens):
+    cfg = tiny_config(tokens, "medusa1")
+    mesh, step, state, frozen, rows = pieces(cfg, tokens)
+    poison = frozen["embed_tokens"]["embedding"].at[7].set(jnp.nan)
+    frozen = frozen | {"embed_tokens": {"embedding": poison}}
+    before = host((state.params, state.opt))
+    batch = rows.batch(0, 8)
+    clean = batch | {"tokens": np.where(batch["tokens"] == 7, 8, batch["tokens"])}
+    state, metrics = step(state, frozen, microbatches(mesh, batch, 1))
+    assert bool(metrics["skipped"]) and int(state.step) == 1 and int(state.updates) == 0
+    jax.tree.map(np.testing.assert_array_equal, host((state.params, state.opt)), before)
+    state, metrics = step(state, frozen, microbatches(mesh, clean, 1))
+    assert not bool(metrics["skipped"]) and int(state.updates) == 1
+    assert np.isfinite(np.asarray(metrics["loss"])).all()
+
+
+def test_a_batch_without_targets_is_harmless(tokens):
+    cfg = tiny_config(tokens)
+    mesh, step, state, frozen, rows = pieces(cfg, tokens)
+    batch = rows.batch(0, 8)
+    batch["counted"][:] = False
+    _, metrics = step(state, frozen, microbatches(mesh, batch, 1))
+    assert float(metrics["loss"][0]) == 0.0 and not bool(metrics["skipped"])
+
+
+def test_too_many_bad_steps_end_the_run(tokens, tmp_path, capsys):
+    cfg = tiny_config(tokens, steps=30, max_bad_steps=3)
+    run_cfg = tiny_config(tokens, steps=4)
+    run(run_cfg, tmp_path)
+    cfg.optim.lr = 1e30  # the first update ruins the weights
+    with pytest.raises(UserError, match=r"3 steps in a row .* checkpoint \d+ is good"):
+        run(cfg, tmp_path)
+    assert "update skipped" in capsys.readouterr().err
+
+
+def test_steps_look_at_the_metrics_of_the_step_before(tokens, tmp_path):
+    last = run(tiny_config(tokens, steps=3), tmp_path)
+    assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
+    assert records(tmp_path)[-1]["loss"] == last["loss"]
+
+
+def start(tmp_path, data, workdir, *more):
+    config = write_config(tmp_path, data)
+    args = (f"--config={config}", f"--workdir={workdir}", "--config.train.steps=150", *more)
+    process = subprocess.Popen(
+        command(*args), env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    log = pathlib.Path(workdir) / "log.jsonl"
+    limit = time.monotonic() + 90
+    while time.monotonic() < limit and process.poll() is None:
+        if log.exists() and log.read_text().count("\n") >= 22:
+            return process
+        time.sleep(0.005)
+    process.kill()
+    raise AssertionError(process.communicate()[1])
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tokens, tmp_path):
+    """SIGKILL while steps and saves are under way; the series equals an unbroken run's."""
+    process = start(tmp_path, tokens, tmp_path / "killed", "--config.train.save_every=8")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    cut = len(records(tmp_path / "killed"))
+    assert 20 <= cut < 150
+    for workdir in ("killed", "whole"):
+        run(tiny_config(tokens, steps=150, save_every=50), tmp_path / workdir)
+    killed, whole = (records(tmp_path / name) for name in ("killed", "whole"))
+    assert [r["step"] for r in killed] == list(range(1, 151))
+    keys = ("loss", "objective", "gradient_norm", "lr", "top1")
+    for a, b in zip(killed, whole):
+        assert [a[k] for k in keys] == [b[k] for k in keys], a["step"]
+
+
+def test_sigterm_saves_and_ends_cleanly(tokens, tmp_path):
+    process = start(tmp_path, tokens, tmp_path / "run", "--config.train.save_every=1000")
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped by SIGTERM after step" in said
+    step = int(said.split("SIGTERM after step")[1].split(";")[0])
+    assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
+    assert len(records(tmp_path / "run")) == step
+
+
+def test_eight_devices_give_the_same_losses(tokens, tmp_path):
+    """Simulated devices over (data, fsdp, tensor) = (2, 2, 2) against one."""
+    config = write_config(tmp_path, tokens, "medusa1")
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    args = [f"--config={config}", f"--workdir={tmp_path / 'eight'}", "--config.mesh=2,2,2"]
+    args += ["--config.train.save_every=16"]
+    done = subprocess.run(
+        command(*args),
+        env=environment(**flags),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    run(tiny_config(tokens, "medusa1"), tmp_path / "one")
+    eight, one = (records(tmp_path / name) for name in ("eight", "one"))
+    np.testing.assert_allclose(
+        [r["loss"] for r in eight], [r["loss"] for r in one], rtol=2e-4
+    )
+
+
+def test_another_batch_size_is_not_resumed(tokens, tmp_path):
+    run(tiny_config(tokens, steps=2), tmp_path)
+    with pytest.raises(UserError, match="use another --workdir"):
+        run(tiny_config(tokens, steps=4, batch_size=4), tmp_path)
