@@ -1,7 +1,7 @@
 """The demo's backbone: a 4.8M-parameter Llama that writes Python, trained from scratch.
 
-    python -m medusa_jax.demo.corpus --out work/demo
-    python train.py --config=configs/demo_backbone.py --workdir=work/demo/backbone
+python -m medusa_jax.demo.corpus --out work/demo
+python train.py --config=configs/demo_backbone.py --workdir=work/demo/backbone
 """
 
 from medusa_jax.config import (
@@ -52,7 +52,7 @@ def get_config() -> Config:
         train=TrainConfig(
             stage="backbone",
             batch_size=8,
-            steps=6000,
+            steps=1700,
             dtype="float32",
             remat=False,
             loss_chunk=128,

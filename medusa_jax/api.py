@@ -167,7 +167,9 @@ class Model:
 
     def _default_tree(self) -> Tree:
         if self.calibrated is None:
-            return Tree.chain(self.drafter.n_heads) if self.variables["heads"] else Tree.none()
+            return (
+                Tree.chain(self.drafter.n_heads) if self.variables["heads"] else Tree.none()
+            )
         platform = jax.default_backend()
         if platform == "cpu" or self.calibrated.get("platform") == platform:
             return parse_tree("auto", self.calibrated)
@@ -201,14 +203,18 @@ class Model:
         if acceptance == "auto":
             acceptance = "sampled" if sampled else "greedy"
         if acceptance == "rejection":
-            raise UserError("acceptance 'rejection' is not built yet; 'sampled' is lossless too")
+            raise UserError(
+                "acceptance 'rejection' is not built yet; 'sampled' is lossless too"
+            )
         if acceptance not in LOSSLESS:
             known = "auto, greedy, sampled, typical"
             raise UserError(f"unknown acceptance {acceptance!r}: there are {known}")
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")
         if acceptance == "typical" and not (0 < epsilon <= 1 and delta > 0):
-            raise UserError(f"epsilon must be in (0, 1] and delta positive: {epsilon}, {delta}")
+            raise UserError(
+                f"epsilon must be in (0, 1] and delta positive: {epsilon}, {delta}"
+            )
         return loop.Engine(
             self.llama,
             self.drafter,
@@ -230,10 +236,14 @@ class Model:
         else:
             ids = [int(i) for i in prompt]
             if any(not 0 <= i < self.config.vocab_size for i in ids):
-                raise UserError(f"a prompt id is outside the vocabulary 0..{self.config.vocab_size - 1}")
+                raise UserError(
+                    f"a prompt id is outside the vocabulary 0..{self.config.vocab_size - 1}"
+                )
         if not ids:
             if self.tokenizer.bos_id is None:
-                raise UserError("the prompt is empty and the tokenizer has no BOS to start from")
+                raise UserError(
+                    "the prompt is empty and the tokenizer has no BOS to start from"
+                )
             ids = [self.tokenizer.bos_id]
         return ids
 
@@ -255,7 +265,9 @@ class Model:
                 )
         return loop.Request(
             prompts=encoded,
-            limits=[min(o.max_new_tokens, context - len(p)) for o, p in zip(options, encoded)],
+            limits=[
+                min(o.max_new_tokens, context - len(p)) for o, p in zip(options, encoded)
+            ],
             temperature=[o.temperature for o in options],
             top_k=[o.top_k for o in options],
             top_p=[o.top_p for o in options],
@@ -268,7 +280,13 @@ class Model:
         longest, limit = max(map(len, request.prompts)), max(request.limits)
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits))
         ladder = loop.slot_ladder(engine, longest, needed + engine.tree.n_nodes)
-        shape = (engine, len(request.prompts), loop.power_of_two(longest, 1), limit, *ladder)
+        shape = (
+            engine,
+            len(request.prompts),
+            loop.power_of_two(longest, 1),
+            limit,
+            *ladder,
+        )
         if shape in self._warm:
             return 0.0
         start = time.perf_counter()
@@ -304,8 +322,9 @@ class Model:
         rows, engine, request = self._plan(prompts, options, engine_options)
         compile_seconds = self._compile(engine, request)
         if any(o.stop for o in rows):
-            *_, last = self._stream(rows, engine, request, compile_seconds)
-            return last[1]
+            *_, (_, results) = self._stream(rows, engine, request, compile_seconds)
+            assert results is not None
+            return results
         start = time.perf_counter()
         state, ladder = jax.block_until_ready(loop.begin(engine, self.variables, request))
         middle = time.perf_counter()
@@ -496,7 +515,7 @@ def load(
     kind = dtype or default_dtype()
     if kind not in DTYPES:
         raise UserError(f"dtype is one of {', '.join(DTYPES)}, not {kind!r}")
-    if kind == "float64" and not jax.config.jax_enable_x64:
+    if kind == "float64" and not jax.config.read("jax_enable_x64"):
         jax.config.update("jax_enable_x64", True)
     path = model or str(DEMO / "backbone")
     if model is None and not (DEMO / "backbone" / "config.json").exists():
@@ -513,8 +532,9 @@ def load(
     text_to_ids = load_tokenizer(tokenizer or path)
     config, params = hf.load_backbone(path, devices, kind)
     calibrated = None
+    head_params: Any = {}
     if drafter == "none":
-        heads, head_params = HeadsConfig(n_heads=1, lm_head="shared"), {}
+        heads = HeadsConfig(n_heads=1, lm_head="shared")
     else:
         directory = Path(resolve(heads_path, heads_io.HEAD_FILES))
         if (directory / "tree.json").exists():

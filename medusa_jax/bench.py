@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
                    help="JSONL: prompt/prompt_ids, or Spec-Bench questions with turns (first "
                    "turn); an optional 'continuation_ids' is the real text")  # fmt: skip
     p.add_argument("--model", help="directory or hub id (default: the demo)")
-    p.add_argument("--drafters", default="medusa", help="comma-separated names or directories")
+    p.add_argument(
+        "--drafters", default="medusa", help="comma-separated names or directories"
+    )
     p.add_argument("--trees", default="auto,64", help="comma-separated --tree values (cartesian "
                    "widths with x: cartesian:2x3)")  # fmt: skip
     p.add_argument("--dtype", choices=["float64", "float32", "bfloat16"])
@@ -50,9 +52,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max_new_tokens", type=int, default=200)
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--repeats", type=int, default=3, help="timed runs per prompt; medians count")
-    p.add_argument("--transformers", action="store_true",
-                   help="also time transformers' generate on the same weights (needs torch)")
+    p.add_argument(
+        "--repeats", type=int, default=3, help="timed runs per prompt; medians count"
+    )
+    p.add_argument(
+        "--transformers",
+        action="store_true",
+        help="also time transformers' generate on the same weights (needs torch)",
+    )
     p.add_argument("--out", default="work/bench", help="directory for results")
     return p
 
@@ -92,7 +99,9 @@ def bench_row(
         max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, seed=flags.seed
     )
     compared = []
-    for question in tqdm(questions, desc=f"{tree.n_nodes} nodes", unit="prompt", disable=None):
+    for question in tqdm(
+        questions, desc=f"{tree.n_nodes} nodes", unit="prompt", disable=None
+    ):
         prompt = question.get("prompt_ids", question.get("prompt"))
         compared += compare(model, [prompt], options, tree=tree, repeats=flags.repeats)
     steps = sum(c.drafted.steps for c in compared)
@@ -138,7 +147,9 @@ def bench_row(
 def spec_bench_answer(question: dict[str, Any], compared: Any, name: str) -> dict[str, Any]:
     """One line of Spec-Bench's answer files."""
     result = compared.drafted
-    accepted = [n + 1 for n, count in enumerate(result.acceptance_histogram) for _ in range(count)]
+    accepted = [
+        n + 1 for n, count in enumerate(result.acceptance_histogram) for _ in range(count)
+    ]
     return {
         "question_id": question["question_id"],
         "category": question["category"],
@@ -165,7 +176,9 @@ def transformers_speed(
         import torch
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise UserError("--transformers needs torch: pip install 'medusa-jax[torch]'") from error
+        raise UserError(
+            "--transformers needs torch: pip install 'medusa-jax[torch]'"
+        ) from error
     from medusa_jax.api import Options
 
     theirs_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

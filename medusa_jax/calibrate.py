@@ -118,7 +118,7 @@ def calibrate(flags: argparse.Namespace) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"--sizes is a list like 1,4,8, not {flags.sizes!r}") from error
     records = read_prompts(flags.prompts, flags.limit)
-    prompts = [r.get("prompt_ids", r.get("prompt")) for r in records]
+    prompts: list[Any] = [r.get("prompt_ids", r.get("prompt")) for r in records]
     model = load(flags.model, flags.drafter, dtype=flags.dtype, mesh=parse_mesh(flags.mesh))
     texts = collect_tuples(model, prompts, flags.max_new_tokens, flags.temperature)
     tuples_NK = np.concatenate(texts)

@@ -30,7 +30,7 @@ def use_compilation_cache() -> None:
     """Keep compiled programs between runs, unless the user has set a place of their own."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.read("jax_compilation_cache_dir") is None:
         cache = os.path.join(os.path.expanduser("~"), ".cache", "medusa_jax", "compiled")
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
@@ -43,7 +43,9 @@ def warn_if_accelerator_unused() -> None:
     if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
         return
     if os.path.exists("/dev/nvidia0"):
-        say("warning: this machine has a GPU but JAX uses the CPU: pip install 'jax[cuda12]'")
+        say(
+            "warning: this machine has a GPU but JAX uses the CPU: pip install 'jax[cuda12]'"
+        )
     elif os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):
         say("warning: this machine has a TPU but JAX uses the CPU: pip install 'jax[tpu]'")
 

@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompts", required=True, help="JSONL with prompt (or prompt_ids)")
     p.add_argument("--out", required=True, help="directory to write")
     p.add_argument("--model", help="directory or hub id (default: the demo)")
-    p.add_argument("--drafter", default="none", help="heads that speed this up, if there are any")
+    p.add_argument(
+        "--drafter", default="none", help="heads that speed this up, if there are any"
+    )
     p.add_argument("--tree", default="auto")
     p.add_argument("--dtype", choices=["float32", "bfloat16"])
     p.add_argument("--temperature", type=float, default=0.0)
@@ -66,7 +68,9 @@ def read_prompts(path: str, limit: int = 0) -> list[dict[str, Any]]:
         raise UserError(f"cannot read the prompts in {path}: {error}") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSONL: {error}") from error
-    if not all(isinstance(r, dict) and ("prompt" in r or "prompt_ids" in r) for r in records):
+    if not all(
+        isinstance(r, dict) and ("prompt" in r or "prompt_ids" in r) for r in records
+    ):
         raise UserError(f"every line of {path} needs 'prompt' or 'prompt_ids'")
     if not records:
         raise UserError(f"{path} holds no prompts")
@@ -107,12 +111,14 @@ def answer(
 
 def write_token_directory(directory: Path, samples: Sequence[dict[str, Any]]) -> int:
     """tokens.npy, doc_starts.npy and counted.npy of the samples; returns the counted tokens."""
-    tokens, starts, counted = [], [], []
+    tokens: list[int] = []
+    starts: list[int] = []
+    counted: list[bool] = []
     for sample in samples:
         starts.append(len(tokens))
         tokens += sample["prompt_ids"] + sample["token_ids"]
         counted += [False] * len(sample["prompt_ids"]) + [True] * len(sample["token_ids"])
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "tokens": np.array(tokens, np.int32),
         "doc_starts": np.array(starts, np.int64),
         "counted": np.array(counted, bool),
@@ -172,7 +178,9 @@ def run(flags: argparse.Namespace) -> int:
     }
     (out / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n")
     speed = made / max(time.perf_counter() - start, 1e-9)
-    say(f"{len(done)} samples, {counted} tokens of the model's own, {speed:.0f} tokens/s; in {out}")
+    say(
+        f"{len(done)} samples, {counted} tokens of the model's own, {speed:.0f} tokens/s; in {out}"
+    )
     return 0
 
 

@@ -46,7 +46,9 @@ def make_mesh(shape: Sequence[int] = (1, 1, 1)) -> Mesh:
     sizes = list(shape)
     devices = jax.devices()
     if len(sizes) != 3 or sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
-        raise UserError(f"a mesh is three sizes data,fsdp,tensor (one may be -1), not {shape}")
+        raise UserError(
+            f"a mesh is three sizes data,fsdp,tensor (one may be -1), not {shape}"
+        )
     known = math.prod(s for s in sizes if s != -1)
     if -1 in sizes:
         if len(devices) % known:

@@ -50,7 +50,9 @@ class Tree:
             ):
                 raise UserError(f"a tree choice is a list of whole numbers, not {path!r}")
             if not path:
-                raise UserError("a tree choice is empty: the root is added by itself, remove it")
+                raise UserError(
+                    "a tree choice is empty: the root is added by itself, remove it"
+                )
             if min(path) < 0:
                 raise UserError(f"tree choice {list(path)} holds a negative rank")
             paths.append(tuple(int(r) for r in path))
@@ -140,7 +142,9 @@ class Tree:
 
         For the example of the class: row 4 is [0, 1, 4], row 2 is [0, 2, 2].
         """
-        rows = np.tile(np.arange(self.n_nodes, dtype=np.int32)[:, None], (1, self.path_length))
+        rows = np.tile(
+            np.arange(self.n_nodes, dtype=np.int32)[:, None], (1, self.path_length)
+        )
         for node in range(self.n_nodes):
             walk = node
             for depth in range(self.depth_M[node], -1, -1):

@@ -25,35 +25,76 @@ def parser() -> argparse.ArgumentParser:
     )
     add = p.add_argument
     add("--prompt", help="text to continue ('-' reads standard input)")
-    add("--prompts_file", help="JSONL with prompt or messages, and optional per-request "
-        "temperature, top_p, seed, max_new_tokens, stop")
+    add(
+        "--prompts_file",
+        help="JSONL with prompt or messages, and optional per-request "
+        "temperature, top_p, seed, max_new_tokens, stop",
+    )
     add("--model", help="directory or hub id of a Llama-family model (default: the demo)")
     add("--tokenizer", help="directory or hub id, if not beside the model")
-    add("--drafter", default="medusa", help="medusa, a directory or hub id with heads, or none")
-    add("--tree", default="auto", help="auto, none, a number of nodes, cartesian:2,3, chain:4, "
-        "or a JSON file of choices (default: auto)")
-    add("--acceptance", default="auto", choices=["auto", "greedy", "sampled", "rejection",
-        "typical"], help="auto is greedy at temperature 0, sampled above; both are lossless, "
-        "typical is lossy")
+    add(
+        "--drafter",
+        default="medusa",
+        help="medusa, a directory or hub id with heads, or none",
+    )
+    add(
+        "--tree",
+        default="auto",
+        help="auto, none, a number of nodes, cartesian:2,3, chain:4, "
+        "or a JSON file of choices (default: auto)",
+    )
+    add(
+        "--acceptance",
+        default="auto",
+        choices=["auto", "greedy", "sampled", "rejection", "typical"],
+        help="auto is greedy at temperature 0, sampled above; both are lossless, "
+        "typical is lossy",
+    )
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top_k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
-    add("--top_p", type=float, default=1.0, help="keep the likeliest tokens up to this mass")
-    add("--min_p", type=float, default=0.0, help="drop tokens below this share of the likeliest")
+    add(
+        "--top_p", type=float, default=1.0, help="keep the likeliest tokens up to this mass"
+    )
+    add(
+        "--min_p",
+        type=float,
+        default=0.0,
+        help="drop tokens below this share of the likeliest",
+    )
     add("--epsilon", type=float, default=0.09, help="typical acceptance: hard threshold")
     add("--delta", type=float, default=0.3, help="typical acceptance: entropy threshold")
     add("--seed", type=int, default=0)
     add("--max_new_tokens", type=int, default=200)
-    add("--stop", action="append", default=[], help="string that ends the text (repeatable)")
-    add("--dtype", choices=["float64", "float32", "bfloat16", "float16"],
-        help="default: float32 on CPU, bfloat16 elsewhere")
+    add(
+        "--stop", action="append", default=[], help="string that ends the text (repeatable)"
+    )
+    add(
+        "--dtype",
+        choices=["float64", "float32", "bfloat16", "float16"],
+        help="default: float32 on CPU, bfloat16 elsewhere",
+    )
     add("--mesh", default="1,1,1", help="devices along data,fsdp,tensor")
-    add("--chat", default=None, nargs="?", const="", metavar="TEMPLATE",
-        help="wrap the prompt in the tokenizer's chat template (or a shipped one by name)")
-    add("--show_drafts", action="store_true", help="colour tokens by the tree depth they were "
-        "accepted at")
-    add("--compare", action="store_true", help="also run the autoregressive loop: speed-up and "
-        "identity")
-    add("--repeats", type=int, default=3, help="timed runs of --compare (medians are shown)")
+    add(
+        "--chat",
+        default=None,
+        nargs="?",
+        const="",
+        metavar="TEMPLATE",
+        help="wrap the prompt in the tokenizer's chat template (or a shipped one by name)",
+    )
+    add(
+        "--show_drafts",
+        action="store_true",
+        help="colour tokens by the tree depth they were accepted at",
+    )
+    add(
+        "--compare",
+        action="store_true",
+        help="also run the autoregressive loop: speed-up and identity",
+    )
+    add(
+        "--repeats", type=int, default=3, help="timed runs of --compare (medians are shown)"
+    )
     add("--json", action="store_true", help="print one JSON object instead of text")
     return p
 

@@ -40,7 +40,9 @@ def run(flags: argparse.Namespace) -> int:
     )
     prompts = [chat_prompt(model, p, flags.chat) for p in prompts]
     if flags.chat is not None:
-        model.eos_ids = tuple(sorted({*model.eos_ids, *stop_ids(model.tokenizer, flags.chat)}))
+        model.eos_ids = tuple(
+            sorted({*model.eos_ids, *stop_ids(model.tokenizer, flags.chat)})
+        )
     engine_options = {
         "acceptance": flags.acceptance,
         "epsilon": flags.epsilon,
@@ -70,12 +72,14 @@ def run(flags: argparse.Namespace) -> int:
         else:
             say(summary(facts))
             if result.finish_reason == "context":
-                say(f"note: stopped at the model's context of {model.config.max_position} tokens")
+                say(
+                    f"note: stopped at the model's context of {model.config.max_position} tokens"
+                )
     return 0
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:
-    """"1,2,4" -> (1, 2, 4)."""
+    """ "1,2,4" -> (1, 2, 4)."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -159,7 +163,9 @@ def stream_to_terminal(
     sys.stdout.flush()
     if flags.show_drafts:
         legend = " ".join(f"\x1b[{c}m{d}\x1b[0m" for d, c in enumerate(COLOURS, 1))
-        say(f"accepted drafts by tree depth: {legend}; plain = chosen by the backbone itself")
+        say(
+            f"accepted drafts by tree depth: {legend}; plain = chosen by the backbone itself"
+        )
     return results
 
 

@@ -64,7 +64,9 @@ def target_tokens(
     if sampling is None:
         return best_token(logits_BMV)
     if by_depth is None:
-        noise = gumbel(sampling.key_B, positions_BM + 1, logits_BMV.shape[-1], logits_BMV.dtype)
+        noise = gumbel(
+            sampling.key_B, positions_BM + 1, logits_BMV.shape[-1], logits_BMV.dtype
+        )
     else:
         noise = jnp.take(by_depth[0], by_depth[1], axis=1)
     noise = jnp.where((sampling.temperature_B > 0)[:, None, None], noise, 0)
@@ -126,7 +128,11 @@ def accept_typical(
     # Summed log-probability of the drafts on the way to each node (the root adds nothing).
     own_BM = jnp.where((jnp.asarray(tree.depth_M) > 0)[None, :], log_p_BM, 0)
     own_BM = jnp.maximum(own_BM, jnp.finfo(own_BM.dtype).min / (2 * tree.path_length))
-    total_BM = jnp.sum(jnp.where(jnp.asarray(tree.mask_MM)[None], own_BM[:, None, :], 0), axis=-1)
+    total_BM = jnp.sum(
+        jnp.where(jnp.asarray(tree.mask_MM)[None], own_BM[:, None, :], 0), axis=-1
+    )
     path_BL, n_B, best_B = walk(passed_BM, tree, total_BM)
     likeliest_BM = best_token(logits_BMV)
-    return Accepted(path_BL, n_B, jnp.take_along_axis(likeliest_BM, best_B[:, None], 1)[:, 0])
+    return Accepted(
+        path_BL, n_B, jnp.take_along_axis(likeliest_BM, best_B[:, None], 1)[:, 0]
+    )

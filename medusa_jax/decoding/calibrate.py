@@ -45,9 +45,7 @@ def rank_tuples(
     c = base.llama.config
     position_BT = jnp.broadcast_to(jnp.arange(T)[None, :], (B, T))
     segment_BT = (position_BT < length_B[:, None]).astype(jnp.int32)
-    hidden_BTD = base.llama.apply(
-        {"params": base.params}, tokens_BT, position_BT, segment_BT, method="forward"
-    )
+    hidden_BTD = base.forward(tokens_BT, position_BT, segment_BT)
     features_KBTD = drafter.features(
         head_params, base, hidden_BTD, tokens_BT, position_BT, segment_BT
     )
@@ -146,6 +144,8 @@ def replayed_tokens(texts: Sequence[np.ndarray], tree: Tree) -> float:
     return tokens / max(steps, 1)
 
 
-def best_size(sizes: Sequence[int], tokens: Sequence[float], seconds: Sequence[float]) -> int:
+def best_size(
+    sizes: Sequence[int], tokens: Sequence[float], seconds: Sequence[float]
+) -> int:
     """The size with the most tokens per second: argmax E[tokens] / t_step(M)."""
     return int(sizes[int(np.argmax(np.array(tokens) / np.array(seconds)))])

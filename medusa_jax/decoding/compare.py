@@ -73,9 +73,13 @@ def compare(
     plain = {"tree": Tree.none(), "acceptance": "auto"}
     runs: dict[str, list[list[Result]]] = {"drafted": [], "plain": []}
     for _ in range(max(1, repeats)):
-        runs["drafted"].append(model.generate(prompts, options, tree=tree, **engine_options))
+        runs["drafted"].append(
+            model.generate(prompts, options, tree=tree, **engine_options)
+        )
         runs["plain"].append(model.generate(prompts, options, **plain))
-    seconds = {k: statistics.median(r[0].decode_seconds for r in v) for k, v in runs.items()}
+    seconds = {
+        k: statistics.median(r[0].decode_seconds for r in v) for k, v in runs.items()
+    }
     comparisons = []
     for row, (ours, theirs) in enumerate(zip(runs["drafted"][0], runs["plain"][0])):
         divergence = None
@@ -107,14 +111,12 @@ def score_gap(
     T = len(text)
     c = model.config
     cache = KVCache.zeros(c.n_layers, 1, T, c.n_kv_heads, c.head_dim, model.dtype)
-    hidden_BTD, _ = model.llama.apply(
-        {"params": model.variables["base"]},
+    hidden_BTD, _ = model.base.decode(
         jnp.asarray([text]),
         jnp.arange(T)[None, :],
         cache,
         jnp.zeros((1,), jnp.int32),
         jnp.asarray(np.tril(np.ones((T, T), bool))),
-        method="decode",
     )
     scores = model.base.lm_head(hidden_BTD[:, -1:])
     if option.temperature > 0:
@@ -126,7 +128,9 @@ def score_gap(
             min_p_B=one(option.min_p, np.float32),
             key_B=row_keys(one(option.seed % 2**32, np.uint32), one(request, np.int32)),
         )
-        noise = gumbel(sampling.key_B, one(T, np.int32)[:, None], c.vocab_size, scores.dtype)
+        noise = gumbel(
+            sampling.key_B, one(T, np.int32)[:, None], c.vocab_size, scores.dtype
+        )
         scores = filtered(scores, sampling) + noise
     best = np.sort(np.asarray(scores[0, 0], np.float64))[-2:]
     return float(best[1] - best[0])

@@ -16,11 +16,16 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from medusa_jax.decoding.accept import Accepted, accept_targets, accept_typical, target_tokens
+from medusa_jax.decoding.accept import (
+    Accepted,
+    accept_targets,
+    accept_typical,
+    target_tokens,
+)
 from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
 from medusa_jax.heads.drafter import Base, Drafter
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import Llama
+from medusa_jax.model.llama import Llama, at_least_f32
 from medusa_jax.tree import Tree
 
 # Why a row ended.
@@ -53,8 +58,7 @@ class Engine:
     delta: float = 0.3
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
     """One batch of rows in flight; every array is static in shape.
 
     Attributes:
@@ -87,8 +91,7 @@ class DecodeState:
     histogram_BL: jax.Array
 
 
-@struct.dataclass
-class Progress:
+class Progress(struct.PyTreeNode):
     """What the host may look at while the next loop runs: copies, never donated."""
 
     tokens_BO: jax.Array
@@ -108,7 +111,11 @@ def progress_of(state: DecodeState) -> Progress:
 
 
 def count_until_stop(
-    engine: Engine, tokens_BO: jax.Array, emitted_BL: jax.Array, state: DecodeState, n_B: jax.Array
+    engine: Engine,
+    tokens_BO: jax.Array,
+    emitted_BL: jax.Array,
+    state: DecodeState,
+    n_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """How many of the n tokens just written behind `n_new` may stay, and the new status.
 
@@ -182,22 +189,24 @@ def decode_step(
     heads = variables["heads"]
     depth_M = jnp.asarray(tree.depth_M)
     L = tree.path_length
-    greedy = engine.acceptance != "sampled"
+    sampling = state.sampling
+    # g[pos] of the root's position and on: a child at depth d sits at length + d, so its target
+    # token and its rank as a draft are decided by noise_BLV[:, d - 1].
     noise_BLV = None
-    if not greedy:
+    if engine.acceptance == "sampled":
         position_BL = state.length_B[:, None] + 1 + jnp.arange(L)[None, :]
-        noise_BLV = gumbel(
-            state.sampling.key_B, position_BL, engine.llama.config.vocab_size, engine.llama.dtype
-        )
-        noise_BLV = noise_BLV * state.sampling.temperature_B[:, None, None].astype(noise_BLV.dtype)
+        V = engine.llama.config.vocab_size
+        noise_BLV = gumbel(sampling.key_B, position_BL, V, at_least_f32(engine.llama.dtype))
 
     def rank_scores(depth: int, logits: jax.Array) -> jax.Array:
-        """Children at `depth` sit at position length + depth: rank them by that noise."""
+        """Order of logits / T + g, as the verifier will see it (rows of T = 0: of the logits)."""
         if noise_BLV is None:
             return logits
-        noise_BV = noise_BLV[:, depth - 1]
+        scaled_BV = (
+            sampling.temperature_B[:, None].astype(logits.dtype) * noise_BLV[:, depth - 1]
+        )
         middle = (1,) * (logits.ndim - 2)
-        return logits + noise_BV.reshape(noise_BV.shape[0], *middle, noise_BV.shape[1])
+        return logits + scaled_BV.reshape(scaled_BV.shape[0], *middle, scaled_BV.shape[1])
 
     # Draft.
     nodes_BM = engine.drafter.propose(
@@ -206,14 +215,8 @@ def decode_step(
 
     # Verify.
     positions_BM = state.length_B[:, None] + depth_M[None, :]
-    hidden_BMD, cache = engine.llama.apply(
-        {"params": variables["base"]},
-        nodes_BM,
-        positions_BM,
-        state.cache,
-        state.length_B,
-        jnp.asarray(tree.mask_MM),
-        method="decode",
+    hidden_BMD, cache = base.decode(
+        nodes_BM, positions_BM, state.cache, state.length_B, jnp.asarray(tree.mask_MM)
     )
     logits_BMV = base.lm_head(hidden_BMD)
 
@@ -221,15 +224,14 @@ def decode_step(
     accepted: Accepted
     if engine.acceptance == "typical":
         accepted = accept_typical(
-            nodes_BM, logits_BMV, tree, state.sampling, engine.epsilon, engine.delta
+            nodes_BM, logits_BMV, tree, sampling, engine.epsilon, engine.delta
         )
     else:
-        targets_BM = target_tokens(
-            logits_BMV,
-            positions_BM,
-            None if greedy else state.sampling,
-            None if greedy else (_unscale(noise_BLV, state.sampling), depth_M),
-        )
+        if noise_BLV is None:
+            targets_BM = target_tokens(logits_BMV, positions_BM, None)
+        else:
+            by_depth = (noise_BLV, depth_M)
+            targets_BM = target_tokens(logits_BMV, positions_BM, sampling, by_depth)
         accepted = accept_targets(nodes_BM, targets_BM, tree)
     path_BL, n_B, bonus_B = accepted
 
@@ -260,12 +262,6 @@ def decode_step(
         steps_B=state.steps_B + running_B,
         histogram_BL=state.histogram_BL + bin_BL.astype(jnp.int32),
     )
-
-
-def _unscale(noise_BLV: jax.Array, sampling: Sampling) -> jax.Array:
-    """Undo the factor T: targets compare logits / T + g, drafts logits + T g."""
-    T_B = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
-    return noise_BLV / T_B[:, None, None].astype(noise_BLV.dtype)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -315,17 +311,13 @@ def prefill(
     B, T = prompt_BT.shape
     config, dtype = engine.llama.config, engine.llama.dtype
     base = Base(engine.llama, variables["base"])
-    cache = KVCache.zeros(config.n_layers, B, slots, config.n_kv_heads, config.head_dim, dtype)
+    cache = KVCache.zeros(
+        config.n_layers, B, slots, config.n_kv_heads, config.head_dim, dtype
+    )
     position_BT = jnp.broadcast_to(jnp.arange(T)[None, :], (B, T))
     zero_B = jnp.zeros((B,), jnp.int32)
-    hidden_BTD, cache = engine.llama.apply(
-        {"params": variables["base"]},
-        prompt_BT,
-        position_BT,
-        cache,
-        zero_B,
-        jnp.asarray(np.tril(np.ones((T, T), bool))),
-        method="decode",
+    hidden_BTD, cache = base.decode(
+        prompt_BT, position_BT, cache, zero_B, jnp.asarray(np.tril(np.ones((T, T), bool)))
     )
     last_B11 = (prompt_length_B - 1)[:, None, None]
     logits_B1V = base.lm_head(jnp.take_along_axis(hidden_BTD, last_B11, axis=1))
@@ -440,7 +432,9 @@ def begin(
         top_k_B=per_row(request.top_k, 0, np.int32),
         top_p_B=per_row(request.top_p, 1.0, np.float32),
         min_p_B=per_row(request.min_p, 0.0, np.float32),
-        key_B=row_keys(per_row(request.seed, 0, np.uint32), jnp.asarray(np.array(ids, np.int32))),
+        key_B=row_keys(
+            per_row(request.seed, 0, np.uint32), jnp.asarray(np.array(ids, np.int32))
+        ),
     )
     # Rounded up, so that requests of similar limits share one compilation.
     output = jnp.zeros((B, power_of_two(int(limits.max()) + L, 64)), jnp.int32)

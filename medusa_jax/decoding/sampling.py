@@ -11,8 +11,7 @@ from flax import struct
 from jax import lax
 
 
-@struct.dataclass
-class Sampling:
+class Sampling(struct.PyTreeNode):
     """Sampling parameters, one entry per row of the batch.
 
     Attributes:
@@ -32,7 +31,9 @@ class Sampling:
 
 def row_keys(seed_B: jax.Array, request_B: jax.Array) -> jax.Array:
     """One random key per row, from its seed and its request id (index in the input)."""
-    return jax.vmap(lambda s, r: jax.random.fold_in(jax.random.key(s), r))(seed_B, request_B)
+    return jax.vmap(lambda s, r: jax.random.fold_in(jax.random.key(s), r))(
+        seed_B, request_B
+    )
 
 
 def gumbel(key_B: jax.Array, positions_BT: jax.Array, vocab_size: int, dtype) -> jax.Array:
@@ -40,7 +41,9 @@ def gumbel(key_B: jax.Array, positions_BT: jax.Array, vocab_size: int, dtype) ->
 
     def draw(key: jax.Array, position: jax.Array) -> jax.Array:
         # Always drawn in float32, so that one seed means one text in every dtype.
-        noise = jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
+        noise = jax.random.gumbel(
+            jax.random.fold_in(key, position), (vocab_size,), jnp.float32
+        )
         return noise.astype(dtype)
 
     return jax.vmap(jax.vmap(draw, in_axes=(None, 0)))(key_B, positions_BT)
@@ -74,14 +77,19 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
 
     k_B11 = jnp.where(sampling.top_k_B > 0, sampling.top_k_B, x.shape[-1])[:, None, None]
     cut = _largest_threshold(
-        lambda t: jnp.sum(x >= t, axis=-1, keepdims=True) >= k_B11, floor_BM1, top_BM1, rounds
+        lambda t: jnp.sum(x >= t, axis=-1, keepdims=True) >= k_B11,
+        floor_BM1,
+        top_BM1,
+        rounds,
     )
     x = jnp.where((x >= cut) | (sampling.top_k_B == 0)[:, None, None], x, lowest)
 
     weight = jnp.exp(x - top_BM1)
     wanted = sampling.top_p_B.astype(x.dtype)[:, None, None] * weight.sum(-1, keepdims=True)
     cut = _largest_threshold(
-        lambda t: jnp.sum(jnp.where(weight >= t, weight, 0), axis=-1, keepdims=True) >= wanted,
+        lambda t: (
+            jnp.sum(jnp.where(weight >= t, weight, 0), axis=-1, keepdims=True) >= wanted
+        ),
         jnp.zeros_like(top_BM1),
         jnp.ones_like(top_BM1),
         rounds,

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
@@ -24,18 +25,42 @@ RankScores = Callable[[int, jax.Array], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """What a drafter may use of the backbone: its embedding and its LM head."""
+    """The backbone with its parameters.
+
+    Drafters use its embedding and its LM head; the passes over text are for the decode loop and
+    the calibrator.
+    """
 
     llama: Llama = dataclasses.field(metadata={"static": True})
     params: Params
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids [...] -> embeddings [..., D]."""
-        return self.llama.apply({"params": self.params}, tokens, method="embed")
+        return self._apply("embed", tokens)
 
     def lm_head(self, hidden: jax.Array) -> jax.Array:
         """Hidden states [..., D] -> logits [..., V], float32 or wider."""
-        return self.llama.apply({"params": self.params}, hidden, method="lm_head")
+        return self._apply("lm_head", hidden)
+
+    def forward(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
+    ) -> jax.Array:
+        """Teacher-forced hidden states [B, T, D]; see `Llama.forward`."""
+        return self._apply("forward", tokens_BT, positions_BT, segment_ids_BT)
+
+    def decode(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        cache: KVCache,
+        start_B: jax.Array,
+        self_mask_TT: jax.Array,
+    ) -> tuple[jax.Array, KVCache]:
+        """Hidden states of tokens behind a cached prefix; see `Llama.decode`."""
+        return self._apply("decode", tokens_BT, positions_BT, cache, start_B, self_mask_TT)
+
+    def _apply(self, method: str, *args: Any) -> Any:
+        return self.llama.apply({"params": self.params}, *args, method=method)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +99,9 @@ class Drafter:
         """What each head reads its logits from, for every position: [K, B, T, D]."""
         raise NotImplementedError
 
-    def head_logits(self, params: Params, base: Base, k: int, features: jax.Array) -> jax.Array:
+    def head_logits(
+        self, params: Params, base: Base, k: int, features: jax.Array
+    ) -> jax.Array:
         """Logits [..., V] of head k (0-based, static) from its features [..., D]."""
         raise NotImplementedError
 

@@ -58,7 +58,7 @@ class MedusaHead(nn.Module):
     def setup(self) -> None:
         self.layers = [ResBlock(self.dtype) for _ in range(self.n_layers)]
         if self.lm_head == "own":
-            self.own = Linear(self.vocab_size, False, self.dtype, name="lm_head")
+            self.own: Any = Linear(self.vocab_size, False, self.dtype, name="lm_head")
         elif self.lm_head == "low_rank":
             self.own = LowRank(self.rank, self.vocab_size, self.dtype, name="lm_head")
 
@@ -110,9 +110,11 @@ class Medusa(Drafter):
             down = u[:, : self.heads.rank] * jnp.broadcast_to(root, (u.shape[0], root.size))
             up = root[:, None] * v[: self.heads.rank]
             start = {"down": down, "up": up}
-        return {name: head_params | {"lm_head": start} for name, head_params in params.items()}
+        return {
+            name: head_params | {"lm_head": start} for name, head_params in params.items()
+        }
 
-    def _features(self, params: Params, k: int, hidden: jax.Array, dtype: Any) -> jax.Array:
+    def _features(self, params: Params, k: int, hidden: jax.Array, dtype: Any) -> Any:
         head = self._head(dtype)
         return head.apply({"params": params[f"heads_{k}"]}, hidden, method="features")
 
@@ -130,11 +132,14 @@ class Medusa(Drafter):
         heads = range(self.n_heads)
         return jnp.stack([self._features(params, k, hidden_BTD, dtype) for k in heads])
 
-    def head_logits(self, params: Params, base: Base, k: int, features: jax.Array) -> jax.Array:
+    def head_logits(
+        self, params: Params, base: Base, k: int, features: jax.Array
+    ) -> jax.Array:
         if self.heads.lm_head == "shared":
             return base.lm_head(features)
         head = self._head(base.llama.dtype)
-        return head.apply({"params": params[f"heads_{k}"]}, features, method="logits")
+        out: Any = head.apply({"params": params[f"heads_{k}"]}, features, method="logits")
+        return out
 
     def start(self, batch: int, slots: int, dtype: Any) -> jax.Array:
         """The last accepted hidden state [B, D]."""
@@ -174,7 +179,9 @@ class Medusa(Drafter):
             logits = [logits_BKV[:, k] for k in range(tree.depth)]
         else:
             logits = [self.head_logits(params, base, k, f) for k, f in enumerate(features)]
-        scores_BKV = jnp.stack([rank_scores(k + 1, x) for k, x in enumerate(logits)], axis=1)
+        scores_BKV = jnp.stack(
+            [rank_scores(k + 1, x) for k, x in enumerate(logits)], axis=1
+        )
         _, best_BKR = lax.top_k(scores_BKV, tree.max_rank + 1)
         # A gather by constants; slices of the top-k result would compile to a full sort.
         depth_M = jnp.maximum(jnp.asarray(tree.depth_M) - 1, 0)

@@ -14,8 +14,7 @@ from flax import struct
 from jax import lax
 
 
-@struct.dataclass
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """Keys and values of every layer.
 
     Attributes:
@@ -50,7 +49,9 @@ class KVCache:
     def grown(self, slots: int) -> "KVCache":
         """The same rows with room for `slots` slots (never fewer than now)."""
         extra = max(0, slots - self.slots)
-        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))), self)
+        return jax.tree.map(
+            lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))), self
+        )
 
     def commit(self, length_B: jax.Array, path_BL: jax.Array) -> "KVCache":
         """Move the accepted candidates to the end of the committed text.
@@ -75,7 +76,9 @@ class KVCache:
         return jax.tree.map(move, self)
 
 
-def write_rows(cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array) -> jax.Array:
+def write_rows(
+    cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array
+) -> jax.Array:
     """Write T consecutive slots per row, row b from slot `start_B[b]`.
 
     The caller keeps `start + T <= S`: XLA clamps a start that does not fit, which would
@@ -84,7 +87,9 @@ def write_rows(cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array) 
     rows_BGTH = rows_BGTH.astype(cache_BGSH.dtype)
     zero = jnp.zeros((), start_B.dtype)  # indices must share one integer type
     if cache_BGSH.shape[0] == 1:  # one row needs no scatter
-        return lax.dynamic_update_slice(cache_BGSH, rows_BGTH, (zero, zero, start_B[0], zero))
+        return lax.dynamic_update_slice(
+            cache_BGSH, rows_BGTH, (zero, zero, start_B[0], zero)
+        )
 
     def write(cache_GSH: jax.Array, rows_GTH: jax.Array, start: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice(cache_GSH, rows_GTH, (zero, start, zero))

@@ -37,7 +37,9 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        width = (self.shards, self.features // self.shards) if self.shards else (self.features,)
+        width = (
+            (self.shards, self.features // self.shards) if self.shards else (self.features,)
+        )
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
         kernel = self.param("kernel", init, (x.shape[-1], *width)).astype(self.dtype)
         y = lax.dot_general(
@@ -102,7 +104,9 @@ def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.A
     first, second = jnp.split(x_BTNH, 2, axis=-1)
     swapped = jnp.concatenate([-second, first], axis=-1)
     wide = x_BTNH.astype(cos_BT1H.dtype)
-    return (wide * cos_BT1H + swapped.astype(cos_BT1H.dtype) * sin_BT1H).astype(x_BTNH.dtype)
+    return (wide * cos_BT1H + swapped.astype(cos_BT1H.dtype) * sin_BT1H).astype(
+        x_BTNH.dtype
+    )
 
 
 def attend(
@@ -160,7 +164,11 @@ class Attention(nn.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         c = self.config
         B, T, _ = x_BTD.shape
-        sizes = [c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.n_kv_heads * c.head_dim]
+        sizes = [
+            c.n_heads * c.head_dim,
+            c.n_kv_heads * c.head_dim,
+            c.n_kv_heads * c.head_dim,
+        ]
         if self.shards:
             fused = Linear(sum(sizes), c.qkv_bias, self.dtype, self.shards, name="qkv_proj")
             cuts = np.cumsum(sizes)[:2] // self.shards
@@ -199,7 +207,9 @@ class Mlp(nn.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         c = self.config
         if self.shards:
-            fused = Linear(2 * c.d_ff, c.mlp_bias, self.dtype, self.shards, name="gate_up_proj")
+            fused = Linear(
+                2 * c.d_ff, c.mlp_bias, self.dtype, self.shards, name="gate_up_proj"
+            )
             gate, up = jnp.split(fused(x_BTD), 2, axis=-1)
         else:
             gate = Linear(c.d_ff, c.mlp_bias, self.dtype, name="gate_proj")(x_BTD)
@@ -252,7 +262,9 @@ class Llama(nn.Module):
     def setup(self) -> None:
         c = self.config
         init = nn.initializers.normal(0.02)
-        self.embed_tokens = nn.Embed(c.vocab_size, c.d_model, dtype=self.dtype, embedding_init=init)
+        self.embed_tokens = nn.Embed(
+            c.vocab_size, c.d_model, dtype=self.dtype, embedding_init=init
+        )
         block = nn.remat(Block) if self.remat else Block
         self.layers = [block(c, self.dtype, self.shards) for _ in range(c.n_layers)]
         self.norm = RMSNorm(c.rms_eps, self.dtype)
@@ -316,7 +328,9 @@ class Llama(nn.Module):
         key_position_BS = jnp.broadcast_to(slot_S[None, :], offset_BS.shape)
         if self.config.sliding_window:
             # A tree node's position is its depth behind the prefix, not its slot.
-            own_position = jnp.take_along_axis(positions_BT, jnp.clip(offset_BS, 0, T - 1), axis=1)
+            own_position = jnp.take_along_axis(
+                positions_BT, jnp.clip(offset_BS, 0, T - 1), axis=1
+            )
             key_position_BS = jnp.where(inside_BS, own_position, key_position_BS)
         hidden_BTD, layers = self._run(
             tokens_BT, positions_BT, mask_BTS, key_position_BS, cache, start_B
@@ -348,7 +362,9 @@ class Llama(nn.Module):
         return self.norm(x_BTD), layers
 
 
-def init_params(config: LlamaConfig, key: jax.Array, param_dtype: Any = jnp.float32) -> Params:
+def init_params(
+    config: LlamaConfig, key: jax.Array, param_dtype: Any = jnp.float32
+) -> Params:
     """Random parameters: embedding N(0, 0.02), kernels N(0, 1/fan_in)."""
 
     def touch_all(module: Llama) -> jax.Array:

@@ -1,0 +1,201 @@
+"""`python -m medusa_jax.demo.build`: rebuild the bundled demo from nothing, one command.
+
+Six stages, each a documented command of its own, each skipped if its result is there:
+
+    corpus      the standard library as text, a tokenizer, prompts      medusa_jax.demo.corpus
+    backbone    a small Llama trained from scratch                      train.py demo_backbone
+    answers     its own continuations of training prompts               medusa_jax.distill
+    heads       Medusa heads trained on those                           train.py demo_medusa
+    tree        the draft tree fitted to heads and device               medusa_jax.calibrate
+    install     weights, tokenizer, heads, tree, prompts into --install
+
+Training resumes by itself, so a stopped build goes on where it was.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from medusa_jax.console import run_main, say
+from medusa_jax.errors import UserError
+
+# Seeds behind this line are for calibration only.
+CALIBRATION_SEEDS = 128
+DEMO_PROMPTS = 64
+BACKBONE_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+# What --tiny changes: minutes become seconds, and the model knows next to nothing.
+TINY = {
+    "corpus": ["--limit_mb=0.5", "--vocab=512"],
+    "backbone": [
+        "--config.model.arch.vocab_size=512", "--config.model.arch.d_model=32",
+        "--config.model.arch.n_layers=2", "--config.model.arch.n_heads=2",
+        "--config.model.arch.n_kv_heads=1", "--config.model.arch.head_dim=16",
+        "--config.model.arch.d_ff=48", "--config.data.seq_len=64",
+        "--config.data.eval_samples=4", "--config.train.batch_size=4",
+        "--config.train.steps=6", "--config.optim.warmup_steps=2",
+        "--config.train.loss_chunk=64",
+    ],
+    "answers": ["--limit=8", "--batch_size=4", "--max_new_tokens=24"],
+    "heads": [
+        "--config.data.seq_len=128", "--config.data.eval_samples=4",
+        "--config.train.batch_size=2", "--config.train.steps=4",
+        "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
+    ],
+    "tree": ["--limit=2", "--max_new_tokens=16", "--sizes=1,2,4", "--rounds=1"],
+}  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = argparse.ArgumentParser(
+        prog="python -m medusa_jax.demo.build",
+        description="Rebuild the bundled demo model and heads (run from the project's root).",
+    )
+    p.add_argument(
+        "--work", default="work/demo", help="directory for everything on the way"
+    )
+    p.add_argument("--install", default="work/demo/install",
+                   help="where the result goes; medusa_jax/demo replaces the bundled one")  # fmt: skip
+    p.add_argument("--answers", type=int, default=4000, help="prompts to continue")
+    p.add_argument(
+        "--tiny", action="store_true", help="a tiny budget, to see that it works"
+    )
+    return p
+
+
+def stage(name: str, done: Path, command: Sequence[str]) -> None:
+    """Run one command unless its result is there.
+
+    Raises:
+      UserError: the command failed.
+    """
+    if done.exists():
+        say(f"{name}: {done} is there, skipped")
+        return
+    say(f"{name}: {' '.join(command)}")
+    code = subprocess.run([sys.executable, *command]).returncode
+    if code or not done.exists():
+        raise UserError(f"stage '{name}' failed (exit status {code}); its command is above")
+
+
+def run(flags: argparse.Namespace) -> int:
+    """All stages in order."""
+    if not os.path.exists("train.py"):
+        raise UserError("run this from the project's root, where train.py is")
+    work = Path(flags.work)
+    extra: dict[str, list[str]] = TINY if flags.tiny else {name: [] for name in TINY}
+    stage(
+        "corpus",
+        work / "corpus.json",
+        ["-m", "medusa_jax.demo.corpus", f"--out={work}", *extra["corpus"]],
+    )
+    backbone, answers, heads = work / "backbone", work / "answers", work / "medusa"
+    stage(
+        "backbone",
+        backbone / "export" / "model.safetensors",
+        [
+            "train.py", "--config=configs/demo_backbone.py", f"--workdir={backbone}",
+            f"--config.data.source={work}/train", f"--config.data.eval_source={work}/heldout",
+            f"--config.model.tokenizer={work}/tokenizer", *extra["backbone"],
+        ],
+    )  # fmt: skip
+    calibration = split_seeds(work)
+    stage(
+        "answers",
+        answers / "provenance.json",
+        [
+            "-m", "medusa_jax.distill", f"--model={backbone}/export",
+            f"--prompts={work}/answer_seeds.jsonl", f"--out={answers}",
+            f"--limit={flags.answers}", "--batch_size=32", "--max_new_tokens=200",
+            *extra["answers"],
+        ],
+    )  # fmt: skip
+    stage(
+        "heads",
+        heads / "export" / "heads.safetensors",
+        [
+            "train.py", "--config=configs/demo_medusa.py", f"--workdir={heads}",
+            f"--config.model.path={backbone}/export", f"--config.data.source={answers}",
+            f"--config.data.eval_source={work}/heldout", *extra["heads"],
+        ],
+    )  # fmt: skip
+    stage(
+        "tree",
+        heads / "export" / "tree.json",
+        [
+            "-m", "medusa_jax.calibrate", f"--model={backbone}/export",
+            f"--drafter={heads}/export", f"--prompts={calibration}",
+            f"--out={heads}/export/tree.json", *extra["tree"],
+        ],
+    )  # fmt: skip
+    install(work, Path(flags.install))
+    return 0
+
+
+def split_seeds(work: Path) -> Path:
+    """Separate calibration prompts from those the heads are trained on."""
+    lines = (work / "seeds.jsonl").read_text().splitlines(keepends=True)
+    held = min(CALIBRATION_SEEDS, len(lines) // 4)
+    (work / "answer_seeds.jsonl").write_text("".join(lines[:-held]))
+    path = work / "calibration.jsonl"
+    path.write_text("".join(lines[-held:]))
+    return path
+
+
+def spread(records: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
+    """n records taken in turn from each `file`, so that no long file dominates."""
+    by_file: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        by_file.setdefault(record["file"], []).append(record)
+    chosen: list[dict[str, Any]] = []
+    turn = 0
+    while len(chosen) < n and any(len(group) > turn for group in by_file.values()):
+        chosen += [group[turn] for group in by_file.values() if len(group) > turn]
+        turn += 1
+    return chosen[:n]
+
+
+def install(work: Path, target: Path) -> None:
+    """Copy what the package ships: backbone, Medusa heads with their tree, held-out prompts."""
+    source, heads = work / "backbone" / "export", work / "medusa" / "export"
+    for name, directory, files in (
+        ("backbone", source, BACKBONE_FILES),
+        ("medusa", heads, ("heads.json", "heads.safetensors", "tree.json")),
+    ):
+        (target / name).mkdir(parents=True, exist_ok=True)
+        for file in files:
+            shutil.copyfile(directory / file, target / name / file)
+    lines = (work / "heldout" / "prompts.jsonl").read_text().splitlines()
+    prompts = spread([json.loads(line) for line in lines], DEMO_PROMPTS)
+    keys = ("file", "prompt", "prompt_ids", "continuation_ids")
+    kept = [json.dumps({key: record[key] for key in keys}) + "\n" for record in prompts]
+    (target / "prompts.jsonl").write_text("".join(kept))
+    corpus = json.loads((work / "corpus.json").read_text())
+    recipe = json.loads((heads / "heads.json").read_text())["recipe"]
+    (target / "provenance.json").write_text(
+        json.dumps({"corpus": corpus, "heads": recipe}, indent=1) + "\n"
+    )
+    size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
+    say(f"installed in {target}: {size / 1e6:.1f} MB")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    flags = parser().parse_args(argv)
+    return run_main(lambda: run(flags))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
