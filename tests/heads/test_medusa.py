@@ -1,0 +1,204 @@
+"""Medusa heads: where they start, what they propose, what they leave alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import TreeArrays, decoder, random_params, texts_of, tiny_config, trees
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.decoding import generate as loop
+from medusa_jax.errors import UserError
+from medusa_jax.heads import Base, make_drafter
+from medusa_jax.model.llama import Llama
+from medusa_jax.tree import Tree
+
+SETTINGS = settings(max_examples=15, deadline=None, derandomize=True)
+KINDS = ["own", "shared", "low_rank"]
+
+
+def stored_base(seed=0, **fields):
+    config = tiny_config(**fields)
+    return Base(Llama(config), random_params(config, seed))
+
+
+def heads_of(base, seed=0, **fields):
+    """A drafter and parameters that are no longer those of initialisation."""
+    heads = HeadsConfig(**({"n_heads": 3, "rank": 5} | fields))
+    drafter = make_drafter(heads, base.llama.config)
+    params = drafter.init(jax.random.key(seed), base)
+    rng = np.random.default_rng(seed)
+    noisy = jax.tree.map(lambda x: x + 0.3 * rng.standard_normal(x.shape), params)
+    return drafter, params, jax.tree.map(lambda x: x.astype(jnp.float32), noisy)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("n_layers", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_head_starts_as_the_lm_head(kind, n_layers, tied):
+    base = stored_base(tie_embeddings=tied)
+    drafter, params, _ = heads_of(base, lm_head=kind, n_layers=n_layers, n_heads=2, rank=16)
+    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4, 16)), jnp.float32)
+    ids = jnp.ones((1, 4), jnp.int32)
+    features = drafter.features(params, base, hidden, ids, ids, ids)
+    assert features.shape == (2, 1, 4, 16)
+    for k in range(2):
+        logits = drafter.head_logits(params, base, k, features[k])
+        assert logits.dtype == jnp.float32
+        np.testing.assert_allclose(logits, base.lm_head(hidden), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("own", {"lm_head/kernel": (16, 23)}),
+        ("shared", {}),
+        ("low_rank", {"lm_head/down": (16, 5), "lm_head/up": (5, 23)}),
+    ],
+)
+def test_parameters_and_their_names(kind, expected):
+    _, params, _ = heads_of(stored_base(), lm_head=kind, n_layers=2, n_heads=2)
+    expected = expected | {"layers_0/kernel": (16, 16), "layers_0/bias": (16,)}
+    expected |= {"layers_1/kernel": (16, 16), "layers_1/bias": (16,)}
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    got = {"/".join(k.key for k in path): leaf.shape for path, leaf in flat}
+    assert got == {f"heads_{k}/{n}": s for k in range(2) for n, s in expected.items()}
+    assert not np.asarray(params["heads_0"]["layers_0"]["kernel"]).any()
+
+
+def test_low_rank_starts_as_the_best_approximation():
+    base = stored_base()
+    _, params, _ = heads_of(base, lm_head="low_rank", rank=5)
+    start = params["heads_0"]["lm_head"]
+    error = np.linalg.norm(base.params["lm_head"]["kernel"] - start["down"] @ start["up"])
+    singular = np.linalg.svd(base.params["lm_head"]["kernel"], compute_uv=False)
+    np.testing.assert_allclose(error, np.sqrt((singular[5:] ** 2).sum()), rtol=1e-4)
+
+
+def numpy_logits(params, base, k, hidden):
+    """Head k on [D] by the paper's equation."""
+    x = np.asarray(hidden, np.float64)
+    head = jax.tree.map(lambda a: np.asarray(a, np.float64), params[f"heads_{k}"])
+    for j in range(sum(name.startswith("layers") for name in head)):
+        y = x @ head[f"layers_{j}"]["kernel"] + head[f"layers_{j}"]["bias"]
+        x = x + y / (1 + np.exp(-y))
+    if "lm_head" not in head:
+        return x @ base.params["lm_head"]["kernel"]
+    own = head["lm_head"]
+    return x @ (own["kernel"] if "kernel" in own else own["down"] @ own["up"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_proposals_are_the_ranks_of_each_heads_scores(kind):
+    """Against a numpy head and a numpy sort, with noise added to the scores of each depth."""
+    base = stored_base()
+    drafter, _, params = heads_of(base, lm_head=kind, n_layers=2)
+    rng = np.random.default_rng(1)
+    noise = rng.standard_normal((4, 2, 23)).astype(np.float32)
+
+    @jax.jit
+    def propose(params, hidden, root, tree):
+        def scores(depth, logits):
+            return logits + noise[depth]
+
+        return drafter.propose(params, base, hidden, root, tree, scores)
+
+    @SETTINGS
+    @given(trees(9, 3), st.integers(0, 2**20))
+    def check(tree, seed):
+        hidden = np.random.default_rng(seed).standard_normal((2, 16)).astype(np.float32)
+        root = np.array([4, 0], np.int32)
+        got = np.asarray(propose(params, hidden, root, TreeArrays.of(tree)))
+        np.testing.assert_array_equal(got[:, 0], root)
+        for row in range(2):
+            order = {}
+            for k in range(3):
+                scores = numpy_logits(params, base, k, hidden[row]) + noise[k + 1, row]
+                order[k + 1] = np.argsort(-scores)
+            expected = [order[len(path)][path[-1]] for path in tree.choices]
+            assert got[row, 1:].tolist() == expected
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_deeper_than_the_tree_are_not_even_needed(kind):
+    base = stored_base()
+    drafter, _, params = heads_of(base, lm_head=kind)
+    hidden, root = jnp.ones((1, 16)), jnp.array([3])
+
+    def propose(params, tree):
+        return drafter.propose(params, base, hidden, root, tree, lambda depth, x: x)
+
+    for depth in range(4):
+        few = {f"heads_{k}": params[f"heads_{k}"] for k in range(depth)}
+        tree = Tree.chain(depth)
+        assert propose(few, tree).tolist() == propose(params, tree).tolist()
+        products = str(jax.make_jaxpr(propose, static_argnums=1)(few, tree)).count(
+            "dot_general"
+        )
+        per_head = {"own": 2, "shared": 1, "low_rank": 3}[kind]
+        assert products == per_head * depth + (kind == "shared" and depth > 0)
+
+
+def test_commit_keeps_the_last_accepted_row():
+    base = stored_base()
+    drafter, _, params = heads_of(base)
+    rng = np.random.default_rng(0)
+    state = drafter.start(4, 128, jnp.float32)
+    assert state.shape == (4, 16) and not np.asarray(state).any()
+    state = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
+    hidden = jnp.asarray(rng.standard_normal((4, 5, 16)), jnp.float32)
+    ids = jnp.zeros((4, 5), jnp.int32)
+    after = drafter.commit(params, base, state, hidden, ids, ids, jnp.array([0, 1, 3, 5]))
+    expected = [state[0], hidden[1, 0], hidden[2, 2], hidden[3, 4]]
+    np.testing.assert_array_equal(after, np.stack(expected))
+    assert drafter.grow(state, 256) is state
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_real_heads_decode_the_autoregressive_text(kind, temperature):
+    """Heads at their start guess the next token again: right where the text repeats itself."""
+    config = tiny_config()
+    params = random_params(config, 2)
+    llama, prepared = decoder(config, params)
+    drafter, start, _ = heads_of(Base(Llama(config), params), lm_head=kind, rank=16)
+    acceptance = "sampled" if temperature else "greedy"
+    request = loop.Request(
+        [[1, 1, 1, 1], [5]], [30, 22], temperature=[temperature] * 2, seed=[3, 3]
+    )
+    texts, lengths = [], []
+    for tree in (
+        Tree.none(),
+        Tree.from_choices([[0], [1], [2], [0, 0], [1, 0], [1, 1], [1, 1, 0]]),
+    ):
+        engine = loop.Engine(llama, drafter, tree, acceptance)
+        heads = jax.tree.map(lambda x: x.astype(jnp.float64), start)
+        progress = loop.generate(engine, {"base": prepared, "heads": heads}, request)
+        texts.append(texts_of(progress))
+        lengths.append(np.asarray(progress.steps_B).sum())
+    assert texts[0] == texts[1]
+    assert lengths[1] < lengths[0]
+
+
+def test_unknown_kinds_are_refused_by_name():
+    config = tiny_config()
+    with pytest.raises(UserError, match=r"'medsua'.*did you mean 'medusa'"):
+        make_drafter(HeadsConfig(drafter="medsua"), config)
+    with pytest.raises(UserError, match=r"own, shared or low_rank, not 'tied'"):
+        make_drafter(HeadsConfig(lm_head="tied"), config)
+    with pytest.raises(UserError, match=r"rank 17 .* 1 to 16"):
+        make_drafter(HeadsConfig(lm_head="low_rank", rank=17), config)
+
+
+def test_drafters_are_hashable_values():
+    config = tiny_config()
+    one, two = (make_drafter(HeadsConfig(n_heads=2), config) for _ in range(2))
+    assert one == two and hash(one) == hash(two)
+    assert one != make_drafter(dataclasses.replace(one.heads, n_heads=3), config)

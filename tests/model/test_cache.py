@@ -1,0 +1,73 @@
+"""The key/value cache: writing, committing and growing rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_jax.model.cache import KVCache, write_rows
+
+SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def counting(batch, slots):
+    """Every entry of every array its own number."""
+    cache = KVCache.zeros(2, batch, slots, 2, 3, jnp.float32)
+    leaves, structure = jax.tree.flatten(cache)
+    total = leaves[0].size
+    numbered = [
+        jnp.arange(i * total, (i + 1) * total, dtype=jnp.float32).reshape(x.shape)
+        for i, x in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, numbered)
+
+
+def test_worked_example_of_the_docstring():
+    for batch in (1, 2):
+        before = counting(batch, 16)
+        after = before.commit(jnp.full((batch,), 10), jnp.array([[0, 2, 3]] * batch))
+        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after)):
+            np.testing.assert_array_equal(new[:, :, :10], old[:, :, :10])
+            np.testing.assert_array_equal(new[:, :, 10:13], old[:, :, [10, 12, 13]])
+
+
+@SETTINGS
+@given(st.integers(0, 2**20), st.sampled_from([1, 3]))
+def test_commit_is_a_gather(seed, batch):
+    rng = np.random.default_rng(seed)
+    slots, nodes, length = 24, 7, 4
+    start = rng.integers(0, slots - nodes + 1, batch).astype(np.int32)
+    path = rng.integers(0, nodes, (batch, length)).astype(np.int32)
+    before = counting(batch, slots)
+    after = jax.jit(KVCache.commit)(before, start, path)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after)):
+        expected = np.array(old)
+        for row in range(batch):
+            moved = np.array(old)[row][:, start[row] + path[row]]
+            expected[row, :, start[row] : start[row] + length] = moved
+        np.testing.assert_array_equal(new, expected)
+
+
+@SETTINGS
+@given(st.integers(0, 2**20), st.sampled_from([1, 3]))
+def test_rows_are_written_where_each_starts_and_nowhere_else(seed, batch):
+    rng = np.random.default_rng(seed)
+    cache = rng.standard_normal((batch, 2, 12, 3)).astype(np.float32)
+    rows = rng.standard_normal((batch, 2, 5, 3)).astype(np.float32)
+    start = rng.integers(0, 8, batch).astype(np.int32)
+    got = jax.jit(write_rows)(cache, rows, start)
+    for row in range(batch):
+        cache[row, :, start[row] : start[row] + 5] = rows[row]
+    np.testing.assert_array_equal(got, cache)
+
+
+def test_growing_keeps_what_is_there():
+    before = counting(2, 8)
+    after = before.grown(20)
+    assert (before.slots, after.slots) == (8, 20)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after)):
+        np.testing.assert_array_equal(new[:, :, :8], old)
+        assert not np.asarray(new[:, :, 8:]).any()
+    assert after.grown(4).slots == 20
+    assert KVCache(layers=()).slots == 0

@@ -1,0 +1,281 @@
+"""The backbone: cached passes equal the full one, nothing sees what it must not see."""
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import decoder, forward_logits, random_params, tiny_config, trees
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.model.cache import KVCache
+from medusa_jax.model.llama import (
+    Llama,
+    decoding_config,
+    init_params,
+    prepare,
+    rope_frequencies,
+    rope_tables,
+    rotate,
+)
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+SETTINGS = settings(max_examples=8, deadline=None, derandomize=True)
+FAMILIES = {
+    "llama": {"tie_embeddings": True, "rope_scaling": "linear", "rope_factor": 2.0},
+    "llama3": {
+        "rope_scaling": "llama3",
+        "rope_factor": 8.0,
+        "rope_original_max_position": 64,
+    },
+    "mistral": {"sliding_window": 5},
+    "qwen2": {"qkv_bias": True, "sliding_window": 4, "sliding_window_start_layer": 1},
+    "qwen3": {"qk_norm": True, "out_bias": True, "mlp_bias": True},
+}
+SLOTS, CHUNK, NODES = 40, 4, 8
+
+
+@partial(jax.jit, static_argnums=0)
+def cached(llama, base, tokens, positions, cache, start, mask):
+    def run(module):
+        hidden, after = module.decode(tokens, positions, cache, start, mask)
+        return module.lm_head(hidden), after
+
+    return llama.apply({"params": base}, method=run)
+
+
+def empty_cache(config, batch):
+    """Filled with junk: a slot that was not written must not be seen."""
+    zeros = KVCache.zeros(
+        config.n_layers, batch, SLOTS, config.n_kv_heads, config.head_dim, jnp.float64
+    )
+    return jax.tree.map(lambda x: x + 50.0, zeros)
+
+
+def read_in_chunks(llama, base, config, texts):
+    """Ragged prefixes, read in chunks of unequal useful length; each row its own start.
+
+    A chunk is padded to CHUNK tokens; the padding is overwritten by the next one.
+    """
+    rng = np.random.default_rng(len(texts[0]))
+    cache = empty_cache(config, len(texts))
+    done = np.zeros(len(texts), np.int32)
+    logits = [[] for _ in texts]
+    while any(n < len(t) for n, t in zip(done, texts)):
+        tokens = np.zeros((len(texts), CHUNK), np.int32)
+        useful = []
+        for row, text in enumerate(texts):
+            n = min(int(rng.integers(0, CHUNK + 1)), len(text) - done[row])
+            tokens[row, :n] = text[done[row] : done[row] + n]
+            useful.append(n)
+        positions = done[:, None] + np.arange(CHUNK)[None]
+        mask = np.tril(np.ones((CHUNK, CHUNK), bool))
+        out, cache = cached(llama, base, tokens, positions, cache, done, mask)
+        for row, n in enumerate(useful):
+            logits[row] += list(np.asarray(out)[row, :n])
+        done = done + np.array(useful, np.int32)
+    return cache, done, [np.array(x) for x in logits]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_passes_over_any_tree_equal_the_full_pass(family):
+    """Every node's logits are those behind prefix + its path, as plain text."""
+    config = tiny_config(**FAMILIES[family])
+    params = random_params(config, 0)
+    llama, base = decoder(config, params)
+
+    @SETTINGS
+    @given(trees(NODES, 3), st.integers(0, 2**20))
+    def check(tree, seed):
+        rng = np.random.default_rng(seed)
+        texts = [
+            rng.integers(0, config.vocab_size, n).tolist() for n in rng.integers(1, 25, 2)
+        ]
+        cache, start, prefix_logits = read_in_chunks(llama, base, config, texts)
+        nodes = rng.integers(0, config.vocab_size, (2, NODES)).astype(np.int32)
+        positions = start[:, None] + tree.depth_M[None]
+        out, _ = cached(llama, base, nodes, positions, cache, start, tree.mask_MM)
+        for row, text in enumerate(texts):
+            expected = forward_logits(config, params, text)
+            np.testing.assert_allclose(prefix_logits[row], expected, atol=1e-9)
+            assert expected.std() > 0.5
+            for node in range(NODES):
+                path = np.flatnonzero(tree.mask_MM[node])  # parents come first
+                whole = forward_logits(config, params, text + nodes[row, path].tolist())
+                np.testing.assert_allclose(np.asarray(out)[row, node], whole[-1], atol=1e-9)
+
+    check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fusing_changes_nothing_for_any_number_of_shards(family):
+    config = tiny_config(**FAMILIES[family])
+    params = random_params(config, 1)
+    tokens = np.arange(6, dtype=np.int32)[None] * 3
+    results = [forward_logits(config, params, tokens[0].tolist())[:6]]
+    for shards in (1, 2):
+        fused = prepare(params, config, jnp.float64, shards)
+        kernel = fused["layers_0"]["self_attn"]["qkv_proj"]["kernel"]
+        assert kernel.shape == (16, shards, (24 + 12 + 12) // shards)
+        assert "q_proj" not in fused["layers_0"]["self_attn"]
+        assert fused["lm_head"]["kernel"].shape == (16, 23)
+        llama = Llama(decoding_config(config), jnp.float64, shards=shards)
+        mask = np.tril(np.ones((6, 6), bool))
+        start = np.zeros((1,), np.int32)
+        out, _ = cached(
+            llama, fused, tokens, np.arange(6)[None], empty_cache(config, 1), start, mask
+        )
+        results.append(np.asarray(out)[0])
+    np.testing.assert_allclose(results[1], results[0], atol=1e-10)
+    np.testing.assert_allclose(results[2], results[0], atol=1e-10)
+
+
+def rotation_reference(config: LlamaConfig, plane: int) -> float:
+    """Radians per position of one plane, by the wavelengths that the Llama 3 config names."""
+    wavelength = 2 * math.pi * config.rope_theta ** (2 * plane / config.head_dim)
+    if config.rope_scaling == "linear":
+        return 2 * math.pi / (wavelength * config.rope_factor)
+    if config.rope_scaling == "llama3":
+        longest = config.rope_original_max_position / config.rope_low_freq_factor
+        shortest = config.rope_original_max_position / config.rope_high_freq_factor
+        if wavelength > longest:
+            wavelength *= config.rope_factor
+        elif wavelength > shortest:
+            turns = config.rope_original_max_position / wavelength
+            low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+            smooth = (turns - low) / (high - low)
+            kept = 2 * math.pi / wavelength
+            return (1 - smooth) * kept / config.rope_factor + smooth * kept
+    return 2 * math.pi / wavelength
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"rope_theta": 500000.0},
+        {"rope_scaling": "linear", "rope_factor": 4.0},
+        {
+            "rope_scaling": "llama3",
+            "rope_theta": 500000.0,
+            "rope_factor": 8.0,
+            "rope_low_freq_factor": 1.0,
+            "rope_high_freq_factor": 4.0,
+            "rope_original_max_position": 8192,
+        },
+    ],
+)
+def test_rotation_is_that_of_complex_numbers(fields):
+    config = tiny_config(head_dim=64, **fields)
+    expected = [rotation_reference(config, plane) for plane in range(32)]
+    np.testing.assert_allclose(rope_frequencies(config), expected, rtol=1e-12)
+    if config.rope_scaling == "llama3":  # all three regions are there
+        plain = rope_frequencies(dataclasses.replace(config, rope_scaling="none"))
+        ratio = np.array(expected) / plain
+        assert (
+            ratio[0] == 1
+            and np.isclose(ratio[-1], 1 / 8)
+            and ((ratio > 0.2) & (ratio < 0.9)).any()
+        )
+    positions = np.array([[0, 1, 7, 5000]])
+    x = np.random.default_rng(0).standard_normal((1, 4, 2, 64))
+    got = np.asarray(
+        rotate(jnp.asarray(x), *rope_tables(config, jnp.asarray(positions), jnp.float64))
+    )
+    turned = (x[..., :32] + 1j * x[..., 32:]) * np.exp(
+        1j * positions[0][None, :, None, None] * np.array(expected)
+    )
+    np.testing.assert_allclose(
+        got, np.concatenate([turned.real, turned.imag], -1), atol=1e-9
+    )
+
+
+def test_unknown_rope_scaling_is_an_error():
+    with pytest.raises(ValueError, match="yarn"):
+        rope_frequencies(tiny_config(rope_scaling="yarn"))
+
+
+def test_no_hidden_state_depends_on_later_tokens_or_other_segments():
+    """By the gradient: which embeddings move which hidden states, over a packed row."""
+    config = tiny_config()
+    params = random_params(config, 2)
+    llama = Llama(config, jnp.float64)
+    tokens = jnp.arange(9)[None]  # all different, so an embedding row is a position
+    segments = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0, 0]])
+    positions = jnp.array([[0, 1, 2, 0, 1, 2, 3, 0, 0]])
+
+    def hidden(embedding):
+        moved = params | {"embed_tokens": {"embedding": embedding}}
+        return llama.apply(
+            {"params": moved}, tokens, positions, segments, method="forward"
+        )[0]
+
+    jacobian = jax.jit(jax.jacrev(hidden))(
+        params["embed_tokens"]["embedding"]
+    )  # [T, D, V, D]
+    moves = np.abs(np.asarray(jacobian)).sum((1, 3))[:, :9] > 0
+    same = np.asarray(segments)[0][:, None] == np.asarray(segments)[0][None]
+    np.testing.assert_array_equal(moves, same & np.tril(np.ones((9, 9), bool)))
+
+
+def test_packed_segments_give_the_hidden_states_of_each_text_alone():
+    config = tiny_config(sliding_window=3, qk_norm=True)
+    params = random_params(config, 3)
+    llama = Llama(config, jnp.float64)
+    rng = np.random.default_rng(0)
+    parts = [rng.integers(0, 23, n).tolist() for n in (4, 6)]
+    tokens = jnp.array([[*parts[0], *parts[1], 0, 0]])
+    segments = jnp.array([[1] * 4 + [2] * 6 + [0] * 2])
+    positions = jnp.array([[*range(4), *range(6), 0, 0]])
+    run = lambda m: m.lm_head(m.forward(tokens, positions, segments))  # noqa: E731
+    packed = np.asarray(jax.jit(lambda p: llama.apply({"params": p}, method=run))(params))[
+        0
+    ]
+    assert np.isfinite(packed).all()
+    np.testing.assert_allclose(
+        packed[:4], forward_logits(config, params, parts[0]), atol=1e-10
+    )
+    np.testing.assert_allclose(
+        packed[4:10], forward_logits(config, params, parts[1]), atol=1e-10
+    )
+
+
+def test_remat_changes_no_gradient():
+    config = tiny_config()
+    params = jax.tree.map(jnp.asarray, random_params(config, 4))
+    tokens = jnp.arange(6)[None]
+
+    def loss(params, remat):
+        llama = Llama(config, jnp.float64, remat=remat)
+        hidden = llama.apply(
+            {"params": params}, tokens, tokens, jnp.ones_like(tokens), method="forward"
+        )
+        return (hidden**2).sum() + hidden[0, -1, 0]
+
+    grad = jax.jit(jax.grad(loss), static_argnums=1)
+    plain, again = grad(params, False), grad(params, True)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-10), plain, again)
+
+
+def test_dtypes():
+    """Logits in float32 at least; parameters stored as asked."""
+    config = tiny_config(tie_embeddings=True)
+    init = jax.jit(init_params, static_argnums=(0, 2))
+    params = init(config, jax.random.key(0), jnp.bfloat16)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    assert "lm_head" not in params
+    llama = Llama(config, jnp.bfloat16)
+    one = jnp.ones((1, 3), jnp.int32)
+
+    def run(params):
+        hidden = llama.apply({"params": params}, one, one, one, method="forward")
+        return hidden, llama.apply({"params": params}, hidden, method="lm_head")
+
+    hidden, logits = jax.eval_shape(run, params)
+    assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
