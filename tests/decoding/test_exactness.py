@@ -4,6 +4,7 @@ All in float64, where it holds without exception. The planted drafter makes ever
 length frequent, so that these tests see every path through accept, commit and append.
 """
 
+import dataclasses
 from functools import cache
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import (
+    Planted,
     TreeArrays,
     check_counts,
     decode_traced,
@@ -28,6 +30,7 @@ from planted import (
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
+from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -230,3 +233,83 @@ def test_float32_differs_only_at_ties():
         best = np.sort(forward_logits(config, params, text)[-1])[-2:]
         assert best[1] - best[0] < 1e-4
     assert parted <= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Noting(Planted):
+    """A planted drafter that also notes what each row's last committed position brought."""
+
+    def start(self, batch, slots, dtype):
+        hidden = jnp.zeros((batch, self.llama.d_model), dtype)
+        return super().start(batch, slots, dtype), hidden, jnp.zeros((batch,), jnp.int32)
+
+    def commit(self, params, base, state, hidden_BTD, next_tokens_BT, positions_BT, n_B):
+        position, *noted = state
+        position = super().commit(
+            params, base, position, hidden_BTD, next_tokens_BT, positions_BT, n_B
+        )
+        rows, last = jnp.arange(n_B.shape[0]), jnp.maximum(n_B - 1, 0)
+        new = hidden_BTD[rows, last], next_tokens_BT[rows, last].astype(jnp.int32)
+        kept = [
+            jnp.where((n_B > 0).reshape(-1, *[1] * (x.ndim - 1)), x, old)
+            for x, old in zip(new, noted)
+        ]
+        return position, *kept
+
+    def propose(self, params, base, state, root_B, tree, rank_scores):
+        return super().propose(params, base, state[0], root_B, tree, rank_scores)
+
+
+def test_the_drafter_is_given_the_accepted_positions():
+    """Step by step: the hidden state of the position before the root, and the root itself."""
+    shape, tree = (
+        SHAPES[0],
+        Tree.from_choices([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0]]),
+    )
+    config = config_of(shape)
+    request, expected = reference(shape, 1, "greedy")
+    params, llama, base = model(shape, 1)
+    known = [p + t for p, t in zip(request.prompts, expected)]
+    engine = loop.Engine(llama, Noting(planted(config).heads, config), tree)
+    variables = {"base": base, "heads": planted_params(known, shape[0], 2)}
+    tokens = np.zeros((3, 64), np.int32)
+    for row, text in enumerate(known):
+        tokens[row, : len(text)] = text
+    positions = np.broadcast_to(np.arange(64)[None], tokens.shape)
+    hidden = Llama(config, jnp.float64).apply(
+        {"params": params}, tokens, positions, np.ones_like(tokens), method="forward"
+    )
+    state, _ = loop.begin(engine, variables, request)
+    for _ in range(8):
+        at, noted, root = (np.asarray(x) for x in state.drafter)
+        running = np.flatnonzero(np.asarray(state.status_B) == loop.RUNNING)
+        assert running.size
+        for row in running:
+            assert at[row] == state.length_B[row]
+            assert root[row] == known[row][at[row]] == state.root_B[row]
+            np.testing.assert_allclose(noted[row], hidden[row, at[row] - 1], atol=1e-9)
+        state, _ = loop.decode_loop(engine, variables, state, np.int32(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise(Planted):
+    """Drafts by the noise alone, as if its logits were flat."""
+
+    def propose(self, params, base, state, root_B, tree, rank_scores):
+        flat = jnp.zeros((root_B.shape[0], self.llama.vocab_size), base.llama.dtype)
+        drafts = [jnp.argmax(rank_scores(d + 1, flat), -1) for d in range(tree.depth)]
+        return jnp.stack([root_B, *drafts], axis=1)
+
+
+def test_drafts_are_ranked_by_the_noise_of_their_own_positions():
+    """With a flat verifier the noise decides every token, and so every draft is right."""
+    config = config_of(SHAPES[0])
+    params = random_params(config, 0)
+    params["lm_head"]["kernel"][:] = 0
+    llama, base = decoder(config, params)
+    engine = loop.Engine(
+        llama, Noise(planted(config).heads, config), Tree.chain(3), "sampled"
+    )
+    request = loop.Request([[1, 2], [3]], [21, 21], temperature=[0.7, 2.0])
+    progress = loop.generate(engine, {"base": base, "heads": {}}, request)
+    assert np.asarray(progress.histogram_BL).tolist() == [[0, 0, 0, 5]] * 2
