@@ -402,6 +402,10 @@ class Model:
                 result.finish_reason = "stop"
                 result.token_ids = result.token_ids[: text.tokens_used]
                 result.draft_depths = result.draft_depths[: text.tokens_used]
+                result.acceptance_histogram = steps_of(
+                    result.draft_depths, len(result.acceptance_histogram)
+                )
+                result.steps = sum(result.acceptance_histogram)
         yield [], results
 
     def _results(
@@ -437,6 +441,24 @@ class Model:
                 )
             )
         return results
+
+
+def steps_of(draft_depths: Sequence[int], longest: int) -> list[int]:
+    """Steps that appended 1, ..., `longest` tokens, told from the depths of a cut text.
+
+    Every step ends with a token of depth 0, the verifier's own; the first token is prefill's.
+
+    Example: [0, 1, 2, 0, 0, 1] is prefill, a step of three tokens, one of one, and one that
+    was cut behind its first draft: [2, 0, 1].
+    """
+    histogram = [0] * longest
+    length = 0
+    for at, depth in enumerate(draft_depths[1:], 2):
+        length += 1
+        if depth == 0 or at == len(draft_depths):
+            histogram[length - 1] += 1
+            length = 0
+    return histogram
 
 
 class StoppingText:
@@ -515,7 +537,7 @@ def load(
     kind = dtype or default_dtype()
     if kind not in DTYPES:
         raise UserError(f"dtype is one of {', '.join(DTYPES)}, not {kind!r}")
-    if kind == "float64" and not jax.config.read("jax_enable_x64"):
+    if kind == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         jax.config.update("jax_enable_x64", True)
     path = model or str(DEMO / "backbone")
     if model is None and not (DEMO / "backbone" / "config.json").exists():
