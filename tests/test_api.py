@@ -1,0 +1,308 @@
+"""The Python interface, from files to text."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planted import forward_logits
+from tiny_model import CONTEXT, write_model, write_tokenizer
+
+import medusa_jax
+from medusa_jax import Options, Tree, UserError
+from medusa_jax.api import StoppingText, steps_of
+from medusa_jax.decoding.compare import compare, score_gap
+from medusa_jax.decoding.sampling import gumbel, row_keys
+
+pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
+
+TREE = Tree.from_choices([[0], [1], [2], [0, 0], [1, 0], [0, 0, 0]])
+PROMPTS = ["the cat and", "in", "abcab, a hat.\n"]
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    return path, *write_model(path)
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    """In float64, where identity is exact."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield medusa_jax.load(
+        str(directory[0]), str(directory[0] / "heads"), tree=TREE, dtype="float64"
+    )
+    jax.config.update("jax_enable_x64", before)
+
+
+def check_result(model, result, limit=NEW):
+    steps = sum(result.acceptance_histogram)
+    appended = sum((i + 1) * n for i, n in enumerate(result.acceptance_histogram))
+    assert result.steps == steps and appended == result.new_tokens - 1
+    assert result.new_tokens == len(result.token_ids) == len(result.draft_depths) <= limit
+    if steps:
+        assert result.mean_accepted_length == appended / steps
+        assert result.tokens_per_second == (result.new_tokens - 1) / result.decode_seconds
+    assert result.prefill_seconds > 0 and result.decode_seconds > 0
+
+
+def test_greedy_text_is_the_argmax_of_the_model_on_disk(model, directory):
+    _, config, params = directory
+    results = model.generate(PROMPTS, Options(max_new_tokens=NEW))
+    for prompt, result in zip(PROMPTS, results):
+        ids = model.encode(prompt)
+        assert ids[0] == model.tokenizer.bos_id and result.prompt_tokens == len(ids)
+        logits = forward_logits(config, params, ids + result.token_ids)
+        assert logits[len(ids) - 1 : -1].argmax(-1).tolist() == result.token_ids
+        assert result.text == model.tokenizer.decode(result.token_ids)
+        assert result.finish_reason == "length" and result.new_tokens == NEW
+        check_result(model, result)
+    assert sum(r.steps for r in results) < 3 * (NEW - 1)  # drafts were accepted
+
+
+@pytest.mark.parametrize("tree", ["none", "chain:2", "cartesian:2,2", TREE])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_tree_plays_no_part_in_the_text(model, tree, temperature):
+    options = Options(max_new_tokens=NEW, temperature=temperature, top_p=0.95, seed=7)
+    expected = model.generate(PROMPTS, options)
+    got = model.generate(PROMPTS, options, tree=tree)
+    assert [r.token_ids for r in got] == [r.token_ids for r in expected]
+    for result in got:
+        check_result(model, result)
+
+
+def test_streamed_pieces_join_to_the_text(model):
+    rows = [
+        Options(max_new_tokens=n, temperature=t, seed=3)
+        for n, t in ((24, 0), (9, 1), (17, 1))
+    ]
+    expected = model.generate(PROMPTS, rows)
+    shown, final = ["", "", ""], None
+    depths = set()
+    for pieces, results in model.stream(PROMPTS, rows):
+        assert final is None
+        for piece in pieces:
+            assert piece.text == "".join(text for text, _ in piece.parts)
+            shown[piece.row] += piece.text
+            depths |= {depth for _, depth in piece.parts}
+        final = results
+    assert shown == [r.text for r in expected] == [r.text for r in final]
+    assert [r.token_ids for r in final] == [r.token_ids for r in expected]
+    assert {0, 1} <= depths
+
+
+def test_stop_strings_cut_the_text_even_across_tokens(model):
+    """Every substring of the text that begins inside one token and ends in a later one."""
+    [whole] = model.generate(
+        [PROMPTS[2]], Options(max_new_tokens=NEW, temperature=1.2, seed=2)
+    )
+    pieces = [model.tokenizer.decode([i]) for i in whole.token_ids]
+    assert "".join(pieces) == whole.text
+    for first, last in ((0, 1), (3, 4), (8, 10), (NEW - 2, NEW - 1)):
+        stop = "".join(pieces[first : last + 1])
+        options = Options(max_new_tokens=NEW, temperature=1.2, seed=2, stop=("\x00", stop))
+        shown = ""
+        final = []
+        for new, results in model.stream([PROMPTS[2]], options):
+            shown += "".join(p.text for p in new)
+            final = results or final
+        [again] = model.generate([PROMPTS[2]], options)
+        cut = whole.text.index(stop)
+        for result in (*final, again):
+            assert result.text == whole.text[:cut] == shown
+            assert result.finish_reason == "stop"
+            assert result.token_ids == whole.token_ids[: result.new_tokens]
+            end = len("".join(pieces[: result.new_tokens]))
+            assert end >= cut + len(stop) > end - len(pieces[result.new_tokens - 1])
+            check_result(model, result)
+
+
+def test_rows_with_and_without_stop_strings_do_not_mix(model):
+    rows = [Options(max_new_tokens=NEW), Options(max_new_tokens=NEW, stop=("zzzzzz",))]
+    plain = model.generate(PROMPTS[:2], Options(max_new_tokens=NEW))
+    got = model.generate(PROMPTS[:2], rows)
+    assert [r.text for r in got] == [r.text for r in plain]
+    assert [r.finish_reason for r in got] == ["length", "length"]
+
+
+def test_eos_ends_the_text(directory):
+    path = str(directory[0])
+    model = medusa_jax.load(path, f"{path}/heads", tree=TREE, dtype="float64")
+    [whole] = model.generate([PROMPTS[0]], Options(max_new_tokens=NEW, temperature=1.0))
+    eos = whole.token_ids[9]
+    model.eos_ids = (2, eos)
+    [result] = model.generate([PROMPTS[0]], Options(max_new_tokens=NEW, temperature=1.0))
+    first = whole.token_ids.index(eos)
+    assert result.token_ids == whole.token_ids[: first + 1]
+    assert result.finish_reason == "stop"
+    check_result(model, result)
+
+
+def test_the_context_ends_in_mid_generation(model):
+    rows = [Options(max_new_tokens=500), Options(max_new_tokens=5)]
+    long, short = model.generate(["the " * 20, "in"], rows)
+    assert long.prompt_tokens + long.new_tokens == CONTEXT
+    assert (long.finish_reason, short.finish_reason) == ("context", "length")
+    plain, _ = model.generate(["the " * 20, "in"], rows, tree="none")
+    assert long.token_ids == plain.token_ids
+    check_result(model, long, CONTEXT)
+
+
+def test_compiling_is_timed_once(model):
+    options = Options(max_new_tokens=11)
+    assert model.compile(PROMPTS, options, tree="chain:3") > 0
+    assert model.compile(PROMPTS, options, tree="chain:3") == 0
+    assert model.generate(PROMPTS, options, tree="chain:3")[0].compile_seconds == 0
+
+
+def test_compare_reports_identity(model):
+    [one] = compare(model, PROMPTS[:1], Options(max_new_tokens=NEW), repeats=2)
+    facts = one.facts()
+    assert one.identical and facts["first_divergence"] is None
+    assert facts["autoregressive"]["token_ids"] == one.drafted.token_ids
+    assert facts["speedup"] > 0 and facts["step_latency_ratio"] > 0
+    ratio = one.decode_seconds / one.autoregressive_seconds
+    assert facts["speedup"] == pytest.approx(1 / ratio)
+    steps = one.drafted.steps / one.autoregressive.steps
+    assert facts["step_latency_ratio"] == pytest.approx(ratio / steps)
+
+
+def test_compare_reports_where_a_lossy_text_parts(model):
+    options = Options(max_new_tokens=NEW, temperature=0.9, seed=1)
+    found = compare(model, PROMPTS[:1], options, acceptance="typical", repeats=1)
+    parted = [c for c in found if not c.identical]
+    assert parted
+    for one in parted:
+        at, gap = one.first_divergence["position"], one.first_divergence["gap"]
+        ours, theirs = one.drafted.token_ids, one.autoregressive.token_ids
+        assert ours[:at] == theirs[:at] and ours[at] != theirs[at] and gap > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_gap_is_that_between_the_two_best_scores(model, directory, temperature):
+    _, config, params = directory
+    text = [1, 4, 9, 12, 12, 30]
+    options = Options(temperature=temperature, seed=5)
+    got = score_gap(model, text, 3, options, request=2)
+    scores = forward_logits(config, params, text)[-1]
+    if temperature:
+        key = row_keys(jnp.array([5], jnp.uint32), jnp.array([2]))
+        noise = gumbel(key, jnp.array([[len(text)]]), config.vocab_size, jnp.float64)
+        scores = scores / np.float32(temperature) + np.asarray(noise)[0, 0]
+    best = np.sort(scores)[-2:]
+    assert got == pytest.approx(best[1] - best[0], abs=1e-9)
+
+
+def test_float32_parts_from_the_plain_loop_only_at_a_tie(directory):
+    path = str(directory[0])
+    model = medusa_jax.load(path, f"{path}/heads", tree=TREE, dtype="float32")
+    for options in (
+        Options(max_new_tokens=60),
+        Options(max_new_tokens=60, temperature=1.0),
+    ):
+        for one in compare(model, PROMPTS, options, repeats=1):
+            assert one.identical or one.first_divergence["gap"] < 1e-4
+
+
+def test_an_empty_prompt_starts_from_bos_or_is_refused(model, directory, tmp_path):
+    [result] = model.generate([""], Options(max_new_tokens=4))
+    assert result.prompt_tokens == 1 and result.new_tokens == 4
+    write_tokenizer(tmp_path, bos=False)
+    path = str(directory[0])
+    other = medusa_jax.load(path, "none", tree="none", tokenizer=str(tmp_path))
+    with pytest.raises(UserError, match="empty and the tokenizer has no BOS"):
+        other.generate([""])
+
+
+def test_without_heads_only_plain_decoding_is_left(directory):
+    model = medusa_jax.load(str(directory[0]), "none", tree="none")
+    assert model.generate(["in"], Options(max_new_tokens=4))[0].new_tokens == 4
+    with pytest.raises(UserError, match="no draft heads"):
+        model.generate(["in"], tree="chain:1")
+
+
+def test_only_the_heads_of_the_tree_are_read_when_asked(directory):
+    path = str(directory[0])
+    heads = f"{path}/heads"
+    few = medusa_jax.load(path, heads, tree="chain:2", dtype="float32", all_heads=False)
+    assert sorted(few.variables["heads"]) == ["heads_0", "heads_1"]
+    every = medusa_jax.load(path, heads, tree="chain:2", dtype="float32")
+    assert len(every.variables["heads"]) == 3 and every.tree == Tree.chain(2)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "words"),
+    [
+        (["a" * CONTEXT], {}, f"the prompt has {CONTEXT + 1} tokens.*context is {CONTEXT}"),
+        ([[0, 40]], {}, "outside the vocabulary"),
+        ([[-1]], {}, "outside the vocabulary"),
+        (["a"], {"tree": "chain:4"}, "only 3 heads"),
+        (["a"], {"tree": Tree.from_choices([[99]])}, "rank 99 exceeds"),
+        (["a"], {"acceptance": "eager"}, "unknown acceptance 'eager'"),
+        (["a"], {"acceptance": "rejection"}, "not built yet"),
+        (["a"], {"acceptance": "typical", "epsilon": 0.0}, "epsilon"),
+        ([], {}, "0 prompts"),
+    ],
+)
+def test_requests_that_cannot_be(model, prompts, options, words):
+    with pytest.raises(UserError, match=words):
+        model.generate(prompts, Options(max_new_tokens=3), **options)
+
+
+def test_a_lone_string_and_greedy_with_temperature_are_mistakes(model):
+    with pytest.raises(TypeError, match=r"\[prompt\]"):
+        model.generate("the")
+    with pytest.raises(UserError, match="needs temperature 0"):
+        model.generate(["a"], Options(temperature=1.0), acceptance="greedy")
+    with pytest.raises(UserError, match="2 prompts but 1 options"):
+        model.generate(["a", "b"], [Options()])
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": -1.0},
+        {"top_k": -2},
+    ],
+)
+def test_options_out_of_range(field):
+    [name] = field
+    with pytest.raises(UserError, match=name):
+        Options(**field)
+    assert dataclasses.replace(Options(), max_new_tokens=3).max_new_tokens == 3
+
+
+def test_stopping_text_shows_nothing_that_a_stop_string_may_take_back(model):
+    ids = {c: model.tokenizer.token_to_id(c) for c in "abcde"}
+    text = StoppingText(model.tokenizer, ("bcd", "de"))
+    assert [text.push(ids[c]) for c in "abb"] == ["a", "", "b"]
+    assert text.push(ids["c"]) == ""
+    assert text.push(ids["a"]) == "bca"
+    assert [text.push(ids[c]) for c in "bcd"] == ["", "", ""]
+    assert text.stopped and text.text == "abbca" and text.tokens_used == 8
+    assert text.push(ids["a"]) == "" == text.flush()
+    open_end = StoppingText(model.tokenizer, ("bcd",))
+    assert [open_end.push(ids[c]) for c in "abc"] == ["a", "", ""]
+    assert open_end.flush() == "bc" and not open_end.stopped
+
+
+def test_steps_are_told_from_depths():
+    assert steps_of([0, 1, 2, 0, 0, 1], 3) == [2, 0, 1]
+    assert steps_of([0], 2) == [0, 0]
+    assert steps_of([0, 0, 0, 1, 0], 2) == [2, 1]
+
+
+def test_names_of_the_package():
+    assert medusa_jax.Tree is Tree
+    with pytest.raises(AttributeError, match="nothing_here"):
+        _ = medusa_jax.nothing_here
