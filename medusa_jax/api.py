@@ -4,7 +4,6 @@ decode.py, the notebooks, the evaluators and the tests all go through here.
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -585,6 +584,5 @@ def load(
 
 def _heads_needed(directory: Path, tree: Tree) -> int:
     """How many heads the tree uses: deeper ones are not read. A too deep tree is refused."""
-    stored = json.loads((directory / heads_io.DESCRIPTION).read_text())["heads"]["n_heads"]
-    tree.check_depth(stored)
+    tree.check_depth(heads_io.read_description(str(directory)).n_heads)
     return max(1, tree.depth)

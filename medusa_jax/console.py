@@ -30,7 +30,7 @@ def use_compilation_cache() -> None:
     """Keep compiled programs between runs, unless the user has set a place of their own."""
     import jax
 
-    if jax.config.read("jax_compilation_cache_dir") is None:
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         cache = os.path.join(os.path.expanduser("~"), ".cache", "medusa_jax", "compiled")
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

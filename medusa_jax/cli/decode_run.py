@@ -103,7 +103,8 @@ def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:
         text = sys.stdin.read() if flags.prompt == "-" else flags.prompt
         return [text], [Options(**shared)]
     try:
-        lines = Path(flags.prompts_file).read_text().splitlines()
+        # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
+        lines = Path(flags.prompts_file).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {flags.prompts_file}: {error}") from error
     prompts, options = [], []
@@ -117,19 +118,36 @@ def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:
             raise UserError(f"{where} is not JSON: {error.msg}") from error
         if not isinstance(record, dict) or not ("prompt" in record or "messages" in record):
             raise UserError(f"{where} needs a 'prompt' or 'messages'")
-        own = {k: record[k] for k in shared if k in record}
-        if isinstance(own.get("stop"), str):
-            own["stop"] = [own["stop"]]
-        if "stop" in own:
-            own["stop"] = tuple(own["stop"])
+        if "prompt" in record and not isinstance(record["prompt"], str):
+            raise UserError(f"{where}: 'prompt' must be text, not {record['prompt']!r}")
+        if "prompt" not in record and not isinstance(record["messages"], list):
+            raise UserError(f"{where}: 'messages' must be a list of turns")
         prompts.append(record.get("prompt", record.get("messages")))
         try:
-            options.append(Options(**(shared | own)))
-        except (TypeError, UserError) as error:
+            options.append(Options(**(shared | own_options(record, shared))))
+        except UserError as error:
             raise UserError(f"{where}: {error}") from error
     if not prompts:
         raise UserError(f"{flags.prompts_file} holds no requests")
     return prompts, options
+
+
+def own_options(record: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """The options that one request sets itself, each of the type of the flag it replaces."""
+    own = {name: record[name] for name in shared if name in record}
+    if "stop" in own:
+        stop = own["stop"]
+        own["stop"] = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(own["stop"], list | tuple) or any(
+            not isinstance(s, str) for s in own["stop"]
+        ):
+            raise UserError(f"'stop' must be a string or a list of strings, not {stop!r}")
+        own["stop"] = tuple(own["stop"])
+    for name, value in own.items():
+        kinds = (int, float) if isinstance(shared[name], float) else (type(shared[name]),)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise UserError(f"'{name}' must be {kinds[-1].__name__}, not {value!r}")
+    return own
 
 
 def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | list[int]:

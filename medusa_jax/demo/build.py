@@ -37,7 +37,7 @@ BACKBONE_FILES = (
 
 # What --tiny changes: minutes become seconds, and the model knows next to nothing.
 TINY = {
-    "corpus": ["--limit_mb=0.5", "--vocab=512"],
+    "corpus": ["--limit_mb=0.5", "--heldout=0.2", "--vocab=512"],
     "backbone": [
         "--config.model.arch.vocab_size=512", "--config.model.arch.d_model=32",
         "--config.model.arch.n_layers=2", "--config.model.arch.n_heads=2",

@@ -139,6 +139,16 @@ def load_heads(
     return heads, params, meta
 
 
+def read_description(path: str) -> HeadsConfig:
+    """What `heads.json` says that a directory holds; no weights are read.
+
+    Raises:
+      UserError: unreadable, or another format.
+    """
+    file = os.path.join(path, DESCRIPTION)
+    return _read_description(file, read_json(file))[0]
+
+
 def abstract_heads(heads: HeadsConfig, llama: LlamaConfig) -> Any:
     """Shapes of a drafter's parameters, nothing computed."""
     drafter = make_drafter(heads, llama)
