@@ -87,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="colour tokens by the tree depth they were accepted at",
     )
+    add("--save_drafts", metavar="FILE.svg", help="draw the text with its drafts in colour")
     add(
         "--compare",
         action="store_true",

@@ -168,8 +168,10 @@ def stream_to_terminal(
     if isinstance(prompts[0], str):
         sys.stdout.write(prompts[0])
     results: list[Result] = []
+    segments: list[tuple[str, int]] = [(p, 0) for p in prompts[:1] if isinstance(p, str)]
     for pieces, final in model.stream(prompts, options, **engine_options):
         for piece in pieces:
+            segments += piece.parts
             for text, depth in piece.parts:
                 if flags.show_drafts and depth:
                     colour = COLOURS[(depth - 1) % len(COLOURS)]
@@ -179,6 +181,11 @@ def stream_to_terminal(
         results = final or results
     sys.stdout.write("\n")
     sys.stdout.flush()
+    if flags.save_drafts:
+        from medusa_jax.plots import draw_accepted_text
+
+        draw_accepted_text(segments, flags.save_drafts)
+        say(f"wrote {flags.save_drafts}")
     if flags.show_drafts:
         legend = " ".join(f"\x1b[{c}m{d}\x1b[0m" for d, c in enumerate(COLOURS, 1))
         say(

@@ -1,0 +1,124 @@
+"""calibrate, distill and bench on a tiny model: files, figures, resuming, bad input."""
+
+import json
+
+import numpy as np
+import pytest
+from tiny_model import write_model
+
+from medusa_jax import bench, calibrate, distill
+from medusa_jax.config import DataConfig
+from medusa_jax.training.data import TokenRows
+from medusa_jax.tree import Tree
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+PROMPTS = ["the cat", "a b c", "in the", "abc"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model directory with heads, and a file of prompts."""
+    directory = tmp_path_factory.mktemp("model")
+    config, _ = write_model(directory)
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    return directory, prompts, config
+
+
+def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    out = tmp_path / "tree.json"
+    code = calibrate.main(
+        [
+            f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+            f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4", "--rounds=2",
+            f"--plots={tmp_path}/plots",
+        ]
+    )  # fmt: skip
+    assert code == 0
+    found = json.loads(out.read_text())
+    ladder = found["evidence"]["ladder"]
+    assert [row["nodes"] for row in ladder] == [1, 2, 4]
+    assert ladder[0]["tokens_per_step"] == 1 and ladder[0]["step_latency_ratio"] == 1
+    assert ladder[1]["tokens_per_step"] <= ladder[2]["tokens_per_step"]
+    speeds = [row["tokens_per_step"] / row["step_seconds"] for row in ladder]
+    assert found["nodes"] == ladder[int(np.argmax(speeds))]["nodes"]
+    assert len(found["choices"]) == found["nodes"] - 1
+    assert Tree.from_choices(found["growth"]).n_nodes == len(found["growth"]) + 1
+    assert np.shape(found["evidence"]["head_accuracies"])[0] == 3
+    assert (found["temperature"], found["batch"], found["platform"]) == (0, 1, "cpu")
+    assert "<- best" in capsys.readouterr().out
+    assert {p.name for p in (tmp_path / "plots").iterdir()} == {"tree.png", "curves.png"}
+
+
+def test_calibrate_by_the_paper_s_product(files, tmp_path):
+    directory, prompts, _ = files
+    out = tmp_path / "tree.json"
+    arguments = [
+        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+        f"--out={out}", "--max_new_tokens=30", "--sizes=1,3", "--rounds=1",
+        "--values=product", "--temperature=0.9",
+    ]  # fmt: skip
+    assert calibrate.main(arguments) == 0
+    found = json.loads(out.read_text())
+    assert (found["values"], found["acceptance"]) == ("product", "sampled")
+
+
+def test_distill_writes_a_training_set_of_the_model_s_own_text(files, tmp_path):
+    directory, prompts, config = files
+    arguments = [
+        f"--model={directory}", f"--prompts={prompts}", f"--out={tmp_path}",
+        "--max_new_tokens=12", "--batch_size=3", "--temperature=0.7",
+    ]  # fmt: skip
+    assert distill.main(arguments) == 0
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == len(PROMPTS)
+    tokens, counted = np.load(tmp_path / "tokens.npy"), np.load(tmp_path / "counted.npy")
+    assert counted.sum() == sum(len(s["token_ids"]) for s in samples)
+    assert tokens[~counted].tolist() == sum((s["prompt_ids"] for s in samples), [])
+    cfg = DataConfig(seq_len=32, packing="first_fit")
+    assert TokenRows(str(tmp_path), cfg, config.vocab_size).rows >= 1
+
+    # Stopped in mid-line and started again: the same file.
+    whole = (tmp_path / "samples.jsonl").read_bytes()
+    (tmp_path / "samples.jsonl").write_bytes(whole[: len("\n".join(lines[:3])) + 9])
+    assert distill.main(arguments) == 0
+    assert (tmp_path / "samples.jsonl").read_bytes() == whole
+
+
+def test_bench_prints_a_table_and_writes_answers(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    arguments = [
+        f"--model={directory}", f"--drafters={directory}/heads", f"--prompts={prompts}",
+        f"--out={tmp_path}", "--trees=chain:2,cartesian:2x2", "--limit=2",
+        "--max_new_tokens=20", "--repeats=1",
+    ]  # fmt: skip
+    assert bench.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| medusa |") == 2 and "autoregressive loop" in printed
+    facts = json.loads((tmp_path / "bench.json").read_text())
+    for row in facts["rows"]:
+        appended = sum((i + 1) * n for i, n in enumerate(row["acceptance_histogram"]))
+        assert appended == row["tokens"]
+        assert row["efficiency"] == pytest.approx(1.0, abs=0.02)
+    lines = (tmp_path / "medusa-7.jsonl").read_text().splitlines()
+    answer = json.loads(lines[0])["choices"][0]
+    assert sum(answer["accept_lengths"]) == answer["new_tokens"][0] - 1
+
+
+@pytest.mark.parametrize(
+    "command, arguments, words",
+    [
+        (calibrate, ["--prompts=missing.jsonl", "--out=x.json"], "missing.jsonl"),
+        (calibrate, ["--prompts={p}", "--out=x.json", "--sizes=a"], "--sizes"),
+        (distill, ["--prompts=missing.jsonl", "--out=x"], "missing.jsonl"),
+        (bench, ["--prompts=missing.jsonl", "--out=x"], "missing.jsonl"),
+        (bench, ["--prompts={p}", "--out=x", "--model=nowhere/at/all"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(command, arguments, words, files, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command.main([a.format(p=files[1]) for a in arguments]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert words in lines[-1] and lines[-1].startswith("error: ")

@@ -1,0 +1,56 @@
+"""The bundled demo: its size, its figures' honesty, and exactness on real text."""
+
+import json
+
+import pytest
+
+import medusa_jax
+from medusa_jax import Options
+from medusa_jax.api import DEMO
+from medusa_jax.decoding.compare import compare
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    lines = (DEMO / "prompts.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt_ids"] for line in lines]
+
+
+def size(path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def test_sizes_stay_within_their_limits():
+    assert size(DEMO / "backbone") <= 14_000_000
+    assert size(DEMO / "medusa") <= 5_000_000
+    assert size(DEMO) <= 40_000_000
+
+
+def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(prompts):
+    model = medusa_jax.load(dtype="float64", tree="64")
+    for temperature in (0.0, 0.8):
+        options = Options(max_new_tokens=60, temperature=temperature)
+        found = compare(model, prompts[:3], options, repeats=1)
+        assert all(c.identical for c in found)
+        steps = sum(c.drafted.steps for c in found)
+        appended = sum(c.drafted.new_tokens - 1 for c in found)
+        assert appended / steps > 1.5
+
+
+def test_tree_beside_the_heads_is_the_one_its_evidence_names():
+    tree = json.loads((DEMO / "medusa" / "tree.json").read_text())
+    ladder = tree["evidence"]["ladder"]
+    best = max(ladder, key=lambda row: row["tokens_per_step"] / row["step_seconds"])
+    assert tree["nodes"] == best["nodes"] == len(tree["choices"]) + 1
+    assert medusa_jax.load().tree.n_nodes == tree["nodes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", ["auto", "64"])
+def test_fifty_prompts_by_two_hundred_tokens_without_a_mismatch(prompts, tree):
+    model = medusa_jax.load(dtype="float64", tree=tree)
+    assert len(prompts) >= 50
+    for prompt in prompts[:50]:
+        ours = model.generate([prompt], Options(max_new_tokens=200))[0]
+        plain = model.generate([prompt], Options(max_new_tokens=200), tree="none")[0]
+        assert ours.token_ids == plain.token_ids
