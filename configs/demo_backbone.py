@@ -52,7 +52,7 @@ def get_config() -> Config:
         train=TrainConfig(
             stage="backbone",
             batch_size=8,
-            steps=1700,
+            steps=1500,
             dtype="float32",
             remat=False,
             loss_chunk=128,

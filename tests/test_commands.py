@@ -76,7 +76,7 @@ def test_distill_writes_a_training_set_of_the_model_s_own_text(files, tmp_path):
     assert len(samples) == len(PROMPTS)
     tokens, counted = np.load(tmp_path / "tokens.npy"), np.load(tmp_path / "counted.npy")
     assert counted.sum() == sum(len(s["token_ids"]) for s in samples)
-    assert tokens[~counted].tolist() == sum((s["prompt_ids"] for s in samples), [])
+    assert tokens[~counted].tolist() == [i for s in samples for i in s["prompt_ids"]]
     cfg = DataConfig(seq_len=32, packing="first_fit")
     assert TokenRows(str(tmp_path), cfg, config.vocab_size).rows >= 1
 
@@ -117,7 +117,9 @@ def test_bench_prints_a_table_and_writes_answers(files, tmp_path, capsys):
         (bench, ["--prompts={p}", "--out=x", "--model=nowhere/at/all"], "nowhere"),
     ],
 )
-def test_bad_input_is_one_line(command, arguments, words, files, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_one_line(
+    command, arguments, words, files, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert command.main([a.format(p=files[1]) for a in arguments]) == 2
     lines = capsys.readouterr().err.strip().splitlines()

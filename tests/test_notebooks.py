@@ -15,10 +15,14 @@ def test_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     notebook = nbformat.read(path, as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "commit it without outputs"
+    assert not any(cell.get("outputs") for cell in notebook.cells), (
+        "commit it without outputs"
+    )
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     printed = "".join(
-        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ())
+        output.get("text", "")
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
     )
     assert "mean accepted length" in printed
     assert "identical: True" in printed and "identical: False" not in printed

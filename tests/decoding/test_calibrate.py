@@ -44,11 +44,14 @@ def test_product_growth_equals_exhaustive_search(size: int) -> None:
 
     def worth(tree: Tree) -> float:
         return sum(
-            float(np.prod([accuracy[d, r] for d, r in enumerate(path)])) for path in tree.choices
+            float(np.prod([accuracy[d, r] for d, r in enumerate(path)]))
+            for path in tree.choices
         )
 
     best = max(worth(tree) for tree in all_trees(3, 3, size))
-    assert worth(Tree.from_choices(fit.product_growth(accuracy, size))) == pytest.approx(best)
+    assert worth(Tree.from_choices(fit.product_growth(accuracy, size))) == pytest.approx(
+        best
+    )
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,7 +11,13 @@ ROOT = Path(__file__).parents[2]
 
 def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
     work, target = tmp_path / "work", tmp_path / "demo"
-    command = ["-m", "medusa_jax.demo.build", "--tiny", f"--work={work}", f"--install={target}"]
+    command = [
+        "-m",
+        "medusa_jax.demo.build",
+        "--tiny",
+        f"--work={work}",
+        f"--install={target}",
+    ]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
     built = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True
@@ -20,7 +26,7 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
 
     tree = json.loads((target / "medusa" / "tree.json").read_text())
     assert len(tree["choices"]) == tree["nodes"] - 1
-    assert [row["nodes"] for row in tree["evidence"]["ladder"]][0] == 1
+    assert tree["evidence"]["ladder"][0]["nodes"] == 1
     prompts = (target / "prompts.jsonl").read_text().splitlines()
     assert prompts and {"prompt", "continuation_ids"} <= set(json.loads(prompts[0]))
     assert json.loads((target / "provenance.json").read_text())["heads"]
