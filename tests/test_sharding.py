@@ -1,0 +1,168 @@
+"""The mesh: where parameters lie, and that decoding over devices gives the same tokens.
+
+What needs several devices runs in one child process with eight simulated CPU devices.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from medusa_jax.errors import UserError
+from medusa_jax.sharding import make_mesh, param_shardings, path_string, place, spec_for
+
+TESTS = Path(__file__).parent
+
+CHILD = r"""
+import json, sys
+import jax, numpy as np
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_disable_most_optimizations", True)
+import medusa_jax
+from medusa_jax import Options, UserError
+from medusa_jax.config import HeadsConfig
+from medusa_jax.heads import Base, make_drafter
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.sharding import init_sharded, make_mesh, param_shardings, path_string, spec_for
+from planted import tiny_config
+
+model_dir = sys.argv[1]
+report = {"devices": len(jax.devices()), "decoded": {}, "errors": {}}
+
+# Everything lies where the table says, born there or placed there.
+config = tiny_config(vocab_size=24, n_heads=4, n_kv_heads=4, d_ff=24)
+wrong = []
+for shape in ((1, 2, 4), (2, 2, 2)):
+    mesh = make_mesh(shape)
+    base = init_sharded(mesh, lambda key: init_params(config, key), jax.random.key(0))
+    drafter = make_drafter(HeadsConfig(n_heads=2, lm_head="low_rank", rank=8), config)
+    heads = init_sharded(
+        mesh, lambda key: drafter.init(key, Base(Llama(config), base)), jax.random.key(1)
+    )
+    for tree in (base, heads):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            spec = spec_for(path_string(path))
+            cut = [d // (mesh.shape[a] if a else 1) for d, a in zip(leaf.shape, spec)]
+            cut += leaf.shape[len(cut):]
+            sizes = {s.data.shape for s in leaf.addressable_shards}
+            if sizes != {tuple(cut)} or len(leaf.addressable_shards) != 8:
+                wrong.append([shape, path_string(path), str(sizes), cut])
+report["wrong"] = wrong
+
+prompts = ["the cat and", "in", "abc"]
+options = [Options(max_new_tokens=8, temperature=t, seed=2) for t in (0, 0, 0.9)]
+for shape in ((1, 1, 1), (1, 1, 2), (1, 2, 2)):
+    model = medusa_jax.load(
+        model_dir, model_dir + "/heads", tree="cartesian:2,1", dtype="float64", mesh=shape
+    )
+    results = model.generate(prompts, options)
+    report["decoded"][str(shape)] = [r.token_ids for r in results]
+    kernel = model.variables["base"]["layers_0"]["mlp"]["gate_up_proj"]["kernel"]
+    shard = kernel.addressable_shards[0].data.shape
+    assert kernel.size == np.prod(shard) * shape[1] * shape[2], (kernel.shape, shard)
+
+for name, shape in {"dimension": (1, 1, 5), "count": (3, -1, 1), "many": (1, 4, 4)}.items():
+    try:
+        medusa_jax.load(model_dir, "none", tree="none", mesh=shape)
+        report["errors"][name] = "none"
+    except UserError as error:
+        report["errors"][name] = str(error)
+report["rest"] = list(make_mesh((2, -1, 1)).devices.shape)
+print(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    from tiny_model import write_model
+
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, n_kv_heads=4)
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+    }
+    if cache := jax.config.jax_compilation_cache_dir:
+        env |= {
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        }
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(path)], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_parameters_lie_where_the_table_says(report):
+    assert report["devices"] == 8
+    assert report["wrong"] == []
+
+
+def test_decoding_over_devices_gives_the_same_tokens(report):
+    """Two greedy rows and a sampled one."""
+    texts = report["decoded"]
+    assert len(texts) == 3 and [len(t) for t in texts["(1, 1, 1)"]] == [8, 8, 8]
+    for shape, tokens in texts.items():
+        assert tokens == texts["(1, 1, 1)"], shape
+
+
+def test_meshes_that_do_not_divide_are_refused_in_one_line(report):
+    errors = report["errors"]
+    assert all("\n" not in line for line in errors.values())
+    for words in ("'tensor' has 5 devices", "dimension 24 of layers_0/self_attn/k_proj"):
+        assert words in errors["dimension"]
+    assert "3 does not divide the 8 devices" in errors["count"]
+    assert "needs 16 devices, this process has 8" in errors["many"]
+    assert report["rest"] == [2, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("path", "spec"),
+    [
+        ("embed_tokens/embedding", P("tensor", "fsdp")),
+        ("lm_head/kernel", P("fsdp", "tensor")),
+        ("layers_0/self_attn/q_proj/kernel", P("fsdp", "tensor")),
+        ("layers_11/self_attn/k_proj/bias", P("tensor")),
+        ("layers_3/self_attn/o_proj/kernel", P("tensor", "fsdp")),
+        ("layers_3/self_attn/o_proj/bias", P()),
+        ("layers_3/self_attn/qkv_proj/kernel", P("fsdp", "tensor", None)),
+        ("layers_3/mlp/gate_up_proj/bias", P("tensor", None)),
+        ("layers_3/mlp/down_proj/kernel", P("tensor", "fsdp")),
+        ("layers_3/input_layernorm/scale", P()),
+        ("layers_3/self_attn/q_norm/scale", P()),
+        ("heads_4/layers_0/kernel", P("fsdp", "tensor")),
+        ("heads_4/layers_0/bias", P("tensor")),
+        ("heads_4/lm_head/kernel", P("fsdp", "tensor")),
+        ("heads_4/lm_head/down", P("fsdp", None)),
+        ("heads_4/lm_head/up", P("fsdp", "tensor")),
+    ],
+)
+def test_table(path, spec):
+    longest = max(len(spec_for(path)), len(spec))
+    padded = [tuple(s) + (None,) * (longest - len(s)) for s in (spec_for(path), spec)]
+    assert padded[0] == padded[1]
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 1, 1, 1), (0, 1, 1), (-1, -1, 1), (1, -2, 1)]
+)
+def test_shapes_that_are_no_mesh(shape):
+    with pytest.raises(UserError, match="data,fsdp,tensor"):
+        make_mesh(shape)
+
+
+def test_one_device_holds_everything():
+    mesh = make_mesh()
+    tree = {"layers_0": {"mlp": {"up_proj": {"kernel": np.ones((3, 5))}}}}
+    placed = place(mesh, tree)["layers_0"]["mlp"]["up_proj"]["kernel"]
+    assert isinstance(placed, jax.Array) and placed.shape == (3, 5)
+    [(path, _)] = jax.tree_util.tree_leaves_with_path(param_shardings(mesh, tree))
+    assert path_string(path) == "layers_0/mlp/up_proj/kernel"
