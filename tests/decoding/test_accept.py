@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import TreeArrays, trees
 
-from medusa_jax.decoding.accept import accept_targets, accept_typical, walk
+from medusa_jax.decoding.accept import accept_targets, accept_typical, best_token, walk
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.tree import Tree
 
@@ -84,6 +84,16 @@ def test_accepting_targets_is_walking_down_one_token_at_a_time(tree, seed):
         assert int(got.bonus_B[row]) == targets[row, path[n]]
         for parent, child in itertools.pairwise(path[: n + 1]):
             assert tree.parent_M[child] == parent
+
+
+def test_best_token_is_argmax_even_of_strange_rows():
+    inf, nan = np.inf, np.nan
+    rows = np.array(
+        [[1, 3, 3, 0], [-inf, -inf, -inf, -inf], [-inf, 2, inf, inf], [0, 0, 0, 0]]
+    )
+    assert best_token(rows).tolist() == rows.argmax(-1).tolist() == [1, 0, 2, 0]
+    assert best_token(rows).dtype == jnp.int32
+    assert 0 <= int(best_token(np.array([nan, 1, nan, 0]))) < 4
 
 
 def test_worked_example_of_the_docstring():

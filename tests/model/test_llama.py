@@ -16,6 +16,8 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import (
     Llama,
+    attend,
+    attend_causal,
     decoding_config,
     init_params,
     prepare,
@@ -35,7 +37,7 @@ FAMILIES = {
         "rope_original_max_position": 64,
     },
     "mistral": {"sliding_window": 5},
-    "qwen2": {"qkv_bias": True, "sliding_window": 4, "sliding_window_start_layer": 1},
+    "qwen2": {"qkv_bias": True, "sliding_window": 2, "sliding_window_start_layer": 1},
     "qwen3": {"qk_norm": True, "out_bias": True, "mlp_bias": True},
 }
 SLOTS, CHUNK, NODES = 40, 4, 8
@@ -244,6 +246,28 @@ def test_packed_segments_give_the_hidden_states_of_each_text_alone():
     np.testing.assert_allclose(
         packed[4:10], forward_logits(config, params, parts[1]), atol=1e-10
     )
+
+
+@pytest.mark.parametrize("T", [1, 64, 65, 130, 600])
+def test_blocks_of_queries_give_what_one_attention_gives(T):
+    """Values and gradients, over packed rows with a window; 600 tokens are eight blocks."""
+    rng = np.random.default_rng(T)
+    q = rng.standard_normal((1, T, 2, 4))
+    k, v = rng.standard_normal((2, 1, 1, T, 4))
+    segment, row = np.sort(rng.integers(0, 3, T)), np.arange(T)
+    mask = (segment[:, None] == segment[None]) & (row[:, None] >= row[None])
+    mask = (mask & (row[:, None] - row[None] < 90))[None]
+    weight = rng.standard_normal((1, T, 8))
+
+    def total(see, *qkv):
+        out = see(*qkv, mask)
+        return (out * weight).sum(), out
+
+    results = [
+        jax.jit(jax.value_and_grad(partial(total, see), (0, 1, 2), has_aux=True))(q, k, v)
+        for see in (attend, attend_causal)
+    ]
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-11), *results)
 
 
 def test_remat_changes_no_gradient():
