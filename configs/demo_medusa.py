@@ -1,9 +1,11 @@
-"""Medusa heads on the demo backbone, with the backbone's own LM head (5 heads of 2 residual blocks).
+"""Medusa heads for the demo: 5 heads of 2 residual blocks, the backbone's LM head shared.
 
+    python -m medusa_jax.distill --model work/demo/backbone/export \\
+        --prompts work/demo/answer_seeds.jsonl --out work/demo/answers --temperature 0.3
     python train.py --config=configs/demo_medusa.py --workdir=work/demo/medusa
 
-`--config.data.source=DIR` trains on other token arrays, such as the backbone's own
-continuations (counted.npy then marks which tokens it wrote itself).
+They learn from the backbone's own continuations (counted.npy marks what it wrote itself); with
+`--config.data.source=work/demo/train` they learn from the corpus.
 """
 
 from medusa_jax.config import (
@@ -22,24 +24,25 @@ def get_config() -> Config:
         model=ModelConfig(path="work/demo/backbone/export"),
         heads=HeadsConfig(drafter="medusa", n_heads=5, n_layers=2, lm_head="shared"),
         data=DataConfig(
-            source="work/demo/train",
+            source="work/demo/answers",
             eval_source="work/demo/heldout",
             eval_samples=128,
             format="tokens",
-            seq_len=512,
-            packing="concat",
+            # Two samples (a prompt and its 200 tokens) to a row.
+            seq_len=640,
+            packing="first_fit",
         ),
         optim=OptimConfig(lr=2e-3, warmup_steps=40, schedule="cosine", clip_norm=1.0),
         train=TrainConfig(
             stage="medusa1",
-            batch_size=16,
-            steps=2000,
+            batch_size=4,
+            steps=400,
             dtype="float32",
             remat=False,
             loss_chunk=128,
             log_every=20,
-            eval_every=250,
-            save_every=250,
+            eval_every=100,
+            save_every=100,
         ),
         mesh=(1, 1, 1),
     )

@@ -118,7 +118,7 @@ def run(flags: argparse.Namespace) -> int:
         [
             "-m", "medusa_jax.distill", f"--model={backbone}/export",
             f"--prompts={work}/answer_seeds.jsonl", f"--out={answers}",
-            f"--limit={flags.answers}", "--batch_size=32", "--max_new_tokens=200",
+            f"--limit={flags.answers}", "--batch_size=32", "--max_new_tokens=200", "--temperature=0.3",
             *extra["answers"],
         ],
     )  # fmt: skip
