@@ -5,10 +5,13 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
+from medusa_jax.heads import Base
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree import Tree
 
@@ -109,16 +112,9 @@ def score_gap(
     decoding was from choosing another token there.
     """
     T = len(text)
-    c = model.config
-    cache = KVCache.zeros(c.n_layers, 1, T, c.n_kv_heads, c.head_dim, model.dtype)
-    hidden_BTD, _ = model.base.decode(
-        jnp.asarray([text]),
-        jnp.arange(T)[None, :],
-        cache,
-        jnp.zeros((1,), jnp.int32),
-        jnp.asarray(np.tril(np.ones((T, T), bool))),
-    )
-    scores = model.base.lm_head(hidden_BTD[:, -1:])
+    padded = np.zeros((1, max(16, 1 << (T - 1).bit_length())), np.int32)
+    padded[0, :T] = text
+    scores = _logits_behind(model.base, padded, np.int32(T))
     if option.temperature > 0:
         one = lambda value, dtype: jnp.asarray(np.array([value], dtype))  # noqa: E731
         sampling = Sampling(
@@ -129,8 +125,25 @@ def score_gap(
             key_B=row_keys(one(option.seed % 2**32, np.uint32), one(request, np.int32)),
         )
         noise = gumbel(
-            sampling.key_B, one(T, np.int32)[:, None], c.vocab_size, scores.dtype
+            sampling.key_B, one(T, np.int32)[:, None], scores.shape[-1], scores.dtype
         )
         scores = filtered(scores, sampling) + noise
     best = np.sort(np.asarray(scores[0, 0], np.float64))[-2:]
     return float(best[1] - best[0])
+
+
+@jax.jit
+def _logits_behind(base: Base, tokens_1T: jax.Array, length: jax.Array) -> jax.Array:
+    """Logits [1, 1, V] behind the first `length` tokens, in one pass; the rest is padding."""
+    config, T = base.llama.config, tokens_1T.shape[1]
+    cache = KVCache.zeros(
+        config.n_layers, 1, T, config.n_kv_heads, config.head_dim, base.llama.dtype
+    )
+    hidden_1TD, _ = base.decode(
+        tokens_1T,
+        jnp.arange(T)[None, :],
+        cache,
+        jnp.zeros((1,), jnp.int32),
+        jnp.asarray(np.tril(np.ones((T, T), bool))),
+    )
+    return base.lm_head(lax.dynamic_slice_in_dim(hidden_1TD, length - 1, 1, axis=1))
