@@ -19,7 +19,7 @@ if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     except OSError:  # a home that cannot be written
         cache = Path(tempfile.mkdtemp(prefix="medusa_jax_tests"))
     jax.config.update("jax_compilation_cache_dir", str(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @pytest.fixture(autouse=True)

@@ -80,8 +80,13 @@ def reference(shape, seed, acceptance):
     return request, texts_of(loop.generate(plain, {"base": base, "heads": {}}, request))
 
 
-@pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "acceptance"),
+    [
+        *((shape, "greedy") for shape in SHAPES),
+        *((shape, "sampled") for shape in SHAPES[:2]),
+    ],
+)
 def test_any_tree_gives_the_autoregressive_text(shape, acceptance):
     vocab, rows, _ = shape
     example = Tree.from_choices(

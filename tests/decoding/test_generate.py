@@ -108,9 +108,9 @@ def test_stop_sequences_are_found_across_steps_and_inside_paths():
 
 def test_limits_inside_a_path_and_of_one_token():
     limits = list(range(1, ROWS + 1))
-    engine, variables = all_accepted(eos_ids=(4,))
+    engine, variables = all_accepted(eos_ids=(5,))
     progress = loop.generate(engine, variables, request_of(limits))
-    expected = [cut(t, (4,), (), limit) for t, limit in zip(plain_texts(), limits)]
+    expected = [cut(t, (5,), (), limit) for t, limit in zip(plain_texts(), limits)]
     assert texts_of(progress) == [t for t, _ in expected]
     assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
     check_counts(progress)
@@ -128,7 +128,7 @@ def test_whole_paths_are_accepted_when_every_draft_is_right():
 @pytest.mark.parametrize("chunk", [1, 3, 50])
 def test_stream_shows_a_growing_prefix_of_what_generate_gives(chunk):
     limits = [NEW - row for row in range(ROWS)]
-    engine, variables = all_accepted(eos_ids=(4,))
+    engine, variables = all_accepted(eos_ids=(5,))
     whole = loop.generate(engine, variables, request_of(limits))
     expected = texts_of(whole)
     shown = [[]] * ROWS
