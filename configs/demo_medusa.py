@@ -1,4 +1,4 @@
-"""Medusa heads for the demo: 5 heads of 2 residual blocks, the backbone's LM head shared.
+"""Medusa heads for the demo: 5 heads of 2 residual blocks, low-rank LM heads.
 
     python -m medusa_jax.distill --model work/demo/backbone/export \\
         --prompts work/demo/answer_seeds.jsonl --out work/demo/answers --temperature 0.3
@@ -22,7 +22,9 @@ def get_config() -> Config:
     """Medusa-1 (frozen backbone) on the demo corpus."""
     return Config(
         model=ModelConfig(path="work/demo/backbone/export"),
-        heads=HeadsConfig(drafter="medusa", n_heads=5, n_layers=2, lm_head="shared"),
+        heads=HeadsConfig(
+            drafter="medusa", n_heads=5, n_layers=2, lm_head="low_rank", rank=64
+        ),
         data=DataConfig(
             source="work/demo/answers",
             eval_source="work/demo/heldout",
@@ -36,7 +38,7 @@ def get_config() -> Config:
         train=TrainConfig(
             stage="medusa1",
             batch_size=4,
-            steps=400,
+            steps=640,
             dtype="float32",
             remat=False,
             loss_chunk=128,

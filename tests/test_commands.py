@@ -101,7 +101,8 @@ def test_bench_prints_a_table_and_writes_answers(files, tmp_path, capsys):
     for row in facts["rows"]:
         appended = sum((i + 1) * n for i, n in enumerate(row["acceptance_histogram"]))
         assert appended == row["tokens"]
-        assert row["efficiency"] == pytest.approx(1.0, abs=0.02)
+        assert row["speedup"] > 0 and row["end_to_end_speedup"] > 0
+        assert row["step_latency_ratio"] > 0
     lines = (tmp_path / "medusa-7.jsonl").read_text().splitlines()
     answer = json.loads(lines[0])["choices"][0]
     assert sum(answer["accept_lengths"]) == answer["new_tokens"][0] - 1

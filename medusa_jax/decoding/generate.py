@@ -373,7 +373,7 @@ def power_of_two(n: int, least: int) -> int:
 
 
 def slot_ladder(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
-    """Cache sizes to step through: powers of two, the last one cut to what is needed.
+    """Cache sizes to step through: powers of two, up to the first that suffices.
 
     Args:
       longest_prompt: tokens of the longest prompt.

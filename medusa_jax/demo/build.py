@@ -28,12 +28,7 @@ from medusa_jax.errors import UserError
 # Seeds behind this line are for calibration only.
 CALIBRATION_SEEDS = 128
 DEMO_PROMPTS = 64
-BACKBONE_FILES = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 # What --tiny changes: minutes become seconds, and the model knows next to nothing.
 TINY = {
@@ -68,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--install", default="work/demo/install",
                    help="where the result goes; medusa_jax/demo replaces the bundled one")  # fmt: skip
-    p.add_argument("--answers", type=int, default=4000, help="prompts to continue")
+    p.add_argument("--answers", type=int, default=2560, help="prompts to continue")
     p.add_argument(
         "--tiny", action="store_true", help="a tiny budget, to see that it works"
     )
@@ -168,27 +163,47 @@ def spread(records: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
 
 
 def install(work: Path, target: Path) -> None:
-    """Copy what the package ships: backbone, Medusa heads with their tree, held-out prompts."""
-    source, heads = work / "backbone" / "export", work / "medusa" / "export"
-    for name, directory, files in (
-        ("backbone", source, BACKBONE_FILES),
-        ("medusa", heads, ("heads.json", "heads.safetensors", "tree.json")),
-    ):
-        (target / name).mkdir(parents=True, exist_ok=True)
-        for file in files:
-            shutil.copyfile(directory / file, target / name / file)
+    """What the package ships: backbone and Medusa heads in bfloat16, their tree, prompts."""
+    from medusa_jax.interop import heads_io, hf
+    from medusa_jax.sharding import make_mesh
+
+    source, trained = work / "backbone" / "export", work / "medusa" / "export"
+    mesh = make_mesh()
+    config, params = hf.load_backbone(str(source), mesh)
+    fields = json.loads((source / "config.json").read_text())
+    ends = {key: fields[key] for key in ("bos_token_id", "eos_token_id") if key in fields}
+    hf.save_backbone(str(target / "backbone"), config, params, "bfloat16", ends)
+    for file in TOKENIZER_FILES:
+        shutil.copyfile(source / file, target / "backbone" / file)
+    heads, head_params, described = heads_io.load_heads(str(trained), config, mesh)
+    heads_io.save_heads(
+        str(target / "medusa"), heads, head_params, base=described["base"],
+        recipe=described["recipe"], dtype="bfloat16",
+    )  # fmt: skip
+    shutil.copyfile(trained / "tree.json", target / "medusa" / "tree.json")
     lines = (work / "heldout" / "prompts.jsonl").read_text().splitlines()
     prompts = spread([json.loads(line) for line in lines], DEMO_PROMPTS)
     keys = ("file", "prompt", "prompt_ids", "continuation_ids")
     kept = [json.dumps({key: record[key] for key in keys}) + "\n" for record in prompts]
     (target / "prompts.jsonl").write_text("".join(kept))
-    corpus = json.loads((work / "corpus.json").read_text())
-    recipe = json.loads((heads / "heads.json").read_text())["recipe"]
-    (target / "provenance.json").write_text(
-        json.dumps({"corpus": corpus, "heads": recipe}, indent=1) + "\n"
-    )
+    made = {
+        "corpus": json.loads((work / "corpus.json").read_text()),
+        "backbone": last_record(work / "backbone"),
+        "answers": json.loads((work / "answers" / "provenance.json").read_text()),
+        "heads": last_record(work / "medusa"),
+    }
+    (target / "provenance.json").write_text(json.dumps(made, indent=1) + "\n")
     size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
     say(f"installed in {target}: {size / 1e6:.1f} MB")
+
+
+def last_record(workdir: Path) -> dict[str, Any]:
+    """The configuration of a training run and the last lines of its log."""
+    records = [
+        json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()
+    ]
+    last = {record["kind"]: record for record in records}
+    return {"config": json.loads((workdir / "config.json").read_text()), "last": last}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
