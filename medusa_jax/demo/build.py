@@ -44,7 +44,7 @@ TINY = {
     ],
     "answers": ["--limit=8", "--batch_size=4", "--max_new_tokens=24"],
     "heads": [
-        "--config.data.seq_len=128", "--config.data.eval_samples=4",
+        "--config.heads.rank=8", "--config.data.seq_len=128", "--config.data.eval_samples=4",
         "--config.train.batch_size=2", "--config.train.steps=4",
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
