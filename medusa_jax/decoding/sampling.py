@@ -75,25 +75,37 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
     top_BM1 = jnp.max(x, axis=-1, keepdims=True)
     floor_BM1 = jnp.min(x, axis=-1, keepdims=True)
 
-    k_B11 = jnp.where(sampling.top_k_B > 0, sampling.top_k_B, x.shape[-1])[:, None, None]
-    cut = _largest_threshold(
-        lambda t: jnp.sum(x >= t, axis=-1, keepdims=True) >= k_B11,
-        floor_BM1,
-        top_BM1,
-        rounds,
-    )
-    x = jnp.where((x >= cut) | (sampling.top_k_B == 0)[:, None, None], x, lowest)
+    def drop_by_rank(x: jax.Array) -> jax.Array:
+        k_B11 = jnp.where(sampling.top_k_B > 0, sampling.top_k_B, x.shape[-1])[
+            :, None, None
+        ]
+        cut = _largest_threshold(
+            lambda t: jnp.sum(x >= t, axis=-1, keepdims=True) >= k_B11,
+            floor_BM1,
+            top_BM1,
+            rounds,
+        )
+        return jnp.where((x >= cut) | (sampling.top_k_B == 0)[:, None, None], x, lowest)
 
+    # A filter that no row uses costs nothing.
+    x = lax.cond(jnp.any(sampling.top_k_B > 0), drop_by_rank, lambda x: x, x)
     weight = jnp.exp(x - top_BM1)
-    wanted = sampling.top_p_B.astype(x.dtype)[:, None, None] * weight.sum(-1, keepdims=True)
-    cut = _largest_threshold(
-        lambda t: (
-            jnp.sum(jnp.where(weight >= t, weight, 0), axis=-1, keepdims=True) >= wanted
-        ),
-        jnp.zeros_like(top_BM1),
-        jnp.ones_like(top_BM1),
-        rounds,
-    )
-    keep = (weight >= cut) | (sampling.top_p_B >= 1)[:, None, None]
+
+    def likeliest(weight: jax.Array) -> jax.Array:
+        wanted = sampling.top_p_B.astype(x.dtype)[:, None, None] * weight.sum(
+            -1, keepdims=True
+        )
+        cut = _largest_threshold(
+            lambda t: (
+                jnp.sum(jnp.where(weight >= t, weight, 0), axis=-1, keepdims=True) >= wanted
+            ),
+            jnp.zeros_like(top_BM1),
+            jnp.ones_like(top_BM1),
+            rounds,
+        )
+        return (weight >= cut) | (sampling.top_p_B >= 1)[:, None, None]
+
+    everything = jnp.ones_like(weight, bool)
+    keep = lax.cond(jnp.any(sampling.top_p_B < 1), likeliest, lambda w: everything, weight)
     keep &= weight >= sampling.min_p_B.astype(x.dtype)[:, None, None]
     return jnp.where(keep, x, lowest)
