@@ -18,7 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.console import run_main, say
+from medusa_jax.cli.flags import (
+    add_generation,
+    add_limit,
+    add_model,
+    command,
+    run_command,
+)
+from medusa_jax.console import say
 from medusa_jax.errors import UserError
 
 DEMO_PROMPTS = Path(__file__).parent / "demo" / "prompts.jsonl"
@@ -32,26 +39,22 @@ EXAMPLES = """examples:
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
-    p = argparse.ArgumentParser(
-        prog="python -m medusa_jax.bench",
-        description="Compare drafters and trees with the autoregressive loop.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    p = command(
+        "python -m medusa_jax.bench",
+        "Compare drafters and trees with the autoregressive loop.",
+        EXAMPLES,
     )
     p.add_argument("--prompts", default=str(DEMO_PROMPTS),
                    help="JSONL: prompt/prompt_ids, or Spec-Bench questions with turns (first "
                    "turn); an optional 'continuation_ids' is the real text")  # fmt: skip
-    p.add_argument("--model", help="directory or hub id (default: the demo)")
+    add_limit(p, 50)
+    add_model(p, drafter=None)
     p.add_argument(
         "--drafters", default="medusa", help="comma-separated names or directories"
     )
     p.add_argument("--trees", default="auto,64", help="comma-separated --tree values (cartesian "
                    "widths with x: cartesian:2x3)")  # fmt: skip
-    p.add_argument("--dtype", choices=["float64", "float32", "bfloat16"])
-    p.add_argument("--limit", type=int, default=50, help="most prompts to use")
-    p.add_argument("--max_new_tokens", type=int, default=200)
-    p.add_argument("--temperature", type=float, default=0.0)
-    p.add_argument("--seed", type=int, default=0)
+    add_generation(p)
     p.add_argument(
         "--repeats", type=int, default=3, help="timed runs per prompt; medians count"
     )
@@ -290,8 +293,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    flags = parser().parse_args(argv)
-    return run_main(lambda: run(flags))
+    return run_command(parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.console import announced, run_main, say
+from medusa_jax.cli.flags import (
+    add_generation,
+    add_model,
+    add_prompts,
+    command,
+    numbers,
+    parse_mesh,
+    run_command,
+)
+from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -30,21 +39,16 @@ EXAMPLES = """examples:
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
-    p = argparse.ArgumentParser(
-        prog="python -m medusa_jax.calibrate",
-        description="Fit the draft tree to the heads and to this device.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    p = command(
+        "python -m medusa_jax.calibrate",
+        "Fit the draft tree to the heads and to this device.",
+        EXAMPLES,
     )
-    p.add_argument("--prompts", required=True, help="JSONL with prompt or prompt_ids")
+    add_prompts(p, limit=64)
     p.add_argument("--out", required=True, help="tree file to write (JSON)")
-    p.add_argument("--model", help="directory or hub id (default: the demo)")
-    p.add_argument("--drafter", default="medusa")
-    p.add_argument("--dtype", choices=["float32", "bfloat16"])
-    p.add_argument("--mesh", default="1,1,1")
-    p.add_argument("--limit", type=int, default=64, help="most prompts to use")
-    p.add_argument("--max_new_tokens", type=int, default=200)
-    p.add_argument("--temperature", type=float, default=0.0)
+    add_model(p)
+    p.add_argument("--mesh", default="1,1,1", help="devices along data,fsdp,tensor")
+    add_generation(p)
     p.add_argument("--batch", type=int, default=1, help="batch size to time steps at")
     p.add_argument("--sizes", default=",".join(map(str, SIZES)), help="tree sizes to time")
     p.add_argument("--rounds", type=int, default=7, help="timed rounds over all sizes")
@@ -56,7 +60,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def collect_tuples(
-    model: Any, prompts: Sequence[Any], max_new_tokens: int, temperature: float
+    model: Any,
+    prompts: Sequence[Any],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int = 0,
 ) -> list[np.ndarray]:
     """Rank tuples [positions, K] on the model's continuation of each prompt.
 
@@ -76,15 +84,15 @@ def collect_tuples(
     K = model.drafter.n_heads
     texts = []
     for prompt in tqdm(prompts, unit="prompt", desc="rank statistics", disable=None):
-        options = Options(max_new_tokens=max_new_tokens, temperature=temperature)
+        options = Options(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         result = model.generate([prompt], options, tree="none")[0]
         ids = model.encode(prompt) + result.token_ids
         padded = np.zeros((1, power_of_two(len(ids), 64)), np.int32)
         padded[0, : len(ids)] = ids
         noise = None
         if temperature > 0:
-            zero = jnp.zeros((1,), jnp.uint32)
-            noise = (row_keys(zero, zero.astype(jnp.int32)), jnp.full((1,), temperature))
+            keys = row_keys(jnp.full((1,), seed, jnp.uint32), jnp.zeros((1,), jnp.int32))
+            noise = (keys, jnp.full((1,), temperature))
         out = ranks(
             model.drafter,
             model.variables["heads"],
@@ -107,20 +115,18 @@ def calibrate(flags: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from medusa_jax.api import load
-    from medusa_jax.cli.decode_run import parse_mesh
     from medusa_jax.decoding import calibrate as fit
     from medusa_jax.decoding.latency import step_seconds
     from medusa_jax.distill import read_prompts
     from medusa_jax.tree import Tree
 
-    try:
-        sizes = sorted({1} | {int(s) for s in flags.sizes.split(",")})
-    except ValueError as error:
-        raise UserError(f"--sizes is a list like 1,4,8, not {flags.sizes!r}") from error
+    sizes = sorted({1, *numbers(flags.sizes, "--sizes")})
     records = read_prompts(flags.prompts, flags.limit)
     prompts: list[Any] = [r.get("prompt_ids", r.get("prompt")) for r in records]
     model = load(flags.model, flags.drafter, dtype=flags.dtype, mesh=parse_mesh(flags.mesh))
-    texts = collect_tuples(model, prompts, flags.max_new_tokens, flags.temperature)
+    texts = collect_tuples(
+        model, prompts, flags.max_new_tokens, flags.temperature, flags.seed
+    )
     tuples_NK = np.concatenate(texts)
     accuracy_KR = fit.head_accuracies(tuples_NK)
     if flags.values == "joint":
@@ -209,8 +215,7 @@ def draw(found: dict[str, Any], directory: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    flags = parser().parse_args(argv)
-    return run_main(lambda: run(flags))
+    return run_command(parser(), run, argv)
 
 
 if __name__ == "__main__":

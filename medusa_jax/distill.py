@@ -23,7 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.console import run_main, say
+from medusa_jax.cli.flags import (
+    add_generation,
+    add_model,
+    add_prompts,
+    command,
+    run_command,
+)
+from medusa_jax.console import say
 from medusa_jax.errors import UserError
 
 EXAMPLES = """examples:
@@ -35,26 +42,18 @@ EXAMPLES = """examples:
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
-    p = argparse.ArgumentParser(
-        prog="python -m medusa_jax.distill",
-        description="Let a model continue prompts and write a training set of its own text.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    p = command(
+        "python -m medusa_jax.distill",
+        "Let a model continue prompts and write a training set of its own text.",
+        EXAMPLES,
     )
-    p.add_argument("--prompts", required=True, help="JSONL with prompt (or prompt_ids)")
+    add_prompts(p, limit=0)
     p.add_argument("--out", required=True, help="directory to write")
-    p.add_argument("--model", help="directory or hub id (default: the demo)")
-    p.add_argument(
-        "--drafter", default="none", help="heads that speed this up, if there are any"
-    )
-    p.add_argument("--tree", default="auto")
-    p.add_argument("--dtype", choices=["float32", "bfloat16"])
-    p.add_argument("--temperature", type=float, default=0.0)
+    add_model(p, drafter="none")
+    p.add_argument("--tree", default="auto", help="as for decode.py")
+    add_generation(p)
     p.add_argument("--top_p", type=float, default=1.0)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--max_new_tokens", type=int, default=200)
     p.add_argument("--batch_size", type=int, default=32)
-    p.add_argument("--limit", type=int, default=0, help="most prompts to use; 0 = all")
     return p
 
 
@@ -186,8 +185,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    flags = parser().parse_args(argv)
-    return run_main(lambda: run(flags))
+    return run_command(parser(), run, argv)
 
 
 if __name__ == "__main__":

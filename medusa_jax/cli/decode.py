@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from medusa_jax.console import run_main
+from medusa_jax.cli.flags import add_generation, add_model, command, run_command
 
 EXAMPLES = """examples:
   python decode.py --prompt "def parse("
@@ -17,12 +17,11 @@ EXAMPLES = """examples:
 
 def parser() -> argparse.ArgumentParser:
     """All flags of decode.py."""
-    p = argparse.ArgumentParser(
-        prog="decode.py",
-        description="Generate text with draft heads (speculative decoding).",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    p = command(
+        "decode.py", "Generate text with draft heads (speculative decoding).", EXAMPLES
     )
+    add_model(p)
+    add_generation(p)
     add = p.add_argument
     add("--prompt", help="text to continue ('-' reads standard input)")
     add(
@@ -30,13 +29,7 @@ def parser() -> argparse.ArgumentParser:
         help="JSONL with prompt or messages, and optional per-request "
         "temperature, top_p, seed, max_new_tokens, stop",
     )
-    add("--model", help="directory or hub id of a Llama-family model (default: the demo)")
     add("--tokenizer", help="directory or hub id, if not beside the model")
-    add(
-        "--drafter",
-        default="medusa",
-        help="medusa, a directory or hub id with heads, or none",
-    )
     add(
         "--tree",
         default="auto",
@@ -50,7 +43,6 @@ def parser() -> argparse.ArgumentParser:
         help="auto is greedy at temperature 0, sampled above; both are lossless, "
         "typical is lossy",
     )
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top_k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
     add(
         "--top_p", type=float, default=1.0, help="keep the likeliest tokens up to this mass"
@@ -63,15 +55,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--epsilon", type=float, default=0.09, help="typical acceptance: hard threshold")
     add("--delta", type=float, default=0.3, help="typical acceptance: entropy threshold")
-    add("--seed", type=int, default=0)
-    add("--max_new_tokens", type=int, default=200)
     add(
         "--stop", action="append", default=[], help="string that ends the text (repeatable)"
-    )
-    add(
-        "--dtype",
-        choices=["float64", "float32", "bfloat16", "float16"],
-        help="default: float32 on CPU, bfloat16 elsewhere",
     )
     add("--mesh", default="1,1,1", help="devices along data,fsdp,tensor")
     add(
@@ -102,14 +87,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    flags = parser().parse_args(argv)
 
-    def run() -> int:
+    def run(flags: argparse.Namespace) -> int:
         from medusa_jax.cli import decode_run  # JAX is imported here, not for --help
 
         return decode_run.run(flags)
 
-    return run_main(run)
+    return run_command(parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from medusa_jax.api import Model, Options, Result, load
+from medusa_jax.cli.flags import parse_mesh
 from medusa_jax.console import (
     announced,
     say,
@@ -76,14 +77,6 @@ def run(flags: argparse.Namespace) -> int:
                     f"note: stopped at the model's context of {model.config.max_position} tokens"
                 )
     return 0
-
-
-def parse_mesh(text: str) -> tuple[int, ...]:
-    """ "1,2,4" -> (1, 2, 4)."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise UserError(f"--mesh is three numbers like 1,2,4, not {text!r}") from error
 
 
 def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:

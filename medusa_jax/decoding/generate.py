@@ -1,8 +1,8 @@
-"""The decode loop: draft, verify, accept, commit, append, on the device and static in shape.
+"""The drivers of the decode step: prefill, then loops of steps until every row has ended.
 
-`decode_step` is one step. `generate` runs it in `lax.while_loop` until every row has ended;
-`stream` runs the same loop a few steps at a time and hands out what is new. The host never
-waits inside a loop: it dispatches the next one before it looks at the last.
+`generate` runs `decode_step` in `lax.while_loop` on the device; `stream` runs the same loop a few
+steps at a time and hands out what is new. The host never waits inside a loop: it dispatches the
+next one before it looks at the last.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,280 +13,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jax import lax
 
-from medusa_jax.decoding.accept import (
-    Accepted,
-    accept_targets,
-    accept_typical,
-    target_tokens,
+from medusa_jax.decoding.accept import target_tokens
+from medusa_jax.decoding.sampling import Sampling, row_keys
+from medusa_jax.decoding.step import (
+    LIMIT,
+    RUNNING,
+    STOPPED,
+    DecodeState,
+    Engine,
+    Progress,
+    append,
+    decode_loop,
+    decode_step,
+    progress_of,
 )
-from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
-from medusa_jax.heads.drafter import Base, Drafter
+from medusa_jax.heads.drafter import Base
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import Llama, at_least_f32
-from medusa_jax.tree import Tree
 
-# Why a row ended.
-RUNNING, STOPPED, LIMIT = 0, 1, 2
+__all__ = [
+    "LIMIT",
+    "RUNNING",
+    "STOPPED",
+    "DecodeState",
+    "Engine",
+    "Progress",
+    "Request",
+    "begin",
+    "decode_loop",
+    "decode_step",
+    "finish",
+    "generate",
+    "grow",
+    "power_of_two",
+    "prefill",
+    "progress_of",
+    "slot_ladder",
+    "stream",
+    "warm_up",
+]
+
 MIN_SLOTS = 128
 MIN_PROMPT = 16
-
-
-@dataclass(frozen=True)
-class Engine:
-    """Everything about decoding that is fixed at compile time (a static argument of jit).
-
-    Attributes:
-      llama: the backbone, for prepared (fused) parameters.
-      drafter: the draft heads.
-      tree: the draft tree; the empty one is autoregressive decoding.
-      acceptance: "greedy", "sampled" or "typical".
-      eos_ids: tokens that end a row; the token itself is kept.
-      stop_sequences: token sequences that end a row once they are complete.
-      epsilon, delta: thresholds of typical acceptance.
-    """
-
-    llama: Llama
-    drafter: Drafter
-    tree: Tree
-    acceptance: str = "greedy"
-    eos_ids: tuple[int, ...] = ()
-    stop_sequences: tuple[tuple[int, ...], ...] = ()
-    epsilon: float = 0.09
-    delta: float = 0.3
-
-
-class DecodeState(struct.PyTreeNode):
-    """One batch of rows in flight; every array is static in shape.
-
-    Attributes:
-      cache: keys and values; slots [0, length) of a row are committed.
-      drafter: the drafter's own state.
-      sampling: per-row sampling parameters.
-      tokens_BO: emitted tokens; [0, n_new) of a row count.
-      depth_BO: for each of them the tree depth it was accepted at, 0 where the verifier chose
-        it itself (the first token and the bonus tokens).
-      n_new_B: tokens emitted so far, the one from prefill included.
-      limit_B: most tokens the row may emit.
-      length_B: text positions in the cache; the root is not in it yet.
-      root_B: the last emitted token.
-      status_B: RUNNING, STOPPED (EOS or stop sequence) or LIMIT.
-      steps_B: decode steps the row took part in.
-      histogram_BL: steps that appended 1, 2, ..., L tokens.
-    """
-
-    cache: KVCache
-    drafter: Any
-    sampling: Sampling
-    tokens_BO: jax.Array
-    depth_BO: jax.Array
-    n_new_B: jax.Array
-    limit_B: jax.Array
-    length_B: jax.Array
-    root_B: jax.Array
-    status_B: jax.Array
-    steps_B: jax.Array
-    histogram_BL: jax.Array
-
-
-class Progress(struct.PyTreeNode):
-    """What the host may look at while the next loop runs: copies, never donated."""
-
-    tokens_BO: jax.Array
-    depth_BO: jax.Array
-    n_new_B: jax.Array
-    length_B: jax.Array
-    status_B: jax.Array
-    steps_B: jax.Array
-    histogram_BL: jax.Array
-
-
-def progress_of(state: DecodeState) -> Progress:
-    """The host's view of a state."""
-    return Progress(
-        **{name: getattr(state, name) for name in Progress.__dataclass_fields__}
-    )
-
-
-def count_until_stop(
-    engine: Engine,
-    tokens_BO: jax.Array,
-    emitted_BL: jax.Array,
-    state: DecodeState,
-    n_B: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """How many of the n tokens just written behind `n_new` may stay, and the new status.
-
-    A row ends behind the first EOS, the first completed stop sequence, or its limit, and what
-    follows inside the accepted path is cut.
-
-    Args:
-      tokens_BO: the output buffer with `emitted_BL` already written behind `n_new_B`.
-
-    Returns: (count_B, status_B).
-    """
-    L = emitted_BL.shape[1]
-    index_BL = jnp.broadcast_to(jnp.arange(L)[None, :], emitted_BL.shape)
-    stops_BL = jnp.zeros(emitted_BL.shape, bool)
-    for eos in engine.eos_ids:
-        stops_BL |= emitted_BL == eos
-    for sequence in engine.stop_sequences:
-        complete_BL = jnp.ones(emitted_BL.shape, bool)
-        for back, token in enumerate(reversed(sequence)):
-            at_BL = state.n_new_B[:, None] + index_BL - back
-            there_BL = jnp.take_along_axis(tokens_BO, jnp.maximum(at_BL, 0), axis=1)
-            complete_BL &= (at_BL >= 0) & (there_BL == token)
-        stops_BL |= complete_BL
-    stops_BL &= index_BL < n_B[:, None]
-    first_B = jnp.min(jnp.where(stops_BL, index_BL, L), axis=1)
-    room_B = state.limit_B - state.n_new_B
-    count_B = jnp.minimum(jnp.minimum(first_B + 1, n_B), room_B)
-    stopped_B = first_B < jnp.minimum(n_B, room_B)
-    status_B = jnp.where(stopped_B, STOPPED, jnp.where(room_B <= n_B, LIMIT, RUNNING))
-    return count_B, status_B
-
-
-def append(
-    engine: Engine, state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array
-) -> DecodeState:
-    """Write the first n tokens of each running row behind its text and see whether it ends.
-
-    The first n - 1 are accepted drafts of depth 1, 2, ...; the n-th is the verifier's own.
-    """
-    # Rows write all L; what lies behind `n_new` is overwritten by the next step.
-    write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
-    tokens_BO = write(state.tokens_BO, emitted_BL, state.n_new_B)
-    depth_L = jnp.arange(1, emitted_BL.shape[1] + 1)
-    depth_BL = jnp.where(depth_L[None, :] < n_B[:, None], depth_L[None, :], 0)
-    depth_BO = write(state.depth_BO, depth_BL.astype(state.depth_BO.dtype), state.n_new_B)
-    count_B, status_B = count_until_stop(engine, tokens_BO, emitted_BL, state, n_B)
-    running_B = state.status_B == RUNNING
-    count_B = jnp.where(running_B, count_B, 0)
-    return state.replace(
-        tokens_BO=tokens_BO,
-        depth_BO=depth_BO,
-        n_new_B=state.n_new_B + count_B,
-        status_B=jnp.where(running_B, status_B, state.status_B),
-    )
-
-
-def decode_step(
-    engine: Engine, variables: dict[str, Any], state: DecodeState, tree: Any = None
-) -> DecodeState:
-    """Draft a tree, verify it in one backbone pass, keep the accepted path (Medusa 2.1).
-
-    Args:
-      engine: compile-time constants.
-      variables: {"base": prepared backbone parameters, "heads": head parameters}.
-      state: rows in flight, with room for M more slots in every running row.
-      tree: the tree's arrays, by default the engine's own as constants. Property tests pass
-        traced arrays instead, so that one compilation serves many trees.
-    """
-    tree = engine.tree if tree is None else tree
-    base = Base(engine.llama, variables["base"])
-    heads = variables["heads"]
-    depth_M = jnp.asarray(tree.depth_M)
-    L = tree.path_length
-    sampling = state.sampling
-    # g[pos] of the root's position and on: a child at depth d sits at length + d, so its target
-    # token and its rank as a draft are decided by noise_BLV[:, d - 1].
-    noise_BLV = None
-    if engine.acceptance == "sampled":
-        position_BL = state.length_B[:, None] + 1 + jnp.arange(L)[None, :]
-        V = engine.llama.config.vocab_size
-        noise_BLV = gumbel(sampling.key_B, position_BL, V, at_least_f32(engine.llama.dtype))
-
-    def rank_scores(depth: int, logits: jax.Array) -> jax.Array:
-        """Order of logits / T + g, as the verifier will see it (rows of T = 0: of the logits)."""
-        if noise_BLV is None:
-            return logits
-        scaled_BV = (
-            sampling.temperature_B[:, None].astype(logits.dtype) * noise_BLV[:, depth - 1]
-        )
-        middle = (1,) * (logits.ndim - 2)
-        return logits + scaled_BV.reshape(scaled_BV.shape[0], *middle, scaled_BV.shape[1])
-
-    # Draft.
-    nodes_BM = engine.drafter.propose(
-        heads, base, state.drafter, state.root_B, tree, rank_scores
-    ).astype(jnp.int32)
-
-    # Verify.
-    positions_BM = state.length_B[:, None] + depth_M[None, :]
-    hidden_BMD, cache = base.decode(
-        nodes_BM, positions_BM, state.cache, state.length_B, jnp.asarray(tree.mask_MM)
-    )
-    logits_BMV = base.lm_head(hidden_BMD)
-
-    # Accept.
-    accepted: Accepted
-    if engine.acceptance == "typical":
-        accepted = accept_typical(
-            nodes_BM, logits_BMV, tree, sampling, engine.epsilon, engine.delta
-        )
-    else:
-        if noise_BLV is None:
-            targets_BM = target_tokens(logits_BMV, positions_BM, None)
-        else:
-            by_depth = (noise_BLV, depth_M)
-            targets_BM = target_tokens(logits_BMV, positions_BM, sampling, by_depth)
-        accepted = accept_targets(nodes_BM, targets_BM, tree)
-    path_BL, n_B, bonus_B = accepted
-
-    # Commit: the root and the accepted drafts enter the text, the bonus token is the next root.
-    running_B = state.status_B == RUNNING
-    drafts_BL = jnp.take_along_axis(nodes_BM, path_BL, axis=1)
-    shifted_BL = jnp.concatenate([drafts_BL[:, 1:], drafts_BL[:, :1]], axis=1)
-    is_bonus_BL = jnp.arange(L)[None, :] == n_B[:, None]
-    emitted_BL = jnp.where(is_bonus_BL, bonus_B[:, None], shifted_BL)
-    taken_B = jnp.where(running_B, n_B + 1, 0)
-    hidden_BLD = jnp.take_along_axis(hidden_BMD, path_BL[..., None], axis=1)
-    position_BL = jnp.take_along_axis(positions_BM, path_BL, axis=1)
-    drafter = engine.drafter.commit(
-        heads, base, state.drafter, hidden_BLD, emitted_BL, position_BL, taken_B
-    )
-    if L > 1:
-        cache = cache.commit(state.length_B, path_BL)
-
-    # Append.
-    new = append(engine, state, emitted_BL, n_B + 1)
-    count_B = new.n_new_B - state.n_new_B
-    bin_BL = jnp.arange(1, L + 1)[None, :] == count_B[:, None]
-    return new.replace(
-        cache=cache,
-        drafter=drafter,
-        length_B=state.length_B + taken_B,
-        root_B=jnp.where(running_B, bonus_B, state.root_B),
-        steps_B=state.steps_B + running_B,
-        histogram_BL=state.histogram_BL + bin_BL.astype(jnp.int32),
-    )
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def decode_loop(
-    engine: Engine, variables: dict[str, Any], state: DecodeState, max_steps: jax.Array
-) -> tuple[DecodeState, Progress]:
-    """Steps until every row has ended, a running row lacks room in the cache, or `max_steps`.
-
-    Compiled once per cache size: the cost of a step follows the slots there are, so the
-    drivers grow the cache with the text.
-    """
-    slots, M = state.cache.slots, engine.tree.n_nodes
-
-    def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
-        step, state = carry
-        running_B = state.status_B == RUNNING
-        fits = jnp.max(jnp.where(running_B, state.length_B, 0)) + M <= slots
-        return (step < max_steps) & jnp.any(running_B) & fits
-
-    def one(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
-        step, state = carry
-        return step + 1, decode_step(engine, variables, state)
-
-    _, state = lax.while_loop(more, one, (jnp.zeros((), jnp.int32), state))
-    return state, jax.tree.map(jnp.copy, progress_of(state))
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -410,3 +410,60 @@ def test_help_is_quick_and_imports_no_jax():
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.stdout.strip() == "False", done.stderr
+
+
+# --chat: the prompt goes through a chat template, its turn ends stop the text.
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}ask: {{ m['content'] }}."
+    "{% else %}say: {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}say: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    """A tokenizer directory with a chat template of its own."""
+    path = tmp_path_factory.mktemp("chatty")
+    write_tokenizer(path)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def test_chat_wraps_the_prompt_in_the_tokenizers_template(decode, chatty):
+    flags = ("--tokenizer", chatty, "--json", "--dtype", "float64")
+    status, out, err = decode("--prompt", "the cat", "--chat", *flags)
+    assert status == 0, err
+    got = json.loads(out)
+    plain = json.loads(decode("--prompt", "ask: the cat.say: ", *flags)[1])
+    assert got["prompt_tokens"] == plain["prompt_tokens"]
+    assert got["token_ids"] == plain["token_ids"]
+    bare = json.loads(decode("--prompt", "the cat", *flags)[1])
+    assert got["token_ids"] != bare["token_ids"]
+
+
+def test_chat_with_a_shipped_template_and_with_none(decode, refused, directory):
+    got = json.loads(decode("--prompt", "the cat", "--chat", "zephyr", "--json")[1])
+    bare = json.loads(decode("--prompt", "the cat", "--json")[1])
+    assert got["prompt_tokens"] > bare["prompt_tokens"]
+    assert "no chat template" in refused("--prompt", "the cat", "--chat")
+    assert "did you mean 'vicuna'" in refused("--prompt", "the cat", "--chat", "vicunha")
+
+
+def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):
+    turns = [
+        {"role": "user", "content": "in"},
+        {"role": "assistant", "content": "the hat"},
+        {"role": "user", "content": "a cat"},
+    ]
+    file = tmp_path / "requests.jsonl"
+    file.write_text(json.dumps({"messages": turns}) + "\n")
+    flags = ("--tokenizer", chatty, "--dtype", "float64")
+    [line] = decode("--prompts_file", file, *flags)[1].splitlines()
+    text = "ask: in.say: the hat</s>ask: a cat.say: "
+    plain = json.loads(decode("--prompt", text, "--json", *flags)[1])
+    assert json.loads(line)["token_ids"] == plain["token_ids"]
+    file.write_text(json.dumps({"messages": turns[:2]}) + "\n")
+    assert "last turn has to be the user's" in decode("--prompts_file", file, *flags)[2]

@@ -1,0 +1,22 @@
+"""The Python interface: `load` a backbone with its draft heads, then `generate` or `stream`.
+
+decode.py, the notebooks, the evaluators and the tests all go through here.
+"""
+
+from medusa_jax.api.load import DEMO, DTYPES, default_dtype, load
+from medusa_jax.api.model import Model
+from medusa_jax.api.results import Options, Piece, Result, steps_of
+from medusa_jax.api.streaming import StoppingText
+
+__all__ = [
+    "DEMO",
+    "DTYPES",
+    "Model",
+    "Options",
+    "Piece",
+    "Result",
+    "StoppingText",
+    "default_dtype",
+    "load",
+    "steps_of",
+]

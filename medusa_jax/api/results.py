@@ -1,0 +1,120 @@
+"""What a request may ask for and what it gives back."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from medusa_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How one request is decoded.
+
+    Attributes:
+      max_new_tokens: most tokens to emit.
+      temperature: 0 is greedy.
+      top_k, top_p, min_p: filters, applied in this order after temperature; 0, 1, 0 are off.
+      seed: with the request's place in the input it decides every random draw.
+      stop: strings that end the text; they are cut off.
+    """
+
+    max_new_tokens: int = 200
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature must be 0 or more, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must be in (0, 1], not {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p must be in [0, 1], not {self.min_p}")
+        if self.top_k < 0:
+            raise UserError(f"top_k must be 0 (off) or more, not {self.top_k}")
+
+
+DEFAULTS = Options()
+
+
+@dataclasses.dataclass
+class Result:
+    """One decoded request.
+
+    Attributes:
+      text, token_ids: what was generated (an EOS token is kept in `token_ids`).
+      draft_depths: for each token the tree depth it was accepted at; 0 = the verifier's own.
+      finish_reason: "stop" (EOS or stop string), "length" or "context".
+      steps: decode steps after prefill.
+      mean_accepted_length: tokens appended per step, bonus token included.
+      acceptance_histogram: steps that appended 1, 2, ... tokens.
+      prefill_seconds, decode_seconds: of the whole batch; compilation is in neither.
+    """
+
+    text: str
+    token_ids: list[int]
+    draft_depths: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    steps: int
+    acceptance_histogram: list[int]
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+
+    def cut(self, n_tokens: int, text: str) -> None:
+        """Keep the first tokens only, as far as a stop string let them count."""
+        self.text, self.finish_reason = text, "stop"
+        self.token_ids = self.token_ids[:n_tokens]
+        self.draft_depths = self.draft_depths[:n_tokens]
+        longest = len(self.acceptance_histogram)
+        self.acceptance_histogram = steps_of(self.draft_depths, longest)
+        self.steps = sum(self.acceptance_histogram)
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        appended = sum((i + 1) * n for i, n in enumerate(self.acceptance_histogram))
+        return appended / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first one, per second of decoding."""
+        if self.new_tokens < 2 or self.decode_seconds <= 0:
+            return 0.0
+        return (self.new_tokens - 1) / self.decode_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New text of one row while streaming: pairs of text and draft depth."""
+
+    row: int
+    text: str
+    parts: list[tuple[str, int]]
+
+
+def steps_of(draft_depths: Sequence[int], longest: int) -> list[int]:
+    """Steps that appended 1, ..., `longest` tokens, told from the depths of a cut text.
+
+    Every step ends with a token of depth 0, the verifier's own; the first token is prefill's.
+
+    Example: [0, 1, 2, 0, 0, 1] is prefill, a step of three tokens, one of one, and one that
+    was cut behind its first draft: [2, 0, 1].
+    """
+    histogram = [0] * longest
+    length = 0
+    for at, depth in enumerate(draft_depths[1:], 2):
+        length += 1
+        if depth == 0 or at == len(draft_depths):
+            histogram[length - 1] += 1
+            length = 0
+    return histogram

@@ -1,0 +1,85 @@
+"""Texts of a batch as they grow: whole characters only, cut at stop strings."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from medusa_jax.api.results import Piece
+from medusa_jax.decoding.step import RUNNING, Progress
+from medusa_jax.interop.tokenizer import StreamDecoder, Tokenizer
+
+
+class StoppingText:
+    """Text of one row as it grows, held back where a stop string may have begun."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._decoder = StreamDecoder(tokenizer)
+        self._stop = [s for s in stop if s]
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+        self.tokens_used = 0
+
+    def push(self, token: int) -> str:
+        """Take in one token; returns the text that may be shown."""
+        if self.stopped:
+            return ""
+        self.tokens_used += 1
+        return self._release(self._decoder.push([token]), final=False)
+
+    def flush(self) -> str:
+        """The rest of the text, once the row has ended."""
+        return "" if self.stopped else self._release(self._decoder.flush(), final=True)
+
+    def _release(self, new: str, final: bool) -> str:
+        self._held += new
+        found = [at for s in self._stop if (at := self._held.find(s)) >= 0]
+        if found:
+            out, self.stopped = self._held[: min(found)], True
+        else:
+            keep = 0 if final else self._beginning()
+            out = self._held[: len(self._held) - keep]
+        self._held = self._held[len(out) :]
+        self.text += out
+        return out
+
+    def _beginning(self) -> int:
+        """Length of the longest end of the held text that a stop string begins with."""
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        for n in range(min(longest, len(self._held)), 0, -1):
+            if any(s.startswith(self._held[-n:]) for s in self._stop):
+                return n
+        return 0
+
+
+class GrowingTexts:
+    """The texts of all rows, fed with what the decode loop shows of its progress."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[Sequence[str]]) -> None:
+        self.rows = [StoppingText(tokenizer, stop) for stop in stops]
+        self._seen = [0] * len(self.rows)
+        self._ended = np.zeros(len(self.rows), bool)
+
+    def take(self, progress: Progress) -> list[Piece]:
+        """What is new and may be shown, row by row."""
+        tokens, depths = np.asarray(progress.tokens_BO), np.asarray(progress.depth_BO)
+        counts = np.asarray(progress.n_new_B)
+        self._ended = np.asarray(progress.status_B) != RUNNING
+        pieces = []
+        for row, text in enumerate(self.rows):
+            parts = [
+                (piece, int(depths[row, i]))
+                for i in range(self._seen[row], int(counts[row]))
+                if (piece := text.push(int(tokens[row, i])))
+            ]
+            self._seen[row] = int(counts[row])
+            if self._ended[row] and (rest := text.flush()):
+                parts.append((rest, 0))
+            if parts:
+                pieces.append(Piece(row, "".join(p for p, _ in parts), parts))
+        return pieces
+
+    @property
+    def finished(self) -> bool:
+        """Every row has ended, on the device or at a stop string."""
+        return all(text.stopped or ended for text, ended in zip(self.rows, self._ended))

@@ -1,0 +1,91 @@
+"""Flags that several commands share, said once."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from medusa_jax.console import run_main
+from medusa_jax.errors import UserError
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def command(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser whose help ends with examples to copy."""
+    return argparse.ArgumentParser(
+        prog=name,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_model(p: argparse.ArgumentParser, drafter: str | None = "medusa") -> None:
+    """--model, --dtype and, unless `drafter` is None, --drafter with that default."""
+    p.add_argument("--model", help="directory or hub id of a model (default: the demo)")
+    if drafter is not None:
+        p.add_argument(
+            "--drafter",
+            default=drafter,
+            help=f"a name, a directory or hub id with heads, or none (default: {drafter})",
+        )
+    p.add_argument(
+        "--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere"
+    )
+
+
+def add_prompts(p: argparse.ArgumentParser, limit: int, what: str = "") -> None:
+    """--prompts (required) and --limit."""
+    p.add_argument(
+        "--prompts", required=True, help=what or "JSONL with prompt or prompt_ids"
+    )
+    add_limit(p, limit)
+
+
+def add_limit(p: argparse.ArgumentParser, limit: int) -> None:
+    """--limit: how many prompts of the file to use."""
+    shown = f"default: {limit}" if limit else "default: all"
+    p.add_argument(
+        "--limit", type=int, default=limit, help=f"most prompts to use ({shown})"
+    )
+
+
+def add_generation(p: argparse.ArgumentParser, temperature: float = 0.0) -> None:
+    """--max_new_tokens, --temperature and --seed."""
+    p.add_argument("--max_new_tokens", type=int, default=200)
+    p.add_argument(
+        "--temperature",
+        type=float,
+        default=temperature,
+        help="0 is greedy (default: %(default)s)",
+    )
+    p.add_argument("--seed", type=int, default=0)
+
+
+def numbers(text: str, flag: str, kind: Callable = int) -> list:
+    """ "1,4,8" -> [1, 4, 8].
+
+    Raises:
+      UserError: not a list of numbers; names the flag.
+    """
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"{flag} is a list like 1,4,8, not {text!r}") from error
+
+
+def parse_mesh(text: str) -> tuple[int, ...]:
+    """ "1,2,4" -> (1, 2, 4)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UserError(f"--mesh is three numbers like 1,2,4, not {text!r}") from error
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int],
+    argv: Sequence[str] | None,
+) -> int:
+    """Parse and run; bad input is one line and exit status 2."""
+    flags = parser.parse_args(argv)
+    return run_main(lambda: run(flags))
