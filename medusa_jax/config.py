@@ -94,7 +94,12 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """Optimizer and learning-rate schedule. `lr` is the peak rate of the trained part."""
+    """Optimizer and learning-rate schedule.
+
+    `lr` is the peak rate of what the stage trains: the backbone (or its adapter) where that is
+    trained, else the heads. Heads trained together with a backbone take `lr` times
+    `heads_lr_multiplier` and the rule `heads_name` (empty = `name`).
+    """
 
     name: str = "adamw"
     lr: float = 2e-3
@@ -106,14 +111,19 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0
+    heads_name: str = ""
+    heads_lr_multiplier: float = 4.0
 
 
 @dataclass
 class TrainConfig:
     """How long and in what portions to train.
 
-    `stage`: "backbone" (full-parameter language modelling) or "medusa1" (heads on a frozen
-    backbone). `batch_size` counts rows of `seq_len` tokens over the whole mesh, per update;
+    `stage`: "backbone" (full-parameter language modelling), "medusa1" (heads on a frozen
+    backbone), "medusa2" (heads and the backbone of `model.path` together) or "native" (the same
+    along with fine-tuning or pre-training, from scratch if there is no `model.path`).
+
+    `batch_size` counts rows of `seq_len` tokens over the whole mesh, per update;
     `accumulation` splits it into that many microbatches. `steps` = 0 means `epochs` decide.
     """
 
@@ -126,7 +136,16 @@ class TrainConfig:
     remat: bool = True
     # Target positions whose logits exist at once, per row of the microbatch.
     loss_chunk: int = 256
+    # Weight of head k (1-based) among the heads: lambda_k = lambda_decay^k.
     lambda_decay: float = 0.8
+    # Weight of all heads beside the backbone's own loss: "constant", or "sine": rising over
+    # the run as sin(pi/2 * step / steps).
+    lambda_0: float = 0.2
+    lambda_0_schedule: str = "constant"
+    # Directory of heads to start from (two stages: the export of a medusa1 run); empty = fresh.
+    heads_path: str = ""
+    # Weight of -log(1 - p) at tokens that counted.npy marks -1 (unwanted repeats).
+    unlikelihood: float = 1.0
     log_every: int = 10
     eval_every: int = 500
     save_every: int = 500

@@ -4,7 +4,9 @@ A token directory is what every source becomes before training starts:
 
     tokens.npy       1-D uint16 or int32, all samples one after another
     doc_starts.npy   1-D int64, where each sample begins (optional: one single sample)
-    counted.npy      1-D bool, which tokens are targets (optional: all)
+    counted.npy      1-D bool or int8, which tokens are targets (optional: all); -1 marks a
+                     token that should not have been written (an unwanted repeat): the
+                     backbone's loss lowers its probability, the heads pass over it
 
 The arrays are memory-mapped and need no library but numpy. Rows are a pure function of the
 configuration and of their number, so the position in the data is the number of steps made,
@@ -28,7 +30,7 @@ class TokenRows:
     """Packed rows of `seq_len` tokens, shuffled anew in every epoch.
 
     A batch is a dict of [B, T] arrays: `tokens` int32, `positions` int32 (from 0 in every
-    segment), `segment_ids` int32 (1, 2, ... in a row; 0 is padding), `counted` bool.
+    segment), `segment_ids` int32 (1, 2, ... in a row; 0 is padding), `counted` int8 (1, 0, -1).
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class TokenRows:
         self.counted = _array(directory, "counted.npy")
         if self.counted is not None and self.counted.size != size:
             raise UserError(f"{directory}/counted.npy and tokens.npy differ in length")
+        if self.counted is not None and not _marks_only(self.counted):
+            raise UserError(f"{directory}/counted.npy may hold 1, 0 and -1 only")
         starts = _array(directory, "doc_starts.npy")
         self.starts = (
             np.zeros(1, np.int64) if starts is None else np.asarray(starts, np.int64)
@@ -113,14 +117,14 @@ class TokenRows:
         row = {
             name: np.zeros(T, np.int32) for name in ("tokens", "positions", "segment_ids")
         }
-        row["counted"] = np.zeros(T, bool)
+        row["counted"] = np.zeros(T, np.int8)
         at = 0
         for segment, (begin, end) in enumerate(pieces, start=1):
             span = slice(at, at + int(end - begin))
             row["tokens"][span] = self.tokens[begin:end]
             row["positions"][span] = np.arange(end - begin)
             row["segment_ids"][span] = segment
-            row["counted"][span] = True if self.counted is None else self.counted[begin:end]
+            row["counted"][span] = 1 if self.counted is None else self.counted[begin:end]
             at = span.stop
         return row
 
@@ -150,6 +154,10 @@ def first_fit(lengths: np.ndarray, capacity: int, open_rows: int) -> list[np.nda
         rows[j].append(i)
         room[j] -= length
     return done + [np.array(row) for row in rows]
+
+
+def _marks_only(counted: np.ndarray) -> bool:
+    return counted.dtype == bool or -1 <= counted.min() <= counted.max() <= 1
 
 
 def _array(directory: str, name: str) -> np.ndarray | None:

@@ -13,7 +13,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh, param_shardings
 from medusa_jax.training import prepare
-from medusa_jax.training.partition import make_optimizer, make_schedule
+from medusa_jax.training.partition import make_optimizer, make_schedule, trained_groups
 from medusa_jax.training.step import (
     TrainState,
     abstract_batch,
@@ -40,10 +40,10 @@ def dry_run(cfg: Config) -> dict[str, Any]:
         cfg.model.arch = read_config(cfg.model.path)
     mesh = make_mesh(cfg.mesh)
     prepare.check(cfg, mesh)
-    stage = make_stage(cfg)
     steps = cfg.train.steps or 1000
+    stage = make_stage(cfg, steps)
     schedule = make_schedule(cfg.optim, steps)
-    optimizer = make_optimizer(cfg.optim, schedule)
+    optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
 
     def placed(tree: Tree, shardings: Tree) -> Tree:
         return jax.tree.map(
@@ -52,10 +52,10 @@ def dry_run(cfg: Config) -> dict[str, Any]:
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     frozen: Tree = {}
-    if cfg.train.stage != "backbone":
+    if "backbone" not in trained_groups(cfg):
         dtype = jnp.dtype(cfg.model.param_dtype)
         frozen = jax.eval_shape(lambda k: init_params(cfg.model.arch, k, dtype), key)
-        frozen = placed(frozen, param_shardings(mesh, frozen))
+        frozen = {"backbone": placed(frozen, param_shardings(mesh, frozen))}
     params = jax.eval_shape(stage.init, key, frozen)
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
     abstract = TrainState(counter, counter, params, jax.eval_shape(optimizer.init, params))
@@ -76,7 +76,7 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     report = {
         "stage": cfg.train.stage,
         "mesh": dict(mesh.shape),
-        "backbone_parameters": count(frozen or params),
+        "backbone_parameters": count((frozen | params)["backbone"]),
         "trainable_parameters": count(params),
         "batch": list(batch["tokens"].shape),
         "argument_bytes": memory.argument_size_in_bytes,
@@ -113,8 +113,10 @@ def _print(cfg: Config, r: dict[str, Any], frozen: Tree, params: Tree) -> None:
     gib = 2**30
     micro, rows, length = r["batch"]
     print(f"stage {r['stage']} in {cfg.train.dtype}, mesh {r['mesh']}")
-    group("frozen", frozen)
-    group("trained", params)
+    for name, part in frozen.items():
+        group(f"frozen {name}", part)
+    for name, part in params.items():
+        group(f"trained {name}", part)
     print(f"backbone parameters   {r['backbone_parameters']:,}")
     print(f"trainable parameters  {r['trainable_parameters']:,}")
     print(f"batch                 {micro} x {rows} x {length} tokens per update")

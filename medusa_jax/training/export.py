@@ -11,8 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config, LlamaConfig
+from medusa_jax.console import say
+from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import init_sharded
+from medusa_jax.training.partition import trained_groups
 
 Tree = Any
 
@@ -21,49 +24,84 @@ NOT_TOKENIZER = ("config.json", "recipe.json", "model.safetensors.index.json")
 
 
 class Setup(NamedTuple):
-    """Backbone shape, the frozen parameters, and trained ones to start from (None: fresh)."""
+    """Backbone shape, the frozen groups of variables, and trained ones to start from."""
 
     arch: LlamaConfig
     frozen: Tree
-    trainable: Tree
+    start: Tree
 
 
 def load(cfg: Config, mesh: Mesh) -> Setup:
-    """The backbone of the run: read from `model.path`, or `model.arch` at random."""
-    frozen_stage = cfg.train.stage != "backbone"
-    dtype = jnp.dtype(cfg.model.param_dtype) if frozen_stage else jnp.float32
+    """The backbone of the run (`model.path`, else `model.arch` at random) and given heads.
+
+    Raises:
+      UserError: something that cannot be read, or heads that are not this backbone's.
+    """
+    frozen_backbone = "backbone" not in trained_groups(cfg)
+    dtype = jnp.dtype(cfg.model.param_dtype) if frozen_backbone else jnp.float32
     if cfg.model.path:
         from medusa_jax.interop.hf import load_backbone
 
         arch, params = load_backbone(cfg.model.path, mesh, dtype)
     else:
         arch, params = cfg.model.arch, None
-        if frozen_stage:
+        if frozen_backbone:
             key = jax.random.key(cfg.train.seed)
             params = init_sharded(mesh, lambda k: init_params(arch, k, dtype), key)
-    return Setup(arch, params, None) if frozen_stage else Setup(arch, {}, params)
+    frozen: Tree = {"backbone": params} if frozen_backbone else {}
+    start: Tree = {"backbone": params} if params is not None and not frozen else {}
+    if cfg.train.heads_path:
+        start["heads"] = load_heads(cfg, arch, params, mesh)
+    return Setup(arch, frozen, start)
+
+
+def load_heads(cfg: Config, arch: LlamaConfig, backbone: Tree, mesh: Mesh) -> Tree:
+    """The heads of `train.heads_path`, which must be the kind that `heads` describes."""
+    from medusa_jax.interop import heads_io, hf
+
+    path = cfg.train.heads_path
+    if "heads" not in trained_groups(cfg):
+        raise UserError(
+            f"train.heads_path is set, but stage {cfg.train.stage} has no heads"
+        )
+    if backbone is None:
+        raise UserError(
+            f"the heads in {path} belong to a backbone: set model.path to its directory"
+        )
+    heads, params, _ = heads_io.load_heads(
+        path, arch, mesh, fingerprint=hf.fingerprint(arch, backbone)
+    )
+    if heads != cfg.heads:
+        raise UserError(f"{path} holds {heads}, the configuration says {cfg.heads}")
+    return params
 
 
 def result(
     cfg: Config, setup: Setup, params: Tree, name: str, recipe: dict[str, Any]
 ) -> None:
-    """Write `<workdir>/<name>/`: a Hugging Face directory, or a directory of heads."""
+    """Write `<workdir>/<name>/`.
+
+    A trained backbone becomes a Hugging Face directory, with its heads in `heads/` inside it.
+    Heads of a frozen backbone lie in the directory itself.
+    """
     if jax.process_index() != 0:
         return
     directory = os.path.join(cfg.workdir, name)
-    if cfg.train.stage == "backbone":
+    heads_directory = directory
+    if "backbone" in params:
         from medusa_jax.interop.hf import save_backbone
 
-        source = cfg.model.tokenizer or cfg.model.path
-        save_backbone(
-            directory, setup.arch, params, jnp.float32, copy_tokenizer(source, directory)
-        )
+        ids = copy_tokenizer(cfg.model.tokenizer or cfg.model.path, directory)
+        save_backbone(directory, setup.arch, params["backbone"], jnp.float32, ids)
         write_json(os.path.join(directory, "recipe.json"), recipe)
-        return
-    from medusa_jax.interop import heads_io
+        heads_directory = os.path.join(directory, "heads")
+    if "heads" in params:
+        from medusa_jax.interop import heads_io
 
-    base = heads_io.describe_base(setup.arch, setup.frozen)
-    heads_io.save_heads(directory, cfg.heads, params, base=base, recipe=recipe)
+        base = heads_io.describe_base(setup.arch, (setup.frozen | params)["backbone"])
+        heads_io.save_heads(
+            heads_directory, cfg.heads, params["heads"], base=base, recipe=recipe
+        )
 
 
 def copy_tokenizer(source: str, directory: str) -> dict[str, Any]:
@@ -79,7 +117,11 @@ def copy_tokenizer(source: str, directory: str) -> dict[str, Any]:
         for file in glob.glob(os.path.join(folder, pattern)):
             if os.path.basename(file) not in NOT_TOKENIZER:
                 shutil.copy(file, directory)
-    tokenizer = load_tokenizer(folder)
+    try:
+        tokenizer = load_tokenizer(folder)
+    except UserError as error:  # the weights must not be lost for want of a tokenizer
+        say(f"the export has no tokenizer: {error}")
+        return {}
     eos = sorted(tokenizer.eos_ids)
     ids = {
         "bos_token_id": tokenizer.bos_id,

@@ -21,11 +21,27 @@ LogitsFn = Callable[[Params, jax.Array], jax.Array]
 
 
 class Sums(NamedTuple):
-    """Sums over the counted pairs: cross-entropy in nats, label ranked first, in the first 5."""
+    """Sums over the pairs of a loss. Only `loss` has a gradient, the others are for the log.
+
+    Attributes:
+      loss: what is minimised: `nll` plus, where asked for, weighted `unlikelihood`.
+      nll: cross-entropy of the counted pairs in nats.
+      top1, top5: counted pairs whose label is ranked first, among the first five.
+      unlikelihood: -log(1 - p(label)) of the marked pairs.
+    """
 
     loss: jax.Array
+    nll: jax.Array
     top1: jax.Array
     top5: jax.Array
+    unlikelihood: jax.Array
+
+
+class Counts(NamedTuple):
+    """What sums are divided by, over the whole batch: pairs per distance [K], marked pairs []."""
+
+    pairs_K: jax.Array
+    marked: jax.Array
 
 
 def shift(x_BT: jax.Array, ahead: int) -> jax.Array:
@@ -48,8 +64,15 @@ def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> j
     mask = segment_ids_BT != 0
     for step in range(1, ahead + 1):
         inside = shift(segment_ids_BT, step) == segment_ids_BT
-        mask &= inside & (shift(counted_BT.astype(jnp.int32), step) != 0)
+        mask &= inside & (shift(counted_BT.astype(jnp.int32), step) > 0)
     return mask
+
+
+def marked_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Positions whose next token is marked as unwanted (counted is -1): [B, T] bool."""
+    inside = shift(segment_ids_BT, 1) == segment_ids_BT
+    marked = shift(counted_BT.astype(jnp.int32), 1) < 0
+    return (segment_ids_BT != 0) & inside & marked
 
 
 def pair_counts(batch: Batch, aheads: tuple[int, ...]) -> jax.Array:
@@ -65,6 +88,14 @@ def pair_counts(batch: Batch, aheads: tuple[int, ...]) -> jax.Array:
     return jnp.stack(counts).astype(jnp.float32)
 
 
+def all_counts(batch: Batch, aheads: tuple[int, ...]) -> Counts:
+    """`pair_counts`, and the number of pairs that `marked_mask` finds."""
+    T = batch["tokens"].shape[-1]
+    counted, segments = (batch[x].reshape(-1, T) for x in ("counted", "segment_ids"))
+    marked = jnp.sum(marked_mask(counted, segments)).astype(jnp.float32)
+    return Counts(pair_counts(batch, aheads), marked)
+
+
 def cross_entropy_sums(
     logits_fn: LogitsFn,
     params: Params,
@@ -72,8 +103,12 @@ def cross_entropy_sums(
     labels_BT: jax.Array,
     mask_BT: jax.Array,
     chunk: int,
+    unlikelihood: float = 0.0,
 ) -> Sums:
     """Sums of `logits_fn(params, features)` against the labels, `chunk` positions at a time.
+
+    `mask_BT` is 1 (or True) where the label counts and -1 where it is an unwanted token, whose
+    loss is `unlikelihood` * -log(1 - p(label)) (Welleck et al. 2020, equation 2).
 
     The gradient of a sum is known as soon as its chunk is, so the forward pass takes it right
     there and keeps only d(features) and the running d(params): nothing is recomputed in the
@@ -91,7 +126,8 @@ def cross_entropy_sums(
     differentiated = [leaf for use, leaf in zip(used, leaves) if use]
     # The unused ones enter `fn` by closure and must not carry a tangent.
     leaves = [lax.stop_gradient(leaf) for leaf in leaves]
-    return Sums(*_streamed(fn, chunk, differentiated, features_BTD, labels_BT, mask_BT))
+    targets = (features_BTD, labels_BT, mask_BT.astype(jnp.int8))
+    return _streamed(fn, (chunk, unlikelihood), differentiated, *targets)
 
 
 def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[bool]:
@@ -109,16 +145,24 @@ def _chunk_sums(
     features_BTD: jax.Array,
     labels_BT: jax.Array,
     mask_BT: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    unlikelihood: float,
+) -> tuple[jax.Array, Sums]:
     logits_BTV = fn(params, features_BTD)
     label_BT1 = jnp.take_along_axis(logits_BTV, labels_BT[..., None], axis=-1)
-    loss_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - label_BT1[..., 0]
+    nll_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - label_BT1[..., 0]
     # The label's rank by counting: no sort, no top-k.
     rank_BT = jnp.sum(lax.stop_gradient(logits_BTV > label_BT1), axis=-1)
-    total = jnp.sum(jnp.where(mask_BT, loss_BT, 0.0))
-    top1 = jnp.sum((mask_BT & (rank_BT == 0)).astype(jnp.float32))
-    top5 = jnp.sum((mask_BT & (rank_BT < 5)).astype(jnp.float32))
-    return total, (top1, top5)
+    counted_BT = mask_BT > 0
+    nll = jnp.sum(jnp.where(counted_BT, nll_BT, 0.0))
+    top1 = jnp.sum((counted_BT & (rank_BT == 0)).astype(jnp.float32))
+    top5 = jnp.sum((counted_BT & (rank_BT < 5)).astype(jnp.float32))
+    total, marked = nll, jnp.zeros_like(nll)
+    if unlikelihood:
+        # -log(1 - p) from -log p. The value is held off p = 1, the gradient passes.
+        safe_BT = nll_BT + lax.stop_gradient(jnp.maximum(nll_BT, 1e-5) - nll_BT)
+        marked = jnp.sum(jnp.where(mask_BT < 0, -jnp.log(-jnp.expm1(-safe_BT)), 0.0))
+        total = nll + unlikelihood * marked
+    return total, Sums(total, nll, top1, top5, marked)
 
 
 def _split(x: jax.Array, chunk: int) -> jax.Array:
@@ -129,35 +173,36 @@ def _split(x: jax.Array, chunk: int) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _streamed(fn, chunk, params, features_BTD, labels_BT, mask_BT):  # type: ignore[no-untyped-def]
+def _streamed(fn, options, params, features_BTD, labels_BT, mask_BT):  # type: ignore[no-untyped-def]
+    chunk, unlikelihood = options
+
     def body(_, xs):  # type: ignore[no-untyped-def]
-        total, (top1, top5) = _chunk_sums(fn, params, *xs)
-        return None, (total, top1, top5)
+        return None, _chunk_sums(fn, params, *xs, unlikelihood)[1]
 
     chunks = tuple(_split(x, chunk) for x in (features_BTD, labels_BT, mask_BT))
     _, sums = lax.scan(body, None, chunks)
-    return tuple(jnp.sum(s) for s in sums)
+    return jax.tree.map(jnp.sum, sums)
 
 
-def _streamed_fwd(fn, chunk, params, features_BTD, labels_BT, mask_BT):  # type: ignore[no-untyped-def]
+def _streamed_fwd(fn, options, params, features_BTD, labels_BT, mask_BT):  # type: ignore[no-untyped-def]
+    chunk, unlikelihood = options
+
     def body(d_params, xs):  # type: ignore[no-untyped-def]
-        features, labels, mask = xs
         value = partial(_chunk_sums, fn)
-        (total, tops), (dp, df) = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)(
-            params, features, labels, mask
-        )
-        return jax.tree.map(jnp.add, d_params, dp), ((total, *tops), df)
+        gradient = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
+        (_, sums), (dp, df) = gradient(params, *xs, unlikelihood)
+        return jax.tree.map(jnp.add, d_params, dp), (sums, df)
 
     chunks = tuple(_split(x, chunk) for x in (features_BTD, labels_BT, mask_BT))
     zeros = jax.tree.map(jnp.zeros_like, params)
     d_params, (sums, df) = lax.scan(body, zeros, chunks)
     B, T, D = features_BTD.shape
     d_features_BTD = jnp.moveaxis(df, 0, 1).reshape(B, -1, D)[:, :T]
-    return tuple(jnp.sum(s) for s in sums), (d_params, d_features_BTD)
+    return jax.tree.map(jnp.sum, sums), (d_params, d_features_BTD)
 
 
-def _streamed_bwd(fn, chunk, residuals, cotangents):  # type: ignore[no-untyped-def]
-    scale = cotangents[0]
+def _streamed_bwd(fn, options, residuals, cotangents):  # type: ignore[no-untyped-def]
+    scale = cotangents.loss
     d_params, d_features = jax.tree.map(lambda g: (g * scale).astype(g.dtype), residuals)
     return d_params, d_features, None, None
 
@@ -165,29 +210,97 @@ def _streamed_bwd(fn, chunk, residuals, cotangents):  # type: ignore[no-untyped-
 _streamed.defvjp(_streamed_fwd, _streamed_bwd)
 
 
-def backbone_loss(
-    params: Params, llama: Llama, batch: Batch, counts_K: jax.Array, chunk: int
-) -> tuple[jax.Array, Sums]:
-    """Next-token cross-entropy of packed rows [B, T]; counts_K is `pair_counts(batch, (1,))`.
+# Splits a tree of variables into head parameters and the backbone they sit on.
+Split = Callable[[Params], tuple[Params, Base]]
 
-    Returns: the mean over counted pairs, and the sums (leading axis of size 1).
-    """
-    hidden_BTD: Any = llama.apply(
-        {"params": params},
-        batch["tokens"],
-        batch["positions"],
-        batch["segment_ids"],
-        method="forward",
-    )
+
+def rows(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens, positions and segments: what a teacher-forced pass reads."""
+    return batch["tokens"], batch["positions"], batch["segment_ids"]
+
+
+def next_token_sums(
+    params: Params,
+    base_of: Callable[[Params], Base],
+    hidden_BTD: jax.Array,
+    batch: Batch,
+    chunk: int,
+    unlikelihood: float,
+) -> Sums:
+    """The backbone's own loss, from its hidden states [B, T, D]."""
 
     def logits(p: Params, hidden: jax.Array) -> Any:
-        return llama.apply({"params": p}, hidden, method="lm_head")
+        return base_of(p).lm_head(hidden)
 
-    mask_BT = pair_mask(batch["counted"], batch["segment_ids"], 1)
+    counted, segments = batch["counted"], batch["segment_ids"]
+    mask_BT = pair_mask(counted, segments, 1).astype(jnp.int8)
+    mask_BT -= marked_mask(counted, segments)
     labels_BT = shift(batch["tokens"], 1)
-    sums = cross_entropy_sums(logits, params, hidden_BTD, labels_BT, mask_BT, chunk)
-    loss = sums.loss / jnp.maximum(counts_K[0], 1.0)
-    return loss, jax.tree.map(lambda s: s[None], sums)
+    return cross_entropy_sums(
+        logits, params, hidden_BTD, labels_BT, mask_BT, chunk, unlikelihood
+    )
+
+
+def next_token_mean(sums: Sums, counts: Counts) -> jax.Array:
+    """L_LM: the mean over all tokens that have a loss, wanted or not."""
+    return sums.loss / jnp.maximum(counts.pairs_K[0] + counts.marked, 1.0)
+
+
+def backbone_loss(
+    params: Params,
+    llama: Llama,
+    batch: Batch,
+    counts: Counts,
+    chunk: int,
+    unlikelihood: float = 0.0,
+) -> tuple[jax.Array, Sums]:
+    """Next-token cross-entropy of packed rows [B, T]; counts is `all_counts(batch, (1,))`.
+
+    Returns: L_LM, and the sums (leading axis of size 1).
+    """
+
+    def base_of(p: Params) -> Base:
+        return Base(llama, p)
+
+    hidden_BTD = base_of(params).forward(*rows(batch))
+    sums = next_token_sums(params, base_of, hidden_BTD, batch, chunk, unlikelihood)
+    return next_token_mean(sums, counts), jax.tree.map(lambda s: s[None], sums)
+
+
+def heads_sums(
+    params: Params,
+    split: Split,
+    drafter: Drafter,
+    hidden_BTD: jax.Array,
+    batch: Batch,
+    chunk: int,
+    dropout_key: jax.Array | None,
+) -> list[Sums]:
+    """Each head's cross-entropy; k is 1-based as in the paper, head k looks k + 1 ahead."""
+    heads, base = split(params)
+    features_KBTD = drafter.features(heads, base, hidden_BTD, *rows(batch), dropout_key)
+    sums_K = []
+    for k in range(drafter.n_heads):
+
+        def logits(p: Params, features: jax.Array, k: int = k) -> jax.Array:
+            heads, base = split(p)
+            return drafter.head_logits(heads, base, k, features)
+
+        ahead = k + 2
+        mask_BT = pair_mask(batch["counted"], batch["segment_ids"], ahead)
+        labels_BT = shift(batch["tokens"], ahead)
+        sums_K.append(
+            cross_entropy_sums(logits, params, features_KBTD[k], labels_BT, mask_BT, chunk)
+        )
+    return sums_K
+
+
+def weighted_heads(sums_K: list[Sums], counts_K: jax.Array, decay: float) -> jax.Array:
+    """sum_k lambda_k L_k with lambda_k = decay^k: each head's sum over its own count."""
+    total = jnp.zeros(())
+    for k, sums in enumerate(sums_K):
+        total += decay ** (k + 1) * sums.loss / jnp.maximum(counts_K[k], 1.0)
+    return total
 
 
 def head_loss(
@@ -202,28 +315,43 @@ def head_loss(
 ) -> tuple[jax.Array, Sums]:
     """Medusa-1 (Medusa 2.2.1, equation 1): L = sum_k lambda_k CE_k, lambda_k = decay^k.
 
-    k is 1-based as in the paper: head k at position t is scored on token t + k + 1. The
-    backbone runs once, outside the gradient. `counts_K` is `pair_counts(batch, 2 ... K+1)`
-    over the global batch; each head's loss is its sum over its own count.
+    The backbone runs once, outside the gradient. `counts_K` is `pair_counts(batch, 2 ... K+1)`
+    over the global batch.
 
     Returns: L, and the sums per head, each [K].
     """
-    rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
-    hidden: Any = base.llama.apply({"params": base.params}, *rows, method="forward")
-    hidden_BTD = lax.stop_gradient(hidden)
-    features_KBTD = drafter.features(params, base, hidden_BTD, *rows, dropout_key)
-    loss, all_sums = jnp.zeros(()), []
-    for k in range(drafter.n_heads):
+    hidden_BTD = lax.stop_gradient(base.forward(*rows(batch)))
+    sums_K = heads_sums(
+        params, lambda p: (p, base), drafter, hidden_BTD, batch, chunk, dropout_key
+    )
+    loss = weighted_heads(sums_K, counts_K, decay)
+    return loss, jax.tree.map(lambda *s: jnp.stack(s), *sums_K)
 
-        def logits(p: Params, features: jax.Array, k: int = k) -> jax.Array:
-            return drafter.head_logits(p, base, k, features)
 
-        ahead = k + 2
-        mask_BT = pair_mask(batch["counted"], batch["segment_ids"], ahead)
-        labels_BT = shift(batch["tokens"], ahead)
-        sums = cross_entropy_sums(
-            logits, params, features_KBTD[k], labels_BT, mask_BT, chunk
-        )
-        loss += decay ** (k + 1) * sums.loss / jnp.maximum(counts_K[k], 1.0)
-        all_sums.append(sums)
-    return loss, jax.tree.map(lambda *s: jnp.stack(s), *all_sums)
+def joint_loss(
+    params: Params,
+    split: Split,
+    drafter: Drafter,
+    batch: Batch,
+    counts: Counts,
+    lambda_0: jax.Array,
+    chunk: int,
+    decay: float,
+    unlikelihood: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, Sums]:
+    """Medusa-2 (Medusa 2.2.2, equation 2): L = L_LM + lambda_0 sum_k lambda_k L_k.
+
+    One pass of the backbone serves both terms, and the heads' gradient flows into it.
+    `counts` is `all_counts(batch, (1, 2 ... K+1))` over the global batch.
+
+    Returns: L, and the sums, each [1 + K]: the backbone's own first.
+    """
+    hidden_BTD = split(params)[1].forward(*rows(batch))
+    own = next_token_sums(
+        params, lambda p: split(p)[1], hidden_BTD, batch, chunk, unlikelihood
+    )
+    heads = heads_sums(params, split, drafter, hidden_BTD, batch, chunk, dropout_key)
+    loss = next_token_mean(own, counts)
+    loss += lambda_0 * weighted_heads(heads, counts.pairs_K[1:], decay)
+    return loss, jax.tree.map(lambda *s: jnp.stack(s), own, *heads)

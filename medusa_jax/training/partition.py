@@ -1,15 +1,51 @@
 """What is trained, and by which rule: optimizer, schedule, Muon's matrices, weight decay."""
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from medusa_jax.config import OptimConfig
+from medusa_jax.config import Config, OptimConfig
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import path_string
+
+
+class Trains(NamedTuple):
+    """How a group of variables trains: fields of `optim` with its rule and its rate.
+
+    The rate is `optim.lr`, times the field `multiplier` if one is named.
+    """
+
+    rule: str = "name"
+    multiplier: str = ""
+
+
+_MAIN = Trains()
+_HEADS = Trains("heads_name", "heads_lr_multiplier")
+
+# Stage -> the groups of variables that it trains. A group that a stage does not name is frozen:
+# it lies in another tree, so it has no gradient and no optimizer state.
+TABLE: dict[str, dict[str, Trains]] = {
+    "backbone": {"backbone": _MAIN},
+    "medusa1": {"heads": _MAIN},
+    "medusa2": {"backbone": _MAIN, "heads": _HEADS},
+    "native": {"backbone": _MAIN, "heads": _HEADS},
+}
+
+
+def trained_groups(cfg: Config) -> dict[str, Trains]:
+    """The row of `TABLE` for this run.
+
+    Raises:
+      UserError: an unknown stage.
+    """
+    if cfg.train.stage not in TABLE:
+        raise UserError(f"train.stage is {', '.join(TABLE)}, not {cfg.train.stage!r}")
+    return TABLE[cfg.train.stage]
+
 
 # Muon orthogonalises the update of hidden matrices; embeddings and LM heads are look-up
 # tables over the vocabulary and stay with AdamW, as do vectors.
@@ -58,19 +94,59 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    cfg: OptimConfig, schedule: optax.Schedule
+    cfg: OptimConfig, groups: dict[str, Trains], steps: int
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW or Muon (both take the same learning rate).
+    """Clipping by the norm of all gradients together, then each group's own rule and rate.
+
+    It takes trees {group: parameters}.
+    """
+    schedule = make_schedule(cfg, steps)
+
+    def rate(factor: float) -> optax.Schedule:
+        return lambda n: factor * schedule(n)
+
+    rules = {}
+    for group, row in groups.items():
+        factor = getattr(cfg, row.multiplier) if row.multiplier else 1.0
+        name = getattr(cfg, row.rule) or cfg.name
+        rules[group] = make_rule(name, cfg, rate(factor))
+    if not cfg.clip_norm:
+        return by_group(rules)
+    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), by_group(rules))
+
+
+def by_group(
+    rules: dict[str, optax.GradientTransformation],
+) -> optax.GradientTransformation:
+    """A rule per top-level key; the state has the same keys."""
+
+    def init(params: Any) -> Any:
+        return {group: rule.init(params[group]) for group, rule in rules.items()}
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        out = {
+            group: rule.update(grads[group], state[group], params[group])
+            for group, rule in rules.items()
+        }
+        return {g: o[0] for g, o in out.items()}, {g: o[1] for g, o in out.items()}
+
+    return optax.GradientTransformation(init, update)
+
+
+def make_rule(
+    name: str, cfg: OptimConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """AdamW or Muon (both take the same learning rate).
 
     Muon's updates are scaled to AdamW's usual root mean square (0.2 of the rate; Liu et al.
     2025, "Muon is scalable for LLM training"), so that one rate serves both kinds.
     """
-    if cfg.name == "adamw":
-        rule = optax.adamw(
+    if name == "adamw":
+        return optax.adamw(
             schedule, cfg.b1, cfg.b2, cfg.eps, weight_decay=cfg.weight_decay, mask=matrices
         )
-    elif cfg.name == "muon":
-        rule = optax.contrib.muon(
+    if name == "muon":
+        return optax.contrib.muon(
             schedule,
             eps=cfg.eps,
             weight_decay=cfg.weight_decay,
@@ -79,11 +155,22 @@ def make_optimizer(
             consistent_rms=0.2,
             muon_weight_dimension_numbers=muon_matrices,
         )
-    else:
-        raise UserError(f"optim.name is adamw or muon, not {cfg.name!r}")
-    if not cfg.clip_norm:
-        return rule
-    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), rule)
+    raise UserError(f"optim.name is adamw or muon, not {name!r}")
+
+
+def heads_weight(kind: str, peak: float, steps: int) -> Callable[[jax.Array], jax.Array]:
+    """lambda_0 (Medusa 2.2.2) by number of steps made: the weight of the heads' loss.
+
+    "constant", or "sine": peak * sin(pi/2 * step / steps), so that the large early loss of
+    fresh heads does not pull at the backbone.
+    """
+
+    def weight(step: jax.Array) -> jax.Array:
+        if kind == "constant":
+            return jnp.asarray(peak, jnp.float32)
+        return peak * jnp.sin(jnp.pi / 2 * jnp.minimum(step / steps, 1.0))
+
+    return weight
 
 
 def keep_if(ok: jax.Array, new: Any, old: Any) -> Any:

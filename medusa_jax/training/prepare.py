@@ -21,12 +21,14 @@ from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 
 CHOICES = {
-    "train.stage": ("backbone", "medusa1"),
+    "train.stage": ("backbone", "medusa1", "medusa2", "native"),
+    "train.lambda_0_schedule": ("constant", "sine"),
     "train.dtype": ("float32", "bfloat16", "float16", "float64"),
     "model.param_dtype": ("float32", "bfloat16", "float16"),
     "data.format": ("auto", "text", "sharegpt", "messages", "tokens"),
     "data.packing": ("first_fit", "concat"),
     "optim.name": ("adamw", "muon"),
+    "optim.heads_name": ("", "adamw", "muon"),
     "optim.schedule": ("cosine", "wsd", "constant"),
 }
 

@@ -94,7 +94,7 @@ class Progress:
 
 def _summary(record: dict[str, Any]) -> str:
     parts = []
-    for name in ("loss", "top1", "top5", "lr"):
+    for name in ("lm_loss", "loss", "top1", "top5", "lr"):
         if name in record:
             value = record[name]
             text = (

@@ -1,12 +1,13 @@
 """One training step: what is trained, the loss of a batch, the update, its placement.
 
 "backbone" trains every parameter of a Llama as a language model, "medusa1" trains draft heads
-on a frozen one (Medusa 2.2.1). What is trained and what is frozen are two separate trees from
+on a frozen one (Medusa 2.2.1), "medusa2" and "native" train both (2.2.2). What is trained and what is frozen are two separate trees from
 the start: only the first is differentiated, optimised and saved.
 """
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +17,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from medusa_jax.config import Config
+from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.console import announced
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Base, Drafter, make_drafter
 from medusa_jax.model.llama import Llama, init_params
-from medusa_jax.sharding import init_sharded, param_shardings, replicated
+from medusa_jax.sharding import param_shardings, replicated
 from medusa_jax.training import losses
-from medusa_jax.training.partition import keep_if
+from medusa_jax.training.partition import heads_weight, keep_if, trained_groups
 
 Tree = Any
 
@@ -40,44 +41,112 @@ class TrainState(NamedTuple):
 class Stage:
     """What is trained: shapes, initial values and the loss of one microbatch.
 
+    Variables are dicts of groups ("backbone", "heads"), as `partition.TABLE` names them.
+
     Attributes:
-      aheads: how many tokens ahead each of the K losses looks.
-      loss: (params, frozen, microbatch, counts_K, dropout key) -> (loss, Sums).
-      init: (key, frozen) -> trainable parameters.
+      aheads: how many tokens ahead each of the losses looks; the backbone's own loss looks 1.
+      loss: (params, frozen, microbatch, counts, dropout key, lambda_0) -> (loss, Sums).
+      init: (key, groups that are there already) -> the trained groups that are not.
+      lambda_0: step -> weight of the heads' loss, where it is one of two terms.
     """
 
     aheads: tuple[int, ...]
     loss: Callable[..., tuple[jax.Array, losses.Sums]]
     init: Callable[[jax.Array, Tree], Tree]
+    lambda_0: Callable[[jax.Array], jax.Array]
 
 
-def make_stage(cfg: Config) -> Stage:
+def make_stage(cfg: Config, steps: int) -> Stage:
     """The stage that `cfg.train.stage` names, on the backbone shape `cfg.model.arch`."""
-    train = cfg.train
-    dtype = jnp.dtype(train.dtype)
-    if train.stage == "backbone":
-        llama = Llama(cfg.model.arch, dtype, remat=train.remat)
+    train, arch = cfg.train, cfg.model.arch
+    trained = trained_groups(cfg)
+    # Nothing is recomputed in a backward pass that does not reach the backbone.
+    remat = train.remat and "backbone" in trained
+    llama = Llama(arch, jnp.dtype(train.dtype), remat=remat)
+    lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)
 
-        def lm(
-            params: Tree, frozen: Tree, batch: Tree, counts: jax.Array, key: jax.Array
-        ) -> Any:
-            return losses.backbone_loss(params, llama, batch, counts, train.loss_chunk)
+    def base_of(params: Tree, frozen: Tree) -> Base:
+        return Base(llama, (frozen | params)["backbone"])
 
-        return Stage((1,), lm, lambda key, frozen: init_params(cfg.model.arch, key))
-
-    drafter = make_drafter(cfg.heads, cfg.model.arch)
-    llama = Llama(cfg.model.arch, dtype)
-
-    def heads(
-        params: Tree, frozen: Tree, batch: Tree, counts: jax.Array, key: jax.Array
+    def backbone(
+        params: Tree,
+        frozen: Tree,
+        batch: Tree,
+        counts: losses.Counts,
+        key: Any,
+        lambda_0: Any,
     ) -> Any:
-        base = Base(llama, frozen)
-        return losses.head_loss(
-            params, drafter, base, batch, counts, train.loss_chunk, train.lambda_decay, key
+        return losses.backbone_loss(
+            params["backbone"], llama, batch, counts, train.loss_chunk, train.unlikelihood
         )
 
+    if "heads" not in trained:
+        init = partial(fresh_groups, arch, None)
+        return Stage((1,), backbone, init, lambda_0)
+    drafter = make_drafter(cfg.heads, arch)
+    init = partial(fresh_groups, arch, drafter)
     aheads = tuple(k + 2 for k in range(cfg.heads.n_heads))
-    return Stage(aheads, heads, lambda key, frozen: drafter.init(key, Base(llama, frozen)))
+
+    def heads(
+        params: Tree,
+        frozen: Tree,
+        batch: Tree,
+        counts: losses.Counts,
+        key: Any,
+        lambda_0: Any,
+    ) -> Any:
+        base = base_of({}, frozen)
+        return losses.head_loss(
+            params["heads"],
+            drafter,
+            base,
+            batch,
+            counts.pairs_K,
+            train.loss_chunk,
+            train.lambda_decay,
+            key,
+        )
+
+    def joint(
+        params: Tree,
+        frozen: Tree,
+        batch: Tree,
+        counts: losses.Counts,
+        key: Any,
+        lambda_0: Any,
+    ) -> Any:
+        def split(p: Tree) -> Any:
+            return p["heads"], base_of(p, frozen)
+
+        return losses.joint_loss(
+            params,
+            split,
+            drafter,
+            batch,
+            counts,
+            lambda_0,
+            train.loss_chunk,
+            train.lambda_decay,
+            train.unlikelihood,
+            key,
+        )
+
+    if set(trained) == {"heads"}:
+        return Stage(aheads, heads, init, lambda_0)
+    return Stage((1, *aheads), joint, init, lambda_0)
+
+
+def fresh_groups(
+    arch: LlamaConfig, drafter: Drafter | None, key: jax.Array, given: Tree
+) -> Tree:
+    """Initial values of "backbone" and "heads", as far as they are not given."""
+    out = {}
+    if "backbone" not in given:
+        out["backbone"] = init_params(arch, key)
+    if drafter is not None and "heads" not in given:
+        base = Base(Llama(arch), (given | out)["backbone"])
+        out["heads"] = drafter.init(jax.random.fold_in(key, 1), base)
+    return out
 
 
 def make_step(
@@ -93,14 +162,15 @@ def make_step(
     """
 
     def step(state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, Tree]:
-        counts_K = losses.pair_counts(batch, stage.aheads)
+        counts = losses.all_counts(batch, stage.aheads)
+        lambda_0 = stage.lambda_0(state.step)
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         gradient = jax.value_and_grad(stage.loss, has_aux=True)
         A = batch["tokens"].shape[0]
 
         def one(micro: Tree, i: jax.Array) -> Tree:
             key = jax.random.fold_in(step_key, i)
-            return gradient(state.params, frozen, micro, counts_K, key)
+            return gradient(state.params, frozen, micro, counts, key, lambda_0)
 
         if A == 1:
             (loss, sums), grads = one(
@@ -120,7 +190,7 @@ def make_step(
         ok = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, opt = optimizer.update(grads, state.opt, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = summary(sums, counts_K) | {
+        metrics = summary(stage, sums, counts) | {
             "objective": loss,
             "gradient_norm": norm,
             "lr": jnp.asarray(schedule(state.updates), jnp.float32),
@@ -132,10 +202,21 @@ def make_step(
     return step
 
 
-def summary(sums: losses.Sums, counts_K: jax.Array) -> dict[str, jax.Array]:
-    """Means over the counted pairs, each [K]: loss in nats, top-1 and top-5 accuracy."""
-    n = jnp.maximum(counts_K, 1.0)
-    return {"loss": sums.loss / n, "top1": sums.top1 / n, "top5": sums.top5 / n}
+def summary(stage: Stage, sums: losses.Sums, counts: losses.Counts) -> dict[str, jax.Array]:
+    """Means over the counted pairs: loss in nats, top-1 and top-5 accuracy, each [K].
+
+    Where heads train together with the backbone, its own figures are `lm_loss`, `lm_top1` and
+    `lm_top5`. `unlikelihood` is the mean over the marked tokens.
+    """
+    n = jnp.maximum(counts.pairs_K, 1.0)
+    means = {"loss": sums.nll / n, "top1": sums.top1 / n, "top5": sums.top5 / n}
+    if stage.aheads[0] != 1:
+        return means
+    own = {"unlikelihood": sums.unlikelihood[0] / jnp.maximum(counts.marked, 1.0)}
+    if len(stage.aheads) == 1:
+        return means | own
+    own |= {f"lm_{name}": x[0] for name, x in means.items()}
+    return {name: x[1:] for name, x in means.items()} | own
 
 
 def state_shardings(mesh: Mesh, abstract: TrainState) -> TrainState:
@@ -163,7 +244,7 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> Tree:
         "tokens": "int32",
         "positions": "int32",
         "segment_ids": "int32",
-        "counted": "bool",
+        "counted": "int8",
     }
     return {
         name: jax.ShapeDtypeStruct(shape, np.dtype(kind), sharding=sharding)
@@ -173,13 +254,13 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> Tree:
 
 def init_state(
     stage: Stage, optimizer: optax.GradientTransformation, mesh: Mesh, frozen: Tree, seed: int,
-    params: Tree = None,
+    start: Tree = None,
 ) -> TrainState:  # fmt: skip
-    """Step 0; parameters are initialised where they belong unless they are given."""
-    if params is None:
-        params = init_sharded(
-            mesh, lambda key: stage.init(key, frozen), jax.random.key(seed)
-        )
+    """Step 0; groups that `start` does not hold are initialised where they belong."""
+    start = start or {}
+    key, given = jax.random.key(seed), frozen | start
+    shardings = param_shardings(mesh, jax.eval_shape(stage.init, key, given))
+    params = start | jax.jit(stage.init, out_shardings=shardings)(key, given)
     shapes = jax.eval_shape(optimizer.init, params)
     opt = jax.jit(optimizer.init, out_shardings=param_shardings(mesh, shapes))(params)
     zero, updates = (jax.device_put(np.int32(0), replicated(mesh)) for _ in range(2))

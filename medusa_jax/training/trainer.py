@@ -19,7 +19,7 @@ from medusa_jax.sharding import make_mesh, replicated
 from medusa_jax.training import export, losses, prepare
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import TokenRows
-from medusa_jax.training.partition import make_optimizer, make_schedule
+from medusa_jax.training.partition import make_optimizer, make_schedule, trained_groups
 from medusa_jax.training.progress import Progress
 from medusa_jax.training.step import (
     Stage,
@@ -47,11 +47,11 @@ class Evaluator:
         @jax.jit
         def sums(params: Tree, frozen: Tree, batch: Tree) -> Tree:
             batch = jax.tree.map(lambda x: x[0], batch)
-            counts_K = losses.pair_counts(batch, stage.aheads)
-            _, out = stage.loss(params, frozen, batch, counts_K, None)
-            return out, counts_K
+            counts = losses.all_counts(batch, stage.aheads)
+            _, out = stage.loss(params, frozen, batch, counts, None, 1.0)
+            return out, counts
 
-        self.sums = sums
+        self.stage, self.sums = stage, sums
 
     def __call__(self, params: Tree, frozen: Tree) -> dict[str, Any]:
         share = self.size // jax.process_count()
@@ -63,7 +63,7 @@ class Evaluator:
             batch["segment_ids"][numbers >= self.total] = 0
             out = self.sums(params, frozen, microbatches(self.mesh, batch, 1))
             total = out if total is None else jax.tree.map(jnp.add, total, out)
-        return to_host(summary(*total))
+        return to_host(summary(self.stage, *total))
 
 
 def to_host(metrics: Tree) -> dict[str, Any]:
@@ -96,12 +96,12 @@ def train(cfg: Config) -> dict[str, Any]:
         held_out = TokenRows(directory, cfg.data, vocab, shuffle=False)
 
     steps = total_steps(cfg, rows.rows)
-    stage = make_stage(cfg)
+    stage = make_stage(cfg, steps)
     schedule = make_schedule(cfg.optim, steps)
-    optimizer = make_optimizer(cfg.optim, schedule)
+    optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
     with announced("initialising"):
         state = init_state(
-            stage, optimizer, mesh, setup.frozen, cfg.train.seed, setup.trainable
+            stage, optimizer, mesh, setup.frozen, cfg.train.seed, setup.start
         )
     checkpoints = Checkpoints(cfg.workdir, cfg.train.keep_checkpoints)
     best = float("inf")
@@ -225,6 +225,9 @@ class Run:
         self.progress.evaluation(n, record)
         weights = [self.cfg.train.lambda_decay**k for k in range(len(record["loss"]))]
         score = float(np.dot(weights, record["loss"]))
+        if "lm_loss" in record:
+            factor = self.cfg.train.lambda_0 * self.cfg.train.lambda_decay
+            score = record["lm_loss"] + factor * score
         if score < self.best:
             self.best = score
             recipe = self.recipe(n) | {"held_out": record}

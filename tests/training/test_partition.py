@@ -11,8 +11,10 @@ from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import path_string
 from medusa_jax.training.partition import (
+    TABLE,
     keep_if,
     make_optimizer,
+    make_rule,
     make_schedule,
     matrices,
     muon_matrices,
@@ -62,7 +64,7 @@ def test_muon_takes_the_hidden_matrices_only():
 def test_updates_have_the_size_of_the_rate(name):
     """Both rules move a hidden matrix by about 0.2 to 1 times the rate per element."""
     params = init_params(tiny_arch(d_model=64, d_ff=64), jax.random.key(0))
-    rule = make_optimizer(OptimConfig(name=name, clip_norm=0.0), lambda _: 0.1)
+    rule = make_rule(name, OptimConfig(), lambda _: 0.1)
     state = rule.init(params)
     keys = jax.random.key(1)
     grads = jax.tree.map(lambda x: jax.random.normal(keys, x.shape), params)
@@ -87,4 +89,4 @@ def test_keep_if_undoes_a_poisoned_update():
 def test_unknown_names_are_refused(field):
     cfg = OptimConfig(**{field: "sgdw"})
     with pytest.raises(UserError, match=f"optim.{field}"):
-        make_optimizer(cfg, make_schedule(cfg, 10))
+        make_optimizer(cfg, TABLE["backbone"], 10)

@@ -17,7 +17,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import trainer
 from medusa_jax.training.data import TokenRows
-from medusa_jax.training.partition import make_optimizer, make_schedule
+from medusa_jax.training.partition import make_optimizer, make_schedule, trained_groups
 from medusa_jax.training.step import (
     abstract_batch,
     compile_step,
@@ -62,10 +62,10 @@ def test_a_backbone_learns_and_is_exported(backbone, tokens):
     arch, params = load_backbone(str(workdir / "export"), make_mesh())
     assert arch.d_model == 16 and (workdir / "best" / "model.safetensors").exists()
     cfg = tiny_config(tokens)
-    stage = make_stage(cfg)
+    stage = make_stage(cfg, 40)
     rows = TokenRows(tokens, cfg.data, 64, shuffle=False)
     cfg.data.eval_samples = 12
-    again = trainer.Evaluator(cfg, stage, make_mesh(), rows)(params, {})
+    again = trainer.Evaluator(cfg, stage, make_mesh(), rows)({"backbone": params}, {})
     np.testing.assert_allclose(again["loss"], held_out[1]["loss"], rtol=1e-5)
 
 
@@ -92,14 +92,15 @@ def test_heads_train_on_a_backbone_that_does_not_change(backbone, tokens, tmp_pa
 def pieces(cfg, tokens):
     """Everything that one step needs."""
     mesh = make_mesh(cfg.mesh)
-    stage = make_stage(cfg)
+    stage = make_stage(cfg, 10)
     schedule = make_schedule(cfg.optim, 10)
-    optimizer = make_optimizer(cfg.optim, schedule)
+    groups = trained_groups(cfg)
+    optimizer = make_optimizer(cfg.optim, groups, 10)
     frozen = {}
-    if cfg.train.stage != "backbone":
+    if "backbone" not in groups:
         from medusa_jax.model.llama import init_params
 
-        frozen = init_params(cfg.model.arch, jax.random.key(5))
+        frozen = {"backbone": init_params(cfg.model.arch, jax.random.key(5))}
     state = init_state(stage, optimizer, mesh, frozen, 0)
     step = make_step(stage, optimizer, schedule, 0)
     compiled = compile_step(step, state, frozen, abstract_batch(cfg, mesh), mesh)
@@ -118,7 +119,7 @@ def test_the_frozen_tree_has_no_gradient_no_moments_and_keeps_its_bits(tokens):
     state, _ = step(state, frozen, microbatches(mesh, rows.batch(0, 8), 1))
     jax.tree.map(np.testing.assert_array_equal, host(frozen), before)
     shapes = {x.shape for x in jax.tree.leaves((state.params, state.opt))}
-    assert before["layers_0"]["mlp"]["up_proj"]["kernel"].shape not in shapes
+    assert before["backbone"]["layers_0"]["mlp"]["up_proj"]["kernel"].shape not in shapes
 
 
 @pytest.mark.parametrize("stage", ["backbone", "medusa1"])
@@ -143,8 +144,9 @@ def test_microbatches_add_up(tokens, stage):
 def test_a_poisoned_batch_changes_nothing(tokens):
     cfg = tiny_config(tokens, "medusa1")
     mesh, step, state, frozen, rows = pieces(cfg, tokens)
-    poison = frozen["embed_tokens"]["embedding"].at[7].set(jnp.nan)
-    frozen = frozen | {"embed_tokens": {"embedding": poison}}
+    backbone = frozen["backbone"]
+    poison = backbone["embed_tokens"]["embedding"].at[7].set(jnp.nan)
+    frozen = {"backbone": backbone | {"embed_tokens": {"embedding": poison}}}
     before = host((state.params, state.opt))
     batch = rows.batch(0, 8)
     clean = batch | {"tokens": np.where(batch["tokens"] == 7, 8, batch["tokens"])}

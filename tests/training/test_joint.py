@@ -1,0 +1,224 @@
+"""Backbone and heads trained together: equation 2, its strategies, what comes out."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_losses import heads_problem
+from test_trainer import host, pieces, records, run
+from training_setup import tiny_config
+
+from medusa_jax.config import HeadsConfig, OptimConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads import Base
+from medusa_jax.interop import heads_io, hf
+from medusa_jax.model.llama import init_params
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training import losses
+from medusa_jax.training.partition import TABLE, heads_weight, make_optimizer
+from medusa_jax.training.step import microbatches
+
+
+def split_on(llama):
+    return lambda p: (p["heads"], Base(llama, p["backbone"]))
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_joint_loss_is_equation_2(lm_head):
+    """L_LM + lambda_0 sum_k 0.8^k L_k, and the gradients of all that both terms read."""
+    _, base, drafter, heads, batch = heads_problem(lm_head=lm_head)
+    params = {"backbone": base.params, "heads": heads}
+    split = split_on(base.llama)
+    counts = losses.all_counts(batch, (1, 2, 3, 4))
+
+    def streamed(params):
+        return losses.joint_loss(
+            params, split, drafter, batch, counts, jnp.float32(0.3), 5, 0.8
+        )
+
+    def plain(params):
+        heads, base = split(params)
+        hidden = base.forward(*losses.rows(batch))
+        features = drafter.features(heads, base, hidden, *losses.rows(batch))
+        logits = [base.lm_head(hidden)]
+        logits += [drafter.head_logits(heads, base, k, features[k]) for k in range(3)]
+        total = 0.0
+        for k, x in enumerate(logits):
+            mask = losses.pair_mask(batch["counted"], batch["segment_ids"], k + 1)
+            label = losses.shift(batch["tokens"], k + 1)[..., None]
+            nll = -jnp.take_along_axis(jax.nn.log_softmax(x), label, -1)[..., 0]
+            weight = 1.0 if k == 0 else 0.3 * 0.8**k
+            total += weight * jnp.sum(nll * mask) / jnp.sum(mask)
+        return total
+
+    (value, sums), grads = jax.jit(jax.value_and_grad(streamed, has_aux=True))(params)
+    expected, expected_grads = jax.jit(jax.value_and_grad(plain))(params)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert sums.nll.shape == (4,)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), grads, expected_grads
+    )
+
+
+def test_marked_tokens_are_pushed_down_and_the_heads_pass_over_them():
+    """Unlikelihood by hand: mean over the counted -log p and the marked -log(1 - p)."""
+    _, base, _, _, batch = heads_problem()
+    counted = np.ones(batch["tokens"].shape, np.int8)
+    counted[0, 3], counted[1, 6], counted[1, 9] = -1, -1, 0
+    batch |= {"counted": jnp.asarray(counted)}
+    counts = losses.all_counts(batch, (1, 2))
+    # Two segments of 8 and 4 tokens per row, no target before either: 10 + 10 targets.
+    assert counts.marked == 2 and counts.pairs_K[0] == 20 - 3
+    # Head 1: 6 + 2 pairs per row; each of the tokens above spoils the pairs t + 1 and t + 2.
+    assert counts.pairs_K[1] == 16 - 2 - 2 - 1
+
+    def loss(params):
+        return losses.backbone_loss(params, base.llama, batch, counts, 5, 2.0)
+
+    def plain(params):
+        hidden = Base(base.llama, params).forward(*losses.rows(batch))
+        p = jax.nn.softmax(Base(base.llama, params).lm_head(hidden))
+        label = losses.shift(batch["tokens"], 1)[..., None]
+        p = jnp.take_along_axis(p, label, -1)[..., 0]
+        wanted = losses.pair_mask(batch["counted"], batch["segment_ids"], 1)
+        marked = jnp.zeros_like(wanted).at[0, 2].set(True).at[1, 5].set(True)
+        return (jnp.sum(-jnp.log(p) * wanted) - 2 * jnp.sum(jnp.log(1 - p) * marked)) / 19
+
+    (value, sums), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(base.params)
+    expected, expected_grads = jax.jit(jax.value_and_grad(plain))(base.params)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), grads, expected_grads
+    )
+    np.testing.assert_allclose(sums.loss, sums.nll + 2 * sums.unlikelihood, rtol=1e-6)
+    without = losses.backbone_loss(base.params, base.llama, batch, counts, 5, 0.0)[1]
+    np.testing.assert_allclose(without.loss, sums.nll, rtol=1e-6)
+
+
+def test_a_certain_unwanted_token_still_has_a_finite_gradient():
+    """p = 1 in float32: the loss is large, not infinite, and still pushes the label down."""
+    logits = jnp.array([[[60.0, 0.0, 0.0]]])
+
+    def loss(x):
+        args = (jnp.zeros((1, 1), jnp.int32), -jnp.ones((1, 1), jnp.int8), 1, 1.0)
+        return losses.cross_entropy_sums(lambda p, f: f + p, jnp.zeros(()), x, *args).loss
+
+    value, grad = jax.value_and_grad(loss)(logits)
+    assert 5 < value < 20 and np.isfinite(np.asarray(grad)).all()
+    almost = jax.grad(loss)(jnp.array([[[9.0, 0.0, 0.0]]]))[0, 0]
+    np.testing.assert_allclose(almost[0], 1.0, rtol=3e-3)  # d(-log(1-p))/dz = p
+
+
+def test_lambda_0_rises_as_a_sine():
+    weight = heads_weight("sine", 0.2, 100)
+    at = [float(weight(jnp.int32(n))) for n in (0, 50, 100)]
+    np.testing.assert_allclose(at, [0, 0.2 * np.sin(np.pi / 4), 0.2], atol=1e-7)
+    assert float(heads_weight("constant", 0.2, 100)(jnp.int32(0))) == np.float32(0.2)
+
+
+def test_groups_have_their_own_rate_and_rule():
+    """Heads move four times as far as the backbone; frozen groups have no optimizer state."""
+    cfg = OptimConfig(lr=0.1, warmup_steps=0, schedule="constant", clip_norm=0.0)
+    params = {"backbone": {"w": jnp.ones((3, 3))}, "heads": {"w": jnp.ones((3, 3))}}
+    for name in ("adamw", "muon"):
+        cfg.name, cfg.heads_name = name, "adamw"
+        rule = make_optimizer(cfg, TABLE["medusa2"], 10)
+        updates, _ = rule.update(params, rule.init(params), params)
+        adamw = bool(np.allclose(updates["backbone"]["w"], -0.1))
+        assert adamw == (name == "adamw")  # Muon's first step is Nesterov's
+        np.testing.assert_allclose(updates["heads"]["w"], -0.4, rtol=1e-5)
+    state = make_optimizer(cfg, TABLE["medusa1"], 10).init({"heads": params["heads"]})
+    assert list(state) == ["heads"]
+
+
+@pytest.fixture(scope="module")
+def stage_1(tokens, tmp_path_factory):
+    """A random backbone's directory and heads trained on it for 8 steps."""
+    folder = tmp_path_factory.mktemp("stage1")
+    arch = tiny_config(tokens).model.arch
+    params = init_params(arch, jax.random.key(3))
+    hf.save_backbone(str(folder / "model"), arch, params, "float32")
+    cfg = tiny_config(tokens, "medusa1", steps=8, save_every=8)
+    cfg.model.path = str(folder / "model")
+    run(cfg, folder / "m1")
+    return folder / "model", folder / "m1" / "export"
+
+
+def test_two_stages_and_an_export_bound_to_the_new_backbone(tokens, stage_1, tmp_path):
+    model, heads = stage_1
+    cfg = tiny_config(tokens, "medusa2", steps=6, lambda_0_schedule="sine")
+    cfg.model.path, cfg.train.heads_path = str(model), str(heads)
+    cfg.data.eval_source, cfg.data.eval_samples = tokens, 8
+    run(cfg, tmp_path)
+    mesh = make_mesh()
+    log, first_heads = (
+        records(tmp_path),
+        heads_io.load_heads(str(heads), cfg.model.arch, mesh),
+    )
+    # Stage 2 starts where stage 1 ended: its first losses are those of the loaded heads.
+    m1 = records(heads.parent)[-1]
+    assert abs(log[0]["loss"][0] - m1["loss"][0]) < 0.15
+    assert len(log[0]["loss"]) == 3 and np.isscalar(log[0]["lm_loss"])
+    assert len(records(tmp_path, "eval")) == 1
+    arch, trained = hf.load_backbone(str(tmp_path / "export"), mesh)
+    print_of = hf.fingerprint(arch, trained)
+    folder = str(tmp_path / "export" / "heads")
+    _, params, meta = heads_io.load_heads(folder, arch, mesh, fingerprint=print_of)
+    assert meta["base"]["fingerprint"] == print_of
+    assert meta["recipe"]["config"]["train"]["stage"] == "medusa2"
+    before = hf.load_backbone(str(model), mesh)[1]
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, trained)
+    assert all(jax.tree.leaves(moved))
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), first_heads[1], params)
+    assert all(jax.tree.leaves(moved))
+    assert os.path.exists(tmp_path / "best" / "heads" / "heads.json")
+
+
+def test_heads_that_do_not_belong_are_refused(tokens, stage_1, tmp_path):
+    model, heads = stage_1
+    cfg = tiny_config(tokens, "medusa2")
+    cfg.train.heads_path = str(heads)
+    with pytest.raises(UserError, match=r"model\.path"):
+        run(cfg, tmp_path)
+    cfg.model.path, cfg.heads = str(model), HeadsConfig(n_heads=2)
+    with pytest.raises(UserError, match="n_heads=3"):
+        run(cfg, tmp_path)
+    other = init_params(cfg.model.arch, jax.random.key(9))
+    hf.save_backbone(str(tmp_path / "other"), cfg.model.arch, other, "float32")
+    cfg.model.path, cfg.heads = str(tmp_path / "other"), HeadsConfig(n_heads=3)
+    with pytest.raises(UserError, match="fingerprint"):
+        run(cfg, tmp_path)
+
+
+def test_native_heads_from_scratch(tokens, tmp_path):
+    """No model.path: backbone and heads grow up together, here with Muon and wsd."""
+    cfg = tiny_config(tokens, "native", steps=60, save_every=60, lambda_0=1.0)
+    cfg.optim.schedule, cfg.optim.heads_lr_multiplier = "wsd", 1.0
+    run(cfg, tmp_path)
+    log = records(tmp_path)
+    assert log[-1]["lm_loss"] < 0.8 * log[0]["lm_loss"]
+    assert np.mean(log[-1]["loss"]) < 0.95 * np.mean(log[0]["loss"])
+    recipe = json.loads((tmp_path / "export" / "recipe.json").read_text())
+    assert recipe["config"]["train"]["stage"] == "native"
+
+
+def test_joint_microbatches_add_up(tokens):
+    """Marks and masks differ between the microbatches; the update is the whole batch's."""
+    results = []
+    for accumulation in (1, 4):
+        cfg = tiny_config(tokens, "medusa2", accumulation=accumulation)
+        cfg.optim.name, cfg.optim.eps = "adamw", 1e-3
+        mesh, step, state, frozen, rows = pieces(cfg, tokens)
+        batch = rows.batch(0, 8)
+        batch["counted"][np.arange(16)[None, :] < 2 * np.arange(8)[:, None]] = 0
+        batch["counted"][1, ::3] = -1
+        state, metrics = step(state, frozen, microbatches(mesh, batch, accumulation))
+        results.append((host(state.params), host(metrics)))
+    (one, one_metrics), (four, four_metrics) = results
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), one, four)
+    assert one_metrics["unlikelihood"] > 0
+    for name, value in one_metrics.items():
+        np.testing.assert_allclose(value, four_metrics[name], rtol=1e-4, err_msg=name)
