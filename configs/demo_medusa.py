@@ -1,6 +1,6 @@
 """Medusa heads for the demo: 5 heads of 2 residual blocks, low-rank LM heads.
 
-    python -m medusa_jax.distill --model work/demo/backbone/export \\
+    python -m medusa_jax.distill --model work/demo/refined \\
         --prompts work/demo/answer_seeds.jsonl --out work/demo/answers --temperature 0.3
     python train.py --config=configs/demo_medusa.py --workdir=work/demo/medusa
 
@@ -21,7 +21,7 @@ from medusa_jax.config import (
 def get_config() -> Config:
     """Medusa-1 (frozen backbone) on the demo corpus."""
     return Config(
-        model=ModelConfig(path="work/demo/backbone/export"),
+        model=ModelConfig(path="work/demo/refined"),
         heads=HeadsConfig(
             drafter="medusa", n_heads=5, n_layers=2, lm_head="low_rank", rank=64
         ),

@@ -66,6 +66,8 @@ class ModelConfig:
     tokenizer: str = ""
     # Storage type of the frozen backbone; the trained part is always float32.
     param_dtype: str = "float32"
+    # Layers to put behind those of `path`: they start as the identity and must be trained.
+    add_layers: int = 0
     arch: LlamaConfig = field(default_factory=LlamaConfig)
 
 

@@ -1,9 +1,11 @@
 """`python -m medusa_jax.demo.build`: rebuild the bundled demo from nothing, one command.
 
-Six stages, each a documented command of its own, each skipped if its result is there:
+Eight stages, each a documented command of its own, each skipped if its result is there:
 
     corpus      the standard library as text, a tokenizer, prompts      medusa_jax.demo.corpus
     backbone    a small Llama trained from scratch                      train.py demo_backbone
+    native      three more layers, trained on together with heads        train.py demo_native
+    refined     rounds of training against its own loops                medusa_jax.demo.refine
     answers     its own continuations of training prompts               medusa_jax.distill
     heads       Medusa heads trained on those                           train.py demo_medusa
     tree        the draft tree fitted to heads and device               medusa_jax.calibrate
@@ -41,6 +43,16 @@ TINY = {
         "--config.data.eval_samples=4", "--config.train.batch_size=4",
         "--config.train.steps=6", "--config.optim.warmup_steps=2",
         "--config.train.loss_chunk=64",
+    ],
+    "native": [
+        "--config.heads.rank=8", "--config.data.seq_len=64", "--config.data.eval_samples=4",
+        "--config.train.batch_size=2", "--config.train.steps=3",
+        "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
+    ],
+    "refined": [
+        "--rounds=1", "--samples=4", "--max_new_tokens=24", "--train=--config.heads.rank=8",
+        "--train=--config.train.batch_size=2", "--train=--config.train.steps=2",
+        "--train=--config.data.eval_samples=2", "--train=--config.optim.warmup_steps=1",
     ],
     "answers": ["--limit=8", "--batch_size=4", "--max_new_tokens=24"],
     "heads": [
@@ -107,11 +119,30 @@ def run(flags: argparse.Namespace) -> int:
         ],
     )  # fmt: skip
     calibration = split_seeds(work)
+    native = work / "native"
+    stage(
+        "native",
+        native / "export" / "model.safetensors",
+        [
+            "train.py", "--config=configs/demo_native.py", f"--workdir={native}",
+            f"--config.model.path={backbone}/export", f"--config.data.source={work}/train",
+            f"--config.data.eval_source={work}/heldout", *extra["native"],
+        ],
+    )  # fmt: skip
+    stage(
+        "refined",
+        work / "refined" / "model.safetensors",
+        [
+            "-m", "medusa_jax.demo.refine", f"--model={native}/export", f"--work={work}",
+            f"--out={work}/refined", *extra["refined"],
+        ],
+    )  # fmt: skip
+    backbone = work / "refined"
     stage(
         "answers",
         answers / "provenance.json",
         [
-            "-m", "medusa_jax.distill", f"--model={backbone}/export",
+            "-m", "medusa_jax.distill", f"--model={backbone}",
             f"--prompts={work}/answer_seeds.jsonl", f"--out={answers}",
             f"--limit={flags.answers}", "--batch_size=32", "--max_new_tokens=200", "--temperature=0.3",
             *extra["answers"],
@@ -122,7 +153,7 @@ def run(flags: argparse.Namespace) -> int:
         heads / "export" / "heads.safetensors",
         [
             "train.py", "--config=configs/demo_medusa.py", f"--workdir={heads}",
-            f"--config.model.path={backbone}/export", f"--config.data.source={answers}",
+            f"--config.model.path={backbone}", f"--config.data.source={answers}",
             f"--config.data.eval_source={work}/heldout", *extra["heads"],
         ],
     )  # fmt: skip
@@ -130,7 +161,7 @@ def run(flags: argparse.Namespace) -> int:
         "tree",
         heads / "export" / "tree.json",
         [
-            "-m", "medusa_jax.calibrate", f"--model={backbone}/export",
+            "-m", "medusa_jax.calibrate", f"--model={backbone}",
             f"--drafter={heads}/export", f"--prompts={calibration}",
             f"--out={heads}/export/tree.json", *extra["tree"],
         ],
@@ -167,7 +198,7 @@ def install(work: Path, target: Path) -> None:
     from medusa_jax.interop import heads_io, hf
     from medusa_jax.sharding import make_mesh
 
-    source, trained = work / "backbone" / "export", work / "medusa" / "export"
+    source, trained = work / "refined", work / "medusa" / "export"
     mesh = make_mesh()
     config, params = hf.load_backbone(str(source), mesh)
     fields = json.loads((source / "config.json").read_text())
@@ -189,6 +220,10 @@ def install(work: Path, target: Path) -> None:
     made = {
         "corpus": json.loads((work / "corpus.json").read_text()),
         "backbone": last_record(work / "backbone"),
+        "native": last_record(work / "native"),
+        "refined": [
+            last_record(round / "train") for round in sorted(source.glob("round_*"))
+        ],
         "answers": json.loads((work / "answers" / "provenance.json").read_text()),
         "heads": last_record(work / "medusa"),
     }

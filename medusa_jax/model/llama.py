@@ -183,6 +183,46 @@ def attend(
     return out_BGQH.reshape(B, G, T, R, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N * H)
 
 
+def attend_one(
+    q_B1NH: jax.Array,
+    new: tuple[jax.Array, jax.Array],
+    cache: tuple[jax.Array, jax.Array],
+    start_B: jax.Array,
+    mask_B1S: jax.Array,
+) -> jax.Array:
+    """`attend` for one new token per row, whose key and value are not in the cache yet.
+
+    Reading them from the cache that they are written to makes XLA write every cache twice and
+    copy it twice on a CPU, whole: with the text, that soon costs more than the weights.
+
+    Args:
+      new: key and value of the new token, each [B, G, 1, H]; they belong to slot `start_B`.
+      cache: keys and values [B, G, S, H] without them.
+
+    Returns: [B, 1, N * H].
+    """
+    B, _, N, H = q_B1NH.shape
+    G, S = cache[0].shape[1], cache[0].shape[2]
+    dtype, wide = q_B1NH.dtype, at_least_f32(q_B1NH.dtype)
+    dot = functools.partial(
+        lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=wide
+    )
+    q_BGRH = (q_B1NH.astype(wide) * H**-0.5).astype(dtype).reshape(B, G, N // G, H)
+    k_BGSH, v_BGSH = (x.astype(dtype) for x in cache)
+    k_BG1H, v_BG1H = (x.astype(dtype) for x in new)
+    score_BGRS = dot(q_BGRH, k_BGSH, (((3,), (3,)), ((0, 1), (0, 1))))
+    own_BGR1 = dot(q_BGRH, k_BG1H, (((3,), (3,)), ((0, 1), (0, 1))))
+    own_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
+    score_BGRS = jnp.where(own_B11S, own_BGR1, score_BGRS)
+    score_BGRS = jnp.where(mask_B1S[:, None], score_BGRS, jnp.finfo(wide).min)
+    weight_BGRS = jax.nn.softmax(score_BGRS, axis=-1)
+    own_weight_BGR1 = jnp.sum(jnp.where(own_B11S, weight_BGRS, 0), axis=-1, keepdims=True)
+    weight_BGRS = jnp.where(own_B11S, 0, weight_BGRS)
+    out_BGRH = dot(weight_BGRS.astype(dtype), v_BGSH, (((3,), (2,)), ((0, 1), (0, 1))))
+    out_BGRH += own_weight_BGR1 * v_BG1H.astype(wide)
+    return out_BGRH.astype(dtype).reshape(B, 1, N * H)
+
+
 def attend_causal(
     q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask_BTT: jax.Array
 ) -> jax.Array:
@@ -262,11 +302,21 @@ class Attention(nn.Module):
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         if cache is not None:
             assert start_B is not None
-            k_BGTH = write_rows(cache[0], k_BGTH, start_B)
-            v_BGTH = write_rows(cache[1], v_BGTH, start_B)
-            cache = (k_BGTH, v_BGTH)
-        see = attend if cache is not None else attend_causal
-        out_BTD = see(q_BTNH, k_BGTH, v_BGTH, mask_BTS)
+            before, new = cache, (k_BGTH, v_BGTH)
+            if T == 1:
+                out_BTD = attend_one(q_BTNH, new, before, start_B, mask_BTS)
+                # Written after it was read, the cache changes in place instead of being copied
+                # whole; XLA keeps that order only if what is written depends on what was read.
+                nothing_B111 = (out_BTD[:, 0, 0] * 0).astype(k_BGTH.dtype)[:, None, None, None]
+                new = (k_BGTH + nothing_B111, v_BGTH + nothing_B111)
+            cache = (
+                write_rows(before[0], new[0], start_B),
+                write_rows(before[1], new[1], start_B),
+            )
+            if T > 1:
+                out_BTD = attend(q_BTNH, *cache, mask_BTS)
+        else:
+            out_BTD = attend_causal(q_BTNH, k_BGTH, v_BGTH, mask_BTS)
         return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), cache
 
 

@@ -1,5 +1,6 @@
 """The models that go into a training run and the result that comes out of it."""
 
+import dataclasses
 import glob
 import json
 import os
@@ -8,7 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.console import say
@@ -43,6 +45,9 @@ def load(cfg: Config, mesh: Mesh) -> Setup:
         from medusa_jax.interop.hf import load_backbone
 
         arch, params = load_backbone(cfg.model.path, mesh, dtype)
+        if cfg.model.add_layers:
+            key = jax.random.key(cfg.train.seed)
+            arch, params = deepen(arch, params, cfg.model.add_layers, key)
     else:
         arch, params = cfg.model.arch, None
         if frozen_backbone:
@@ -53,6 +58,26 @@ def load(cfg: Config, mesh: Mesh) -> Setup:
     if cfg.train.heads_path:
         start["heads"] = load_heads(cfg, arch, params, mesh)
     return Setup(arch, frozen, start)
+
+
+def deepen(
+    arch: LlamaConfig, params: Tree, n: int, key: jax.Array
+) -> tuple[LlamaConfig, Tree]:
+    """The same function with `n` more layers at its end, as a start for further training.
+
+    A new layer's output projections are zero, so that it adds nothing to the residual stream
+    until it has learnt to.
+    """
+    deeper = dataclasses.replace(arch, n_layers=arch.n_layers + n)
+    names = [f"layers_{i}" for i in range(arch.n_layers, deeper.n_layers)]
+    fresh = init_params(deeper, key)
+    new = {name: jax.tree.map(lambda x: x.astype(jnp.float32), fresh[name]) for name in names}
+    for layer in new.values():
+        for part, last in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+            layer[part][last] = jax.tree.map(jnp.zeros_like, layer[part][last])
+    placed = jax.tree.leaves(params)[0].sharding
+    replicate = NamedSharding(placed.mesh, P()) if isinstance(placed, NamedSharding) else placed
+    return deeper, params | jax.device_put(new, replicate)
 
 
 def load_heads(cfg: Config, arch: LlamaConfig, backbone: Tree, mesh: Mesh) -> Tree:

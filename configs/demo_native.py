@@ -1,0 +1,32 @@
+"""The demo's backbone goes on together with draft heads, so that it learns to see further.
+
+    python train.py --config=configs/demo_backbone.py --workdir=work/demo/backbone
+    python train.py --config=configs/demo_native.py --workdir=work/demo/native
+
+The paper's "native heads" (Medusa 2.2.2): one run trains the language model and three heads.
+Three new layers are put behind the five that there are: a model beyond the cache of a CPU is
+bound by memory, as large ones are, and there a tree costs least (docs/design.md).
+
+What counts is the backbone: its last hidden state must hold the tokens after the next one. The
+heads that ship are fitted afterwards, on the frozen result (configs/demo_medusa.py).
+"""
+
+from configs.demo_backbone import get_config as backbone_config
+from medusa_jax.config import Config, HeadsConfig
+
+
+def get_config() -> Config:
+    """Backbone and heads together on the demo corpus."""
+    cfg = backbone_config()
+    cfg.model.path = "work/demo/backbone/export"
+    cfg.model.add_layers = 3
+    cfg.heads = HeadsConfig(
+        drafter="medusa", n_heads=3, n_layers=1, lm_head="low_rank", rank=64
+    )
+    cfg.optim.warmup_steps = 50
+    cfg.optim.heads_name = "adamw"
+    cfg.optim.heads_lr_multiplier = 0.33
+    cfg.train.stage = "native"
+    cfg.train.lambda_0 = 0.5
+    cfg.train.steps = 800
+    return cfg
