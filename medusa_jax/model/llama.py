@@ -163,14 +163,15 @@ def attend(
     # Scaling the queries instead of the scores saves a pass over [.., T, S].
     q_BTNH = (q_BTNH.astype(wide) * H**-0.5).astype(q_BTNH.dtype)
     q_BGQH = q_BTNH.reshape(B, T, G, R, H).transpose(0, 2, 1, 3, 4).reshape(B, G, T * R, H)
-    score_BGQS = lax.dot_general(
-        q_BGQH,
+    # Keys times queries: the other way round a CPU transposes all keys first.
+    score_BGSQ = lax.dot_general(
         k_BGSH.astype(q_BTNH.dtype),
+        q_BGQH,
         (((3,), (3,)), ((0, 1), (0, 1))),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=wide,
     )
-    score = score_BGQS.reshape(B, G, T, R, S)
+    score = jnp.swapaxes(score_BGSQ, 2, 3).reshape(B, G, T, R, S)
     score = jnp.where(mask_BTS[:, None, :, None, :], score, jnp.finfo(wide).min)
     weight = jax.nn.softmax(score, axis=-1).astype(q_BTNH.dtype)
     out_BGQH = lax.dot_general(
@@ -210,7 +211,8 @@ def attend_one(
     q_BGRH = (q_B1NH.astype(wide) * H**-0.5).astype(dtype).reshape(B, G, N // G, H)
     k_BGSH, v_BGSH = (x.astype(dtype) for x in cache)
     k_BG1H, v_BG1H = (x.astype(dtype) for x in new)
-    score_BGRS = dot(q_BGRH, k_BGSH, (((3,), (3,)), ((0, 1), (0, 1))))
+    # Keys times queries, as in `attend`.
+    score_BGRS = jnp.swapaxes(dot(k_BGSH, q_BGRH, (((3,), (3,)), ((0, 1), (0, 1)))), 2, 3)
     own_BGR1 = dot(q_BGRH, k_BG1H, (((3,), (3,)), ((0, 1), (0, 1))))
     own_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
     score_BGRS = jnp.where(own_B11S, own_BGR1, score_BGRS)
