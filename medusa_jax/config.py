@@ -66,7 +66,21 @@ class ModelConfig:
     tokenizer: str = ""
     # Storage type of the frozen backbone; the trained part is always float32.
     param_dtype: str = "float32"
+    # Kernels of a frozen backbone's layers in "int8" or "nf4" (4 bits); empty = as they are.
+    quantise: str = ""
     arch: LlamaConfig = field(default_factory=LlamaConfig)
+
+
+@dataclass
+class LoraConfig:
+    """Adapters on every linear layer of a frozen backbone that train in its place; rank 0: none.
+
+    The paper's figures are rank 32, alpha 16, dropout 0.05.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    dropout: float = 0.05
 
 
 @dataclass
@@ -144,6 +158,9 @@ class TrainConfig:
     lambda_0_schedule: str = "constant"
     # Directory of heads to start from (two stages: the export of a medusa1 run); empty = fresh.
     heads_path: str = ""
+    # The backbone's own loss: "labels" (next-token cross-entropy) or "kl" (to the backbone as
+    # it was: self-distillation, 2.3.2).
+    backbone_loss: str = "labels"
     # Weight of -log(1 - p) at tokens that counted.npy marks -1 (unwanted repeats).
     unlikelihood: float = 1.0
     log_every: int = 10
@@ -162,6 +179,7 @@ class Config:
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     # Devices along (data, fsdp, tensor); -1 = all that are left.
     mesh: tuple[int, int, int] = (1, -1, 1)

@@ -28,11 +28,14 @@ class Base:
     """The backbone with its parameters.
 
     Drafters use its embedding and its LM head; the passes over text are for the decode loop and
-    the calibrator.
+    the calibrator. In training it may carry low-rank adapters (`model/lora.py`) and the key of
+    their dropout.
     """
 
     llama: Llama = dataclasses.field(metadata={"static": True})
     params: Params
+    lora: Params | None = None
+    dropout_key: jax.Array | None = None
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids [...] -> embeddings [..., D]."""
@@ -60,7 +63,11 @@ class Base:
         return self._apply("decode", tokens_BT, positions_BT, cache, start_B, self_mask_TT)
 
     def _apply(self, method: str, *args: Any) -> Any:
-        return self.llama.apply({"params": self.params}, *args, method=method)
+        variables = {"params": self.params}
+        if self.lora is not None:
+            variables["lora"] = self.lora
+        rngs = None if self.dropout_key is None else {"dropout": self.dropout_key}
+        return self.llama.apply(variables, *args, method=method, rngs=rngs)
 
 
 @dataclasses.dataclass(frozen=True)

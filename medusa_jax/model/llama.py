@@ -18,59 +18,19 @@ from jax import lax
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.cache import KVCache, write_rows
+from medusa_jax.model.lora import Adapter, add_adapter
+from medusa_jax.model.product import at_least_f32, product
+from medusa_jax.model.quantise import quantised_product
 
 Params = dict[str, Any]
 
 
-def at_least_f32(dtype: Any) -> Any:
-    """float32 for 16-bit types, else the type itself: where norms and softmax are computed."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-@jax.custom_vjp
-def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [..., in] times kernel [in, ...], accumulated in float32 or wider.
-
-    The automatic gradient takes dW as (dyᵀ x)ᵀ; a CPU needs nearly twice the time for that as
-    for xᵀ dy, which is what the rule below asks for.
-    """
-    return lax.dot_general(
-        x,
-        kernel,
-        (((x.ndim - 1,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=at_least_f32(x.dtype),
-    )
-
-
-def _product_fwd(
-    x: jax.Array, kernel: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return product(x, kernel), (x, kernel)
-
-
-def _product_bwd(
-    operands: tuple[jax.Array, jax.Array], dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, kernel = operands
-    dot = functools.partial(
-        lax.dot_general,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=at_least_f32(x.dtype),
-    )
-    outputs = tuple(range(1, kernel.ndim))
-    rows = tuple(range(x.ndim - 1))
-    dy = dy.astype(x.dtype)
-    dx = dot(dy, kernel, ((tuple(i + x.ndim - 2 for i in outputs), outputs), ((), ())))
-    dw = dot(x, dy, ((rows, rows), ((), ())))
-    return dx.astype(x.dtype), dw.astype(kernel.dtype)
-
-
-product.defvjp(_product_fwd, _product_bwd)
-
-
 class Linear(nn.Module):
-    """y = x W (+ b), kernel [in, out]; computed in `dtype`, accumulated in float32 or wider."""
+    """y = x W (+ b), kernel [in, out]; computed in `dtype`, accumulated in float32 or wider.
+
+    W may be quantised (`model/quantise.py`), and x may pass through a low-rank adapter as well
+    (`model/lora.py`), where the variables hold them.
+    """
 
     features: int
     use_bias: bool = False
@@ -83,9 +43,17 @@ class Linear(nn.Module):
         width = (
             (self.shards, self.features // self.shards) if self.shards else (self.features,)
         )
-        init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
-        kernel = self.param("kernel", init, (x.shape[-1], *width)).astype(self.dtype)
-        y = product(x.astype(self.dtype), kernel)
+        x = x.astype(self.dtype)
+        if self.has_variable("params", "codes"):
+            stored: list[Any] = [
+                self.get_variable("params", name) for name in ("codes", "scales")
+            ]
+            y = quantised_product(x, *stored)
+        else:
+            init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
+            kernel = self.param("kernel", init, (x.shape[-1], *width)).astype(self.dtype)
+            y = product(x, kernel)
+        y = add_adapter(self, x, y)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, width)
             y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
@@ -344,6 +312,8 @@ class Llama(nn.Module):
         self.norm = RMSNorm(c.rms_eps, self.dtype)
         if not c.tie_embeddings:
             self.head = Linear(c.vocab_size, False, self.dtype, name="lm_head")
+        else:
+            self.head_adapter = Adapter(name="lm_head")
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids of any shape -> embeddings [..., D]."""
@@ -353,13 +323,15 @@ class Llama(nn.Module):
         """Hidden states [..., D] (after the final norm) -> logits [..., V], float32 or wider."""
         if not self.config.tie_embeddings:
             return self.head(hidden).astype(at_least_f32(self.dtype))
-        return lax.dot_general(
+        wide = at_least_f32(self.dtype)
+        logits = lax.dot_general(
             hidden.astype(self.dtype),
             self.embed_tokens.embedding.astype(self.dtype),
             (((hidden.ndim - 1,), (1,)), ((), ())),
             precision=lax.Precision.HIGHEST,
-            preferred_element_type=at_least_f32(self.dtype),
+            preferred_element_type=wide,
         )
+        return self.head_adapter(hidden.astype(self.dtype), logits)
 
     def forward(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array

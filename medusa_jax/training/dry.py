@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
+from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import make_mesh, param_shardings
 from medusa_jax.training import prepare
 from medusa_jax.training.partition import make_optimizer, make_schedule, trained_groups
@@ -51,11 +52,9 @@ def dry_run(cfg: Config) -> dict[str, Any]:
         )
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    frozen: Tree = {}
-    if "backbone" not in trained_groups(cfg):
-        dtype = jnp.dtype(cfg.model.param_dtype)
-        frozen = jax.eval_shape(lambda k: init_params(cfg.model.arch, k, dtype), key)
-        frozen = {"backbone": placed(frozen, param_shardings(mesh, frozen))}
+    frozen = frozen_shapes(cfg, key)
+    frozen = placed(frozen, param_shardings(mesh, frozen))
+    parameters = count(jax.eval_shape(lambda k: init_params(cfg.model.arch, k), key))
     params = jax.eval_shape(stage.init, key, frozen)
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
     abstract = TrainState(counter, counter, params, jax.eval_shape(optimizer.init, params))
@@ -76,7 +75,8 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     report = {
         "stage": cfg.train.stage,
         "mesh": dict(mesh.shape),
-        "backbone_parameters": count((frozen | params)["backbone"]),
+        "backbone_parameters": parameters,
+        "backbone_bytes": stored_bytes((frozen | params)["backbone"]),
         "trainable_parameters": count(params),
         "batch": list(batch["tokens"].shape),
         "argument_bytes": memory.argument_size_in_bytes,
@@ -86,6 +86,28 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     }
     _print(cfg, report, frozen, params)
     return report
+
+
+def frozen_shapes(cfg: Config, key: Any) -> Tree:
+    """The groups that the stage does not train, as `export.load` would hold them."""
+    dtype = jnp.dtype(cfg.model.param_dtype)
+
+    def backbone(key: jax.Array) -> Tree:
+        params = init_params(cfg.model.arch, key, dtype)
+        kind = cfg.model.quantise
+        return quantise_backbone(params, kind) if kind else params
+
+    if "backbone" not in trained_groups(cfg):
+        return {"backbone": jax.eval_shape(backbone, key)}
+    if cfg.train.backbone_loss == "kl":
+        return {"teacher": jax.eval_shape(backbone, key)}
+    return {}
+
+
+def stored_bytes(tree: Tree) -> int:
+    """Bytes of all leaves."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
 
 
 def count(tree: Tree) -> int:
@@ -117,7 +139,8 @@ def _print(cfg: Config, r: dict[str, Any], frozen: Tree, params: Tree) -> None:
         group(f"frozen {name}", part)
     for name, part in params.items():
         group(f"trained {name}", part)
-    print(f"backbone parameters   {r['backbone_parameters']:,}")
+    print(f"backbone parameters   {r['backbone_parameters']:,} "
+          f"in {r['backbone_bytes'] / gib:.2f} GiB")  # fmt: skip
     print(f"trainable parameters  {r['trainable_parameters']:,}")
     print(f"batch                 {micro} x {rows} x {length} tokens per update")
     print(f"memory per device     {r['argument_bytes'] / gib:.2f} GiB arguments + "

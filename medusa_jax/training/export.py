@@ -11,9 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config, LlamaConfig
-from medusa_jax.console import say
+from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
+from medusa_jax.interop import heads_io, hf
+from medusa_jax.model import lora
 from medusa_jax.model.llama import init_params
+from medusa_jax.model.quantise import dequantise_backbone, quantise_backbone
 from medusa_jax.sharding import init_sharded
 from medusa_jax.training.partition import trained_groups
 
@@ -24,11 +27,20 @@ NOT_TOKENIZER = ("config.json", "recipe.json", "model.safetensors.index.json")
 
 
 class Setup(NamedTuple):
-    """Backbone shape, the frozen groups of variables, and trained ones to start from."""
+    """Where a run starts.
+
+    Attributes:
+      arch: the backbone's shape.
+      frozen: groups of variables that stay: "backbone" under heads or adapters (quantised, if
+        asked for), "teacher" where a trained backbone keeps a copy of itself.
+      start: trained groups that are not initialised afresh.
+      base: how heads on the backbone as loaded name it; None if there is none yet.
+    """
 
     arch: LlamaConfig
     frozen: Tree
     start: Tree
+    base: dict[str, Any] | None
 
 
 def load(cfg: Config, mesh: Mesh) -> Setup:
@@ -40,36 +52,46 @@ def load(cfg: Config, mesh: Mesh) -> Setup:
     frozen_backbone = "backbone" not in trained_groups(cfg)
     dtype = jnp.dtype(cfg.model.param_dtype) if frozen_backbone else jnp.float32
     if cfg.model.path:
-        from medusa_jax.interop.hf import load_backbone
-
-        arch, params = load_backbone(cfg.model.path, mesh, dtype)
+        arch, params = hf.load_backbone(cfg.model.path, mesh, dtype)
     else:
         arch, params = cfg.model.arch, None
         if frozen_backbone:
             key = jax.random.key(cfg.train.seed)
             params = init_sharded(mesh, lambda k: init_params(arch, k, dtype), key)
-    frozen: Tree = {"backbone": params} if frozen_backbone else {}
-    start: Tree = {"backbone": params} if params is not None and not frozen else {}
+    start: Tree = {}
+    base = None if params is None else heads_io.describe_base(arch, params)
     if cfg.train.heads_path:
-        start["heads"] = load_heads(cfg, arch, params, mesh)
-    return Setup(arch, frozen, start)
+        start["heads"] = load_heads(cfg, arch, base, mesh)
+    if params is not None and frozen_backbone:
+        if cfg.model.quantise:
+            with announced(f"quantising the backbone to {cfg.model.quantise}"):
+                params = quantise_backbone(params, cfg.model.quantise)
+        return Setup(arch, {"backbone": params}, start, base)
+    frozen: Tree = {}
+    if params is not None:
+        start["backbone"] = params
+        if cfg.train.backbone_loss == "kl":
+            # A copy: the step gives its own parameters' buffers away.
+            dtype = jnp.dtype(cfg.model.param_dtype)
+            frozen["teacher"] = jax.tree.map(lambda x: jnp.array(x, dtype), params)
+    return Setup(arch, frozen, start, base)
 
 
-def load_heads(cfg: Config, arch: LlamaConfig, backbone: Tree, mesh: Mesh) -> Tree:
+def load_heads(
+    cfg: Config, arch: LlamaConfig, base: dict[str, Any] | None, mesh: Mesh
+) -> Tree:
     """The heads of `train.heads_path`, which must be the kind that `heads` describes."""
-    from medusa_jax.interop import heads_io, hf
-
     path = cfg.train.heads_path
     if "heads" not in trained_groups(cfg):
         raise UserError(
             f"train.heads_path is set, but stage {cfg.train.stage} has no heads"
         )
-    if backbone is None:
+    if base is None:
         raise UserError(
             f"the heads in {path} belong to a backbone: set model.path to its directory"
         )
     heads, params, _ = heads_io.load_heads(
-        path, arch, mesh, fingerprint=hf.fingerprint(arch, backbone)
+        path, arch, mesh, fingerprint=base["fingerprint"]
     )
     if heads != cfg.heads:
         raise UserError(f"{path} holds {heads}, the configuration says {cfg.heads}")
@@ -81,27 +103,45 @@ def result(
 ) -> None:
     """Write `<workdir>/<name>/`.
 
-    A trained backbone becomes a Hugging Face directory, with its heads in `heads/` inside it.
-    Heads of a frozen backbone lie in the directory itself.
+    A trained backbone becomes a Hugging Face directory, with its heads in `heads/` inside it;
+    adapters are merged into it. Heads of a frozen backbone lie in the directory itself.
     """
     if jax.process_index() != 0:
         return
     directory = os.path.join(cfg.workdir, name)
-    heads_directory = directory
-    if "backbone" in params:
-        from medusa_jax.interop.hf import save_backbone
-
+    heads_directory, base = directory, setup.base
+    trained = trained_backbone(cfg, setup, params)
+    if trained is not None:
+        arch, backbone = trained
+        base = heads_io.describe_base(arch, backbone)
         ids = copy_tokenizer(cfg.model.tokenizer or cfg.model.path, directory)
-        save_backbone(directory, setup.arch, params["backbone"], jnp.float32, ids)
+        dtype = jax.tree.leaves(backbone)[0].dtype
+        hf.save_backbone(directory, arch, backbone, dtype, ids)
         write_json(os.path.join(directory, "recipe.json"), recipe)
         heads_directory = os.path.join(directory, "heads")
     if "heads" in params:
-        from medusa_jax.interop import heads_io
-
-        base = heads_io.describe_base(setup.arch, (setup.frozen | params)["backbone"])
+        assert base is not None
         heads_io.save_heads(
             heads_directory, cfg.heads, params["heads"], base=base, recipe=recipe
         )
+
+
+def trained_backbone(
+    cfg: Config, setup: Setup, params: Tree
+) -> tuple[LlamaConfig, Tree] | None:
+    """The backbone that a run changed, as it is exported; None if it is the one it began with.
+
+    Adapters are merged in float32 into what they were trained on (a quantised kernel counts
+    with its quantised value) and stored like the frozen backbone.
+    """
+    if "backbone" in params:
+        return setup.arch, params["backbone"]
+    if "lora" not in params:
+        return None
+    original = dequantise_backbone(setup.frozen["backbone"])
+    arch, merged = lora.merge(setup.arch, original, params["lora"], cfg.lora)
+    dtype = jnp.dtype(cfg.model.param_dtype)
+    return arch, jax.tree.map(lambda x: x.astype(dtype), merged)
 
 
 def copy_tokenizer(source: str, directory: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.heads import Base, Drafter
-from medusa_jax.model.llama import Llama
 
 Params = Any
 Batch = dict[str, jax.Array]
@@ -24,10 +23,12 @@ class Sums(NamedTuple):
     """Sums over the pairs of a loss. Only `loss` has a gradient, the others are for the log.
 
     Attributes:
-      loss: what is minimised: `nll` plus, where asked for, weighted `unlikelihood`.
+      loss: what is minimised: `nll`, or what `Teacher` makes of it, plus, where asked for,
+        weighted `unlikelihood`.
       nll: cross-entropy of the counted pairs in nats.
       top1, top5: counted pairs whose label is ranked first, among the first five.
       unlikelihood: -log(1 - p(label)) of the marked pairs.
+      entropy: the teacher's, in nats: its cross-entropy less this is KL(teacher || student).
     """
 
     loss: jax.Array
@@ -35,6 +36,20 @@ class Sums(NamedTuple):
     top1: jax.Array
     top5: jax.Array
     unlikelihood: jax.Array
+    entropy: jax.Array
+
+
+class Teacher(NamedTuple):
+    """A distribution to learn from, beside the labels.
+
+    Attributes:
+      logits_fn: (features) -> logits of the teacher, no gradient.
+      weight, label_weight: of its cross-entropy and of the labels'.
+    """
+
+    logits_fn: Callable[[jax.Array], jax.Array]
+    weight: float
+    label_weight: float
 
 
 class Counts(NamedTuple):
@@ -103,6 +118,8 @@ def cross_entropy_sums(
     labels_BT: jax.Array,
     mask_BT: jax.Array,
     chunk: int,
+    teacher: Teacher | None = None,
+    teacher_BTD: jax.Array | None = None,
     unlikelihood: float = 0.0,
 ) -> Sums:
     """Sums of `logits_fn(params, features)` against the labels, `chunk` positions at a time.
@@ -126,8 +143,9 @@ def cross_entropy_sums(
     differentiated = [leaf for use, leaf in zip(used, leaves) if use]
     # The unused ones enter `fn` by closure and must not carry a tangent.
     leaves = [lax.stop_gradient(leaf) for leaf in leaves]
-    targets = (features_BTD, labels_BT, mask_BT.astype(jnp.int8))
-    return _streamed(fn, (chunk, unlikelihood), differentiated, *targets)
+    rows = (features_BTD, labels_BT, mask_BT.astype(jnp.int8))
+    options = (chunk, teacher, unlikelihood)
+    return _streamed(fn, options, differentiated, *rows, lax.stop_gradient(teacher_BTD))
 
 
 def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[bool]:
@@ -145,24 +163,36 @@ def _chunk_sums(
     features_BTD: jax.Array,
     labels_BT: jax.Array,
     mask_BT: jax.Array,
+    teacher_BTD: jax.Array | None,
+    teacher: Teacher | None,
     unlikelihood: float,
 ) -> tuple[jax.Array, Sums]:
     logits_BTV = fn(params, features_BTD)
     label_BT1 = jnp.take_along_axis(logits_BTV, labels_BT[..., None], axis=-1)
-    nll_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - label_BT1[..., 0]
+    log_sum_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+    nll_BT = log_sum_BT - label_BT1[..., 0]
     # The label's rank by counting: no sort, no top-k.
     rank_BT = jnp.sum(lax.stop_gradient(logits_BTV > label_BT1), axis=-1)
     counted_BT = mask_BT > 0
     nll = jnp.sum(jnp.where(counted_BT, nll_BT, 0.0))
     top1 = jnp.sum((counted_BT & (rank_BT == 0)).astype(jnp.float32))
     top5 = jnp.sum((counted_BT & (rank_BT < 5)).astype(jnp.float32))
-    total, marked = nll, jnp.zeros_like(nll)
+    total, marked, entropy = nll, jnp.zeros_like(nll), jnp.zeros_like(nll)
+    if teacher is not None:
+        assert teacher_BTD is not None
+        logp_BTV = jax.nn.log_softmax(lax.stop_gradient(teacher.logits_fn(teacher_BTD)))
+        p_BTV = jnp.exp(logp_BTV)
+        soft_BT = log_sum_BT - jnp.sum(p_BTV * logits_BTV, axis=-1)
+        soft = jnp.sum(jnp.where(counted_BT, soft_BT, 0.0))
+        total = teacher.label_weight * nll + teacher.weight * soft
+        entropy_BT = -jnp.sum(p_BTV * logp_BTV, axis=-1)
+        entropy = jnp.sum(jnp.where(counted_BT, entropy_BT, 0.0))
     if unlikelihood:
         # -log(1 - p) from -log p. The value is held off p = 1, the gradient passes.
         safe_BT = nll_BT + lax.stop_gradient(jnp.maximum(nll_BT, 1e-5) - nll_BT)
         marked = jnp.sum(jnp.where(mask_BT < 0, -jnp.log(-jnp.expm1(-safe_BT)), 0.0))
-        total = nll + unlikelihood * marked
-    return total, Sums(total, nll, top1, top5, marked)
+        total += unlikelihood * marked
+    return total, Sums(total, nll, top1, top5, marked, entropy)
 
 
 def _split(x: jax.Array, chunk: int) -> jax.Array:
@@ -173,30 +203,30 @@ def _split(x: jax.Array, chunk: int) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _streamed(fn, options, params, features_BTD, labels_BT, mask_BT):  # type: ignore[no-untyped-def]
-    chunk, unlikelihood = options
+def _streamed(fn, options, params, *rows):  # type: ignore[no-untyped-def]
+    chunk, *rest = options
 
     def body(_, xs):  # type: ignore[no-untyped-def]
-        return None, _chunk_sums(fn, params, *xs, unlikelihood)[1]
+        return None, _chunk_sums(fn, params, *xs, *rest)[1]
 
-    chunks = tuple(_split(x, chunk) for x in (features_BTD, labels_BT, mask_BT))
+    chunks = jax.tree.map(partial(_split, chunk=chunk), rows)
     _, sums = lax.scan(body, None, chunks)
     return jax.tree.map(jnp.sum, sums)
 
 
-def _streamed_fwd(fn, options, params, features_BTD, labels_BT, mask_BT):  # type: ignore[no-untyped-def]
-    chunk, unlikelihood = options
+def _streamed_fwd(fn, options, params, *rows):  # type: ignore[no-untyped-def]
+    chunk, *rest = options
 
     def body(d_params, xs):  # type: ignore[no-untyped-def]
         value = partial(_chunk_sums, fn)
         gradient = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
-        (_, sums), (dp, df) = gradient(params, *xs, unlikelihood)
+        (_, sums), (dp, df) = gradient(params, *xs, *rest)
         return jax.tree.map(jnp.add, d_params, dp), (sums, df)
 
-    chunks = tuple(_split(x, chunk) for x in (features_BTD, labels_BT, mask_BT))
+    chunks = jax.tree.map(partial(_split, chunk=chunk), rows)
     zeros = jax.tree.map(jnp.zeros_like, params)
     d_params, (sums, df) = lax.scan(body, zeros, chunks)
-    B, T, D = features_BTD.shape
+    B, T, D = rows[0].shape
     d_features_BTD = jnp.moveaxis(df, 0, 1).reshape(B, -1, D)[:, :T]
     return jax.tree.map(jnp.sum, sums), (d_params, d_features_BTD)
 
@@ -204,7 +234,7 @@ def _streamed_fwd(fn, options, params, features_BTD, labels_BT, mask_BT):  # typ
 def _streamed_bwd(fn, options, residuals, cotangents):  # type: ignore[no-untyped-def]
     scale = cotangents.loss
     d_params, d_features = jax.tree.map(lambda g: (g * scale).astype(g.dtype), residuals)
-    return d_params, d_features, None, None
+    return d_params, d_features, None, None, None
 
 
 _streamed.defvjp(_streamed_fwd, _streamed_bwd)
@@ -226,8 +256,17 @@ def next_token_sums(
     batch: Batch,
     chunk: int,
     unlikelihood: float,
+    original: Base | None = None,
 ) -> Sums:
-    """The backbone's own loss, from its hidden states [B, T, D]."""
+    """The backbone's own loss, from its hidden states [B, T, D].
+
+    With `original` (the backbone as it was) its distribution is the target in place of the
+    labels (Medusa 2.3.2).
+    """
+    teacher, teacher_BTD = None, None
+    if original is not None:
+        teacher = Teacher(original.lm_head, 1.0, 0.0)
+        teacher_BTD = original.forward(*rows(batch))
 
     def logits(p: Params, hidden: jax.Array) -> Any:
         return base_of(p).lm_head(hidden)
@@ -237,33 +276,33 @@ def next_token_sums(
     mask_BT -= marked_mask(counted, segments)
     labels_BT = shift(batch["tokens"], 1)
     return cross_entropy_sums(
-        logits, params, hidden_BTD, labels_BT, mask_BT, chunk, unlikelihood
-    )
+        logits, params, hidden_BTD, labels_BT, mask_BT, chunk,
+        teacher, teacher_BTD, unlikelihood,
+    )  # fmt: skip
 
 
 def next_token_mean(sums: Sums, counts: Counts) -> jax.Array:
-    """L_LM: the mean over all tokens that have a loss, wanted or not."""
-    return sums.loss / jnp.maximum(counts.pairs_K[0] + counts.marked, 1.0)
+    """L_LM (or the KL): the mean over all tokens that have a loss, wanted or not."""
+    return (sums.loss - sums.entropy) / jnp.maximum(counts.pairs_K[0] + counts.marked, 1.0)
 
 
 def backbone_loss(
     params: Params,
-    llama: Llama,
+    base_of: Callable[[Params], Base],
     batch: Batch,
     counts: Counts,
     chunk: int,
     unlikelihood: float = 0.0,
+    original: Base | None = None,
 ) -> tuple[jax.Array, Sums]:
     """Next-token cross-entropy of packed rows [B, T]; counts is `all_counts(batch, (1,))`.
 
     Returns: L_LM, and the sums (leading axis of size 1).
     """
-
-    def base_of(p: Params) -> Base:
-        return Base(llama, p)
-
     hidden_BTD = base_of(params).forward(*rows(batch))
-    sums = next_token_sums(params, base_of, hidden_BTD, batch, chunk, unlikelihood)
+    sums = next_token_sums(
+        params, base_of, hidden_BTD, batch, chunk, unlikelihood, original
+    )
     return next_token_mean(sums, counts), jax.tree.map(lambda s: s[None], sums)
 
 
@@ -338,6 +377,7 @@ def joint_loss(
     chunk: int,
     decay: float,
     unlikelihood: float = 0.0,
+    original: Base | None = None,
     dropout_key: jax.Array | None = None,
 ) -> tuple[jax.Array, Sums]:
     """Medusa-2 (Medusa 2.2.2, equation 2): L = L_LM + lambda_0 sum_k lambda_k L_k.
@@ -349,7 +389,7 @@ def joint_loss(
     """
     hidden_BTD = split(params)[1].forward(*rows(batch))
     own = next_token_sums(
-        params, lambda p: split(p)[1], hidden_BTD, batch, chunk, unlikelihood
+        params, lambda p: split(p)[1], hidden_BTD, batch, chunk, unlikelihood, original
     )
     heads = heads_sums(params, split, drafter, hidden_BTD, batch, chunk, dropout_key)
     loss = next_token_mean(own, counts)

@@ -26,12 +26,14 @@ class Trains(NamedTuple):
 _MAIN = Trains()
 _HEADS = Trains("heads_name", "heads_lr_multiplier")
 
-# Stage -> the groups of variables that it trains. A group that a stage does not name is frozen:
+# Stage -> the groups of variables that it trains; "/lora" with lora.rank > 0. A group that a stage does not name is frozen:
 # it lies in another tree, so it has no gradient and no optimizer state.
 TABLE: dict[str, dict[str, Trains]] = {
     "backbone": {"backbone": _MAIN},
+    "backbone/lora": {"lora": _MAIN},
     "medusa1": {"heads": _MAIN},
     "medusa2": {"backbone": _MAIN, "heads": _HEADS},
+    "medusa2/lora": {"lora": _MAIN, "heads": _HEADS},
     "native": {"backbone": _MAIN, "heads": _HEADS},
 }
 
@@ -40,11 +42,26 @@ def trained_groups(cfg: Config) -> dict[str, Trains]:
     """The row of `TABLE` for this run.
 
     Raises:
-      UserError: an unknown stage.
+      UserError: an unknown stage, or options that it cannot have.
     """
-    if cfg.train.stage not in TABLE:
-        raise UserError(f"train.stage is {', '.join(TABLE)}, not {cfg.train.stage!r}")
-    return TABLE[cfg.train.stage]
+    stage = cfg.train.stage
+    row = stage + ("/lora" if cfg.lora.rank else "")
+    if stage not in TABLE:
+        raise UserError(f"train.stage is one of {', '.join(TABLE)}, not {stage!r}")
+    if row not in TABLE:
+        raise UserError(f"stage {stage} has no adapters: set lora.rank to 0")
+    groups = TABLE[row]
+    if cfg.model.quantise and "backbone" in groups:
+        raise UserError(
+            f"stage {stage} trains the backbone itself, which model.quantise "
+            f"{cfg.model.quantise!r} forbids: use adapters (lora.rank) or train only heads"
+        )
+    if cfg.train.backbone_loss == "kl":
+        if set(groups) == {"heads"}:
+            raise UserError("train.backbone_loss is kl, but medusa1 trains no backbone")
+        if not cfg.model.path and not cfg.lora.rank and not cfg.dry_run:
+            raise UserError("train.backbone_loss kl needs a backbone: set model.path")
+    return groups
 
 
 # Muon orthogonalises the update of hidden matrices; embeddings and LM heads are look-up

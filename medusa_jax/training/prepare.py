@@ -19,10 +19,13 @@ from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
+from medusa_jax.training.partition import trained_groups
 
 CHOICES = {
     "train.stage": ("backbone", "medusa1", "medusa2", "native"),
     "train.lambda_0_schedule": ("constant", "sine"),
+    "train.backbone_loss": ("labels", "kl"),
+    "model.quantise": ("", "int8", "nf4"),
     "train.dtype": ("float32", "bfloat16", "float16", "float64"),
     "model.param_dtype": ("float32", "bfloat16", "float16"),
     "data.format": ("auto", "text", "sharegpt", "messages", "tokens"),
@@ -51,6 +54,7 @@ def check(cfg: Config, mesh: Mesh) -> None:
     Raises:
       UserError: names the two fields.
     """
+    trained_groups(cfg)  # refuses what no stage trains
     t = cfg.train
     positive = {
         "train.batch_size": t.batch_size,

@@ -17,9 +17,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from medusa_jax.config import Config, LlamaConfig
+from medusa_jax.config import Config
 from medusa_jax.console import announced
 from medusa_jax.heads import Base, Drafter, make_drafter
+from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import param_shardings, replicated
 from medusa_jax.training import losses
@@ -41,7 +42,7 @@ class TrainState(NamedTuple):
 class Stage:
     """What is trained: shapes, initial values and the loss of one microbatch.
 
-    Variables are dicts of groups ("backbone", "heads"), as `partition.TABLE` names them.
+    Variables are dicts of groups ("backbone", "lora", "heads"), as `partition.TABLE` names them.
 
     Attributes:
       aheads: how many tokens ahead each of the losses looks; the backbone's own loss looks 1.
@@ -61,12 +62,27 @@ def make_stage(cfg: Config, steps: int) -> Stage:
     train, arch = cfg.train, cfg.model.arch
     trained = trained_groups(cfg)
     # Nothing is recomputed in a backward pass that does not reach the backbone.
-    remat = train.remat and "backbone" in trained
+    remat = train.remat and set(trained) != {"heads"}
     llama = Llama(arch, jnp.dtype(train.dtype), remat=remat)
     lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)
+    chunk, decay = train.loss_chunk, train.lambda_decay
 
-    def base_of(params: Tree, frozen: Tree) -> Base:
-        return Base(llama, (frozen | params)["backbone"])
+    def with_adapters(params: Tree) -> Tree:
+        """Adapters scaled once, before the losses take gradients chunk by chunk."""
+        if "lora" not in params:
+            return params
+        return params | {"lora": lora.scaled(params["lora"], cfg.lora)}
+
+    def base_of(groups: Tree, key: jax.Array | None = None) -> Base:
+        key = key if cfg.lora.dropout else None
+        adapters = groups.get("lora")
+        return Base(llama, groups["backbone"], adapters, None if adapters is None else key)
+
+    def original(frozen: Tree) -> Base | None:
+        """The teacher: the backbone as it was, adapters and dropout off."""
+        if train.backbone_loss != "kl":
+            return None
+        return Base(llama, frozen["teacher" if "teacher" in frozen else "backbone"])
 
     def backbone(
         params: Tree,
@@ -77,14 +93,14 @@ def make_stage(cfg: Config, steps: int) -> Stage:
         lambda_0: Any,
     ) -> Any:
         return losses.backbone_loss(
-            params["backbone"], llama, batch, counts, train.loss_chunk, train.unlikelihood
-        )
+            with_adapters(params), lambda p: base_of(frozen | p, key), batch, counts, chunk,
+            train.unlikelihood, original(frozen),
+        )  # fmt: skip
 
     if "heads" not in trained:
-        init = partial(fresh_groups, arch, None)
-        return Stage((1,), backbone, init, lambda_0)
+        return Stage((1,), backbone, partial(fresh_groups, cfg, None), lambda_0)
     drafter = make_drafter(cfg.heads, arch)
-    init = partial(fresh_groups, arch, drafter)
+    init = partial(fresh_groups, cfg, drafter)
     aheads = tuple(k + 2 for k in range(cfg.heads.n_heads))
 
     def heads(
@@ -95,16 +111,9 @@ def make_stage(cfg: Config, steps: int) -> Stage:
         key: Any,
         lambda_0: Any,
     ) -> Any:
-        base = base_of({}, frozen)
+        base = base_of(frozen)
         return losses.head_loss(
-            params["heads"],
-            drafter,
-            base,
-            batch,
-            counts.pairs_K,
-            train.loss_chunk,
-            train.lambda_decay,
-            key,
+            params["heads"], drafter, base, batch, counts.pairs_K, chunk, decay, key
         )
 
     def joint(
@@ -115,36 +124,32 @@ def make_stage(cfg: Config, steps: int) -> Stage:
         key: Any,
         lambda_0: Any,
     ) -> Any:
-        def split(p: Tree) -> Any:
-            return p["heads"], base_of(p, frozen)
+        adapter_key, head_key = (None, None) if key is None else jax.random.split(key)
+
+        def split(p: Tree) -> tuple[Tree, Base]:
+            return p["heads"], base_of(frozen | p, adapter_key)
 
         return losses.joint_loss(
-            params,
-            split,
-            drafter,
-            batch,
-            counts,
-            lambda_0,
-            train.loss_chunk,
-            train.lambda_decay,
-            train.unlikelihood,
-            key,
-        )
+            with_adapters(params), split, drafter, batch, counts, lambda_0, chunk, decay,
+            train.unlikelihood, original(frozen), head_key,
+        )  # fmt: skip
 
     if set(trained) == {"heads"}:
         return Stage(aheads, heads, init, lambda_0)
     return Stage((1, *aheads), joint, init, lambda_0)
 
 
-def fresh_groups(
-    arch: LlamaConfig, drafter: Drafter | None, key: jax.Array, given: Tree
-) -> Tree:
-    """Initial values of "backbone" and "heads", as far as they are not given."""
-    out = {}
+def fresh_groups(cfg: Config, drafter: Drafter | None, key: jax.Array, given: Tree) -> Tree:
+    """Initial values of what is trained and not given: "backbone", "lora", "heads"."""
+    arch, out = cfg.model.arch, {}
     if "backbone" not in given:
         out["backbone"] = init_params(arch, key)
+    backbone = (given | out)["backbone"]
+    if "lora" in trained_groups(cfg) and "lora" not in given:
+        adapter_key = jax.random.fold_in(key, 2)
+        out["lora"] = lora.init_lora(arch, adapter_key, cfg.lora.rank)
     if drafter is not None and "heads" not in given:
-        base = Base(Llama(arch), (given | out)["backbone"])
+        base = Base(Llama(arch), backbone)
         out["heads"] = drafter.init(jax.random.fold_in(key, 1), base)
     return out
 
@@ -206,7 +211,8 @@ def summary(stage: Stage, sums: losses.Sums, counts: losses.Counts) -> dict[str,
     """Means over the counted pairs: loss in nats, top-1 and top-5 accuracy, each [K].
 
     Where heads train together with the backbone, its own figures are `lm_loss`, `lm_top1` and
-    `lm_top5`. `unlikelihood` is the mean over the marked tokens.
+    `lm_top5`, and `lm_objective` is its term L_LM as it is minimised (the KL, if that is
+    asked for). `unlikelihood` is the mean over the marked tokens.
     """
     n = jnp.maximum(counts.pairs_K, 1.0)
     means = {"loss": sums.nll / n, "top1": sums.top1 / n, "top5": sums.top5 / n}
@@ -216,6 +222,8 @@ def summary(stage: Stage, sums: losses.Sums, counts: losses.Counts) -> dict[str,
     if len(stage.aheads) == 1:
         return means | own
     own |= {f"lm_{name}": x[0] for name, x in means.items()}
+    first = jax.tree.map(lambda x: x[0], sums)
+    own["lm_objective"] = losses.next_token_mean(first, counts)
     return {name: x[1:] for name, x in means.items()} | own
 
 

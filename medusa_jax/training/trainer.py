@@ -227,7 +227,7 @@ class Run:
         score = float(np.dot(weights, record["loss"]))
         if "lm_loss" in record:
             factor = self.cfg.train.lambda_0 * self.cfg.train.lambda_decay
-            score = record["lm_loss"] + factor * score
+            score = record["lm_objective"] + factor * score
         if score < self.best:
             self.best = score
             recipe = self.recipe(n) | {"held_out": record}

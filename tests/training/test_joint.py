@@ -21,6 +21,8 @@ from medusa_jax.training import losses
 from medusa_jax.training.partition import TABLE, heads_weight, make_optimizer
 from medusa_jax.training.step import microbatches
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 def split_on(llama):
     return lambda p: (p["heads"], Base(llama, p["backbone"]))
@@ -75,8 +77,11 @@ def test_marked_tokens_are_pushed_down_and_the_heads_pass_over_them():
     # Head 1: 6 + 2 pairs per row; each of the tokens above spoils the pairs t + 1 and t + 2.
     assert counts.pairs_K[1] == 16 - 2 - 2 - 1
 
+    def on(params):
+        return Base(base.llama, params)
+
     def loss(params):
-        return losses.backbone_loss(params, base.llama, batch, counts, 5, 2.0)
+        return losses.backbone_loss(params, on, batch, counts, 5, 2.0)
 
     def plain(params):
         hidden = Base(base.llama, params).forward(*losses.rows(batch))
@@ -94,7 +99,7 @@ def test_marked_tokens_are_pushed_down_and_the_heads_pass_over_them():
         lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), grads, expected_grads
     )
     np.testing.assert_allclose(sums.loss, sums.nll + 2 * sums.unlikelihood, rtol=1e-6)
-    without = losses.backbone_loss(base.params, base.llama, batch, counts, 5, 0.0)[1]
+    without = losses.backbone_loss(base.params, on, batch, counts, 5, 0.0)[1]
     np.testing.assert_allclose(without.loss, sums.nll, rtol=1e-6)
 
 
@@ -103,7 +108,14 @@ def test_a_certain_unwanted_token_still_has_a_finite_gradient():
     logits = jnp.array([[[60.0, 0.0, 0.0]]])
 
     def loss(x):
-        args = (jnp.zeros((1, 1), jnp.int32), -jnp.ones((1, 1), jnp.int8), 1, 1.0)
+        args = (
+            jnp.zeros((1, 1), jnp.int32),
+            -jnp.ones((1, 1), jnp.int8),
+            1,
+            None,
+            None,
+            1.0,
+        )
         return losses.cross_entropy_sums(lambda p, f: f + p, jnp.zeros(()), x, *args).loss
 
     value, grad = jax.value_and_grad(loss)(logits)

@@ -1,0 +1,119 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021): a variable collection beside the parameters.
+
+    y = x W + (alpha / rank) (dropout(x) A) B        A [in, rank] at random, B [rank, out] zero
+
+`apply({"params": p, "lora": scaled(l, ...)})` is the adapted model, `apply({"params": p})` the
+original one, with the same parameters. Every linear layer has an adapter, the LM head included
+(a tied one too: its adapter is its own). `x W` and `(x A) B` stay apart in training: with
+W + AB in the step, autodiff would build a full-size dW.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from medusa_jax.config import LlamaConfig, LoraConfig
+from medusa_jax.model.product import product
+
+Params = dict[str, Any]
+
+
+def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:
+    """y + (dropout(x) A) B of the module's own adapter, float32 or wider; y without one.
+
+    Reads a, b and keep (1 - dropout rate) from the collection "lora". Dropout needs the random
+    stream "dropout".
+    """
+    if not module.has_variable("lora", "a"):
+        return y
+    stored: list[Any] = [module.get_variable("lora", name) for name in ("a", "b", "keep")]
+    a, b, keep = stored
+    dtype = x.dtype
+    if module.has_rng("dropout"):
+        kept = jax.random.bernoulli(module.make_rng("dropout"), keep, x.shape)
+        x = jnp.where(kept, x / keep.astype(dtype), 0)
+    return y + product(product(x, a.astype(dtype)).astype(dtype), b.astype(dtype))
+
+
+class Adapter(nn.Module):
+    """An adapter without a layer of its own, for a tied LM head."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return add_adapter(self, x, y)
+
+
+def adapted_layers(config: LlamaConfig) -> dict[str, tuple[int, int]]:
+    """Module path -> (in, out) of every layer that gets an adapter.
+
+    By the configuration, not by the parameters, which may be quantised.
+    """
+    c = config
+    sizes: dict[str, tuple[int, int]] = {}
+    query, key_value = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    for i in range(c.n_layers):
+        sizes |= {
+            f"layers_{i}/self_attn/q_proj": (c.d_model, query),
+            f"layers_{i}/self_attn/k_proj": (c.d_model, key_value),
+            f"layers_{i}/self_attn/v_proj": (c.d_model, key_value),
+            f"layers_{i}/self_attn/o_proj": (query, c.d_model),
+            f"layers_{i}/mlp/gate_proj": (c.d_model, c.d_ff),
+            f"layers_{i}/mlp/up_proj": (c.d_model, c.d_ff),
+            f"layers_{i}/mlp/down_proj": (c.d_ff, c.d_model),
+        }
+    return sizes | {"lm_head": (c.d_model, c.vocab_size)}
+
+
+def init_lora(config: LlamaConfig, key: jax.Array, rank: int) -> Params:
+    """Fresh float32 adapters: A uniform in +-1/sqrt(in) (as peft draws it), B zero."""
+    lora: Params = {}
+    for i, (path, (n_in, n_out)) in enumerate(adapted_layers(config).items()):
+        room = lora
+        for name in path.split("/"):
+            room = room.setdefault(name, {})
+        bound = n_in**-0.5
+        a = jax.random.uniform(
+            jax.random.fold_in(key, i), (n_in, rank), jnp.float32, -bound, bound
+        )
+        room |= {"a": a, "b": jnp.zeros((rank, n_out))}
+    return lora
+
+
+def scaled(lora: Params, cfg: LoraConfig) -> Params:
+    """The collection as layers read it: B times alpha / rank, and the dropout's keep rate."""
+
+    def walk(room: Params) -> Params:
+        if "a" not in room:
+            return {name: walk(inner) for name, inner in room.items()}
+        b = room["b"] * (cfg.alpha / cfg.rank)
+        return {"a": room["a"], "b": b, "keep": jnp.asarray(1.0 - cfg.dropout)}
+
+    return walk(lora)
+
+
+def merge(
+    config: LlamaConfig, params: Params, lora: Params, cfg: LoraConfig
+) -> tuple[LlamaConfig, Params]:
+    """W + (alpha / rank) A B in float32, for every layer: the adapted model without adapters.
+
+    A tied LM head becomes one of its own, so the configuration may change.
+    """
+    if config.tie_embeddings:
+        own = {"kernel": params["embed_tokens"]["embedding"].T}
+        params, config = (
+            params | {"lm_head": own},
+            dataclasses.replace(config, tie_embeddings=False),
+        )
+
+    def walk(room: Params, adapter: Params) -> Params:
+        if "a" in adapter:
+            product = jnp.dot(adapter["a"], adapter["b"], precision=lax.Precision.HIGHEST)
+            kernel = room["kernel"].astype(jnp.float32) + product * (cfg.alpha / cfg.rank)
+            return room | {"kernel": kernel}
+        return room | {name: walk(room[name], inner) for name, inner in adapter.items()}
+
+    return config, walk(params, lora)

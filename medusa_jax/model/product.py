@@ -1,0 +1,55 @@
+"""The product of activations and kernels, and the precision that it is accumulated in."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def at_least_f32(dtype: Any) -> Any:
+    """float32 for 16-bit types, else the type itself: where norms and softmax are computed."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+@jax.custom_vjp
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x [..., in] times kernel [in, ...], accumulated in float32 or wider.
+
+    The automatic gradient takes dW as (dyᵀ x)ᵀ; a CPU needs nearly twice the time for that as
+    for xᵀ dy, which is what the rule below asks for.
+    """
+    return lax.dot_general(
+        x,
+        kernel,
+        (((x.ndim - 1,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=at_least_f32(x.dtype),
+    )
+
+
+def _product_fwd(
+    x: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return product(x, kernel), (x, kernel)
+
+
+def _product_bwd(
+    operands: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, kernel = operands
+    dot = functools.partial(
+        lax.dot_general,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=at_least_f32(x.dtype),
+    )
+    outputs = tuple(range(1, kernel.ndim))
+    rows = tuple(range(x.ndim - 1))
+    dy = dy.astype(x.dtype)
+    dx = dot(dy, kernel, ((tuple(i + x.ndim - 2 for i in outputs), outputs), ((), ())))
+    dw = dot(x, dy, ((rows, rows), ((), ())))
+    return dx.astype(x.dtype), dw.astype(kernel.dtype)
+
+
+product.defvjp(_product_fwd, _product_bwd)

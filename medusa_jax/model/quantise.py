@@ -1,0 +1,139 @@
+"""Frozen kernels in 8 or 4 bits, made float again inside the product that uses them.
+
+A kernel [in, out] becomes `codes` and `scales` [blocks, out], one scale per block of inputs and
+output:
+
+    int8    codes int8 [in, out], one block (a scale per output), code / 127 x scale
+    nf4     codes uint8 [in / 2, out], two 4-bit codes to a byte, blocks of 64 inputs,
+            table[code] x scale (QLoRA, Dettmers et al. 2023, appendix E): 0.53 bytes a weight
+
+Bytes hold the two nibbles because JAX keeps an int4 array in whole bytes on the CPU.
+"""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from medusa_jax.model.product import product
+
+Params = dict[str, Any]
+
+KINDS = ("int8", "nf4")
+BLOCK = 64
+# The kernels of all layers; embeddings and the LM head stay as they are, as in QLoRA.
+QUANTISED = re.compile(r"layers_\d+/.*/kernel$")
+
+# Quantiles of N(0, 1), scaled to [-1, 1], with an exact zero.
+NF4 = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
+
+
+def quantise(kernel: jax.Array, kind: str) -> Params:
+    """A kernel [in, out] -> {"codes", "scales"}; codes are nearest, scales bfloat16 for nf4."""
+    n_in, n_out = kernel.shape
+    wide = kernel.astype(jnp.float32)
+    if kind == "int8":
+        scales = jnp.maximum(jnp.max(jnp.abs(wide), axis=0, keepdims=True), 1e-30)
+        codes = jnp.round(wide / jnp.broadcast_to(scales, wide.shape) * 127)
+        return {"codes": codes.astype(jnp.int8), "scales": scales}
+    block = math.gcd(n_in, BLOCK)
+    blocks = wide.reshape(n_in // block, block, n_out)
+    scales = jnp.max(jnp.abs(blocks), axis=1).astype(jnp.bfloat16)
+    scales = jnp.maximum(scales, jnp.bfloat16(1e-30))
+    unit = blocks / scales[:, None, :].astype(jnp.float32)
+    # Nearest of the sixteen: how many midpoints between neighbours lie below.
+    middle = (NF4[1:] + NF4[:-1]) / 2
+    codes = jnp.zeros(unit.shape, jnp.uint8)
+    for m in middle.tolist():
+        codes += (unit > m).astype(jnp.uint8)
+    codes = codes.reshape(n_in // 2, 2, n_out)
+    return {"codes": codes[:, 0] | (codes[:, 1] << 4), "scales": scales}
+
+
+def dequantise(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """Codes and scales -> the kernel [in, out] in `dtype`.
+
+    Example of nf4 packing along the inputs: rows 0 1 2 3 are the low and high nibble of byte
+    row 0, then of byte row 1.
+    """
+    if codes.dtype == jnp.int8:
+        unit = codes.astype(jnp.float32) / 127
+    else:
+        low_high = jnp.stack([codes & 15, codes >> 4], axis=1)
+        unit = jnp.take(jnp.asarray(NF4), low_high.reshape(-1, codes.shape[1]), axis=0)
+    blocks = unit.reshape(scales.shape[0], -1, scales.shape[1])
+    wide = blocks * scales[:, None, :].astype(jnp.float32)
+    return wide.reshape(unit.shape).astype(dtype)
+
+
+@jax.custom_vjp
+def quantised_product(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """x [..., in] times the kernel, accumulated in float32 or wider; gradient for x only.
+
+    The float kernel exists while it is used, in each pass anew: kept from the forward pass, or
+    made ahead of time, those of all layers would exist at once.
+    """
+    return product(x, dequantise(_after(x, codes), scales, x.dtype))
+
+
+def _quantised_fwd(x: jax.Array, codes: jax.Array, scales: jax.Array) -> Any:
+    kind = jnp.zeros((), x.dtype)  # carries the type
+    return quantised_product(x, codes, scales), (codes, scales, kind)
+
+
+def _quantised_bwd(stored: tuple[jax.Array, ...], dy: jax.Array) -> Any:
+    codes, scales, kind = stored
+    dy = dy.astype(kind.dtype)
+    kernel = dequantise(_after(dy, codes), scales, kind.dtype)
+    return product(dy, kernel.T).astype(kind.dtype), None, None
+
+
+quantised_product.defvjp(_quantised_fwd, _quantised_bwd)
+
+
+def _after(x: jax.Array, codes: jax.Array) -> jax.Array:
+    """The codes, not available before x is."""
+    if jax.default_backend() == "cpu":  # XLA drops barriers there; 0 x it cannot fold
+        return codes + (0.0 * x[(0,) * x.ndim]).astype(codes.dtype)
+    return lax.optimization_barrier((codes, x))[0]
+
+
+def quantise_backbone(params: Params, kind: str) -> Params:
+    """The same tree with every layer's kernels quantised, one at a time."""
+
+    def walk(room: Params, path: str) -> Params:
+        out = {}
+        for name, inner in room.items():
+            here = f"{path}/{name}" if path else name
+            if isinstance(inner, dict):
+                out[name] = walk(inner, here)
+            elif QUANTISED.search(here):
+                out |= jax.jit(quantise, static_argnums=1)(inner, kind)
+            else:
+                out[name] = inner
+        return out
+
+    return walk(params, "")
+
+
+def dequantise_backbone(params: Params, dtype: Any = jnp.float32) -> Params:
+    """The tree as it was shaped before `quantise_backbone`."""
+    if "codes" in params:
+        rest = {k: v for k, v in params.items() if k not in ("codes", "scales")}
+        return rest | {"kernel": dequantise(params["codes"], params["scales"], dtype)}
+    return {
+        name: dequantise_backbone(inner, dtype) if isinstance(inner, dict) else inner
+        for name, inner in params.items()
+    }

@@ -1,0 +1,111 @@
+"""Adapters: what they add, that they switch off, that merging changes no logit."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from medusa_jax.config import LlamaConfig, LoraConfig
+from medusa_jax.heads import Base
+from medusa_jax.model import lora
+from medusa_jax.model.llama import Llama, init_params
+
+LORA = LoraConfig(rank=4, alpha=16.0, dropout=0.25)
+
+
+def setup(tie, seed=0):
+    config = LlamaConfig(
+        vocab_size=48, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=24,
+        max_position=32, tie_embeddings=tie,
+    )  # fmt: skip
+    params = init_params(config, jax.random.key(seed))
+    adapters = lora.init_lora(config, jax.random.key(1), LORA.rank)
+    moved = jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), adapters
+    )
+    return config, params, adapters, moved
+
+
+@partial(jax.jit, static_argnums=0)
+def logits(config, params, adapters=None):
+    ids = jnp.arange(20).reshape(2, 10)
+    base = Base(Llama(config), params, adapters)
+    rows = (ids, jnp.broadcast_to(jnp.arange(10), (2, 10)), jnp.ones((2, 10), jnp.int32))
+    return base.lm_head(base.forward(*rows))
+
+
+def paths(tree):
+    return {
+        "/".join(k.key for k in path): leaf.shape
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_every_linear_layer_has_one_the_lm_head_included(tie):
+    config, params, adapters, _ = setup(tie)
+    kernels = {
+        p.removesuffix("/kernel"): s for p, s in paths(params).items() if "kernel" in p
+    }
+    if tie:
+        kernels["lm_head"] = (16, 48)
+    expected = {}
+    for path, (n_in, n_out) in kernels.items():
+        expected |= {f"{path}/a": (n_in, 4), f"{path}/b": (4, n_out)}
+    assert paths(adapters) == expected
+    assert lora.adapted_layers(config) == kernels
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_fresh_adapters_change_nothing_and_moved_ones_everything(tie):
+    config, params, fresh, moved = setup(tie)
+    plain = logits(config, params)
+    np.testing.assert_array_equal(logits(config, params, lora.scaled(fresh, LORA)), plain)
+    adapted = lora.scaled(moved, LORA)
+    assert float(jnp.max(jnp.abs(logits(config, params, adapted) - plain))) > 0.1
+
+    # Each B matters: its gradient is not zero, so no adapter is left out of the pass.
+    def total(adapters):
+        return jnp.sum(logits(config, params, lora.scaled(adapters, LORA)) ** 2)
+
+    grads = jax.jit(jax.grad(total))(moved)
+    for path, grad in jax.tree_util.tree_flatten_with_path(grads)[0]:
+        assert float(jnp.max(jnp.abs(grad))) > 0, path
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_merging_gives_the_adapters_logits(tie):
+    config, params, _, moved = setup(tie)
+    adapted = logits(config, params, lora.scaled(moved, LORA))
+    merged_config, merged = lora.merge(config, params, moved, LORA)
+    assert not merged_config.tie_embeddings
+    np.testing.assert_allclose(logits(merged_config, merged), adapted, atol=2e-5)
+    # The scale alpha / rank = 4 is in there.
+    q = "layers_1", "self_attn", "q_proj"
+    kernel, adapter = merged, moved
+    original = params
+    for name in q:
+        kernel, adapter, original = kernel[name], adapter[name], original[name]
+    np.testing.assert_allclose(
+        kernel["kernel"] - original["kernel"], 4 * adapter["a"] @ adapter["b"], atol=1e-5
+    )
+
+
+def test_dropout_needs_a_key_and_keeps_the_mean():
+    """E[dropout(x)] = x: over many keys the adapter's term averages to the one without."""
+    x = jnp.ones((1, 8))
+    adapters = {"a": jnp.ones((8, 2)), "b": jnp.ones((2, 3))}
+    stored = lora.scaled(adapters, LoraConfig(rank=2, alpha=2.0, dropout=0.25))
+    module = lora.Adapter()
+    zero = jnp.zeros((1, 3))
+
+    def term(key):
+        return module.apply({"lora": stored}, x, zero, rngs={"dropout": key})
+
+    terms = jax.vmap(term)(jax.random.split(jax.random.key(0), 4000))
+    np.testing.assert_allclose(module.apply({"lora": stored}, x, zero), 16.0)
+    np.testing.assert_allclose(jnp.mean(terms), 16.0, rtol=0.02)
+    # Of 8 inputs each survives with 3/4 and counts 4/3: variance 8 (4/3 - 1) (2 x 1)^2.
+    np.testing.assert_allclose(jnp.var(terms[:, 0, 0]), 8 / 3 * 4, rtol=0.1)

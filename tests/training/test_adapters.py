@@ -1,0 +1,199 @@
+"""Adapters, teacher and quantised backbones in whole runs and in the compiled step."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_losses import heads_problem
+from test_trainer import host, pieces, records, run
+from training_setup import tiny_config
+
+from medusa_jax.errors import UserError
+from medusa_jax.heads import Base
+from medusa_jax.interop import heads_io, hf
+from medusa_jax.model import lora
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training import dry, export, losses
+from medusa_jax.training.step import microbatches
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def config(tokens, stage="medusa2", **train):
+    cfg = tiny_config(tokens, stage, **train)
+    cfg.optim.name = "adamw"
+    cfg.lora.rank = 4
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def model(tokens, tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("model"))
+    arch = tiny_config(tokens).model.arch
+    hf.save_backbone(path, arch, init_params(arch, jax.random.key(3)), "float32")
+    return path
+
+
+@partial(jax.jit, static_argnums=0)
+def logits(arch, params, adapters=None):
+    ids = jnp.arange(24).reshape(2, 12)
+    rows = (ids, jnp.broadcast_to(jnp.arange(12), (2, 12)), jnp.ones((2, 12), jnp.int32))
+    base = Base(Llama(arch), params, adapters)
+    return base.lm_head(base.forward(*rows))
+
+
+def test_only_adapters_and_heads_move(tokens):
+    """And the teacher, which is the same parameters with adapters off, stays bit for bit."""
+    cfg = config(tokens, backbone_loss="kl")
+    mesh, step, state, frozen, rows = pieces(cfg, tokens)
+    before, start = host(frozen), host(state.params)
+    teacher = np.asarray(logits(cfg.model.arch, frozen["backbone"]))
+    assert set(start) == {"heads", "lora"}
+    for n in range(3):
+        state, metrics = step(state, frozen, microbatches(mesh, rows.batch(8 * n, 8), 1))
+        if n == 0:
+            # Fresh adapters are the teacher itself but for dropout, which B = 0 hides.
+            assert abs(float(metrics["lm_objective"])) < 1e-6
+            assert float(metrics["lm_loss"]) > 3
+    assert float(metrics["lm_objective"]) > 1e-6
+    jax.tree.map(np.testing.assert_array_equal, host(frozen), before)
+    after = np.asarray(logits(cfg.model.arch, frozen["backbone"]))
+    np.testing.assert_array_equal(after, teacher)
+    # A's gradient is zero while B is, so A moves from the second step on.
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), start, host(state.params))
+    assert all(jax.tree.leaves(moved))
+    shapes = {x.shape for x in jax.tree.leaves((state.params["lora"], state.opt))}
+    assert before["backbone"]["layers_0"]["mlp"]["up_proj"]["kernel"].shape not in shapes
+
+
+def test_kl_to_the_original_by_hand():
+    """Mean over the counted tokens only; its gradient; the labels play no part in it."""
+    _, base, drafter, heads, batch = heads_problem()
+    moved = jax.tree.map(
+        lambda x: x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape), base.params
+    )
+    counts = losses.all_counts(batch, (1, 2, 3, 4))
+
+    def loss(params):
+        split = lambda p: (heads, Base(base.llama, p))  # noqa: E731
+        zero = jnp.float32(0.0)
+        return losses.joint_loss(
+            params, split, drafter, batch, counts, zero, 5, 0.8, 0.0, base
+        )[0]
+
+    def plain(params):
+        p, q = (
+            jax.nn.log_softmax(b.lm_head(b.forward(*losses.rows(batch))))
+            for b in (base, Base(base.llama, params))
+        )
+        mask = losses.pair_mask(batch["counted"], batch["segment_ids"], 1)
+        return jnp.sum(jnp.sum(jnp.exp(p) * (p - q), -1) * mask) / jnp.sum(mask)
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(moved)
+    expected, expected_grads = jax.jit(jax.value_and_grad(plain))(moved)
+    assert value > 0.01
+    np.testing.assert_allclose(value, expected, rtol=1e-4)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), grads, expected_grads
+    )
+
+
+def test_a_full_parameter_run_keeps_a_frozen_copy(tokens, model, tmp_path):
+    cfg = config(tokens, backbone_loss="kl", steps=4)
+    cfg.lora.rank, cfg.model.path = 0, model
+    run(cfg, tmp_path)
+    objective = [r["lm_objective"] for r in records(tmp_path)]
+    assert abs(objective[0]) < 1e-6 and all(x > 1e-6 for x in objective[1:])
+
+
+def test_a_merged_export_gives_the_adapters_logits(tokens, model, tmp_path):
+    cfg = config(tokens, steps=6)
+    cfg.model.path, cfg.optim.lr = model, 0.02
+    run(cfg, tmp_path)
+    mesh = make_mesh()
+    from medusa_jax.training.checkpoint import Checkpoints
+    from medusa_jax.training.partition import make_optimizer, trained_groups
+    from medusa_jax.training.step import init_state, make_stage
+
+    setup = export.load(cfg, mesh)
+    optimizer = make_optimizer(cfg.optim, trained_groups(cfg), 6)
+    state = init_state(make_stage(cfg, 6), optimizer, mesh, setup.frozen, 0, setup.start)
+    params, *_ = Checkpoints(str(tmp_path), 2).restore(state.params, state.opt)
+    adapters = lora.scaled(params["lora"], cfg.lora)
+    adapted = logits(setup.arch, setup.frozen["backbone"], adapters)
+    arch, merged = hf.load_backbone(str(tmp_path / "export"), mesh)
+    np.testing.assert_allclose(logits(arch, merged), adapted, atol=2e-5)
+    assert float(jnp.max(jnp.abs(adapted - logits(arch, setup.frozen["backbone"])))) > 0.01
+    heads = str(tmp_path / "export" / "heads")
+    heads_io.load_heads(heads, arch, mesh, fingerprint=hf.fingerprint(arch, merged))
+
+
+def test_qlora_trains_and_exports_plain_kernels(tokens, model, tmp_path):
+    cfg = config(tokens, steps=4)
+    cfg.model.path, cfg.model.quantise = model, "int8"
+    run(cfg, tmp_path)
+    merged = hf.load_backbone(str(tmp_path / "export"), make_mesh())[1]
+    original = hf.load_backbone(model, make_mesh())[1]
+    a, b = (p["layers_0"]["mlp"]["up_proj"]["kernel"] for p in (merged, original))
+    assert 0.001 < float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 0.3
+
+
+def test_heads_on_a_quantised_backbone_belong_to_the_original(tokens, model, tmp_path):
+    cfg = config(tokens, "medusa1", steps=2)
+    cfg.lora.rank, cfg.model.path, cfg.model.quantise = 0, model, "nf4"
+    run(cfg, tmp_path)
+    arch, original = hf.load_backbone(model, make_mesh())
+    fingerprint = hf.fingerprint(arch, original)
+    heads_io.load_heads(
+        str(tmp_path / "export"), arch, make_mesh(), fingerprint=fingerprint
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stage": "medusa1"}, "no adapters"),
+        ({"stage": "medusa2", "rank": 0, "quantise": "nf4"}, "trains the backbone itself"),
+        ({"stage": "medusa1", "rank": 0, "kl": "kl"}, "trains no backbone"),
+        ({"stage": "native", "rank": 0, "kl": "kl"}, r"model\.path"),
+    ],
+)
+def test_options_that_contradict_the_stage(tokens, tmp_path, fields, words):
+    cfg = config(tokens, fields["stage"], backbone_loss=fields.get("kl", "labels"))
+    cfg.lora.rank = fields.get("rank", 4)
+    cfg.model.quantise = fields.get("quantise", "")
+    with pytest.raises(UserError, match=words):
+        run(cfg, tmp_path)
+
+
+def memory(tokens, stage, rank=0, quantise=""):
+    cfg = tiny_config(tokens, stage)
+    cfg.optim.name, cfg.lora.rank, cfg.model.quantise = "adamw", rank, quantise
+    cfg.model.arch.d_model, cfg.model.arch.d_ff, cfg.model.arch.n_layers = 64, 256, 2
+    cfg.heads.lm_head, cfg.heads.n_heads = "shared", 1
+    return dry.dry_run(cfg)
+
+
+def test_frozen_variables_cost_neither_gradient_nor_moments(tokens, capsys):
+    """From the memory of the compiled step: what is frozen is there once, in its own type."""
+    full = memory(tokens, "medusa2")
+    backbone = 4 * full["backbone_parameters"]
+    heads = memory(tokens, "medusa1")
+    # Trained: the parameters and two moments. Frozen: the parameters alone.
+    assert full["argument_bytes"] - heads["argument_bytes"] == pytest.approx(
+        2 * backbone, rel=0.02
+    )
+    adapters = memory(tokens, "medusa2", rank=2)
+    extra = adapters["trainable_parameters"] - heads["trainable_parameters"]
+    assert adapters["argument_bytes"] - heads["argument_bytes"] == pytest.approx(
+        12 * extra, rel=0.02
+    )
+    # Gradients: full-parameter training holds one of every kernel, the others do not.
+    assert full["temporary_bytes"] > backbone
+    assert heads["temporary_bytes"] < 0.5 * full["temporary_bytes"]
+    small = memory(tokens, "medusa2", rank=2, quantise="nf4")
+    assert small["argument_bytes"] < 0.6 * adapters["argument_bytes"]
+    assert "in 0.00 GiB" in capsys.readouterr().out
