@@ -110,6 +110,9 @@ class DataConfig:
 class OptimConfig:
     """Optimizer and learning-rate schedule.
 
+    `name`: "adamw", "adamw8bit" (both moments in 8 bits) or "muon". `moment_dtype` is the type
+    of the first moment of the other two: "bfloat16" saves a quarter of AdamW's state.
+
     `lr` is the peak rate of what the stage trains: the backbone (or its adapter) where that is
     trained, else the heads. Heads trained together with a backbone take `lr` times
     `heads_lr_multiplier` and the rule `heads_name` (empty = `name`).
@@ -127,6 +130,7 @@ class OptimConfig:
     clip_norm: float = 1.0
     heads_name: str = ""
     heads_lr_multiplier: float = 4.0
+    moment_dtype: str = "float32"
 
 
 @dataclass

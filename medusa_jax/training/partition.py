@@ -11,6 +11,7 @@ import optax
 from medusa_jax.config import Config, OptimConfig
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import path_string
+from medusa_jax.training.adamw8bit import adamw8bit
 
 
 class Trains(NamedTuple):
@@ -153,26 +154,31 @@ def by_group(
 def make_rule(
     name: str, cfg: OptimConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """AdamW or Muon (both take the same learning rate).
+    """AdamW, AdamW with 8-bit moments, or Muon (all take the same learning rate).
 
     Muon's updates are scaled to AdamW's usual root mean square (0.2 of the rate; Liu et al.
     2025, "Muon is scalable for LLM training"), so that one rate serves both kinds.
     """
+    first = jnp.dtype(cfg.moment_dtype)
     if name == "adamw":
         return optax.adamw(
-            schedule, cfg.b1, cfg.b2, cfg.eps, weight_decay=cfg.weight_decay, mask=matrices
-        )
+            schedule, cfg.b1, cfg.b2, cfg.eps, mu_dtype=first,
+            weight_decay=cfg.weight_decay, mask=matrices,
+        )  # fmt: skip
+    if name == "adamw8bit":
+        return adamw8bit(schedule, cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay, matrices)
     if name == "muon":
         return optax.contrib.muon(
             schedule,
             eps=cfg.eps,
+            mu_dtype=first,
             weight_decay=cfg.weight_decay,
             adam_b1=cfg.b1,
             adam_b2=cfg.b2,
             consistent_rms=0.2,
             muon_weight_dimension_numbers=muon_matrices,
         )
-    raise UserError(f"optim.name is adamw or muon, not {name!r}")
+    raise UserError(f"optim.name is adamw, adamw8bit or muon, not {name!r}")
 
 
 def heads_weight(kind: str, peak: float, steps: int) -> Callable[[jax.Array], jax.Array]:

@@ -30,8 +30,9 @@ CHOICES = {
     "model.param_dtype": ("float32", "bfloat16", "float16"),
     "data.format": ("auto", "text", "sharegpt", "messages", "tokens"),
     "data.packing": ("first_fit", "concat"),
-    "optim.name": ("adamw", "muon"),
-    "optim.heads_name": ("", "adamw", "muon"),
+    "optim.name": ("adamw", "adamw8bit", "muon"),
+    "optim.heads_name": ("", "adamw", "adamw8bit", "muon"),
+    "optim.moment_dtype": ("float32", "bfloat16"),
     "optim.schedule": ("cosine", "wsd", "constant"),
 }
 
