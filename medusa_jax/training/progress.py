@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ class Progress:
         self.clock += time.monotonic() - begin
 
     def _write(self, step: int, kind: str, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps({"step": step, "kind": kind, **record}) + "\n")
+        self.file.write(json.dumps(finite({"step": step, "kind": kind, **record})) + "\n")
         self.file.flush()
         if self.board is None:
             return
@@ -90,6 +91,15 @@ class Progress:
             self.file.close()
         if self.board is not None:
             self.board.close()
+
+
+def finite(value: Any) -> Any:
+    """NaN and infinities, which JSON has no words for, become null: {"a": [nan]} -> {"a": [None]}."""
+    if isinstance(value, dict):
+        return {name: finite(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _summary(record: dict[str, Any]) -> str:

@@ -1,0 +1,31 @@
+"""The naive loss is the same loss; the command prints both."""
+
+import jax
+import numpy as np
+from test_losses import heads_problem
+from training_setup import write_config
+
+from medusa_jax.training import losses, measure
+
+
+def test_the_naive_loss_is_the_same_loss():
+    _, base, drafter, params, batch = heads_problem()
+    counts = losses.pair_counts(batch, (2, 3, 4))
+
+    def chunked(p):
+        return losses.head_loss(p, drafter, base, batch, counts, 5, 0.8)[0]
+
+    def naive(p):
+        return measure.naive_head_loss(p, drafter, base, batch, 0.8)
+
+    a, b = (jax.jit(jax.value_and_grad(f))(params) for f in (chunked, naive))
+    np.testing.assert_allclose(a[0], b[0], rtol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), a[1], b[1])
+
+
+def test_the_command_prints_both(tokens, tmp_path, capsys):
+    config = write_config(tmp_path, tokens, "medusa1")
+    assert measure.main([f"--config={config}", "--steps=2"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert [r[1].strip() for r in rows[2:]] == ["chunked", "naive"]
+    assert all(float(r[2]) > 0 for r in rows[2:])

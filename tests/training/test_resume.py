@@ -1,0 +1,140 @@
+"""Every stage: stopped by SIGTERM, cut off without warning, poisoned, and still the same run."""
+
+import json
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_trainer import records, run
+from training_setup import tiny_config
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.interop import hf
+from medusa_jax.model.llama import init_params
+from medusa_jax.training import trainer
+from medusa_jax.training.data import TokenRows
+from medusa_jax.training.progress import finite
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+POISON = 63
+STAGES = ("backbone", "medusa1", "medusa2", "lora", "native")
+
+
+@pytest.fixture(scope="module")
+def model(tokens, tmp_path_factory):
+    """A backbone that answers NaN to one token, which no ordinary row holds."""
+    path = str(tmp_path_factory.mktemp("model"))
+    arch = tiny_config(tokens).model.arch
+    params = init_params(arch, jax.random.key(3))
+    embedding = params["embed_tokens"]["embedding"].at[POISON].set(jnp.nan)
+    params = params | {"embed_tokens": {"embedding": embedding}}
+    hf.save_backbone(path, arch, params, "float32")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def clean_rows(monkeypatch):
+    """Rows without the poisonous token; tests put it where they want it."""
+    batch = TokenRows.batch
+
+    def clean(self, first, n):
+        rows = batch(self, first, n)
+        rows["tokens"][rows["tokens"] == POISON] = 1
+        return rows
+
+    monkeypatch.setattr(TokenRows, "batch", clean)
+
+
+def config(tokens, model, stage, **train):
+    name = "medusa2" if stage == "lora" else stage
+    cfg = tiny_config(tokens, name, **({"steps": 12, "save_every": 5} | train))
+    cfg.heads = HeadsConfig(n_heads=2, lm_head="shared")
+    if stage != "native":
+        cfg.model.path = model
+    if stage == "medusa2":
+        cfg.train.lambda_0_schedule, cfg.train.backbone_loss = "sine", "kl"
+    if stage == "lora":
+        cfg.optim.name, cfg.lora.rank, cfg.model.quantise = "adamw8bit", 2, "int8"
+    return cfg
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stopped_and_cut_runs_go_on_bit_for_bit(
+    tokens, model, tmp_path, monkeypatch, stage
+):
+    """SIGTERM after step 3, a cut without warning after step 8, against an unbroken run."""
+    run(config(tokens, model, stage), tmp_path / "whole")
+    look = trainer.Run.look
+
+    def at(step, act):
+        def watched(self, pending):
+            if pending is not None and pending[0] == step:
+                act()
+            return look(self, pending)
+
+        monkeypatch.setattr(trainer.Run, "look", watched)
+
+    def cut():
+        raise KeyboardInterrupt
+
+    at(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    run(config(tokens, model, stage), tmp_path / "broken")
+    done = [r["step"] for r in records(tmp_path / "broken")]
+    assert done == list(range(1, 4)), "SIGTERM during step 3 saves and ends after it"
+    at(8, cut)
+    with pytest.raises(KeyboardInterrupt):
+        run(config(tokens, model, stage), tmp_path / "broken")
+    assert max(int(p.name) for p in (tmp_path / "broken" / "checkpoints").iterdir()) == 5
+    monkeypatch.setattr(trainer.Run, "look", look)
+    run(config(tokens, model, stage), tmp_path / "broken")
+    broken, whole = (records(tmp_path / name) for name in ("broken", "whole"))
+    assert broken == whole and len(whole) == 12
+    for file in (tmp_path / "whole" / "export").rglob("*.safetensors"):
+        twin = (
+            tmp_path / "broken" / "export" / file.relative_to(tmp_path / "whole" / "export")
+        )
+        assert file.read_bytes() == twin.read_bytes(), file
+
+
+@pytest.mark.parametrize("stage", ["medusa1", "lora"])
+def test_a_poisoned_batch_neither_stops_nor_spoils(
+    tokens, model, tmp_path, monkeypatch, stage
+):
+    """Batch 4 without a counted token, batch 6 NaN: the rest trains, the log stays JSON."""
+    batch = TokenRows.batch
+
+    def poisoned(self, first, n):
+        rows = batch(self, first, n)
+        if first == 3 * 8:
+            rows["counted"][:] = 0
+        if first == 5 * 8:
+            rows["tokens"][0, 0] = POISON
+        return rows
+
+    monkeypatch.setattr(TokenRows, "batch", poisoned)
+    run(config(tokens, model, stage), tmp_path)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    log = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [r["step"] for r in log] == list(range(1, 13))
+    assert [r["step"] for r in log if r["skipped"]] == [6]
+    assert log[5]["objective"] is None and log[-1]["bad_steps"] == 1
+    assert log[3]["objective"] == 0.0 and log[3]["loss"] == [0.0, 0.0]
+    assert all(np.isfinite(r["objective"]) for r in log if not r["skipped"])
+    heads = "export" if stage == "medusa1" else "export/heads"
+    from safetensors.numpy import load_file
+
+    stored = load_file(tmp_path / heads / "heads.safetensors")
+    assert stored and all(np.isfinite(x).all() for x in stored.values())
+
+
+def test_finite_writes_null():
+    record = {"a": float("nan"), "b": [1.0, float("inf")], "c": 3, "d": True}
+    assert finite(record) == {"a": None, "b": [1.0, None], "c": 3, "d": True}
