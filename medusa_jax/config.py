@@ -104,6 +104,8 @@ class DataConfig:
     chat_template: str = ""
     max_samples: int = 0
     seed: int = 0
+    # Print one sample with its counted tokens marked, train nothing.
+    preview: bool = False
 
 
 @dataclass

@@ -72,13 +72,7 @@ def parse_sharegpt(record: Any) -> tuple[list[Message], str]:
 
 def parse_messages(record: Any) -> tuple[list[Message], str]:
     """`{"messages": [{"role": "user", "content": ...}, ...]}` -> (messages, "") or ([], why)."""
-    roles = {
-        "user": "user",
-        "assistant": "assistant",
-        "system": "system",
-        "developer": "system",
-    }
-    return _parse(record, "messages", "role", "content", roles)
+    return _parse(record, "messages", "role", "content", MESSAGE_ROLES)
 
 
 def _parse(

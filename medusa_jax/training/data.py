@@ -42,7 +42,7 @@ class TokenRows:
           UserError: arrays that are missing, do not fit together or exceed the vocabulary.
         """
         self.directory, self.cfg, self.shuffle = directory, cfg, shuffle
-        tokens = _array(directory, "tokens.npy")
+        tokens = read_array(directory, "tokens.npy")
         if tokens is None or not tokens.size:
             raise UserError(f"{directory} has no tokens.npy with at least one token")
         self.tokens = tokens
@@ -52,12 +52,12 @@ class TokenRows:
                 f"{directory}/tokens.npy has token ids up to {int(self.tokens.max())}, but the "
                 f"model's vocabulary has {vocab_size}: prepare it with the model's tokenizer"
             )
-        self.counted = _array(directory, "counted.npy")
+        self.counted = read_array(directory, "counted.npy")
         if self.counted is not None and self.counted.size != size:
             raise UserError(f"{directory}/counted.npy and tokens.npy differ in length")
         if self.counted is not None and not _marks_only(self.counted):
             raise UserError(f"{directory}/counted.npy may hold 1, 0 and -1 only")
-        starts = _array(directory, "doc_starts.npy")
+        starts = read_array(directory, "doc_starts.npy")
         self.starts = (
             np.zeros(1, np.int64) if starts is None else np.asarray(starts, np.int64)
         )
@@ -160,7 +160,8 @@ def _marks_only(counted: np.ndarray) -> bool:
     return counted.dtype == bool or -1 <= counted.min() <= counted.max() <= 1
 
 
-def _array(directory: str, name: str) -> np.ndarray | None:
+def read_array(directory: str, name: str) -> np.ndarray | None:
+    """A memory-mapped array of a token directory, None where there is no such file."""
     path = os.path.join(directory, name)
     if not os.path.exists(path):
         return None
