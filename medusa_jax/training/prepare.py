@@ -219,7 +219,8 @@ def read_records(source: str, pack: DataConfig) -> Sequence[Any]:
 
 def hub_records(source: str, split: str) -> Any:
     """A Hugging Face dataset by id."""
-    if source.startswith((".", "/")) or source.count("/") > 1:
+    is_path = source.startswith((".", "/")) or source.endswith((".jsonl", ".json", ".txt"))
+    if is_path or source.count("/") > 1:
         raise UserError(f"there is no file or token directory {source}")
     import datasets
 
@@ -284,8 +285,9 @@ class Encoder:
         if problem:
             return problem, []
         try:
+            cut = bool(record.get("cut"))  # as `distill` marks it
             ids, counted = chat.encode_conversation(
-                self.tokenizer, messages, self.pack.chat_template
+                self.tokenizer, messages, self.pack.chat_template, cut
             )
         except chat.SampleError as error:
             return str(error), []
