@@ -25,7 +25,7 @@ class Sample(NamedTuple):
 
     where: str
     ids: Sequence[int]
-    counted: Sequence[bool]
+    counted: Sequence[int]
 
 
 def preview(cfg: Config, out: TextIO | None = None) -> None:
@@ -40,7 +40,7 @@ def preview(cfg: Config, out: TextIO | None = None) -> None:
     kept = len(sample.ids)
     if cfg.data.packing == "first_fit":
         kept = min(kept, cfg.data.seq_len)
-    ids, counted = list(sample.ids[:kept]), [bool(c) for c in sample.counted[:kept]]
+    ids, counted = list(sample.ids[:kept]), [c > 0 for c in sample.counted[:kept]]
     colours = out.isatty() and not os.environ.get("NO_COLOR")
     opening, closing = (COUNTED, RESET) if colours else marks(out)
     print(painted(tokenizer, ids, counted, opening, closing), file=out)
@@ -118,7 +118,7 @@ def first_sample(cfg: Config, tokenizer: Tokenizer) -> Sample:
             ids, counted = pieces[0]
             skipped = f", {number} before it skipped" if number else ""
             where = f"sample {number} of {len(records)} in {source}{skipped}"
-            return Sample(where, ids, [bool(c) for c in counted])
+            return Sample(where, ids, counted)
         problems.append(problem)
     raise UserError(
         f"none of the {len(records)} samples of {source} can be used: "
@@ -134,7 +134,7 @@ def _first_of_arrays(directory: str) -> Sample:
     starts, counted = (read_array(directory, f"{n}.npy") for n in ("doc_starts", "counted"))
     n = 1 if starts is None else len(starts)
     end = int(starts[1]) if starts is not None and len(starts) > 1 else len(tokens)
-    marked = [True] * end if counted is None else counted[:end].tolist()
+    marked = [1] * end if counted is None else counted[:end].tolist()
     where = f"sample 0 of {n} in {directory}"
     report = os.path.join(directory, "report.json")
     if os.path.isfile(report):
