@@ -173,6 +173,10 @@ class TrainConfig:
     eval_every: int = 500
     save_every: int = 500
     keep_checkpoints: int = 2
+    # Draw curves.png at every evaluation (needs matplotlib).
+    curves: bool = True
+    # Project to log to with Weights & Biases, if it is installed; empty = off.
+    wandb: str = ""
     max_bad_steps: int = 10
     seed: int = 0
 

@@ -151,7 +151,10 @@ class Run:
         share = train.batch_size // jax.process_count()
         tokens = train.batch_size * self.cfg.data.seq_len
         primary = jax.process_index() == 0
-        self.progress = Progress(self.cfg.workdir, start, self.steps, tokens, primary)
+        self.progress = Progress(
+            self.cfg.workdir, start, self.steps, tokens, primary, train.curves, train.wandb,
+            dataclasses.asdict(self.cfg),
+        )  # fmt: skip
         main = threading.current_thread() is threading.main_thread()
         if main:  # elsewhere Python allows no handlers
             previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop", True))
