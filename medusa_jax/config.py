@@ -106,6 +106,9 @@ class DataConfig:
     seed: int = 0
     # Print one sample with its counted tokens marked, train nothing.
     preview: bool = False
+    # "float32" or "bfloat16": keep the frozen backbone's hidden states on disk, computed once
+    # (stage medusa1); the size is announced first. Empty = off.
+    cache_features: str = ""
 
 
 @dataclass

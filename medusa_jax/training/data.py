@@ -84,6 +84,18 @@ class TokenRows:
         rows = [self._row(*divmod(i, self.rows)) for i in range(first, first + n)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
+    def numbers(self, first: int, n: int) -> np.ndarray:
+        """Which packed rows `batch(first, n)` holds: numbers below `rows`, by epoch's order."""
+        places = (divmod(i, self.rows) for i in range(first, first + n))
+        return np.array([self._order(epoch)[i] for epoch, i in places])
+
+    def row(self, number: int) -> dict[str, np.ndarray]:
+        """A packed row of "first_fit", the same in every epoch."""
+        documents = self.packed[number]
+        return self._assemble(
+            [(self.starts[d], self.starts[d] + self.lengths[d]) for d in documents]
+        )
+
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
             rng = np.random.default_rng((self.cfg.seed, epoch))
@@ -95,22 +107,18 @@ class TokenRows:
         i = int(self._order(epoch)[i])
         T = self.cfg.seq_len
         if self.cfg.packing == "first_fit":
-            pieces = [
-                (self.starts[d], self.starts[d] + self.lengths[d]) for d in self.packed[i]
-            ]
-        else:
-            # Every epoch cuts the stream at another phase.
-            slack = max(self.tokens.size - self.rows * T, 0)
-            phase = np.random.default_rng((self.cfg.seed, epoch, 1)).integers(
-                min(slack, T - 1) + 1
-            )
-            begin = i * T + (int(phase) if self.shuffle else 0)
-            end = min(begin + T, self.tokens.size)
-            low, high = np.searchsorted(self.starts, [begin + 1, end])
-            inner = self.starts[low:high]
-            edges = np.unique([begin, *inner, end])
-            pieces = list(itertools.pairwise(edges))
-        return self._assemble(pieces)
+            return self.row(i)
+        # Every epoch cuts the stream at another phase.
+        slack = max(self.tokens.size - self.rows * T, 0)
+        phase = np.random.default_rng((self.cfg.seed, epoch, 1)).integers(
+            min(slack, T - 1) + 1
+        )
+        begin = i * T + (int(phase) if self.shuffle else 0)
+        end = min(begin + T, self.tokens.size)
+        low, high = np.searchsorted(self.starts, [begin + 1, end])
+        inner = self.starts[low:high]
+        edges = np.unique([begin, *inner, end])
+        return self._assemble(list(itertools.pairwise(edges)))
 
     def _assemble(self, pieces: list[tuple[Any, Any]]) -> dict[str, np.ndarray]:
         T = self.cfg.seq_len

@@ -49,12 +49,15 @@ class Stage:
       loss: (params, frozen, microbatch, counts, dropout key, lambda_0) -> (loss, Sums).
       init: (key, groups that are there already) -> the trained groups that are not.
       lambda_0: step -> weight of the heads' loss, where it is one of two terms.
+      hidden: (frozen, batch) -> hidden states of a frozen backbone, which the loss takes from
+        the batch if they are in it.
     """
 
     aheads: tuple[int, ...]
     loss: Callable[..., tuple[jax.Array, losses.Sums]]
     init: Callable[[jax.Array, Tree], Tree]
     lambda_0: Callable[[jax.Array], jax.Array]
+    hidden: Callable[[Tree, Tree], jax.Array] | None = None
 
 
 def make_stage(cfg: Config, steps: int) -> Stage:
@@ -135,7 +138,11 @@ def make_stage(cfg: Config, steps: int) -> Stage:
         )  # fmt: skip
 
     if set(trained) == {"heads"}:
-        return Stage(aheads, heads, init, lambda_0)
+
+        def hidden(frozen: Tree, batch: Tree) -> jax.Array:
+            return base_of({}, frozen).forward(*losses.rows(batch))
+
+        return Stage(aheads, heads, init, lambda_0, hidden)
     return Stage((1, *aheads), joint, init, lambda_0)
 
 
@@ -254,10 +261,15 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> Tree:
         "segment_ids": "int32",
         "counted": "int8",
     }
-    return {
+    batch = {
         name: jax.ShapeDtypeStruct(shape, np.dtype(kind), sharding=sharding)
         for name, kind in kinds.items()
     }
+    if cfg.data.cache_features:
+        kind = jnp.dtype(cfg.data.cache_features)
+        shape_D = (*shape, cfg.model.arch.d_model)
+        batch["hidden"] = jax.ShapeDtypeStruct(shape_D, kind, sharding=sharding)
+    return batch
 
 
 def init_state(

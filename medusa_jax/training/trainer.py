@@ -16,7 +16,7 @@ from medusa_jax.config import Config
 from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import make_mesh, replicated
-from medusa_jax.training import export, losses, prepare
+from medusa_jax.training import export, features, losses, prepare
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import TokenRows
 from medusa_jax.training.partition import make_optimizer, make_schedule, trained_groups
@@ -86,9 +86,10 @@ def train(cfg: Config) -> dict[str, Any]:
     setup = export.load(cfg, mesh)
     cfg.model.arch = setup.arch
     prepare.check(cfg, mesh)
+    features.check(cfg)
     vocab = cfg.model.arch.vocab_size
     directory = prepare.token_directory(cfg, cfg.data.source, cfg.data)
-    rows = TokenRows(directory, cfg.data, vocab)
+    rows: Any = TokenRows(directory, cfg.data, vocab)
     held_out = None
     if cfg.data.eval_source:
         limit = dataclasses.replace(cfg.data, max_samples=cfg.data.eval_samples)
@@ -97,6 +98,9 @@ def train(cfg: Config) -> dict[str, Any]:
 
     steps = total_steps(cfg, rows.rows)
     stage = make_stage(cfg, steps)
+    if cfg.data.cache_features:
+        assert stage.hidden is not None
+        rows = features.cached(cfg, mesh, rows, stage.hidden, setup.frozen)
     schedule = make_schedule(cfg.optim, steps)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
     with announced("initialising"):
@@ -128,7 +132,7 @@ class Run:
     """One run in progress: the loop, its saves, and how it ends."""
 
     def __init__(
-        self, cfg: Config, mesh: Mesh, stage: Stage, setup: "export.Setup", rows: TokenRows,
+        self, cfg: Config, mesh: Mesh, stage: Stage, setup: "export.Setup", rows: Any,
         checkpoints: Checkpoints, steps: int, best: float,
     ):  # fmt: skip
         self.cfg, self.mesh, self.stage, self.setup, self.rows = (
