@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from medusa_jax.console import say
 from medusa_jax.errors import UserError
 from medusa_jax.training.curves import draw_run, read_log
@@ -79,10 +77,9 @@ class Progress:
         say(f"step {step}/{self.total}  {_summary(record)}  {speed}  {left} left")
 
     def evaluation(self, step: int, record: dict[str, Any]) -> None:
-        """An evaluation record; the estimate of the accepted length is added."""
+        """An evaluation record."""
         if self.file is None:
             return
-        record = record | estimates(record)
         self._write(step, "eval", record)
         say(f"step {step}/{self.total}  held-out {_summary(record)}")
         self.draw()
@@ -132,25 +129,6 @@ class Progress:
             self.wandb.finish()
 
 
-def estimates(record: dict[str, Any]) -> dict[str, float]:
-    """What the heads' held-out accuracies say about the tokens per decoding step.
-
-    `accepted_length_chain`: 1 + a_1 + a_1 a_2 + ... + a_1 ... a_K with a_k the top-1 accuracy of
-    head k: the expectation of section 2.3.3 for a chain of first guesses, heads taken as
-    independent. Their hits go together, and a tree holds more than first guesses, so decoding
-    with a fitted tree yields more; the figure is for comparing runs.
-
-    Example: accuracies .5 .2 give 1 + .5 + .1 = 1.6.
-    """
-    top1 = record.get("top1")
-    if not isinstance(top1, list) or "accepted_length_chain" in record:
-        return {}
-    # One accuracy alone is the backbone's own on the next token: there is nothing to accept.
-    if len(top1) < 2:
-        return {}
-    return {"accepted_length_chain": 1.0 + float(np.cumprod(top1).sum())}
-
-
 def start_wandb(workdir: str, project: str, config: dict[str, Any]) -> Any:
     """A Weights & Biases run; a resumed training goes on with the same one.
 
@@ -181,7 +159,7 @@ def finite(value: Any) -> Any:
 
 def _summary(record: dict[str, Any]) -> str:
     parts = []
-    for name in ("lm_loss", "loss", "top1", "top5", "accepted_length_chain", "lr"):
+    for name in ("lm_loss", "loss", "top1", "top5", "accepted_length_tree", "lr"):
         if name in record:
             value = record[name]
             text = (

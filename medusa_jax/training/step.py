@@ -23,7 +23,7 @@ from medusa_jax.heads import Base, Drafter, make_drafter
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import param_shardings, replicated
-from medusa_jax.training import losses
+from medusa_jax.training import estimate, losses
 from medusa_jax.training.partition import heads_weight, keep_if, trained_groups
 
 Tree = Any
@@ -51,6 +51,7 @@ class Stage:
       lambda_0: step -> weight of the heads' loss, where it is one of two terms.
       hidden: (frozen, batch) -> hidden states of a frozen backbone, which the loss takes from
         the batch if they are in it.
+      ranks: (params, frozen, batch) -> rank of each head's label [B, T, K], if there are heads.
     """
 
     aheads: tuple[int, ...]
@@ -58,6 +59,7 @@ class Stage:
     init: Callable[[jax.Array, Tree], Tree]
     lambda_0: Callable[[jax.Array], jax.Array]
     hidden: Callable[[Tree, Tree], jax.Array] | None = None
+    ranks: Callable[[Tree, Tree, Tree], jax.Array] | None = None
 
 
 def make_stage(cfg: Config, steps: int) -> Stage:
@@ -137,13 +139,20 @@ def make_stage(cfg: Config, steps: int) -> Stage:
             train.unlikelihood, original(frozen), head_key,
         )  # fmt: skip
 
+    def ranks(params: Tree, frozen: Tree, batch: Tree) -> jax.Array:
+        base = base_of(params, frozen)
+        hidden_BTD = base.forward(*losses.rows(batch))
+        return estimate.head_ranks(
+            params["heads"], drafter, base, hidden_BTD, batch, train.loss_chunk
+        )
+
     if set(trained) == {"heads"}:
 
         def hidden(frozen: Tree, batch: Tree) -> jax.Array:
             return base_of({}, frozen).forward(*losses.rows(batch))
 
-        return Stage(aheads, heads, init, lambda_0, hidden)
-    return Stage((1, *aheads), joint, init, lambda_0)
+        return Stage(aheads, heads, init, lambda_0, hidden, ranks)
+    return Stage((1, *aheads), joint, init, lambda_0, None, ranks)
 
 
 def fresh_groups(cfg: Config, drafter: Drafter | None, key: jax.Array, given: Tree) -> Tree:

@@ -10,7 +10,7 @@ import pytest
 from medusa_jax.errors import UserError
 from medusa_jax.training import progress
 from medusa_jax.training.curves import read_log, series
-from medusa_jax.training.progress import Progress, duration, estimates
+from medusa_jax.training.progress import Progress, duration
 
 
 def test_durations():
@@ -40,13 +40,6 @@ def test_time_aside_does_not_count(tmp_path):
     assert log.rate > 10
 
 
-def test_accepted_length_of_a_chain_of_first_guesses():
-    assert estimates({"top1": [0.5, 0.2]})["accepted_length_chain"] == pytest.approx(1.6)
-    assert estimates({"top1": [1.0, 1.0, 1.0]})["accepted_length_chain"] == 4
-    assert estimates({"top1": [0.0, 0.9]})["accepted_length_chain"] == 1
-    assert estimates({"top1": [0.5]}) == {} == estimates({"loss": [1.0]})
-
-
 def test_curves_by_head():
     records = [
         {"step": 1, "kind": "train", "loss": [3.0, 4.0], "lm_loss": 2.0},
@@ -66,11 +59,11 @@ def log_some(workdir, **options):
     log = Progress(str(workdir), 0, 10, 8, **options)
     for step in range(1, 6):
         log.train(step, {"loss": [1.0 / step, 2.0], "top1": [0.1, 0.2], "lr": 0.1})
-    log.evaluation(5, {"loss": [0.3, 0.9], "top1": [0.5, 0.2]})
+    log.evaluation(5, {"loss": [0.3, 0.9], "top1": [0.5, 0.2], "accepted_length_tree": 1.6})
     return log
 
 
-def test_a_picture_and_an_estimate_at_every_evaluation(tmp_path, capsys):
+def test_a_picture_at_every_evaluation(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     log = log_some(tmp_path, curves=True)
     picture = (tmp_path / "curves.png").read_bytes()
@@ -78,9 +71,8 @@ def test_a_picture_and_an_estimate_at_every_evaluation(tmp_path, capsys):
     log.train(6, {"loss": [5.0, 2.0], "top1": [0.1, 0.2], "lr": 0.1})
     log.close()
     assert (tmp_path / "curves.png").read_bytes() != picture
-    evaluation = [r for r in read_log(tmp_path / "log.jsonl") if r["kind"] == "eval"]
-    assert evaluation[0]["accepted_length_chain"] == pytest.approx(1.6)
-    assert "accepted_length_chain 1.6" in capsys.readouterr().err
+    assert len(read_log(tmp_path / "log.jsonl")) == 7
+    assert "accepted_length_tree 1.6" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_without_pictures(tmp_path, capsys, monkeypatch):
