@@ -134,14 +134,17 @@ def check(cfg: Config) -> None:
 
 
 def cached(
-    cfg: Config, mesh: Mesh, rows: TokenRows, hidden: Hidden, frozen: Tree
+    cfg: Config, mesh: Mesh, rows: TokenRows, hidden: Hidden, frozen: Tree, fingerprint: str
 ) -> CachedRows:
     """Rows with hidden states, computing what is not on disk yet.
+
+    Args:
+      fingerprint: of the backbone as it was read (`interop.hf.fingerprint`).
 
     Raises:
       UserError: the disk is too small; says how much is needed.
     """
-    cfg_bytes = json.dumps(key_of(cfg, rows, frozen), default=str).encode()
+    cfg_bytes = json.dumps(key_of(cfg, rows, fingerprint)).encode()
     digest = hashlib.sha256(cfg_bytes).hexdigest()[:12]
     directory = os.path.join(cfg.workdir, "features", digest)
     found = CachedRows(rows, directory, cfg.model.arch.d_model, cfg.data.cache_features)
@@ -156,16 +159,14 @@ def cached(
     return found
 
 
-def key_of(cfg: Config, rows: TokenRows, frozen: Tree) -> list[Any]:
+def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[Any]:
     """Everything that the hidden states depend on."""
-    from medusa_jax.interop.hf import fingerprint
-
     file = os.stat(os.path.join(rows.directory, "tokens.npy"))
     data = rows.cfg
     return [
         os.path.abspath(rows.directory), file.st_size, file.st_mtime_ns, data.seq_len,
         data.seed, data.packing, data.cache_features, cfg.train.dtype,
-        dataclasses.asdict(cfg.model), fingerprint(cfg.model.arch, frozen["backbone"]),
+        dataclasses.asdict(cfg.model), fingerprint,
     ]  # fmt: skip
 
 

@@ -140,16 +140,14 @@ def make_stage(cfg: Config, steps: int) -> Stage:
         )  # fmt: skip
 
     def ranks(params: Tree, frozen: Tree, batch: Tree) -> jax.Array:
-        base = base_of(params, frozen)
+        base = base_of(frozen | with_adapters(params))
         hidden_BTD = base.forward(*losses.rows(batch))
-        return estimate.head_ranks(
-            params["heads"], drafter, base, hidden_BTD, batch, train.loss_chunk
-        )
+        return estimate.head_ranks(params["heads"], drafter, base, hidden_BTD, batch, chunk)
 
     if set(trained) == {"heads"}:
 
         def hidden(frozen: Tree, batch: Tree) -> jax.Array:
-            return base_of({}, frozen).forward(*losses.rows(batch))
+            return base_of(frozen).forward(*losses.rows(batch))
 
         return Stage(aheads, heads, init, lambda_0, hidden, ranks)
     return Stage((1, *aheads), joint, init, lambda_0, None, ranks)

@@ -120,8 +120,10 @@ def train(cfg: Config) -> dict[str, Any]:
     steps = total_steps(cfg, rows.rows)
     stage = make_stage(cfg, steps)
     if cfg.data.cache_features:
-        assert stage.hidden is not None
-        rows = features.cached(cfg, mesh, rows, stage.hidden, setup.frozen)
+        assert stage.hidden is not None and setup.base is not None
+        rows = features.cached(
+            cfg, mesh, rows, stage.hidden, setup.frozen, setup.base["fingerprint"]
+        )
     schedule = make_schedule(cfg.optim, steps)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
     with announced("initialising"):

@@ -32,9 +32,17 @@ def test_ranks_are_those_of_the_labels(chunk):
         "segment_ids": jnp.asarray([[1] * 13, [1] * 6 + [2] * 7], jnp.int32),
         "counted": jnp.asarray(rng.random((2, 13)) < 0.9),
     }
-    hidden = base.forward(*losses.rows(batch))
-    found = estimate.head_ranks(params, drafter, base, hidden, batch, chunk)
-    features = drafter.features(params, base, hidden, *losses.rows(batch))
+
+    @jax.jit
+    def both(params, batch):
+        rows = losses.rows(batch)
+        hidden = base.forward(*rows)
+        features = drafter.features(params, base, hidden, *rows)
+        plain = [drafter.head_logits(params, base, k, features[k]) for k in range(2)]
+        ranks = estimate.head_ranks(params, drafter, base, hidden, batch, chunk)
+        return ranks, jnp.stack(plain)
+
+    found, logits_KBTV = (np.asarray(x) for x in both(params, batch))
     whole = np.asarray(losses.pair_mask(batch["counted"], batch["segment_ids"], 3))
     assert found.shape == (2, 13, 2) and 5 < whole.sum() < 22
     for b, t in np.ndindex(2, 13):
@@ -42,7 +50,7 @@ def test_ranks_are_those_of_the_labels(chunk):
             if not whole[b, t]:
                 assert found[b, t, k] == -1
                 continue
-            logits = np.asarray(drafter.head_logits(params, base, k, features[k, b, t]))
+            logits = logits_KBTV[k, b, t]
             label = int(batch["tokens"][b, t + k + 2])
             assert found[b, t, k] == min((logits > logits[label]).sum(), estimate.MISS)
 
@@ -79,7 +87,7 @@ def test_every_evaluation_has_both(tokens):
     record = Evaluator(cfg, stage, make_mesh(), rows)(params, frozen)
     assert 1 <= record["accepted_length_chain"] <= record["accepted_length_tree"] <= 4
     batch = rows.batch(0, 20)
-    ranks = np.asarray(stage.ranks(params, frozen, batch))
+    ranks = np.asarray(jax.jit(stage.ranks)(params, frozen, batch))
     assert estimate.accepted_lengths(ranks) == {
         name: x for name, x in record.items() if name.startswith("accepted_length")
     }

@@ -40,7 +40,7 @@ def setup(tokens):
 
 def cache(cfg, setup):
     mesh, stage, frozen, rows = setup
-    return features.cached(cfg, mesh, rows, stage.hidden, frozen)
+    return features.cached(cfg, mesh, rows, stage.hidden, frozen, "abc")
 
 
 def files_of(cached):
@@ -149,11 +149,10 @@ def test_another_backbone_or_text_has_its_own_files(tokens, tmp_path, setup):
     cfg = config(tokens, tmp_path)
     mesh, stage, frozen, rows = setup
     one = cache(cfg, setup).directory
-    other = {"backbone": init_params(cfg.model.arch, jax.random.key(7))}
-    assert features.cached(cfg, mesh, rows, stage.hidden, other).directory != one
+    assert features.cached(cfg, mesh, rows, stage.hidden, frozen, "xyz").directory != one
     cfg.data.seq_len = 8
     short = TokenRows(tokens, cfg.data, 64)
-    assert features.cached(cfg, mesh, short, stage.hidden, frozen).directory != one
+    assert features.cached(cfg, mesh, short, stage.hidden, frozen, "abc").directory != one
 
 
 @pytest.mark.parametrize(
