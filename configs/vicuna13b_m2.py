@@ -55,7 +55,7 @@ def get_config() -> Config:
             chat_template="vicuna",
         ),
         optim=OptimConfig(
-            name="adamw",
+            name="adamw8bit",
             lr=5e-4,
             heads_lr_multiplier=4.0,
             warmup_steps=40,

@@ -53,7 +53,7 @@ def series(records: Sequence[dict[str, Any]], kind: str, fields: Sequence[str]) 
                     label = "backbone"
                 steps, curve = found.setdefault(label, ([], []))
                 steps.append(record["step"])
-                curve.append(x)
+                curve.append(float("nan") if x is None else x)  # a step that went wrong
     return found
 
 

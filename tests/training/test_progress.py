@@ -5,6 +5,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from medusa_jax.errors import UserError
@@ -53,6 +54,8 @@ def test_curves_by_head():
     }
     assert series(records, "eval", ("loss",))["head 2"] == ([5], [3.0])
     assert series(records[:1], "train", ("lr",)) == {}
+    bad = [{"step": 2, "kind": "train", "loss": [None, 1.0]}]
+    assert np.isnan(series(bad, "train", ("loss",))["head 1"][1][0])
 
 
 def log_some(workdir, **options):

@@ -72,7 +72,7 @@ def test_medusa_2_recipes_follow_appendix_b(name):
     assert (cfg.lora.rank, cfg.lora.alpha, cfg.lora.dropout) == (32, 16, 0.05)
     assert cfg.optim.heads_lr_multiplier == 4 and cfg.train.lambda_decay == 0.8
     two_stages = name.endswith("_m2")
-    assert bool(cfg.train.heads_path) == two_stages
+    assert bool(cfg.train.heads_path) == two_stages and cfg.optim.name == "adamw8bit"
     assert cfg.model.quantise == ("nf4" if two_stages else "")
     assert cfg.train.backbone_loss == ("labels" if two_stages else "kl")
     expected = (
