@@ -5,7 +5,9 @@
 
 Two epochs of ShareGPT, batch 64, learning rate 2e-3 (four times the backbone's 5e-4 of the
 two-stage recipe), cosine with 40 warm-up steps. One 80 GB GPU holds it; `--config.mesh=1,-1,1`
-(the default) spreads parameters and rows over all devices.
+(the default) spreads parameters and rows over all devices. The paper keeps the backbone in 4 bits
+and the optimizer in 8: `--config.model.quantise=nf4 --config.optim.name=adamw8bit`; Medusa-2
+(vicuna7b_m2.py) goes on from there.
 
 What to expect: the paper reports a 2.18x speed-up of Medusa-1 on MT-bench. The published
 heads of this model (v1.3) guess the tokens 2, 3, 4, 5 and 6 ahead right in .56 .32 .20 .15 .12

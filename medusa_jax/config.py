@@ -106,6 +106,11 @@ class DataConfig:
     chat_template: str = ""
     max_samples: int = 0
     seed: int = 0
+    # Print one sample with its counted tokens marked, train nothing.
+    preview: bool = False
+    # "float32" or "bfloat16": keep the frozen backbone's hidden states on disk, computed once
+    # (stage medusa1); the size is announced first. Empty = off.
+    cache_features: str = ""
 
 
 @dataclass
@@ -173,6 +178,10 @@ class TrainConfig:
     eval_every: int = 500
     save_every: int = 500
     keep_checkpoints: int = 2
+    # Draw curves.png at every evaluation (needs matplotlib).
+    curves: bool = True
+    # Project to log to with Weights & Biases, if it is installed; empty = off.
+    wandb: str = ""
     max_bad_steps: int = 10
     seed: int = 0
 

@@ -27,7 +27,7 @@ DEPTH_COLOURS = (
 TreePath = tuple[int, ...]
 
 
-def _figure(width: float, height: float):
+def new_figure(width: float, height: float):
     """A matplotlib figure outside pyplot: no window, no global state."""
     try:
         from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ def _figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure, path: str | Path) -> Path:
+def save_figure(figure, path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -102,7 +102,7 @@ def draw_tree(
         values = {tuple(c): float(v) for c, v in zip(choices, values, strict=True)}
     n_leaves = 1 + max(x for x, _ in place.values())
     depth = max(d for _, d in place.values())
-    figure = _figure(min(16.0, max(3.0, 0.42 * n_leaves + 1.0)), 0.95 * depth + 1.0)
+    figure = new_figure(min(16.0, max(3.0, 0.42 * n_leaves + 1.0)), 0.95 * depth + 1.0)
     axes = figure.subplots()
     axes.set_axis_off()
     from matplotlib.colors import LinearSegmentedColormap
@@ -129,7 +129,7 @@ def draw_tree(
     axes.set_ylim(-depth - 0.4, 0.4)
     if title:
         axes.set_title(title, color=INK, fontsize=10)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 # --------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def draw_curves(
         ("step latency (ms)", [1000 * s for s in step_seconds], "{:.2f} ms"),
         ("tokens per second", speed, "{:.0f}"),
     )
-    figure = _figure(10.5, 3.1)
+    figure = new_figure(10.5, 3.1)
     for axes, (name, values, form) in zip(figure.subplots(1, 3), charts, strict=True):
         axes.plot(sizes, values, color="#3a87c8", marker="o", markersize=3.5)
         if measured_tokens and name == "tokens per step":
@@ -192,7 +192,7 @@ def draw_curves(
             spine.set_color(INK)
     if title:
         figure.suptitle(title, color=INK, fontsize=10)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 # --------------------------------------------------------------------------------------

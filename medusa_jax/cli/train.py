@@ -19,6 +19,7 @@ Trains what the configuration says; run again with the same workdir, it resumes.
   --config     a Python file with get_config() -> medusa_jax.config.Config
   --workdir    checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there
   --config.X   overrides a field, e.g. --config.optim.lr=1e-3 --config.mesh=1,4,2
+  --config.data.preview   prints one training sample, its counted tokens marked
   --config.dry_run   compiles the step from shapes alone, prints sizes and memory"""
 
 
@@ -37,11 +38,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(cfg: Config) -> None:
-    """Train, or with `dry_run` only compile."""
+    """Train, or with `dry_run` only compile, or with `data.preview` only show a sample."""
     from medusa_jax.training import dry, prepare
+    from medusa_jax.training.preview import preview
     from medusa_jax.training.trainer import train
 
     prepare.check_choices(cfg)
+    if cfg.data.preview:
+        preview(cfg)
+        return
     warn_if_accelerator_unused()
     try:
         if cfg.dry_run:
@@ -90,7 +95,7 @@ def parse(args: list[str]) -> Config:
             raise UserError(
                 f"unknown flag --{name}; {_nearest('--' + name, _flag_names(cfg))}"
             )
-    if not cfg.workdir and not cfg.dry_run:
+    if not cfg.workdir and not cfg.dry_run and not cfg.data.preview:
         raise UserError("--workdir=DIR is missing: where checkpoints and results go")
     cfg.workdir = os.path.abspath(cfg.workdir)
     return cfg

@@ -72,13 +72,7 @@ def parse_sharegpt(record: Any) -> tuple[list[Message], str]:
 
 def parse_messages(record: Any) -> tuple[list[Message], str]:
     """`{"messages": [{"role": "user", "content": ...}, ...]}` -> (messages, "") or ([], why)."""
-    roles = {
-        "user": "user",
-        "assistant": "assistant",
-        "system": "system",
-        "developer": "system",
-    }
-    return _parse(record, "messages", "role", "content", roles)
+    return _parse(record, "messages", "role", "content", MESSAGE_ROLES)
 
 
 def _parse(
@@ -134,12 +128,17 @@ def _text(content: Any) -> str | None:
 
 
 def encode_conversation(
-    tokenizer: Tokenizer, messages: list[Message], template_name: str = ""
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    template_name: str = "",
+    cut: bool = False,
 ) -> tuple[list[int], list[int]]:
     """Token ids of a conversation and, for each, 1 if the assistant produces it, else 0.
 
     Args:
       template_name: a shipped template (`TEMPLATES`); "" = the tokenizer's own.
+      cut: the last answer was broken off: the end-of-text token that the template puts behind
+        it was never said, so it does not count.
 
     Raises:
       SampleError: the template refuses the conversation, its turns cannot be told apart, or
@@ -154,6 +153,9 @@ def encode_conversation(
     counted = [0] * len(ids)
     for span in spans:
         _mark(counted, ids, offsets, span, tokenizer.eos_ids)
+    if cut:
+        last = max((i for i, one in enumerate(counted) if one), default=0)
+        counted[last] *= ids[last] not in stop_ids(tokenizer, template_name)
     if not any(counted):
         raise SampleError("no token of the conversation is the assistant's")
     return ids, counted
@@ -195,6 +197,34 @@ def render_prompt(
     source = template_source(tokenizer, template_name)
     messages = [message for message, _ in read]
     return render(source, messages, tokenizer.special_texts, add_generation_prompt=True)[0]
+
+
+def encode_user_opening(
+    tokenizer: Tokenizer, messages: list[Message], template_name: str = ""
+) -> tuple[list[int], str]:
+    """Ids of a conversation up to where the user has to speak next, and what ends that turn.
+
+    For a model that plays both roles. The end is a string to stop at, "" where an end-of-text
+    token closes the turn. Where it is comes from the template: it renders one more user turn
+    of random content, which no conversation can hold.
+
+    Example (Vicuna): "... ASSISTANT: I am fine</s>USER:" and "ASSISTANT:".
+    """
+    mark = f"turn{secrets.token_hex(16)}"
+    turns = [*messages, {"role": "user", "content": mark}]
+    source = template_source(tokenizer, template_name)
+    text = render(source, turns, tokenizer.special_texts, add_generation_prompt=True)[0]
+    before, _, behind = text.partition(mark)
+    # A blank in front belongs to the word that the model writes.
+    ids = _tokenize(tokenizer, before.rstrip(" "))[0]
+    ends = [
+        tokenizer.decode([i], skip_special=False)
+        for i in stop_ids(tokenizer, template_name)
+    ]
+    behind = behind.strip()
+    if any(end and behind.startswith(end) for end in ends):
+        return ids, ""
+    return ids, behind.split("\n")[0]
 
 
 def stop_ids(tokenizer: Tokenizer, template_name: str = "") -> frozenset[int]:

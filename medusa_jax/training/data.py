@@ -42,7 +42,7 @@ class TokenRows:
           UserError: arrays that are missing, do not fit together or exceed the vocabulary.
         """
         self.directory, self.cfg, self.shuffle = directory, cfg, shuffle
-        tokens = _array(directory, "tokens.npy")
+        tokens = read_array(directory, "tokens.npy")
         if tokens is None or not tokens.size:
             raise UserError(f"{directory} has no tokens.npy with at least one token")
         self.tokens = tokens
@@ -52,12 +52,12 @@ class TokenRows:
                 f"{directory}/tokens.npy has token ids up to {int(self.tokens.max())}, but the "
                 f"model's vocabulary has {vocab_size}: prepare it with the model's tokenizer"
             )
-        self.counted = _array(directory, "counted.npy")
+        self.counted = read_array(directory, "counted.npy")
         if self.counted is not None and self.counted.size != size:
             raise UserError(f"{directory}/counted.npy and tokens.npy differ in length")
         if self.counted is not None and not _marks_only(self.counted):
             raise UserError(f"{directory}/counted.npy may hold 1, 0 and -1 only")
-        starts = _array(directory, "doc_starts.npy")
+        starts = read_array(directory, "doc_starts.npy")
         self.starts = (
             np.zeros(1, np.int64) if starts is None else np.asarray(starts, np.int64)
         )
@@ -84,6 +84,18 @@ class TokenRows:
         rows = [self._row(*divmod(i, self.rows)) for i in range(first, first + n)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
+    def numbers(self, first: int, n: int) -> np.ndarray:
+        """Which packed rows `batch(first, n)` holds: numbers below `rows`, by epoch's order."""
+        places = (divmod(i, self.rows) for i in range(first, first + n))
+        return np.array([self._order(epoch)[i] for epoch, i in places])
+
+    def row(self, number: int) -> dict[str, np.ndarray]:
+        """A packed row of "first_fit", the same in every epoch."""
+        documents = self.packed[number]
+        return self._assemble(
+            [(self.starts[d], self.starts[d] + self.lengths[d]) for d in documents]
+        )
+
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
             rng = np.random.default_rng((self.cfg.seed, epoch))
@@ -95,22 +107,18 @@ class TokenRows:
         i = int(self._order(epoch)[i])
         T = self.cfg.seq_len
         if self.cfg.packing == "first_fit":
-            pieces = [
-                (self.starts[d], self.starts[d] + self.lengths[d]) for d in self.packed[i]
-            ]
-        else:
-            # Every epoch cuts the stream at another phase.
-            slack = max(self.tokens.size - self.rows * T, 0)
-            phase = np.random.default_rng((self.cfg.seed, epoch, 1)).integers(
-                min(slack, T - 1) + 1
-            )
-            begin = i * T + (int(phase) if self.shuffle else 0)
-            end = min(begin + T, self.tokens.size)
-            low, high = np.searchsorted(self.starts, [begin + 1, end])
-            inner = self.starts[low:high]
-            edges = np.unique([begin, *inner, end])
-            pieces = list(itertools.pairwise(edges))
-        return self._assemble(pieces)
+            return self.row(i)
+        # Every epoch cuts the stream at another phase.
+        slack = max(self.tokens.size - self.rows * T, 0)
+        phase = np.random.default_rng((self.cfg.seed, epoch, 1)).integers(
+            min(slack, T - 1) + 1
+        )
+        begin = i * T + (int(phase) if self.shuffle else 0)
+        end = min(begin + T, self.tokens.size)
+        low, high = np.searchsorted(self.starts, [begin + 1, end])
+        inner = self.starts[low:high]
+        edges = np.unique([begin, *inner, end])
+        return self._assemble(list(itertools.pairwise(edges)))
 
     def _assemble(self, pieces: list[tuple[Any, Any]]) -> dict[str, np.ndarray]:
         T = self.cfg.seq_len
@@ -160,7 +168,8 @@ def _marks_only(counted: np.ndarray) -> bool:
     return counted.dtype == bool or -1 <= counted.min() <= counted.max() <= 1
 
 
-def _array(directory: str, name: str) -> np.ndarray | None:
+def read_array(directory: str, name: str) -> np.ndarray | None:
+    """A memory-mapped array of a token directory, None where there is no such file."""
     path = os.path.join(directory, name)
     if not os.path.exists(path):
         return None

@@ -13,7 +13,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import make_mesh, param_shardings
-from medusa_jax.training import prepare
+from medusa_jax.training import features, prepare
 from medusa_jax.training.partition import make_optimizer, make_schedule, trained_groups
 from medusa_jax.training.step import (
     TrainState,
@@ -41,6 +41,7 @@ def dry_run(cfg: Config) -> dict[str, Any]:
         cfg.model.arch = read_config(cfg.model.path)
     mesh = make_mesh(cfg.mesh)
     prepare.check(cfg, mesh)
+    features.check(cfg)
     steps = cfg.train.steps or 1000
     stage = make_stage(cfg, steps)
     schedule = make_schedule(cfg.optim, steps)

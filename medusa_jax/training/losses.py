@@ -359,7 +359,10 @@ def head_loss(
 
     Returns: L, and the sums per head, each [K].
     """
-    hidden_BTD = lax.stop_gradient(base.forward(*rows(batch)))
+    if "hidden" in batch:  # data.cache_features
+        hidden_BTD = batch["hidden"].astype(base.llama.dtype)
+    else:
+        hidden_BTD = lax.stop_gradient(base.forward(*rows(batch)))
     sums_K = heads_sums(
         params, lambda p: (p, base), drafter, hidden_BTD, batch, chunk, dropout_key
     )

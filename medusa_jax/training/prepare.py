@@ -105,9 +105,7 @@ def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
         return source
     if pack.format == "tokens":
         raise UserError(f"data.format is tokens, but {source} has no tokens.npy")
-    path = cfg.model.tokenizer or cfg.model.path
-    if not path:
-        raise UserError(f"{source} is text: set model.tokenizer to a directory or hub id")
+    path = tokenizer_path(cfg, source)
     stamp = os.stat(source) if os.path.exists(source) else None
     key: list[Any] = [
         source,
@@ -130,6 +128,22 @@ def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"tokens {digest}")
     return directory
+
+
+def tokenizer_path(cfg: Config, source: str) -> str:
+    """Where the tokenizer lies that reads `source`.
+
+    Raises:
+      UserError: neither `model.tokenizer` nor `model.path` is set.
+    """
+    if not source:
+        raise UserError("data.source is empty: name a file, a directory or a dataset id")
+    path = cfg.model.tokenizer or cfg.model.path
+    if not path:
+        raise UserError(
+            f"{source} needs a tokenizer: set model.tokenizer to a directory or hub id"
+        )
+    return path
 
 
 def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str) -> None:
@@ -205,7 +219,8 @@ def read_records(source: str, pack: DataConfig) -> Sequence[Any]:
 
 def hub_records(source: str, split: str) -> Any:
     """A Hugging Face dataset by id."""
-    if source.startswith((".", "/")) or source.count("/") > 1:
+    is_path = source.startswith((".", "/")) or source.endswith((".jsonl", ".json", ".txt"))
+    if is_path or source.count("/") > 1:
         raise UserError(f"there is no file or token directory {source}")
     import datasets
 
@@ -270,8 +285,9 @@ class Encoder:
         if problem:
             return problem, []
         try:
+            cut = bool(record.get("cut"))  # as `distill` marks it
             ids, counted = chat.encode_conversation(
-                self.tokenizer, messages, self.pack.chat_template
+                self.tokenizer, messages, self.pack.chat_template, cut
             )
         except chat.SampleError as error:
             return str(error), []

@@ -1,4 +1,4 @@
-"""What a run tells: one line while it trains, log.jsonl, TensorBoard events."""
+"""What a run tells: one line while it trains, log.jsonl, TensorBoard events, curves.png, W&B."""
 
 import contextlib
 import json
@@ -6,9 +6,12 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from medusa_jax.console import say
+from medusa_jax.errors import UserError
+from medusa_jax.training.curves import draw_run, read_log
 
 
 def duration(seconds: float) -> str:
@@ -28,12 +31,22 @@ class Progress:
     """
 
     def __init__(
-        self, workdir: str, start: int, total: int, tokens_per_step: int, write: bool = True
-    ):
+        self, workdir: str, start: int, total: int, tokens_per_step: int, write: bool = True,
+        curves: bool = False, wandb: str = "", config: dict[str, Any] | None = None,
+    ):  # fmt: skip
+        """Opens everything that is written to.
+
+        Args:
+          start: steps made before.
+          curves: draw `<workdir>/curves.png` at every evaluation and at the end.
+          wandb: name of a Weights & Biases project, "" for none; `config` goes there.
+        """
         self.total, self.tokens_per_step = total, tokens_per_step
+        self.workdir, self.curves = workdir, curves
         self.clock, self.step, self.rate = time.monotonic(), start, 0.0
         self.file: Any = None
         self.board: Any = None
+        self.wandb: Any = None
         if not write:
             return
         path = os.path.join(workdir, "log.jsonl")
@@ -46,6 +59,8 @@ class Progress:
         self.file.flush()
         os.replace(path + ".new", path)
         self.board = _tensorboard(workdir, start)
+        if wandb:
+            self.wandb = start_wandb(workdir, wandb, config or {})
 
     def train(self, step: int, record: dict[str, Any]) -> None:
         """A training record after `step` updates; prints loss, speed and time left."""
@@ -67,6 +82,18 @@ class Progress:
             return
         self._write(step, "eval", record)
         say(f"step {step}/{self.total}  held-out {_summary(record)}")
+        self.draw()
+
+    def draw(self) -> None:
+        """Bring curves.png up to date; a run never ends because a picture cannot be drawn."""
+        if not self.curves or self.file is None:
+            return
+        log = Path(self.workdir) / "log.jsonl"
+        try:
+            draw_run(read_log(log), log.with_name("curves.png"))
+        except (UserError, OSError) as error:
+            say(f"no curves.png: {error}")
+            self.curves = False
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -78,19 +105,56 @@ class Progress:
     def _write(self, step: int, kind: str, record: dict[str, Any]) -> None:
         self.file.write(json.dumps(finite({"step": step, "kind": kind, **record})) + "\n")
         self.file.flush()
-        if self.board is None:
+        if self.board is None and self.wandb is None:
             return
+        scalars = {}
         for name, value in record.items():
             values = value if isinstance(value, list) else [value]
             for i, x in enumerate(values, start=1):
                 tag = f"{kind}/{name}" + (f"/head_{i}" if isinstance(value, list) else "")
+                scalars[tag] = x
+        if self.board is not None:
+            for tag, x in scalars.items():
                 self.board.add_scalar(tag, x, step)
+        if self.wandb is not None:
+            self.wandb.log(scalars, step=step)
 
     def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-        if self.board is not None:
-            self.board.close()
+        """Draw the last curves and close what is open."""
+        self.draw()
+        for sink in (self.file, self.board):
+            if sink is not None:
+                sink.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def start_wandb(workdir: str, project: str, config: dict[str, Any]) -> Any:
+    """A Weights & Biases run; a resumed training goes on with the same one.
+
+    Raises:
+      UserError: wandb is not installed.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            f"train.wandb is {project!r}, but wandb is not installed: pip install wandb"
+        ) from None
+    file = Path(workdir) / "wandb_id"
+    known = file.read_text().strip() if file.exists() else None
+    run = wandb.init(project=project, dir=workdir, config=config, id=known, resume="allow")
+    file.write_text(run.id)
+    return run
+
+
+def finite(value: Any) -> Any:
+    """NaN and infinities, which JSON has no words for, become null: {"a": [nan]} -> {"a": [None]}."""
+    if isinstance(value, dict):
+        return {name: finite(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def finite(value: Any) -> Any:
@@ -104,7 +168,7 @@ def finite(value: Any) -> Any:
 
 def _summary(record: dict[str, Any]) -> str:
     parts = []
-    for name in ("lm_loss", "loss", "top1", "top5", "lr"):
+    for name in ("lm_loss", "loss", "top1", "top5", "accepted_length_tree", "lr"):
         if name in record:
             value = record[name]
             text = (

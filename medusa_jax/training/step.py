@@ -23,7 +23,7 @@ from medusa_jax.heads import Base, Drafter, make_drafter
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import param_shardings, replicated
-from medusa_jax.training import losses
+from medusa_jax.training import estimate, losses
 from medusa_jax.training.partition import heads_weight, keep_if, trained_groups
 
 Tree = Any
@@ -49,12 +49,17 @@ class Stage:
       loss: (params, frozen, microbatch, counts, dropout key, lambda_0) -> (loss, Sums).
       init: (key, groups that are there already) -> the trained groups that are not.
       lambda_0: step -> weight of the heads' loss, where it is one of two terms.
+      hidden: (frozen, batch) -> hidden states of a frozen backbone, which the loss takes from
+        the batch if they are in it.
+      ranks: (params, frozen, batch) -> rank of each head's label [B, T, K], if there are heads.
     """
 
     aheads: tuple[int, ...]
     loss: Callable[..., tuple[jax.Array, losses.Sums]]
     init: Callable[[jax.Array, Tree], Tree]
     lambda_0: Callable[[jax.Array], jax.Array]
+    hidden: Callable[[Tree, Tree], jax.Array] | None = None
+    ranks: Callable[[Tree, Tree, Tree], jax.Array] | None = None
 
 
 def make_stage(cfg: Config, steps: int) -> Stage:
@@ -134,9 +139,18 @@ def make_stage(cfg: Config, steps: int) -> Stage:
             train.unlikelihood, original(frozen), head_key,
         )  # fmt: skip
 
+    def ranks(params: Tree, frozen: Tree, batch: Tree) -> jax.Array:
+        base = base_of(frozen | with_adapters(params))
+        hidden_BTD = base.forward(*losses.rows(batch))
+        return estimate.head_ranks(params["heads"], drafter, base, hidden_BTD, batch, chunk)
+
     if set(trained) == {"heads"}:
-        return Stage(aheads, heads, init, lambda_0)
-    return Stage((1, *aheads), joint, init, lambda_0)
+
+        def hidden(frozen: Tree, batch: Tree) -> jax.Array:
+            return base_of(frozen).forward(*losses.rows(batch))
+
+        return Stage(aheads, heads, init, lambda_0, hidden, ranks)
+    return Stage((1, *aheads), joint, init, lambda_0, None, ranks)
 
 
 def fresh_groups(cfg: Config, drafter: Drafter | None, key: jax.Array, given: Tree) -> Tree:
@@ -254,10 +268,15 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> Tree:
         "segment_ids": "int32",
         "counted": "int8",
     }
-    return {
+    batch = {
         name: jax.ShapeDtypeStruct(shape, np.dtype(kind), sharding=sharding)
         for name, kind in kinds.items()
     }
+    if cfg.data.cache_features:
+        kind = jnp.dtype(cfg.data.cache_features)
+        shape_D = (*shape, cfg.model.arch.d_model)
+        batch["hidden"] = jax.ShapeDtypeStruct(shape_D, kind, sharding=sharding)
+    return batch
 
 
 def init_state(

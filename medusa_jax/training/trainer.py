@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config
 from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import make_mesh, replicated
-from medusa_jax.training import export, losses, prepare
+from medusa_jax.training import estimate, export, features, losses, prepare
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import TokenRows
 from medusa_jax.training.partition import make_optimizer, make_schedule, trained_groups
@@ -37,7 +38,10 @@ Tree = Any
 
 
 class Evaluator:
-    """Mean loss and accuracies on the first `eval_samples` rows of held-out text."""
+    """Mean loss and accuracies on the first `eval_samples` rows of held-out text.
+
+    With heads also the tokens per decoding step to expect, see `estimate.py`.
+    """
 
     def __init__(self, cfg: Config, stage: Stage, mesh: Mesh, rows: TokenRows):
         self.rows, self.mesh = rows, mesh
@@ -51,19 +55,36 @@ class Evaluator:
             _, out = stage.loss(params, frozen, batch, counts, None, 1.0)
             return out, counts
 
-        self.stage, self.sums = stage, sums
+        @jax.jit
+        def ranks(params: Tree, frozen: Tree, batch: Tree) -> jax.Array:
+            assert stage.ranks is not None
+            return stage.ranks(params, frozen, jax.tree.map(lambda x: x[0], batch))
+
+        self.stage, self.sums, self.ranks = stage, sums, ranks
 
     def __call__(self, params: Tree, frozen: Tree) -> dict[str, Any]:
         share = self.size // jax.process_count()
         total: Tree = None
+        ranks = []
         for first in range(0, self.total, self.size):
             batch = self.rows.batch(first + share * jax.process_index(), share)
             # Rows beyond the last sample are blanked, not counted twice.
             numbers = first + share * jax.process_index() + np.arange(share)
             batch["segment_ids"][numbers >= self.total] = 0
-            out = self.sums(params, frozen, microbatches(self.mesh, batch, 1))
+            placed = microbatches(self.mesh, batch, 1)
+            out = self.sums(params, frozen, placed)
             total = out if total is None else jax.tree.map(jnp.add, total, out)
-        return to_host(summary(self.stage, *total))
+            if self.stage.ranks is not None and first < estimate.ROWS:
+                ranks.append(gather(self.ranks(params, frozen, placed)))
+        record = to_host(summary(self.stage, *total))
+        return record | (estimate.accepted_lengths(np.concatenate(ranks)) if ranks else {})
+
+
+def gather(x: jax.Array) -> np.ndarray:
+    """A global array as a whole, on every process."""
+    if jax.process_count() == 1:
+        return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)
 
 
 def to_host(metrics: Tree) -> dict[str, Any]:
@@ -86,9 +107,10 @@ def train(cfg: Config) -> dict[str, Any]:
     setup = export.load(cfg, mesh)
     cfg.model.arch = setup.arch
     prepare.check(cfg, mesh)
+    features.check(cfg)
     vocab = cfg.model.arch.vocab_size
     directory = prepare.token_directory(cfg, cfg.data.source, cfg.data)
-    rows = TokenRows(directory, cfg.data, vocab)
+    rows: Any = TokenRows(directory, cfg.data, vocab)
     held_out = None
     if cfg.data.eval_source:
         limit = dataclasses.replace(cfg.data, max_samples=cfg.data.eval_samples)
@@ -97,6 +119,11 @@ def train(cfg: Config) -> dict[str, Any]:
 
     steps = total_steps(cfg, rows.rows)
     stage = make_stage(cfg, steps)
+    if cfg.data.cache_features:
+        assert stage.hidden is not None and setup.base is not None
+        rows = features.cached(
+            cfg, mesh, rows, stage.hidden, setup.frozen, setup.base["fingerprint"]
+        )
     schedule = make_schedule(cfg.optim, steps)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
     with announced("initialising"):
@@ -128,7 +155,7 @@ class Run:
     """One run in progress: the loop, its saves, and how it ends."""
 
     def __init__(
-        self, cfg: Config, mesh: Mesh, stage: Stage, setup: "export.Setup", rows: TokenRows,
+        self, cfg: Config, mesh: Mesh, stage: Stage, setup: "export.Setup", rows: Any,
         checkpoints: Checkpoints, steps: int, best: float,
     ):  # fmt: skip
         self.cfg, self.mesh, self.stage, self.setup, self.rows = (
@@ -151,7 +178,10 @@ class Run:
         share = train.batch_size // jax.process_count()
         tokens = train.batch_size * self.cfg.data.seq_len
         primary = jax.process_index() == 0
-        self.progress = Progress(self.cfg.workdir, start, self.steps, tokens, primary)
+        self.progress = Progress(
+            self.cfg.workdir, start, self.steps, tokens, primary, train.curves, train.wandb,
+            dataclasses.asdict(self.cfg),
+        )  # fmt: skip
         main = threading.current_thread() is threading.main_thread()
         if main:  # elsewhere Python allows no handlers
             previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop", True))

@@ -8,6 +8,7 @@ from training_setup import VOCAB, write_tokens
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
+from medusa_jax.training import losses
 from medusa_jax.training.data import TokenRows, first_fit
 
 
@@ -59,6 +60,30 @@ def test_segments_are_stretches_of_one_sample(tmp_path_factory, seed, packing):
         lengths = np.minimum(np.diff(starts, append=600), 40)
         expected = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths)])
         assert np.array_equal(np.sort(used), expected)
+
+
+@pytest.mark.parametrize("packing", ["first_fit", "concat"])
+def test_no_head_s_target_crosses_a_border(tmp_path, packing):
+    """Every pair of every head lies in one sample, and only counted tokens are between.
+
+    Ids tell the place in the stream, so the target `ahead` further on must be id + ahead.
+    """
+    write_tokens(tmp_path, n=600)
+    np.save(tmp_path / "tokens.npy", np.arange(600, dtype=np.int32))
+    counted = np.random.default_rng(0).random(600) < 0.8
+    np.save(tmp_path / "counted.npy", counted)
+    starts = np.load(tmp_path / "doc_starts.npy")
+    cfg = DataConfig(seq_len=40, packing=packing, seed=1)
+    rows = TokenRows(str(tmp_path), cfg, 600)
+    batch = rows.batch(0, rows.rows)
+    for ahead in range(1, 7):
+        mask = np.asarray(losses.pair_mask(batch["counted"], batch["segment_ids"], ahead))
+        labels = np.asarray(losses.shift(batch["tokens"], ahead))
+        here, there = batch["tokens"][mask], labels[mask]
+        assert len(here) > 20 and np.array_equal(there, here + ahead)
+        sample = [np.searchsorted(starts, x, side="right") for x in (here, there)]
+        assert np.array_equal(*sample)
+        assert all(counted[a + 1 : a + ahead + 1].all() for a in here)
 
 
 @pytest.mark.parametrize("packing", ["first_fit", "concat"])

@@ -1,8 +1,16 @@
 """What a run tells: durations, the log after a resume, its clock."""
 
 import json
+import sys
 import time
+from types import SimpleNamespace
 
+import numpy as np
+import pytest
+
+from medusa_jax.errors import UserError
+from medusa_jax.training import progress
+from medusa_jax.training.curves import read_log, series
 from medusa_jax.training.progress import Progress, duration
 
 
@@ -31,3 +39,87 @@ def test_time_aside_does_not_count(tmp_path):
     log.train(1, {"loss": 1.0})
     log.close()
     assert log.rate > 10
+
+
+def test_curves_by_head():
+    records = [
+        {"step": 1, "kind": "train", "loss": [3.0, 4.0], "lm_loss": 2.0},
+        {"step": 5, "kind": "eval", "loss": [2.0, 3.0]},
+        {"step": 9, "kind": "train", "loss": [1.0, 2.0], "lm_loss": 1.5},
+    ]
+    assert series(records, "train", ("loss", "lm_loss")) == {
+        "head 1": ([1, 9], [3.0, 1.0]),
+        "head 2": ([1, 9], [4.0, 2.0]),
+        "backbone": ([1, 9], [2.0, 1.5]),
+    }
+    assert series(records, "eval", ("loss",))["head 2"] == ([5], [3.0])
+    assert series(records[:1], "train", ("lr",)) == {}
+    bad = [{"step": 2, "kind": "train", "loss": [None, 1.0]}]
+    assert np.isnan(series(bad, "train", ("loss",))["head 1"][1][0])
+
+
+def log_some(workdir, **options):
+    log = Progress(str(workdir), 0, 10, 8, **options)
+    for step in range(1, 6):
+        log.train(step, {"loss": [1.0 / step, 2.0], "top1": [0.1, 0.2], "lr": 0.1})
+    log.evaluation(5, {"loss": [0.3, 0.9], "top1": [0.5, 0.2], "accepted_length_tree": 1.6})
+    return log
+
+
+def test_a_picture_at_every_evaluation(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    log = log_some(tmp_path, curves=True)
+    picture = (tmp_path / "curves.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    log.train(6, {"loss": [5.0, 2.0], "top1": [0.1, 0.2], "lr": 0.1})
+    log.close()
+    assert (tmp_path / "curves.png").read_bytes() != picture
+    assert len(read_log(tmp_path / "log.jsonl")) == 7
+    assert "accepted_length_tree 1.6" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_without_pictures(tmp_path, capsys, monkeypatch):
+    def fails(*_):
+        raise UserError("drawing charts needs matplotlib")
+
+    monkeypatch.setattr(progress, "draw_run", fails)
+    log_some(tmp_path, curves=True).close()
+    assert capsys.readouterr().err.count("no curves.png: drawing charts needs") == 1
+
+
+class FakeWandb:
+    """Records what a run is sent."""
+
+    def __init__(self):
+        self.starts, self.logged, self.finished = [], [], 0
+
+    def init(self, **options):
+        self.starts.append(options)
+        return SimpleNamespace(id=options["id"] or "abc", log=self.log, finish=self.finish)
+
+    def log(self, scalars, step):
+        self.logged.append((step, scalars))
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_weights_and_biases_only_when_asked_for(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log_some(tmp_path).close()
+    assert not fake.starts
+    for _ in range(2):  # the second time it resumes
+        log_some(tmp_path, wandb="mine", config={"x": 1}).close()
+    assert [s["id"] for s in fake.starts] == [None, "abc"]
+    assert fake.starts[0]["project"] == "mine" and fake.starts[0]["config"] == {"x": 1}
+    assert fake.logged[0] == (1, {"train/loss/head_1": 1.0, "train/loss/head_2": 2.0,
+                                  "train/top1/head_1": 0.1, "train/top1/head_2": 0.2,
+                                  "train/lr": 0.1})  # fmt: skip
+    assert fake.finished == 2
+
+
+def test_weights_and_biases_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb"):
+        Progress(str(tmp_path), 0, 10, 8, wandb="mine")

@@ -56,6 +56,7 @@ def tiny_config(data: str, stage: str = "backbone", **train) -> Config:
         "log_every": 1,
         "eval_every": 8,
         "save_every": 4,
+        "curves": False,
     }
     return Config(
         model=ModelConfig(arch=tiny_arch()),

@@ -1,0 +1,93 @@
+"""`<workdir>/curves.png`: losses, accuracies, learning rate and estimates of a run, so far."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from medusa_jax.plots import ACCENT, INK, new_figure, save_figure
+
+# One colour per head, legible on white and on black; the backbone's own figures are grey.
+COLOURS = ("#3a87c8", ACCENT, "#3d9a5b", "#9a6fd0", "#c2971c", "#c85a8e", "#4fa9a9", INK)
+# Charts in reading order: title, fields of a record that are drawn, logarithmic or not.
+CHARTS = (
+    ("loss (nats)", ("loss", "lm_loss"), False),
+    ("top-1 accuracy", ("top1", "lm_top1"), False),
+    ("top-5 accuracy", ("top5", "lm_top5"), False),
+    ("learning rate", ("lr",), False),
+    ("gradient norm", ("gradient_norm",), True),
+    ("estimated accepted length", ("accepted_length_chain", "accepted_length_tree"), False),
+)
+
+Points = dict[str, tuple[list[float], list[float]]]
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Records of log.jsonl; a line that a kill cut off is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def series(records: Sequence[dict[str, Any]], kind: str, fields: Sequence[str]) -> Points:
+    """Curves by label: (steps, values). A list is one curve per head.
+
+    Example: [{"step": 1, "kind": "train", "loss": [3, 4]}], "train", ["loss"] ->
+    {"head 1": ([1], [3]), "head 2": ([1], [4])}.
+    """
+    found: Points = {}
+    for record in records:
+        for field in fields if record.get("kind") == kind else ():
+            value = record.get(field)
+            if value is None:
+                continue
+            several = isinstance(value, list)
+            values = value if several else [value]
+            for i, x in enumerate(values, start=1):
+                label = f"head {i}" if several else field.removeprefix("accepted_length_")
+                if field.startswith("lm_") or (several and len(values) == 1):
+                    label = "backbone"
+                steps, curve = found.setdefault(label, ([], []))
+                steps.append(record["step"])
+                curve.append(float("nan") if x is None else x)  # a step that went wrong
+    return found
+
+
+def draw_run(records: Sequence[dict[str, Any]], path: str | Path) -> Path:
+    """Draw all charts that there are figures for: lines in training, dots on held-out text."""
+    drawn = []
+    for title, fields, log in CHARTS:
+        train, held_out = (series(records, kind, fields) for kind in ("train", "eval"))
+        if train or held_out:
+            drawn.append((title, train, held_out, log))
+    columns = min(3, max(1, len(drawn)))
+    rows = max(1, -(-len(drawn) // columns))
+    figure = new_figure(3.6 * columns, 2.7 * rows)
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, (title, train, held_out, log) in zip(grid, drawn):
+        labels = list(dict.fromkeys([*train, *held_out]))
+        for i, label in enumerate(labels):
+            colour = INK if label == "backbone" else COLOURS[i % len(COLOURS)]
+            dots = {"marker": "o", "markersize": 3.5, "linewidth": 0.8, "linestyle": ":"}
+            if label in train:
+                axes.plot(*train[label], color=colour, linewidth=1.1, label=label)
+            if label in held_out:
+                name = label if label not in train else None
+                axes.plot(*held_out[label], color=colour, label=name, **dots)
+        if log:
+            axes.set_yscale("log")
+        if len(labels) > 1 or held_out:
+            axes.legend(frameon=False, labelcolor=INK, fontsize=7)
+        axes.set_title(title, color=INK, fontsize=9)
+        axes.set_xlabel("step", color=INK, fontsize=8)
+        axes.tick_params(colors=INK, labelsize=7, which="both")
+        axes.grid(color=INK, alpha=0.2, linewidth=0.6)
+        for spine in axes.spines.values():
+            spine.set_color(INK)
+    for axes in list(grid)[len(drawn) :]:
+        axes.set_axis_off()
+    return save_figure(figure, path)

@@ -1,0 +1,226 @@
+"""`data.cache_features`: hidden states of a frozen backbone, computed once, then read from disk.
+
+Heads on a frozen backbone only ever see its last hidden states, and every epoch the same ones.
+Cached, a training step has no backbone pass at all. The price is disk: rows x seq_len x d_model
+values (a 7B Llama: 16 MiB per row of 2048 tokens in bfloat16), announced before anything is
+written. Files under `<workdir>/features/<digest>/`:
+
+    hidden_00000.npy ...    [rows of the shard, seq_len, d_model]; bfloat16 as its bits (uint16)
+
+A shard is complete or not there, so a run that was killed goes on with the next one.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from medusa_jax.config import Config
+from medusa_jax.console import say
+from medusa_jax.errors import UserError
+from medusa_jax.training.data import TokenRows
+
+Tree = Any
+# (frozen variables, batch of [B, T] arrays) -> hidden states [B, T, D].
+Hidden = Callable[[Tree, Tree], jax.Array]
+
+SHARD_BYTES = 256 * 2**20
+# Disk that is left alone: checkpoints have to fit too.
+SPARE_BYTES = 2**30
+KINDS = ("float32", "bfloat16")
+
+
+class CachedRows:
+    """`TokenRows` whose batches also hold `hidden` [B, T, D]; rows in the same order.
+
+    Attributes:
+      rows: number of rows, as of the `TokenRows`.
+      shard_rows: rows per file.
+    """
+
+    def __init__(self, source: TokenRows, directory: str, d_model: int, kind: str):
+        self.source, self.rows, self.directory, self.kind = (
+            source, source.rows, directory, kind,
+        )  # fmt: skip
+        self.shape = (source.cfg.seq_len, d_model)
+        row_bytes = self.shape[0] * d_model * np.dtype(jnp.dtype(kind)).itemsize
+        self.shard_rows = max(1, min(self.rows, SHARD_BYTES // row_bytes))
+        self.bytes = self.rows * row_bytes
+        self._open: dict[int, np.ndarray] = {}
+
+    def path(self, shard: int) -> str:
+        return os.path.join(self.directory, f"hidden_{shard:05d}.npy")
+
+    @property
+    def shards(self) -> range:
+        """Shard s holds rows s * shard_rows and on."""
+        return range(-(-self.rows // self.shard_rows))
+
+    @property
+    def missing(self) -> list[int]:
+        """Shards that are still to be computed."""
+        return [s for s in self.shards if not os.path.exists(self.path(s))]
+
+    def batch(self, first: int, n: int) -> dict[str, np.ndarray]:
+        """As `TokenRows.batch`, with the hidden states of the same rows."""
+        numbers = self.source.numbers(first, n)
+        hidden = np.stack([self._row(int(i)) for i in numbers])
+        return self.source.batch(first, n) | {"hidden": hidden}
+
+    def _row(self, number: int) -> np.ndarray:
+        shard, inside = divmod(number, self.shard_rows)
+        if shard not in self._open:
+            try:
+                stored = np.load(self.path(shard), mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"{self.path(shard)} cannot be read ({error}): delete it and start again"
+                ) from error
+            self._open[shard] = stored
+        row = np.asarray(self._open[shard][inside])
+        return row.view(jnp.bfloat16) if self.kind == "bfloat16" else row
+
+    def write(self, shard: int, batches: Any) -> None:
+        """One file from arrays [rows, T, D] that together hold its rows, whole or not at all."""
+        first = shard * self.shard_rows
+        count = min(self.shard_rows, self.rows - first)
+        new = os.path.join(self.directory, f".hidden_{shard:05d}.new.npy")
+        stored = "uint16" if self.kind == "bfloat16" else "float32"
+        out = np.lib.format.open_memmap(new, "w+", stored, (count, *self.shape))
+        at = 0
+        for hidden in batches:
+            hidden = np.asarray(hidden.astype(self.kind))[: count - at]
+            out[at : at + len(hidden)] = hidden.view(stored)
+            at += len(hidden)
+        assert at == count
+        out.flush()
+        os.replace(new, self.path(shard))
+
+
+def check(cfg: Config) -> None:
+    """Refuses what cannot be cached.
+
+    Raises:
+      UserError: names the field that stands against it.
+    """
+    kind = cfg.data.cache_features
+    if not kind:
+        return
+    if kind not in KINDS:
+        raise UserError(
+            f"data.cache_features is {' or '.join(KINDS)} or empty, not {kind!r}"
+        )
+    if cfg.train.stage != "medusa1":
+        raise UserError(
+            f"data.cache_features needs a backbone that does not change: train.stage medusa1, "
+            f"not {cfg.train.stage}"
+        )
+    if cfg.data.packing != "first_fit":
+        raise UserError(
+            "data.cache_features needs data.packing first_fit: 'concat' cuts the text at other "
+            "places in every epoch"
+        )
+    if jax.process_count() > 1:
+        raise UserError("data.cache_features works on one host only")
+
+
+def cached(
+    cfg: Config, mesh: Mesh, rows: TokenRows, hidden: Hidden, frozen: Tree, fingerprint: str
+) -> CachedRows:
+    """Rows with hidden states, computing what is not on disk yet.
+
+    Args:
+      fingerprint: of the backbone as it was read (`interop.hf.fingerprint`).
+
+    Raises:
+      UserError: the disk is too small; says how much is needed.
+    """
+    cfg_bytes = json.dumps(key_of(cfg, rows, fingerprint)).encode()
+    digest = hashlib.sha256(cfg_bytes).hexdigest()[:12]
+    directory = os.path.join(cfg.workdir, "features", digest)
+    found = CachedRows(rows, directory, cfg.model.arch.d_model, cfg.data.cache_features)
+    missing = found.missing
+    if not missing:
+        say(f"hidden states: {found.bytes / 2**30:.2f} GiB read from {directory}")
+        return found
+    os.makedirs(directory, exist_ok=True)
+    announce(found, missing)
+    compute(found, missing, mesh, cfg.train.batch_size // cfg.train.accumulation,
+            jax.jit(hidden), frozen)  # fmt: skip
+    return found
+
+
+def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[Any]:
+    """Everything that the hidden states depend on."""
+    file = os.stat(os.path.join(rows.directory, "tokens.npy"))
+    data = rows.cfg
+    return [
+        os.path.abspath(rows.directory), file.st_size, file.st_mtime_ns, data.seq_len,
+        data.seed, data.packing, data.cache_features, cfg.train.dtype,
+        dataclasses.asdict(cfg.model), fingerprint,
+    ]  # fmt: skip
+
+
+def announce(found: CachedRows, missing: list[int]) -> None:
+    """Say what will be written, before it is; refuse if the disk cannot hold it."""
+    T, D = found.shape
+    need = found.bytes * len(missing) // len(found.shards)
+    free = shutil.disk_usage(found.directory).free
+    done = len(found.shards) - len(missing)
+    there = f", {done} of {len(found.shards)} files are there" if done else ""
+    say(
+        f"hidden states: {found.rows} rows x {T} x {D} in {found.kind} = "
+        f"{found.bytes / 2**30:.2f} GiB in {found.directory} ({free / 2**30:.1f} GiB "
+        f"free{there})"
+    )
+    if need + SPARE_BYTES > free:
+        raise UserError(
+            f"data.cache_features needs {need / 2**30:.1f} GiB in {found.directory}, where "
+            f"{free / 2**30:.1f} GiB are free: use bfloat16, fewer samples "
+            "(data.max_samples), another --workdir, or no cache"
+        )
+
+
+def compute(
+    found: CachedRows,
+    missing: list[int],
+    mesh: Mesh,
+    batch_rows: int,
+    hidden: Any,
+    frozen: Tree,
+) -> None:
+    """Run the backbone over the rows of the missing shards, `batch_rows` at a time."""
+    from tqdm import tqdm
+
+    from medusa_jax.training.step import microbatches
+
+    names = ("tokens", "positions", "segment_ids")
+    told = time.monotonic()
+    with tqdm(total=found.rows, unit="row", desc="hidden states", disable=None) as bar:
+        bar.update((len(found.shards) - len(missing)) * found.shard_rows)
+
+        def batches(shard: int) -> Any:
+            first = shard * found.shard_rows
+            end = min(first + found.shard_rows, found.rows)
+            for at in range(first, end, batch_rows):
+                numbers = np.minimum(np.arange(at, at + batch_rows), found.rows - 1)
+                rows = [found.source.row(int(i)) for i in numbers]
+                batch = {name: np.stack([row[name] for row in rows]) for name in names}
+                placed = jax.tree.map(lambda x: x[0], microbatches(mesh, batch, 1))
+                yield hidden(frozen, placed)[: end - at]
+                bar.update(min(batch_rows, end - at))
+
+        for i, shard in enumerate(missing, start=1):
+            found.write(shard, batches(shard))
+            if bar.disable and time.monotonic() - told > 60:
+                told = time.monotonic()
+                say(f"hidden states: {i} of {len(missing)} files written")

@@ -1,0 +1,143 @@
+"""`--config.data.preview`: one sample as training sees it, its counted tokens coloured.
+
+A wrong mask shows at once: what is marked is what the loss is computed on, nothing else.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from medusa_jax.config import Config
+from medusa_jax.errors import UserError
+from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
+from medusa_jax.training import prepare
+
+COUNTED, RESET = "\x1b[30;42m", "\x1b[0m"
+
+
+class Sample(NamedTuple):
+    """The first usable sample of a source: where it stands, its ids, which of them count."""
+
+    where: str
+    ids: Sequence[int]
+    counted: Sequence[int]
+
+
+def preview(cfg: Config, out: TextIO | None = None) -> None:
+    """Print the first usable sample of `data.source` and a legend; nothing is written.
+
+    Raises:
+      UserError: no source, no tokenizer, or no usable sample in it.
+    """
+    out = out or sys.stdout
+    tokenizer = load_tokenizer(prepare.tokenizer_path(cfg, cfg.data.source))
+    sample = first_sample(cfg, tokenizer)
+    kept = len(sample.ids)
+    if cfg.data.packing == "first_fit":
+        kept = min(kept, cfg.data.seq_len)
+    ids, counted = list(sample.ids[:kept]), [c > 0 for c in sample.counted[:kept]]
+    colours = out.isatty() and not os.environ.get("NO_COLOR")
+    opening, closing = (COUNTED, RESET) if colours else marks(out)
+    print(painted(tokenizer, ids, counted, opening, closing), file=out)
+    print("-" * 60, file=out)
+    example = f"{opening}like this{closing}"
+    print(f"{sample.where}", file=out)
+    print(f"counted (the loss is computed on these tokens): {example}", file=out)
+    cut = f", cut from {len(sample.ids)} to data.seq_len" if kept < len(sample.ids) else ""
+    print(f"{kept} tokens{cut}, {sum(counted)} of them counted", file=out)
+    print(pairs_line(cfg, counted), file=out)
+
+
+def marks(out: TextIO) -> tuple[str, str]:
+    """Brackets that stand for the colour where there is none."""
+    try:
+        "⟦⟧".encode(out.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return "[[", "]]"
+    return "⟦", "⟧"
+
+
+def painted(
+    tokenizer: Tokenizer, ids: list[int], counted: list[bool], opening: str, closing: str
+) -> str:
+    """Text of the ids, special tokens included, each run of counted ones inside the marks.
+
+    A counted line break is shown as ↵, so that it can be seen; a character whose bytes are
+    spread over several tokens belongs to the run in which it is completed.
+
+    Example: ids of "Hi. Yo</s>" with the last two counted -> "Hi. ⟦Yo</s>⟧".
+    """
+    text, end, done = "", 0, ""
+    for is_counted, group in groupby(counted):
+        end += len(list(group))
+        upto = tokenizer.decode(ids[:end], skip_special=False)
+        if end < len(ids):
+            upto = upto.rstrip("\ufffd")
+        piece, done = upto[len(done) :], upto
+        if is_counted:
+            # Each line gets its own marks: a terminal would colour to the margin.
+            lines = piece.replace("\n", "↵\n").split("\n")
+            piece = "\n".join(f"{opening}{x}{closing}" if x else x for x in lines)
+        text += piece
+    return text
+
+
+def pairs_line(cfg: Config, counted: list[bool]) -> str:
+    """How many pairs (t, k) of this sample each loss gets (see `losses.pair_mask`)."""
+    from medusa_jax.training import losses
+
+    backbone = cfg.train.stage == "backbone"
+    aheads = (1,) if backbone else tuple(k + 2 for k in range(cfg.heads.n_heads))
+    counted_1T = np.array([counted], bool)
+    batch: Any = {
+        "tokens": np.zeros_like(counted_1T, np.int32),
+        "counted": counted_1T,
+        "segment_ids": np.ones_like(counted_1T, np.int32),
+    }
+    numbers = " ".join(f"{int(n)}" for n in losses.pair_counts(batch, aheads))
+    what = "next-token targets" if backbone else f"targets of heads 1 ... {len(aheads)}"
+    return f"{what}: {numbers}"
+
+
+def first_sample(cfg: Config, tokenizer: Tokenizer) -> Sample:
+    """The first sample of `data.source` that training would use."""
+    source = cfg.data.source
+    if os.path.isfile(os.path.join(source, "tokens.npy")):
+        return _first_of_arrays(source)
+    records = prepare.read_records(source, cfg.data)
+    encode = prepare.Encoder(tokenizer, cfg.data, source)
+    problems = []
+    for number, record in enumerate(records):
+        problem, pieces = encode(record)
+        if pieces:
+            ids, counted = pieces[0]
+            skipped = f", {number} before it skipped" if number else ""
+            where = f"sample {number} of {len(records)} in {source}{skipped}"
+            return Sample(where, ids, counted)
+        problems.append(problem)
+    raise UserError(
+        f"none of the {len(records)} samples of {source} can be used: "
+        + "; ".join(dict.fromkeys(problems))
+    )
+
+
+def _first_of_arrays(directory: str) -> Sample:
+    from medusa_jax.training.data import read_array
+
+    tokens = read_array(directory, "tokens.npy")
+    assert tokens is not None
+    starts, counted = (read_array(directory, f"{n}.npy") for n in ("doc_starts", "counted"))
+    n = 1 if starts is None else len(starts)
+    end = int(starts[1]) if starts is not None and len(starts) > 1 else len(tokens)
+    marked = [1] * end if counted is None else counted[:end].tolist()
+    where = f"sample 0 of {n} in {directory}"
+    report = os.path.join(directory, "report.json")
+    if os.path.isfile(report):
+        with open(report, encoding="utf-8") as file:
+            where += f" (made from {json.load(file).get('source')})"
+    return Sample(where, tokens[:end].tolist(), marked)

@@ -1,0 +1,95 @@
+"""Estimated accepted length: the hand-written row's ranks, and tuples counted by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_setup import tiny_arch, tiny_config
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.heads import Base, make_drafter
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training import estimate, losses
+from medusa_jax.training.data import TokenRows
+from medusa_jax.training.step import make_stage
+from medusa_jax.training.trainer import Evaluator
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.mark.parametrize("chunk", [4, 5, 64])
+def test_ranks_are_those_of_the_labels(chunk):
+    arch = tiny_arch()
+    base = Base(Llama(arch), init_params(arch, jax.random.key(1)))
+    drafter = make_drafter(HeadsConfig(n_heads=2), arch)
+    params = drafter.init(jax.random.key(2), base)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: x + 0.5 * rng.standard_normal(x.shape), params)
+    batch = {
+        "tokens": jnp.asarray(rng.integers(0, 64, (2, 13)), jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(13), (2, 13)),
+        "segment_ids": jnp.asarray([[1] * 13, [1] * 6 + [2] * 7], jnp.int32),
+        "counted": jnp.asarray(rng.random((2, 13)) < 0.9),
+    }
+
+    @jax.jit
+    def both(params, batch):
+        rows = losses.rows(batch)
+        hidden = base.forward(*rows)
+        features = drafter.features(params, base, hidden, *rows)
+        plain = [drafter.head_logits(params, base, k, features[k]) for k in range(2)]
+        ranks = estimate.head_ranks(params, drafter, base, hidden, batch, chunk)
+        return ranks, jnp.stack(plain)
+
+    found, logits_KBTV = (np.asarray(x) for x in both(params, batch))
+    whole = np.asarray(losses.pair_mask(batch["counted"], batch["segment_ids"], 3))
+    assert found.shape == (2, 13, 2) and 5 < whole.sum() < 22
+    for b, t in np.ndindex(2, 13):
+        for k in range(2):
+            if not whole[b, t]:
+                assert found[b, t, k] == -1
+                continue
+            logits = logits_KBTV[k, b, t]
+            label = int(batch["tokens"][b, t + k + 2])
+            assert found[b, t, k] == min((logits > logits[label]).sum(), estimate.MISS)
+
+
+def test_counted_by_hand():
+    ranks = np.array([[[0, 0], [0, 3], [-1, -1]], [[1, 0], [0, 0], [-1, -1]]])
+    found = estimate.accepted_lengths(ranks)
+    assert found["accepted_length_chain"] == pytest.approx(2.25)
+    # Positions 0 and 2 give the tree [0] [0 0] [1] [1 0]; 1 and 3 walk it to 1 and 2 drafts.
+    assert found["accepted_length_tree"] == pytest.approx(1 + (1 + 2) / 2)
+    assert estimate.accepted_lengths(np.full((3, 2), -1)) == {}
+    always = estimate.accepted_lengths(np.zeros((50, 4), int))
+    assert always == {"accepted_length_chain": 5, "accepted_length_tree": 5}
+    never = estimate.accepted_lengths(np.full((50, 4), estimate.MISS))
+    assert never == {"accepted_length_chain": 1, "accepted_length_tree": 1}
+
+
+def test_a_tree_of_64_yields_at_least_a_chain():
+    rng = np.random.default_rng(0)
+    ranks = np.minimum(rng.geometric(0.4, (4000, 3)) - 1, estimate.MISS)
+    found = estimate.accepted_lengths(ranks)
+    # Independent heads: the chain is the product of their accuracies.
+    assert found["accepted_length_chain"] == pytest.approx(1 + 0.4 + 0.16 + 0.064, abs=0.05)
+    assert found["accepted_length_chain"] + 0.5 < found["accepted_length_tree"] < 4
+
+
+def test_every_evaluation_has_both(tokens):
+    cfg = tiny_config(tokens, "medusa1")
+    cfg.data.eval_samples = 20
+    stage = make_stage(cfg, 16)
+    frozen = {"backbone": init_params(cfg.model.arch, jax.random.key(0))}
+    params = {"heads": stage.init(jax.random.key(1), frozen)["heads"]}
+    rows = TokenRows(tokens, cfg.data, 64, shuffle=False)
+    record = Evaluator(cfg, stage, make_mesh(), rows)(params, frozen)
+    assert 1 <= record["accepted_length_chain"] <= record["accepted_length_tree"] <= 4
+    batch = rows.batch(0, 20)
+    ranks = np.asarray(jax.jit(stage.ranks)(params, frozen, batch))
+    assert estimate.accepted_lengths(ranks) == {
+        name: x for name, x in record.items() if name.startswith("accepted_length")
+    }
+    backbone = tiny_config(tokens)
+    assert make_stage(backbone, 16).ranks is None

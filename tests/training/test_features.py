@@ -1,0 +1,170 @@
+"""Hidden states on disk: the same rows, the same losses, resumable, announced, refused."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_setup import tiny_config
+
+from medusa_jax.errors import UserError
+from medusa_jax.model.llama import init_params
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training import features, trainer
+from medusa_jax.training.data import TokenRows
+from medusa_jax.training.step import make_stage
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+ROW = 16 * 16 * 4  # bytes of a row of 16 tokens, 16 wide, in float32
+
+
+def config(tokens, workdir, kind="float32", **train):
+    cfg = tiny_config(tokens, "medusa1", **train)
+    cfg.data.packing, cfg.data.cache_features = "first_fit", kind
+    cfg.workdir = str(workdir)
+    os.makedirs(workdir, exist_ok=True)
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def setup(tokens):
+    """Mesh, stage, frozen variables and rows of the tiny run."""
+    cfg = config(tokens, "/tmp")
+    frozen = {"backbone": init_params(cfg.model.arch, jax.random.key(0))}
+    rows = TokenRows(tokens, cfg.data, cfg.model.arch.vocab_size)
+    return make_mesh(), make_stage(cfg, 16), frozen, rows
+
+
+def cache(cfg, setup):
+    mesh, stage, frozen, rows = setup
+    return features.cached(cfg, mesh, rows, stage.hidden, frozen, "abc")
+
+
+def files_of(cached):
+    return {name: os.stat(os.path.join(cached.directory, name)).st_mtime_ns
+            for name in sorted(os.listdir(cached.directory))}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_every_batch_of_every_epoch_has_its_own_states(
+    tokens, tmp_path, setup, monkeypatch, kind
+):
+    monkeypatch.setattr(features, "SHARD_BYTES", 30 * ROW)
+    cached = cache(config(tokens, tmp_path, kind), setup)
+    _, stage, frozen, rows = setup
+    assert len(cached.shards) > 2 and rows.rows % cached.shard_rows
+    hidden = jax.jit(stage.hidden)
+    for first in (0, rows.rows - 5, 2 * rows.rows + 8):  # across the end of an epoch, too
+        batch = cached.batch(first, 8)
+        plain = rows.batch(first, 8)
+        assert all(np.array_equal(batch[name], plain[name]) for name in plain)
+        expected = np.asarray(hidden(frozen, plain))
+        assert batch["hidden"].dtype == jnp.dtype(kind)
+        tolerance = 1e-5 if kind == "float32" else 2e-2
+        np.testing.assert_allclose(
+            batch["hidden"].astype(np.float32), expected, atol=tolerance, rtol=tolerance
+        )
+
+
+def test_training_gives_the_same_losses(tokens, tmp_path):
+    """Held-out text included; 40 batches of 8 pass the end of the first epoch."""
+    logs = {}
+    for kind in ("", "float32"):
+        cfg = config(tokens, tmp_path / (kind or "plain"), kind, steps=40, save_every=40)
+        cfg.data.eval_source, cfg.data.eval_samples = tokens, 8
+        trainer.train(cfg)
+        lines = (tmp_path / (kind or "plain") / "log.jsonl").read_text().splitlines()
+        logs[kind] = [json.loads(line) for line in lines]
+    rows = TokenRows(tokens, cfg.data, 64).rows
+    assert rows < 40 * 8
+    assert len(logs["float32"]) == len(logs[""])
+    for a, b in zip(logs["float32"], logs[""]):
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
+
+
+def test_a_cached_step_does_not_run_the_backbone(tokens, tmp_path, setup):
+    cfg = config(tokens, tmp_path)
+    _, stage, frozen, _ = setup
+    batch = cache(cfg, setup).batch(0, 4)
+    poison = jax.tree.map(lambda x: x * jnp.nan, frozen["backbone"]["layers_0"])
+    poisoned = {"backbone": frozen["backbone"] | {"layers_0": poison}}
+    heads = stage.init(jax.random.key(1), frozen)
+    from medusa_jax.training import losses
+
+    counts = losses.all_counts(batch, stage.aheads)
+    loss, _ = stage.loss(heads, poisoned, batch, counts, None, 1.0)
+    assert np.isfinite(float(loss))
+    without = {name: x for name, x in batch.items() if name != "hidden"}
+    assert not np.isfinite(
+        float(stage.loss(heads, poisoned, without, counts, None, 1.0)[0])
+    )
+
+
+def test_a_killed_run_goes_on_with_the_missing_files(
+    tokens, tmp_path, setup, monkeypatch, capsys
+):
+    monkeypatch.setattr(features, "SHARD_BYTES", 30 * ROW)
+    cfg = config(tokens, tmp_path)
+    first = cache(cfg, setup)
+    before, expected = files_of(first), first.batch(0, first.rows)["hidden"]
+    last = first.path(first.shards[-1])
+    os.remove(last)
+    half = os.path.join(first.directory, ".hidden_00001.new.npy")
+    with open(half, "wb") as file:
+        file.write(b"cut off")
+    capsys.readouterr()
+    second = cache(cfg, setup)
+    assert f"{len(first.shards) - 1} of {len(first.shards)} files are there" in (
+        capsys.readouterr().err
+    )
+    after = files_of(second)
+    kept = [name for name in before if os.path.join(first.directory, name) != last]
+    assert all(before[name] == after[name] for name in kept) and os.path.exists(last)
+    np.testing.assert_array_equal(second.batch(0, first.rows)["hidden"], expected)
+    # Complete: nothing is computed any more.
+    monkeypatch.setattr(features, "compute", None)
+    cache(cfg, setup)
+    assert "read from" in capsys.readouterr().err
+
+
+def test_the_size_is_announced_and_a_small_disk_refused(
+    tokens, tmp_path, setup, monkeypatch, capsys
+):
+    cfg = config(tokens, tmp_path)
+    rows = setup[3].rows
+    small = SimpleNamespace(free=features.SPARE_BYTES + rows * ROW - 1)
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda _: small)
+    with pytest.raises(UserError, match=r"needs 0\.0 GiB .*use bfloat16, fewer samples"):
+        cache(cfg, setup)
+    assert f"{rows} rows x 16 x 16 in float32 = 0.00 GiB" in capsys.readouterr().err
+    assert not [f for _, _, names in os.walk(tmp_path) for f in names]
+    cfg.data.cache_features = "bfloat16"
+    assert not cache(cfg, setup).missing
+
+
+def test_another_backbone_or_text_has_its_own_files(tokens, tmp_path, setup):
+    cfg = config(tokens, tmp_path)
+    mesh, stage, frozen, rows = setup
+    one = cache(cfg, setup).directory
+    assert features.cached(cfg, mesh, rows, stage.hidden, frozen, "xyz").directory != one
+    cfg.data.seq_len = 8
+    short = TokenRows(tokens, cfg.data, 64)
+    assert features.cached(cfg, mesh, short, stage.hidden, frozen, "abc").directory != one
+
+
+@pytest.mark.parametrize(
+    ("room", "field", "value", "words"),
+    [
+        ("data", "cache_features", "float16", "is float32 or bfloat16 or empty"),
+        ("train", "stage", "medusa2", "a backbone that does not change"),
+        ("data", "packing", "concat", "needs data.packing first_fit"),
+    ],
+)
+def test_what_cannot_be_cached(tokens, tmp_path, room, field, value, words):
+    cfg = config(tokens, tmp_path)
+    setattr(getattr(cfg, room), field, value)
+    with pytest.raises(UserError, match=words):
+        features.check(cfg)

@@ -1,0 +1,106 @@
+"""Shipped recipes: sound, documented, and the real step of each compiles from shapes."""
+
+import ast
+
+import jax
+import jax.numpy as jnp
+import pytest
+from training_setup import ROOT
+
+from medusa_jax.cli import train as cli
+from medusa_jax.config import Config
+from medusa_jax.model.llama import init_params
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training import dry, features, prepare
+from medusa_jax.training.partition import make_optimizer, trained_groups
+from medusa_jax.training.step import make_stage
+
+FILES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+RECIPES = [name for name in FILES if not name.startswith("demo")]
+
+
+def load(name, *more):
+    config = f"--config={ROOT}/configs/{name}.py"
+    return cli.parse([config, "--workdir=w", "--config.mesh=1,1,1", *more])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_recipes_are_sound_and_say_how_they_are_run(name):
+    cfg = load(name)
+    assert isinstance(cfg, Config)
+    prepare.check_choices(cfg)
+    prepare.check(cfg, make_mesh())
+    features.check(cfg)
+    trained_groups(cfg)
+    said = ast.get_docstring(ast.parse((ROOT / "configs" / f"{name}.py").read_text())) or ""
+    assert f"python train.py --config=configs/{name}.py" in said
+    if name in RECIPES:
+        assert "What to expect" in said and "--config.dry_run" in said
+
+
+def parameters(tree):
+    return dry.count(jax.tree.leaves(tree))
+
+
+# What the papers and model cards say, in billions.
+BACKBONES = {
+    "vicuna7b_m1": 6.74, "vicuna7b_m2": 6.74, "vicuna13b_m1": 13.02, "vicuna13b_m2": 13.02,
+    "vicuna33b": 32.53, "zephyr7b": 7.24, "llama31_8b": 8.03,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_have_the_sizes_of_their_models(name):
+    """Shapes of everything that is trained, without a compilation."""
+    cfg = load(name)
+    arch = cfg.model.arch
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    backbone = jax.eval_shape(lambda k: init_params(arch, k, jnp.bfloat16), key)
+    assert parameters(backbone) / 1e9 == pytest.approx(BACKBONES[name], abs=0.01)
+    params = jax.eval_shape(make_stage(cfg, 100).init, key, {"backbone": backbone})
+    D, V, K = arch.d_model, arch.vocab_size, cfg.heads.n_heads
+    own = V * D if cfg.heads.lm_head == "own" else 0
+    assert parameters(params["heads"]) == K * (cfg.heads.n_layers * (D * D + D) + own)
+    optimizer = make_optimizer(cfg.optim, trained_groups(cfg), 100)
+    groups = {name: tree for name, tree in params.items() if name in trained_groups(cfg)}
+    assert jax.eval_shape(optimizer.init, groups)
+
+
+@pytest.mark.parametrize("name", ["vicuna7b_m2", "vicuna13b_m2", "vicuna33b", "zephyr7b"])
+def test_medusa_2_recipes_follow_appendix_b(name):
+    cfg = load(name)
+    assert (cfg.lora.rank, cfg.lora.alpha, cfg.lora.dropout) == (32, 16, 0.05)
+    assert cfg.optim.heads_lr_multiplier == 4 and cfg.train.lambda_decay == 0.8
+    two_stages = name.endswith("_m2")
+    assert bool(cfg.train.heads_path) == two_stages and cfg.optim.name == "adamw8bit"
+    assert cfg.model.quantise == ("nf4" if two_stages else "")
+    assert cfg.train.backbone_loss == ("labels" if two_stages else "kl")
+    expected = (
+        (5e-4, 0.2, "constant", 64, 40) if two_stages else (1e-4, 0.01, "sine", 128, 20)
+    )
+    assert expected == (
+        cfg.optim.lr, cfg.train.lambda_0, cfg.train.lambda_0_schedule,
+        cfg.train.batch_size, cfg.optim.warmup_steps,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_passes_the_dry_run(name, capsys):
+    report = dry.dry_run(load(name, "--config.dry_run"))
+    assert report["total_bytes"] > 0
+    assert "memory per device" in capsys.readouterr().out
+
+
+# The others are the same programs in other sizes.
+@pytest.mark.parametrize("name", ["vicuna7b_m1", "vicuna7b_m2", "zephyr7b", "llama31_8b"])
+def test_the_step_of_a_recipe_compiles_with_small_sizes(name, quick_compile):
+    """The recipe's own stage, optimizer, adapters and data fields on a tiny model."""
+    small = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2,
+             "head_dim": 8, "d_ff": 64}  # fmt: skip
+    sizes = [f"--config.model.arch.{field}={value}" for field, value in small.items()]
+    short = ["--config.data.seq_len=32", "--config.train.loss_chunk=16", "--config.dry_run"]
+    short += ["--config.train.batch_size=4", "--config.train.accumulation=2"]
+    short += ["--config.lora.rank=4"] if load(name).lora.rank else []
+    report = dry.dry_run(load(name, *sizes, *short))
+    assert report["trainable_parameters"] > 0

@@ -1,0 +1,162 @@
+"""What a head is trained on, and that it cannot see it: for every registered drafter.
+
+One packed row, written by hand. "u" is the user's, letters are an answer, "." ends it:
+
+    position  0  1  2  3  4  5  6  7 | 8  9 10 11 | 12 13
+    token     u  u  A  B  C  .  u  D | u  E  F  .  |  padding
+    counted   -  -  x  x  x  x  -  x | -  x  x  x  |  -  -
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_setup import tiny_arch
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.heads import DRAFTERS, Base, make_drafter
+from medusa_jax.heads.medusa import Medusa
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.training import losses
+
+K = 3
+TOKENS = [40, 41, 2, 3, 4, 1, 42, 5, 43, 6, 7, 1, 0, 0]
+COUNTED = [0, 0, 1, 1, 1, 1, 0, 1, 0, 1, 1, 1, 0, 0]
+SEGMENTS = [1] * 8 + [2] * 4 + [0, 0]
+POSITIONS = [*range(8), *range(4), 0, 0]
+# (t, label) of every pair that counts: head k (1-based) at t guesses the token at t + k + 1, and
+# the tokens between have to be the answer's too. D, behind the user's 42, is no head's target;
+# neither is anything that starts in the first segment and ends in the second.
+PAIRS = {
+    1: [(1, 3), (2, 4), (3, 1), (8, 7), (9, 1)],
+    2: [(1, 4), (2, 1), (8, 1)],
+    3: [(1, 1)],
+}
+
+
+def row(tokens=TOKENS):
+    arrays = {"tokens": tokens, "positions": POSITIONS, "segment_ids": SEGMENTS}
+    batch = {name: jnp.asarray([x], jnp.int32) for name, x in arrays.items()}
+    return batch | {"counted": jnp.asarray([COUNTED], bool)}
+
+
+@pytest.fixture(scope="module")
+def base():
+    arch = tiny_arch(n_layers=2)
+    params = init_params(arch, jax.random.key(1))
+    return Base(Llama(arch), jax.tree.map(lambda x: 2 * x, params))
+
+
+def trained(kind, base):
+    """A drafter whose parameters have left their start: nothing is zero, everything matters."""
+    params = kind.init(jax.random.key(2), base)
+    rng = np.random.default_rng(0)
+    noise = jax.tree.map(lambda x: 0.3 * rng.standard_normal(x.shape), params)
+    return jax.tree.map(lambda x, n: x + n.astype(x.dtype), params, noise)
+
+
+def registered(name, base):
+    heads = HeadsConfig(drafter=name, n_heads=K, n_layers=2, lm_head="low_rank", rank=8)
+    drafter = make_drafter(heads, base.llama.config)
+    return drafter, trained(drafter, base)
+
+
+def teacher_forced(drafter, params, base):
+    """batch -> logits [T, V] of every head, backbone included, as the loss computes them."""
+
+    @jax.jit
+    def run(batch):
+        rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
+        features = drafter.features(params, base, base.forward(*rows), *rows)
+        heads = range(drafter.n_heads)
+        return [drafter.head_logits(params, base, k, features[k])[0] for k in heads]
+
+    return run
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_the_loss_is_over_the_hand_written_pairs(name, base):
+    drafter, params = registered(name, base)
+    counts = losses.pair_counts(row(), (2, 3, 4))
+    assert counts.tolist() == [len(PAIRS[k]) for k in (1, 2, 3)]
+    total, sums = jax.jit(
+        lambda p: losses.head_loss(p, drafter, base, row(), counts, 5, 0.8)
+    )(params)
+    logits = teacher_forced(drafter, params, base)(row())
+    expected = 0.0
+    for k in (1, 2, 3):
+        logp = jax.nn.log_softmax(logits[k - 1])
+        nll = -sum(float(logp[t, label]) for t, label in PAIRS[k])
+        right = sum(int(logits[k - 1][t].argmax()) == label for t, label in PAIRS[k])
+        np.testing.assert_allclose(sums.loss[k - 1], nll, rtol=2e-5)
+        assert int(sums.top1[k - 1]) == right
+        expected += 0.8**k * nll / len(PAIRS[k])
+    np.testing.assert_allclose(total, expected, rtol=2e-5)
+
+
+def check_no_head_reads_the_future(drafter, params, base):
+    """Changing the label, or anything behind it, must not move the logits that guess it."""
+    run = teacher_forced(drafter, params, base)
+    before, t = run(row()), 1
+    for k in range(drafter.n_heads):
+        label = t + k + 2
+        tokens = [x if i < label else (x + 13) % 64 for i, x in enumerate(TOKENS)]
+        after = run(row(tokens))
+        np.testing.assert_allclose(after[k][: t + 1], before[k][: t + 1], atol=1e-5)
+        assert not np.allclose(after[k][label], before[k][label], atol=1e-3)
+    # Nor may the second text see the first: it is another conversation.
+    tokens = [(x + 13) % 64 if i < 8 else x for i, x in enumerate(TOKENS)]
+    for k, (new, old) in enumerate(zip(run(row(tokens)), before)):
+        last = 12 - (k + 2)  # further on, the tokens that lead up to the label are missing
+        np.testing.assert_allclose(new[8:last], old[8:last], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_no_head_reads_the_future(name, base):
+    check_no_head_reads_the_future(*registered(name, base), base)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsItsLabel(Medusa):
+    """Medusa with a mistake: head k's features hold a trace of the token it has to guess."""
+
+    name = ""
+
+    def features(
+        self, params, base, hidden_BTD, tokens_BT, positions_BT, segment_ids_BT, key=None
+    ):
+        rows = (hidden_BTD, tokens_BT, positions_BT, segment_ids_BT)
+        features = super().features(params, base, *rows, key)
+        labels = [losses.shift(tokens_BT, k + 2) for k in range(self.n_heads)]
+        return features + 0.01 * jnp.stack([base.embed(label) for label in labels])
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsTheNextState(Medusa):
+    """Medusa with another mistake: the hidden state of the position behind."""
+
+    name = ""
+
+    def features(self, params, base, hidden_BTD, *rest):
+        hidden_BTD = hidden_BTD + 0.1 * jnp.roll(hidden_BTD, -K - 1, axis=1)
+        return super().features(params, base, hidden_BTD, *rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsTheNeighbour(Medusa):
+    """And a third: the hidden state before it, be it of another text."""
+
+    name = ""
+
+    def features(self, params, base, hidden_BTD, *rest):
+        hidden_BTD = hidden_BTD + 0.1 * jnp.roll(hidden_BTD, 1, axis=1)
+        return super().features(params, base, hidden_BTD, *rest)
+
+
+@pytest.mark.parametrize("kind", [ReadsItsLabel, ReadsTheNextState, ReadsTheNeighbour])
+def test_the_check_finds_a_head_that_cheats(kind, base):
+    drafter = kind(HeadsConfig(n_heads=K, lm_head="shared"), base.llama.config)
+    with pytest.raises(AssertionError):
+        check_no_head_reads_the_future(drafter, trained(drafter, base), base)
