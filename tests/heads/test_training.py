@@ -23,6 +23,7 @@ NAMES = sorted(DRAFTERS)
 def stage_of(name, **train):
     cfg = tiny_config("", "medusa1", **train)
     cfg.heads = family.small_heads(name, n_heads=3)
+    cfg.optim.name = "adamw"
     return cfg, make_stage(cfg, 16)
 
 
