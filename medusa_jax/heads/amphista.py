@@ -125,7 +125,7 @@ class Amphista(Drafter):
         return max(-(-(k + 1) * self.heads.stages // self.n_heads) - 1, 0)
 
     def init(self, key: jax.Array, base: Base) -> Params:
-        """Every part passes on what it reads, so that heads start as the LM head up to a norm."""
+        """Every part passes on what it reads, so that heads start as the LM head (nearly)."""
         h, D = self.heads, self.llama.d_model
         stage_keys, block_keys, pe_key = (
             jax.random.split(jax.random.fold_in(key, 0), max(h.stages, 1)),
@@ -134,7 +134,7 @@ class Amphista(Drafter):
         )
         params: Params = {}
         for s in range(h.stages):
-            stage = CausalLayer.start(stage_keys[s], self._stage_shape, h.stage_norm)
+            stage = CausalLayer.start(stage_keys[s], self._stage_shape, base, h.stage_norm)
             if h.sampled_token:
                 stage["fc"] = {"kernel": jnp.eye(2 * D, D)}  # [I ; 0]
             params[f"stages_{s}"] = stage

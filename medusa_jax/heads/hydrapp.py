@@ -35,9 +35,9 @@ class HydraPP(Hydra):
     Config = HydraPPConfig
 
     def init(self, key: jax.Array, base: Base) -> Params:
-        """Hydra's start, and a prefix layer that only normalises."""
+        """Hydra's start, and a prefix layer that passes on what it reads (nearly)."""
         heads_key, prefix_key = jax.random.split(key)
-        prefix = CausalLayer.start(prefix_key, self.llama)
+        prefix = CausalLayer.start(prefix_key, self.llama, base)
         return super().init(heads_key, base) | {"prefix": prefix}
 
     def _prefix(self, params: Params, base: Base, method: str, *args: Any) -> Any:

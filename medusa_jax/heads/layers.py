@@ -150,8 +150,14 @@ class CausalLayer(nn.Module):
         return self.norm(x_BTD) if self.out_norm else x_BTD
 
     @classmethod
-    def start(cls, key: jax.Array, config: LlamaConfig, out_norm: bool = True) -> Params:
-        """Fresh parameters: what the layer adds to its input is zero."""
+    def start(
+        cls, key: jax.Array, config: LlamaConfig, base: Base, out_norm: bool = True
+    ) -> Params:
+        """Fresh parameters that pass on what the layer reads, if that is like hidden states.
+
+        What it adds to its input is zero, and the norm behind it keeps the size that the
+        backbone's own final norm gives to hidden states.
+        """
         probe = jnp.zeros((1, 1, config.d_model))
         one = jnp.ones((1, 1), jnp.int32)
         module = cls(config, jnp.float32, out_norm)
@@ -159,6 +165,9 @@ class CausalLayer(nn.Module):
         layer = params["layers_0"]
         for room, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
             layer[room][name] = jax.tree.map(jnp.zeros_like, layer[room][name])
+        if out_norm:
+            size = jnp.sqrt(jnp.mean(base.params["norm"]["scale"].astype(jnp.float32) ** 2))
+            params["norm"] = {"scale": jnp.broadcast_to(size, (config.d_model,))}
         return params
 
 

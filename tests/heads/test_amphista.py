@@ -203,7 +203,8 @@ def test_heads_start_as_the_lm_head_behind_a_norm():
     base, drafter, start, _ = problem(position_encoding=False, lm_head="own")
     rows = family.random_rows(np.random.default_rng(0))
     features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
-    normed = rows[0] / np.sqrt((rows[0] ** 2).mean(-1, keepdims=True))
+    size = np.sqrt((base.params["norm"]["scale"] ** 2).mean())
+    normed = size * rows[0] / np.sqrt((rows[0] ** 2).mean(-1, keepdims=True))
     np.testing.assert_allclose(features, np.broadcast_to(normed, features.shape), rtol=1e-3)
 
 

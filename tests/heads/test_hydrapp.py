@@ -95,9 +95,10 @@ def test_the_cache_holds_accepted_positions_only():
     assert drafter.grow(state, 96).cache.slots == 96
 
 
-def test_the_prefix_layer_starts_as_a_norm():
+def test_the_prefix_layer_starts_as_a_norm_that_keeps_the_size():
     base, drafter, start, _ = problem()
     rows = hidden, *_ = family.random_rows(np.random.default_rng(0))
     features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
-    expected = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True))
+    size = np.sqrt((base.params["norm"]["scale"] ** 2).mean())
+    expected = size * hidden / np.sqrt((hidden**2).mean(-1, keepdims=True))
     np.testing.assert_allclose(features[3], expected, rtol=1e-3)
