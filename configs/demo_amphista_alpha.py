@@ -13,7 +13,7 @@ from medusa_jax.heads.amphista import AmphistaAlphaConfig
 def get_config() -> Config:
     """Heads on the frozen demo backbone."""
     return Config(
-        model=ModelConfig(path="work/demo/backbone/export"),
+        model=ModelConfig(path="work/demo/refined"),
         heads=AmphistaAlphaConfig(n_heads=4, lm_head="shared", stage_d_ff=640),
         data=DataConfig(
             source="work/demo/answers",

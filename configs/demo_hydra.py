@@ -13,7 +13,7 @@ from medusa_jax.heads.hydra import HydraConfig
 def get_config() -> Config:
     """Heads on the frozen demo backbone."""
     return Config(
-        model=ModelConfig(path="work/demo/backbone/export"),
+        model=ModelConfig(path="work/demo/refined"),
         heads=HydraConfig(n_heads=4, n_layers=2, lm_head="shared", skip="fixed"),
         data=DataConfig(
             source="work/demo/answers",

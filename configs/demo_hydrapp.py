@@ -14,7 +14,7 @@ from medusa_jax.heads.hydrapp import HydraPPConfig
 def get_config() -> Config:
     """Heads on the frozen demo backbone."""
     return Config(
-        model=ModelConfig(path="work/demo/backbone/export"),
+        model=ModelConfig(path="work/demo/refined"),
         heads=HydraPPConfig(
             n_heads=4, n_layers=4, dropout=0.1, lm_head="shared", skip="fixed"
         ),

@@ -30,7 +30,7 @@ DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
 # Orders that the papers report for the mean accepted length.
 ORDERS = (("medusa", "hydra", "hydrapp"), ("medusa", "amphista", "amphista_alpha"))
 EXAMPLES = """examples (from the project's root, after `python -m medusa_jax.demo.build`):
-  python -m medusa_jax.compare_drafters --model work/demo/backbone/export \\
+  python -m medusa_jax.compare_drafters --model work/demo/refined \\
       --data work/demo/answers --eval_data work/demo/heldout \\
       --calibration work/demo/calibration.jsonl --steps 2000 --out work/family
   python -m medusa_jax.compare_drafters ... --config.optim.lr=1e-3    (for every training)

@@ -30,7 +30,7 @@ def parameters(cfg, llama):
 def test_sound(file):
     cfg = load_config(str(file))
     prepare.check_choices(cfg)
-    assert f"--config=configs/{file.name}" in file.read_text()
+    assert file.name in file.read_text()  # the command that runs it
     if cfg.train.stage == "backbone":
         return
     if file.stem.startswith("demo_"):  # as bundled, in bfloat16
