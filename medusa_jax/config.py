@@ -174,6 +174,12 @@ class TrainConfig:
     backbone_loss: str = "labels"
     # Weight of -log(1 - p) at tokens that counted.npy marks -1 (unwanted repeats).
     unlikelihood: float = 1.0
+    # Each head's loss: label_weight x cross-entropy with the text's token + teacher_weight x
+    # cross-entropy with the backbone's own distribution there (Hydra 6.1, Amphista eq. 7).
+    label_weight: float = 1.0
+    teacher_weight: float = 0.0
+    # Noise on the hidden states that heads train on: uniform(-1, 1) x this / sqrt(L d).
+    hidden_noise: float = 0.0
     log_every: int = 10
     eval_every: int = 500
     save_every: int = 500

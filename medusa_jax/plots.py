@@ -196,6 +196,70 @@ def draw_curves(
 
 
 # --------------------------------------------------------------------------------------
+# Drafters side by side
+# --------------------------------------------------------------------------------------
+
+
+def draw_drafters(
+    runs: Mapping[str, Sequence[Mapping]], curves: Mapping, path: str | Path
+) -> Path:
+    """Three charts: head accuracy, accepted length against speed-up, held-out accuracy.
+
+    Args:
+      runs: per drafter what `compare_drafters.measure_one` found for each seed.
+      curves: per drafter and seed the held-out records of training (step, top1 per head).
+      path: the file to write; its ending gives the format.
+    """
+    figure = _figure(12, 3.8)
+    heads, lengths, training = figure.subplots(1, 3)
+    colours = dict(
+        zip(runs, ["#7a828c", "#5b9bd5", "#1f5fa8", "#e8a13c", "#d0451b", "#4c9f58"])
+    )
+
+    def mean(rows: Sequence[Sequence[float]]) -> list[float]:
+        return [sum(column) / len(rows) for column in zip(*rows)]
+
+    for name, found in runs.items():
+        for top, style in (("top1", "o-"), ("top5", "o:")):
+            accuracy = mean([seed[top] for seed in found])
+            label = name if top == "top1" else None
+            heads.plot(
+                range(1, len(accuracy) + 1),
+                accuracy,
+                style,
+                ms=3,
+                color=colours[name],
+                label=label,
+            )
+        for seed in found:
+            rows = seed["decoded"]
+            points = [
+                [row[key] for row in rows] for key in ("mean_accepted_length", "speedup")
+            ]
+            lengths.plot(*points, "o-", ms=4, lw=0.8, alpha=0.7, color=colours[name])
+        for records in curves.get(name, ()):
+            training.plot(
+                [r["step"] for r in records],
+                [sum(r["top1"]) / len(r["top1"]) for r in records],
+                lw=1,
+                color=colours[name],
+            )
+    heads.set(xlabel="head", ylabel="accuracy (top-1 solid, top-5 dotted)", ylim=(0, 1))
+    heads.legend(frameon=False, labelcolor=INK, fontsize=8)
+    lengths.set(xlabel="mean accepted length", ylabel="speed-up")
+    training.set(xlabel="training step", ylabel="held-out top-1, mean of the heads")
+    for axes in (heads, lengths, training):
+        axes.set_facecolor("none")
+        axes.tick_params(colors=INK)
+        axes.xaxis.label.set_color(INK)
+        axes.yaxis.label.set_color(INK)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side in ("left", "bottom"))
+            spine.set_color(INK)
+    return _save(figure, path)
+
+
+# --------------------------------------------------------------------------------------
 # The text
 # --------------------------------------------------------------------------------------
 

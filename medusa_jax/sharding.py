@@ -34,8 +34,9 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(o_proj|down_proj)/(scales|b)$", P(None, "fsdp")),
     (r"(_proj|lm_head)/a$", P("fsdp", None)),
     (r"(_proj|lm_head)/(scales|b)$", P(None, "tensor")),
-    (r"heads_\d+/layers_\d+/kernel$", P("fsdp", "tensor")),
-    (r"heads_\d+/layers_\d+/bias$", P("tensor")),
+    # Everything else that multiplies, in the draft heads.
+    (r"heads_\d+/layers_\d+/(.*/)?bias$", P("tensor")),
+    (r"/kernel$", P("fsdp", "tensor")),
     (r".*", P()),
 )
 

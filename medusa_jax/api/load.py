@@ -67,6 +67,11 @@ def load(
                 "the directory or hub id of heads trained for it, or --drafter none"
             )
         heads_path = str(DEMO / drafter)
+        if not Path(heads_path).is_dir():
+            raise UserError(
+                f"no {drafter} heads are bundled with the demo: give --drafter the directory of "
+                "heads trained for it"
+            )
     devices = make_mesh(mesh)
     text_to_ids = load_tokenizer(tokenizer or path)
     config, params = hf.load_backbone(path, devices, kind)

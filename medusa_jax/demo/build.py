@@ -7,7 +7,7 @@ Eight stages, each a documented command of its own, each skipped if its result i
     native      three more layers, trained on together with heads        train.py demo_native
     refined     rounds of training against its own loops                medusa_jax.demo.refine
     answers     its own continuations of training prompts               medusa_jax.distill
-    heads       Medusa heads trained on those                           train.py demo_medusa
+    heads       draft heads trained on those                            train.py demo_{drafter}
     tree        the draft tree fitted to heads and device               medusa_jax.calibrate
     install     weights, tokenizer, heads, tree, prompts into --install
 
@@ -75,6 +75,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--install", default="work/demo/install",
                    help="where the result goes; medusa_jax/demo replaces the bundled one")  # fmt: skip
+    p.add_argument("--drafters", default="medusa",
+                   help="comma-separated; each has a configs/demo_{drafter}.py")  # fmt: skip
     p.add_argument("--answers", type=int, default=2560, help="prompts to continue")
     p.add_argument(
         "--tiny", action="store_true", help="a tiny budget, to see that it works"
@@ -108,7 +110,7 @@ def run(flags: argparse.Namespace) -> int:
         work / "corpus.json",
         ["-m", "medusa_jax.demo.corpus", f"--out={work}", *extra["corpus"]],
     )
-    backbone, answers, heads = work / "backbone", work / "answers", work / "medusa"
+    backbone, answers = work / "backbone", work / "answers"
     stage(
         "backbone",
         backbone / "export" / "model.safetensors",
@@ -148,25 +150,28 @@ def run(flags: argparse.Namespace) -> int:
             *extra["answers"],
         ],
     )  # fmt: skip
-    stage(
-        "heads",
-        heads / "export" / "heads.safetensors",
-        [
-            "train.py", "--config=configs/demo_medusa.py", f"--workdir={heads}",
-            f"--config.model.path={backbone}", f"--config.data.source={answers}",
-            f"--config.data.eval_source={work}/heldout", *extra["heads"],
-        ],
-    )  # fmt: skip
-    stage(
-        "tree",
-        heads / "export" / "tree.json",
-        [
-            "-m", "medusa_jax.calibrate", f"--model={backbone}",
-            f"--drafter={heads}/export", f"--prompts={calibration}",
-            f"--out={heads}/export/tree.json", *extra["tree"],
-        ],
-    )  # fmt: skip
-    install(work, Path(flags.install))
+    drafters = flags.drafters.split(",")
+    for drafter in drafters:
+        heads = work / drafter
+        stage(
+            "heads",
+            heads / "export" / "heads.safetensors",
+            [
+                "train.py", f"--config=configs/demo_{drafter}.py", f"--workdir={heads}",
+                f"--config.model.path={backbone}", f"--config.data.source={answers}",
+                f"--config.data.eval_source={work}/heldout", *extra["heads"],
+            ],
+        )  # fmt: skip
+        stage(
+            "tree",
+            heads / "export" / "tree.json",
+            [
+                "-m", "medusa_jax.calibrate", f"--model={backbone}",
+                f"--drafter={heads}/export", f"--prompts={calibration}",
+                f"--out={heads}/export/tree.json", *extra["tree"],
+            ],
+        )  # fmt: skip
+    install(work, Path(flags.install), drafters)
     return 0
 
 
@@ -193,12 +198,12 @@ def spread(records: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
     return chosen[:n]
 
 
-def install(work: Path, target: Path) -> None:
-    """What the package ships: backbone and Medusa heads in bfloat16, their tree, prompts."""
+def install(work: Path, target: Path, drafters: Sequence[str]) -> None:
+    """What the package ships: backbone and heads in bfloat16, their trees, prompts."""
     from medusa_jax.interop import heads_io, hf
     from medusa_jax.sharding import make_mesh
 
-    source, trained = work / "refined", work / "medusa" / "export"
+    source = work / "refined"
     mesh = make_mesh()
     config, params = hf.load_backbone(str(source), mesh)
     fields = json.loads((source / "config.json").read_text())
@@ -206,12 +211,14 @@ def install(work: Path, target: Path) -> None:
     hf.save_backbone(str(target / "backbone"), config, params, "bfloat16", ends)
     for file in TOKENIZER_FILES:
         shutil.copyfile(source / file, target / "backbone" / file)
-    heads, head_params, described = heads_io.load_heads(str(trained), config, mesh)
-    heads_io.save_heads(
-        str(target / "medusa"), heads, head_params, base=described["base"],
-        recipe=described["recipe"], dtype="bfloat16",
-    )  # fmt: skip
-    shutil.copyfile(trained / "tree.json", target / "medusa" / "tree.json")
+    for drafter in drafters:
+        trained, out = work / drafter / "export", target / drafter
+        heads, head_params, described = heads_io.load_heads(str(trained), config, mesh)
+        heads_io.save_heads(
+            str(out), heads, head_params, base=described["base"],
+            recipe=described["recipe"], dtype="bfloat16",
+        )  # fmt: skip
+        shutil.copyfile(trained / "tree.json", out / "tree.json")
     lines = (work / "heldout" / "prompts.jsonl").read_text().splitlines()
     prompts = spread([json.loads(line) for line in lines], DEMO_PROMPTS)
     keys = ("file", "prompt", "prompt_ids", "continuation_ids")
@@ -225,7 +232,7 @@ def install(work: Path, target: Path) -> None:
             last_record(round / "train") for round in sorted(source.glob("round_*"))
         ],
         "answers": json.loads((work / "answers" / "provenance.json").read_text()),
-        "heads": last_record(work / "medusa"),
+        "heads": {drafter: last_record(work / drafter) for drafter in drafters},
     }
     (target / "provenance.json").write_text(json.dumps(made, indent=1) + "\n")
     size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())

@@ -1,28 +1,65 @@
-"""Draft heads: one file per paper, all under the contract of `drafter.py`."""
+"""Draft heads: one file per paper, all under the contract of `drafter.py`.
 
+Every drafter in this package is registered under its `name` by being there.
+"""
+
+import dataclasses
 import difflib
+import importlib
+import pkgutil
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Base, Drafter
-from medusa_jax.heads.medusa import Medusa
 
-DRAFTERS: dict[str, type[Drafter]] = {"medusa": Medusa}
+__all__ = ["DRAFTERS", "Base", "Drafter", "drafter_class", "make_drafter"]
 
-__all__ = ["DRAFTERS", "Base", "Drafter", "make_drafter"]
+
+def _find() -> dict[str, type[Drafter]]:
+    """The named drafters of this package's files, by name."""
+    found: dict[str, type[Drafter]] = {}
+    for file in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{file.name}")
+        for kind in vars(module).values():
+            if isinstance(kind, type) and issubclass(kind, Drafter) and kind.name:
+                found[kind.name] = kind
+    return found
+
+
+DRAFTERS: dict[str, type[Drafter]] = _find()
+
+
+def drafter_class(name: str) -> type[Drafter]:
+    """The drafter of that name.
+
+    Raises:
+      UserError: there is none; the nearest is named.
+    """
+    if name not in DRAFTERS:
+        near = difflib.get_close_matches(name, DRAFTERS, n=1, cutoff=0.0)
+        raise UserError(
+            f"unknown drafter {name!r} (there are: {', '.join(DRAFTERS)}); "
+            f"did you mean {near[0]!r}?"
+        )
+    return DRAFTERS[name]
 
 
 def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
     """The drafter that `heads.drafter` names, for a backbone of the given shape.
 
+    A plain `HeadsConfig` serves any drafter, whose own fields then have their defaults.
+
     Raises:
-      UserError: an unknown drafter or LM-head kind, or a rank beyond the LM head's.
+      UserError: an unknown drafter or LM-head kind, a rank beyond the LM head's, fields of
+        another drafter or ones that the drafter refuses.
     """
-    if heads.drafter not in DRAFTERS:
-        near = difflib.get_close_matches(heads.drafter, DRAFTERS, n=1, cutoff=0.0)
+    kind = drafter_class(heads.drafter)
+    if type(heads) is HeadsConfig:
+        heads = kind.Config(**dataclasses.asdict(heads))
+    if type(heads) is not kind.Config:
         raise UserError(
-            f"unknown drafter {heads.drafter!r} (there are: {', '.join(DRAFTERS)}); "
-            f"did you mean {near[0]!r}?"
+            f"heads.drafter {heads.drafter!r} does not take the fields of a "
+            f"{type(heads).__name__}: start from a configuration of that drafter"
         )
     if heads.lm_head not in ("own", "shared", "low_rank"):
         raise UserError(f"heads.lm_head is own, shared or low_rank, not {heads.lm_head!r}")
@@ -32,4 +69,6 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
             f"heads.rank {heads.rank} does not fit an LM head of {llama.d_model} x "
             f"{llama.vocab_size}: low_rank takes 1 to {widest}"
         )
-    return DRAFTERS[heads.drafter](heads, llama)
+    drafter = kind(heads, llama)
+    drafter.check()
+    return drafter

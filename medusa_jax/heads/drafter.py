@@ -5,10 +5,12 @@ that the caller carries. The decode loop, the trainer and the calibrator know no
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.model.cache import KVCache
@@ -74,18 +76,41 @@ class Base:
 class Drafter:
     """Base class of all drafters. Hashable: a static argument of `jax.jit`.
 
+    A new drafter is one file in this package with one subclass that has a `name`; the registry
+    finds it by that. Parameters of head k lie under "heads_{k}", its hidden layers there under
+    "layers_{j}"; anything else may have any name.
+
     Attributes:
       heads: the kind and sizes of the heads.
       llama: the shape of the backbone they sit on.
+      name: how configurations and files call the drafter.
+      Config: the fields it has beyond those of every drafter.
+      separable: the first heads alone are a drafter, so that the others need not be loaded.
     """
 
     heads: HeadsConfig
     llama: LlamaConfig
 
+    name: ClassVar[str] = ""
+    Config: ClassVar[type[HeadsConfig]] = HeadsConfig
+    separable: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """Refuse fields that make no sense together.
+
+        Raises:
+          UserError: names the field.
+        """
+
     @property
     def n_heads(self) -> int:
         """K. Head k (0-based) at position t guesses the token at t + k + 2."""
         return self.heads.n_heads
+
+    @property
+    def stored_layers(self) -> int:
+        """How many layers of a head have parameters of their own."""
+        return self.heads.n_layers
 
     def init(self, key: jax.Array, base: Base) -> Params:
         """Fresh float32 parameters."""
@@ -103,7 +128,12 @@ class Drafter:
         segment_ids_BT: jax.Array,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """What each head reads its logits from, for every position: [K, B, T, D]."""
+        """What each head reads its logits from, for every position: [K, B, T, D].
+
+        Row t of head k may depend on hidden states up to t and on tokens up to t + k + 1, and
+        must be what `propose` reads when those tokens have been accepted or drafted. With a
+        key, dropout is on.
+        """
         raise NotImplementedError
 
     def head_logits(
@@ -154,3 +184,24 @@ class Drafter:
         Heads deeper than the tree are not computed.
         """
         raise NotImplementedError
+
+
+def fill_by_rank(
+    tree: Tree, logits: Sequence[jax.Array], root_B: jax.Array, rank_scores: RankScores
+) -> jax.Array:
+    """Node tokens [B, M] of heads that do not look at the path.
+
+    Rank r of depth d is the (r+1)-th best guess of head d, whatever stands before it.
+
+    Args:
+      logits: those of the first `tree.depth` heads, each [B, V].
+    """
+    if tree.depth == 0:
+        return root_B[:, None]
+    scores = [rank_scores(k + 1, logits_BV) for k, logits_BV in enumerate(logits)]
+    _, best_BKR = lax.top_k(jnp.stack(scores, axis=1), tree.max_rank + 1)
+    # A gather by constants; slices of the top-k result would compile to a full sort.
+    depth_M = jnp.maximum(jnp.asarray(tree.depth_M) - 1, 0)
+    drafts_BM = best_BKR[:, depth_M, jnp.asarray(tree.rank_M)]
+    is_root_M = jnp.asarray(tree.depth_M) == 0
+    return jnp.where(is_root_M[None, :], root_B[:, None], drafts_BM)

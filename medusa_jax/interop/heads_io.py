@@ -2,7 +2,7 @@
 
 `heads.safetensors` holds the parameters under their tree paths ("heads_0/layers_0/kernel"),
 shaped as in the tree. `heads.json` says what they are: {"format": 1, "heads": {the fields of
-HeadsConfig}, "base": {"d_model", "vocab_size", "fingerprint"}, "recipe": {anything}}.
+the drafter's Config}, "base": {"d_model", "vocab_size", "fingerprint"}, "recipe": {anything}}.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Base, drafter_class, make_drafter
 from medusa_jax.interop import hf
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.hub import HEAD_FILES, resolve
@@ -91,7 +91,8 @@ def load_heads(
 
     Args:
       path: a directory that `save_heads` wrote, or the hub id of such.
-      n_heads: read only the first so many; the deeper ones are never touched.
+      n_heads: read only the first so many; the deeper ones are never touched. Heads that
+        need each other (`Drafter.separable`) are all read.
       fingerprint: of the backbone at hand (`hf.fingerprint`); None compares sizes only.
       allow_other_base: accept heads trained on another backbone of the same sizes.
 
@@ -121,13 +122,15 @@ def load_heads(
         )
     weights = os.path.join(directory, WEIGHTS)
     tensors = tensor_files.open_safetensors(weights)
-    _check_counts(weights, tensors, stored)
+    drafter = make_drafter(stored, llama)
+    _check_counts(weights, tensors, stored, drafter.stored_layers)
     if n_heads is not None and not 1 <= n_heads <= stored.n_heads:
         raise UserError(
             f"{directory} holds {stored.n_heads} heads, {n_heads} were asked for (is the tree "
             "deeper than the heads?)"
         )
-    heads = dataclasses.replace(stored, n_heads=n_heads or stored.n_heads)
+    few = n_heads if n_heads and drafter.separable else stored.n_heads
+    heads = dataclasses.replace(stored, n_heads=few)
 
     def too_deep(name: str) -> bool:
         match = re.match(r"heads_(\d+)/", name)
@@ -173,8 +176,9 @@ def _read_description(
     fields, base = meta.get("heads"), meta.get("base")
     if not isinstance(fields, dict) or not isinstance(base, dict):
         raise UserError(f'{file} needs the objects "heads" and "base"')
+    kind_of_heads = drafter_class(str(fields.get("drafter"))).Config
     known: dict[str, Any] = {
-        field.name: field.type for field in dataclasses.fields(HeadsConfig)
+        field.name: field.type for field in dataclasses.fields(kind_of_heads)
     }
     for name, value in fields.items():
         if name not in known:
@@ -184,10 +188,12 @@ def _read_description(
             raise UserError(
                 f"{file}: heads.{name} should be {kind.__name__}, not {value!r}"
             )
-    return HeadsConfig(**fields), base
+    return kind_of_heads(**fields), base
 
 
-def _check_counts(weights: str, tensors: Tensors, stored: HeadsConfig) -> None:
+def _check_counts(
+    weights: str, tensors: Tensors, stored: HeadsConfig, n_layers: int
+) -> None:
     """Heads and layers are counted in the keys; heads.json may only agree."""
     heads = {int(m[1]) for name in tensors if (m := re.match(r"heads_(\d+)/", name))}
     if heads and len(heads) != stored.n_heads:
@@ -197,7 +203,7 @@ def _check_counts(weights: str, tensors: Tensors, stored: HeadsConfig) -> None:
     layers = {
         int(m[1]) for name in tensors if (m := re.match(r"heads_0/layers_(\d+)/", name))
     }
-    if layers and len(layers) != stored.n_layers:
+    if layers and len(layers) != n_layers:
         raise UserError(
-            f"{weights} holds {len(layers)} layers per head, {DESCRIPTION} says {stored.n_layers}"
+            f"{weights} holds {len(layers)} layers per head, {DESCRIPTION} says {n_layers}"
         )

@@ -4,6 +4,7 @@ Which pairs count, how a loss is normalised and how it is computed without ever 
 logits of more than one chunk of one head.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,10 +60,25 @@ class Counts(NamedTuple):
     marked: jax.Array
 
 
+class HeadTargets(NamedTuple):
+    """What draft heads learn from, and on what.
+
+    Each head's loss is label_weight CE(text) + teacher_weight CE(backbone), the latter against
+    the distribution that the backbone has for that same token (Hydra 6.1, Amphista eq. 7-9).
+    `noise` is Hydra's (6.1): in training the heads read hidden states plus
+    uniform(-1, 1) noise / sqrt(L d).
+    """
+
+    label_weight: float = 1.0
+    teacher_weight: float = 0.0
+    noise: float = 0.0
+
+
 def shift(x_BT: jax.Array, ahead: int) -> jax.Array:
     """What stands `ahead` positions later, 0 past the end: [a b c d], 1 -> [b c d 0]."""
     kept = x_BT[:, ahead:]
-    return jnp.pad(kept, ((0, 0), (0, x_BT.shape[1] - kept.shape[1])))
+    pad = ((0, 0), (0, x_BT.shape[1] - kept.shape[1])) + ((0, 0),) * (x_BT.ndim - 2)
+    return jnp.pad(kept, pad)
 
 
 def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> jax.Array:
@@ -314,11 +330,19 @@ def heads_sums(
     batch: Batch,
     chunk: int,
     dropout_key: jax.Array | None,
+    targets: HeadTargets = HeadTargets(),  # noqa: B008 (immutable)
 ) -> list[Sums]:
     """Each head's cross-entropy; k is 1-based as in the paper, head k looks k + 1 ahead."""
     heads, base = split(params)
-    features_KBTD = drafter.features(heads, base, hidden_BTD, *rows(batch), dropout_key)
-    sums_K = []
+    read_BTD = hidden_BTD
+    if targets.noise and dropout_key is not None:
+        dropout_key, noise_key = jax.random.split(dropout_key)
+        read_BTD += hidden_noise(noise_key, hidden_BTD, targets.noise)
+    features_KBTD = drafter.features(heads, base, read_BTD, *rows(batch), dropout_key)
+    teacher, sums_K = None, []
+    if targets.teacher_weight or targets.label_weight != 1:
+        frozen: Base = lax.stop_gradient(base)
+        teacher = Teacher(frozen.lm_head, targets.teacher_weight, targets.label_weight)
     for k in range(drafter.n_heads):
 
         def logits(p: Params, features: jax.Array, k: int = k) -> jax.Array:
@@ -328,10 +352,17 @@ def heads_sums(
         ahead = k + 2
         mask_BT = pair_mask(batch["counted"], batch["segment_ids"], ahead)
         labels_BT = shift(batch["tokens"], ahead)
-        sums_K.append(
-            cross_entropy_sums(logits, params, features_KBTD[k], labels_BT, mask_BT, chunk)
-        )
+        # The backbone's hidden state right before the target.
+        teacher_BTD = None if teacher is None else shift(hidden_BTD, ahead - 1)
+        targets_k = (labels_BT, mask_BT, chunk, teacher, teacher_BTD)
+        sums_K.append(cross_entropy_sums(logits, params, features_KBTD[k], *targets_k))
     return sums_K
+
+
+def hidden_noise(key: jax.Array, hidden_BTD: jax.Array, alpha: float) -> jax.Array:
+    """uniform(-1, 1) alpha / sqrt(L d) (Hydra 6.1, after Jain et al. 2024)."""
+    scale = alpha / math.sqrt(hidden_BTD.shape[1] * hidden_BTD.shape[2])
+    return scale * jax.random.uniform(key, hidden_BTD.shape, hidden_BTD.dtype, -1, 1)
 
 
 def weighted_heads(sums_K: list[Sums], counts_K: jax.Array, decay: float) -> jax.Array:
@@ -351,6 +382,7 @@ def head_loss(
     chunk: int,
     decay: float,
     dropout_key: jax.Array | None = None,
+    targets: HeadTargets = HeadTargets(),  # noqa: B008 (immutable)
 ) -> tuple[jax.Array, Sums]:
     """Medusa-1 (Medusa 2.2.1, equation 1): L = sum_k lambda_k CE_k, lambda_k = decay^k.
 
@@ -364,7 +396,7 @@ def head_loss(
     else:
         hidden_BTD = lax.stop_gradient(base.forward(*rows(batch)))
     sums_K = heads_sums(
-        params, lambda p: (p, base), drafter, hidden_BTD, batch, chunk, dropout_key
+        params, lambda p: (p, base), drafter, hidden_BTD, batch, chunk, dropout_key, targets
     )
     loss = weighted_heads(sums_K, counts_K, decay)
     return loss, jax.tree.map(lambda *s: jnp.stack(s), *sums_K)
@@ -382,6 +414,7 @@ def joint_loss(
     unlikelihood: float = 0.0,
     original: Base | None = None,
     dropout_key: jax.Array | None = None,
+    targets: HeadTargets = HeadTargets(),  # noqa: B008 (immutable)
 ) -> tuple[jax.Array, Sums]:
     """Medusa-2 (Medusa 2.2.2, equation 2): L = L_LM + lambda_0 sum_k lambda_k L_k.
 
@@ -394,7 +427,9 @@ def joint_loss(
     own = next_token_sums(
         params, lambda p: split(p)[1], hidden_BTD, batch, chunk, unlikelihood, original
     )
-    heads = heads_sums(params, split, drafter, hidden_BTD, batch, chunk, dropout_key)
+    heads = heads_sums(
+        params, split, drafter, hidden_BTD, batch, chunk, dropout_key, targets
+    )
     loss = next_token_mean(own, counts)
     loss += lambda_0 * weighted_heads(heads, counts.pairs_K[1:], decay)
     return loss, jax.tree.map(lambda *s: jnp.stack(s), own, *heads)

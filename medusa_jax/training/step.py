@@ -71,6 +71,9 @@ def make_stage(cfg: Config, steps: int) -> Stage:
     llama = Llama(arch, jnp.dtype(train.dtype), remat=remat)
     lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)
     chunk, decay = train.loss_chunk, train.lambda_decay
+    targets = losses.HeadTargets(
+        train.label_weight, train.teacher_weight, train.hidden_noise
+    )
 
     def with_adapters(params: Tree) -> Tree:
         """Adapters scaled once, before the losses take gradients chunk by chunk."""
@@ -118,7 +121,15 @@ def make_stage(cfg: Config, steps: int) -> Stage:
     ) -> Any:
         base = base_of(frozen)
         return losses.head_loss(
-            params["heads"], drafter, base, batch, counts.pairs_K, chunk, decay, key
+            params["heads"],
+            drafter,
+            base,
+            batch,
+            counts.pairs_K,
+            chunk,
+            decay,
+            key,
+            targets,
         )
 
     def joint(
@@ -136,7 +147,7 @@ def make_stage(cfg: Config, steps: int) -> Stage:
 
         return losses.joint_loss(
             with_adapters(params), split, drafter, batch, counts, lambda_0, chunk, decay,
-            train.unlikelihood, original(frozen), head_key,
+            train.unlikelihood, original(frozen), head_key, targets,
         )  # fmt: skip
 
     def ranks(params: Tree, frozen: Tree, batch: Tree) -> jax.Array:

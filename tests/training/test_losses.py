@@ -135,6 +135,62 @@ def test_head_loss_is_equation_1(lm_head):
     )
 
 
+def test_a_teacher_is_the_backbones_own_distribution():
+    """label_weight CE(text) + teacher_weight CE(backbone at t + k), per counted pair."""
+    _, base, drafter, params, batch = heads_problem()
+    counts = losses.pair_counts(batch, (2, 3, 4))
+    rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
+
+    def plain(params):
+        hidden = base.llama.apply({"params": base.params}, *rows, method="forward")
+        features = drafter.features(params, base, hidden, *rows)
+        teacher = jax.nn.softmax(base.lm_head(hidden))
+        total = 0.0
+        for k in range(3):
+            logp = jax.nn.log_softmax(drafter.head_logits(params, base, k, features[k]))
+            mask = losses.pair_mask(batch["counted"], batch["segment_ids"], k + 2)
+            for b, t in zip(*np.nonzero(np.asarray(mask))):
+                label = -logp[b, t, batch["tokens"][b, t + k + 2]]
+                soft = -(teacher[b, t + k + 1] * logp[b, t]).sum()
+                total += (0.1 * label + 0.7 * soft) / counts[k]
+        return total
+
+    def streamed(params):
+        return losses.head_loss(
+            params, drafter, base, batch, counts, 5, 1.0, None,
+            losses.HeadTargets(label_weight=0.1, teacher_weight=0.7, noise=9.0),
+        )[0]  # fmt: skip
+
+    value, grads = jax.jit(jax.value_and_grad(streamed))(params)
+    expected, expected_grads = jax.value_and_grad(plain)(params)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), grads, expected_grads
+    )
+
+
+def test_noise_on_hidden_states_needs_a_key():
+    """Uniform in +-noise / sqrt(L d) (Hydra 6.1), and only where the heads read."""
+    _, base, drafter, params, batch = heads_problem()
+    counts, seen = losses.pair_counts(batch, (2, 3, 4)), []
+
+    class Watched(type(drafter)):
+        def features(self, params, base, hidden_BTD, *rest):
+            seen.append(hidden_BTD)
+            return super().features(params, base, hidden_BTD, *rest)
+
+    watched = Watched(drafter.heads, drafter.llama)
+    for noise, key in ((0.0, jax.random.key(0)), (6.0, None), (6.0, jax.random.key(0))):
+        targets = losses.HeadTargets(noise=noise)
+        losses.head_loss(params, watched, base, batch, counts, 5, 1.0, key, targets)
+    clean, evaluated, noisy = seen
+    np.testing.assert_array_equal(clean, evaluated)
+    difference = np.asarray(noisy - clean)
+    bound = 6.0 / np.sqrt(clean.shape[1] * clean.shape[2])
+    assert 0.95 * bound < np.abs(difference).max() <= bound * 1.001
+    assert abs(difference.mean()) < 0.1 * bound
+
+
 def test_a_head_costs_less_than_a_tenth_of_one_set_of_logits():
     """Compiled peak memory for K = 1, 3, 5, beside the loss that holds all logits at once."""
     B, T, V, D = 4, 1024, 2048, 32

@@ -1,0 +1,293 @@
+"""Amphista (Li et al., NAACL 2025): heads that adapt the hidden state in stages and see each other.
+
+    h^1_t = SAL^1(fc^1([h_t ; e_{t+1}]))    h^2_t = SAL^2(fc^2([h^1_t ; e_{t+1}]))        (1)
+    h'_k = MLP_k(h^1_t) for the first half of the heads, MLP_k(h^2_t) for the second      (2)
+    H_p = [h'_1 ... h'_K] + PE                                                          (3, 4)
+    logits_k = LM-Head_k(Self-Attention(H_p)[k])                                        (5, 6)
+
+The staged adaptation layers (SAL) are causal decoder layers with caches of their own, of
+accepted positions only; e_{t+1} embeds the token that the backbone itself chose behind h_t,
+which is the root. The auto-embedding block (3-5) attends among the K heads in both directions.
+Nothing depends on drafted tokens: all heads run at once, whatever the path.
+
+What the paper leaves open: MLP_k is Medusa's residual block; a SAL has the backbone's shape and
+a norm behind it; the attention is x + O(MHA(RMSNorm(x))) with the backbone's number of heads and
+no feed-forward part, which is what fits the paper's count of parameters (-45% at rank 64).
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads.drafter import Base, Drafter, Params, RankScores, fill_by_rank
+from medusa_jax.heads.layers import (
+    CausalLayer,
+    LayerState,
+    ResBlock,
+    dropout,
+    later,
+    lm_head_logits,
+    lm_head_start,
+)
+from medusa_jax.model.llama import Linear, RMSNorm, attend
+from medusa_jax.tree import Tree
+
+
+@dataclass(unsafe_hash=True)
+class AmphistaConfig(HeadsConfig):
+    """Fields of Amphista heads beyond those of every drafter; the ablations of its tables.
+
+    Table 4 and 5: `blocks=0` (w/o Auto-embedding), `position_encoding=False`, `stages=0` (w/o
+    Staged-Adaptation), `stages=1` (One-Adaptation-Layer), `sampled_token=False`. Table 10:
+    `stages` 1 to 4. Table 11: `lm_head="low_rank"` with `rank` 64 to 512.
+    """
+
+    drafter: str = "amphista"
+    n_heads: int = 4
+    # Staged adaptation layers; head k (1-based) of K reads stage ceil(k stages / K).
+    stages: int = 2
+    # Self-attention layers among the heads (Amphista-alpha: 2).
+    blocks: int = 1
+    position_encoding: bool = True
+    # The stages also read the embedding of the token behind each position.
+    sampled_token: bool = True
+    # A norm behind every stage.
+    stage_norm: bool = True
+    # Eq. 5 as printed: no norm before the attention and no residual around it.
+    plain_attention: bool = False
+    # Width of the stages' MLP; 0 is the backbone's.
+    stage_d_ff: int = 0
+    # Before the MLPs and before the LM heads.
+    dropout: float = 0.0
+
+
+class HeadAttention(nn.Module):
+    """x + O(MHA(RMSNorm(x))) over the K heads of a position, each seeing all; O = 0 at first."""
+
+    config: LlamaConfig
+    dtype: Any
+    plain: bool
+
+    @nn.compact
+    def __call__(self, x_BKD: jax.Array) -> jax.Array:
+        c = self.config
+        B, K, D = x_BKD.shape
+        normed = x_BKD
+        if not self.plain:
+            normed = RMSNorm(c.rms_eps, self.dtype, name="norm")(x_BKD)
+        q_BKNH, k_BKNH, v_BKNH = (
+            Linear(c.n_heads * c.head_dim, False, self.dtype, name=name)(normed).reshape(
+                B, K, c.n_heads, c.head_dim
+            )
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        everyone = jnp.ones((B, K, K), bool)
+        k_BNKH, v_BNKH = (x.transpose(0, 2, 1, 3) for x in (k_BKNH, v_BKNH))
+        mixed = attend(q_BKNH, k_BNKH, v_BNKH, everyone)
+        out_BKD = Linear(D, False, self.dtype, name="o_proj")(mixed)
+        return out_BKD if self.plain else x_BKD + out_BKD
+
+
+@dataclasses.dataclass(frozen=True)
+class Amphista(Drafter):
+    """K heads behind staged adaptation layers, mixed by bidirectional attention."""
+
+    heads: AmphistaConfig
+
+    name = "amphista"
+    Config = AmphistaConfig
+    separable = False
+
+    def check(self) -> None:
+        h = self.heads
+        if not 0 <= h.stages <= h.n_heads:
+            raise UserError(
+                f"heads.stages is from 0 to n_heads = {h.n_heads}, not {h.stages}"
+            )
+        if h.blocks < 0:
+            raise UserError(f"heads.blocks is 0 or more, not {h.blocks}")
+        if not 0 <= h.dropout < 1:
+            raise UserError(f"heads.dropout is from 0 to below 1, not {h.dropout}")
+
+    @property
+    def _stage_shape(self) -> LlamaConfig:
+        d_ff = self.heads.stage_d_ff or self.llama.d_ff
+        return dataclasses.replace(self.llama, d_ff=d_ff)
+
+    def stage_of(self, k: int) -> int:
+        """Which stage head k (0-based) reads: with K = 4 and two stages 0, 0, 1, 1."""
+        return max(-(-(k + 1) * self.heads.stages // self.n_heads) - 1, 0)
+
+    def init(self, key: jax.Array, base: Base) -> Params:
+        """Every part passes on what it reads, so that heads start as the LM head (nearly)."""
+        h, D = self.heads, self.llama.d_model
+        stage_keys, block_keys, pe_key = (
+            jax.random.split(jax.random.fold_in(key, 0), max(h.stages, 1)),
+            jax.random.split(jax.random.fold_in(key, 1), max(h.blocks, 1)),
+            jax.random.fold_in(key, 2),
+        )
+        params: Params = {}
+        for s in range(h.stages):
+            stage = CausalLayer.start(stage_keys[s], self._stage_shape, base, h.stage_norm)
+            if h.sampled_token:
+                stage["fc"] = {"kernel": jnp.eye(2 * D, D)}  # [I ; 0]
+            params[f"stages_{s}"] = stage
+        for j in range(h.blocks):
+            attention = HeadAttention(self.llama, jnp.float32, h.plain_attention)
+            block = attention.init(block_keys[j], jnp.zeros((1, self.n_heads, D)))["params"]
+            if not h.plain_attention:
+                block["o_proj"] = jax.tree.map(jnp.zeros_like, block["o_proj"])
+            params[f"blocks_{j}"] = block
+        if h.blocks and h.position_encoding:
+            encoding = 0.02 * jax.random.normal(pe_key, (self.n_heads, D))
+            params["position_encoding"] = {"embedding": encoding}
+        mlp = ResBlock(jnp.float32).init(key, jnp.zeros((1, D)))["params"]
+        layers = {f"layers_{j}": mlp for j in range(h.n_layers)}
+        start = lm_head_start(h, base)
+        return params | {f"heads_{k}": layers | start for k in range(self.n_heads)}
+
+    def _stages(
+        self, params: Params, base: Base, x_BTD: jax.Array, next_BTD: jax.Array, run: Any
+    ) -> list[Any]:
+        """Equation 1: what `run` gives for every stage, its output first.
+
+        Args:
+          x_BTD, next_BTD: h_t and e_{t+1}.
+          run: (s, module of the layer, its variables, its input) -> (output, anything).
+        """
+        h, dtype = self.heads, base.llama.dtype
+        module = CausalLayer(self._stage_shape, dtype, h.stage_norm)
+        fc, out = Linear(self.llama.d_model, False, dtype), []
+        x: Any = x_BTD
+        for s in range(h.stages):
+            stage = params[f"stages_{s}"]
+            if h.sampled_token:
+                both = jnp.concatenate([x.astype(dtype), next_BTD], axis=-1)
+                x = fc.apply({"params": stage["fc"]}, both)
+            out.append(run(s, module, {"params": stage}, x))
+            x = out[-1][0]
+        return out
+
+    def mix(
+        self,
+        params: Params,
+        contexts: list[jax.Array],
+        dtype: Any,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Equations 2 to 5: what each stage gave, each [B, D] -> features of all heads [B, K, D]."""
+        h = self.heads
+        rows = []
+        for k in range(self.n_heads):
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, k)
+            x: Any = dropout(contexts[self.stage_of(k)].astype(dtype), h.dropout, key)
+            for j in range(h.n_layers):
+                layer = params[f"heads_{k}"][f"layers_{j}"]
+                x = ResBlock(dtype).apply({"params": layer}, x)
+            rows.append(x)
+        x_BKD: Any = jnp.stack(rows, axis=1)
+        if h.blocks and h.position_encoding:
+            encoding_KD = params["position_encoding"]["embedding"].astype(dtype)
+            x_BKD = x_BKD + jnp.broadcast_to(encoding_KD, x_BKD.shape)
+        block = HeadAttention(self.llama, dtype, h.plain_attention)
+        for j in range(h.blocks):
+            x_BKD = block.apply({"params": params[f"blocks_{j}"]}, x_BKD)
+        return dropout(x_BKD, h.dropout, dropout_key)
+
+    def features(
+        self,
+        params: Params,
+        base: Base,
+        hidden_BTD: jax.Array,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        def run(s: int, module: Any, variables: Any, x: Any) -> Any:
+            rows = (x, positions_BT, segment_ids_BT)
+            return module.apply(variables, *rows, method="forward"), None
+
+        next_BTD = later(base.embed(tokens_BT), 1)
+        given = self._stages(params, base, hidden_BTD, next_BTD, run)
+        contexts = [context for context, _ in given] or [hidden_BTD]
+        B, T, D = hidden_BTD.shape
+        flat = [x.reshape(B * T, D) for x in contexts]
+        mixed = self.mix(params, flat, base.llama.dtype, dropout_key)
+        return jnp.moveaxis(mixed.reshape(B, T, self.n_heads, D), 2, 0)
+
+    def head_logits(
+        self, params: Params, base: Base, k: int, features: jax.Array
+    ) -> jax.Array:
+        return lm_head_logits(self.heads, params[f"heads_{k}"], base, features)
+
+    def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
+        return LayerState.zeros(self.llama, self.heads.stages, batch, slots, dtype)
+
+    def grow(self, state: LayerState, slots: int) -> LayerState:
+        return state.grown(slots)
+
+    def commit(
+        self,
+        params: Params,
+        base: Base,
+        state: LayerState,
+        hidden_BTD: jax.Array,
+        next_tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        n_B: jax.Array,
+    ) -> LayerState:
+        def run(s: int, module: Any, variables: Any, x: Any) -> Any:
+            rows = (x, positions_BT, state.cache.layers[s], state.length_B)
+            return module.apply(variables, *rows, method="decode")
+
+        given = self._stages(params, base, hidden_BTD, base.embed(next_tokens_BT), run)
+        contexts = [context for context, _ in given] or [hidden_BTD]
+        return state.taken([cache for _, cache in given], contexts, n_B)
+
+    def propose(
+        self,
+        params: Params,
+        base: Base,
+        state: LayerState,
+        root_B: jax.Array,
+        tree: Tree,
+        rank_scores: RankScores,
+    ) -> jax.Array:
+        """All heads but only as many LM heads as the tree is deep; the root is in the state."""
+        contexts = [state.context_BSD[:, s] for s in range(state.context_BSD.shape[1])]
+        if tree.depth == 0:
+            return root_B[:, None]
+        x_BKD = self.mix(params, contexts, base.llama.dtype)[:, : tree.depth]
+        if self.heads.lm_head == "shared":  # one pass over the LM head for all
+            logits_BKV = base.lm_head(x_BKD)
+            logits = [logits_BKV[:, k] for k in range(tree.depth)]
+        else:
+            logits = [
+                self.head_logits(params, base, k, x_BKD[:, k]) for k in range(tree.depth)
+            ]
+        return fill_by_rank(tree, logits, root_B, rank_scores)
+
+
+@dataclass(unsafe_hash=True)
+class AmphistaAlphaConfig(AmphistaConfig):
+    """Appendix A.2.4: two attention layers among the heads."""
+
+    drafter: str = "amphista_alpha"
+    blocks: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class AmphistaAlpha(Amphista):
+    """Amphista with a deeper auto-embedding block."""
+
+    heads: AmphistaAlphaConfig
+
+    name = "amphista_alpha"
+    Config = AmphistaAlphaConfig

@@ -1,0 +1,234 @@
+"""Hydra heads (Ankner et al. 2024): each head also reads the tokens drafted before its own.
+
+Head k (0-based) at position t guesses the token at t + k + 2 from
+
+    x = [b_t ; E(x_{t+1}) ; ... ; E(x_{t+1+k})]                                (section 3, eq. 2)
+
+where b_t is the backbone's hidden state and E its input embedding: the root and the path down
+to the parent. So a tree is drafted level by level, each head running once, on the rows of all
+nodes of its level that have children.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads.drafter import Base, Drafter, Params, RankScores
+from medusa_jax.heads.layers import (
+    ResBlock,
+    dropout,
+    later,
+    lm_head_logits,
+    lm_head_start,
+    take_last,
+)
+from medusa_jax.model.llama import Linear
+from medusa_jax.tree import Tree
+
+
+@dataclass(unsafe_hash=True)
+class HydraConfig(HeadsConfig):
+    """Fields of Hydra heads beyond those of every drafter."""
+
+    drafter: str = "hydra"
+    n_heads: int = 4
+    # Layers 2..n of a head share one set of weights, as in the released checkpoints.
+    tie_layers: bool = False
+    # LM heads have a bias (not one shared with the backbone).
+    lm_bias: bool = True
+    # Skip connection of a head's first layer, [(k + 2) D -> D]: a learned projection that at
+    # the start passes b_t on ("identity", so that a head starts as the LM head, as Medusa's
+    # does) or is random ("random", the authors' code); "fixed" always passes b_t on and has no
+    # weights.
+    skip: str = "identity"
+    # Before every hidden layer and before the LM head.
+    dropout: float = 0.0
+
+
+class FirstBlock(nn.Module):
+    """R x + r + SiLU(W x + c), [..., (k + 2) D] -> [..., D]; without R, the first D stand for it."""
+
+    features: int
+    dtype: Any
+    projected: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        skip = x[..., : self.features]
+        if self.projected:
+            skip = Linear(self.features, True, self.dtype, name="skip")(x)
+        return skip + nn.silu(Linear(self.features, True, self.dtype, name="linear")(x))
+
+
+@dataclass(frozen=True)
+class Level:
+    """Constants of one step down the tree, from depth d to depth d + 1.
+
+    Only nodes with children matter at depth d; call them its parents. Example: depth 1 of the
+    tree [0] [1] [2] [0,0] [2,0] [2,1] has the parents [0] and [2], both below the root, so
+
+      nodes_P   0 2      place among all nodes of depth d
+      rows_P    0 0      place of the node's own parent among the parents of depth d - 1
+      parent_C  0 1 1    for each node of depth d + 1: place of its parent among the parents
+      rank_C    0 0 1    and its rank
+    """
+
+    nodes_P: np.ndarray
+    rows_P: np.ndarray
+    parent_C: np.ndarray
+    rank_C: np.ndarray
+
+    @classmethod
+    def of(cls, tree: Tree) -> "list[Level]":
+        """One for each depth that has children."""
+        levels = []
+        above = np.array([0])  # the parents of the depth before, as nodes of the tree
+        for depth in range(tree.depth):
+            here, children = tree.level(depth), tree.level(depth + 1)
+            parents = np.unique(tree.parent_M[children])
+            levels.append(
+                cls(
+                    np.searchsorted(here, parents),
+                    np.searchsorted(above, tree.parent_M[parents]),
+                    np.searchsorted(parents, tree.parent_M[children]),
+                    tree.rank_M[children],
+                )
+            )
+            above = parents
+        return levels
+
+
+@dataclasses.dataclass(frozen=True)
+class Hydra(Drafter):
+    """K sequentially dependent MLP heads; the state is the last accepted b_t [B, D]."""
+
+    heads: HydraConfig
+
+    name = "hydra"
+    Config = HydraConfig
+
+    def check(self) -> None:
+        if self.heads.skip not in ("identity", "random", "fixed"):
+            raise UserError(
+                f"heads.skip is identity, random or fixed, not {self.heads.skip!r}"
+            )
+        if not 0 <= self.heads.dropout < 1:
+            raise UserError(f"heads.dropout is from 0 to below 1, not {self.heads.dropout}")
+
+    @property
+    def stored_layers(self) -> int:
+        return min(self.heads.n_layers, 2) if self.heads.tie_layers else self.heads.n_layers
+
+    def init(self, key: jax.Array, base: Base) -> Params:
+        """All W = 0, the LM heads those of the backbone, R as `skip` says."""
+        D = self.llama.d_model
+        start = lm_head_start(self.heads, base, self.heads.lm_bias)
+        later_block = ResBlock(jnp.float32).init(key, jnp.zeros((1, D)))["params"]
+        params = {}
+        for k, head_key in enumerate(jax.random.split(key, self.n_heads)):
+            probe = jnp.zeros((1, (k + 2) * D))
+            first = self._first(jnp.float32).init(head_key, probe)["params"]
+            first["linear"] = jax.tree.map(jnp.zeros_like, first["linear"])
+            if self.heads.skip == "identity":
+                first["skip"]["kernel"] = jnp.eye((k + 2) * D, D)
+            rest = {f"layers_{j}": later_block for j in range(1, self.stored_layers)}
+            params[f"heads_{k}"] = {"layers_0": first} | rest | start
+        return params
+
+    def _first(self, dtype: Any) -> FirstBlock:
+        return FirstBlock(self.llama.d_model, dtype, self.heads.skip != "fixed")
+
+    def mlp(
+        self,
+        params: Params,
+        k: int,
+        x: jax.Array,
+        dtype: Any,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Hidden layers of head k: [..., (k + 2) D] -> [..., D]."""
+        head, rate = params[f"heads_{k}"], self.heads.dropout
+        for j in range(self.heads.n_layers):
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, j)
+            layer = head[f"layers_{min(j, self.stored_layers - 1)}"]
+            block = ResBlock(dtype) if j else self._first(dtype)
+            out: Any = block.apply({"params": layer}, dropout(x.astype(dtype), rate, key))
+            x = out
+        return dropout(x, rate, dropout_key)
+
+    def features(
+        self,
+        params: Params,
+        base: Base,
+        hidden_BTD: jax.Array,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        embedded_BTD, dtype = base.embed(tokens_BT), base.llama.dtype
+        x, out = hidden_BTD.astype(dtype), []
+        for k in range(self.n_heads):
+            x = jnp.concatenate([x, later(embedded_BTD, k + 1)], axis=-1)
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, k)
+            out.append(self.mlp(params, k, x, dtype, key))
+        return jnp.stack(out)
+
+    def head_logits(
+        self, params: Params, base: Base, k: int, features: jax.Array
+    ) -> jax.Array:
+        return lm_head_logits(self.heads, params[f"heads_{k}"], base, features)
+
+    def start(self, batch: int, slots: int, dtype: Any) -> Any:
+        return jnp.zeros((batch, self.llama.d_model), dtype)
+
+    def commit(
+        self,
+        params: Params,
+        base: Base,
+        state: Any,
+        hidden_BTD: jax.Array,
+        next_tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        n_B: jax.Array,
+    ) -> Any:
+        return take_last(hidden_BTD, n_B, state)
+
+    def context(self, state: Any) -> jax.Array:
+        """b_t of the last accepted position [B, D]."""
+        return state
+
+    def propose(
+        self,
+        params: Params,
+        base: Base,
+        state: Any,
+        root_B: jax.Array,
+        tree: Tree,
+        rank_scores: RankScores,
+    ) -> jax.Array:
+        """Head d runs on one row per node of depth d with children; its children are the best.
+
+        The rows of a level are gathered from those of the level above by constants, so shapes
+        are static and nothing loops over nodes.
+        """
+        dtype = base.llama.dtype
+        tokens = [root_B[:, None]]  # per depth, all its nodes
+        x_BPW = self.context(state).astype(dtype)[:, None, :]
+        for k, level in enumerate(Level.of(tree)):
+            embedded_BPD = base.embed(tokens[-1][:, level.nodes_P])
+            x_BPW = jnp.concatenate([x_BPW[:, level.rows_P], embedded_BPD], axis=-1)
+            features_BPD = self.mlp(params, k, x_BPW, dtype)
+            logits_BPV = self.head_logits(params, base, k, features_BPD)
+            scores_BPV = rank_scores(k + 1, logits_BPV)
+            _, best_BPR = lax.top_k(scores_BPV, int(level.rank_C.max()) + 1)
+            tokens.append(best_BPR[:, level.parent_C, level.rank_C])
+        return jnp.concatenate(tokens, axis=1)

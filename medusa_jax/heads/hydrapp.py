@@ -1,0 +1,82 @@
+"""Hydra++ (Ankner et al. 2024, sections 6 and 7): Hydra heads behind a layer of their own.
+
+The heads' b_t is not the backbone's hidden state z_t but what one more decoder layer, over
+z_0 ... z_t, makes of it (PrefixMLP, section 6.2). The layer has its own keys and values, of
+accepted positions only, and runs once per decoding step.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from medusa_jax.heads.drafter import Base, Params
+from medusa_jax.heads.hydra import Hydra, HydraConfig
+from medusa_jax.heads.layers import CausalLayer, LayerState
+
+
+@dataclass(unsafe_hash=True)
+class HydraPPConfig(HydraConfig):
+    """Section 6: four hidden layers and dropout (teacher loss and decay are the trainer's)."""
+
+    drafter: str = "hydrapp"
+    n_layers: int = 4
+    dropout: float = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class HydraPP(Hydra):
+    """Hydra heads on the output of the prefix layer; the state is that layer's."""
+
+    heads: HydraPPConfig
+
+    name = "hydrapp"
+    Config = HydraPPConfig
+
+    def init(self, key: jax.Array, base: Base) -> Params:
+        """Hydra's start, and a prefix layer that passes on what it reads (nearly)."""
+        heads_key, prefix_key = jax.random.split(key)
+        prefix = CausalLayer.start(prefix_key, self.llama, base)
+        return super().init(heads_key, base) | {"prefix": prefix}
+
+    def _prefix(self, params: Params, base: Base, method: str, *args: Any) -> Any:
+        layer = CausalLayer(self.llama, base.llama.dtype)
+        return layer.apply({"params": params["prefix"]}, *args, method=method)
+
+    def features(
+        self,
+        params: Params,
+        base: Base,
+        hidden_BTD: jax.Array,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        rows = (positions_BT, segment_ids_BT)
+        context_BTD = self._prefix(params, base, "forward", hidden_BTD, *rows)
+        return super().features(params, base, context_BTD, tokens_BT, *rows, dropout_key)
+
+    def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
+        return LayerState.zeros(self.llama, 1, batch, slots, dtype)
+
+    def grow(self, state: LayerState, slots: int) -> LayerState:
+        return state.grown(slots)
+
+    def commit(
+        self,
+        params: Params,
+        base: Base,
+        state: LayerState,
+        hidden_BTD: jax.Array,
+        next_tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        n_B: jax.Array,
+    ) -> LayerState:
+        rows = (hidden_BTD, positions_BT, state.cache.layers[0], state.length_B)
+        context_BTD, layer = self._prefix(params, base, "decode", *rows)
+        return state.taken([layer], [context_BTD], n_B)
+
+    def context(self, state: LayerState) -> jax.Array:
+        return state.context_BSD[:, 0]

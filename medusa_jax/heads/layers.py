@@ -1,0 +1,211 @@
+"""What drafters are built from: residual blocks, LM heads, a causal layer with its own cache."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.heads.drafter import Base, Params
+from medusa_jax.model.cache import KVCache
+from medusa_jax.model.llama import Block, Linear, RMSNorm, at_least_f32, rope_tables
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(x W + b) with W = 0 and b = 0 at the start: the identity."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        D = x.shape[-1]
+        kernel = self.param("kernel", nn.initializers.zeros, (D, D)).astype(self.dtype)
+        bias = self.param("bias", nn.initializers.zeros, (D,)).astype(self.dtype)
+        y = lax.dot_general(
+            x,
+            kernel,
+            (((x.ndim - 1,), (0,)), ((), ())),
+            precision=lax.Precision.HIGHEST,
+        )
+        return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zero a share `rate` of the entries and scale up the others; without a key: x itself."""
+    if key is None or rate == 0:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
+
+
+def later(x_BTD: jax.Array, ahead: int) -> jax.Array:
+    """Row t holds what stood in row t + ahead, zeros past the end: [a b c], 1 -> [b c 0]."""
+    kept = x_BTD[:, ahead:]
+    return jnp.pad(kept, ((0, 0), (0, x_BTD.shape[1] - kept.shape[1]), (0, 0)))
+
+
+def take_last(rows_BTD: jax.Array, n_B: jax.Array, old_BD: jax.Array) -> jax.Array:
+    """The n-th of each batch row's T vectors; where n = 0, what there was."""
+    last_B11 = jnp.maximum(n_B - 1, 0)[:, None, None]
+    last_BD = jnp.take_along_axis(rows_BTD, last_B11, axis=1)[:, 0]
+    return jnp.where((n_B > 0)[:, None], last_BD.astype(old_BD.dtype), old_BD)
+
+
+# LM heads: where the logits of a draft head come from (`HeadsConfig.lm_head`).
+
+
+def lm_head_start(heads: HeadsConfig, base: Base, bias: bool = False) -> Params:
+    """Parameters of one LM head at the start: {} if it is shared with the backbone.
+
+    "own" is a copy of the backbone's, "low_rank" its best approximation of that rank
+    (truncated SVD, the singular values shared out between the two factors).
+    """
+    if heads.lm_head == "shared":
+        return {}
+    if base.llama.config.tie_embeddings:
+        lm_head_DV = base.params["embed_tokens"]["embedding"].T.astype(jnp.float32)
+    else:
+        lm_head_DV = base.params["lm_head"]["kernel"].astype(jnp.float32)
+    if heads.lm_head == "own":
+        start = {"kernel": lm_head_DV}
+    else:
+        u, s, v = jnp.linalg.svd(lm_head_DV, full_matrices=False)
+        root = jnp.sqrt(s[: heads.rank])
+        down = u[:, : heads.rank] * jnp.broadcast_to(root, (u.shape[0], root.size))
+        start = {"down": down, "up": root[:, None] * v[: heads.rank]}
+    if bias:
+        start["bias"] = jnp.zeros((lm_head_DV.shape[1],))
+    return {"lm_head": start}
+
+
+def lm_head_logits(
+    heads: HeadsConfig, head_params: Params, base: Base, features: jax.Array
+) -> jax.Array:
+    """Features [..., D] -> logits [..., V] of one head, float32 or wider.
+
+    Args:
+      head_params: the parameters of the head, its LM head (unless shared) under "lm_head".
+    """
+    if heads.lm_head == "shared":
+        return base.lm_head(features)
+    own, dtype = head_params["lm_head"], base.llama.dtype
+    wide = at_least_f32(dtype)
+    if heads.lm_head == "own":
+        linear = Linear(own["kernel"].shape[1], "bias" in own, dtype)
+        out: Any = linear.apply({"params": own}, features)
+        return out.astype(wide)
+    narrow = jnp.dot(features, own["down"].astype(dtype))
+    logits = jnp.dot(narrow, own["up"].astype(dtype), preferred_element_type=wide)
+    if "bias" in own:
+        logits += jnp.broadcast_to(own["bias"].astype(wide), logits.shape)
+    return logits
+
+
+# A decoder layer that belongs to the drafter.
+
+
+class CausalLayer(nn.Module):
+    """A decoder layer of the backbone's shape over given vectors, and a norm behind it.
+
+    Attention reaches back over the whole text, whatever the backbone's sliding window.
+    """
+
+    config: LlamaConfig
+    dtype: Any
+    out_norm: bool = True
+
+    def setup(self) -> None:
+        self.layers_0 = Block(self.config, self.dtype)
+        if self.out_norm:
+            self.norm = RMSNorm(self.config.rms_eps, self.dtype)
+
+    def forward(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
+    ) -> jax.Array:
+        """Packed rows: a position sees itself and the earlier ones of its segment."""
+        same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+        row = jnp.arange(x_BTD.shape[1])
+        mask_BTT = same & (row[None, :, None] >= row[None, None, :])
+        rope = rope_tables(self.config, positions_BT, self.dtype)
+        return self._out(self.layers_0(x_BTD.astype(self.dtype), rope, mask_BTT)[0])
+
+    def decode(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        cache: tuple[jax.Array, jax.Array],
+        start_B: jax.Array,
+    ) -> tuple[jax.Array, Any]:
+        """T rows behind the `start` that are in the cache, each seeing itself and all before."""
+        offset_BS = jnp.arange(cache[0].shape[2])[None, :] - start_B[:, None]
+        mask_BTS = offset_BS[:, None, :] <= jnp.arange(x_BTD.shape[1])[None, :, None]
+        rope = rope_tables(self.config, positions_BT, self.dtype)
+        x_BTD, new = self.layers_0(x_BTD.astype(self.dtype), rope, mask_BTS, cache, start_B)
+        return self._out(x_BTD), new
+
+    def _out(self, x_BTD: jax.Array) -> jax.Array:
+        return self.norm(x_BTD) if self.out_norm else x_BTD
+
+    @classmethod
+    def start(
+        cls, key: jax.Array, config: LlamaConfig, base: Base, out_norm: bool = True
+    ) -> Params:
+        """Fresh parameters that pass on what the layer reads, if that is like hidden states.
+
+        What it adds to its input is zero, and the norm behind it keeps the size that the
+        backbone's own final norm gives to hidden states.
+        """
+        probe = jnp.zeros((1, 1, config.d_model))
+        one = jnp.ones((1, 1), jnp.int32)
+        module = cls(config, jnp.float32, out_norm)
+        params: Params = module.init(key, probe, one, one, method="forward")["params"]
+        layer = params["layers_0"]
+        for room, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+            layer[room][name] = jax.tree.map(jnp.zeros_like, layer[room][name])
+        if out_norm:
+            size = jnp.sqrt(jnp.mean(base.params["norm"]["scale"].astype(jnp.float32) ** 2))
+            params["norm"] = {"scale": jnp.broadcast_to(size, (config.d_model,))}
+        return params
+
+
+class LayerState(struct.PyTreeNode):
+    """State of a drafter with causal layers of its own, which see accepted positions only.
+
+    Attributes:
+      cache: their keys and values; slots [0, length) count.
+      length_B: positions taken in so far.
+      context_BSD: what each layer gave for the last accepted position.
+    """
+
+    cache: KVCache
+    length_B: jax.Array
+    context_BSD: jax.Array
+
+    @classmethod
+    def zeros(
+        cls, config: LlamaConfig, n_layers: int, batch: int, slots: int, dtype: Any
+    ) -> "LayerState":
+        """Before any text. Without layers there is one context, for the backbone's own."""
+        cache = KVCache.zeros(
+            n_layers, batch, slots, config.n_kv_heads, config.head_dim, dtype
+        )
+        context = jnp.zeros((batch, max(n_layers, 1), config.d_model), dtype)
+        return cls(cache, jnp.zeros((batch,), jnp.int32), context)
+
+    def taken(self, layers: list[Any], contexts: list[jax.Array], n_B: Any) -> "LayerState":
+        """The state after n more positions, their T candidates written behind the old ones.
+
+        What lies behind the n-th is invisible from here on and overwritten by the next call.
+        """
+        old = [self.context_BSD[:, s] for s in range(len(contexts))]
+        new = [take_last(rows, n_B, was) for rows, was in zip(contexts, old)]
+        return LayerState(
+            KVCache(layers=tuple(layers)), self.length_B + n_B, jnp.stack(new, axis=1)
+        )
+
+    def grown(self, slots: int) -> "LayerState":
+        """The same with room for `slots` positions."""
+        return self.replace(cache=self.cache.grown(slots))

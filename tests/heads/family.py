@@ -1,0 +1,139 @@
+"""What the tests of all drafters share: a tiny backbone, drafters with random weights."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from planted import random_params, tiny_config
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.heads import Base, make_drafter
+from medusa_jax.model.llama import Llama
+from medusa_jax.tree import Tree
+
+D, V = 16, 23
+
+# Ranks with gaps, leaves between inner nodes, every depth reached by more than one node.
+WILD = Tree.from_choices(
+    [[0], [2], [4], [2, 1], [4, 0], [4, 3], [2, 1, 0], [2, 1, 3], [4, 3, 2]]
+    + [[4, 3, 2, 1], [2, 1, 3, 0]]
+)
+
+
+@cache
+def stored_base(**fields):
+    """A backbone with stored (unfused) parameters; V = 23, D = 16, two layers."""
+    config = tiny_config(**fields)
+    return Base(Llama(config), random_params(config, 0))
+
+
+def small_heads(drafter, **fields):
+    """Four heads of two layers, whatever the drafter's own defaults."""
+    return HeadsConfig(
+        **{"drafter": drafter, "n_heads": 4, "n_layers": 2, "rank": 5} | fields
+    )
+
+
+def drafter_of(heads, base, seed=0, scale=0.3):
+    """A drafter, its parameters at the start, and ones in which every part matters."""
+    drafter = make_drafter(heads, base.llama.config)
+    start = jax.jit(drafter.init, static_argnums=())(jax.random.key(seed), base)
+    rng = np.random.default_rng(seed)
+    noisy = jax.tree.map(
+        lambda x: np.asarray(x + scale * rng.standard_normal(x.shape), np.float32), start
+    )
+    return drafter, start, noisy
+
+
+def random_rows(rng, B=2, T=12, **fields):
+    """Hidden states [B, T, D] and token ids, positions and segments [B, T] of B texts."""
+    hidden = rng.standard_normal((B, T, D)).astype(np.float32)
+    tokens = rng.integers(0, V, (B, T), np.int32)
+    positions = np.broadcast_to(np.arange(T, dtype=np.int32)[None], (B, T))
+    return hidden, tokens, positions, np.ones((B, T), np.int32)
+
+
+def numpy64(tree):
+    """The parameters as float64 numpy arrays."""
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def numpy_lm_head(head, base, x):
+    """Logits of a head on [..., D], whatever its kind."""
+    if "lm_head" not in head:
+        return x @ base.params["lm_head"]["kernel"]
+    own = head["lm_head"]
+    kernel = own["kernel"] if "kernel" in own else own["down"] @ own["up"]
+    return x @ kernel + own.get("bias", 0)
+
+
+def numpy_norm(params, x, eps=1e-5):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * params["scale"]
+
+
+def numpy_layer(params, config, x_TD):
+    """A Llama decoder layer over one text, written from the equations: full matrices, loops."""
+    T = x_TD.shape[0]
+    N, G, H = config.n_heads, config.n_kv_heads, config.head_dim
+    frequency = config.rope_theta ** (-np.arange(0, H, 2) / H)
+
+    def turn(v, position):
+        first, second = v[: H // 2], v[H // 2 :]
+        cos, sin = np.cos(position * frequency), np.sin(position * frequency)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin])
+
+    attention, normed = params["self_attn"], numpy_norm(params["input_layernorm"], x_TD)
+    q, k, v = (normed @ attention[f"{name}_proj"]["kernel"] for name in "qkv")
+    out = np.zeros((T, N * H))
+    for n in range(N):
+        mine, theirs = slice(n * H, (n + 1) * H), n // (N // G)
+        group = slice(theirs * H, (theirs + 1) * H)
+        for t in range(T):
+            scores = [turn(q[t, mine], t) @ turn(k[s, group], s) for s in range(t + 1)]
+            weights = np.exp(np.array(scores) / np.sqrt(H))
+            out[t, mine] = weights / weights.sum() @ v[: t + 1, group]
+    x_TD = x_TD + out @ attention["o_proj"]["kernel"]
+    mlp, normed = params["mlp"], numpy_norm(params["post_attention_layernorm"], x_TD)
+    gated = silu(normed @ mlp["gate_proj"]["kernel"]) * (normed @ mlp["up_proj"]["kernel"])
+    return x_TD + gated @ mlp["down_proj"]["kernel"]
+
+
+def count(params):
+    """Number of parameters in a tree of shapes."""
+    return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params))
+
+
+def proposed_logits(drafter, base, tree):
+    """(params, state, root_B, follow_BK) -> node tokens and the logits of every depth.
+
+    With `follow_BK` the tokens of a chain are forced: depth d holds follow[:, d - 1].
+    """
+
+    def run(params, state, root_B, follow_BK=None):
+        seen = {}
+
+        def scores(depth, logits):
+            seen[depth] = logits
+            if follow_BK is None:
+                return logits
+            wanted = jax.nn.one_hot(follow_BK[:, depth - 1], logits.shape[-1]) * 1e6
+            return logits + (wanted if logits.ndim == 2 else wanted[:, None, :])
+
+        nodes = drafter.propose(params, base, state, root_B, tree, scores)
+        return nodes, [seen[d] for d in sorted(seen)]
+
+    return jax.jit(run)
+
+
+def committed(drafter, base, params, rows, n_B):
+    """The state after the first n positions of each row, taken in with one call."""
+    hidden, tokens, positions, _ = rows
+    state = drafter.start(hidden.shape[0], 64, jnp.float32)
+    following = np.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
+    commit = jax.jit(lambda *args: drafter.commit(params, base, *args))
+    return commit(state, hidden, following, positions, np.asarray(n_B, np.int32))

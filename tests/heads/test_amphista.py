@@ -1,0 +1,227 @@
+"""Amphista against its equations in plain numpy, its ablations, who sees whom, and its sizes."""
+
+from functools import cache
+
+import family
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family import (
+    drafter_of,
+    numpy64,
+    numpy_layer,
+    numpy_lm_head,
+    numpy_norm,
+    silu,
+    stored_base,
+)
+from test_hydra import parameters, vicuna
+
+from medusa_jax.errors import UserError
+from medusa_jax.heads import make_drafter
+from medusa_jax.heads.amphista import AmphistaAlphaConfig, AmphistaConfig
+
+FULL = {"7B": 1.13, "13B": 1.60, "33B": 2.45}
+LOW_RANK = {
+    "7B": {64: 0.62, 128: 0.62, 256: 0.64, 512: 0.68},
+    "13B": {64: 0.96, 128: 0.97, 256: 0.99, 512: 1.03},
+    "33B": {64: 1.61, 128: 1.62, 256: 1.64, 512: 1.68},
+}
+
+
+@pytest.mark.parametrize("size", FULL)
+def test_parameter_counts(size):
+    """Within 1% of the table, or of the table's last digit."""
+    full = parameters(AmphistaConfig(), vicuna(size))
+    assert abs(full / 1e9 / FULL[size] - 1) < 0.01
+    for rank, billions in LOW_RANK[size].items():
+        n = parameters(AmphistaConfig(lm_head="low_rank", rank=rank), vicuna(size))
+        assert abs(n / 1e9 - billions) < max(0.01 * billions, 0.006)
+        if size == "7B" and rank == 64:  # appendix A.2.5: "up to 45%"
+            assert 0.445 < 1 - n / full < 0.46
+    width = vicuna(size).d_model
+    more = parameters(AmphistaAlphaConfig(), vicuna(size)) - full
+    assert more == 4 * width**2 + width
+
+
+ABLATIONS = {
+    "whole": {},
+    "alpha": {"blocks": 2},
+    "without auto-embedding": {"blocks": 0},
+    "without position encoding": {"position_encoding": False},
+    "without staged adaptation": {"stages": 0},
+    "one adaptation layer": {"stages": 1},
+    "three stages": {"stages": 3},
+    "without sampled token": {"sampled_token": False},
+    "eq. 5 as printed": {"plain_attention": True, "stage_norm": False, "stage_d_ff": 12},
+}
+
+
+@cache
+def problem(ablation="whole", **fields):
+    base = stored_base()
+    fields = {"lm_head": "low_rank", "rank": 5} | ABLATIONS[ablation] | fields
+    drafter, start, params = drafter_of(AmphistaConfig(**fields), base, scale=0.12)
+    return base, drafter, start, params
+
+
+def numpy_mix(params, drafter, contexts):
+    """Equations 2 to 5 for one position; contexts: what each stage gave, each [D]."""
+    h, c = drafter.heads, drafter.llama
+    rows = []
+    for k in range(1, 5):  # 1-based, as in the paper
+        stage = int(np.ceil(k * h.stages / 4)) if h.stages else 1
+        x, mlp = contexts[stage - 1], params[f"heads_{k - 1}"]["layers_0"]
+        rows.append(x + silu(x @ mlp["kernel"] + mlp["bias"]))
+    x_KD = np.stack(rows)
+    if h.blocks and h.position_encoding:
+        x_KD = x_KD + params["position_encoding"]["embedding"]
+    for j in range(h.blocks):
+        block, H = params[f"blocks_{j}"], c.head_dim
+        normed = x_KD if h.plain_attention else numpy_norm(block["norm"], x_KD)
+        q, k, v = (normed @ block[f"{name}_proj"]["kernel"] for name in "qkv")
+        out = np.zeros_like(q)
+        for n in range(c.n_heads):
+            mine = slice(n * H, (n + 1) * H)
+            scores = np.exp(q[:, mine] @ k[:, mine].T / np.sqrt(H))
+            out[:, mine] = scores / scores.sum(1, keepdims=True) @ v[:, mine]
+        out = out @ block["o_proj"]["kernel"]
+        x_KD = out if h.plain_attention else x_KD + out
+    return x_KD
+
+
+def numpy_contexts(params, drafter, base, hidden_TD, next_T):
+    """Equation 1 for one text: what each stage gave, each [T, D]."""
+    embedding = np.asarray(base.params["embed_tokens"]["embedding"], np.float64)
+    x, out = hidden_TD, []
+    for s in range(drafter.heads.stages):
+        stage = params[f"stages_{s}"]
+        if drafter.heads.sampled_token:
+            x = np.concatenate([x, embedding[next_T]], axis=1) @ stage["fc"]["kernel"]
+        x = numpy_layer(stage["layers_0"], base.llama.config, x)
+        if drafter.heads.stage_norm:
+            x = numpy_norm(stage["norm"], x)
+        out.append(x)
+    return out or [hidden_TD]
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_features_and_proposals_are_those_of_the_paper(ablation):
+    base, drafter, _, params = problem(ablation)
+    hidden, tokens, *rest = family.random_rows(np.random.default_rng(0), T=7)
+    rows = (hidden, tokens, *rest)
+    n, root = [3, 6], np.array([tokens[0, 3], tokens[1, 6]])
+
+    @jax.jit
+    def run(params):
+        features = drafter.features(params, base, *rows)
+        state = drafter.start(2, 64, jnp.float32)
+        following = np.roll(tokens, -1, axis=1)
+        state = drafter.commit(
+            params, base, state, hidden, following, rest[0], jnp.array(n)
+        )
+        seen = []
+
+        def scores(depth, logits):
+            seen.append(logits)
+            return logits
+
+        nodes = drafter.propose(params, base, state, root, family.WILD, scores)
+        return features, nodes, seen
+
+    features, nodes, logits = run(params)
+    exact = numpy64(params)
+    for b in range(2):
+        following = np.roll(tokens[b], -1)
+        text = hidden[b].astype(np.float64)
+        contexts = numpy_contexts(exact, drafter, base, text, following)
+        for t in range(6):
+            x_KD = numpy_mix(exact, drafter, [x[t] for x in contexts])
+            np.testing.assert_allclose(features[:, b, t], x_KD, rtol=0, atol=1e-5)
+        x_KD = numpy_mix(exact, drafter, [x[n[b] - 1] for x in contexts])
+        order = []
+        for k in range(4):
+            expected = numpy_lm_head(exact[f"heads_{k}"], base, x_KD[k])
+            np.testing.assert_allclose(logits[k][b], expected, rtol=0, atol=1e-5)
+            order.append(np.argsort(-expected))
+        by_rank = [order[len(c) - 1][c[-1]] for c in family.WILD.choices]
+        assert nodes[b].tolist() == [root[b], *by_rank]
+
+
+def test_the_block_is_bidirectional():
+    """A change in any head's MLP moves every head's features; without a block only its own."""
+    rows = family.random_rows(np.random.default_rng(0), B=1, T=4)
+    for ablation, expected in (
+        ("whole", np.ones((4, 4))),
+        ("without auto-embedding", np.eye(4)),
+    ):
+        base, drafter, _, params = problem(ablation)
+        run = jax.jit(lambda p, d=drafter, b=base: d.features(p, b, *rows))
+        before, moved = run(params), np.zeros((4, 4))
+        for k in range(4):
+            head = params[f"heads_{k}"]
+            bias = head["layers_0"]["bias"] + 1
+            layer = head["layers_0"] | {"bias": bias}
+            after = run(params | {f"heads_{k}": head | {"layers_0": layer}})
+            moved[k] = np.abs(after - before).max((1, 2, 3)) > 1e-4
+        np.testing.assert_array_equal(moved, expected)
+
+
+def test_the_adaptation_layers_are_causal():
+    """The gradient of stage outputs at t by hidden states: all up to t, none beyond."""
+    base, drafter, _, params = problem("without auto-embedding")
+    hidden, *rest = family.random_rows(np.random.default_rng(0), B=1, T=6)
+
+    @jax.jit
+    def reach(hidden):
+        def features(hidden):  # of one head of each stage
+            return drafter.features(params, base, hidden, *rest)[1:3, 0].sum(-1)
+
+        return jnp.abs(jax.jacrev(features)(hidden)[:, :, 0]).max(-1)
+
+    lower = np.tril(np.ones((6, 6), bool))
+    for stage in range(2):
+        np.testing.assert_array_equal(np.asarray(reach(hidden))[stage] > 1e-8, lower)
+
+
+def test_heads_read_their_stage():
+    llama = stored_base().llama.config
+    for n_heads, stages, expected in (
+        (4, 2, [0, 0, 1, 1]),
+        (4, 1, [0, 0, 0, 0]),
+        (4, 3, [0, 1, 2, 2]),
+        (4, 4, [0, 1, 2, 3]),
+        (5, 2, [0, 0, 1, 1, 1]),
+        (4, 0, [0, 0, 0, 0]),
+    ):
+        drafter = make_drafter(AmphistaConfig(n_heads=n_heads, stages=stages), llama)
+        assert [drafter.stage_of(k) for k in range(n_heads)] == expected
+
+
+def test_heads_start_as_the_lm_head_behind_a_norm():
+    base, drafter, start, _ = problem(position_encoding=False, lm_head="own")
+    rows = family.random_rows(np.random.default_rng(0))
+    features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
+    size = np.sqrt((base.params["norm"]["scale"] ** 2).mean())
+    normed = size * rows[0] / np.sqrt((rows[0] ** 2).mean(-1, keepdims=True))
+    np.testing.assert_allclose(features, np.broadcast_to(normed, features.shape), rtol=1e-3)
+
+
+def test_dropout_needs_a_key():
+    base, drafter, _, params = problem(dropout=0.5)
+    rows = family.random_rows(np.random.default_rng(0))
+    run = jax.jit(lambda key: drafter.features(params, base, *rows, key))
+    one, two = run(jax.random.key(0)), run(jax.random.key(1))
+    assert np.array_equal(run(None), run(None)) and not np.array_equal(one, two)
+    assert 0.4 < float((one == 0).mean()) < 0.6
+
+
+def test_fields_that_make_no_sense():
+    llama = stored_base().llama.config
+    with pytest.raises(UserError, match=r"heads.stages is from 0 to n_heads = 4, not 5"):
+        make_drafter(AmphistaConfig(stages=5), llama)
+    with pytest.raises(UserError, match=r"heads.blocks is 0 or more"):
+        make_drafter(AmphistaConfig(blocks=-1), llama)
+    with pytest.raises(UserError, match=r"heads.dropout is from 0 to below 1"):
+        make_drafter(AmphistaConfig(dropout=-0.1), llama)

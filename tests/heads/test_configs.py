@@ -1,0 +1,39 @@
+"""The shipped configurations of draft heads: sound, and within the demo's size limit."""
+
+from pathlib import Path
+
+import family
+import jax
+import pytest
+
+from medusa_jax.cli.train import load_config
+from medusa_jax.config import LlamaConfig
+from medusa_jax.heads import Base, make_drafter
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.training import prepare
+
+FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
+DEMO = LlamaConfig(4096, 256, 5, 4, 2, 64, 704, max_position=1024, tie_embeddings=True)
+
+
+def parameters(cfg, llama):
+    """Number of parameters of the heads, from shapes alone."""
+    drafter = make_drafter(cfg.heads, llama)
+
+    def init(key):
+        return drafter.init(key, Base(Llama(llama), init_params(llama, key)))
+
+    return family.count(jax.eval_shape(init, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_sound(file):
+    cfg = load_config(str(file))
+    prepare.check_choices(cfg)
+    assert file.name in file.read_text()  # the command that runs it
+    if cfg.train.stage == "backbone":
+        return
+    if file.stem.startswith("demo_"):  # as bundled, in bfloat16
+        assert 2 * parameters(cfg, DEMO) < 4_950_000
+    else:
+        assert parameters(cfg, cfg.model.arch) > 1e8

@@ -1,0 +1,246 @@
+"""What every registered drafter promises the decode loop, the trainer and the calibrator.
+
+A new drafter is tested here by being registered; its own equations are tested in its own file.
+"""
+
+import dataclasses
+from functools import cache
+
+import family
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planted import check_counts, decoder, random_params, texts_of, tiny_config
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.decoding import calibrate
+from medusa_jax.decoding import generate as loop
+from medusa_jax.errors import UserError
+from medusa_jax.heads import DRAFTERS, Base, make_drafter
+from medusa_jax.interop import heads_io
+from medusa_jax.model.llama import Llama
+from medusa_jax.sharding import make_mesh
+from medusa_jax.tree import Tree
+
+NAMES = sorted(DRAFTERS)
+
+
+@cache
+def noisy(name, lm_head="low_rank"):
+    base = family.stored_base()
+    drafter, _, params = family.drafter_of(family.small_heads(name, lm_head=lm_head), base)
+    return base, drafter, params
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_reads_the_features_that_training_gave(name):
+    """Ragged commits, some of them empty, some behind others: head by head the same logits."""
+    base, drafter, params = noisy(name)
+    K, B, T = 4, 3, 16
+    rng = np.random.default_rng(1)
+    hidden, tokens, positions, segments = family.random_rows(rng, B, T)
+
+    @jax.jit
+    def trained(params):
+        features = drafter.features(params, base, hidden, tokens, positions, segments)
+        assert features.shape == (K, B, T, family.D)
+        return [drafter.head_logits(params, base, k, features[k]) for k in range(K)]
+
+    expected = trained(params)
+    propose = family.proposed_logits(drafter, base, Tree.chain(K))
+    commit = jax.jit(lambda state, *rows: drafter.commit(params, base, state, *rows))
+    state, length = drafter.start(B, 64, jnp.float32), np.zeros(B, int)
+    for width, n in ((8, [5, 3, 1]), (4, [2, 0, 4]), (4, [1, 4, 0])):
+        at = length[:, None] + np.arange(width)[None]
+        real = np.arange(width)[None] < np.array(n)[:, None]
+        row = np.arange(B)[:, None]
+        new = rng.standard_normal((B, width, family.D)).astype(
+            np.float32
+        )  # beyond n: noise
+        new = np.where(real[..., None], hidden[row, np.minimum(at, T - 1)], new)
+        following = np.where(real, tokens[row, np.minimum(at + 1, T - 1)], 7)
+        state = commit(state, new, following, at, np.array(n, np.int32))
+        length += n
+        last = length - 1
+        follow = tokens[row, last[:, None] + 2 + np.arange(K)[None]]
+        nodes, logits = propose(params, state, tokens[np.arange(B), last + 1], follow)
+        np.testing.assert_array_equal(nodes[:, 1:], follow)
+        for k in range(K):
+            got = logits[k].reshape(B, -1)
+            np.testing.assert_allclose(
+                got, expected[k][np.arange(B), last], rtol=1e-4, atol=1e-5
+            )
+        state = drafter.grow(state, 96)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_packed_into_a_row_do_not_see_each_other(name):
+    base, drafter, params = noisy(name)
+    rng = np.random.default_rng(2)
+    hidden, tokens, positions, segments = family.random_rows(rng, 1, 14)
+    packed_segments = np.where(np.arange(14) < 6, 1, 2)[None].astype(np.int32)
+    packed_positions = np.where(np.arange(14) < 6, np.arange(14), np.arange(14) - 6)[None]
+    features = jax.jit(lambda h, t, p, s: drafter.features(params, base, h, t, p, s))
+    packed = features(hidden, tokens, packed_positions.astype(np.int32), packed_segments)
+    alone = features(hidden[:, 6:], tokens[:, 6:], positions[:, :8], segments[:, :8])
+    for k in range(4):  # as far as tokens up to t + k + 1 are there
+        end = 8 - k - 1
+        np.testing.assert_allclose(
+            packed[k, :, 6 : 6 + end], alone[k, :, :end], rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_look_no_further_than_decoding_will(name):
+    """Row t of head k is a function of hidden states up to t and tokens up to t + k + 1."""
+    base, drafter, params = noisy(name)
+    rows = family.random_rows(np.random.default_rng(3), 1, 10)
+    run = jax.jit(lambda *r: drafter.features(params, base, *r))
+    before, t = run(*rows), 4
+    for k in range(4):
+        hidden, tokens, positions, segments = (x.copy() for x in rows)
+        hidden[:, t + 1 :] += 1
+        tokens[:, t + k + 2 :] = (tokens[:, t + k + 2 :] + 5) % family.V
+        after = run(hidden, tokens, positions, segments)
+        np.testing.assert_allclose(before[k][:, : t + 1], after[k][:, : t + 1], atol=1e-6)
+        assert not np.allclose(before[k][:, t + 1], after[k][:, t + 1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_deeper_than_the_tree_are_not_read(name):
+    """What a separable drafter of fewer heads proposes is what the whole one does."""
+    base, drafter, params = noisy(name)
+    if not drafter.separable:
+        pytest.skip("its heads need each other")
+    rows = family.random_rows(np.random.default_rng(4))
+    few = make_drafter(dataclasses.replace(drafter.heads, n_heads=2), base.llama.config)
+    less = {k: v for k, v in params.items() if k not in ("heads_2", "heads_3")}
+    tree, root = Tree.cartesian([3, 2]), np.array([1, 2], np.int32)
+    nodes = []
+    for d, p in ((drafter, params), (few, less)):
+        state = family.committed(d, base, p, rows, [4, 6])
+        nodes.append(family.proposed_logits(d, base, tree)(p, state, root)[0])
+    np.testing.assert_array_equal(*nodes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_are_strict(name, tmp_path):
+    """A round trip, a key too few, a layer too many; fewer heads where heads can be parted."""
+    from safetensors.numpy import load_file, save_file
+
+    base, drafter, params = noisy(name, "shared")
+    config, path = base.llama.config, str(tmp_path)
+    record = {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
+    heads_io.save_heads(path, drafter.heads, params, base=record, recipe={})
+    heads, loaded, _ = heads_io.load_heads(path, config, make_mesh())
+    assert heads == drafter.heads
+    jax.tree.map(np.testing.assert_array_equal, params, loaded)
+    fewer, loaded, _ = heads_io.load_heads(path, config, make_mesh(), n_heads=2)
+    assert fewer.n_heads == (2 if drafter.separable else 4)
+    assert ("heads_3" in loaded) == (not drafter.separable)
+    file = tmp_path / "heads.safetensors"
+    state = load_file(file)
+    for key in sorted(state)[:: max(1, len(state) // 3)]:
+        save_file({k: v for k, v in state.items() if k != key}, file)
+        with pytest.raises(UserError, match=key):
+            heads_io.load_heads(path, config, make_mesh())
+    save_file(state | {"heads_0/layers_7/kernel": np.zeros((2, 2), np.float32)}, file)
+    with pytest.raises(UserError, match="layers per head"):
+        heads_io.load_heads(path, config, make_mesh())
+
+
+# The engine's promise, in float64, with heads that are right by chance: among seven tokens a
+# wide tree often holds the true one.
+
+WIDE = Tree.from_choices(
+    {*family.WILD.choices} | {(r,) for r in range(6)}
+    | {(r, s) for r in range(6) for s in (0, 2, 5)} | {(r, 0, 1) for r in range(6)}
+)  # fmt: skip
+PROMPTS, LIMITS = [[1, 2, 3, 1, 2], [5], [0, 0, 6]], [30, 17, 24]
+
+
+@cache
+def seven():
+    config = tiny_config(vocab_size=7)
+    params = random_params(config, 1)
+    return config, params, *decoder(config, params)
+
+
+def request_of(acceptance):
+    if acceptance == "greedy":
+        return loop.Request(PROMPTS, LIMITS)
+    return loop.Request(
+        PROMPTS, LIMITS, temperature=[1.0, 0.0, 0.7], top_p=[1.0, 1.0, 0.9], seed=[1, 2, 1]
+    )
+
+
+@cache
+def plain_texts(acceptance):
+    config, _, llama, base = seven()
+    drafter = make_drafter(HeadsConfig(), config)
+    engine = loop.Engine(llama, drafter, Tree.none(), acceptance)
+    return texts_of(
+        loop.generate(engine, {"base": base, "heads": {}}, request_of(acceptance))
+    )
+
+
+@cache
+def engine_of(name, acceptance):
+    config, params, llama, base = seven()
+    stored = Base(Llama(config), params)
+    drafter, _, heads = family.drafter_of(family.small_heads(name), stored, seed=3)
+    heads = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), heads)
+    return loop.Engine(llama, drafter, WIDE, acceptance), {"base": base, "heads": heads}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
+    engine, variables = engine_of(name, acceptance)
+    request = request_of(acceptance)
+    progress = loop.generate(engine, variables, request)
+    assert texts_of(progress) == plain_texts(acceptance)
+    check_counts(progress)
+    assert (np.asarray(progress.histogram_BL).sum(0)[:3] > 0).all()
+    *_, streamed = loop.stream(engine, variables, request, chunk_steps=3)
+    assert texts_of(streamed) == plain_texts(acceptance)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", NAMES)
+def test_typical_acceptance(name):
+    """Lossy, so there is no text to compare with: every row runs to its limit."""
+    engine, variables = engine_of(name, "typical")
+    progress = loop.generate(engine, variables, request_of("sampled"))
+    check_counts(progress)
+    assert [len(text) for text in texts_of(progress)] == LIMITS
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", NAMES)
+def test_calibration_predicts_what_decoding_accepts(name):
+    """Replaying teacher-forced ranks gives the number of steps that decoding takes."""
+    _, _, llama, base = seven()
+    engine, variables = engine_of(name, "greedy")
+    progress = loop.generate(engine, variables, request_of("greedy"))
+    texts = [p + t for p, t in zip(PROMPTS, plain_texts("greedy"))]
+    tokens, lengths = np.zeros((3, 64), np.int32), [len(t) for t in texts]
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    ranks = jax.jit(calibrate.rank_tuples, static_argnums=0)(
+        engine.drafter, variables["heads"], Base(llama, base), tokens, jnp.array(lengths)
+    )
+    nodes = set(engine.tree.choices)
+    for row, (prompt, text) in enumerate(zip(PROMPTS, texts)):
+        at, steps = len(prompt), 0
+        while at < len(text) - 1:  # the root stands at `at`
+            path = ()
+            for rank in np.asarray(ranks)[row, at - 1].tolist():
+                if (*path, rank) not in nodes or at + len(path) + 1 >= len(text):
+                    break
+                path = (*path, rank)
+            at, steps = at + len(path) + 1, steps + 1
+        assert steps == int(progress.steps_B[row])

@@ -1,0 +1,209 @@
+"""Hydra heads against the paper's equations in plain numpy, their start and their sizes."""
+
+from functools import cache
+
+import family
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family import drafter_of, numpy64, numpy_lm_head, silu, stored_base
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads.hydra import HydraConfig, Level
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.tree import Tree
+
+SIZES = {"7B": (32, 4096, 11008), "13B": (40, 5120, 13824), "33B": (52, 6656, 17920)}
+
+
+def vicuna(size):
+    heads, width, d_ff = SIZES[size]
+    return LlamaConfig(32000, width, 1, heads, heads, 128, d_ff)
+
+
+def parameters(heads, llama):
+    """Number of parameters, from shapes alone."""
+    drafter = make_drafter(heads, llama)
+
+    def init(key):
+        return drafter.init(key, Base(Llama(llama), init_params(llama, key)))
+
+    return family.count(jax.eval_shape(init, jax.random.key(0)))
+
+
+@pytest.mark.parametrize(("size", "billions"), [("7B", 0.99), ("13B", 1.39), ("33B", 2.09)])
+def test_parameter_counts(size, billions):
+    assert abs(parameters(HydraConfig(), vicuna(size)) / 1e9 / billions - 1) < 0.01
+
+
+@cache
+def problem(**fields):
+    base = stored_base()
+    heads = HydraConfig(**{"n_layers": 2, "rank": 5} | fields)
+    return base, *drafter_of(heads, base)
+
+
+def numpy_features(params, k, context, tokens, base):
+    """Head k (0-based) for one position: b_t [D] and the k + 1 tokens behind it."""
+    embedding = np.asarray(base.params["embed_tokens"]["embedding"], np.float64)
+    x = np.concatenate([context, *(embedding[t] for t in tokens)])
+    head = params[f"heads_{k}"]
+    first = head["layers_0"]
+    wide = x @ first["linear"]["kernel"] + first["linear"]["bias"]
+    if "skip" in first:
+        context = x @ first["skip"]["kernel"] + first["skip"]["bias"]
+    x = context + silu(wide)
+    for j in range(1, sum(name.startswith("layers") for name in head)):
+        x = x + silu(x @ head[f"layers_{j}"]["kernel"] + head[f"layers_{j}"]["bias"])
+    return x
+
+
+def numpy_tree(tree, logits_of, width):
+    """Node tokens by recursion over paths; logits_of(tokens of the path, root first)."""
+    tokens = {(): width}
+    for choice in tree.choices:
+        path = [tokens[choice[:d]] for d in range(len(choice))]
+        tokens[choice] = int(np.argsort(-logits_of(path), kind="stable")[choice[-1]])
+    return [width, *(tokens[c] for c in tree.choices)]
+
+
+KINDS = [("own", "identity"), ("shared", "fixed"), ("low_rank", "random")]
+
+
+@pytest.mark.parametrize(("lm_head", "skip"), KINDS)
+def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
+    base, drafter, _, params = problem(lm_head=lm_head, skip=skip)
+    hidden, tokens, *rest = family.random_rows(np.random.default_rng(0))
+    hidden *= 0.3  # logits below 10, where float32 resolves 1e-6
+    rows = (hidden, tokens, *rest)
+
+    @jax.jit
+    def both(params):
+        features = drafter.features(params, base, *rows)
+        logits = [drafter.head_logits(params, base, k, features[k]) for k in range(4)]
+        return features, jnp.stack(logits)
+
+    features, logits = both(params)
+    exact = numpy64(params)
+    for k in range(4):
+        for t in range(12 - k - 1):
+            for b in range(2):
+                context = np.asarray(hidden[b, t], np.float64)
+                x = numpy_features(exact, k, context, tokens[b, t + 1 : t + k + 2], base)
+                np.testing.assert_allclose(features[k, b, t], x, rtol=0, atol=1e-5)
+                y = numpy_lm_head(exact[f"heads_{k}"], base, x)
+                np.testing.assert_allclose(logits[k, b, t], y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
+@pytest.mark.parametrize("tree", [family.WILD, Tree.cartesian([2, 2, 1])])
+def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
+    """Every node's token is a rank of the scores that its own ancestors give."""
+    base, drafter, _, params = problem(lm_head=lm_head)
+    rng = np.random.default_rng(5)
+    rows = family.random_rows(rng)
+    state = family.committed(drafter, base, params, rows, [3, 12])
+    noise = rng.standard_normal((4, 2, 23)).astype(np.float32)
+
+    @jax.jit
+    def propose(state, root):
+        def scores(depth, logits):
+            return logits + noise[depth - 1][:, None, :]
+
+        return drafter.propose(params, base, state, root, tree, scores)
+
+    root = np.array([4, 0], np.int32)
+    got, exact = np.asarray(propose(state, root)), numpy64(params)
+    for b, last in enumerate([2, 11]):
+        context = np.asarray(rows[0][b, last], np.float64)
+
+        def logits_of(path, b=b, context=context):
+            k = len(path) - 1
+            x = numpy_features(exact, k, context, path, base)
+            return numpy_lm_head(exact[f"heads_{k}"], base, x) + noise[k, b]
+
+        assert got[b].tolist() == numpy_tree(tree, logits_of, root[b])
+
+
+def test_no_loop_over_nodes_is_left_in_the_program():
+    """The drafted program has the same products whatever the width of the tree."""
+    base, drafter, _, params = problem(lm_head="own")
+    state = drafter.start(2, 64, jnp.float32)
+
+    def products(tree):
+        def run(params):
+            return drafter.propose(
+                params, base, state, jnp.zeros(2, jnp.int32), tree, lambda d, x: x
+            )
+
+        return str(jax.make_jaxpr(run)(params)).count("dot_general")
+
+    # skip, linear, one more layer, LM head; per depth.
+    assert products(Tree.chain(3)) == products(Tree.cartesian([5, 4, 3])) == 3 * 4
+
+
+def test_levels_worked_example():
+    tree = Tree.from_choices([[0], [1], [2], [0, 0], [2, 0], [2, 1], [2, 1, 0]])
+    first, second, third = Level.of(tree)
+    assert [x.tolist() for x in (first.nodes_P, first.rows_P)] == [[0], [0]]
+    assert [x.tolist() for x in (first.parent_C, first.rank_C)] == [[0, 0, 0], [0, 1, 2]]
+    assert [x.tolist() for x in (second.nodes_P, second.rows_P)] == [[0, 2], [0, 0]]
+    assert [x.tolist() for x in (second.parent_C, second.rank_C)] == [[0, 1, 1], [0, 0, 1]]
+    assert [x.tolist() for x in (third.nodes_P, third.rows_P)] == [[2], [1]]
+    assert Level.of(Tree.none()) == []
+
+
+def test_heads_start_as_the_lm_head_or_at_random():
+    base, drafter, start, _ = problem(lm_head="own")
+    rows = family.random_rows(np.random.default_rng(0))
+    features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
+    for k in range(4):
+        np.testing.assert_allclose(features[k], rows[0], atol=1e-6)
+        logits = drafter.head_logits(start, base, k, features[k])
+        np.testing.assert_allclose(logits, base.lm_head(jnp.asarray(rows[0])), atol=1e-4)
+    _, drafter, start, _ = problem(skip="random")
+    features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
+    assert not np.allclose(features[0], rows[0], atol=0.1)
+    assert not np.asarray(start["heads_1"]["layers_0"]["linear"]["kernel"]).any()
+
+
+def test_tied_layers_are_one_layer_applied_again():
+    base, tied, _, params = problem(n_layers=4, tie_layers=True)
+    assert sorted(params["heads_0"]) == ["layers_0", "layers_1", "lm_head"]
+    _, loose, *_ = problem(n_layers=4)
+    copies = {
+        name: head | {"layers_2": head["layers_1"], "layers_3": head["layers_1"]}
+        for name, head in params.items()
+    }
+    rows = family.random_rows(np.random.default_rng(0))
+    features = [
+        jax.jit(lambda p, d=d: d.features(p, base, *rows))(p)
+        for d, p in ((tied, params), (loose, copies))
+    ]
+    np.testing.assert_array_equal(*features)
+
+
+def test_dropout_needs_a_key_and_leaves_the_mean():
+    base, drafter, _, params = problem(dropout=0.5, n_layers=1)
+    rows = family.random_rows(np.random.default_rng(0))
+    run = jax.jit(lambda key: drafter.features(params, base, *rows, key))
+    assert np.array_equal(run(None), run(None))
+    one, two = run(jax.random.key(0)), run(jax.random.key(1))
+    assert not np.array_equal(one, two)
+    assert np.array_equal(one, run(jax.random.key(0)))
+    zeros = float((one == 0).mean())  # dropped before the LM head
+    assert 0.4 < zeros < 0.6
+    assert not np.array_equal(np.asarray(one[0]) == 0, np.asarray(one[1]) == 0)
+
+
+def test_fields_that_make_no_sense():
+    llama = stored_base().llama.config
+    with pytest.raises(UserError, match=r"skip is identity, random or fixed, not 'zero'"):
+        make_drafter(HydraConfig(skip="zero"), llama)
+    with pytest.raises(UserError, match=r"heads.dropout is from 0 to below 1"):
+        make_drafter(HydraConfig(dropout=1.0), llama)
+    with pytest.raises(UserError, match=r"'medusa' does not take .* HydraConfig"):
+        make_drafter(HydraConfig(drafter="medusa"), llama)

@@ -1,0 +1,104 @@
+"""Hydra++: the prefix layer against a plain numpy decoder layer, its cache, and its sizes."""
+
+from functools import cache
+
+import family
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family import drafter_of, numpy64, numpy_layer, numpy_lm_head, numpy_norm, stored_base
+from test_hydra import numpy_features, numpy_tree, parameters, vicuna
+
+from medusa_jax.heads.hydrapp import HydraPPConfig
+
+
+@pytest.mark.parametrize(
+    ("size", "tied", "untied"),
+    [("7B", 1.26, 1.40), ("13B", 1.81, 2.02), ("33B", 2.80, 3.16)],
+)
+def test_parameter_counts(size, tied, untied):
+    """The released checkpoints tie layers 2 to 4 of a head."""
+    for billions, tie_layers in ((tied, True), (untied, False)):
+        n = parameters(HydraPPConfig(tie_layers=tie_layers), vicuna(size))
+        assert abs(n / 1e9 / billions - 1) < 0.01
+
+
+@cache
+def problem():
+    base = stored_base()
+    heads = HydraPPConfig(n_layers=3, lm_head="low_rank", rank=5)
+    drafter, start, params = drafter_of(heads, base, scale=0.2)
+    return base, drafter, start, params
+
+
+def numpy_context(params, base, hidden_TD):
+    """b_0 ... b_t of one text."""
+    prefix = params["prefix"]
+    out = numpy_layer(prefix["layers_0"], base.llama.config, hidden_TD)
+    return numpy_norm(prefix["norm"], out)
+
+
+def test_features_are_those_of_the_paper():
+    base, drafter, _, params = problem()
+    rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0))
+    features = jax.jit(lambda p: drafter.features(p, base, *rows))(params)
+    exact = numpy64(params)
+    for b in range(2):
+        context = numpy_context(exact, base, hidden[b].astype(np.float64))
+        for k in range(4):
+            for t in range(12 - k - 1):
+                following = tokens[b, t + 1 : t + k + 2]
+                x = numpy_features(exact, k, context[t], following, base)
+                np.testing.assert_allclose(features[k, b, t], x, rtol=0, atol=1e-5)
+
+
+def test_a_tree_is_drafted_from_the_last_accepted_context():
+    base, drafter, _, params = problem()
+    rows = hidden, *_ = family.random_rows(np.random.default_rng(5))
+    n, root = [3, 12], np.array([4, 0], np.int32)
+    state = family.committed(drafter, base, params, rows, n)
+    propose = family.proposed_logits(drafter, base, family.WILD)
+    nodes, logits = propose(params, state, root)
+    exact = numpy64(params)
+    for b in range(2):
+        context = numpy_context(exact, base, hidden[b, : n[b]].astype(np.float64))[-1]
+
+        def logits_of(path, context=context):
+            k = len(path) - 1
+            x = numpy_features(exact, k, context, path, base)
+            return numpy_lm_head(exact[f"heads_{k}"], base, x)
+
+        assert nodes[b].tolist() == numpy_tree(family.WILD, logits_of, root[b])
+        np.testing.assert_allclose(
+            logits[0][b, 0], logits_of([root[b]]), rtol=1e-6, atol=1e-5
+        )
+
+
+def test_the_cache_holds_accepted_positions_only():
+    """What lies behind n leaves no trace: another filling of it, the same later contexts."""
+    base, drafter, _, params = problem()
+    rng = np.random.default_rng(1)
+    hidden, tokens, positions, _ = family.random_rows(rng, T=8)
+    commit = jax.jit(lambda state, *rows: drafter.commit(params, base, state, *rows))
+    contexts = []
+    for filling in (0.0, 50.0):
+        state = drafter.start(2, 64, jnp.float32)
+        first = np.where(np.arange(8)[None, :, None] < 3, hidden, filling)
+        state = commit(state, first, tokens, positions, np.array([3, 3]))
+        np.testing.assert_array_equal(state.length_B, [3, 3])
+        state = commit(state, hidden, tokens, positions + 3, np.array([2, 0]))
+        np.testing.assert_array_equal(state.length_B, [5, 3])
+        contexts.append(state.context_BSD)
+    np.testing.assert_array_equal(*contexts)
+    assert state.cache.layers[0][0].shape == (2, 2, 64, 6)
+    assert drafter.grow(state, 96).cache.slots == 96
+
+
+def test_the_prefix_layer_starts_as_a_norm_that_keeps_the_size():
+    base, drafter, start, _ = problem()
+    rows = hidden, *_ = family.random_rows(np.random.default_rng(0))
+    features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
+    size = np.sqrt((base.params["norm"]["scale"] ** 2).mean())
+    expected = size * hidden / np.sqrt((hidden**2).mean(-1, keepdims=True))
+    np.testing.assert_allclose(features[3], expected, rtol=1e-3)

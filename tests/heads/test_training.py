@@ -1,0 +1,75 @@
+"""Every registered drafter trains: all its weights, from its start, and in a dry run."""
+
+import sys
+from pathlib import Path
+
+import family
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planted import random_params
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from training_setup import tiny_arch, tiny_config
+
+from medusa_jax.heads import DRAFTERS
+from medusa_jax.training import dry, losses
+from medusa_jax.training.step import make_stage
+
+NAMES = sorted(DRAFTERS)
+
+
+def stage_of(name, **train):
+    cfg = tiny_config("", "medusa1", **train)
+    cfg.heads = family.small_heads(name, n_heads=3)
+    cfg.optim.name = "adamw"
+    return cfg, make_stage(cfg, 16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_weight_has_a_gradient_and_the_start_can_be_improved(name):
+    _, stage = stage_of(name, teacher_weight=1.0, label_weight=0.1, hidden_noise=1.0)
+    backbone = random_params(tiny_arch(), 0)
+    frozen = {"backbone": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), backbone)}
+    rng = np.random.default_rng(0)
+    batch = {
+        "tokens": jnp.asarray(rng.integers(0, 64, (2, 16)), jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(16), (2, 16)),
+        "segment_ids": jnp.ones((2, 16), jnp.int32),
+        "counted": jnp.ones((2, 16), bool),
+    }
+    counts = losses.all_counts(batch, stage.aheads)
+    key = jax.random.key(0)
+    start = jax.jit(stage.init)(key, frozen)
+    rng = np.random.default_rng(1)
+    moved = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), start)
+    moved = jax.tree.map(lambda x: x.astype(jnp.float32), moved)
+
+    @jax.jit
+    def gradient(params):
+        def loss(p):
+            return stage.loss(p, frozen, batch, counts, key, 1.0)[0]
+
+        return jax.value_and_grad(loss)(params)
+
+    _, grads = gradient(moved)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        assert np.isfinite(leaf).all() and np.abs(leaf).max() > 1e-8, path
+    params, (first, grads) = start, gradient(start)
+    for _ in range(25):
+        params = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+        last, grads = gradient(params)
+    assert last < 0.97 * first
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dry_run(name, capsys):
+    cfg, stage = stage_of(name)
+    report = dry.dry_run(cfg)
+    frozen = {"backbone": jax.eval_shape(lambda: random_params(tiny_arch(), 0))}
+    shapes = jax.eval_shape(stage.init, jax.random.key(0), frozen)
+    assert report["trainable_parameters"] == family.count(shapes)
+    text = capsys.readouterr().out
+    assert f"trainable parameters  {family.count(shapes):,}" in text
+    assert "heads_0/" in text
