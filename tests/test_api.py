@@ -243,7 +243,6 @@ def test_only_the_heads_of_the_tree_are_read_when_asked(directory):
         (["a"], {"tree": "chain:4"}, "only 3 heads"),
         (["a"], {"tree": Tree.from_choices([[99]])}, "rank 99 exceeds"),
         (["a"], {"acceptance": "eager"}, "unknown acceptance 'eager'"),
-        (["a"], {"acceptance": "rejection"}, "not built yet"),
         (["a"], {"acceptance": "typical", "epsilon": 0.0}, "epsilon"),
         ([], {}, "0 prompts"),
     ],

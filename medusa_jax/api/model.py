@@ -109,12 +109,8 @@ class Model:
         """The compile-time part of decoding. `sampled`: whether any row has temperature > 0."""
         if acceptance == "auto":
             acceptance = "sampled" if sampled else "greedy"
-        if acceptance == "rejection":
-            raise UserError(
-                "acceptance 'rejection' is not built yet; 'sampled' is lossless too"
-            )
         if acceptance not in LOSSLESS:
-            known = "auto, greedy, sampled, typical"
+            known = ", ".join(["auto", *LOSSLESS])
             raise UserError(f"unknown acceptance {acceptance!r}: there are {known}")
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")

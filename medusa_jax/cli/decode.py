@@ -40,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
         "--acceptance",
         default="auto",
         choices=["auto", "greedy", "sampled", "rejection", "typical"],
-        help="auto is greedy at temperature 0, sampled above; both are lossless, "
-        "typical is lossy",
+        help="auto is greedy at temperature 0 and sampled above: both give plain decoding's "
+        "text, token for token; rejection keeps its distribution; typical is lossy",
     )
     add("--top_k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
     add(

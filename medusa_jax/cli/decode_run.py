@@ -16,7 +16,7 @@ from medusa_jax.console import (
     use_compilation_cache,
     warn_if_accelerator_unused,
 )
-from medusa_jax.decoding.accept import LOSSLESS
+from medusa_jax.decoding.accept import GUARANTEE, LOSSLESS
 from medusa_jax.decoding.compare import Comparison, compare
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import encode_prompt, stop_ids
@@ -209,6 +209,7 @@ def describe(
         "tree_nodes": model.tree.n_nodes,
         "acceptance": acceptance,
         "lossless": LOSSLESS[acceptance],
+        "guarantee": GUARANTEE[acceptance],
         "seed": seed,
         "dtype": str(model.dtype),
         "device": f"{device.platform}: {device.device_kind}",
@@ -224,7 +225,7 @@ def summary(facts: dict[str, Any]) -> str:
         f"{facts['new_tokens']} tokens in {facts['steps']} steps, mean accepted length "
         f"{facts['mean_accepted_length']:.2f}, {facts['tokens_per_second']:.0f} tokens/s "
         f"({facts['drafter']}, {facts['tree_nodes']} nodes, {facts['acceptance']}, "
-        f"{'lossless' if facts['lossless'] else 'LOSSY'}, {facts['dtype']}, "
+        f"{facts['guarantee'].partition(':')[0]}, {facts['dtype']}, "
         f"{facts['device'].split(':')[0]}"
     )
     if facts["compile_seconds"] >= 0.1:
@@ -244,4 +245,6 @@ def _difference(facts: dict[str, Any]) -> str:
     first = facts["first_divergence"]
     if not facts["lossless"]:
         return f"other text from token {first['position']} on (lossy acceptance)"
+    if facts["acceptance"] == "rejection":
+        return f"other draws of the same law from token {first['position']} on"
     return f"first difference at token {first['position']} (score gap {first['gap']:.2g})"

@@ -89,7 +89,7 @@ def prefill(
     )
     last_B11 = (prompt_length_B - 1)[:, None, None]
     logits_B1V = base.lm_head(jnp.take_along_axis(hidden_BTD, last_B11, axis=1))
-    sampled = engine.acceptance == "sampled"
+    sampled = engine.acceptance in ("sampled", "rejection")
     target_B1 = target_tokens(
         logits_B1V, (prompt_length_B - 1)[:, None], sampling if sampled else None
     )

@@ -35,6 +35,7 @@ FIELDS = {
     "tree_nodes": int,
     "acceptance": str,
     "lossless": bool,
+    "guarantee": str,
     "seed": int,
     "dtype": str,
     "device": str,
@@ -128,7 +129,18 @@ def test_lossy_acceptance_is_labelled(decode):
     flags = ("--prompt", "the", "--acceptance", "typical", "--temperature", 0.7)
     facts = json.loads(decode(*flags, "--json")[1])
     assert facts["acceptance"] == "typical" and facts["lossless"] is False
-    assert "LOSSY" in decode(*flags)[2]
+    assert facts["guarantee"].startswith("LOSSY")
+    assert "typical, LOSSY" in decode(*flags)[2]
+
+
+def test_rejection_is_labelled_lossless_in_distribution(decode):
+    flags = ("--prompt", "the", "--acceptance", "rejection", "--temperature", 1)
+    facts = json.loads(decode(*flags, "--json")[1])
+    assert facts["acceptance"] == "rejection" and facts["lossless"] is True
+    assert facts["tree_nodes"] == 4
+    _, _, err = decode(*flags, "--compare", "--repeats", 1)
+    assert "rejection, lossless in distribution" in err
+    assert "other draws of the same law" in err
 
 
 def test_show_drafts_colours_accepted_drafts_only(decode):
@@ -304,7 +316,6 @@ def test_trees_that_are_not_there(refused, tree, words):
         (("--mesh", "1,1"), "data,fsdp,tensor"),
         (("--mesh", "a,b,c"), "three numbers"),
         (("--acceptance", "greedy", "--temperature", "1"), "temperature 0"),
-        (("--acceptance", "rejection", "--temperature", "1"), "rejection"),
         (("--temperature", "-1"), "temperature"),
         (("--top_p", "0"), "top_p"),
         (("--max_new_tokens", "0"), "max_new_tokens"),

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import TreeArrays, trees
+from planted import TreeArrays, sampling_of, trees
 
-from medusa_jax.decoding.accept import accept_targets, accept_typical, best_token, walk
-from medusa_jax.decoding.sampling import Sampling, row_keys
+from medusa_jax.decoding.accept import accept_targets, accept_typical, walk
+from medusa_jax.decoding.sampling import best_token
 from medusa_jax.tree import Tree
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
@@ -111,14 +111,6 @@ def test_a_match_below_a_rejected_node_does_not_count():
     got = accept_targets(nodes, jnp.array([[1, 2, 9, 4]]), tree)
     assert got.n_B.tolist() == [2] and got.bonus_B.tolist() == [9]
     assert got.path_BL.tolist() == [[0, 1, 2, 2]]
-
-
-def sampling_of(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    full = lambda value, dtype=jnp.float32: jnp.full((rows,), value, dtype)  # noqa: E731
-    key = row_keys(jnp.zeros((rows,), jnp.uint32), jnp.arange(rows))
-    return Sampling(
-        full(temperature), full(top_k, jnp.int32), full(top_p), full(min_p), key
-    )
 
 
 def typical_reference(tree, nodes, logits, temperature, epsilon, delta):
