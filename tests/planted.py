@@ -184,6 +184,17 @@ def trees(draw, n_nodes: int | None = None, depth: int | None = None, max_rank: 
     return Tree.from_choices(draw(st.permutations(paths[1:])))
 
 
+def random_tree(rng, n_nodes: int, depth: int, max_rank: int = 6) -> Tree:
+    """A random tree of exactly these sizes, without hypothesis; ranks have gaps."""
+    paths = [(0,) * d for d in range(1, depth + 1)]
+    while len(paths) < n_nodes - 1:
+        above = [p for p in [(), *paths] if len(p) < depth]
+        new = (*above[rng.integers(len(above))], int(rng.integers(max_rank + 1)))
+        if new not in paths:
+            paths.append(new)
+    return Tree.from_choices(paths)
+
+
 @partial(jax.jit, static_argnums=0)
 def decode_traced(engine: loop.Engine, variables, state, tree: TreeArrays) -> loop.Progress:
     """Run to the end with a tree that is traced; `engine.tree` only gives the sizes."""
