@@ -3,7 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
+from medusa_jax.decoding.generate import STOPPED, Progress, Request
 from medusa_jax.errors import UserError
+from medusa_jax.interop.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,3 +122,39 @@ def steps_of(draft_depths: Sequence[int], longest: int) -> list[int]:
             histogram[length - 1] += 1
             length = 0
     return histogram
+
+
+def results_of(
+    tokenizer: Tokenizer,
+    rows: Sequence[Options],
+    request: Request,
+    progress: Progress,
+    seconds: tuple[float, float, float],
+) -> list[Result]:
+    """The results of a finished batch; `seconds` of prefill, of decoding and of compiling."""
+    tokens, depths = np.asarray(progress.tokens_BO), np.asarray(progress.depth_BO)
+    counts, status = np.asarray(progress.n_new_B), np.asarray(progress.status_B)
+    steps, histogram = np.asarray(progress.steps_B), np.asarray(progress.histogram_BL)
+    results = []
+    for row, options in enumerate(rows):
+        ids = tokens[row, : counts[row]].tolist()
+        reason = "length"
+        if status[row] == STOPPED:
+            reason = "stop"
+        elif request.limits[row] < options.max_new_tokens:
+            reason = "context"
+        results.append(
+            Result(
+                text=tokenizer.decode(ids),
+                token_ids=ids,
+                draft_depths=depths[row, : counts[row]].tolist(),
+                finish_reason=reason,
+                prompt_tokens=len(request.prompts[row]),
+                steps=int(steps[row]),
+                acceptance_histogram=histogram[row].tolist(),
+                prefill_seconds=seconds[0],
+                decode_seconds=seconds[1],
+                compile_seconds=seconds[2],
+            )
+        )
+    return results
