@@ -243,7 +243,6 @@ def test_only_the_heads_of_the_tree_are_read_when_asked(directory):
         (["a"], {"tree": "chain:4"}, "only 3 heads"),
         (["a"], {"tree": Tree.from_choices([[99]])}, "rank 99 exceeds"),
         (["a"], {"acceptance": "eager"}, "unknown acceptance 'eager'"),
-        (["a"], {"acceptance": "typical", "epsilon": 0.0}, "epsilon"),
         ([], {}, "0 prompts"),
     ],
 )
@@ -272,6 +271,8 @@ def test_a_lone_string_and_greedy_with_temperature_are_mistakes(model):
         {"top_p": 1.5},
         {"min_p": -1.0},
         {"top_k": -2},
+        {"epsilon": 0.0},
+        {"delta": -1.0},
     ],
 )
 def test_options_out_of_range(field):

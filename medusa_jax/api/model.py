@@ -102,8 +102,6 @@ class Model:
         tree: str | Tree | None = None,
         acceptance: str = "auto",
         sampled: bool = False,
-        epsilon: float = 0.09,
-        delta: float = 0.3,
     ) -> loop.Engine:
         """The compile-time part of decoding. `sampled`: whether any row has temperature > 0."""
         if acceptance == "auto":
@@ -113,18 +111,12 @@ class Model:
             raise UserError(f"unknown acceptance {acceptance!r}: there are {known}")
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")
-        if acceptance == "typical" and not (0 < epsilon <= 1 and delta > 0):
-            raise UserError(
-                f"epsilon must be in (0, 1] and delta positive: {epsilon}, {delta}"
-            )
         return loop.Engine(
             self.llama,
             self.drafter,
             self.parse_tree(tree),
             acceptance,
             eos_ids=self.eos_ids,
-            epsilon=epsilon,
-            delta=delta,
         )
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -182,6 +174,8 @@ class Model:
             min_p=[o.min_p for o in options],
             seed=[o.seed % 2**32 for o in options],
             ids=ids,
+            epsilon=[o.epsilon for o in options],
+            delta=[o.delta for o in options],
         )
 
     def _compile(self, engine: loop.Engine, request: loop.Request) -> float:
@@ -228,7 +222,7 @@ class Model:
           options: one for all, or one per prompt.
           ids: request ids, by default 0, 1, ...: with the seed they decide every draw, so a
             prompt keeps its text in any batch and slot if it keeps its id.
-          engine_options: `tree`, `acceptance`, `epsilon`, `delta` as for `engine`.
+          engine_options: `tree`, `acceptance` as for `engine`.
 
         Returns: one result per prompt, in order.
         """

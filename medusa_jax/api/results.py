@@ -20,6 +20,7 @@ class Options:
       top_k, top_p, min_p: filters, applied in this order after temperature; 0, 1, 0 are off.
       seed: with the request's place in the input it decides every random draw.
       stop: strings that end the text; they are cut off.
+      epsilon, delta: thresholds of typical acceptance (Medusa 2.3.1); other rules ignore them.
     """
 
     max_new_tokens: int = 200
@@ -29,6 +30,8 @@ class Options:
     min_p: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    epsilon: float = 0.09
+    delta: float = 0.3
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -41,6 +44,11 @@ class Options:
             raise UserError(f"min_p must be in [0, 1], not {self.min_p}")
         if self.top_k < 0:
             raise UserError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        if not (0 < self.epsilon <= 1 and self.delta > 0):
+            raise UserError(
+                "epsilon must be in (0, 1] and delta positive, not "
+                f"{self.epsilon} and {self.delta}"
+            )
 
 
 DEFAULTS = Options()

@@ -47,11 +47,7 @@ def run(flags: argparse.Namespace) -> int:
         model.eos_ids = tuple(
             sorted({*model.eos_ids, *stop_ids(model.tokenizer, flags.chat)})
         )
-    engine_options = {
-        "acceptance": flags.acceptance,
-        "epsilon": flags.epsilon,
-        "delta": flags.delta,
-    }
+    engine_options = {"acceptance": flags.acceptance}
     if talking:
         own = Options(**shared_options(flags))
         return Chat(model, own, flags.chat, engine_options).run()

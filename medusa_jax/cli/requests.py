@@ -20,6 +20,8 @@ def shared_options(flags: argparse.Namespace) -> dict[str, Any]:
         "min_p": flags.min_p,
         "seed": flags.seed,
         "stop": tuple(flags.stop),
+        "epsilon": flags.epsilon,
+        "delta": flags.delta,
     }
 
 

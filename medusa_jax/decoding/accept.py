@@ -108,8 +108,6 @@ def accept_typical(
     logits_BMV: jax.Array,
     tree: Tree,
     sampling: Sampling,
-    epsilon: float,
-    delta: float,
 ) -> Accepted:
     """Typical acceptance (Medusa 2.3.1), lossy.
 
@@ -121,7 +119,11 @@ def accept_typical(
     log_p_BMV = log_target_law(logits_BMV, sampling)
     p_BMV = jnp.exp(log_p_BMV)
     entropy_BM = -jnp.sum(jnp.where(p_BMV > 0, p_BMV * log_p_BMV, 0), axis=-1)
-    threshold_BM = jnp.minimum(epsilon, delta * jnp.exp(-entropy_BM))
+    epsilon_B1, delta_B1 = (
+        jnp.broadcast_to(jnp.asarray(x, p_BMV.dtype), nodes_BM.shape[:1])[:, None]
+        for x in (sampling.epsilon_B, sampling.delta_B)
+    )
+    threshold_BM = jnp.minimum(epsilon_B1, delta_B1 * jnp.exp(-entropy_BM))
     parent_M = jnp.asarray(tree.parent_M)
     behind_BMV = jnp.take(log_p_BMV, parent_M, axis=1)
     log_p_BM = jnp.take_along_axis(behind_BMV, nodes_BM[..., None], axis=-1)[..., 0]

@@ -163,6 +163,7 @@ class Request:
       limits: most tokens to emit per row, at least 1; prompt + limit must fit the context.
       temperature, top_k, top_p, min_p, seed: per-row sampling parameters.
       ids: request ids for the noise, by default the row numbers.
+      epsilon, delta: thresholds of typical acceptance.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -173,6 +174,8 @@ class Request:
     min_p: Sequence[float] | None = None
     seed: Sequence[int] | None = None
     ids: Sequence[int] | None = None
+    epsilon: Sequence[float] | None = None
+    delta: Sequence[float] | None = None
 
 
 def begin(
@@ -203,6 +206,8 @@ def begin(
         key_B=row_keys(
             per_row(request.seed, 0, np.uint32), jnp.asarray(np.array(ids, np.int32))
         ),
+        epsilon_B=per_row(request.epsilon, 0.09, np.float32),
+        delta_B=per_row(request.delta, 0.3, np.float32),
     )
     # Rounded up, so that requests of similar limits share one compilation.
     output = jnp.zeros((B, power_of_two(int(limits.max()) + L, 64)), jnp.int32)

@@ -21,6 +21,7 @@ class Sampling(struct.PyTreeNode):
       top_p_B: keep the smallest set of tokens with at least this probability; 1 keeps all.
       min_p_B: drop tokens with less than this share of the largest probability; 0 keeps all.
       key_B: the row's random key, from its seed and its request id, never its batch slot.
+      epsilon_B, delta_B: thresholds of typical acceptance (one number serves all rows).
     """
 
     temperature_B: jax.Array
@@ -28,6 +29,8 @@ class Sampling(struct.PyTreeNode):
     top_p_B: jax.Array
     min_p_B: jax.Array
     key_B: jax.Array
+    epsilon_B: jax.Array | float = 0.09
+    delta_B: jax.Array | float = 0.3
 
     def stream(self, tag: int) -> "Sampling":
         """The same rows with a random key of their own, for draws of another purpose."""

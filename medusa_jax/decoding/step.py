@@ -37,7 +37,6 @@ class Engine:
       acceptance: "greedy", "sampled", "rejection" (which makes the tree dense) or "typical".
       eos_ids: tokens that end a row; the token itself is kept.
       stop_sequences: token sequences that end a row once they are complete.
-      epsilon, delta: thresholds of typical acceptance.
     """
 
     llama: Llama
@@ -46,8 +45,6 @@ class Engine:
     acceptance: str = "greedy"
     eos_ids: tuple[int, ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
-    epsilon: float = 0.09
-    delta: float = 0.3
 
     def __post_init__(self) -> None:
         if self.acceptance == "rejection":  # siblings are successive draws, none left out
@@ -225,9 +222,7 @@ def decode_step(
     # Accept.
     accepted: Accepted
     if engine.acceptance == "typical":
-        accepted = accept_typical(
-            nodes_BM, logits_BMV, tree, sampling, engine.epsilon, engine.delta
-        )
+        accepted = accept_typical(nodes_BM, logits_BMV, tree, sampling)
     elif engine.acceptance == "rejection":
         accepted = accept_rejection(
             nodes_BM, logits_BMV, tree, sampling, state.length_B, draft_logits
