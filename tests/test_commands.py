@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tiny_model import write_model
 
-from medusa_jax import bench, calibrate, distill
+from medusa_jax import bench, calibrate, distill, sweep, ties
+from medusa_jax.api import Model
 from medusa_jax.config import DataConfig
 from medusa_jax.training.data import TokenRows
 from medusa_jax.tree import Tree
@@ -108,12 +109,67 @@ def test_bench_prints_a_table_and_writes_answers(files, tmp_path, capsys):
     assert sum(answer["accept_lengths"]) == answer["new_tokens"][0] - 1
 
 
+def test_sweep_measures_every_rule_and_draws(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    arguments = [
+        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+        f"--out={tmp_path}", "--tree=chain:2", "--max_new_tokens=16",
+        "--epsilons=0.01,0.8", "--temperatures=0,1.0",
+    ]  # fmt: skip
+    assert sweep.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| typical, T 0.7 |") == 2 and "typical (lossy)" in printed
+    facts = json.loads((tmp_path / "sweep.json").read_text())
+    low, high = facts["thresholds"]
+    assert (low["epsilon"], low["delta"]) == (0.01, 0.1)
+    # A lower threshold lets more drafts pass.
+    assert low["mean_accepted_length"] > high["mean_accepted_length"] >= 1
+    rows = {(r["acceptance"], r["temperature"]): r for r in facts["temperatures"]}
+    greedy = facts["greedy"]
+    assert len(rows) == 6 and greedy["mean_log_probability"] < 0
+    for rule in sweep.RULES:  # at temperature 0 all rules are greedy decoding
+        cold = rows[rule, 0.0]
+        assert cold["mean_accepted_length"] == greedy["mean_accepted_length"]
+        assert cold["mean_log_probability"] == greedy["mean_log_probability"]
+    pictures = {p.name for p in tmp_path.iterdir() if p.suffix == ".png"}
+    assert pictures == {"thresholds.png", "temperatures.png"}
+    assert sweep.main([*arguments, "--temperature=0"]) == 2
+
+
+def test_ties_reports_divergences_and_judges_them(files, tmp_path, capsys, monkeypatch):
+    directory, prompts, _ = files
+    out = tmp_path / "ties.json"
+    arguments = [
+        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+        f"--out={out}", "--tree=chain:2", "--max_new_tokens=40", "--dtype=float32",
+    ]  # fmt: skip
+    assert ties.main(arguments) == 0
+    facts = json.loads(out.read_text())
+    assert facts["prompts"] == 4 and facts["not_explained"] == 0
+    assert facts["tokens_compared"] <= 160 and "per token" in capsys.readouterr().out
+
+    # A decoder with a defect: plain decoding of another prompt.
+    plain = Model.generate
+
+    def wrong(self, batch, options, ids=None, **kwargs):
+        if kwargs:  # the plain side is given a tree
+            batch = [[*b[:-1], 5] for b in batch]
+        return plain(self, batch, options, ids, **kwargs)
+
+    monkeypatch.setattr(Model, "generate", wrong)
+    assert ties.main(arguments) == 1
+    facts = json.loads(out.read_text())
+    assert facts["not_explained"] > 0 and "NO" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "command, arguments, words",
     [
         (calibrate, ["--prompts=missing.jsonl", "--out=x.json"], "missing.jsonl"),
         (calibrate, ["--prompts={p}", "--out=x.json", "--sizes=a"], "--sizes"),
         (distill, ["--prompts=missing.jsonl", "--out=x"], "missing.jsonl"),
+        (sweep, ["--epsilons=a,b"], "--epsilons"),
+        (ties, ["--prompts=missing.jsonl"], "missing.jsonl"),
         (bench, ["--prompts=missing.jsonl", "--out=x"], "missing.jsonl"),
         (bench, ["--prompts={p}", "--out=x", "--model=nowhere/at/all"], "nowhere"),
     ],
