@@ -116,7 +116,7 @@ def run(flags: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from medusa_jax.api import load
-    from medusa_jax.bench import read_questions
+    from medusa_jax.bench import prompt_of, read_questions
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.decoding.accept import GUARANTEE
 
@@ -130,10 +130,7 @@ def run(flags: argparse.Namespace) -> int:
     use_compilation_cache()
     questions = read_questions(flags.prompts, flags.limit)
     model = load(flags.model, flags.drafter, tree=flags.tree, dtype=flags.dtype)
-    prompts = [
-        model.encode(q["prompt_ids"] if "prompt_ids" in q else q["prompt"])
-        for q in questions
-    ]
+    prompts = [model.encode(prompt_of(question)) for question in questions]
     runner = Runner(model, prompts, flags)
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -120,16 +120,13 @@ def table(facts: dict[str, Any]) -> str:
 def run(flags: argparse.Namespace) -> int:
     """The report; exit status 1 if rounding does not explain every divergence."""
     from medusa_jax.api import load
-    from medusa_jax.bench import read_questions
+    from medusa_jax.bench import prompt_of, read_questions
     from medusa_jax.console import use_compilation_cache
 
     use_compilation_cache()
     questions = read_questions(flags.prompts, flags.limit)
     model = load(flags.model, flags.drafter, tree=flags.tree, dtype=flags.dtype)
-    prompts = [
-        model.encode(q["prompt_ids"] if "prompt_ids" in q else q["prompt"])
-        for q in questions
-    ]
+    prompts = [model.encode(prompt_of(question)) for question in questions]
     facts = report(model, prompts, flags)
     out = Path(flags.out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """calibrate, distill and bench on a tiny model: files, figures, resuming, bad input."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -107,6 +108,52 @@ def test_bench_prints_a_table_and_writes_answers(files, tmp_path, capsys):
     lines = (tmp_path / "medusa-7.jsonl").read_text().splitlines()
     answer = json.loads(lines[0])["choices"][0]
     assert sum(answer["accept_lengths"]) == answer["new_tokens"][0] - 1
+
+
+def test_bench_by_batch_fits_a_tree_to_each(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    heads = tmp_path / "heads"
+    shutil.copytree(directory / "heads", heads)
+    arguments = [
+        f"--model={directory}", f"--drafters={heads}", f"--prompts={prompts}",
+        f"--out={tmp_path}", "--batches=1,3", "--most_nodes=2", "--limit=4",
+        "--max_new_tokens=12", "--repeats=1", "--dtype=float32",
+    ]  # fmt: skip
+    assert bench.main(arguments) == 2
+    assert "calibrate" in capsys.readouterr().err
+    ladder = [{"nodes": 1, "tokens_per_step": 1.0}, {"nodes": 2, "tokens_per_step": 99.0}]
+    tree = {"choices": [], "growth": [[0]], "evidence": {"ladder": ladder}}
+    (heads / "tree.json").write_text(json.dumps(tree))
+    assert bench.main(arguments) == 0
+    assert capsys.readouterr().out.count(" of ") == 2
+    facts = json.loads((tmp_path / "batches-medusa.json").read_text())
+    one, three = facts["rows"]
+    assert (one["batch"], three["batch"]) == (1, 3)
+    # So good a guess is always worth a second node.
+    assert one["tree_nodes"] == three["tree_nodes"] == 2
+    # 4 prompts: four groups of one, two groups of three (two prompts come again).
+    assert (one["texts"], three["texts"]) == (4, 6)
+    assert (one["tokens"], three["tokens"]) == (4 * 11, 6 * 11)
+    for row in facts["rows"]:
+        assert row["speedup"] > 0 and row["divergences"] == 0
+    assert one["against_first_batch"] == 1
+
+
+def test_cache_check_reads_what_the_text_asks_for(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    arguments = [
+        f"--model={directory}", f"--drafters={directory}/heads", f"--prompts={prompts}",
+        f"--out={tmp_path}", "--cache_check",
+    ]  # fmt: skip
+    assert bench.main(arguments) == 0
+    found = json.loads((tmp_path / "cache_check.json").read_text())
+    bytes_of = {case: row["bytes"] for case, row in found.items()}
+    # The model is so tiny that the longer list of output tokens shows; slots would show more.
+    assert bytes_of["large"] < 1.3 * bytes_of["small"]
+    assert (
+        bytes_of["preallocated"] > 2 * bytes_of["small"]
+    )  # the measure sees the difference
+    assert "4096, preallocated" in capsys.readouterr().out
 
 
 def test_sweep_measures_every_rule_and_draws(files, tmp_path, capsys):
