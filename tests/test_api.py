@@ -133,8 +133,9 @@ def test_stop_strings_over_the_border_of_a_chunk(model, monkeypatch):
         stop = whole.text[first : first + length]
         cut = whole.text.index(stop)
         rows = [dataclasses.replace(options, stop=(stop,)), options]
-        shown = ["", ""]
-        for pieces, results in model.stream([PROMPTS[2], "in"], rows):
+        shown, results = ["", ""], None
+        for pieces, final in model.stream([PROMPTS[2], "in"], rows):
+            results = final or results
             for piece in pieces:
                 shown[piece.row] += piece.text
                 assert whole.text.startswith(shown[0]) and len(shown[0]) <= cut
