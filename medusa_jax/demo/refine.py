@@ -63,7 +63,9 @@ def completes_repeat(tokens: np.ndarray, n: int = NGRAM) -> np.ndarray:
     return repeat
 
 
-def marked_samples(samples: Sequence[dict[str, Any]]) -> list[tuple[np.ndarray, np.ndarray]]:
+def marked_samples(
+    samples: Sequence[dict[str, Any]],
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """(tokens, counted) of each sample: prompt 0, its own new text 1, repeats in it -1."""
     out = []
     for sample in samples:
@@ -141,7 +143,9 @@ def one_round(
     own = np.concatenate([c[c != 0] for _, c in samples])
     say(f"round {number}: {np.mean(own < 0):.1%} of the new tokens complete a repeat")
     data = folder / "data"
-    write_mixture(samples, Path(flags.work) / "train", flags.corpus_share, 512, number, data)
+    write_mixture(
+        samples, Path(flags.work) / "train", flags.corpus_share, 512, number, data
+    )
     call([
         "train.py", "--config=configs/demo_refine.py", f"--workdir={folder}/train",
         f"--config.model.path={model}", f"--config.train.heads_path={model}/heads",

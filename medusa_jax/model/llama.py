@@ -307,7 +307,9 @@ class Attention(nn.Module):
                 out_BTD = attend_one(q_BTNH, new, before, start_B, mask_BTS)
                 # Written after it was read, the cache changes in place instead of being copied
                 # whole; XLA keeps that order only if what is written depends on what was read.
-                nothing_B111 = (out_BTD[:, 0, 0] * 0).astype(k_BGTH.dtype)[:, None, None, None]
+                nothing_B111 = (out_BTD[:, 0, 0] * 0).astype(k_BGTH.dtype)[
+                    :, None, None, None
+                ]
                 new = (k_BGTH + nothing_B111, v_BGTH + nothing_B111)
             cache = (
                 write_rows(before[0], new[0], start_B),

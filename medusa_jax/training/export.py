@@ -71,12 +71,16 @@ def deepen(
     deeper = dataclasses.replace(arch, n_layers=arch.n_layers + n)
     names = [f"layers_{i}" for i in range(arch.n_layers, deeper.n_layers)]
     fresh = init_params(deeper, key)
-    new = {name: jax.tree.map(lambda x: x.astype(jnp.float32), fresh[name]) for name in names}
+    new = {
+        name: jax.tree.map(lambda x: x.astype(jnp.float32), fresh[name]) for name in names
+    }
     for layer in new.values():
         for part, last in (("self_attn", "o_proj"), ("mlp", "down_proj")):
             layer[part][last] = jax.tree.map(jnp.zeros_like, layer[part][last])
     placed = jax.tree.leaves(params)[0].sharding
-    replicate = NamedSharding(placed.mesh, P()) if isinstance(placed, NamedSharding) else placed
+    replicate = (
+        NamedSharding(placed.mesh, P()) if isinstance(placed, NamedSharding) else placed
+    )
     return deeper, params | jax.device_put(new, replicate)
 
 
