@@ -32,6 +32,8 @@ DEMO_PROMPTS = Path(__file__).parent / "demo" / "prompts.jsonl"
 EXAMPLES = """examples:
   python -m medusa_jax.bench
   python -m medusa_jax.bench --limit 8 --trees auto,8,64 --out work/bench
+  python -m medusa_jax.bench --batches 1,2,4,6,8 --limit 24 --max_new_tokens 128
+  python -m medusa_jax.bench --cache_check
   python -m medusa_jax.bench --model path/to/model --drafters path/to/heads,none \\
       --prompts question.jsonl --transformers
 """
@@ -63,6 +65,15 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also time transformers' generate on the same weights (needs torch)",
     )
+    p.add_argument("--batches", help="instead of the table of drafters: one of batch sizes, e.g. "
+                   "1,2,4,6,8, with the tree fitted to each")  # fmt: skip
+    p.add_argument("--most_nodes", type=int, default=16,
+                   help="largest tree that --batches tries (default: 16)")  # fmt: skip
+    p.add_argument(
+        "--cache_check",
+        action="store_true",
+        help="instead: step time and bytes at 64 tokens of context, 4096 against 128 slots",
+    )
     p.add_argument("--out", default="work/bench", help="directory for results")
     return p
 
@@ -88,6 +99,12 @@ def read_questions(path: str, limit: int) -> list[dict[str, Any]]:
     return records
 
 
+def prompt_of(question: dict[str, Any]) -> str | list[int]:
+    """A question's prompt, as ids where they are given."""
+    prompt: str | list[int] = question.get("prompt_ids") or question["prompt"]
+    return prompt
+
+
 def bench_row(
     model: Any, questions: list[dict[str, Any]], tree: Any, flags: argparse.Namespace
 ) -> dict[str, Any]:
@@ -105,8 +122,9 @@ def bench_row(
     for question in tqdm(
         questions, desc=f"{tree.n_nodes} nodes", unit="prompt", disable=None
     ):
-        prompt = question.get("prompt_ids", question.get("prompt"))
-        compared += compare(model, [prompt], options, tree=tree, repeats=flags.repeats)
+        compared += compare(
+            model, [prompt_of(question)], options, tree=tree, repeats=flags.repeats
+        )
     steps = sum(c.drafted.steps for c in compared)
     appended = sum(c.drafted.new_tokens - 1 for c in compared)
     plain_tokens = sum(c.autoregressive.new_tokens - 1 for c in compared)
@@ -194,7 +212,7 @@ def transformers_speed(
     options = Options(max_new_tokens=flags.max_new_tokens)
     ratios, ours_speed, theirs_speed = [], [], []
     for question in questions[:16]:
-        ids = model.encode(question.get("prompt_ids", question.get("prompt")))
+        ids = model.encode(prompt_of(question))
         ours = model.generate([ids], options, tree="none")[0]
         speed = ours.new_tokens / (ours.prefill_seconds + ours.decode_seconds)
         start = time.perf_counter()
@@ -237,6 +255,7 @@ def run(flags: argparse.Namespace) -> int:
     """Run every drafter with every tree, print the table, write the files."""
     import jax
 
+    from medusa_jax import bench_batches
     from medusa_jax.api import DEMO, load
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.decoding.latency import bytes_per_token, read_bandwidth
@@ -245,6 +264,10 @@ def run(flags: argparse.Namespace) -> int:
     questions = read_questions(flags.prompts, flags.limit)
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
+    if flags.cache_check:
+        return bench_batches.run_cache_check(flags, questions, out)
+    if flags.batches:
+        return bench_batches.run_batches(flags, questions, out)
     rows: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
     for name in flags.drafters.split(","):

@@ -5,8 +5,10 @@ and ink of medium grey, the text picture carries colours for both. Matplotlib is
 a chart is drawn; the text picture is SVG written here and needs nothing.
 """
 
+import itertools
 import unicodedata
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
@@ -186,10 +188,7 @@ def draw_curves(
         axes.set_ylim(0, 1.12 * max(values))
         axes.set_title(name, color=INK, fontsize=10)
         axes.set_xlabel("tokens in a step (root included)", color=INK, fontsize=8)
-        axes.tick_params(colors=INK, labelsize=8)
-        axes.grid(color=INK, alpha=0.2, linewidth=0.6)
-        for spine in axes.spines.values():
-            spine.set_color(INK)
+        _mute(axes)
     if title:
         figure.suptitle(title, color=INK, fontsize=10)
     return save_figure(figure, path)
@@ -257,6 +256,56 @@ def draw_drafters(
             spine.set_visible(side in ("left", "bottom"))
             spine.set_color(INK)
     return _save(figure, path)
+
+
+@dataclass
+class Chart:
+    """Lines over one axis.
+
+    Attributes:
+      title, xlabel: what is drawn over what.
+      lines: label -> (x, y).
+      levels: label -> y of a horizontal line (a baseline).
+    """
+
+    title: str
+    xlabel: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    levels: Mapping[str, float] = field(default_factory=dict)
+
+
+# Distinct on light and dark ground, and in print by marker.
+LINE_STYLES = (("#3a87c8", "o"), (ACCENT, "s"), ("#3f9b58", "^"), ("#9568c4", "D"))
+
+
+def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:
+    """Draws charts side by side, each with its legend."""
+    figure = _figure(4.2 * len(charts), 3.3)
+    places = figure.subplots(1, len(charts), squeeze=False)[0]
+    for axes, chart in zip(places, charts, strict=True):
+        for (label, (x, y)), (colour, marker) in zip(
+            chart.lines.items(), itertools.cycle(LINE_STYLES), strict=False
+        ):
+            axes.plot(x, y, color=colour, marker=marker, markersize=3.5, label=label)
+        for (label, level), dash in zip(
+            chart.levels.items(), itertools.cycle((":", "--", "-.")), strict=False
+        ):
+            axes.axhline(level, color=INK, linewidth=1.2, linestyle=dash, label=label)
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+        axes.set_title(chart.title, color=INK, fontsize=10)
+        axes.set_xlabel(chart.xlabel, color=INK, fontsize=8)
+        _mute(axes)
+    if title:
+        figure.suptitle(title, color=INK, fontsize=10)
+    return _save(figure, path)
+
+
+def _mute(axes) -> None:
+    """Frame, ticks and grid in grey."""
+    axes.tick_params(colors=INK, labelsize=8)
+    axes.grid(color=INK, alpha=0.2, linewidth=0.6)
+    for spine in axes.spines.values():
+        spine.set_color(INK)
 
 
 # --------------------------------------------------------------------------------------

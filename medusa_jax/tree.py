@@ -152,6 +152,39 @@ class Tree:
                 walk = self.parent_M[walk]
         return rows
 
+    @cached_property
+    def children_MC(self) -> np.ndarray:
+        """Children of each node in order of rank; 0, the root, fills the rest.
+
+        For the example of the class: row 0 is [1, 2], row 1 is [3, 4], the others are [0, 0].
+        """
+        lists = [np.flatnonzero(self.parent_M[1:] == v) + 1 for v in range(self.n_nodes)]
+        rows = np.zeros((self.n_nodes, max(1, max(map(len, lists)))), np.int32)
+        for node, children in enumerate(lists):
+            rows[node, : len(children)] = children
+        return rows
+
+    def width(self, depth: int) -> int:
+        """The most children that a node at this depth has."""
+        return int((self.children_MC[self.level(depth)] > 0).sum(-1).max())
+
+    @property
+    def dense(self) -> "Tree":
+        """The same shape with the ranks of every family made 0, 1, 2, ...
+
+        Nodes keep their order. Example: [[0], [3], [3, 2]] becomes [[0], [1], [1, 0]].
+        """
+        renamed: dict[Choice, Choice] = {(): ()}
+        for node, choice in enumerate(self.choices, 1):
+            family = self.children_MC[self.parent_M[node]].tolist()
+            renamed[choice] = (*renamed[choice[:-1]], family.index(node))
+        return Tree(tuple(renamed[c] for c in self.choices))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the j-th child of every node has rank j."""
+        return self.dense == self
+
     def level(self, depth: int) -> np.ndarray:
         """Nodes at one depth, in order."""
         return np.flatnonzero(self.depth_M == depth)

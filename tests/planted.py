@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
 from medusa_jax.tree import Tree
@@ -183,6 +184,17 @@ def trees(draw, n_nodes: int | None = None, depth: int | None = None, max_rank: 
     return Tree.from_choices(draw(st.permutations(paths[1:])))
 
 
+def random_tree(rng, n_nodes: int, depth: int, max_rank: int = 6) -> Tree:
+    """A random tree of exactly these sizes, without hypothesis; ranks have gaps."""
+    paths = [(0,) * d for d in range(1, depth + 1)]
+    while len(paths) < n_nodes - 1:
+        above = [p for p in [(), *paths] if len(p) < depth]
+        new = (*above[rng.integers(len(above))], int(rng.integers(max_rank + 1)))
+        if new not in paths:
+            paths.append(new)
+    return Tree.from_choices(paths)
+
+
 @partial(jax.jit, static_argnums=0)
 def decode_traced(engine: loop.Engine, variables, state, tree: TreeArrays) -> loop.Progress:
     """Run to the end with a tree that is traced; `engine.tree` only gives the sizes."""
@@ -194,6 +206,15 @@ def decode_traced(engine: loop.Engine, variables, state, tree: TreeArrays) -> lo
         running, lambda s: loop.decode_step(engine, variables, s, tree), state
     )
     return loop.progress_of(state)
+
+
+def sampling_of(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Sampling:
+    """The same parameters in every row; seed 0, the row number as request id."""
+    full = lambda value, dtype=jnp.float32: jnp.full((rows,), value, dtype)  # noqa: E731
+    key = row_keys(jnp.zeros((rows,), jnp.uint32), jnp.arange(rows))
+    return Sampling(
+        full(temperature), full(top_k, jnp.int32), full(top_p), full(min_p), key
+    )
 
 
 def texts_of(progress: loop.Progress) -> list[list[int]]:

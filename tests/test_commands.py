@@ -1,12 +1,14 @@
 """calibrate, distill and bench on a tiny model: files, figures, resuming, bad input."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from tiny_model import write_model
 
-from medusa_jax import bench, calibrate, distill
+from medusa_jax import bench, calibrate, distill, sweep, ties
+from medusa_jax.api import Model
 from medusa_jax.config import DataConfig
 from medusa_jax.training.data import TokenRows
 from medusa_jax.tree import Tree
@@ -108,12 +110,113 @@ def test_bench_prints_a_table_and_writes_answers(files, tmp_path, capsys):
     assert sum(answer["accept_lengths"]) == answer["new_tokens"][0] - 1
 
 
+def test_bench_by_batch_fits_a_tree_to_each(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    heads = tmp_path / "heads"
+    shutil.copytree(directory / "heads", heads)
+    arguments = [
+        f"--model={directory}", f"--drafters={heads}", f"--prompts={prompts}",
+        f"--out={tmp_path}", "--batches=1,3", "--most_nodes=2", "--limit=4",
+        "--max_new_tokens=12", "--repeats=1", "--dtype=float32",
+    ]  # fmt: skip
+    assert bench.main(arguments) == 2
+    assert "calibrate" in capsys.readouterr().err
+    ladder = [{"nodes": 1, "tokens_per_step": 1.0}, {"nodes": 2, "tokens_per_step": 99.0}]
+    tree = {"choices": [], "growth": [[0]], "evidence": {"ladder": ladder}}
+    (heads / "tree.json").write_text(json.dumps(tree))
+    assert bench.main(arguments) == 0
+    assert capsys.readouterr().out.count(" of ") == 2
+    facts = json.loads((tmp_path / "batches-medusa.json").read_text())
+    one, three = facts["rows"]
+    assert (one["batch"], three["batch"]) == (1, 3)
+    # So good a guess is always worth a second node.
+    assert one["tree_nodes"] == three["tree_nodes"] == 2
+    # 4 prompts: four groups of one, two groups of three (two prompts come again).
+    assert (one["texts"], three["texts"]) == (4, 6)
+    assert (one["tokens"], three["tokens"]) == (4 * 11, 6 * 11)
+    for row in facts["rows"]:
+        assert row["speedup"] > 0 and row["divergences"] == 0
+    assert one["against_first_batch"] == 1
+
+
+def test_cache_check_reads_what_the_text_asks_for(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    arguments = [
+        f"--model={directory}", f"--drafters={directory}/heads", f"--prompts={prompts}",
+        f"--out={tmp_path}", "--cache_check",
+    ]  # fmt: skip
+    assert bench.main(arguments) == 0
+    found = json.loads((tmp_path / "cache_check.json").read_text())
+    bytes_of = {case: row["bytes"] for case, row in found.items()}
+    # The model is so tiny that the longer list of output tokens shows; slots would show more.
+    assert bytes_of["large"] < 1.3 * bytes_of["small"]
+    assert (
+        bytes_of["preallocated"] > 2 * bytes_of["small"]
+    )  # the measure sees the difference
+    assert "4096, preallocated" in capsys.readouterr().out
+
+
+def test_sweep_measures_every_rule_and_draws(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    arguments = [
+        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+        f"--out={tmp_path}", "--tree=chain:2", "--max_new_tokens=16",
+        "--epsilons=0.01,0.8", "--temperatures=0,1.0",
+    ]  # fmt: skip
+    assert sweep.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| typical, T 0.7 |") == 2 and "typical (lossy)" in printed
+    facts = json.loads((tmp_path / "sweep.json").read_text())
+    low, high = facts["thresholds"]
+    assert (low["epsilon"], low["delta"]) == (0.01, 0.1)
+    # A lower threshold lets more drafts pass.
+    assert low["mean_accepted_length"] > high["mean_accepted_length"] >= 1
+    rows = {(r["acceptance"], r["temperature"]): r for r in facts["temperatures"]}
+    greedy = facts["greedy"]
+    assert len(rows) == 6 and greedy["mean_log_probability"] < 0
+    for rule in sweep.RULES:  # at temperature 0 all rules are greedy decoding
+        cold = rows[rule, 0.0]
+        assert cold["mean_accepted_length"] == greedy["mean_accepted_length"]
+        assert cold["mean_log_probability"] == greedy["mean_log_probability"]
+    pictures = {p.name for p in tmp_path.iterdir() if p.suffix == ".png"}
+    assert pictures == {"thresholds.png", "temperatures.png"}
+    assert sweep.main([*arguments, "--temperature=0"]) == 2
+
+
+def test_ties_reports_divergences_and_judges_them(files, tmp_path, capsys, monkeypatch):
+    directory, prompts, _ = files
+    out = tmp_path / "ties.json"
+    arguments = [
+        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+        f"--out={out}", "--tree=chain:2", "--max_new_tokens=40", "--dtype=float32",
+    ]  # fmt: skip
+    assert ties.main(arguments) == 0
+    facts = json.loads(out.read_text())
+    assert facts["prompts"] == 4 and facts["not_explained"] == 0
+    assert facts["tokens_compared"] <= 160 and "per token" in capsys.readouterr().out
+
+    # A decoder with a defect: plain decoding of another prompt.
+    plain = Model.generate
+
+    def wrong(self, batch, options, ids=None, **kwargs):
+        if kwargs:  # the plain side is given a tree
+            batch = [[*b[:-1], 5] for b in batch]
+        return plain(self, batch, options, ids, **kwargs)
+
+    monkeypatch.setattr(Model, "generate", wrong)
+    assert ties.main(arguments) == 1
+    facts = json.loads(out.read_text())
+    assert facts["not_explained"] > 0 and "NO" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "command, arguments, words",
     [
         (calibrate, ["--prompts=missing.jsonl", "--out=x.json"], "missing.jsonl"),
         (calibrate, ["--prompts={p}", "--out=x.json", "--sizes=a"], "--sizes"),
         (distill, ["--prompts=missing.jsonl", "--out=x"], "missing.jsonl"),
+        (sweep, ["--epsilons=a,b"], "--epsilons"),
+        (ties, ["--prompts=missing.jsonl"], "missing.jsonl"),
         (bench, ["--prompts=missing.jsonl", "--out=x"], "missing.jsonl"),
         (bench, ["--prompts={p}", "--out=x", "--model=nowhere/at/all"], "nowhere"),
     ],

@@ -207,3 +207,31 @@ def test_specs_that_name_no_tree(spec, words):
 def test_sizes_beyond_the_calibrated_order(size):
     with pytest.raises(UserError, match="1 to 5"):
         parse_tree(str(size), {"choices": [], "growth": [[0], [1], [2], [3]]})
+
+
+def test_children_and_widths_of_the_worked_example():
+    tree = Tree.from_choices([[0], [1], [0, 0], [0, 2]])
+    assert tree.children_MC.tolist() == [[1, 2], [3, 4], [0, 0], [0, 0], [0, 0]]
+    assert [tree.width(d) for d in range(3)] == [2, 2, 0]
+    assert Tree.none().children_MC.tolist() == [[0]] and Tree.none().width(0) == 0
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(trees())
+def test_a_dense_tree_has_the_same_shape_and_ranks_without_gaps(tree):
+    dense = tree.dense
+    np.testing.assert_array_equal(dense.parent_M, tree.parent_M)
+    np.testing.assert_array_equal(dense.depth_M, tree.depth_M)
+    assert Tree.from_choices(dense.choices) == dense  # well-formed and in order
+    assert dense.is_dense and dense.dense == dense
+    for node in range(tree.n_nodes):
+        family = np.flatnonzero(dense.parent_M[1:] == node) + 1
+        assert dense.rank_M[family].tolist() == list(range(len(family)))
+        assert [c for c in tree.children_MC[node] if c] == family.tolist()
+        ranks = tree.rank_M[family].tolist()
+        assert ranks == sorted(ranks)  # the order of the family is kept
+
+
+def test_dense_of_the_docstring():
+    tree = Tree.from_choices([[0], [3], [3, 2]])
+    assert not tree.is_dense and tree.dense.choices == ((0,), (1,), (1, 0))

@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 
-from medusa_jax.api.results import DEFAULTS, Options, Piece, Result
+from medusa_jax.api.results import DEFAULTS, Options, Piece, Result, results_of
 from medusa_jax.api.streaming import GrowingTexts
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
@@ -103,33 +102,21 @@ class Model:
         tree: str | Tree | None = None,
         acceptance: str = "auto",
         sampled: bool = False,
-        epsilon: float = 0.09,
-        delta: float = 0.3,
     ) -> loop.Engine:
         """The compile-time part of decoding. `sampled`: whether any row has temperature > 0."""
         if acceptance == "auto":
             acceptance = "sampled" if sampled else "greedy"
-        if acceptance == "rejection":
-            raise UserError(
-                "acceptance 'rejection' is not built yet; 'sampled' is lossless too"
-            )
         if acceptance not in LOSSLESS:
-            known = "auto, greedy, sampled, typical"
+            known = ", ".join(["auto", *LOSSLESS])
             raise UserError(f"unknown acceptance {acceptance!r}: there are {known}")
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")
-        if acceptance == "typical" and not (0 < epsilon <= 1 and delta > 0):
-            raise UserError(
-                f"epsilon must be in (0, 1] and delta positive: {epsilon}, {delta}"
-            )
         return loop.Engine(
             self.llama,
             self.drafter,
             self.parse_tree(tree),
             acceptance,
             eos_ids=self.eos_ids,
-            epsilon=epsilon,
-            delta=delta,
         )
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -155,19 +142,25 @@ class Model:
         return ids
 
     def request(
-        self, prompts: Sequence[str | Sequence[int]], options: Sequence[Options]
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        options: Sequence[Options],
+        ids: Sequence[int] | None = None,
     ) -> loop.Request:
         """Prompts and per-row options as the decode loop takes them.
+
+        Args:
+          ids: request ids, which decide the noise together with the seed; by default 0, 1, ...
 
         Raises:
           UserError: a prompt that leaves no room in the context.
         """
         encoded = [self.encode(p) for p in prompts]
         context = self.config.max_position
-        for ids in encoded:
-            if len(ids) >= context:
+        for prompt in encoded:
+            if len(prompt) >= context:
                 raise UserError(
-                    f"the prompt has {len(ids)} tokens, the model's context is {context}: "
+                    f"the prompt has {len(prompt)} tokens, the model's context is {context}: "
                     "shorten it"
                 )
         return loop.Request(
@@ -180,6 +173,9 @@ class Model:
             top_p=[o.top_p for o in options],
             min_p=[o.min_p for o in options],
             seed=[o.seed % 2**32 for o in options],
+            ids=ids,
+            epsilon=[o.epsilon for o in options],
+            delta=[o.delta for o in options],
         )
 
     def _compile(self, engine: loop.Engine, request: loop.Request) -> float:
@@ -205,16 +201,18 @@ class Model:
         self,
         prompts: Sequence[str | Sequence[int]],
         options: Options | Sequence[Options] = DEFAULTS,
+        ids: Sequence[int] | None = None,
         **engine_options: Any,
     ) -> float:
         """Compile what `generate` or `stream` will run for these prompts; seconds it took."""
-        _, engine, request = self._plan(prompts, options, engine_options)
+        _, engine, request = self._plan(prompts, options, ids, engine_options)
         return self._compile(engine, request)
 
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
         options: Options | Sequence[Options] = DEFAULTS,
+        ids: Sequence[int] | None = None,
         **engine_options: Any,
     ) -> list[Result]:
         """Decode a batch of prompts to their ends.
@@ -222,11 +220,13 @@ class Model:
         Args:
           prompts: texts or lists of token ids; rows may differ in length.
           options: one for all, or one per prompt.
-          engine_options: `tree`, `acceptance`, `epsilon`, `delta` as for `engine`.
+          ids: request ids, by default 0, 1, ...: with the seed they decide every draw, so a
+            prompt keeps its text in any batch and slot if it keeps its id.
+          engine_options: `tree`, `acceptance` as for `engine`.
 
         Returns: one result per prompt, in order.
         """
-        rows, engine, request = self._plan(prompts, options, engine_options)
+        rows, engine, request = self._plan(prompts, options, ids, engine_options)
         compile_seconds = self._compile(engine, request)
         if any(o.stop for o in rows):
             *_, (_, results) = self._stream(rows, engine, request, compile_seconds)
@@ -238,22 +238,24 @@ class Model:
         progress = jax.block_until_ready(loop.finish(engine, self.variables, state, ladder))
         end = time.perf_counter()
         seconds = (middle - start, end - middle, compile_seconds)
-        return self._results(rows, request, progress, seconds)
+        return results_of(self.tokenizer, rows, request, progress, seconds)
 
     def stream(
         self,
         prompts: Sequence[str | Sequence[int]],
         options: Options | Sequence[Options] = DEFAULTS,
+        ids: Sequence[int] | None = None,
         **engine_options: Any,
     ) -> Iterator[tuple[list[Piece], list[Result] | None]]:
         """Decode while handing out text: yields (new pieces, None), and at the end the results."""
-        rows, engine, request = self._plan(prompts, options, engine_options)
+        rows, engine, request = self._plan(prompts, options, ids, engine_options)
         yield from self._stream(rows, engine, request, self._compile(engine, request))
 
     def _plan(
         self,
         prompts: Sequence[str | Sequence[int]],
         options: Options | Sequence[Options],
+        ids: Sequence[int] | None,
         engine_options: dict[str, Any],
     ) -> tuple[list[Options], loop.Engine, loop.Request]:
         if isinstance(prompts, str):
@@ -263,7 +265,7 @@ class Model:
             raise UserError(f"{len(prompts)} prompts but {len(rows)} options")
         sampled = any(o.temperature > 0 for o in rows)
         engine = self.engine(sampled=sampled, **engine_options)
-        return rows, engine, self.request(prompts, rows)
+        return rows, engine, self.request(prompts, rows, ids)
 
     def _stream(
         self,
@@ -272,56 +274,27 @@ class Model:
         request: loop.Request,
         compile_seconds: float,
     ) -> Iterator[tuple[list[Piece], list[Result] | None]]:
-        """Streaming with stop strings: a row that meets one is cut and shown no further."""
+        """Streaming with stop strings: a row that meets one is cut and shown no further.
+
+        The device has the next chunk of steps before the host looks for stop strings in the
+        last one, so no row waits for another's; a row that has met one is ended there too.
+        """
         texts = GrowingTexts(self.tokenizer, [o.stop for o in rows])
         start = time.perf_counter()
         prefilled = None
-        progress = None
-        for progress in loop.stream(engine, self.variables, request):
+        chunks = loop.stream(engine, self.variables, request)
+        progress = next(chunks)
+        while True:
             pieces = texts.take(progress)
             prefilled = prefilled or time.perf_counter()
             yield pieces, None
             if texts.finished:
                 break
+            progress = chunks.send(texts.stopped_B)
         end = time.perf_counter()
-        assert progress is not None and prefilled is not None
         seconds = (prefilled - start, end - prefilled, compile_seconds)
-        results = self._results(rows, request, progress, seconds)
+        results = results_of(self.tokenizer, rows, request, progress, seconds)
         for result, text in zip(results, texts.rows):
             if text.stopped:
                 result.cut(text.tokens_used, text.text)
         yield [], results
-
-    def _results(
-        self,
-        rows: list[Options],
-        request: loop.Request,
-        progress: loop.Progress,
-        seconds: tuple[float, float, float],
-    ) -> list[Result]:
-        tokens, depths = np.asarray(progress.tokens_BO), np.asarray(progress.depth_BO)
-        counts, status = np.asarray(progress.n_new_B), np.asarray(progress.status_B)
-        steps, histogram = np.asarray(progress.steps_B), np.asarray(progress.histogram_BL)
-        results = []
-        for row, options in enumerate(rows):
-            ids = tokens[row, : counts[row]].tolist()
-            reason = "length"
-            if status[row] == loop.STOPPED:
-                reason = "stop"
-            elif request.limits[row] < options.max_new_tokens:
-                reason = "context"
-            results.append(
-                Result(
-                    text=self.tokenizer.decode(ids),
-                    token_ids=ids,
-                    draft_depths=depths[row, : counts[row]].tolist(),
-                    finish_reason=reason,
-                    prompt_tokens=len(request.prompts[row]),
-                    steps=int(steps[row]),
-                    acceptance_histogram=histogram[row].tolist(),
-                    prefill_seconds=seconds[0],
-                    decode_seconds=seconds[1],
-                    compile_seconds=seconds[2],
-                )
-            )
-        return results

@@ -3,7 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
+from medusa_jax.decoding.generate import STOPPED, Progress, Request
 from medusa_jax.errors import UserError
+from medusa_jax.interop.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +20,7 @@ class Options:
       top_k, top_p, min_p: filters, applied in this order after temperature; 0, 1, 0 are off.
       seed: with the request's place in the input it decides every random draw.
       stop: strings that end the text; they are cut off.
+      epsilon, delta: thresholds of typical acceptance (Medusa 2.3.1); other rules ignore them.
     """
 
     max_new_tokens: int = 200
@@ -25,6 +30,8 @@ class Options:
     min_p: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    epsilon: float = 0.09
+    delta: float = 0.3
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -37,6 +44,11 @@ class Options:
             raise UserError(f"min_p must be in [0, 1], not {self.min_p}")
         if self.top_k < 0:
             raise UserError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        if not (0 < self.epsilon <= 1 and self.delta > 0):
+            raise UserError(
+                "epsilon must be in (0, 1] and delta positive, not "
+                f"{self.epsilon} and {self.delta}"
+            )
 
 
 DEFAULTS = Options()
@@ -118,3 +130,39 @@ def steps_of(draft_depths: Sequence[int], longest: int) -> list[int]:
             histogram[length - 1] += 1
             length = 0
     return histogram
+
+
+def results_of(
+    tokenizer: Tokenizer,
+    rows: Sequence[Options],
+    request: Request,
+    progress: Progress,
+    seconds: tuple[float, float, float],
+) -> list[Result]:
+    """The results of a finished batch; `seconds` of prefill, of decoding and of compiling."""
+    tokens, depths = np.asarray(progress.tokens_BO), np.asarray(progress.depth_BO)
+    counts, status = np.asarray(progress.n_new_B), np.asarray(progress.status_B)
+    steps, histogram = np.asarray(progress.steps_B), np.asarray(progress.histogram_BL)
+    results = []
+    for row, options in enumerate(rows):
+        ids = tokens[row, : counts[row]].tolist()
+        reason = "length"
+        if status[row] == STOPPED:
+            reason = "stop"
+        elif request.limits[row] < options.max_new_tokens:
+            reason = "context"
+        results.append(
+            Result(
+                text=tokenizer.decode(ids),
+                token_ids=ids,
+                draft_depths=depths[row, : counts[row]].tolist(),
+                finish_reason=reason,
+                prompt_tokens=len(request.prompts[row]),
+                steps=int(steps[row]),
+                acceptance_histogram=histogram[row].tolist(),
+                prefill_seconds=seconds[0],
+                decode_seconds=seconds[1],
+                compile_seconds=seconds[2],
+            )
+        )
+    return results

@@ -80,6 +80,11 @@ class GrowingTexts:
         return pieces
 
     @property
+    def stopped_B(self) -> np.ndarray:
+        """Rows that have met a stop string."""
+        return np.array([text.stopped for text in self.rows])
+
+    @property
     def finished(self) -> bool:
         """Every row has ended, on the device or at a stop string."""
-        return all(text.stopped or ended for text, ended in zip(self.rows, self._ended))
+        return bool((self.stopped_B | self._ended).all())

@@ -12,6 +12,8 @@ EXAMPLES = """examples:
   python decode.py --prompt "class Stack:" --temperature 0.8 --seed 3 --tree chain:3
   python decode.py --model lmsys/vicuna-7b-v1.5 --drafter path/to/heads --prompt "Hello"
   python decode.py --prompt "def add(a, b):" --compare --json
+  python decode.py --prompts_file requests.jsonl --batch_size 16 > answers.jsonl
+  python decode.py --model lmsys/vicuna-7b-v1.5 --drafter path/to/heads --chat vicuna
 """
 
 
@@ -26,9 +28,10 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt", help="text to continue ('-' reads standard input)")
     add(
         "--prompts_file",
-        help="JSONL with prompt or messages, and optional per-request "
-        "temperature, top_p, seed, max_new_tokens, stop",
+        help="JSONL with prompt or messages, and optional per-request temperature, top_k, top_p, "
+        "min_p, seed, max_new_tokens, stop; answers are JSON lines in the same order",
     )
+    add("--batch_size", type=int, default=8, help="requests decoded at a time (default: 8)")
     add("--tokenizer", help="directory or hub id, if not beside the model")
     add(
         "--tree",
@@ -40,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
         "--acceptance",
         default="auto",
         choices=["auto", "greedy", "sampled", "rejection", "typical"],
-        help="auto is greedy at temperature 0, sampled above; both are lossless, "
-        "typical is lossy",
+        help="auto is greedy at temperature 0 and sampled above: both give plain decoding's "
+        "text, token for token; rejection keeps its distribution; typical is lossy",
     )
     add("--top_k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
     add(
@@ -65,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="TEMPLATE",
-        help="wrap the prompt in the tokenizer's chat template (or a shipped one by name)",
+        help="wrap the prompt in the tokenizer's chat template (or a shipped one by name); "
+        "without a prompt: talk, Ctrl-C stops a reply, Ctrl-D ends",
     )
     add(
         "--show_drafts",

@@ -3,20 +3,21 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from medusa_jax.api import Model, Options, Result, load
+from medusa_jax.cli.chat_run import Chat
 from medusa_jax.cli.flags import parse_mesh
+from medusa_jax.cli.requests import read_requests, shared_options
 from medusa_jax.console import (
     announced,
     say,
     use_compilation_cache,
     warn_if_accelerator_unused,
 )
-from medusa_jax.decoding.accept import LOSSLESS
+from medusa_jax.decoding.accept import GUARANTEE, LOSSLESS
 from medusa_jax.decoding.compare import Comparison, compare
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import encode_prompt, stop_ids
@@ -27,7 +28,10 @@ COLOURS = (32, 36, 34, 35, 33)
 
 def run(flags: argparse.Namespace) -> int:
     """Decode what the flags ask for; returns the exit status."""
-    prompts, options = read_requests(flags)
+    talking = flags.chat is not None and flags.prompt is None and flags.prompts_file is None
+    prompts, options = ([], []) if talking else read_requests(flags)
+    if flags.batch_size < 1:
+        raise UserError(f"--batch_size must be at least 1, not {flags.batch_size}")
     use_compilation_cache()
     warn_if_accelerator_unused()
     model = load(
@@ -39,108 +43,80 @@ def run(flags: argparse.Namespace) -> int:
         tokenizer=flags.tokenizer,
         all_heads=False,
     )
-    prompts = [chat_prompt(model, p, flags.chat) for p in prompts]
     if flags.chat is not None:
         model.eos_ids = tuple(
             sorted({*model.eos_ids, *stop_ids(model.tokenizer, flags.chat)})
         )
-    engine_options = {
-        "acceptance": flags.acceptance,
-        "epsilon": flags.epsilon,
-        "delta": flags.delta,
-    }
+    engine_options = {"acceptance": flags.acceptance}
+    if talking:
+        own = Options(**shared_options(flags))
+        return Chat(model, own, flags.chat, engine_options).run()
+    prompts = [chat_prompt(model, p, flags.chat) for p in prompts]
     sampled = any(o.temperature > 0 for o in options)
-    acceptance = model.engine(sampled=sampled, **engine_options).acceptance
+    # Named, so that greedy batches of a file that also samples run the same program.
+    engine_options["acceptance"] = model.engine(
+        sampled=sampled, **engine_options
+    ).acceptance
+    model.request(prompts, options)  # refuse before anything is decoded
+    if flags.prompts_file:
+        return run_file(model, prompts, options, engine_options, flags)
     with announced("compiling"):
         compile_seconds = model.compile(prompts, options, **engine_options)
-    quiet = flags.json or flags.prompts_file
-    if quiet:
+    if flags.json:
         results = model.generate(prompts, options, **engine_options)
     else:
         results = stream_to_terminal(model, prompts, options, engine_options, flags)
-    compared = None
+    compared: list[Any] = [None]
     if flags.compare:
         with announced("timing the autoregressive loop"):
             compared = compare(
                 model, prompts, options, repeats=flags.repeats, **engine_options
             )
-    for i, result in enumerate(results):
-        one = compared[i] if compared else None
-        facts = describe(model, result, acceptance, options[i].seed, one)
-        facts["compile_seconds"] = compile_seconds
-        if flags.json or flags.prompts_file:
-            print(json.dumps(facts, ensure_ascii=False), flush=True)
-        else:
-            say(summary(facts))
-            if result.finish_reason == "context":
-                say(
-                    f"note: stopped at the model's context of {model.config.max_position} tokens"
-                )
+    results[0].compile_seconds = compile_seconds
+    acceptance = engine_options["acceptance"]
+    facts = describe(model, results[0], acceptance, options[0].seed, compared[0])
+    if flags.json:
+        print(json.dumps(facts, ensure_ascii=False), flush=True)
+        return 0
+    say(summary(facts))
+    if results[0].finish_reason == "context":
+        say(f"note: stopped at the model's context of {model.config.max_position} tokens")
     return 0
 
 
-def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:
-    """Prompts (texts or message lists) and their options, from the flags or a JSONL file."""
-    if (flags.prompt is None) == (flags.prompts_file is None):
-        raise UserError("give either --prompt TEXT or --prompts_file FILE")
-    shared = {
-        "max_new_tokens": flags.max_new_tokens,
-        "temperature": flags.temperature,
-        "top_k": flags.top_k,
-        "top_p": flags.top_p,
-        "min_p": flags.min_p,
-        "seed": flags.seed,
-        "stop": tuple(flags.stop),
-    }
-    if flags.prompt is not None:
-        text = sys.stdin.read() if flags.prompt == "-" else flags.prompt
-        return [text], [Options(**shared)]
-    try:
-        # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
-        lines = Path(flags.prompts_file).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {flags.prompts_file}: {error}") from error
-    prompts, options = [], []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{flags.prompts_file} line {number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where} is not JSON: {error.msg}") from error
-        if not isinstance(record, dict) or not ("prompt" in record or "messages" in record):
-            raise UserError(f"{where} needs a 'prompt' or 'messages'")
-        if "prompt" in record and not isinstance(record["prompt"], str):
-            raise UserError(f"{where}: 'prompt' must be text, not {record['prompt']!r}")
-        if "prompt" not in record and not isinstance(record["messages"], list):
-            raise UserError(f"{where}: 'messages' must be a list of turns")
-        prompts.append(record.get("prompt", record.get("messages")))
-        try:
-            options.append(Options(**(shared | own_options(record, shared))))
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
-    if not prompts:
-        raise UserError(f"{flags.prompts_file} holds no requests")
-    return prompts, options
+def run_file(
+    model: Model,
+    prompts: list[Any],
+    options: list[Options],
+    engine_options: dict[str, Any],
+    flags: argparse.Namespace,
+) -> int:
+    """All requests of a file in batches; one JSON object a line, in the order of the file."""
+    from tqdm import tqdm
 
-
-def own_options(record: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """The options that one request sets itself, each of the type of the flag it replaces."""
-    own = {name: record[name] for name in shared if name in record}
-    if "stop" in own:
-        stop = own["stop"]
-        own["stop"] = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(own["stop"], list | tuple) or any(
-            not isinstance(s, str) for s in own["stop"]
-        ):
-            raise UserError(f"'stop' must be a string or a list of strings, not {stop!r}")
-        own["stop"] = tuple(own["stop"])
-    for name, value in own.items():
-        kinds = (int, float) if isinstance(shared[name], float) else (type(shared[name]),)
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise UserError(f"'{name}' must be {kinds[-1].__name__}, not {value!r}")
-    return own
+    size = min(flags.batch_size, len(prompts))
+    with tqdm(total=len(prompts), unit="request", disable=None) as bar:
+        for start in range(0, len(prompts), size):
+            ids = list(range(start, min(start + size, len(prompts))))
+            # A short last batch is filled up: one compiled batch size serves all.
+            rows = ids + [ids[-1]] * (size - len(ids))
+            batch = [prompts[i] for i in rows], [options[i] for i in rows], rows
+            with announced("compiling"):
+                compile_seconds = model.compile(*batch, **engine_options)
+            results = model.generate(*batch, **engine_options)
+            compared: list[Any] = [None] * size
+            if flags.compare:
+                compared = compare(
+                    model, *batch[:2], ids=rows, repeats=flags.repeats, **engine_options
+                )
+            for i, result, one in zip(ids, results, compared):
+                result.compile_seconds = compile_seconds
+                acceptance = engine_options["acceptance"]
+                facts = describe(model, result, acceptance, options[i].seed, one)
+                tqdm.write(json.dumps(facts, ensure_ascii=False), file=sys.stdout)
+            sys.stdout.flush()
+            bar.update(len(ids))
+    return 0
 
 
 def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | list[int]:
@@ -209,6 +185,7 @@ def describe(
         "tree_nodes": model.tree.n_nodes,
         "acceptance": acceptance,
         "lossless": LOSSLESS[acceptance],
+        "guarantee": GUARANTEE[acceptance],
         "seed": seed,
         "dtype": str(model.dtype),
         "device": f"{device.platform}: {device.device_kind}",
@@ -224,7 +201,7 @@ def summary(facts: dict[str, Any]) -> str:
         f"{facts['new_tokens']} tokens in {facts['steps']} steps, mean accepted length "
         f"{facts['mean_accepted_length']:.2f}, {facts['tokens_per_second']:.0f} tokens/s "
         f"({facts['drafter']}, {facts['tree_nodes']} nodes, {facts['acceptance']}, "
-        f"{'lossless' if facts['lossless'] else 'LOSSY'}, {facts['dtype']}, "
+        f"{facts['guarantee'].partition(':')[0]}, {facts['dtype']}, "
         f"{facts['device'].split(':')[0]}"
     )
     if facts["compile_seconds"] >= 0.1:
@@ -244,4 +221,6 @@ def _difference(facts: dict[str, Any]) -> str:
     first = facts["first_divergence"]
     if not facts["lossless"]:
         return f"other text from token {first['position']} on (lossy acceptance)"
+    if facts["acceptance"] == "rejection":
+        return f"other draws of the same law from token {first['position']} on"
     return f"first difference at token {first['position']} (score gap {first['gap']:.2g})"

@@ -3,19 +3,32 @@
 Every rule sees the verifier's logits at all M nodes. `greedy` and `sampled` are lossless and
 share one code path: a node's *target token* is what plain decoding would emit behind it, a
 draft is accepted if it is its parent's target token, and the bonus token is the target token
-of the deepest accepted node. `typical` is lossy (Medusa 2.3.1).
+of the deepest accepted node. `rejection` (see rejection.py) is lossless in distribution.
+`typical` is lossy (Medusa 2.3.1).
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from medusa_jax.decoding.sampling import Sampling, filtered, gumbel
+from medusa_jax.decoding.sampling import (
+    Sampling,
+    best_token,
+    filtered,
+    gumbel,
+    log_target_law,
+)
 from medusa_jax.tree import Tree
 
-LOSSLESS = {"greedy": True, "sampled": True, "typical": False}
+LOSSLESS = {"greedy": True, "sampled": True, "rejection": True, "typical": False}
+# What a user may rely on, in the words that outputs use.
+GUARANTEE = {
+    "greedy": "lossless: the text of plain greedy decoding, token for token",
+    "sampled": "lossless: the text of plain sampling with the same seed, token for token",
+    "rejection": "lossless in distribution: the law of plain sampling, by other draws",
+    "typical": "LOSSY: another distribution than the model's",
+}
 
 
 class Accepted(NamedTuple):
@@ -30,19 +43,6 @@ class Accepted(NamedTuple):
     path_BL: jax.Array
     n_B: jax.Array
     bonus_B: jax.Array
-
-
-def best_token(scores: jax.Array) -> jax.Array:
-    """Index of the largest entry of the last axis, the first among equals (int32).
-
-    Two plain reductions: XLA's argmax carries index and value through one reduction that CPUs
-    do not vectorise, and takes as long as a layer of the demo model.
-    """
-    V = scores.shape[-1]
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-    # A row of NaN matches nothing; any index will do, but it must be one.
-    return jnp.minimum(jnp.min(jnp.where(scores == top, index, V), axis=-1), V - 1)
 
 
 def target_tokens(
@@ -108,19 +108,22 @@ def accept_typical(
     logits_BMV: jax.Array,
     tree: Tree,
     sampling: Sampling,
-    epsilon: float,
-    delta: float,
 ) -> Accepted:
     """Typical acceptance (Medusa 2.3.1), lossy.
 
     A draft x passes if p(x) > min(epsilon, delta * exp(-H(p))), p the verifier's distribution
     behind its parent after temperature and filters, H its entropy in nats. The longest path
-    wins, ties by summed log-probability; the token behind it is the most likely one.
+    wins, ties by summed log-probability; the token behind it is the most likely one. Rows of
+    temperature 0 let only the likeliest token pass: greedy decoding.
     """
-    log_p_BMV = jax.nn.log_softmax(filtered(logits_BMV, sampling), axis=-1)
+    log_p_BMV = log_target_law(logits_BMV, sampling)
     p_BMV = jnp.exp(log_p_BMV)
     entropy_BM = -jnp.sum(jnp.where(p_BMV > 0, p_BMV * log_p_BMV, 0), axis=-1)
-    threshold_BM = jnp.minimum(epsilon, delta * jnp.exp(-entropy_BM))
+    epsilon_B1, delta_B1 = (
+        jnp.broadcast_to(jnp.asarray(x, p_BMV.dtype), nodes_BM.shape[:1])[:, None]
+        for x in (sampling.epsilon_B, sampling.delta_B)
+    )
+    threshold_BM = jnp.minimum(epsilon_B1, delta_B1 * jnp.exp(-entropy_BM))
     parent_M = jnp.asarray(tree.parent_M)
     behind_BMV = jnp.take(log_p_BMV, parent_M, axis=1)
     log_p_BM = jnp.take_along_axis(behind_BMV, nodes_BM[..., None], axis=-1)[..., 0]

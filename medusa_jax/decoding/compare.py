@@ -66,20 +66,20 @@ def compare(
     options: "Options | Sequence[Options]",
     *,
     tree: str | Tree | None = None,
+    ids: Sequence[int] | None = None,
     repeats: int = 3,
     **engine_options: Any,
 ) -> list[Comparison]:
     """Decode with the tree and without, `repeats` times in turn.
 
-    With a lossy acceptance the autoregressive side uses plain sampling (or greedy).
+    `ids` as for `Model.generate`. With a lossy acceptance the autoregressive side uses plain sampling (or greedy).
     """
-    plain = {"tree": Tree.none(), "acceptance": "auto"}
     runs: dict[str, list[list[Result]]] = {"drafted": [], "plain": []}
     for _ in range(max(1, repeats)):
         runs["drafted"].append(
-            model.generate(prompts, options, tree=tree, **engine_options)
+            model.generate(prompts, options, ids, tree=tree, **engine_options)
         )
-        runs["plain"].append(model.generate(prompts, options, **plain))
+        runs["plain"].append(model.generate(prompts, options, ids, tree=Tree.none()))
     seconds = {
         k: statistics.median(r[0].decode_seconds for r in v) for k, v in runs.items()
     }
@@ -93,7 +93,9 @@ def compare(
             first = min(ours.new_tokens, theirs.new_tokens) if first is None else first
             option = options[row] if isinstance(options, Sequence) else options
             text = [*model.encode(prompts[row]), *theirs.token_ids[:first]]
-            gap = score_gap(model, text, ours.prompt_tokens, option, row)
+            gap = score_gap(
+                model, text, ours.prompt_tokens, option, ids[row] if ids else row
+            )
             divergence = {"position": first, "gap": gap}
         comparisons.append(
             Comparison(

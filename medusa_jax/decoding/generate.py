@@ -5,7 +5,7 @@ steps at a time and hands out what is new. The host never waits inside a loop: i
 next one before it looks at the last.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,7 +89,7 @@ def prefill(
     )
     last_B11 = (prompt_length_B - 1)[:, None, None]
     logits_B1V = base.lm_head(jnp.take_along_axis(hidden_BTD, last_B11, axis=1))
-    sampled = engine.acceptance == "sampled"
+    sampled = engine.acceptance in ("sampled", "rejection")
     target_B1 = target_tokens(
         logits_B1V, (prompt_length_B - 1)[:, None], sampling if sampled else None
     )
@@ -163,6 +163,7 @@ class Request:
       limits: most tokens to emit per row, at least 1; prompt + limit must fit the context.
       temperature, top_k, top_p, min_p, seed: per-row sampling parameters.
       ids: request ids for the noise, by default the row numbers.
+      epsilon, delta: thresholds of typical acceptance.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -173,6 +174,8 @@ class Request:
     min_p: Sequence[float] | None = None
     seed: Sequence[int] | None = None
     ids: Sequence[int] | None = None
+    epsilon: Sequence[float] | None = None
+    delta: Sequence[float] | None = None
 
 
 def begin(
@@ -203,6 +206,8 @@ def begin(
         key_B=row_keys(
             per_row(request.seed, 0, np.uint32), jnp.asarray(np.array(ids, np.int32))
         ),
+        epsilon_B=per_row(request.epsilon, 0.09, np.float32),
+        delta_B=per_row(request.delta, 0.3, np.float32),
     )
     # Rounded up, so that requests of similar limits share one compilation.
     output = jnp.zeros((B, power_of_two(int(limits.max()) + L, 64)), jnp.int32)
@@ -239,19 +244,24 @@ def finish(
 
 def stream(
     engine: Engine, variables: dict[str, Any], request: Request, chunk_steps: int = 8
-) -> Iterator[Progress]:
+) -> Generator[Progress, np.ndarray | None]:
     """Decode in chunks of steps, yielding what there is after prefill and after each chunk.
 
     The next chunk is on its way before the last one is looked at. A chunk that finds the cache
-    full ends early; the host then grows it.
+    full ends early; the host then grows it. The caller may send back which rows [B] it wants
+    ended (stop strings): they take no step beyond the chunk that is on its way.
     """
     state, ladder = begin(engine, variables, request)
     seen = jax.tree.map(jnp.copy, progress_of(state))
+    ended_B = np.zeros(len(request.prompts), bool)
     rung = 0
     while True:
         state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
-        yield seen
-        running_B = np.asarray(seen.status_B) == RUNNING
+        wanted_B = yield seen
+        if wanted_B is not None and (wanted_B & ~ended_B).any():
+            ended_B = ended_B | wanted_B
+            state = state.replace(status_B=end_rows(state.status_B, jnp.asarray(ended_B)))
+        running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B
         if not running_B.any():
             return
         longest = np.asarray(seen.length_B)[running_B].max()
@@ -261,6 +271,12 @@ def stream(
         seen = ahead
 
 
+@jax.jit
+def end_rows(status_B: jax.Array, ended_B: jax.Array) -> jax.Array:
+    """The same status, these rows no longer running."""
+    return jnp.where(ended_B & (status_B == RUNNING), STOPPED, status_B)
+
+
 def warm_up(engine: Engine, variables: dict[str, Any], request: Request) -> None:
     """Compile everything that `generate` or `stream` will run for this request, and wait.
 
@@ -268,6 +284,7 @@ def warm_up(engine: Engine, variables: dict[str, Any], request: Request) -> None
     """
     state, ladder = begin(engine, variables, request)
     jax.tree.map(jnp.copy, progress_of(state))
+    end_rows(state.status_B, jnp.zeros((len(request.prompts),), bool))
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine, slots, state)

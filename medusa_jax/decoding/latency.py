@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.decoding.generate import Engine, Request, begin, decode_loop
+from medusa_jax.decoding.generate import (
+    DecodeState,
+    Engine,
+    Request,
+    begin,
+    decode_loop,
+    grow,
+)
+from medusa_jax.errors import UserError
 from medusa_jax.tree import Tree
 
 if TYPE_CHECKING:  # the API sits above this room
@@ -84,3 +92,58 @@ def bytes_per_token(model: "Model", length: int) -> int:
     c = model.config
     cached = 2 * c.n_layers * c.n_kv_heads * c.head_dim * length * embedding.dtype.itemsize
     return total + cached + c.d_model * embedding.dtype.itemsize
+
+
+def cache_check(
+    model: "Model",
+    prompt: Sequence[int],
+    *,
+    tree: Tree | None = None,
+    small: int = 128,
+    large: int = 4096,
+    rounds: int = 15,
+) -> dict[str, dict[str, float]]:
+    """One step behind a short text, when `small` and when `large` slots may be needed in the end.
+
+    The cache grows with the text, so a request that may come to fill 4096 slots should cost the
+    same as one of 128 as long as its text is short. For contrast `preallocated` is a step that
+    attends to all large slots from the start.
+
+    Args:
+      prompt: the text; with the steps made here it must fit `small`.
+
+    Returns: per case the median `seconds` of a step, interleaved, and `bytes`: what the compiled
+      loop reads and writes per step by XLA's own count.
+    """
+    tree = model.tree if tree is None else tree
+    M, L = tree.n_nodes, tree.path_length
+    n_steps = (small - len(prompt) - M) // L
+    if n_steps < 1:
+        raise UserError(f"a prompt of {len(prompt)} tokens leaves no step in {small} slots")
+    engine = Engine(model.llama, model.drafter, tree)
+    cases = {"small": (small, 0), "large": (large, 0), "preallocated": (large, large)}
+
+    def start(case: str) -> DecodeState:
+        needed, slots = cases[case]
+        request = Request(prompts=[list(prompt)], limits=[needed - len(prompt) - M])
+        state, ladder = begin(engine, model.variables, request)
+        assert ladder[0] == small and ladder[-1] == needed
+        return grow(engine, slots, state) if slots else state
+
+    times: dict[str, list[float]] = {case: [] for case in cases}
+    found: dict[str, dict[str, float]] = {}
+    steps = np.int32(n_steps)
+    for case in cases:
+        lowered = decode_loop.lower(engine, model.variables, start(case), steps)
+        costs = lowered.compile().cost_analysis() or {}
+        found[case] = {"bytes": float(costs["bytes accessed"])}
+    for _ in range(rounds + 1):  # the first one compiles
+        for case in cases:
+            state = jax.block_until_ready(start(case))
+            began = time.perf_counter()
+            _, progress = decode_loop(engine, model.variables, state, steps)
+            jax.block_until_ready(progress)
+            times[case].append((time.perf_counter() - began) / n_steps)
+    for case, seconds in times.items():
+        found[case]["seconds"] = statistics.median(seconds[1:])
+    return found

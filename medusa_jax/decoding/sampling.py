@@ -7,6 +7,7 @@ the position was reached: plain decoding, any tree and any batch draw the same t
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -20,6 +21,7 @@ class Sampling(struct.PyTreeNode):
       top_p_B: keep the smallest set of tokens with at least this probability; 1 keeps all.
       min_p_B: drop tokens with less than this share of the largest probability; 0 keeps all.
       key_B: the row's random key, from its seed and its request id, never its batch slot.
+      epsilon_B, delta_B: thresholds of typical acceptance (one number serves all rows).
     """
 
     temperature_B: jax.Array
@@ -27,6 +29,13 @@ class Sampling(struct.PyTreeNode):
     top_p_B: jax.Array
     min_p_B: jax.Array
     key_B: jax.Array
+    epsilon_B: jax.Array | float = 0.09
+    delta_B: jax.Array | float = 0.3
+
+    def stream(self, tag: int) -> "Sampling":
+        """The same rows with a random key of their own, for draws of another purpose."""
+        tagged = jax.vmap(lambda key: jax.random.fold_in(key, np.uint32(tag)))(self.key_B)
+        return self.replace(key_B=tagged)
 
 
 def row_keys(seed_B: jax.Array, request_B: jax.Array) -> jax.Array:
@@ -47,6 +56,15 @@ def gumbel(key_B: jax.Array, positions_BT: jax.Array, vocab_size: int, dtype) ->
         return noise.astype(dtype)
 
     return jax.vmap(jax.vmap(draw, in_axes=(None, 0)))(key_B, positions_BT)
+
+
+def uniform(key_B: jax.Array, position_B: jax.Array, n: int) -> jax.Array:
+    """Uniform numbers in [0, 1) of one absolute position per row: [B, n] float32."""
+
+    def draw(key: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(key, position), (n,), jnp.float32)
+
+    return jax.vmap(draw)(key_B, position_B)
 
 
 def _largest_threshold(keep_at_least, low, high, rounds: int) -> jax.Array:
@@ -109,3 +127,29 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
     keep = lax.cond(jnp.any(sampling.top_p_B < 1), likeliest, lambda w: everything, weight)
     keep &= weight >= sampling.min_p_B.astype(x.dtype)[:, None, None]
     return jnp.where(keep, x, lowest)
+
+
+def best_token(scores: jax.Array) -> jax.Array:
+    """Index of the largest entry of the last axis, the first among equals (int32).
+
+    Two plain reductions: XLA's argmax carries index and value through one reduction that CPUs
+    do not vectorise, and takes as long as a layer of the demo model.
+    """
+    V = scores.shape[-1]
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    # A row of NaN matches nothing; any index will do, but it must be one.
+    return jnp.minimum(jnp.min(jnp.where(scores == top, index, V), axis=-1), V - 1)
+
+
+def log_target_law(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
+    """log p of the next token behind each node: what plain sampling draws from.
+
+    Rows of temperature 0 have all their mass on the likeliest token, the first among equals.
+    """
+    log_p_BMV = jax.nn.log_softmax(filtered(logits_BMV, sampling), axis=-1)
+    token_V = jnp.arange(logits_BMV.shape[-1])
+    is_best_BMV = token_V[None, None] == best_token(logits_BMV)[..., None]
+    certain_BMV = jnp.where(is_best_BMV, 0.0, -jnp.inf)
+    greedy_B11 = (sampling.temperature_B == 0)[:, None, None]
+    return jnp.where(greedy_B11, certain_BMV.astype(log_p_BMV.dtype), log_p_BMV)

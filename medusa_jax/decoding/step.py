@@ -15,6 +15,7 @@ from medusa_jax.decoding.accept import (
     accept_typical,
     target_tokens,
 )
+from medusa_jax.decoding.rejection import accept_rejection, draft_noise
 from medusa_jax.decoding.sampling import Sampling, gumbel
 from medusa_jax.heads.drafter import Base, Drafter
 from medusa_jax.model.cache import KVCache
@@ -33,10 +34,9 @@ class Engine:
       llama: the backbone, for prepared (fused) parameters.
       drafter: the draft heads.
       tree: the draft tree; the empty one is autoregressive decoding.
-      acceptance: "greedy", "sampled" or "typical".
+      acceptance: "greedy", "sampled", "rejection" (which makes the tree dense) or "typical".
       eos_ids: tokens that end a row; the token itself is kept.
       stop_sequences: token sequences that end a row once they are complete.
-      epsilon, delta: thresholds of typical acceptance.
     """
 
     llama: Llama
@@ -45,8 +45,10 @@ class Engine:
     acceptance: str = "greedy"
     eos_ids: tuple[int, ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
-    epsilon: float = 0.09
-    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.acceptance == "rejection":  # siblings are successive draws, none left out
+            object.__setattr__(self, "tree", self.tree.dense)
 
 
 class DecodeState(struct.PyTreeNode):
@@ -182,15 +184,21 @@ def decode_step(
     L = tree.path_length
     sampling = state.sampling
     # g[pos] of the root's position and on: a child at depth d sits at length + d, so its target
-    # token and its rank as a draft are decided by noise_BLV[:, d - 1].
+    # token and its rank as a draft are decided by noise_BLV[:, d - 1]. Rejection sampling ranks
+    # drafts by noise of another stream: they must be draws independent of the verifier's.
     noise_BLV = None
-    if engine.acceptance == "sampled":
+    if engine.acceptance in ("sampled", "rejection"):
         position_BL = state.length_B[:, None] + 1 + jnp.arange(L)[None, :]
-        V = engine.llama.config.vocab_size
-        noise_BLV = gumbel(sampling.key_B, position_BL, V, at_least_f32(engine.llama.dtype))
+        V, dtype = engine.llama.config.vocab_size, at_least_f32(engine.llama.dtype)
+        if engine.acceptance == "sampled":
+            noise_BLV = gumbel(sampling.key_B, position_BL, V, dtype)
+        else:
+            noise_BLV = draft_noise(sampling, position_BL, V, dtype)
+    draft_logits: dict[int, jax.Array] = {}
 
     def rank_scores(depth: int, logits: jax.Array) -> jax.Array:
         """Order of logits / T + g, as the verifier will see it (rows of T = 0: of the logits)."""
+        draft_logits[depth] = logits
         if noise_BLV is None:
             return logits
         scaled_BV = (
@@ -214,8 +222,10 @@ def decode_step(
     # Accept.
     accepted: Accepted
     if engine.acceptance == "typical":
-        accepted = accept_typical(
-            nodes_BM, logits_BMV, tree, sampling, engine.epsilon, engine.delta
+        accepted = accept_typical(nodes_BM, logits_BMV, tree, sampling)
+    elif engine.acceptance == "rejection":
+        accepted = accept_rejection(
+            nodes_BM, logits_BMV, tree, sampling, state.length_B, draft_logits
         )
     else:
         if noise_BLV is None:

@@ -35,6 +35,7 @@ FIELDS = {
     "tree_nodes": int,
     "acceptance": str,
     "lossless": bool,
+    "guarantee": str,
     "seed": int,
     "dtype": str,
     "device": str,
@@ -128,7 +129,18 @@ def test_lossy_acceptance_is_labelled(decode):
     flags = ("--prompt", "the", "--acceptance", "typical", "--temperature", 0.7)
     facts = json.loads(decode(*flags, "--json")[1])
     assert facts["acceptance"] == "typical" and facts["lossless"] is False
-    assert "LOSSY" in decode(*flags)[2]
+    assert facts["guarantee"].startswith("LOSSY")
+    assert "typical, LOSSY" in decode(*flags)[2]
+
+
+def test_rejection_is_labelled_lossless_in_distribution(decode):
+    flags = ("--prompt", "the", "--acceptance", "rejection", "--temperature", 1)
+    facts = json.loads(decode(*flags, "--json")[1])
+    assert facts["acceptance"] == "rejection" and facts["lossless"] is True
+    assert facts["tree_nodes"] == 4
+    _, _, err = decode(*flags, "--compare", "--repeats", 1)
+    assert "rejection, lossless in distribution" in err
+    assert "other draws of the same law" in err
 
 
 def test_show_drafts_colours_accepted_drafts_only(decode):
@@ -304,7 +316,6 @@ def test_trees_that_are_not_there(refused, tree, words):
         (("--mesh", "1,1"), "data,fsdp,tensor"),
         (("--mesh", "a,b,c"), "three numbers"),
         (("--acceptance", "greedy", "--temperature", "1"), "temperature 0"),
-        (("--acceptance", "rejection", "--temperature", "1"), "rejection"),
         (("--temperature", "-1"), "temperature"),
         (("--top_p", "0"), "top_p"),
         (("--max_new_tokens", "0"), "max_new_tokens"),
@@ -467,3 +478,35 @@ def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):
     assert json.loads(line)["token_ids"] == plain["token_ids"]
     file.write_text(json.dumps({"messages": turns[:2]}) + "\n")
     assert "last turn has to be the user's" in decode("--prompts_file", file, *flags)[2]
+
+
+def test_a_file_larger_than_a_batch_keeps_texts_and_order(decode, tmp_path):
+    """Every batch size gives every request the same text: its number decides the draws."""
+    file = tmp_path / "requests.jsonl"
+    prompts = ["the cat", "in", "in", "abc, a hat", "e"]
+    lines = [
+        json.dumps({"prompt": p, "max_new_tokens": 6 + i}) for i, p in enumerate(prompts)
+    ]
+    file.write_text("\n".join(lines))
+    flags = ("--prompts_file", file, "--dtype", "float64", "--temperature", 1.1)
+    outcomes = []
+    for size in (2, 5):
+        status, out, _ = decode(*flags, "--batch_size", size)
+        got = [json.loads(line) for line in out.splitlines()]
+        assert status == 0 and len(got) == 5
+        assert all(g["new_tokens"] <= 6 + i for i, g in enumerate(got))
+        outcomes.append([g["token_ids"] for g in got])
+    assert outcomes[0] == outcomes[1]
+    # One seed and one prompt, but two requests: other noise, another text.
+    assert outcomes[0][1] != outcomes[0][2][:7]
+
+
+def test_a_progress_bar_for_people_only(decode, tmp_path, monkeypatch):
+    file = tmp_path / "requests.jsonl"
+    file.write_text('{"prompt": "a"}\n' * 3)
+    assert "request/s" not in decode("--prompts_file", file)[2]  # not a terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    status, out, err = decode("--prompts_file", file, "--batch_size", 2)
+    assert status == 0 and out.count("\n") == 3 and "3/3" in err
+    assert all(json.loads(line)["new_tokens"] == 20 for line in out.splitlines())
+    assert "--batch_size" in decode("--prompts_file", file, "--batch_size", 0)[2]

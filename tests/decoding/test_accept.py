@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import TreeArrays, trees
+from planted import TreeArrays, sampling_of, trees
 
-from medusa_jax.decoding.accept import accept_targets, accept_typical, best_token, walk
-from medusa_jax.decoding.sampling import Sampling, row_keys
+from medusa_jax.decoding.accept import accept_targets, accept_typical, walk
+from medusa_jax.decoding.sampling import best_token
 from medusa_jax.tree import Tree
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
@@ -113,14 +113,6 @@ def test_a_match_below_a_rejected_node_does_not_count():
     assert got.path_BL.tolist() == [[0, 1, 2, 2]]
 
 
-def sampling_of(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    full = lambda value, dtype=jnp.float32: jnp.full((rows,), value, dtype)  # noqa: E731
-    key = row_keys(jnp.zeros((rows,), jnp.uint32), jnp.arange(rows))
-    return Sampling(
-        full(temperature), full(top_k, jnp.int32), full(top_p), full(min_p), key
-    )
-
-
 def typical_reference(tree, nodes, logits, temperature, epsilon, delta):
     """The paper's rule, written out with floats and loops (no filters)."""
     log_p = []
@@ -156,8 +148,9 @@ def test_typical_acceptance_is_the_papers_rule():
         rng = np.random.default_rng(seed)
         logits = 2 * rng.standard_normal((2, 10, 8))
         nodes = rng.integers(0, 8, (2, 10)).astype(np.int32)
-        sampling = sampling_of(2, temperature)
-        got = traced_typical(nodes, logits, TreeArrays.of(tree), sampling, *thresholds)
+        epsilon, delta = thresholds
+        sampling = sampling_of(2, temperature).replace(epsilon_B=epsilon, delta_B=delta)
+        got = traced_typical(nodes, logits, TreeArrays.of(tree), sampling)
         for row in range(2):
             # Temperatures are stored as float32.
             args = (np.float64(np.float32(temperature)), *thresholds)
@@ -175,7 +168,10 @@ def test_typical_acceptance_never_takes_a_filtered_token():
     logits = jnp.array([[[3.0, 2.9, 2.8], [0.0, 1.0, 0.0]]])
     for top_k, n in ((0, 1), (1, 0), (2, 1)):
         got = accept_typical(
-            jnp.array([[0, 1]]), logits, tree, sampling_of(1, top_k=top_k), 0.09, 0.3
+            jnp.array([[0, 1]]),
+            logits,
+            tree,
+            sampling_of(1, top_k=top_k),
         )
         assert got.n_B.tolist() == [n]
         assert got.bonus_B.tolist() == [1 if n else 0]
@@ -186,5 +182,19 @@ def test_typical_ties_go_to_the_likelier_path_even_over_impossible_siblings():
     tree = Tree.from_choices([[0], [1], [2], [0, 0], [1, 0]])
     logits = jnp.array([[[2.0, 2.2, -9.0, -9.0]] + [[1.0, 0.0, 0.0, 0.0]] * 5])
     nodes = jnp.array([[3, 0, 1, 2, 0, 0]])
-    got = accept_typical(nodes, logits, tree, sampling_of(1, top_k=2), 0.09, 0.3)
+    got = accept_typical(nodes, logits, tree, sampling_of(1, top_k=2))
     assert got.path_BL.tolist() == [[0, 2, 5]]
+
+
+def test_typical_thresholds_belong_to_rows_and_temperature_zero_is_greedy():
+    """One draft of probability about 0.27 behind a root of entropy about one nat."""
+    tree = Tree.chain(1)
+    logits = jnp.tile(jnp.array([[[1.0, 0.0, -9.0], [0.0, 1.0, 0.0]]]), (4, 1, 1))
+    nodes = jnp.array([[0, 1], [0, 1], [0, 1], [0, 0]])
+    sampling = sampling_of(4).replace(
+        temperature_B=jnp.array([1.0, 1.0, 0.0, 0.0]),
+        epsilon_B=jnp.array([0.2, 0.3, 0.2, 0.2]),
+        delta_B=jnp.array([5.0, 5.0, 5.0, 5.0]),
+    )
+    got = accept_typical(nodes, logits, tree, sampling)
+    assert got.n_B.tolist() == [1, 0, 0, 1]

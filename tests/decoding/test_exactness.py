@@ -195,6 +195,32 @@ def test_seeds_differ_and_repeat():
     assert texts[0] == texts[2] != texts[1]
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_greedy"),
+    [
+        ({"temperature": [1e-4]}, True),
+        ({"temperature": [1.0], "top_k": [1]}, True),
+        ({"temperature": [1.0], "top_p": [1e-6]}, True),
+        ({"temperature": [1.0], "min_p": [1.0]}, True),
+        ({"temperature": [100.0]}, False),
+    ],
+)
+def test_extreme_parameters(fields, is_greedy):
+    """Where one token is left, sampling is greedy; where all are alike, drafts still fit."""
+    shape, tree = SHAPES[1], Tree.chain(2)
+    greedy, [greedy_text] = reference(shape, 1, "greedy")
+    _, llama, base = model(shape, 1)
+    request = loop.Request(greedy.prompts, [NEW], seed=[3], **fields)
+    plain = loop.Engine(llama, planted(config_of(shape)), Tree.none(), "sampled")
+    [expected] = texts_of(loop.generate(plain, {"base": base, "heads": {}}, request))
+    progress = drafted(shape, 1, request, [expected], tree)
+    assert texts_of(progress) == [expected]
+    assert (np.asarray(progress.histogram_BL).sum(0)[1:] > 0).all()  # drafts were accepted
+    assert (expected == greedy_text) == is_greedy
+    if not is_greedy:
+        assert len(set(expected)) > NEW // 3
+
+
 def test_finished_rows_stay_as_they_are():
     """A row that ends early keeps its text and counters while its mates go on."""
     shape, tree = SHAPES[0], Tree.cartesian([2, 1])

@@ -145,6 +145,49 @@ def test_stream_shows_a_growing_prefix_of_what_generate_gives(chunk):
     np.testing.assert_array_equal(end.steps_B, whole.steps_B)
 
 
+def test_rows_ended_by_the_caller_stop_and_do_not_disturb_the_others():
+    """What a stop string does: the row takes no step beyond the chunk under way."""
+    engine, variables = all_accepted()
+    expected = plain_texts()
+    chunks = loop.stream(engine, variables, request_of([NEW] * ROWS), chunk_steps=1)
+    seen = [next(chunks)]
+    wanted = np.arange(ROWS) % 2 == 0
+    with pytest.raises(StopIteration):
+        while True:
+            seen.append(chunks.send(wanted if len(seen) == 3 else None))
+    last = texts_of(seen[-1])
+    steps = np.asarray(seen[-1].steps_B)
+    # Chunk 3 had been sent off when the caller saw chunk 2.
+    assert (steps[wanted] == 3).all() and (steps[~wanted] == 8).all()
+    for row in range(ROWS):
+        assert last[row] == expected[row][: 13 if wanted[row] else NEW]
+    assert (np.asarray(seen[-1].status_B)[wanted] == loop.STOPPED).all()
+
+
+def test_when_all_rows_are_ended_the_stream_ends():
+    engine, variables = all_accepted()
+    chunks = loop.stream(engine, variables, request_of([NEW] * ROWS), chunk_steps=1)
+    next(chunks)
+    with pytest.raises(StopIteration):
+        chunks.send(np.ones(ROWS, bool))
+
+
+def test_the_next_chunk_is_under_way_before_the_last_is_looked_at(monkeypatch):
+    """Host work between chunks (stop strings, printing) keeps no row waiting."""
+    engine, variables = all_accepted()
+    events = []
+    true = loop.decode_loop
+
+    def sent(*args):
+        events.append("sent")
+        return true(*args)
+
+    monkeypatch.setattr(loop, "decode_loop", sent)
+    for _ in loop.stream(engine, variables, request_of([NEW] * ROWS), chunk_steps=2):
+        events.append("looked at")
+    assert events == ["sent", "looked at"] * 5
+
+
 def test_the_cache_grows_under_the_text():
     """A prompt of 100 and 380 tokens more: 128, 256 and 512 slots, batch of two, ragged."""
     config, llama, base = model()

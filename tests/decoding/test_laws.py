@@ -1,0 +1,203 @@
+"""The joint law of the first three sampled tokens against exact enumeration, for every lossless
+mode, through prefill and the whole decode step; and samplers broken on purpose, which must fail.
+"""
+
+import itertools
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from laws import agrees, law_of, total_variation
+from planted import (
+    decoder,
+    forward_logits,
+    random_params,
+    sampling_of,
+    texts_of,
+    tiny_config,
+)
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.decoding import accept, step
+from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.accept import Accepted
+from medusa_jax.decoding.sampling import filtered, gumbel
+from medusa_jax.heads import make_drafter
+from medusa_jax.tree import Tree
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+V, ROWS, BATCHES, PROMPT = 4, 4096, 4, [2, 3, 1]
+TREE = Tree.from_choices([[0], [2], [0, 0], [0, 1], [2, 0]])
+SETTINGS = {
+    "temperature": {"temperature": 1.3},
+    "top_p": {"temperature": 0.8, "top_p": 0.85},
+}
+# 64 cells and 16,384 draws: the expected total variation of the true law is about 0.02.
+FAR = 0.035
+
+
+@pytest.fixture(autouse=True)
+def _small_caches(monkeypatch):
+    """Thousands of rows of a few tokens: with 128 slots each the tests would move memory only."""
+    monkeypatch.setattr(loop, "MIN_SLOTS", 16)
+
+
+@cache
+def model():
+    """A tiny backbone, and heads that agree with it now and then."""
+    config = tiny_config(vocab_size=V, n_layers=1)
+    params = random_params(config, 3, scale=0.8)
+    llama, base = decoder(config, params)
+    drafter = make_drafter(HeadsConfig(n_heads=2, lm_head="own"), config)
+    rng = np.random.default_rng(0)
+    kernel = params["lm_head"]["kernel"]
+    heads = {
+        f"heads_{k}": {
+            "layers_0": {"kernel": np.zeros((16, 16)), "bias": np.zeros(16)},
+            "lm_head": {"kernel": kernel + 0.5 * rng.standard_normal(kernel.shape)},
+        }
+        for k in range(2)
+    }
+    heads = jax.tree.map(jnp.asarray, heads)
+    return config, params, llama, drafter, {"base": base, "heads": heads}
+
+
+@cache
+def joint_law(setting):
+    """p(a) p(b | a) p(c | a, b) by the teacher-forced pass [V, V, V]."""
+    config, params, *_ = model()
+    sampling = sampling_of(1, **SETTINGS[setting])
+
+    def law(text):
+        x = filtered(jnp.asarray(forward_logits(config, params, text)[-1:])[None], sampling)
+        return np.asarray(jax.nn.softmax(x, axis=-1))[0, 0]
+
+    joint = np.zeros((V, V, V))
+    for a, b in itertools.product(range(V), repeat=2):
+        pair = law(PROMPT)[a] * law([*PROMPT, a])[b]
+        joint[a, b] = pair * law([*PROMPT, a, b]) if pair else 0
+    assert abs(joint.sum() - 1) < 1e-9
+    return joint
+
+
+def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0):
+    """First three tokens of many rows, and how often drafts were accepted.
+
+    mark: makes the engine another one, so that a patched function is compiled anew.
+    """
+    _, _, llama, drafter, variables = model()
+    engine = loop.Engine(llama, drafter, tree, acceptance, eos_ids=(100 + mark,))
+    fields = {k: [v] * ROWS for k, v in SETTINGS[setting].items()}
+    tokens, histogram = [], 0
+    for batch in range(batches):
+        seeds = list(range(batch * ROWS, (batch + 1) * ROWS))
+        request = loop.Request([PROMPT] * ROWS, [4] * ROWS, seed=seeds, **fields)
+        progress = loop.generate(engine, variables, request)
+        tokens.append(np.asarray(progress.tokens_BO)[:, :3])
+        histogram = histogram + np.asarray(progress.histogram_BL).sum(0)
+    return np.concatenate(tokens), histogram / histogram.sum()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("acceptance", ["sampled", "rejection"])
+def test_three_tokens_have_the_models_joint_law(acceptance, setting):
+    tokens, lengths = draws(acceptance, setting)
+    counts, law = law_of(tokens, V), joint_law(setting)
+    assert agrees(counts, law)
+    assert total_variation(counts, law) < FAR
+    assert (lengths > 0.05).all(), lengths  # drafts of every depth took part
+
+
+def one_noise(key_B, positions_BL, vocab, dtype):
+    """The same noise at every position."""
+    return gumbel(key_B, jnp.zeros_like(positions_BL), vocab, dtype)
+
+
+def likeliest_drafts_pass(nodes_BM, targets_BM, tree):
+    """The first branch is believed without a look."""
+    leaf = int(np.flatnonzero(tree.depth_M == tree.depth)[0])
+    path_BL = jnp.broadcast_to(jnp.asarray(tree.ancestors_ML[leaf]), (nodes_BM.shape[0], 3))
+    n_B = jnp.full(nodes_BM.shape[:1], tree.depth)
+    return Accepted(path_BL, n_B, targets_BM[:, leaf])
+
+
+def bonus_of_the_root(nodes_BM, targets_BM, tree):
+    """The bonus token comes from behind the root instead of behind the accepted path."""
+    right = accept.accept_targets(nodes_BM, targets_BM, tree)
+    return right._replace(bonus_B=targets_BM[:, 0])
+
+
+MUTATIONS = {
+    "one_noise": (step, "gumbel", one_noise),
+    "drafts_believed": (step, "accept_targets", likeliest_drafts_pass),
+    "bonus_of_the_root": (step, "accept_targets", bonus_of_the_root),
+    "no_filters": (accept, "filtered", lambda logits, sampling: logits),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_sampler_is_noticed(name, monkeypatch):
+    monkeypatch.setattr(*MUTATIONS[name])
+    mark = 1 + list(MUTATIONS).index(name)
+    tokens, _ = draws("sampled", "top_p", batches=2, mark=mark)
+    counts, law = law_of(tokens, V), joint_law("top_p")
+    assert not agrees(counts, law)
+    assert total_variation(counts, law) > 2 * FAR
+
+
+def test_typical_acceptance_is_not_lossless():
+    """The measure sees what the label says."""
+    tokens, _ = draws("typical", "temperature", batches=1)
+    assert total_variation(law_of(tokens, V), joint_law("temperature")) > 0.3
+
+
+def test_without_drafts_rejection_is_plain_sampling_draw_for_draw():
+    plain, _ = draws("sampled", "top_p", Tree.none(), batches=1)
+    again, _ = draws("rejection", "top_p", Tree.none(), batches=1)
+    np.testing.assert_array_equal(plain, again)
+
+
+def test_rows_of_one_seed_draw_different_noise():
+    """One seed for all rows: the request id alone makes rows differ, and the law holds."""
+    _, _, llama, drafter, variables = model()
+    law = joint_law("temperature")
+    for acceptance in ("sampled", "rejection"):
+        engine = loop.Engine(llama, drafter, TREE, acceptance)
+        request = loop.Request(
+            [PROMPT] * ROWS, [4] * ROWS, temperature=[1.3] * ROWS, seed=[7] * ROWS
+        )
+        tokens = np.asarray(loop.generate(engine, variables, request).tokens_BO)[:, :3]
+        assert agrees(law_of(tokens, V), law)
+        # Neighbours in the batch are independent: their first tokens fill all pairs.
+        pairs = tokens[:, 0].reshape(-1, 2)
+        first = law.sum((1, 2))
+        assert agrees(law_of(pairs, V), np.outer(first, first))
+
+
+@pytest.mark.parametrize("acceptance", ["sampled", "rejection"])
+def test_a_row_does_not_depend_on_its_slot_or_its_batch_mates(acceptance):
+    """Rows of other prompts, limits and parameters in any order: each keeps its text."""
+    _, _, llama, drafter, variables = model()
+    engine = loop.Engine(llama, drafter, TREE, acceptance)
+    rows = {
+        "prompts": [PROMPT, [1], [0, 3, 3, 2, 1, 1]],
+        "limits": [9, 7, 8],
+        "temperature": [1.3, 0.0, 0.7],
+        "top_k": [0, 0, 3],
+        "top_p": [0.9, 1.0, 1.0],
+        "seed": [5, 5, 5],
+    }
+
+    def texts(order):
+        picked = {name: [column[row] for row in order] for name, column in rows.items()}
+        request = loop.Request(**picked, ids=list(order))
+        return texts_of(loop.generate(engine, variables, request))
+
+    together = texts([0, 1, 2])
+    for order in ([2, 0, 1], [1, 1, 2]):
+        assert texts(order) == [together[row] for row in order]
+    for row in range(3):
+        assert texts([row]) == [together[row]]

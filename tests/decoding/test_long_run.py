@@ -1,0 +1,135 @@
+"""The long run: 100,000 generated tokens in each precision, drafted against plain decoding.
+
+    python -m pytest -m slow -s tests/decoding/test_long_run.py
+
+Planted drafters (every depth is accepted often), a new random tree for every run, batches of
+1, 3 and 8, greedy and sampled. In float64 not one token may differ. In float32 passes over one
+and over M tokens round differently: there texts may part only where the two best scores are tied
+to within that rounding, and the rate is printed.
+"""
+
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planted import (
+    TreeArrays,
+    check_counts,
+    decode_traced,
+    decoder,
+    forward_logits,
+    planted,
+    planted_params,
+    random_params,
+    random_tree,
+    texts_of,
+    tiny_config,
+)
+
+from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
+from medusa_jax.tree import Tree
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
+
+VOCAB, NODES, DEPTH, NEW, SLOTS = 61, 16, 5, 200, 256
+TOKENS = 100_000
+BATCHES = (1, 3, 8)
+MODES = {
+    "greedy": {},
+    "T 0.7": {"temperature": 0.7},
+    "T 1.0": {"temperature": 1.0},
+    "top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
+}
+# Scores this close count as tied in float32; its rounding moves logits by up to 4e-5.
+TIE = 2e-4
+
+
+def run(engine, variables, request, tree):
+    """Decode to the end in a cache of fixed size; `tree` is traced."""
+    state, ladder = loop.begin(engine, variables, request)
+    if ladder[0] < SLOTS:
+        state = loop.grow(engine, SLOTS, state)
+    return decode_traced(engine, variables, state, TreeArrays.of(tree))
+
+
+def is_tie(config, params, text, row, request, mode):
+    """Whether float64 sees the two best scores, or a token and a filter's cut, as tied."""
+    logits = jnp.asarray(forward_logits(config, params, text)[-1:])[None]
+    if "temperature" not in mode:
+        best = np.sort(np.asarray(logits)[0, 0])[-2:]
+        return best[1] - best[0] < TIE
+    one = lambda value, kind: jnp.asarray(np.array([value], kind))  # noqa: E731
+    key = row_keys(one(request.seed[row], np.uint32), one(row, np.int32))
+    scores = []
+    for top_p in np.float32(mode.get("top_p", 1.0)) * np.array([1 - TIE, 1, 1 + TIE]):
+        sampling = Sampling(
+            one(mode["temperature"], np.float32),
+            one(0, np.int32),
+            one(min(top_p, 1.0), np.float64),
+            one(0.0, np.float32),
+            key,
+        )
+        scores.append(np.asarray(filtered(logits, sampling))[0, 0])
+    noise = np.asarray(gumbel(key, one(len(text), np.int32)[:, None], VOCAB, jnp.float64))
+    best = np.sort(scores[1] + noise[0, 0])[-2:]
+    kept = [np.isfinite(s) for s in scores]
+    return best[1] - best[0] < TIE or (kept[0] != kept[2]).any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
+def test_a_hundred_thousand_tokens(dtype):
+    config = tiny_config(vocab_size=VOCAB)
+    rng = np.random.default_rng(0)
+    shape = random_tree(rng, NODES, DEPTH)  # only its sizes matter: trees are traced
+    models = [random_params(config, seed) for seed in range(2)]
+    backbones = [decoder(config, params, dtype) for params in models]
+    tokens = parted = steps = 0
+    start = time.perf_counter()
+    for batch in BATCHES:
+        for name, mode in MODES.items():
+            acceptance = "sampled" if mode else "greedy"
+            done = runs = 0
+            histogram = np.zeros(DEPTH + 1, int)
+            while done < TOKENS / len(BATCHES) / len(MODES):
+                which = runs % len(models)
+                llama, base = backbones[which]
+                prompts = [
+                    rng.integers(0, VOCAB, n).tolist() for n in rng.integers(1, 16, batch)
+                ]
+                fields = {k: [v] * batch for k, v in mode.items()}
+                seeds = rng.integers(0, 2**31, batch).tolist()
+                request = loop.Request(prompts, [NEW] * batch, seed=seeds, **fields)
+                plain = loop.Engine(llama, planted(config), Tree.none(), acceptance)
+                variables = {"base": base, "heads": {}}
+                expected = texts_of(run(plain, variables, request, Tree.none()))
+                known = [p + t for p, t in zip(prompts, expected)]
+                heads = planted_params(known, VOCAB, int(rng.integers(2**31)))
+                engine = loop.Engine(llama, planted(config), shape, acceptance)
+                tree = random_tree(rng, NODES, DEPTH)
+                progress = run(engine, {"base": base, "heads": heads}, request, tree)
+                check_counts(progress)
+                histogram += np.asarray(progress.histogram_BL).sum(0)
+                for row, (got, want) in enumerate(zip(texts_of(progress), expected)):
+                    done += len(got)
+                    if got == want:
+                        continue
+                    assert dtype == jnp.float32, (name, batch, tree.choices, seeds[row])
+                    first = next(i for i, (a, b) in enumerate(zip(got, want)) if a != b)
+                    text = prompts[row] + want[:first]
+                    assert is_tie(config, models[which], text, row, request, mode)
+                    parted += 1
+                runs += 1
+            assert (histogram > 0.02 * histogram.sum()).all(), histogram
+            tokens += done
+            steps += histogram.sum()
+            print(
+                f"{jnp.dtype(dtype)} batch {batch} {name}: {done} tokens, {runs} trees, "
+                f"steps of 1..{DEPTH + 1} tokens {histogram.tolist()}"
+            )
+    print(
+        f"{jnp.dtype(dtype)}: {tokens} tokens in {steps} steps, {parted} divergences, all of them "
+        f"ties ({parted / tokens:.1e} per token), {time.perf_counter() - start:.0f} s"
+    )
+    assert tokens >= TOKENS and (parted == 0 or dtype == jnp.float32)
