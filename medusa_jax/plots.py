@@ -209,7 +209,7 @@ def draw_drafters(
       curves: per drafter and seed the held-out records of training (step, top1 per head).
       path: the file to write; its ending gives the format.
     """
-    figure = _figure(12, 3.8)
+    figure = new_figure(12, 3.8)
     heads, lengths, training = figure.subplots(1, 3)
     colours = dict(
         zip(runs, ["#7a828c", "#5b9bd5", "#1f5fa8", "#e8a13c", "#d0451b", "#4c9f58"])
@@ -255,7 +255,7 @@ def draw_drafters(
         for side, spine in axes.spines.items():
             spine.set_visible(side in ("left", "bottom"))
             spine.set_color(INK)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 @dataclass
@@ -280,7 +280,7 @@ LINE_STYLES = (("#3a87c8", "o"), (ACCENT, "s"), ("#3f9b58", "^"), ("#9568c4", "D
 
 def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:
     """Draws charts side by side, each with its legend."""
-    figure = _figure(4.2 * len(charts), 3.3)
+    figure = new_figure(4.2 * len(charts), 3.3)
     places = figure.subplots(1, len(charts), squeeze=False)[0]
     for axes, chart in zip(places, charts, strict=True):
         for (label, (x, y)), (colour, marker) in zip(
@@ -297,7 +297,7 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
         _mute(axes)
     if title:
         figure.suptitle(title, color=INK, fontsize=10)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _mute(axes) -> None:

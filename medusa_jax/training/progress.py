@@ -157,15 +157,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def finite(value: Any) -> Any:
-    """NaN and infinities, which JSON has no words for, become null: {"a": [nan]} -> {"a": [None]}."""
-    if isinstance(value, dict):
-        return {name: finite(x) for name, x in value.items()}
-    if isinstance(value, list):
-        return [finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _summary(record: dict[str, Any]) -> str:
     parts = []
     for name in ("lm_loss", "loss", "top1", "top5", "accepted_length_tree", "lr"):
