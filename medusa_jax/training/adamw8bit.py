@@ -60,6 +60,15 @@ def pack(x: jax.Array, table: np.ndarray) -> tuple[jax.Array, dict[str, jax.Arra
     return codes.astype(jnp.uint8).reshape(x.shape), {"scale": scale[..., 0]}
 
 
+def nothing(shape: tuple[int, ...], table: np.ndarray) -> tuple[jax.Array, Any]:
+    """What `pack` gives for zeros, without the search, which XLA would try to do at compile time."""
+    block = block_of(shape)
+    if not block:
+        return jnp.zeros(shape), {}
+    scale = jnp.zeros((*shape[:-1], shape[-1] // block))
+    return jnp.full(shape, int(np.searchsorted(table, 0.0)), jnp.uint8), {"scale": scale}
+
+
 def unpack(codes: jax.Array, scale: dict[str, jax.Array], table: np.ndarray) -> jax.Array:
     """The float32 values that `pack` stands for."""
     blocks = jnp.take(jnp.asarray(table), codes.astype(jnp.int32))
@@ -85,12 +94,7 @@ def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransfo
         def zeros(table: np.ndarray) -> tuple[Any, Any]:
             treedef: Any
             leaves, treedef = jax.tree.flatten(params)
-            made = [
-                pack(jnp.zeros(x.shape), table)
-                if block_of(x.shape)
-                else (jnp.zeros(x.shape), {})
-                for x in leaves
-            ]
+            made = [nothing(x.shape, table) for x in leaves]
             return tuple(treedef.unflatten([m[i] for m in made]) for i in (0, 1))
 
         (mu, mu_scale), (nu, nu_scale) = zeros(SIGNED), zeros(UNSIGNED)

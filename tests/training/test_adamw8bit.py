@@ -12,7 +12,7 @@ from training_setup import tiny_arch, tiny_config
 from medusa_jax.config import OptimConfig
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh, param_shardings
-from medusa_jax.training.adamw8bit import SIGNED, UNSIGNED, adamw8bit, pack, unpack
+from medusa_jax.training.adamw8bit import SIGNED, UNSIGNED, adamw8bit, nothing, pack, unpack
 from medusa_jax.training.partition import make_rule, matrices
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -140,3 +140,12 @@ def test_packed_moments_resume_bit_for_bit(tokens, tmp_path):
         trainer.Run.look = look
     run(cfg, tmp_path / "cut")
     assert [r["loss"][0] for r in records(tmp_path / "cut")] == whole
+
+
+@pytest.mark.parametrize("table", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
+def test_the_start_is_what_packing_zeros_gives(table):
+    codes, scale = nothing((32, 512), table)
+    expected, expected_scale = pack(jnp.zeros((32, 512)), table)
+    np.testing.assert_array_equal(codes, expected)
+    np.testing.assert_array_equal(scale["scale"], expected_scale["scale"])
+    assert codes.dtype == expected.dtype
