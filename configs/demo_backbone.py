@@ -1,4 +1,4 @@
-"""The demo's backbone: a 4.8M-parameter Llama that writes Python, trained from scratch.
+"""The demo's backbone, first part: a 4.7M-parameter Llama that writes Python, from scratch.
 
 python -m medusa_jax.demo.corpus --out work/demo
 python train.py --config=configs/demo_backbone.py --workdir=work/demo/backbone
@@ -44,7 +44,7 @@ def get_config() -> Config:
             name="muon",
             lr=6e-3,
             warmup_steps=200,
-            schedule="wsd",
+            schedule="constant",
             b2=0.98,
             weight_decay=0.05,
             clip_norm=1.0,
@@ -52,7 +52,7 @@ def get_config() -> Config:
         train=TrainConfig(
             stage="backbone",
             batch_size=8,
-            steps=1500,
+            steps=1900,
             dtype="float32",
             remat=False,
             loss_chunk=128,

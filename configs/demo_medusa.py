@@ -1,7 +1,7 @@
-"""Medusa heads for the demo: 5 heads of 2 residual blocks, low-rank LM heads.
+"""Medusa heads for the demo: 5 heads of one residual block, low-rank LM heads.
 
-    python -m medusa_jax.distill --model work/demo/refined \\
-        --prompts work/demo/answer_seeds.jsonl --out work/demo/answers --temperature 0.3
+    python -m medusa_jax.distill --model work/demo/native/export \\
+        --prompts work/demo/answer_seeds.jsonl --out work/demo/answers --temperature 0
     python train.py --config=configs/demo_medusa.py --workdir=work/demo/medusa
 
 They learn from the backbone's own continuations (counted.npy marks what it wrote itself); with
@@ -21,9 +21,9 @@ from medusa_jax.config import (
 def get_config() -> Config:
     """Medusa-1 (frozen backbone) on the demo corpus."""
     return Config(
-        model=ModelConfig(path="work/demo/refined"),
+        model=ModelConfig(path="work/demo/native/export"),
         heads=HeadsConfig(
-            drafter="medusa", n_heads=5, n_layers=2, lm_head="low_rank", rank=64
+            drafter="medusa", n_heads=5, n_layers=1, lm_head="low_rank", rank=64
         ),
         data=DataConfig(
             source="work/demo/answers",
@@ -33,18 +33,20 @@ def get_config() -> Config:
             # Two samples (a prompt and its 200 tokens) to a row.
             seq_len=640,
             packing="first_fit",
+            # The backbone is frozen: its hidden states are computed once (about 1 GB).
+            cache_features="float32",
         ),
-        optim=OptimConfig(lr=2e-3, warmup_steps=40, schedule="cosine", clip_norm=1.0),
+        optim=OptimConfig(lr=3e-3, warmup_steps=40, schedule="cosine", clip_norm=1.0),
         train=TrainConfig(
             stage="medusa1",
             batch_size=4,
-            steps=640,
+            steps=900,
             dtype="float32",
             remat=False,
             loss_chunk=128,
             log_every=20,
-            eval_every=100,
-            save_every=100,
+            eval_every=450,
+            save_every=450,
         ),
         mesh=(1, 1, 1),
     )

@@ -24,9 +24,10 @@ def get_config() -> Config:
         drafter="medusa", n_heads=3, n_layers=1, lm_head="low_rank", rank=64
     )
     cfg.optim.warmup_steps = 50
+    cfg.optim.schedule = "wsd"
     cfg.optim.heads_name = "adamw"
     cfg.optim.heads_lr_multiplier = 0.33
     cfg.train.stage = "native"
     cfg.train.lambda_0 = 0.5
-    cfg.train.steps = 800
+    cfg.train.steps = 520
     return cfg

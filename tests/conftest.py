@@ -31,6 +31,21 @@ def _restore_x64():
         jax.config.update("jax_enable_x64", before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _drop_programs():
+    """Let go of compiled programs before the system refuses to map more memory.
+
+    Every program keeps its code mapped; at `vm.max_map_count` (often 65530) a process crashes.
+    """
+    yield
+    try:
+        maps = Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:  # no Linux
+        return
+    if maps > 20_000:
+        jax.clear_caches()
+
+
 @pytest.fixture
 def x64():
     """64-bit types, in which decoding is exact."""

@@ -5,18 +5,21 @@ Eight stages, each a documented command of its own, each skipped if its result i
     corpus      the standard library as text, a tokenizer, prompts      medusa_jax.demo.corpus
     backbone    a small Llama trained from scratch                      train.py demo_backbone
     native      three more layers, trained on together with heads        train.py demo_native
-    refined     rounds of training against its own loops                medusa_jax.demo.refine
+    refined     --refine_rounds of training against its own loops       medusa_jax.demo.refine
     answers     its own continuations of training prompts               medusa_jax.distill
     heads       draft heads trained on those                            train.py demo_{drafter}
     tree        the draft tree fitted to heads and device               medusa_jax.calibrate
     install     weights, tokenizer, heads, tree, prompts into --install
 
-Training resumes by itself, so a stopped build goes on where it was.
+Training resumes by itself, so a stopped build goes on where it was. The budgets are for two CPU
+cores and an hour or two; with an accelerator, `--steps_factor 20 --refine_rounds 6` is worth it.
 """
 
 import argparse
 import json
 import os
+import random
+import runpy
 import shutil
 import subprocess
 import sys
@@ -50,7 +53,7 @@ TINY = {
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
     "refined": [
-        "--rounds=1", "--samples=4", "--max_new_tokens=24", "--train=--config.heads.rank=8",
+        "--samples=4", "--max_new_tokens=24", "--train=--config.heads.rank=8",
         "--train=--config.train.batch_size=2", "--train=--config.train.steps=2",
         "--train=--config.data.eval_samples=2", "--train=--config.optim.warmup_steps=1",
     ],
@@ -77,7 +80,11 @@ def parser() -> argparse.ArgumentParser:
                    help="where the result goes; medusa_jax/demo replaces the bundled one")  # fmt: skip
     p.add_argument("--drafters", default="medusa",
                    help="comma-separated; each has a configs/demo_{drafter}.py")  # fmt: skip
-    p.add_argument("--answers", type=int, default=2560, help="prompts to continue")
+    p.add_argument("--answers", type=int, default=4096, help="prompts to continue")
+    p.add_argument("--steps_factor", type=float, default=1.0,
+                   help="train backbone and native stage so many times as long")  # fmt: skip
+    p.add_argument("--refine_rounds", type=int, default=0,
+                   help="rounds against loops: less repetition, a little less likelihood")  # fmt: skip
     p.add_argument(
         "--tiny", action="store_true", help="a tiny budget, to see that it works"
     )
@@ -104,7 +111,7 @@ def run(flags: argparse.Namespace) -> int:
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")
     work = Path(flags.work)
-    extra: dict[str, list[str]] = TINY if flags.tiny else {name: [] for name in TINY}
+    extra: dict[str, list[str]] = TINY if flags.tiny else scaled(flags.steps_factor)
     stage(
         "corpus",
         work / "corpus.json",
@@ -131,22 +138,24 @@ def run(flags: argparse.Namespace) -> int:
             f"--config.data.eval_source={work}/heldout", *extra["native"],
         ],
     )  # fmt: skip
-    stage(
-        "refined",
-        work / "refined" / "model.safetensors",
-        [
-            "-m", "medusa_jax.demo.refine", f"--model={native}/export", f"--work={work}",
-            f"--out={work}/refined", *extra["refined"],
-        ],
-    )  # fmt: skip
-    backbone = work / "refined"
+    source = native / "export"
+    if flags.refine_rounds:
+        source = work / "refined"
+        stage(
+            "refined",
+            source / "model.safetensors",
+            [
+                "-m", "medusa_jax.demo.refine", f"--model={native}/export", f"--work={work}",
+                f"--out={source}", f"--rounds={flags.refine_rounds}", *extra["refined"],
+            ],
+        )  # fmt: skip
     stage(
         "answers",
         answers / "provenance.json",
         [
-            "-m", "medusa_jax.distill", f"--model={backbone}",
+            "-m", "medusa_jax.distill", f"--model={source}",
             f"--prompts={work}/answer_seeds.jsonl", f"--out={answers}",
-            f"--limit={flags.answers}", "--batch_size=32", "--max_new_tokens=200", "--temperature=0.3",
+            f"--limit={flags.answers}", "--batch_size=64", "--max_new_tokens=200", "--temperature=0",
             *extra["answers"],
         ],
     )  # fmt: skip
@@ -158,7 +167,7 @@ def run(flags: argparse.Namespace) -> int:
             heads / "export" / "heads.safetensors",
             [
                 "train.py", f"--config=configs/demo_{drafter}.py", f"--workdir={heads}",
-                f"--config.model.path={backbone}", f"--config.data.source={answers}",
+                f"--config.model.path={source}", f"--config.data.source={answers}",
                 f"--config.data.eval_source={work}/heldout", *extra["heads"],
             ],
         )  # fmt: skip
@@ -166,18 +175,38 @@ def run(flags: argparse.Namespace) -> int:
             "tree",
             heads / "export" / "tree.json",
             [
-                "-m", "medusa_jax.calibrate", f"--model={backbone}",
+                "-m", "medusa_jax.calibrate", f"--model={source}",
                 f"--drafter={heads}/export", f"--prompts={calibration}",
                 f"--out={heads}/export/tree.json", *extra["tree"],
             ],
         )  # fmt: skip
-    install(work, Path(flags.install), drafters)
+    install(work, source, Path(flags.install), drafters)
     return 0
 
 
+def scaled(factor: float) -> dict[str, list[str]]:
+    """Flags for trainings `factor` times as long as their configurations say.
+
+    Raises:
+      UserError: a factor that leaves no step.
+    """
+    if factor <= 0:
+        raise UserError(f"--steps_factor must be positive, not {factor}")
+    flags: dict[str, list[str]] = {name: [] for name in TINY}
+    if factor != 1:
+        for name in ("backbone", "native"):
+            steps = runpy.run_path(f"configs/demo_{name}.py")["get_config"]().train.steps
+            flags[name].append(f"--config.train.steps={max(round(steps * factor), 1)}")
+    return flags
+
+
 def split_seeds(work: Path) -> Path:
-    """Separate calibration prompts from those the heads are trained on."""
+    """Separate calibration prompts from those the heads are trained on.
+
+    In random order: seeds come file by file, and a budget must not end with the letter D.
+    """
     lines = (work / "seeds.jsonl").read_text().splitlines(keepends=True)
+    random.Random(0).shuffle(lines)
     held = min(CALIBRATION_SEEDS, len(lines) // 4)
     (work / "answer_seeds.jsonl").write_text("".join(lines[:-held]))
     path = work / "calibration.jsonl"
@@ -198,12 +227,11 @@ def spread(records: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
     return chosen[:n]
 
 
-def install(work: Path, target: Path, drafters: Sequence[str]) -> None:
+def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> None:
     """What the package ships: backbone and heads in bfloat16, their trees, prompts."""
     from medusa_jax.interop import heads_io, hf
     from medusa_jax.sharding import make_mesh
 
-    source = work / "refined"
     mesh = make_mesh()
     config, params = hf.load_backbone(str(source), mesh)
     fields = json.loads((source / "config.json").read_text())

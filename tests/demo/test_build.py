@@ -15,6 +15,7 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
         "-m",
         "medusa_jax.demo.build",
         "--tiny",
+        "--refine_rounds=1",
         f"--work={work}",
         f"--install={target}",
     ]
@@ -55,4 +56,4 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
     again = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True
     )
-    assert again.returncode == 0 and again.stderr.count("skipped") == 5
+    assert again.returncode == 0 and again.stderr.count("skipped") == 7
