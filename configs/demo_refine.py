@@ -1,6 +1,11 @@
 """One round of the demo's training against loops; see medusa_jax/demo/refine.py, which calls it.
 
-python -m medusa_jax.demo.refine --model work/demo/native/export --work work/demo
+    python -m medusa_jax.demo.refine --model work/demo/native/export --work work/demo
+
+which runs, for each round,
+
+    python train.py --config=configs/demo_refine.py --workdir=work/demo/refined/round_1/train \\
+        --config.model.path=work/demo/native/export --config.data.source=...
 """
 
 from configs.demo_native import get_config as native_config

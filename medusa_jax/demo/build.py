@@ -238,7 +238,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
     ends = {key: fields[key] for key in ("bos_token_id", "eos_token_id") if key in fields}
     hf.save_backbone(str(target / "backbone"), config, params, "bfloat16", ends)
     for file in TOKENIZER_FILES:
-        shutil.copyfile(source / file, target / "backbone" / file)
+        (target / "backbone" / file).write_text(compact((source / file).read_text()))
     for drafter in drafters:
         trained, out = work / drafter / "export", target / drafter
         heads, head_params, described = heads_io.load_heads(str(trained), config, mesh)
@@ -265,6 +265,15 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
     (target / "provenance.json").write_text(json.dumps(made, indent=1) + "\n")
     size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
     say(f"installed in {target}: {size / 1e6:.1f} MB")
+
+
+def compact(text: str) -> str:
+    """A tokenizer's JSON without blanks, merges as "a b" (byte-level tokens hold no blank)."""
+    content = json.loads(text)
+    model = content.get("model", {})
+    if model.get("merges") and isinstance(model["merges"][0], list):
+        model["merges"] = [" ".join(pair) for pair in model["merges"]]
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
 
 
 def last_record(workdir: Path) -> dict[str, Any]:

@@ -205,7 +205,14 @@ def _open(path: str) -> Tensors:
     try:
         with zipfile.ZipFile(path) as archive:
             return _read_archive(path, archive)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error) as error:
+    except (
+        zipfile.BadZipFile,
+        NotImplementedError,
+        RuntimeError,
+        struct.error,
+        EOFError,  # a directory that promises more bytes than there are
+        ValueError,
+    ) as error:
         raise _Refused(f"a damaged archive ({error})") from error
 
 

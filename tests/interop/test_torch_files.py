@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import pickle
 import random
 import struct
@@ -259,6 +260,15 @@ def test_archives_that_are_none_of_torchs(tmp_path):
     path.write_bytes(pickle.dumps({"x": 1}, 2))
     refused(path, r"before torch 1\.6.*torch\.save\(torch\.load")
     refused(tmp_path / "absent", "cannot be read|zip format")
+
+
+def test_a_directory_that_promises_more_bytes_than_there_are(tmp_path):
+    path = one_tensor(tmp_path / "model.bin", (6,), (1,))
+    raw = bytearray(pathlib.Path(path).read_bytes())
+    entry = raw.index(b"PK\x01\x02")  # the first member is data.pkl
+    raw[entry + 20 : entry + 28] = struct.pack("<II", 1 << 20, 1 << 20)
+    pathlib.Path(path).write_bytes(raw)
+    refused(path, "damaged archive|cut short|larger")
 
 
 def test_legacy_file(tmp_path):
