@@ -19,6 +19,7 @@ def get_config() -> Config:
     """Backbone and heads together on the demo corpus."""
     cfg = backbone_config()
     cfg.model.path = "work/demo/backbone/export"
+    cfg.model.tokenizer = ""  # the one beside the model
     cfg.model.add_layers = 3
     cfg.heads = HeadsConfig(
         drafter="medusa", n_heads=3, n_layers=1, lm_head="low_rank", rank=64
