@@ -115,8 +115,14 @@ def load_config(path: str) -> Config:
     spec = importlib.util.spec_from_file_location("medusa_jax_config", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # A configuration may build on another one: `from configs.base import get_config`.
+    root = os.path.dirname(os.path.dirname(os.path.abspath(path)))
     try:
-        spec.loader.exec_module(module)
+        sys.path.insert(0, root)
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            sys.path.remove(root)
         cfg = module.get_config()
     except Exception as error:
         raise UserError(f"{path} does not run: {type(error).__name__}: {error}") from error

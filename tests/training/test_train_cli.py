@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import subprocess
+import sys
 
 import pytest
 from training_setup import ROOT, command, environment, tiny_config, write_config
@@ -168,3 +169,17 @@ def test_vicuna_recipe_on_a_tiny_vicuna(vicuna, sharegpt, tmp_path):
 def test_field_names_reach_every_leaf():
     names = cli.field_names(tiny_config(""))
     assert "model.arch.rope_theta" in names and "mesh" in names and "optim.lr" in names
+
+
+@pytest.mark.parametrize("config", ["demo_native", "demo_refine"])
+def test_a_configuration_that_builds_on_another_is_found_from_anywhere(
+    config, tmp_path, monkeypatch
+):
+    """As `medusa-train` is called: the project's root is not on the path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [p for p in sys.path if p not in ("", str(ROOT))])
+    for name in [n for n in sys.modules if n.partition(".")[0] == "configs"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = list(sys.path)
+    assert parse(config=config).train.stage == "native"
+    assert sys.path == before
