@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from medusa_jax.decoding.generate import MIN_PROMPT, power_of_two
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
 from medusa_jax.heads import Base
 from medusa_jax.model.cache import KVCache
@@ -72,7 +73,8 @@ def compare(
 ) -> list[Comparison]:
     """Decode with the tree and without, `repeats` times in turn.
 
-    `ids` as for `Model.generate`. With a lossy acceptance the autoregressive side uses plain sampling (or greedy).
+    `ids` as for `Model.generate`. With a lossy acceptance the autoregressive side uses plain
+    sampling (or greedy).
     """
     runs: dict[str, list[list[Result]]] = {"drafted": [], "plain": []}
     for _ in range(max(1, repeats)):
@@ -114,24 +116,33 @@ def score_gap(
     decoding was from choosing another token there.
     """
     T = len(text)
-    padded = np.zeros((1, max(16, 1 << (T - 1).bit_length())), np.int32)
+    padded = np.zeros((1, power_of_two(T, MIN_PROMPT)), np.int32)
     padded[0, :T] = text
-    scores = _logits_behind(model.base, padded, np.int32(T))
-    if option.temperature > 0:
-        one = lambda value, dtype: jnp.asarray(np.array([value], dtype))  # noqa: E731
-        sampling = Sampling(
-            temperature_B=one(option.temperature, np.float32),
-            top_k_B=one(option.top_k, np.int32),
-            top_p_B=one(option.top_p, np.float32),
-            min_p_B=one(option.min_p, np.float32),
-            key_B=row_keys(one(option.seed % 2**32, np.uint32), one(request, np.int32)),
-        )
-        noise = gumbel(
-            sampling.key_B, one(T, np.int32)[:, None], scores.shape[-1], scores.dtype
-        )
-        scores = filtered(scores, sampling) + noise
-    best = np.sort(np.asarray(scores[0, 0], np.float64))[-2:]
+    logits_1V = _logits_behind(model.base, padded, np.int32(T))[0]
+    scores_1V = perturbed(logits_1V, T, option, request)
+    best = np.sort(np.asarray(scores_1V[0], np.float64))[-2:]
     return float(best[1] - best[0])
+
+
+def perturbed(
+    logits_PV: jax.Array, position: int, option: "Options", request: int
+) -> jax.Array:
+    """What plain decoding takes the argmax of, for logits [P, V] of one position."""
+    if option.temperature == 0:
+        return logits_PV
+    one = lambda value, kind: jnp.asarray(np.array([value], kind))  # noqa: E731
+    sampling = Sampling(
+        temperature_B=one(option.temperature, np.float32),
+        top_k_B=one(option.top_k, np.int32),
+        top_p_B=one(option.top_p, np.float32),
+        min_p_B=one(option.min_p, np.float32),
+        key_B=row_keys(one(option.seed % 2**32, np.uint32), one(request, np.int32)),
+    )
+    at_11 = one(position, np.int32)[:, None]
+    noise_11V = gumbel(sampling.key_B, at_11, logits_PV.shape[-1], logits_PV.dtype)
+    return filtered(logits_PV[None], sampling)[0] + jnp.broadcast_to(
+        noise_11V[0], logits_PV.shape
+    )
 
 
 @jax.jit

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from medusa_jax.decoding.compare import perturbed
 from medusa_jax.decoding.generate import power_of_two
-from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
 from medusa_jax.heads.drafter import Base
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree import Tree
@@ -88,28 +88,6 @@ def find_divergence(
         gap=float(best[1] - best[0]),
         noise_band=float(moved / (option.temperature or 1.0)),
         at_cut=bool((kept_PV != kept_PV[:1])[:, pair].any()),
-    )
-
-
-def perturbed(
-    logits_PV: jax.Array, position: int, option: "Options", request: int
-) -> jax.Array:
-    """What plain decoding takes the argmax of, for logits [P, V] of one position."""
-    if option.temperature == 0:
-        return logits_PV
-    one = lambda value, kind: jnp.asarray(np.array([value], kind))  # noqa: E731
-    sampling = Sampling(
-        temperature_B=one(option.temperature, np.float32),
-        top_k_B=one(option.top_k, np.int32),
-        top_p_B=one(option.top_p, np.float32),
-        min_p_B=one(option.min_p, np.float32),
-        key_B=row_keys(one(option.seed % 2**32, np.uint32), one(request, np.int32)),
-    )
-    V = logits_PV.shape[-1]
-    at_11 = one(position, np.int32)[:, None]
-    noise_11V = gumbel(sampling.key_B, at_11, V, logits_PV.dtype)
-    return filtered(logits_PV[None], sampling)[0] + jnp.broadcast_to(
-        noise_11V[0], logits_PV.shape
     )
 
 

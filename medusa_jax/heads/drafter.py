@@ -19,8 +19,10 @@ from medusa_jax.tree import Tree
 
 Params = dict[str, Any]
 
-# Turns the logits [..., V] of children at `depth` into the scores that rank them. Greedy
-# decoding ranks by the logits themselves, sampling adds the noise of the children's position.
+# Turns the logits of children at `depth` into the scores that rank them: [B, V] where all nodes
+# above share them, else [B, P, V] with one row per node at `depth` - 1 that has children, in the
+# order of the nodes (rejection sampling looks rows up by it). Greedy decoding ranks by the logits
+# themselves, sampling adds the noise of the children's position.
 RankScores = Callable[[int, jax.Array], jax.Array]
 
 

@@ -6,12 +6,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.drafter import Base, Params
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Block, Linear, RMSNorm, at_least_f32, rope_tables
+from medusa_jax.model.product import product
 
 
 class ResBlock(nn.Module):
@@ -24,12 +24,7 @@ class ResBlock(nn.Module):
         D = x.shape[-1]
         kernel = self.param("kernel", nn.initializers.zeros, (D, D)).astype(self.dtype)
         bias = self.param("bias", nn.initializers.zeros, (D,)).astype(self.dtype)
-        y = lax.dot_general(
-            x,
-            kernel,
-            (((x.ndim - 1,), (0,)), ((), ())),
-            precision=lax.Precision.HIGHEST,
-        )
+        y = product(x, kernel).astype(self.dtype)
         return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
 
 

@@ -14,7 +14,7 @@ import pytest
 from planted import check_counts, decoder, random_params, texts_of, tiny_config
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.decoding import calibrate
+from medusa_jax.decoding import calibrate, rejection
 from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Base, make_drafter
@@ -244,3 +244,25 @@ def test_calibration_predicts_what_decoding_accepts(name):
                 path = (*path, rank)
             at, steps = at + len(path) + 1, steps + 1
         assert steps == int(progress.steps_B[row])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rejection_finds_the_logits_that_children_came_from(name):
+    """Children of a node are the best tokens of the row that `parents_logits` gives for it."""
+    base, drafter, params = noisy(name)
+    tree = family.WILD.dense
+    rows = family.random_rows(np.random.default_rng(6))
+    state = family.committed(drafter, base, params, rows, [4, 6])
+    nodes, logits = family.proposed_logits(drafter, base, tree)(
+        params, state, np.array([1, 2], np.int32)
+    )
+    draft_logits = dict(enumerate(logits, start=1))
+    for depth in range(tree.depth):
+        for node in tree.level(depth):
+            children = [c for c in tree.children_MC[node] if c]
+            if not children:
+                continue
+            node_B = np.full(2, node, np.int32)
+            q_BV = rejection.parents_logits(tree, depth, draft_logits, node_B)
+            best_BC = np.argsort(-np.asarray(q_BV), axis=-1)[:, : len(children)]
+            np.testing.assert_array_equal(nodes[:, children], best_BC)

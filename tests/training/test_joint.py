@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from test_losses import heads_problem
 from test_trainer import host, pieces, records, run
-from training_setup import tiny_config
+from training_setup import tiny_arch, tiny_config
 
 from medusa_jax.config import HeadsConfig, OptimConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Base
 from medusa_jax.interop import heads_io, hf
-from medusa_jax.model.llama import init_params
+from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import losses
+from medusa_jax.training import export, losses
 from medusa_jax.training.partition import TABLE, heads_weight, make_optimizer
 from medusa_jax.training.step import microbatches
 
@@ -234,3 +234,27 @@ def test_joint_microbatches_add_up(tokens):
     assert one_metrics["unlikelihood"] > 0
     for name, value in one_metrics.items():
         np.testing.assert_allclose(value, four_metrics[name], rtol=1e-4, err_msg=name)
+
+
+def test_added_layers_change_nothing_until_they_have_learnt():
+    arch, tokens = tiny_arch(), np.arange(24, dtype=np.int32).reshape(2, 12) % 64
+    params = init_params(arch, jax.random.key(0))
+    deeper, more = export.deepen(arch, params, 2, jax.random.key(1))
+    assert deeper.n_layers == 3 and set(more) - set(params) == {"layers_1", "layers_2"}
+
+    def logits(arch, params):
+        base = Base(Llama(arch), params)
+        positions = np.broadcast_to(np.arange(12, dtype=np.int32), (2, 12))
+        return base.lm_head(base.forward(tokens, positions, np.ones((2, 12), np.int32)))
+
+    plain = logits(arch, params)
+    np.testing.assert_array_equal(logits(deeper, more), plain)
+    # They do take part: with an output projection that is not zero the text changes, and the
+    # zeros have a gradient.
+    learnt = jax.tree.map(lambda x: x, more)
+    mlp = learnt["layers_2"]["mlp"]["down_proj"]
+    mlp["kernel"] = mlp["kernel"] + 0.1
+    assert not np.allclose(logits(deeper, learnt), plain)
+    moved = jax.grad(lambda p: jnp.sum(logits(deeper, p)[..., 3]))(more)
+    for part, last in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+        assert np.any(moved["layers_1"][part][last]["kernel"])
