@@ -27,12 +27,15 @@ from medusa_jax.console import run_main, say
 from medusa_jax.errors import UserError
 
 DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
+CURVE_POINTS = 8
 # Orders that the papers report for the mean accepted length.
 ORDERS = (("medusa", "hydra", "hydrapp"), ("medusa", "amphista", "amphista_alpha"))
 EXAMPLES = """examples (from the project's root, after `python -m medusa_jax.demo.build`):
-  python -m medusa_jax.compare_drafters --model work/demo/refined \\
-      --data work/demo/answers --eval_data work/demo/heldout \\
-      --calibration work/demo/calibration.jsonl --steps 2000 --out work/family
+  python -m medusa_jax.distill --model medusa_jax/demo/backbone --temperature 0 \\
+      --prompts work/demo/calibration.jsonl --out work/demo/answers_apart   (held-out answers)
+  python -m medusa_jax.compare_drafters --model medusa_jax/demo/backbone \\
+      --data work/demo/answers --eval_data work/demo/answers_apart \\
+      --calibration work/demo/calibration.jsonl --steps 600 --out work/family
   python -m medusa_jax.compare_drafters ... --config.optim.lr=1e-3    (for every training)
 """
 
@@ -55,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--recipe", default="demo", help="configs/{recipe}_{drafter}.py are used"
     )
+    p.add_argument("--only", action="append", default=[], metavar="DRAFTER:FIELD=VALUE",
+                   help="a field for one drafter, such as medusa:heads.n_layers=2")  # fmt: skip
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--steps", type=int, default=2000)
     p.add_argument("--n_heads", type=int, default=4)
@@ -89,7 +94,13 @@ def train_one(
         f"--config.data.eval_source={flags.eval_data}", f"--config.data.seed={seed}",
         f"--config.train.seed={seed}", f"--config.train.steps={flags.steps}",
         f"--config.heads.n_heads={flags.n_heads}", f"--config.heads.lm_head={flags.lm_head}",
-        f"--config.heads.rank={flags.rank}", *extra,
+        f"--config.heads.rank={flags.rank}",
+        # One cache of hidden states for all of them.
+        "--config.data.cache_features=float32",
+        f"--config.data.features_path={flags.out}/features",
+        f"--config.train.eval_every={max(flags.steps // CURVE_POINTS, 1)}",
+        f"--config.train.save_every={max(flags.steps // 2, 1)}", *extra,
+        *(f"--config.{f}" for who, _, f in (x.partition(":") for x in flags.only) if who == name),
     ]  # fmt: skip
     say(f"{name}, seed {seed}: train.py {' '.join(arguments)}")
     if train.main(arguments) or not done.exists():
@@ -293,6 +304,9 @@ def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
         raise UserError("--nodes must be at least 2 and --seeds at least 1")
     use_compilation_cache()
     names = flags.drafters.split(",")
+    for given in flags.only:
+        if given.partition(":")[0] not in names:
+            raise UserError(f"--only {given}: the drafters are {', '.join(names)}")
     for name in names:
         if not os.path.exists(f"configs/{flags.recipe}_{name}.py"):
             raise UserError(
@@ -305,7 +319,11 @@ def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
     text = f"{table(runs)}\n\n{orders(runs)}\n"
     out = Path(flags.out)
     (out / "family.json").write_text(
-        json.dumps({"runs": runs, "curves": curves, "extra": list(extra)}, indent=1) + "\n"
+        json.dumps(
+            {"runs": runs, "curves": curves, "extra": list(extra), "only": flags.only},
+            indent=1,
+        )
+        + "\n"
     )
     (out / "family.md").write_text(text)
     print(text)

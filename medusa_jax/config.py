@@ -111,6 +111,8 @@ class DataConfig:
     # "float32" or "bfloat16": keep the frozen backbone's hidden states on disk, computed once
     # (stage medusa1); the size is announced first. Empty = off.
     cache_features: str = ""
+    # Where they are kept (default: <workdir>/features); several runs may share a folder.
+    features_path: str = ""
 
 
 @dataclass

@@ -71,7 +71,8 @@ class TokenRows:
             )
         if cfg.packing == "first_fit":
             self.lengths = np.minimum(np.diff(self.starts, append=size), cfg.seq_len)
-            order = np.random.default_rng(cfg.seed).permutation(self.starts.size)
+            # The same rows for every seed; `data.seed` says in which order they come.
+            order = np.random.default_rng(0).permutation(self.starts.size)
             self.packed = first_fit(self.lengths[order], cfg.seq_len, OPEN_ROWS)
             self.packed = [order[row] for row in self.packed]
             self.rows = len(self.packed)

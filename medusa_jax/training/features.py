@@ -3,7 +3,9 @@
 Heads on a frozen backbone only ever see its last hidden states, and every epoch the same ones.
 Cached, a training step has no backbone pass at all. The price is disk: rows x seq_len x d_model
 values (a 7B Llama: 16 MiB per row of 2048 tokens in bfloat16), announced before anything is
-written. Files under `<workdir>/features/<digest>/`:
+written. What is in a row does not depend on `data.seed`, which orders them, so that runs that
+differ in seeds, heads or loss share the files. They lie under `data.features_path/<digest>/`
+(default: `<workdir>/features/<digest>/`):
 
     hidden_00000.npy ...    [rows of the shard, seq_len, d_model]; bfloat16 as its bits (uint16)
 
@@ -43,14 +45,14 @@ class CachedRows:
     """`TokenRows` whose batches also hold `hidden` [B, T, D]; rows in the same order.
 
     Attributes:
-      rows: number of rows, as of the `TokenRows`.
+      rows: number of rows, as of the `TokenRows` or fewer (held-out text).
       shard_rows: rows per file.
     """
 
-    def __init__(self, source: TokenRows, directory: str, d_model: int, kind: str):
-        self.source, self.rows, self.directory, self.kind = (
-            source, source.rows, directory, kind,
-        )  # fmt: skip
+    def __init__(
+        self, source: TokenRows, rows: int, directory: str, d_model: int, kind: str
+    ):
+        self.source, self.rows, self.directory, self.kind = source, rows, directory, kind
         self.shape = (source.cfg.seq_len, d_model)
         row_bytes = self.shape[0] * d_model * np.dtype(jnp.dtype(kind)).itemsize
         self.shard_rows = max(1, min(self.rows, SHARD_BYTES // row_bytes))
@@ -72,7 +74,8 @@ class CachedRows:
 
     def batch(self, first: int, n: int) -> dict[str, np.ndarray]:
         """As `TokenRows.batch`, with the hidden states of the same rows."""
-        numbers = self.source.numbers(first, n)
+        # The evaluator blanks rows beyond the last.
+        numbers = np.minimum(self.source.numbers(first, n), self.rows - 1)
         hidden = np.stack([self._row(int(i)) for i in numbers])
         return self.source.batch(first, n) | {"hidden": hidden}
 
@@ -134,20 +137,26 @@ def check(cfg: Config) -> None:
 
 
 def cached(
-    cfg: Config, mesh: Mesh, rows: TokenRows, hidden: Hidden, frozen: Tree, fingerprint: str
-) -> CachedRows:
+    cfg: Config, mesh: Mesh, rows: TokenRows, hidden: Hidden, frozen: Tree, fingerprint: str,
+    limit: int | None = None,
+) -> CachedRows:  # fmt: skip
     """Rows with hidden states, computing what is not on disk yet.
 
     Args:
+      limit: only the first so many rows; for text that is not shuffled.
       fingerprint: of the backbone as it was read (`interop.hf.fingerprint`).
 
     Raises:
       UserError: the disk is too small; says how much is needed.
     """
-    cfg_bytes = json.dumps(key_of(cfg, rows, fingerprint)).encode()
+    count = min(rows.rows, limit or rows.rows)
+    cfg_bytes = json.dumps([*key_of(cfg, rows, fingerprint), count]).encode()
     digest = hashlib.sha256(cfg_bytes).hexdigest()[:12]
-    directory = os.path.join(cfg.workdir, "features", digest)
-    found = CachedRows(rows, directory, cfg.model.arch.d_model, cfg.data.cache_features)
+    home = cfg.data.features_path or os.path.join(cfg.workdir, "features")
+    directory = os.path.join(home, digest)
+    found = CachedRows(
+        rows, count, directory, cfg.model.arch.d_model, cfg.data.cache_features
+    )
     missing = found.missing
     if not missing:
         say(f"hidden states: {found.bytes / 2**30:.2f} GiB read from {directory}")
@@ -165,7 +174,7 @@ def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[Any]:
     data = rows.cfg
     return [
         os.path.abspath(rows.directory), file.st_size, file.st_mtime_ns, data.seq_len,
-        data.seed, data.packing, data.cache_features, cfg.train.dtype,
+        data.packing, data.cache_features, cfg.train.dtype,
         dataclasses.asdict(cfg.model), fingerprint,
     ]  # fmt: skip
 
@@ -186,7 +195,7 @@ def announce(found: CachedRows, missing: list[int]) -> None:
         raise UserError(
             f"data.cache_features needs {need / 2**30:.1f} GiB in {found.directory}, where "
             f"{free / 2**30:.1f} GiB are free: use bfloat16, fewer samples "
-            "(data.max_samples), another --workdir, or no cache"
+            "(data.max_samples), another data.features_path, or no cache"
         )
 
 

@@ -373,6 +373,13 @@ def weighted_heads(sums_K: list[Sums], counts_K: jax.Array, decay: float) -> jax
     return total
 
 
+def hidden_states(base: Base, batch: Batch) -> jax.Array:
+    """[B, T, D] of a backbone that does not change: from the batch if they were cached."""
+    if "hidden" in batch:  # data.cache_features
+        return batch["hidden"].astype(base.llama.dtype)
+    return base.forward(*rows(batch))
+
+
 def head_loss(
     params: Params,
     drafter: Drafter,
@@ -391,10 +398,7 @@ def head_loss(
 
     Returns: L, and the sums per head, each [K].
     """
-    if "hidden" in batch:  # data.cache_features
-        hidden_BTD = batch["hidden"].astype(base.llama.dtype)
-    else:
-        hidden_BTD = lax.stop_gradient(base.forward(*rows(batch)))
+    hidden_BTD = lax.stop_gradient(hidden_states(base, batch))
     sums_K = heads_sums(
         params, lambda p: (p, base), drafter, hidden_BTD, batch, chunk, dropout_key, targets
     )

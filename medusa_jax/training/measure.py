@@ -43,7 +43,7 @@ def naive_head_loss(
     params: Tree, drafter: Drafter, base: Base, batch: losses.Batch, decay: float
 ) -> jax.Array:
     """Equation 1 with all logits at once; the same value as `losses.head_loss`."""
-    hidden_BTD = jax.lax.stop_gradient(base.forward(*losses.rows(batch)))
+    hidden_BTD = jax.lax.stop_gradient(losses.hidden_states(base, batch))
     features_KBTD = drafter.features(params, base, hidden_BTD, *losses.rows(batch))
     aheads = range(2, drafter.n_heads + 2)
     labels = [losses.shift(batch["tokens"], a) for a in aheads]
@@ -116,15 +116,19 @@ def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
 
 
 def random_rows(cfg: Config) -> dict[str, np.ndarray]:
-    """A batch of random tokens, all counted, one segment per row."""
+    """A batch of random tokens, all counted, one segment per row; hidden states if cached."""
     B, T = cfg.train.batch_size, cfg.data.seq_len
     rng = np.random.default_rng(0)
-    return {
+    batch = {
         "tokens": rng.integers(0, cfg.model.arch.vocab_size, (B, T)).astype(np.int32),
         "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
         "segment_ids": np.ones((B, T), np.int32),
         "counted": np.ones((B, T), np.int8),
     }
+    if kind := cfg.data.cache_features:
+        hidden = rng.standard_normal((B, T, cfg.model.arch.d_model))
+        batch["hidden"] = hidden.astype(jnp.dtype(kind))
+    return batch
 
 
 def main(argv: list[str] | None = None) -> int:

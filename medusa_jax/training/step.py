@@ -152,7 +152,7 @@ def make_stage(cfg: Config, steps: int) -> Stage:
 
     def ranks(params: Tree, frozen: Tree, batch: Tree) -> jax.Array:
         base = base_of(frozen | with_adapters(params))
-        hidden_BTD = base.forward(*losses.rows(batch))
+        hidden_BTD = losses.hidden_states(base, batch)
         return estimate.head_ranks(params["heads"], drafter, base, hidden_BTD, batch, chunk)
 
     if set(trained) == {"heads"}:

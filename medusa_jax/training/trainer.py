@@ -111,7 +111,7 @@ def train(cfg: Config) -> dict[str, Any]:
     vocab = cfg.model.arch.vocab_size
     directory = prepare.token_directory(cfg, cfg.data.source, cfg.data)
     rows: Any = TokenRows(directory, cfg.data, vocab)
-    held_out = None
+    held_out: Any = None
     if cfg.data.eval_source:
         limit = dataclasses.replace(cfg.data, max_samples=cfg.data.eval_samples)
         directory = prepare.token_directory(cfg, cfg.data.eval_source, limit)
@@ -121,9 +121,10 @@ def train(cfg: Config) -> dict[str, Any]:
     stage = make_stage(cfg, steps)
     if cfg.data.cache_features:
         assert stage.hidden is not None and setup.base is not None
-        rows = features.cached(
-            cfg, mesh, rows, stage.hidden, setup.frozen, setup.base["fingerprint"]
-        )
+        read = (stage.hidden, setup.frozen, setup.base["fingerprint"])
+        rows = features.cached(cfg, mesh, rows, *read)
+        if held_out:
+            held_out = features.cached(cfg, mesh, held_out, *read, cfg.data.eval_samples)
     schedule = make_schedule(cfg.optim, steps)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
     with announced("initialising"):

@@ -168,3 +168,32 @@ def test_what_cannot_be_cached(tokens, tmp_path, room, field, value, words):
     setattr(getattr(cfg, room), field, value)
     with pytest.raises(UserError, match=words):
         features.check(cfg)
+
+
+def test_runs_of_other_seeds_share_the_files_but_not_the_order(tokens, tmp_path):
+    """`data.seed` orders rows; what is in them, and so the cache, is the same."""
+    batches = []
+    for seed in (0, 1):
+        cfg = config(tokens, tmp_path / f"run{seed}")
+        cfg.data.seed, cfg.data.features_path = seed, str(tmp_path / "shared")
+        rows = TokenRows(tokens, cfg.data, cfg.model.arch.vocab_size)
+        frozen = {"backbone": init_params(cfg.model.arch, jax.random.key(0))}
+        stage = make_stage(cfg, 16)
+        cached = features.cached(cfg, make_mesh(), rows, stage.hidden, frozen, "abc")
+        batches.append(cached.batch(0, 8))
+        hidden = jax.jit(stage.hidden)(frozen, rows.batch(0, 8))
+        np.testing.assert_allclose(batches[-1]["hidden"], hidden, atol=1e-5, rtol=1e-5)
+    assert len(os.listdir(tmp_path / "shared")) == 1
+    assert not np.array_equal(batches[0]["tokens"], batches[1]["tokens"])
+
+
+def test_held_out_rows_are_cached_only_as_far_as_they_are_read(tokens, tmp_path, setup):
+    mesh, stage, frozen, _ = setup
+    cfg = config(tokens, tmp_path)
+    held_out = TokenRows(tokens, cfg.data, 64, shuffle=False)
+    few = features.cached(cfg, mesh, held_out, stage.hidden, frozen, "abc", 6)
+    assert few.rows == 6 and few.bytes == 6 * ROW
+    batch = few.batch(4, 4)  # two rows beyond the last: the evaluator blanks them
+    hidden = jax.jit(stage.hidden)(frozen, held_out.batch(4, 2))
+    np.testing.assert_allclose(batch["hidden"][:2], hidden, atol=1e-5, rtol=1e-5)
+    assert cache(cfg, setup).directory != few.directory

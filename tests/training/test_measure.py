@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from test_losses import heads_problem
 from training_setup import write_config
 
@@ -23,9 +24,12 @@ def test_the_naive_loss_is_the_same_loss():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), a[1], b[1])
 
 
-def test_the_command_prints_both(tokens, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["", "float32"])
+def test_the_command_prints_both(tokens, tmp_path, capsys, kind):
     config = write_config(tmp_path, tokens, "medusa1")
-    assert measure.main([f"--config={config}", "--steps=2"]) == 0
+    flags = [f"--config={config}", "--steps=2", f"--config.data.cache_features={kind}"]
+    flags.append("--config.data.packing=first_fit")
+    assert measure.main(flags) == 0
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line]
     assert [r[1].strip() for r in rows[2:]] == ["chunked", "naive"]
     assert all(float(r[2]) > 0 for r in rows[2:])
