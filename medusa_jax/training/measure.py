@@ -119,7 +119,7 @@ def random_rows(cfg: Config) -> dict[str, np.ndarray]:
     """A batch of random tokens, all counted, one segment per row; hidden states if cached."""
     B, T = cfg.train.batch_size, cfg.data.seq_len
     rng = np.random.default_rng(0)
-    batch = {
+    batch: dict[str, np.ndarray] = {
         "tokens": rng.integers(0, cfg.model.arch.vocab_size, (B, T)).astype(np.int32),
         "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
         "segment_ids": np.ones((B, T), np.int32),
