@@ -239,6 +239,10 @@ def train_arm(
         for name, value in fields.items():
             if "." in name:
                 override(cfg, name, str(value))
+        if cfg.train.stage == "medusa1":
+            # Runs on the frozen backbone share its hidden states, whatever their seed.
+            cfg.data.cache_features = "float32"
+            cfg.data.features_path = str(out / "features")
         if "heads" in fields:
             cfg.train.heads_path = done[fields["heads"]][1]
         os.makedirs(cfg.workdir, exist_ok=True)
@@ -327,6 +331,29 @@ def table(flags: argparse.Namespace, figures: dict[str, list[dict[str, float]]])
     return "\n".join(lines) + "\n"
 
 
+def loss_curve(out: Path, arm: str, seeds: int) -> tuple[list[int], list[float]]:
+    """Steps and training losses (mean over heads and seeds) of an arm of one run."""
+    runs = []
+    for seed in range(seeds):
+        lines = (out / f"{arm}-{seed}" / "run0" / "log.jsonl").read_text().splitlines()
+        kept = [r for r in map(json.loads, lines) if r["kind"] == "train"]
+        runs.append({r["step"]: float(np.mean(r["loss"])) for r in kept})
+    steps = sorted(set.intersection(*[set(run) for run in runs]))
+    return steps, [float(np.mean([run[step] for run in runs])) for step in steps]
+
+
+def draw(out: Path, names: Sequence[str], seeds: int) -> None:
+    """curves.png: the losses of arms that train heads alone on the new text."""
+    from medusa_jax.plots import Chart, draw_lines
+
+    alike = [n for n in names if [r.get("share") for r in arms()[n][1]] == [1.0]]
+    alike = [n for n in alike if n.startswith("medusa1") and "self" not in n]
+    if alike:
+        lines = {name: loss_curve(out, name, seeds) for name in alike}
+        draw_lines([Chart("training loss, mean of the heads", "step", lines)],
+                   path=out / "curves.png")  # fmt: skip
+
+
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     p = command("python -m medusa_jax.study", "Compare training recipes.", EXAMPLES)
@@ -358,7 +385,9 @@ def run(flags: argparse.Namespace) -> int:
             f"{flags.original} has no tokens.npy; for the demo: python -m "
             "medusa_jax.demo.corpus --out work/demo makes work/demo/heldout"
         )
-    print(table(flags, study(flags)), end="")
+    figures = study(flags)
+    draw(Path(flags.out), list(figures), flags.seeds)
+    print(table(flags, figures), end="")
     return 0
 
 

@@ -37,6 +37,9 @@ def test_arms_end_in_a_table(tmp_path, monkeypatch, capsys):
     assert figures["medusa1"]["agreement"] == 1.0
     assert figures["medusa1"]["perplexity"] == figures["baseline"]["perplexity"]
     assert figures["medusa2"]["perplexity"] != figures["baseline"]["perplexity"]
+    steps, losses = study.loss_curve(tmp_path / "out", "medusa1", 1)
+    assert steps == [1, 4] and np.isfinite(losses).all()
+    assert (tmp_path / "out" / "curves.png").stat().st_size > 1000
     assert all(f["accepted_new"] >= 1.0 for f in figures.values())
     counted = np.load(tmp_path / "out" / "self" / "counted.npy")
     assert not counted[:8].any() and counted[8:32].all()
