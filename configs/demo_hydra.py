@@ -6,35 +6,15 @@ On the backbone's own text (`work/demo/answers`, see demo_medusa.py). LM head sh
 backbone, a skip connection without weights: 1.2 M parameters, 2.4 MB in bfloat16.
 """
 
-from medusa_jax.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from configs.demo_medusa import get_config as medusa_config
+from medusa_jax.config import Config
 from medusa_jax.heads.hydra import HydraConfig
 
 
 def get_config() -> Config:
     """Heads on the frozen demo backbone."""
-    return Config(
-        model=ModelConfig(path="work/demo/refined"),
-        heads=HydraConfig(n_heads=4, n_layers=2, lm_head="shared", skip="fixed"),
-        data=DataConfig(
-            source="work/demo/answers",
-            eval_source="work/demo/heldout",
-            eval_samples=128,
-            format="tokens",
-            seq_len=640,
-            packing="first_fit",
-        ),
-        optim=OptimConfig(lr=2e-3, warmup_steps=40, schedule="cosine", clip_norm=1.0),
-        train=TrainConfig(
-            stage="medusa1",
-            batch_size=4,
-            steps=640,
-            dtype="float32",
-            remat=False,
-            loss_chunk=128,
-            lambda_decay=1.0,
-            log_every=20,
-            eval_every=100,
-            save_every=100,
-        ),
-        mesh=(1, 1, 1),
-    )
+    cfg = medusa_config()
+    cfg.heads = HydraConfig(n_heads=4, n_layers=2, lm_head="shared", skip="fixed")
+    cfg.optim.lr = 2e-3
+    cfg.train.lambda_decay = 1.0
+    return cfg

@@ -17,55 +17,17 @@ What to expect: on MT-bench, greedy, the paper reports 3.70 tokens per step and 
 of plain decoding on an A100.
 """
 
-from medusa_jax.config import (
-    Config,
-    DataConfig,
-    LlamaConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from configs.vicuna7b_hydra import get_config as hydra_config
+from medusa_jax.config import Config
 from medusa_jax.heads.hydrapp import HydraPPConfig
 
 
 def get_config() -> Config:
-    """The recipe; `model.arch` only serves the dry run, training reads the model's own."""
-    return Config(
-        model=ModelConfig(
-            path="lmsys/vicuna-7b-v1.3",
-            param_dtype="bfloat16",
-            arch=LlamaConfig(max_position=2048, rms_eps=1e-6),
-        ),
-        heads=HydraPPConfig(n_heads=4, n_layers=4, dropout=0.2, lm_head="own"),
-        data=DataConfig(
-            source="Aeala/ShareGPT_Vicuna_unfiltered",
-            split="train",
-            format="sharegpt",
-            seq_len=2048,
-            packing="first_fit",
-            chat_template="vicuna",
-        ),
-        optim=OptimConfig(
-            name="adamw",
-            lr=5e-4,
-            warmup_steps=100,
-            schedule="cosine",
-            final_lr_ratio=0.33,
-            weight_decay=0.1,
-        ),
-        train=TrainConfig(
-            stage="medusa1",
-            batch_size=32,
-            accumulation=4,
-            epochs=10,
-            dtype="bfloat16",
-            remat=False,
-            loss_chunk=256,
-            lambda_decay=1.0,
-            label_weight=0.0,
-            teacher_weight=1.0,
-            log_every=5,
-            save_every=200,
-        ),
-        mesh=(1, -1, 1),
-    )
+    """The recipe; model, data and precision are those of vicuna7b_hydra.py."""
+    cfg = hydra_config()
+    cfg.heads = HydraPPConfig(n_heads=4, n_layers=4, dropout=0.2, lm_head="own")
+    cfg.optim.lr, cfg.optim.warmup_steps, cfg.optim.final_lr_ratio = 5e-4, 100, 0.33
+    cfg.optim.weight_decay = 0.1
+    cfg.train.batch_size, cfg.train.accumulation, cfg.train.epochs = 32, 4, 10
+    cfg.train.label_weight, cfg.train.teacher_weight = 0.0, 1.0
+    return cfg

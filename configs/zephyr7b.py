@@ -18,66 +18,26 @@ times as long as a plain one), quality 7.25 (0.07 below the original model); Alp
 tokens per step, 2.91x.
 """
 
-from medusa_jax.config import (
-    Config,
-    DataConfig,
-    HeadsConfig,
-    LlamaConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from configs.vicuna33b import get_config as vicuna33b_config
+from medusa_jax.config import Config, LlamaConfig
 
 
 def get_config() -> Config:
-    """The recipe; `model.arch` only serves the dry run, training reads the model's own."""
-    return Config(
-        model=ModelConfig(
-            path="HuggingFaceH4/zephyr-7b-beta",
-            param_dtype="bfloat16",
-            arch=LlamaConfig(
-                vocab_size=32000,
-                d_model=4096,
-                n_layers=32,
-                n_heads=32,
-                n_kv_heads=8,
-                head_dim=128,
-                d_ff=14336,
-                max_position=32768,
-                sliding_window=4096,
-            ),
-        ),
-        heads=HeadsConfig(drafter="medusa", n_heads=5, n_layers=1, lm_head="own"),
-        data=DataConfig(
-            source="runs/zephyr7b_answers/messages.jsonl",
-            format="messages",
-            seq_len=2048,
-            packing="first_fit",
-            chat_template="zephyr",
-        ),
-        optim=OptimConfig(
-            name="adamw8bit",
-            lr=1e-4,
-            heads_lr_multiplier=4.0,
-            warmup_steps=20,
-            schedule="cosine",
-        ),
-        lora=LoraConfig(rank=32, alpha=16.0, dropout=0.05),
-        train=TrainConfig(
-            stage="medusa2",
-            backbone_loss="kl",
-            lambda_0=0.01,
-            lambda_0_schedule="sine",
-            lambda_decay=0.8,
-            batch_size=128,
-            accumulation=16,
-            epochs=2,
-            dtype="bfloat16",
-            remat=True,
-            loss_chunk=256,
-            log_every=5,
-            save_every=200,
-        ),
-        mesh=(1, -1, 1),
+    """The recipe of vicuna33b.py on another model; `model.arch` only serves the dry run."""
+    cfg = vicuna33b_config()
+    cfg.model.path = "HuggingFaceH4/zephyr-7b-beta"
+    cfg.model.arch = LlamaConfig(
+        vocab_size=32000,
+        d_model=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        head_dim=128,
+        d_ff=14336,
+        max_position=32768,
+        sliding_window=4096,
     )
+    cfg.data.source = "runs/zephyr7b_answers/messages.jsonl"
+    cfg.data.chat_template = "zephyr"
+    cfg.train.accumulation = 16
+    return cfg
