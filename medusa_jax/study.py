@@ -34,7 +34,7 @@ from medusa_jax.config import (
     OptimConfig,
     TrainConfig,
 )
-from medusa_jax.console import say
+from medusa_jax.console import say, use_compilation_cache
 from medusa_jax.errors import UserError
 
 DEMO = Path(__file__).parent / "demo" / "backbone"
@@ -385,6 +385,7 @@ def run(flags: argparse.Namespace) -> int:
             f"{flags.original} has no tokens.npy; for the demo: python -m "
             "medusa_jax.demo.corpus --out work/demo makes work/demo/heldout"
         )
+    use_compilation_cache()  # arms and seeds share most programs
     figures = study(flags)
     draw(Path(flags.out), list(figures), flags.seeds)
     print(table(flags, figures), end="")
