@@ -1,12 +1,10 @@
-"""Next-token and draft-head losses, walked in chunks of target positions.
+"""Next-token and draft-head losses: which pairs count, how terms are weighed and normalised.
 
-Which pairs count, how a loss is normalised and how it is computed without ever holding the
-logits of more than one chunk of one head.
+The sums themselves are computed chunk by chunk in `streamed.py`.
 """
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,43 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.heads import Base, Drafter
+from medusa_jax.training.streamed import (
+    Sums,
+    Teacher,
+    cross_entropy_sums,
+    heads_cross_entropy,
+)
 
 Params = Any
 Batch = dict[str, jax.Array]
-LogitsFn = Callable[[Params, jax.Array], jax.Array]
-
-
-class Sums(NamedTuple):
-    """Sums over the pairs of a loss. Only `loss` has a gradient, the others are for the log.
-
-    Attributes:
-      loss: what is minimised: `nll`, or what `Teacher` makes of it, plus, where asked for,
-        weighted `unlikelihood`.
-      nll: cross-entropy of the counted pairs in nats.
-      top1, top5: counted pairs whose label is ranked first, among the first five.
-      unlikelihood: -log(1 - p(label)) of the marked pairs.
-      entropy: the teacher's, in nats: its cross-entropy less this is KL(teacher || student).
-    """
-
-    loss: jax.Array
-    nll: jax.Array
-    top1: jax.Array
-    top5: jax.Array
-    unlikelihood: jax.Array
-    entropy: jax.Array
-
-
-class Teacher(NamedTuple):
-    """A distribution to learn from, beside the labels.
-
-    Attributes:
-      logits_fn: (features) -> logits of the teacher, no gradient.
-      weight, label_weight: of its cross-entropy and of the labels'.
-    """
-
-    logits_fn: Callable[[jax.Array], jax.Array]
-    weight: float
-    label_weight: float
 
 
 class Counts(NamedTuple):
@@ -79,6 +49,12 @@ def shift(x_BT: jax.Array, ahead: int) -> jax.Array:
     kept = x_BT[:, ahead:]
     pad = ((0, 0), (0, x_BT.shape[1] - kept.shape[1])) + ((0, 0),) * (x_BT.ndim - 2)
     return jnp.pad(kept, pad)
+
+
+def delay(x_BT: jax.Array, by: int) -> jax.Array:
+    """What stood `by` positions before, 0 ahead of the row: [a b c d], 1 -> [0 a b c]."""
+    T = x_BT.shape[1]
+    return jnp.pad(x_BT, ((0, 0), (by, 0)) + ((0, 0),) * (x_BT.ndim - 2))[:, :T]
 
 
 def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> jax.Array:
@@ -125,135 +101,6 @@ def all_counts(batch: Batch, aheads: tuple[int, ...]) -> Counts:
     counted, segments = (batch[x].reshape(-1, T) for x in ("counted", "segment_ids"))
     marked = jnp.sum(marked_mask(counted, segments)).astype(jnp.float32)
     return Counts(pair_counts(batch, aheads), marked)
-
-
-def cross_entropy_sums(
-    logits_fn: LogitsFn,
-    params: Params,
-    features_BTD: jax.Array,
-    labels_BT: jax.Array,
-    mask_BT: jax.Array,
-    chunk: int,
-    teacher: Teacher | None = None,
-    teacher_BTD: jax.Array | None = None,
-    unlikelihood: float = 0.0,
-) -> Sums:
-    """Sums of `logits_fn(params, features)` against the labels, `chunk` positions at a time.
-
-    `mask_BT` is 1 (or True) where the label counts and -1 where it is an unwanted token, whose
-    loss is `unlikelihood` * -log(1 - p(label)) (Welleck et al. 2020, equation 2).
-
-    The gradient of a sum is known as soon as its chunk is, so the forward pass takes it right
-    there and keeps only d(features) and the running d(params): nothing is recomputed in the
-    backward pass, and one chunk of logits [B, chunk, V] is all that exists of them. Only the
-    loss has a gradient; the two accuracies are counts.
-    """
-    leaves, treedef = jax.tree.flatten(params)
-    used = _used_leaves(logits_fn, params, features_BTD[:, :1])
-
-    def fn(used_leaves: list[jax.Array], features: jax.Array) -> jax.Array:
-        given = iter(used_leaves)
-        full = [next(given) if use else leaf for use, leaf in zip(used, leaves)]
-        return logits_fn(jax.tree.unflatten(treedef, full), features)
-
-    differentiated = [leaf for use, leaf in zip(used, leaves) if use]
-    # The unused ones enter `fn` by closure and must not carry a tangent.
-    leaves = [lax.stop_gradient(leaf) for leaf in leaves]
-    rows = (features_BTD, labels_BT, mask_BT.astype(jnp.int8))
-    options = (chunk, teacher, unlikelihood)
-    return _streamed(fn, options, differentiated, *rows, lax.stop_gradient(teacher_BTD))
-
-
-def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[bool]:
-    """Which parameters the logits depend on; the others get no gradient accumulator."""
-    jaxpr = jax.make_jaxpr(fn)(params, features).jaxpr
-    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {
-        id(v) for v in jaxpr.outvars
-    }
-    return [id(v) in read for v in jaxpr.invars[: len(jax.tree.leaves(params))]]
-
-
-def _chunk_sums(
-    fn: LogitsFn,
-    params: Params,
-    features_BTD: jax.Array,
-    labels_BT: jax.Array,
-    mask_BT: jax.Array,
-    teacher_BTD: jax.Array | None,
-    teacher: Teacher | None,
-    unlikelihood: float,
-) -> tuple[jax.Array, Sums]:
-    logits_BTV = fn(params, features_BTD)
-    label_BT1 = jnp.take_along_axis(logits_BTV, labels_BT[..., None], axis=-1)
-    log_sum_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    nll_BT = log_sum_BT - label_BT1[..., 0]
-    # The label's rank by counting: no sort, no top-k.
-    rank_BT = jnp.sum(lax.stop_gradient(logits_BTV > label_BT1), axis=-1)
-    counted_BT = mask_BT > 0
-    nll = jnp.sum(jnp.where(counted_BT, nll_BT, 0.0))
-    top1 = jnp.sum((counted_BT & (rank_BT == 0)).astype(jnp.float32))
-    top5 = jnp.sum((counted_BT & (rank_BT < 5)).astype(jnp.float32))
-    total, marked, entropy = nll, jnp.zeros_like(nll), jnp.zeros_like(nll)
-    if teacher is not None:
-        assert teacher_BTD is not None
-        logp_BTV = jax.nn.log_softmax(lax.stop_gradient(teacher.logits_fn(teacher_BTD)))
-        p_BTV = jnp.exp(logp_BTV)
-        soft_BT = log_sum_BT - jnp.sum(p_BTV * logits_BTV, axis=-1)
-        soft = jnp.sum(jnp.where(counted_BT, soft_BT, 0.0))
-        total = teacher.label_weight * nll + teacher.weight * soft
-        entropy_BT = -jnp.sum(p_BTV * logp_BTV, axis=-1)
-        entropy = jnp.sum(jnp.where(counted_BT, entropy_BT, 0.0))
-    if unlikelihood:
-        # -log(1 - p) from -log p. The value is held off p = 1, the gradient passes.
-        safe_BT = nll_BT + lax.stop_gradient(jnp.maximum(nll_BT, 1e-5) - nll_BT)
-        marked = jnp.sum(jnp.where(mask_BT < 0, -jnp.log(-jnp.expm1(-safe_BT)), 0.0))
-        total += unlikelihood * marked
-    return total, Sums(total, nll, top1, top5, marked, entropy)
-
-
-def _split(x: jax.Array, chunk: int) -> jax.Array:
-    """[B, T, ...] -> [T / chunk, B, chunk, ...], T padded with zeros to a multiple."""
-    B, T = x.shape[:2]
-    x = jnp.pad(x, ((0, 0), (0, -T % chunk)) + ((0, 0),) * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _streamed(fn, options, params, *rows):  # type: ignore[no-untyped-def]
-    chunk, *rest = options
-
-    def body(_, xs):  # type: ignore[no-untyped-def]
-        return None, _chunk_sums(fn, params, *xs, *rest)[1]
-
-    chunks = jax.tree.map(partial(_split, chunk=chunk), rows)
-    _, sums = lax.scan(body, None, chunks)
-    return jax.tree.map(jnp.sum, sums)
-
-
-def _streamed_fwd(fn, options, params, *rows):  # type: ignore[no-untyped-def]
-    chunk, *rest = options
-
-    def body(d_params, xs):  # type: ignore[no-untyped-def]
-        value = partial(_chunk_sums, fn)
-        gradient = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
-        (_, sums), (dp, df) = gradient(params, *xs, *rest)
-        return jax.tree.map(jnp.add, d_params, dp), (sums, df)
-
-    chunks = jax.tree.map(partial(_split, chunk=chunk), rows)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    d_params, (sums, df) = lax.scan(body, zeros, chunks)
-    B, T, D = rows[0].shape
-    d_features_BTD = jnp.moveaxis(df, 0, 1).reshape(B, -1, D)[:, :T]
-    return jax.tree.map(jnp.sum, sums), (d_params, d_features_BTD)
-
-
-def _streamed_bwd(fn, options, residuals, cotangents):  # type: ignore[no-untyped-def]
-    scale = cotangents.loss
-    d_params, d_features = jax.tree.map(lambda g: (g * scale).astype(g.dtype), residuals)
-    return d_params, d_features, None, None, None
-
-
-_streamed.defvjp(_streamed_fwd, _streamed_bwd)
 
 
 # Splits a tree of variables into head parameters and the backbone they sit on.
@@ -328,21 +175,31 @@ def heads_sums(
     drafter: Drafter,
     hidden_BTD: jax.Array,
     batch: Batch,
+    counts_K: jax.Array,
     chunk: int,
+    decay: float,
     dropout_key: jax.Array | None,
     targets: HeadTargets = HeadTargets(),  # noqa: B008 (immutable)
-) -> list[Sums]:
-    """Each head's cross-entropy; k is 1-based as in the paper, head k looks k + 1 ahead."""
+) -> tuple[jax.Array, Sums]:
+    """sum_k lambda_k L_k with lambda_k = decay^k: each head's sum over its own count.
+
+    k is 1-based as in the paper, head k looks k + 1 ahead. Everything is laid out by the token
+    that is guessed, so that all heads' guesses of a token meet the same label and teacher.
+
+    Returns: that loss, and the sums per head, each [K].
+    """
     heads, base = split(params)
     read_BTD = hidden_BTD
     if targets.noise and dropout_key is not None:
         dropout_key, noise_key = jax.random.split(dropout_key)
         read_BTD += hidden_noise(noise_key, hidden_BTD, targets.noise)
     features_KBTD = drafter.features(heads, base, read_BTD, *rows(batch), dropout_key)
-    teacher, sums_K = None, []
+    teacher, teacher_BTD = None, None
     if targets.teacher_weight or targets.label_weight != 1:
         frozen: Base = lax.stop_gradient(base)
         teacher = Teacher(frozen.lm_head, targets.teacher_weight, targets.label_weight)
+        teacher_BTD = delay(hidden_BTD, 1)  # the hidden state right before the target
+    logits_K, features_K, mask_K, weight_K = [], [], [], []
     for k in range(drafter.n_heads):
 
         def logits(p: Params, features: jax.Array, k: int = k) -> jax.Array:
@@ -351,26 +208,20 @@ def heads_sums(
 
         ahead = k + 2
         mask_BT = pair_mask(batch["counted"], batch["segment_ids"], ahead)
-        labels_BT = shift(batch["tokens"], ahead)
-        # The backbone's hidden state right before the target.
-        teacher_BTD = None if teacher is None else shift(hidden_BTD, ahead - 1)
-        targets_k = (labels_BT, mask_BT, chunk, teacher, teacher_BTD)
-        sums_K.append(cross_entropy_sums(logits, params, features_KBTD[k], *targets_k))
-    return sums_K
+        logits_K.append(logits)
+        features_K.append(delay(features_KBTD[k], ahead))
+        mask_K.append(delay(mask_BT, ahead))
+        weight_K.append(decay ** (k + 1) / jnp.maximum(counts_K[k], 1.0))
+    return heads_cross_entropy(
+        logits_K, params, jnp.stack(weight_K), features_K, batch["tokens"], mask_K, chunk,
+        teacher, teacher_BTD,
+    )  # fmt: skip
 
 
 def hidden_noise(key: jax.Array, hidden_BTD: jax.Array, alpha: float) -> jax.Array:
     """uniform(-1, 1) alpha / sqrt(L d) (Hydra 6.1, after Jain et al. 2024)."""
     scale = alpha / math.sqrt(hidden_BTD.shape[1] * hidden_BTD.shape[2])
     return scale * jax.random.uniform(key, hidden_BTD.shape, hidden_BTD.dtype, -1, 1)
-
-
-def weighted_heads(sums_K: list[Sums], counts_K: jax.Array, decay: float) -> jax.Array:
-    """sum_k lambda_k L_k with lambda_k = decay^k: each head's sum over its own count."""
-    total = jnp.zeros(())
-    for k, sums in enumerate(sums_K):
-        total += decay ** (k + 1) * sums.loss / jnp.maximum(counts_K[k], 1.0)
-    return total
 
 
 def hidden_states(base: Base, batch: Batch) -> jax.Array:
@@ -399,11 +250,10 @@ def head_loss(
     Returns: L, and the sums per head, each [K].
     """
     hidden_BTD = lax.stop_gradient(hidden_states(base, batch))
-    sums_K = heads_sums(
-        params, lambda p: (p, base), drafter, hidden_BTD, batch, chunk, dropout_key, targets
-    )
-    loss = weighted_heads(sums_K, counts_K, decay)
-    return loss, jax.tree.map(lambda *s: jnp.stack(s), *sums_K)
+    return heads_sums(
+        params, lambda p: (p, base), drafter, hidden_BTD, batch, counts_K, chunk, decay,
+        dropout_key, targets,
+    )  # fmt: skip
 
 
 def joint_loss(
@@ -431,9 +281,9 @@ def joint_loss(
     own = next_token_sums(
         params, lambda p: split(p)[1], hidden_BTD, batch, chunk, unlikelihood, original
     )
-    heads = heads_sums(
-        params, split, drafter, hidden_BTD, batch, chunk, dropout_key, targets
-    )
-    loss = next_token_mean(own, counts)
-    loss += lambda_0 * weighted_heads(heads, counts.pairs_K[1:], decay)
-    return loss, jax.tree.map(lambda *s: jnp.stack(s), own, *heads)
+    heads_loss, heads = heads_sums(
+        params, split, drafter, hidden_BTD, batch, counts.pairs_K[1:], chunk, decay,
+        dropout_key, targets,
+    )  # fmt: skip
+    loss = next_token_mean(own, counts) + lambda_0 * heads_loss
+    return loss, jax.tree.map(lambda s, t: jnp.concatenate([s[None], t]), own, heads)

@@ -10,6 +10,7 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import Base, make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
+from medusa_jax.training.streamed import cross_entropy_sums
 
 U, A = 0, 1
 
@@ -61,7 +62,7 @@ def test_streamed_sums_and_gradients_equal_the_plain_ones(chunk):
 
     def streamed(params, features):
         fn = lambda p, x: x @ p["used"]  # noqa: E731
-        sums = losses.cross_entropy_sums(fn, params, features, labels, mask, chunk)
+        sums = cross_entropy_sums(fn, params, features, labels, mask, chunk)
         return 0.3 * sums.loss, sums
 
     def plain(params, features):
@@ -191,8 +192,10 @@ def test_noise_on_hidden_states_needs_a_key():
     assert abs(difference.mean()) < 0.1 * bound
 
 
-def test_a_head_costs_less_than_a_tenth_of_one_set_of_logits():
+@pytest.mark.parametrize("teacher", [0.0, 1.0])
+def test_a_head_costs_less_than_a_tenth_of_one_set_of_logits(teacher):
     """Compiled peak memory for K = 1, 3, 5, beside the loss that holds all logits at once."""
+    targets = losses.HeadTargets(teacher_weight=teacher)
     B, T, V, D = 4, 1024, 2048, 32
     arch = tiny_arch(vocab_size=V, d_model=D, max_position=T)
     llama = Llama(arch)
@@ -213,7 +216,8 @@ def test_a_head_costs_less_than_a_tenth_of_one_set_of_logits():
             base = Base(llama, base_params)
             if streamed:
                 counts = losses.pair_counts(batch, aheads)
-                return losses.head_loss(params, drafter, base, batch, counts, 64, 0.8)[0]
+                rest = (counts, 64, 0.8, None, targets)
+                return losses.head_loss(params, drafter, base, batch, *rest)[0]
             rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
             hidden = llama.apply({"params": base_params}, *rows, method="forward")
             features = drafter.features(params, base, jax.lax.stop_gradient(hidden), *rows)

@@ -1,0 +1,253 @@
+"""Cross-entropies of several heads, walked in chunks of target positions.
+
+How the losses are computed without ever holding the logits of more than one chunk of one head.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Params = Any
+LogitsFn = Callable[[Params, jax.Array], jax.Array]
+
+
+class Sums(NamedTuple):
+    """Sums over the pairs of a loss. Only `loss` has a gradient, the others are for the log.
+
+    Attributes:
+      loss: what is minimised: `nll`, or what `Teacher` makes of it, plus, where asked for,
+        weighted `unlikelihood`.
+      nll: cross-entropy of the counted pairs in nats.
+      top1, top5: counted pairs whose label is ranked first, among the first five.
+      unlikelihood: -log(1 - p(label)) of the marked pairs.
+      entropy: the teacher's, in nats: its cross-entropy less this is KL(teacher || student).
+    """
+
+    loss: jax.Array
+    nll: jax.Array
+    top1: jax.Array
+    top5: jax.Array
+    unlikelihood: jax.Array
+    entropy: jax.Array
+
+
+class Teacher(NamedTuple):
+    """A distribution to learn from, beside the labels.
+
+    Attributes:
+      logits_fn: (features) -> logits of the teacher, no gradient.
+      weight, label_weight: of its cross-entropy and of the labels'.
+    """
+
+    logits_fn: Callable[[jax.Array], jax.Array]
+    weight: float
+    label_weight: float
+
+
+class Law(NamedTuple):
+    """The teacher's distribution over a chunk of targets: log p and p [B, T, V], entropy [B, T]."""
+
+    logp_BTV: jax.Array
+    p_BTV: jax.Array
+    entropy_BT: jax.Array
+
+
+def cross_entropy_sums(
+    logits_fn: LogitsFn,
+    params: Params,
+    features_BTD: jax.Array,
+    labels_BT: jax.Array,
+    mask_BT: jax.Array,
+    chunk: int,
+    teacher: Teacher | None = None,
+    teacher_BTD: jax.Array | None = None,
+    unlikelihood: float = 0.0,
+) -> Sums:
+    """`heads_cross_entropy` of one head of weight 1; its `loss` is what has the gradient."""
+    total, sums = heads_cross_entropy(
+        [logits_fn], params, jnp.ones((1,)), [features_BTD], labels_BT, [mask_BT], chunk,
+        teacher, teacher_BTD, unlikelihood,
+    )  # fmt: skip
+    return jax.tree.map(lambda s: s[0], sums)._replace(loss=total)
+
+
+def heads_cross_entropy(
+    logits_fns: Sequence[LogitsFn],
+    params: Params,
+    weight_K: jax.Array,
+    features_K: Sequence[jax.Array],
+    labels_BT: jax.Array,
+    mask_K: Sequence[jax.Array],
+    chunk: int,
+    teacher: Teacher | None = None,
+    teacher_BTD: jax.Array | None = None,
+    unlikelihood: float = 0.0,
+) -> tuple[jax.Array, Sums]:
+    """sum_k weight_k loss_k of K heads against the same labels, `chunk` positions at a time.
+
+    Column t of everything speaks about label t: features [B, T, D] and mask [B, T] of each head
+    k, whose logits are `logits_fns[k](params, features)`, and the teacher's features. A mask is
+    1 (or True) where the label counts and -1 where it is an unwanted token, whose loss is
+    `unlikelihood` * -log(1 - p(label)) (Welleck et al. 2020, equation 2).
+
+    The gradient of a sum is known as soon as its chunk is, so the forward pass takes it right
+    there and keeps only d(features) and the running d(params): nothing is recomputed in the
+    backward pass, and one chunk of one head's logits [B, chunk, V], beside the teacher's, is
+    all that exists of them.
+
+    Returns: the weighted loss, which alone has a gradient, and the sums of each head, each [K].
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    heads = []
+    # Parameters that no head reads enter by closure and must not carry a tangent.
+    held = [lax.stop_gradient(leaf) for leaf in leaves]
+    for logits_fn, features_BTD in zip(logits_fns, features_K, strict=True):
+        used = _used_leaves(logits_fn, params, features_BTD[:, :1])
+
+        def fn(
+            mine: list[jax.Array],
+            features: jax.Array,
+            used: list[int] = used,
+            logits_fn: LogitsFn = logits_fn,
+        ) -> jax.Array:
+            full = list(held)
+            for i, leaf in zip(used, mine, strict=True):
+                full[i] = leaf
+            return logits_fn(jax.tree.unflatten(treedef, full), features)
+
+        heads.append((fn, used))
+    read = sorted({i for _, used in heads for i in used})
+    heads = [(fn, [read.index(i) for i in used]) for fn, used in heads]
+    rows = (
+        tuple(features_K), labels_BT, tuple(m.astype(jnp.int8) for m in mask_K),
+        lax.stop_gradient(teacher_BTD),
+    )  # fmt: skip
+    options = (chunk, teacher, unlikelihood)
+    return _streamed(heads, options, [leaves[i] for i in read], weight_K, *rows)
+
+
+def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[int]:
+    """Which parameters the logits depend on; the others get no gradient accumulator."""
+    jaxpr = jax.make_jaxpr(fn)(params, features).jaxpr
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {
+        id(v) for v in jaxpr.outvars
+    }
+    inputs = jaxpr.invars[: len(jax.tree.leaves(params))]
+    return [i for i, v in enumerate(inputs) if id(v) in read]
+
+
+def _law(teacher: Teacher | None, teacher_BTD: jax.Array | None) -> Law | None:
+    """The teacher's distribution, once for all heads."""
+    if teacher is None:
+        return None
+    assert teacher_BTD is not None
+    logp_BTV = jax.nn.log_softmax(lax.stop_gradient(teacher.logits_fn(teacher_BTD)))
+    p_BTV = jnp.exp(logp_BTV)
+    return Law(logp_BTV, p_BTV, -jnp.sum(p_BTV * logp_BTV, axis=-1))
+
+
+def _chunk_sums(
+    fn: LogitsFn,
+    params: Params,
+    features_BTD: jax.Array,
+    labels_BT: jax.Array,
+    mask_BT: jax.Array,
+    law: Law | None,
+    teacher: Teacher | None,
+    unlikelihood: float,
+) -> Sums:
+    logits_BTV = fn(params, features_BTD)
+    label_BT1 = jnp.take_along_axis(logits_BTV, labels_BT[..., None], axis=-1)
+    log_sum_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+    nll_BT = log_sum_BT - label_BT1[..., 0]
+    # The label's rank by counting: no sort, no top-k.
+    rank_BT = jnp.sum(lax.stop_gradient(logits_BTV > label_BT1), axis=-1)
+    counted_BT = mask_BT > 0
+    nll = jnp.sum(jnp.where(counted_BT, nll_BT, 0.0))
+    top1 = jnp.sum((counted_BT & (rank_BT == 0)).astype(jnp.float32))
+    top5 = jnp.sum((counted_BT & (rank_BT < 5)).astype(jnp.float32))
+    total, marked, entropy = nll, jnp.zeros_like(nll), jnp.zeros_like(nll)
+    if teacher is not None:
+        assert law is not None
+        soft_BT = log_sum_BT - jnp.sum(law.p_BTV * logits_BTV, axis=-1)
+        soft = jnp.sum(jnp.where(counted_BT, soft_BT, 0.0))
+        total = teacher.label_weight * nll + teacher.weight * soft
+        entropy = jnp.sum(jnp.where(counted_BT, law.entropy_BT, 0.0))
+    if unlikelihood:
+        # -log(1 - p) from -log p. The value is held off p = 1, the gradient passes.
+        safe_BT = nll_BT + lax.stop_gradient(jnp.maximum(nll_BT, 1e-5) - nll_BT)
+        marked = jnp.sum(jnp.where(mask_BT < 0, -jnp.log(-jnp.expm1(-safe_BT)), 0.0))
+        total += unlikelihood * marked
+    return Sums(total, nll, top1, top5, marked, entropy)
+
+
+def _split(x: jax.Array, chunk: int) -> jax.Array:
+    """[B, T, ...] -> [T / chunk, B, chunk, ...], T padded with zeros to a multiple."""
+    B, T = x.shape[:2]
+    x = jnp.pad(x, ((0, 0), (0, -T % chunk)) + ((0, 0),) * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+
+
+def _stacked(sums: list[Sums]) -> Sums:
+    return jax.tree.map(lambda *s: jnp.stack(s), *sums)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _streamed(heads, options, params, weight_K, *rows):  # type: ignore[no-untyped-def]
+    chunk, teacher, unlikelihood = options
+
+    def body(_, xs):  # type: ignore[no-untyped-def]
+        features_K, labels, mask_K, teacher_features = xs
+        rest = (_law(teacher, teacher_features), teacher, unlikelihood)
+        return None, _stacked([
+            _chunk_sums(fn, [params[i] for i in used], features, labels, mask, *rest)
+            for (fn, used), features, mask in zip(heads, features_K, mask_K)
+        ])  # fmt: skip
+
+    chunks = jax.tree.map(partial(_split, chunk=chunk), rows)
+    _, sums = lax.scan(body, None, chunks)
+    sums = jax.tree.map(lambda s: s.sum(0), sums)
+    return jnp.sum(weight_K * sums.loss), sums
+
+
+def _streamed_fwd(heads, options, params, weight_K, *rows):  # type: ignore[no-untyped-def]
+    chunk, teacher, unlikelihood = options
+
+    def body(d_params, xs):  # type: ignore[no-untyped-def]
+        features_K, labels, mask_K, teacher_features = xs
+        rest = (_law(teacher, teacher_features), teacher, unlikelihood)
+        d_params, found, d_features = list(d_params), [], []
+        for k, (fn, used) in enumerate(heads):
+
+            def weighted(mine, features, k=k, fn=fn):  # type: ignore[no-untyped-def]
+                sums = _chunk_sums(fn, mine, features, labels, mask_K[k], *rest)
+                return weight_K[k] * sums.loss, sums
+
+            gradient = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)
+            (_, sums), (dp, df) = gradient([params[i] for i in used], features_K[k])
+            for i, g in zip(used, dp):
+                d_params[i] += g
+            found.append(sums)
+            d_features.append(df)
+        return d_params, (_stacked(found), tuple(d_features))
+
+    chunks = jax.tree.map(partial(_split, chunk=chunk), rows)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    d_params, (sums, d_features) = lax.scan(body, zeros, chunks)
+    B, T = rows[1].shape
+    joined = [jnp.moveaxis(d, 0, 1).reshape(B, -1, d.shape[-1])[:, :T] for d in d_features]
+    sums = jax.tree.map(lambda s: s.sum(0), sums)
+    return (jnp.sum(weight_K * sums.loss), sums), (d_params, tuple(joined))
+
+
+def _streamed_bwd(heads, options, residuals, cotangents):  # type: ignore[no-untyped-def]
+    scale = cotangents[0]
+    d_params, d_features = jax.tree.map(lambda g: (g * scale).astype(g.dtype), residuals)
+    return d_params, None, d_features, None, None, None
+
+
+_streamed.defvjp(_streamed_fwd, _streamed_bwd)
