@@ -2,10 +2,11 @@
 
 Passes over 1 and over M tokens round differently, so two scores that are close enough may swap.
 How close that is, is measured where it happened: the same position is computed by three passes
-(the whole text at once; the last token alone behind a cached prefix; M tokens behind it), and
-the largest difference between any two of them, over the ten best tokens, is the *noise band*. A
-divergence is a tie if the gap between the two best scores is no larger than the scores
-of both tokens can move together, twice the band.
+(the whole text at once; the last token alone behind a cached prefix; M tokens behind it), and so
+are the positions right before it, since three roundings may agree by chance. The largest
+difference between any two passes at one position, over its ten best tokens, is the *noise band*.
+A divergence is a tie if the gap between the two best scores is no larger than the scores of both
+tokens can move together, twice the band.
 """
 
 import dataclasses
@@ -26,6 +27,10 @@ from medusa_jax.tree import Tree
 
 if TYPE_CHECKING:  # the API sits above this room
     from medusa_jax.api import Model, Options
+
+
+# Positions at which the noise is measured: that of the divergence and those before it.
+POSITIONS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +79,15 @@ def find_divergence(
     text = [*prompt, *theirs[:first]]
     padded = np.zeros((1, power_of_two(len(text) + tree.n_nodes, 64)), np.int32)
     padded[0, : len(text)] = text
-    logits_PV = three_passes(tree, model.base, padded, np.int32(len(text)))
+    passes = [
+        three_passes(tree, model.base, padded, np.int32(length))
+        for length in range(len(text), max(len(text) - POSITIONS, 0), -1)
+    ]
+    logits_PV = passes[0]
     scores_PV = np.asarray(perturbed(logits_PV, len(text), option, request), np.float64)
     pair = [ours[first], theirs[first]]
     kept_PV = np.isfinite(scores_PV)
-    near = [*np.argsort(scores_PV[1])[-10:], *pair]
-    moved = np.ptp(np.asarray(logits_PV, np.float64)[:, near], axis=0).max()
+    moved = max(movement(np.asarray(x, np.float64), pair) for x in passes)
     best = np.sort(scores_PV[1])[-2:]
     return Divergence(
         position=first,
@@ -89,6 +97,12 @@ def find_divergence(
         noise_band=float(moved / (option.temperature or 1.0)),
         at_cut=bool((kept_PV != kept_PV[:1])[:, pair].any()),
     )
+
+
+def movement(logits_PV: np.ndarray, also: Sequence[int]) -> float:
+    """How far apart two passes put a token's logit, at most: of the ten best and of `also`."""
+    near = [*np.argsort(logits_PV[1])[-10:], *also]
+    return float(np.ptp(logits_PV[:, near], axis=0).max())
 
 
 @partial(jax.jit, static_argnums=0)

@@ -82,6 +82,26 @@ def test_what_counts_as_a_tie():
     assert found(5.0, 0.0, cut=True).is_tie and found(0.0, 0.0).is_tie
 
 
+def test_the_band_is_the_largest_of_the_positions_up_to_the_divergence(exact, monkeypatch):
+    """Passes that agree by chance where the texts part do not hide the noise beside it."""
+    asked = []
+
+    def passes(tree, base, tokens, length):
+        asked.append(int(length))
+        moved = {6: 0.0, 4: 0.25}.get(int(length), 0.125)
+        logits = np.zeros((3, 17))
+        logits[:, 7], logits[:, 9] = 2.0, [1.75, 1.75 + moved, 1.75]
+        return jnp.asarray(logits)
+
+    monkeypatch.setattr(ties, "three_passes", passes)
+    option = Options(temperature=0.0)
+    found = ties.find_divergence(
+        exact, TEXT[:3], [0, 7, 7, 9], [0, 7, 7, 7], option, 0, TREE
+    )
+    assert asked == [6, 5, 4, 3, 2, 1] and found.noise_band == 0.25
+    assert found.gap == 0.25 and found.is_tie
+
+
 def test_a_filters_cut_within_the_noise_is_told(exact, monkeypatch):
     """The passes disagree on whether a token is kept."""
     logits = np.zeros((3, 17))
