@@ -289,6 +289,28 @@ def orders(runs: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def claim(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Amphista's central claim (its table 2): it accepts less than Hydra++ and is yet faster."""
+    if not {"amphista", "hydrapp"} <= runs.keys():
+        return ""
+    lines = []
+    for i in range(len(runs["amphista"][0]["decoded"])):
+        rows = {n: [f["decoded"][i] for f in runs[n]] for n in ("amphista", "hydrapp")}
+        length, speed = (
+            {n: statistics.mean(r[key] for r in found) for n, found in rows.items()}
+            for key in ("mean_accepted_length", "speedup")
+        )
+        fewer = length["amphista"] < length["hydrapp"]
+        faster = speed["amphista"] > speed["hydrapp"]
+        lines.append(
+            f"amphista against hydrapp with {rows['amphista'][0]['nodes']} nodes: accepts "
+            f"{length['amphista'] / length['hydrapp'] - 1:+.1%}, differs "
+            f"{speed['amphista'] / speed['hydrapp'] - 1:+.1%} in speed-up: the claim "
+            f"{'holds' if fewer and faster else 'does not hold'} here"
+        )
+    return "\n".join(lines)
+
+
 def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
     """Train, measure, write."""
     from medusa_jax import plots
@@ -316,7 +338,7 @@ def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
     where = {n: [train_one(flags, extra, n, s) for s in range(flags.seeds)] for n in names}
     runs = {name: [measure_one(flags, path) for path in where[name]] for name in names}
     curves = {name: [curve(path) for path in where[name]] for name in names}
-    text = f"{table(runs)}\n\n{orders(runs)}\n"
+    text = f"{table(runs)}\n\n{orders(runs)}\n{claim(runs)}\n"
     out = Path(flags.out)
     (out / "family.json").write_text(
         json.dumps(

@@ -54,6 +54,17 @@ def test_orders():
     assert family.orders({"hydra": RUNS["hydra"]}) == ""
 
 
+def test_claim():
+    """Less accepted and yet faster; less accepted and slower."""
+    both = {"hydrapp": [found((2.0, 2.5))], "amphista": [found((1.9, 2.5))]}
+    assert family.claim({"hydrapp": both["hydrapp"]}) == ""
+    first, second = family.claim(both).splitlines()
+    assert "with 8 nodes: accepts -5.0%" in first and "does not hold" in first
+    assert "with 64 nodes: accepts +0.0%" in second and "does not hold" in second
+    both["amphista"][0]["decoded"][0]["speedup"] = 1.6  # of hydrapp: 2.0 / 1.5
+    assert "differs +20.0% in speed-up: the claim holds" in family.claim(both)
+
+
 def test_curves_are_the_held_out_records_in_order(tmp_path):
     records = [
         {"step": 1, "kind": "train", "top1": [0.9]},

@@ -8,6 +8,7 @@ import medusa_jax
 from medusa_jax import Options
 from medusa_jax.api import DEMO
 from medusa_jax.decoding.compare import compare
+from medusa_jax.heads import DRAFTERS
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,8 @@ def size(path) -> int:
 
 def test_sizes_stay_within_their_limits():
     assert size(DEMO / "backbone") <= 14_000_000
-    assert size(DEMO / "medusa") <= 5_000_000
+    for name in DRAFTERS:
+        assert size(DEMO / name) <= 5_000_000, name
     assert size(DEMO) <= 40_000_000
 
 
@@ -37,12 +39,21 @@ def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(prompts):
         assert appended / steps > 1.5
 
 
-def test_tree_beside_the_heads_is_the_one_its_evidence_names():
-    tree = json.loads((DEMO / "medusa" / "tree.json").read_text())
+@pytest.mark.parametrize("name", [n for n in DRAFTERS if n != "medusa"])
+def test_every_family_drafts_what_is_accepted_and_changes_nothing(prompts, name):
+    model = medusa_jax.load(drafter=name, dtype="float64", tree="8")
+    [found] = compare(model, prompts[4:5], Options(max_new_tokens=40), repeats=1)
+    assert found.identical
+    assert (found.drafted.new_tokens - 1) / found.drafted.steps > 1.5
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_tree_beside_the_heads_is_the_one_its_evidence_names(name):
+    tree = json.loads((DEMO / name / "tree.json").read_text())
     ladder = tree["evidence"]["ladder"]
     best = max(ladder, key=lambda row: row["tokens_per_step"] / row["step_seconds"])
     assert tree["nodes"] == best["nodes"] == len(tree["choices"]) + 1
-    assert medusa_jax.load().tree.n_nodes == tree["nodes"]
+    assert medusa_jax.load(drafter=name).tree.n_nodes == tree["nodes"]
 
 
 @pytest.mark.slow

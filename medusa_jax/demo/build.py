@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa_jax.config import LlamaConfig
 from medusa_jax.console import run_main, say
 from medusa_jax.errors import UserError
 
@@ -168,7 +169,8 @@ def run(flags: argparse.Namespace) -> int:
             [
                 "train.py", f"--config=configs/demo_{drafter}.py", f"--workdir={heads}",
                 f"--config.model.path={source}", f"--config.data.source={answers}",
-                f"--config.data.eval_source={work}/heldout", *extra["heads"],
+                f"--config.data.eval_source={work}/heldout",
+                f"--config.data.features_path={work}/features", *extra["heads"],
             ],
         )  # fmt: skip
         stage(
@@ -229,7 +231,7 @@ def spread(records: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
 
 def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> None:
     """What the package ships: backbone and heads in bfloat16, their trees, prompts."""
-    from medusa_jax.interop import heads_io, hf
+    from medusa_jax.interop import hf
     from medusa_jax.sharding import make_mesh
 
     mesh = make_mesh()
@@ -240,13 +242,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
     for file in TOKENIZER_FILES:
         (target / "backbone" / file).write_text(compact((source / file).read_text()))
     for drafter in drafters:
-        trained, out = work / drafter / "export", target / drafter
-        heads, head_params, described = heads_io.load_heads(str(trained), config, mesh)
-        heads_io.save_heads(
-            str(out), heads, head_params, base=described["base"],
-            recipe=described["recipe"], dtype="bfloat16",
-        )  # fmt: skip
-        shutil.copyfile(trained / "tree.json", out / "tree.json")
+        install_heads(work / drafter / "export", target / drafter, config)
     lines = (work / "heldout" / "prompts.jsonl").read_text().splitlines()
     prompts = spread([json.loads(line) for line in lines], DEMO_PROMPTS)
     keys = ("file", "prompt", "prompt_ids", "continuation_ids")
@@ -265,6 +261,19 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
     (target / "provenance.json").write_text(json.dumps(made, indent=1) + "\n")
     size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
     say(f"installed in {target}: {size / 1e6:.1f} MB")
+
+
+def install_heads(trained: Path, out: Path, config: LlamaConfig) -> None:
+    """Heads in bfloat16, and the tree that lies beside them."""
+    from medusa_jax.interop import heads_io
+    from medusa_jax.sharding import make_mesh
+
+    heads, params, described = heads_io.load_heads(str(trained), config, make_mesh())
+    heads_io.save_heads(
+        str(out), heads, params, base=described["base"], recipe=described["recipe"],
+        dtype="bfloat16",
+    )  # fmt: skip
+    shutil.copyfile(trained / "tree.json", out / "tree.json")
 
 
 def compact(text: str) -> str:
