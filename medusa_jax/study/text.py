@@ -1,0 +1,71 @@
+"""The study's texts: one unlike the backbone's own, and the backbone's continuations of it."""
+
+import argparse
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.console import say
+from medusa_jax.errors import UserError
+
+
+def new_text() -> list[str]:
+    """README texts of the installed packages, in the order of their names."""
+    texts = {}
+    for package in metadata.distributions():
+        body = (package.read_text("METADATA") or "").partition("\n\n")[2]
+        if len(body) > 500:
+            texts[package.metadata["Name"].lower()] = body
+    return [texts[name] for name in sorted(texts)]
+
+
+def write_tokens(directory: Path, pieces: Sequence[np.ndarray], prompt: int = 0) -> None:
+    """A token directory of pieces; the first `prompt` tokens of each are not targets."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lengths = [len(p) for p in pieces]
+    counted = [np.arange(n) >= prompt for n in lengths]
+    np.save(directory / "doc_starts.npy", np.cumsum([0, *lengths[:-1]], dtype=np.int64))
+    np.save(directory / "counted.npy", np.concatenate(counted))
+    np.save(directory / "tokens.npy", np.concatenate(pieces).astype(np.int32))
+
+
+def prepare_text(flags: argparse.Namespace, model: Any, out: Path) -> list[list[int]]:
+    """Writes `new/` and `self/` (token directories); returns prompts of the new text, apart.
+
+    The text is cut into pieces of `--length` tokens, every tenth is held out. `self/` holds the
+    same pieces' first quarters, continued by the backbone itself at temperature 0.3.
+    """
+    from medusa_jax.api.results import Options
+
+    T, prompt = flags.length, flags.length // 4
+    pieces: list[np.ndarray] = []
+    for text in new_text():
+        ids = np.array(model.tokenizer.encode(text), np.int32)
+        pieces += [ids[i : i + T] for i in range(0, len(ids) - T + 1, T)]
+    if len(pieces) < 40:
+        raise UserError("too few installed packages have a README to make a new text of")
+    apart = pieces[::10]
+    train = [p for i, p in enumerate(pieces) if i % 10]
+    train = [train[i] for i in np.random.default_rng(0).permutation(len(train))]
+    if not (out / "new" / "tokens.npy").exists():
+        write_tokens(out / "new", train)
+    if not (out / "self" / "tokens.npy").exists():
+        say(f"the backbone continues {min(flags.distill, len(train))} prompts itself")
+        own = []
+        for first in range(0, min(flags.distill, len(train)), 32):
+            prompts = [p[:prompt].tolist() for p in train[first : first + 32]]
+            options = Options(max_new_tokens=T - prompt, temperature=0.3, seed=first)
+            answers = model.generate(prompts, options, tree="none")
+            own += [np.array(p + a.token_ids) for p, a in zip(prompts, answers)]
+        write_tokens(out / "self", own, prompt)
+    return [p[:prompt].tolist() for p in apart[: flags.prompts]]
+
+
+def old_prompts(rows: Any, n: int) -> list[list[int]]:
+    """Openings of rows of the original's held-out text."""
+    return [
+        row[: row.size // 4].tolist() for row in rows.batch(0, min(n, rows.rows))["tokens"]
+    ]
