@@ -9,7 +9,11 @@ import typing
 from typing import Any
 
 from medusa_jax.config import Config
-from medusa_jax.console import run_main, warn_if_accelerator_unused
+from medusa_jax.console import (
+    run_main,
+    use_compilation_cache,
+    warn_if_accelerator_unused,
+)
 from medusa_jax.errors import UserError
 
 USAGE = """\
@@ -52,6 +56,7 @@ def run(cfg: Config) -> None:
         if cfg.dry_run:
             dry.dry_run(cfg)
         else:
+            use_compilation_cache()  # a resumed run starts at once
             train(cfg)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
