@@ -200,12 +200,16 @@ def draw_curves(
 
 
 def draw_drafters(
-    runs: Mapping[str, Sequence[Mapping]], curves: Mapping, path: str | Path
+    runs: Mapping[str, Sequence[Mapping]],
+    speeds: Mapping[str, Sequence[Mapping]],
+    curves: Mapping,
+    path: str | Path,
 ) -> Path:
     """Three charts: head accuracy, accepted length against speed-up, held-out accuracy.
 
     Args:
       runs: per drafter what `compare_drafters.measure_one` found for each seed.
+      speeds: per drafter what `compare_drafters.race` found.
       curves: per drafter and seed the held-out records of training (step, top1 per head).
       path: the file to write; its ending gives the format.
     """
@@ -230,12 +234,9 @@ def draw_drafters(
                 color=colours[name],
                 label=label,
             )
-        for seed in found:
-            rows = seed["decoded"]
-            points = [
-                [row[key] for row in rows] for key in ("mean_accepted_length", "speedup")
-            ]
-            lengths.plot(*points, "o-", ms=4, lw=0.8, alpha=0.7, color=colours[name])
+        accepted = [row["mean_accepted_length"] for row in found[0]["decoded"]]
+        speed = [row["speedup"] for row in speeds[name]]
+        lengths.plot(accepted, speed, "o-", ms=4, lw=0.8, color=colours[name])
         for records in curves.get(name, ()):
             training.plot(
                 [r["step"] for r in records],

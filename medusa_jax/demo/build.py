@@ -270,8 +270,8 @@ def install_heads(trained: Path, out: Path, config: LlamaConfig) -> None:
 
     heads, params, described = heads_io.load_heads(str(trained), config, make_mesh())
     heads_io.save_heads(
-        str(out), heads, params, base=described["base"], recipe=described["recipe"],
-        dtype="bfloat16",
+        str(out), heads, params, base=described["base"],
+        recipe=relative(described["recipe"]), dtype="bfloat16",
     )  # fmt: skip
     shutil.copyfile(trained / "tree.json", out / "tree.json")
 
@@ -291,7 +291,15 @@ def last_record(workdir: Path) -> dict[str, Any]:
         json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()
     ]
     last = {record["kind"]: record for record in records}
-    return {"config": json.loads((workdir / "config.json").read_text()), "last": last}
+    config = json.loads((workdir / "config.json").read_text())
+    return relative({"config": config, "last": last})
+
+
+def relative(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with paths below the project's root named from there."""
+    root = json.dumps(f"{os.getcwd()}/")[1:-1]
+    found: dict[str, Any] = json.loads(json.dumps(record).replace(root, ""))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
