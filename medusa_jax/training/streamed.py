@@ -49,9 +49,8 @@ class Teacher(NamedTuple):
 
 
 class Law(NamedTuple):
-    """The teacher's distribution over a chunk of targets: log p and p [B, T, V], entropy [B, T]."""
+    """The teacher's distribution over a chunk of targets: p [B, T, V], its entropy [B, T]."""
 
-    logp_BTV: jax.Array
     p_BTV: jax.Array
     entropy_BT: jax.Array
 
@@ -147,7 +146,7 @@ def _law(teacher: Teacher | None, teacher_BTD: jax.Array | None) -> Law | None:
     assert teacher_BTD is not None
     logp_BTV = jax.nn.log_softmax(lax.stop_gradient(teacher.logits_fn(teacher_BTD)))
     p_BTV = jnp.exp(logp_BTV)
-    return Law(logp_BTV, p_BTV, -jnp.sum(p_BTV * logp_BTV, axis=-1))
+    return Law(p_BTV, -jnp.sum(p_BTV * logp_BTV, axis=-1))
 
 
 def _chunk_sums(
