@@ -30,11 +30,11 @@ from medusa_jax.heads.layers import (
     CausalLayer,
     LayerState,
     ResBlock,
-    dropout,
     later,
     lm_head_logits,
     lm_head_start,
 )
+from medusa_jax.model.dropout import dropout
 from medusa_jax.model.llama import Linear, RMSNorm, attend
 from medusa_jax.tree import Tree
 

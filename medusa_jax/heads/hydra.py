@@ -24,12 +24,12 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Base, Drafter, Params, RankScores
 from medusa_jax.heads.layers import (
     ResBlock,
-    dropout,
     later,
     lm_head_logits,
     lm_head_start,
     take_last,
 )
+from medusa_jax.model.dropout import dropout
 from medusa_jax.model.llama import Linear
 from medusa_jax.tree import Tree
 

@@ -28,14 +28,6 @@ class ResBlock(nn.Module):
         return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
 
 
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zero a share `rate` of the entries and scale up the others; without a key: x itself."""
-    if key is None or rate == 0:
-        return x
-    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
-
-
 def later(x_BTD: jax.Array, ahead: int) -> jax.Array:
     """Row t holds what stood in row t + ahead, zeros past the end: [a b c], 1 -> [b c 0]."""
     kept = x_BTD[:, ahead:]

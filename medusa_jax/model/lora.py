@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.config import LlamaConfig, LoraConfig
+from medusa_jax.model.dropout import dropout
 from medusa_jax.model.product import product
 
 Params = dict[str, Any]
@@ -34,8 +35,7 @@ def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:
     a, b, keep = stored
     dtype = x.dtype
     if module.has_rng("dropout"):
-        kept = jax.random.bernoulli(module.make_rng("dropout"), keep, x.shape)
-        x = jnp.where(kept, x / keep.astype(dtype), 0)
+        x = dropout(x, 1 - keep, module.make_rng("dropout"))
     return y + product(product(x, a.astype(dtype)).astype(dtype), b.astype(dtype))
 
 
