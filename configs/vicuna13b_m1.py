@@ -12,55 +12,23 @@ of this model (v1.3) guess the tokens 2, 3, 4, 5 and 6 ahead right in .59 .34 .2
 cases (top-1); `top1` in log.jsonl is the same figure.
 """
 
-from medusa_jax.config import (
-    Config,
-    DataConfig,
-    HeadsConfig,
-    LlamaConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from configs.vicuna7b_m1 import get_config as vicuna7b_config
+from medusa_jax.config import Config, LlamaConfig
 
 
 def get_config() -> Config:
-    """The recipe; `model.arch` only serves the dry run, training reads the model's own."""
-    return Config(
-        model=ModelConfig(
-            path="lmsys/vicuna-13b-v1.5",
-            param_dtype="bfloat16",
-            arch=LlamaConfig(
-                vocab_size=32000,
-                d_model=5120,
-                n_layers=40,
-                n_heads=40,
-                n_kv_heads=40,
-                head_dim=128,
-                d_ff=13824,
-                max_position=4096,
-            ),
-        ),
-        heads=HeadsConfig(drafter="medusa", n_heads=5, n_layers=1, lm_head="own"),
-        data=DataConfig(
-            source="Aeala/ShareGPT_Vicuna_unfiltered",
-            split="train",
-            format="sharegpt",
-            seq_len=2048,
-            packing="first_fit",
-            chat_template="vicuna",
-        ),
-        optim=OptimConfig(name="adamw", lr=2e-3, warmup_steps=40, schedule="cosine"),
-        train=TrainConfig(
-            stage="medusa1",
-            batch_size=64,
-            accumulation=16,
-            epochs=2,
-            dtype="bfloat16",
-            remat=False,
-            loss_chunk=256,
-            lambda_decay=0.8,
-            log_every=5,
-            save_every=200,
-        ),
-        mesh=(1, -1, 1),
+    """The recipe of vicuna7b_m1.py on the larger model; `model.arch` only serves the dry run."""
+    cfg = vicuna7b_config()
+    cfg.model.path = "lmsys/vicuna-13b-v1.5"
+    cfg.model.arch = LlamaConfig(
+        vocab_size=32000,
+        d_model=5120,
+        n_layers=40,
+        n_heads=40,
+        n_kv_heads=40,
+        head_dim=128,
+        d_ff=13824,
+        max_position=4096,
     )
+    cfg.train.accumulation = 16
+    return cfg

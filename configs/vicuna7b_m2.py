@@ -16,66 +16,24 @@ model); AlpacaEval: 3.23 tokens per step, 2.88x. Directly fine-tuned together, w
 stages, quality falls to 5.93 (table 2).
 """
 
-from medusa_jax.config import (
-    Config,
-    DataConfig,
-    HeadsConfig,
-    LlamaConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from configs.vicuna7b_m1 import get_config as first_stage_config
+from medusa_jax.config import Config, LoraConfig, OptimConfig
 
 
 def get_config() -> Config:
-    """The recipe; `model.arch` only serves the dry run, training reads the model's own."""
-    return Config(
-        model=ModelConfig(
-            path="lmsys/vicuna-7b-v1.5",
-            param_dtype="bfloat16",
-            quantise="nf4",
-            arch=LlamaConfig(
-                vocab_size=32000,
-                d_model=4096,
-                n_layers=32,
-                n_heads=32,
-                n_kv_heads=32,
-                head_dim=128,
-                d_ff=11008,
-                max_position=4096,
-            ),
-        ),
-        heads=HeadsConfig(drafter="medusa", n_heads=5, n_layers=1, lm_head="own"),
-        data=DataConfig(
-            source="Aeala/ShareGPT_Vicuna_unfiltered",
-            split="train",
-            format="sharegpt",
-            seq_len=2048,
-            packing="first_fit",
-            chat_template="vicuna",
-        ),
-        optim=OptimConfig(
-            name="adamw8bit",
-            lr=5e-4,
-            heads_lr_multiplier=4.0,
-            warmup_steps=40,
-            schedule="cosine",
-        ),
-        lora=LoraConfig(rank=32, alpha=16.0, dropout=0.05),
-        train=TrainConfig(
-            stage="medusa2",
-            heads_path="runs/vicuna7b_m1/export",
-            lambda_0=0.2,
-            lambda_decay=0.8,
-            batch_size=64,
-            accumulation=8,
-            epochs=2,
-            dtype="bfloat16",
-            remat=True,
-            loss_chunk=256,
-            log_every=5,
-            save_every=200,
-        ),
-        mesh=(1, -1, 1),
+    """The recipe; model, heads and data are those of stage one."""
+    cfg = first_stage_config()
+    cfg.model.quantise = "nf4"
+    cfg.lora = LoraConfig(rank=32, alpha=16.0, dropout=0.05)
+    cfg.optim = OptimConfig(
+        name="adamw8bit",
+        lr=5e-4,
+        heads_lr_multiplier=4.0,
+        warmup_steps=40,
+        schedule="cosine",
     )
+    cfg.train.stage = "medusa2"
+    cfg.train.heads_path = "runs/vicuna7b_m1/export"
+    cfg.train.lambda_0 = 0.2
+    cfg.train.remat = True
+    return cfg
