@@ -27,8 +27,8 @@ def arms() -> dict[str, tuple[str, list[dict[str, Any]]]]:
     """
     lora = {"lora.rank": 32, "train.stage": "medusa2"}
     joint = lora | {"optim.lr": BACKBONE_RATE, "train.lambda_0": 0.2}
-    first = {"train.stage": "medusa1", "optim.lr": HEADS_RATE, "share": 0.5}
-    second = joint | {"share": 0.5, "heads": 0}
+    first = {"train.stage": "medusa1", "optim.lr": HEADS_RATE, "share": 1 / 3}
+    second = joint | {"share": 2 / 3, "heads": 0}
     heads = {"train.stage": "medusa1", "optim.lr": HEADS_RATE, "share": 1.0}
     direct = lora | {
         "optim.lr": HEADS_RATE, "optim.heads_lr_multiplier": 1.0, "train.lambda_0": 1.0,
@@ -93,7 +93,7 @@ def train_arm(
     for number, fields in enumerate(runs):
         cfg = recipe(flags, seed, out / fields.get("data", "new"))
         cfg.workdir = str(folder / f"run{number}")
-        cfg.train.steps = max(int(flags.steps * fields["share"]), 2)
+        cfg.train.steps = max(round(flags.steps * fields["share"]), 2)
         for name, value in fields.items():
             if "." in name:
                 override(cfg, name, str(value))
