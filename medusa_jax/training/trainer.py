@@ -136,6 +136,12 @@ def train(cfg: Config) -> dict[str, Any]:
     if checkpoints.latest is not None:
         params, opt, data, meta = checkpoints.restore(state.params, state.opt)
         prepare.check_resume(data, cfg, rows)
+        if meta["step"] > steps:
+            raise UserError(
+                f"the checkpoint in {cfg.workdir} is at step {meta['step']}, beyond the "
+                f"{steps} of this run: set train.steps to {meta['step']} to export it as it is, "
+                "or higher to go on"
+            )
         counters = (np.int32(meta["step"]), np.int32(meta["updates"]))
         step, updates = jax.device_put(counters, replicated(mesh))
         state, best = TrainState(step, updates, params, opt), meta["best"]

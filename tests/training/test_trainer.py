@@ -250,3 +250,9 @@ def test_another_batch_size_is_not_resumed(tokens, tmp_path):
     run(tiny_config(tokens, steps=2), tmp_path)
     with pytest.raises(UserError, match="use another --workdir"):
         run(tiny_config(tokens, steps=4, batch_size=4), tmp_path)
+
+
+def test_a_checkpoint_beyond_the_run_is_not_its_result(tokens, tmp_path):
+    run(tiny_config(tokens, steps=4), tmp_path)
+    with pytest.raises(UserError, match="at step 4, beyond the 2 of this run"):
+        run(tiny_config(tokens, steps=2), tmp_path)
