@@ -19,7 +19,8 @@ from medusa_jax.decoding.rejection import accept_rejection, draft_noise
 from medusa_jax.decoding.sampling import Sampling, gumbel
 from medusa_jax.heads.drafter import Base, Drafter
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import Llama, at_least_f32
+from medusa_jax.model.llama import Llama
+from medusa_jax.model.product import at_least_f32
 from medusa_jax.tree import Tree
 
 # Why a row ended.

@@ -34,8 +34,9 @@ from medusa_jax.heads.layers import (
     lm_head_logits,
     lm_head_start,
 )
+from medusa_jax.model.attention import attend
 from medusa_jax.model.dropout import dropout
-from medusa_jax.model.llama import Linear, RMSNorm, attend
+from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.tree import Tree
 
 

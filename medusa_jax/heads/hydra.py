@@ -30,7 +30,7 @@ from medusa_jax.heads.layers import (
     take_last,
 )
 from medusa_jax.model.dropout import dropout
-from medusa_jax.model.llama import Linear
+from medusa_jax.model.layers import Linear
 from medusa_jax.tree import Tree
 
 

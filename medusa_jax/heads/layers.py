@@ -10,8 +10,10 @@ from flax import struct
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.drafter import Base, Params
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import Block, Linear, RMSNorm, at_least_f32, rope_tables
-from medusa_jax.model.product import product
+from medusa_jax.model.layers import Linear, RMSNorm
+from medusa_jax.model.llama import Block
+from medusa_jax.model.product import at_least_f32, product
+from medusa_jax.model.rope import rope_tables
 
 
 class ResBlock(nn.Module):

@@ -1,7 +1,5 @@
 """The backbone: cached passes equal the full one, nothing sees what it must not see."""
 
-import dataclasses
-import math
 from functools import partial
 
 import jax
@@ -12,19 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import decoder, forward_logits, random_params, tiny_config, trees
 
-from medusa_jax.config import LlamaConfig
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import (
-    Llama,
-    attend,
-    attend_causal,
-    decoding_config,
-    init_params,
-    prepare,
-    rope_frequencies,
-    rope_tables,
-    rotate,
-)
+from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -153,71 +140,6 @@ def test_fusing_changes_nothing_for_any_number_of_shards(family):
     np.testing.assert_allclose(results[2], results[0], atol=1e-10)
 
 
-def rotation_reference(config: LlamaConfig, plane: int) -> float:
-    """Radians per position of one plane, by the wavelengths that the Llama 3 config names."""
-    wavelength = 2 * math.pi * config.rope_theta ** (2 * plane / config.head_dim)
-    if config.rope_scaling == "linear":
-        return 2 * math.pi / (wavelength * config.rope_factor)
-    if config.rope_scaling == "llama3":
-        longest = config.rope_original_max_position / config.rope_low_freq_factor
-        shortest = config.rope_original_max_position / config.rope_high_freq_factor
-        if wavelength > longest:
-            wavelength *= config.rope_factor
-        elif wavelength > shortest:
-            turns = config.rope_original_max_position / wavelength
-            low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-            smooth = (turns - low) / (high - low)
-            kept = 2 * math.pi / wavelength
-            return (1 - smooth) * kept / config.rope_factor + smooth * kept
-    return 2 * math.pi / wavelength
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"rope_theta": 500000.0},
-        {"rope_scaling": "linear", "rope_factor": 4.0},
-        {
-            "rope_scaling": "llama3",
-            "rope_theta": 500000.0,
-            "rope_factor": 8.0,
-            "rope_low_freq_factor": 1.0,
-            "rope_high_freq_factor": 4.0,
-            "rope_original_max_position": 8192,
-        },
-    ],
-)
-def test_rotation_is_that_of_complex_numbers(fields):
-    config = tiny_config(head_dim=64, **fields)
-    expected = [rotation_reference(config, plane) for plane in range(32)]
-    np.testing.assert_allclose(rope_frequencies(config), expected, rtol=1e-12)
-    if config.rope_scaling == "llama3":  # all three regions are there
-        plain = rope_frequencies(dataclasses.replace(config, rope_scaling="none"))
-        ratio = np.array(expected) / plain
-        assert (
-            ratio[0] == 1
-            and np.isclose(ratio[-1], 1 / 8)
-            and ((ratio > 0.2) & (ratio < 0.9)).any()
-        )
-    positions = np.array([[0, 1, 7, 5000]])
-    x = np.random.default_rng(0).standard_normal((1, 4, 2, 64))
-    got = np.asarray(
-        rotate(jnp.asarray(x), *rope_tables(config, jnp.asarray(positions), jnp.float64))
-    )
-    turned = (x[..., :32] + 1j * x[..., 32:]) * np.exp(
-        1j * positions[0][None, :, None, None] * np.array(expected)
-    )
-    np.testing.assert_allclose(
-        got, np.concatenate([turned.real, turned.imag], -1), atol=1e-9
-    )
-
-
-def test_unknown_rope_scaling_is_an_error():
-    with pytest.raises(ValueError, match="yarn"):
-        rope_frequencies(tiny_config(rope_scaling="yarn"))
-
-
 def test_no_hidden_state_depends_on_later_tokens_or_other_segments():
     """By the gradient: which embeddings move which hidden states, over a packed row."""
     config = tiny_config()
@@ -261,28 +183,6 @@ def test_packed_segments_give_the_hidden_states_of_each_text_alone():
     np.testing.assert_allclose(
         packed[4:10], forward_logits(config, params, parts[1]), atol=1e-10
     )
-
-
-@pytest.mark.parametrize("T", [1, 64, 65, 130, 600])
-def test_blocks_of_queries_give_what_one_attention_gives(T):
-    """Values and gradients, over packed rows with a window; 600 tokens are eight blocks."""
-    rng = np.random.default_rng(T)
-    q = rng.standard_normal((1, T, 2, 4))
-    k, v = rng.standard_normal((2, 1, 1, T, 4))
-    segment, row = np.sort(rng.integers(0, 3, T)), np.arange(T)
-    mask = (segment[:, None] == segment[None]) & (row[:, None] >= row[None])
-    mask = (mask & (row[:, None] - row[None] < 90))[None]
-    weight = rng.standard_normal((1, T, 8))
-
-    def total(see, *qkv):
-        out = see(*qkv, mask)
-        return (out * weight).sum(), out
-
-    results = [
-        jax.jit(jax.value_and_grad(partial(total, see), (0, 1, 2), has_aux=True))(q, k, v)
-        for see in (attend, attend_causal)
-    ]
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-11), *results)
 
 
 def test_remat_changes_no_gradient():

@@ -1,0 +1,51 @@
+"""Rotary position embedding, plain and with the scalings of Llama 2 and 3."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.model.product import at_least_f32
+
+
+def rope_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Rotation per position of each of the H/2 planes, [H/2] float64.
+
+    "linear" divides all by the factor. "llama3" divides the slow ones, keeps the fast ones and
+    interpolates between, by how many turns a plane makes in the original context length.
+    """
+    half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    frequency = config.rope_theta**-half
+    if config.rope_scaling == "none":
+        return frequency
+    if config.rope_scaling == "linear":
+        return frequency / config.rope_factor
+    if config.rope_scaling == "llama3":
+        turns = config.rope_original_max_position * frequency / (2 * math.pi)
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return frequency * keep + frequency / config.rope_factor * (1 - keep)
+    raise ValueError(f"unknown rope_scaling {config.rope_scaling!r}")
+
+
+def rope_tables(
+    config: LlamaConfig, positions_BT: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of every position's angles, each [B, T, 1, H] (both halves alike)."""
+    wide = at_least_f32(dtype)
+    frequency = jnp.asarray(np.tile(rope_frequencies(config), 2), wide)
+    angle = positions_BT.astype(wide)[..., None, None] * frequency[None, None, None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
+    """Rotary position embedding; plane i pairs components i and i + H/2."""
+    first, second = jnp.split(x_BTNH, 2, axis=-1)
+    swapped = jnp.concatenate([-second, first], axis=-1)
+    wide = x_BTNH.astype(cos_BT1H.dtype)
+    return (wide * cos_BT1H + swapped.astype(cos_BT1H.dtype) * sin_BT1H).astype(
+        x_BTNH.dtype
+    )
