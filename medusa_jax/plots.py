@@ -208,8 +208,8 @@ def draw_drafters(
     """Three charts: head accuracy, accepted length against speed-up, held-out accuracy.
 
     Args:
-      runs: per drafter what `compare_drafters.measure_one` found for each seed.
-      speeds: per drafter what `compare_drafters.race` found.
+      runs: per drafter what `compare_drafters.measure.measure_one` found for each seed.
+      speeds: per drafter what `compare_drafters.measure.race` found.
       curves: per drafter and seed the held-out records of training (step, top1 per head).
       path: the file to write; its ending gives the format.
     """

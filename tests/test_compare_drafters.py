@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from tiny_model import write_model
 
-from medusa_jax import compare_drafters as family
 from medusa_jax import plots
+from medusa_jax.compare_drafters import report
+from medusa_jax.compare_drafters.command import main
 
 PROJECT = Path(__file__).parents[1]
 
@@ -41,36 +42,36 @@ SPEEDS = {
 
 
 def test_table():
-    text = family.table(RUNS, SPEEDS)
+    text = report.table(RUNS, SPEEDS)
     assert "| medusa | 2.05 M | 0.500 0.250 | 0.750 0.500 |" in text
     row = "| medusa | 8 | 1.600 ± 0.141 | 12.5 ± 0.0% | 0 of 8 |"
     assert row in text
     assert text.count("| 64 |") == 6 and "| hydra | 64 | 1.50x | 1.25x |" in text
-    one = family.table({"medusa": RUNS["medusa"][:1]}, {"medusa": SPEEDS["medusa"]})
+    one = report.table({"medusa": RUNS["medusa"][:1]}, {"medusa": SPEEDS["medusa"]})
     assert "| medusa | 8 | 1.500 | 12.5% |" in one
 
 
 def test_orders():
-    lines = family.orders(RUNS).splitlines()
+    lines = report.orders(RUNS).splitlines()
     assert lines == [
         "medusa < hydra with 8 nodes: holds for the means, and in 1 of 2 seeds",
         "medusa < hydra with 64 nodes: does not hold for the means, and in 0 of 2 seeds",
         "medusa < amphista with 8 nodes: holds for the means, and in 2 of 2 seeds",
         "medusa < amphista with 64 nodes: holds for the means, and in 2 of 2 seeds",
     ]
-    assert family.orders({"hydra": RUNS["hydra"]}) == ""
+    assert report.orders({"hydra": RUNS["hydra"]}) == ""
 
 
 def test_claim():
     """Less accepted and yet faster; as much accepted."""
     both = {"hydrapp": [found((2.0, 2.5))], "amphista": [found((1.9, 2.5))]}
     speeds = {name: [dict(row) for row in SPEEDS["medusa"]] for name in both}
-    assert family.claim({"hydrapp": both["hydrapp"]}, speeds) == ""
-    first, second = family.claim(both, speeds).splitlines()
+    assert report.claim({"hydrapp": both["hydrapp"]}, speeds) == ""
+    first, second = report.claim(both, speeds).splitlines()
     assert "8 nodes: -5.0% in accepted length, +0.0% in speed" in first
     assert "does not hold" in first and "does not hold" in second
     speeds["amphista"][0]["speedup"] = 1.5
-    assert "+20.0% in speed: the claim holds" in family.claim(both, speeds)
+    assert "+20.0% in speed: the claim holds" in report.claim(both, speeds)
 
 
 def test_curves_are_the_held_out_records_in_order(tmp_path):
@@ -82,8 +83,8 @@ def test_curves_are_the_held_out_records_in_order(tmp_path):
     lines = "".join(json.dumps(r) + "\n" for r in records)
     (tmp_path / "log.jsonl").write_text(lines)
     expected = [{"step": 2, "top1": [0.1, 0.2]}, {"step": 4, "top1": [0.3, 0.2]}]
-    assert family.curve(tmp_path) == expected
-    assert family.curve(tmp_path / "nowhere") == []
+    assert report.curve(tmp_path) == expected
+    assert report.curve(tmp_path / "nowhere") == []
 
 
 def test_plot(tmp_path):
@@ -106,7 +107,7 @@ def test_plot(tmp_path):
 )
 def test_bad_input_is_one_line(arguments, words, monkeypatch, capsys):
     monkeypatch.chdir(PROJECT)
-    code = family.main(["--model=m", "--data=d", "--calibration=c", *arguments])
+    code = main(["--model=m", "--data=d", "--calibration=c", *arguments])
     error = capsys.readouterr().err
     assert code == 2 and words in error and len(error.strip().splitlines()) == 1
 
@@ -132,7 +133,7 @@ def test_a_tiny_family(tmp_path, monkeypatch, capsys):
         "--config.data.seq_len=32", "--config.train.loss_chunk=16",
         "--config.data.eval_samples=4",
     ]  # fmt: skip
-    assert family.main(arguments) == 0
+    assert main(arguments) == 0
     first = json.loads((tmp_path / "out" / "family.json").read_text())
     assert sorted(first["runs"]) == ["amphista", "hydrapp", "medusa"]
     for name, runs in first["runs"].items():
@@ -146,7 +147,7 @@ def test_a_tiny_family(tmp_path, monkeypatch, capsys):
             assert len(run["top1"]) == 3 and run["top1"] <= run["top5"]
     assert (tmp_path / "out" / "family.png").stat().st_size > 1000
     capsys.readouterr()
-    assert family.main(arguments) == 0
+    assert main(arguments) == 0
     said = capsys.readouterr()
     assert said.err.count("not trained again") == said.err.count("not measured again") == 6
     assert json.loads((tmp_path / "out" / "family.json").read_text()) == first

@@ -1,0 +1,164 @@
+"""`python -m medusa_jax.compare_drafters`: train and measure drafters like for like.
+
+On one frozen backbone, every drafter gets the same text, the same number of steps, the same
+number of heads and kind of LM head, trees of the same size (fitted to its own ranks) and the same
+verifier; its loss is that of its paper, as its configuration says. Every drafter is trained once
+per seed. What is there is not done again, so a run that was stopped goes on where it was.
+
+Measured: how often the true token is the first or among the first five guesses of each head, on
+the backbone's own greedy text; mean accepted length and speed-up in decoding; the share of a step
+that drafting takes; held-out accuracy over training. Written as JSON, as Markdown and as a plot.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from medusa_jax.compare_drafters.measure import measure_one, race
+from medusa_jax.compare_drafters.report import claim, curve, orders, table
+from medusa_jax.console import run_main, say
+from medusa_jax.errors import UserError
+
+DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
+CURVE_POINTS = 8
+EXAMPLES = """examples (from the project's root, after `python -m medusa_jax.demo.build`):
+  python -m medusa_jax.distill --model medusa_jax/demo/backbone --temperature 0 \\
+      --prompts work/demo/calibration.jsonl --out work/demo/answers_apart   (held-out answers)
+  python -m medusa_jax.compare_drafters --model medusa_jax/demo/backbone \\
+      --data work/demo/answers --eval_data work/demo/answers_apart \\
+      --calibration work/demo/calibration.jsonl --steps 600 --out work/family
+  python -m medusa_jax.compare_drafters ... --config.optim.lr=1e-3    (for every training)
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags; anything of the form --config.field=value goes to every training."""
+    p = argparse.ArgumentParser(
+        prog="python -m medusa_jax.compare_drafters",
+        description="Train and measure drafters like for like on one backbone.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--model", required=True, help="directory of the backbone")
+    p.add_argument("--data", required=True, help="training text (data.source)")
+    p.add_argument("--eval_data", default="", help="held-out text for the curves")
+    p.add_argument("--calibration", required=True, help="JSONL of prompts to fit trees on")
+    p.add_argument("--prompts", default=str(Path(__file__).parents[1] / "demo/prompts.jsonl"),
+                   help="JSONL of prompts to decode (not those of --calibration)")  # fmt: skip
+    p.add_argument("--drafters", default=DRAFTERS)
+    p.add_argument(
+        "--recipe", default="demo", help="configs/{recipe}_{drafter}.py are used"
+    )
+    p.add_argument("--only", action="append", default=[], metavar="DRAFTER:FIELD=VALUE",
+                   help="a field for one drafter, such as medusa:heads.n_layers=2")  # fmt: skip
+    p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--steps", type=int, default=2000)
+    p.add_argument("--n_heads", type=int, default=4)
+    p.add_argument("--lm_head", default="low_rank", help="own, shared or low_rank, for all")
+    p.add_argument("--rank", type=int, default=64)
+    p.add_argument("--nodes", default="8,64", help="tree sizes, root included")
+    p.add_argument("--limit", type=int, default=32, help="most prompts of either file")
+    p.add_argument("--max_new_tokens", type=int, default=200)
+    p.add_argument("--repeats", type=int, default=3, help="timed runs per prompt")
+    p.add_argument("--out", default="work/family", help="directory for everything")
+    return p
+
+
+def train_one(
+    flags: argparse.Namespace, extra: Sequence[str], name: str, seed: int
+) -> Path:
+    """Train a drafter unless its result is there; returns the directory of the run.
+
+    Raises:
+      UserError: the training ended without a result.
+    """
+    from medusa_jax.cli import train
+
+    run = Path(flags.out) / f"{name}-s{seed}"
+    done = run / "export" / "heads.safetensors"
+    if done.exists():
+        say(f"{name}, seed {seed}: {done} is there, not trained again")
+        return run
+    arguments = [
+        f"--config=configs/{flags.recipe}_{name}.py", f"--workdir={run}",
+        f"--config.model.path={flags.model}", f"--config.data.source={flags.data}",
+        f"--config.data.eval_source={flags.eval_data}", f"--config.data.seed={seed}",
+        f"--config.train.seed={seed}", f"--config.train.steps={flags.steps}",
+        f"--config.heads.n_heads={flags.n_heads}", f"--config.heads.lm_head={flags.lm_head}",
+        f"--config.heads.rank={flags.rank}",
+        # One cache of hidden states for all of them.
+        "--config.data.cache_features=float32",
+        f"--config.data.features_path={flags.out}/features",
+        f"--config.train.eval_every={max(flags.steps // CURVE_POINTS, 1)}",
+        f"--config.train.save_every={max(flags.steps // 2, 1)}", *extra,
+        *(f"--config.{f}" for who, _, f in (x.partition(":") for x in flags.only) if who == name),
+    ]  # fmt: skip
+    say(f"{name}, seed {seed}: train.py {' '.join(arguments)}")
+    if train.main(arguments) or not done.exists():
+        raise UserError(f"training {name} with seed {seed} failed; its command is above")
+    return run
+
+
+def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Train, measure, write."""
+    from medusa_jax import plots
+    from medusa_jax.console import use_compilation_cache
+
+    if not os.path.exists("train.py"):
+        raise UserError("run this from the project's root, where train.py is")
+    try:
+        sizes = [int(n) for n in flags.nodes.split(",")]
+    except ValueError as error:
+        raise UserError(f"--nodes is a list like 8,64, not {flags.nodes!r}") from error
+    if min(sizes) < 2 or flags.seeds < 1:
+        raise UserError("--nodes must be at least 2 and --seeds at least 1")
+    use_compilation_cache()
+    names = flags.drafters.split(",")
+    for given in flags.only:
+        if given.partition(":")[0] not in names:
+            raise UserError(f"--only {given}: the drafters are {', '.join(names)}")
+    for name in names:
+        if not os.path.exists(f"configs/{flags.recipe}_{name}.py"):
+            raise UserError(
+                f"there is no configs/{flags.recipe}_{name}.py for --drafters {name}"
+            )
+    # All trainings first: what is measured should be measured in one go.
+    where = {n: [train_one(flags, extra, n, s) for s in range(flags.seeds)] for n in names}
+    runs = {name: [measure_one(flags, path) for path in where[name]] for name in names}
+    curves = {name: [curve(path) for path in where[name]] for name in names}
+    speeds = race(flags, where, runs)
+    text = f"{table(runs, speeds)}\n\n{orders(runs)}\n{claim(runs, speeds)}\n"
+    out = Path(flags.out)
+    (out / "family.json").write_text(
+        json.dumps(
+            {
+                "runs": runs,
+                "speeds": speeds,
+                "curves": curves,
+                "extra": list(extra),
+                "only": flags.only,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+    (out / "family.md").write_text(text)
+    print(text)
+    plots.draw_drafters(runs, speeds, curves, out / "family.png")
+    say(f"wrote {out}/family.md, family.json and family.png")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    flags, extra = parser().parse_known_args(argv)
+
+    def go() -> int:
+        wrong = [x for x in extra if not x.startswith("--config.")]
+        if wrong:
+            raise UserError(f"unknown flag {wrong[0]} (see --help)")
+        return run(flags, extra)
+
+    return run_main(go)
