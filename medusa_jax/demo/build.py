@@ -54,7 +54,7 @@ TINY = {
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
     "refined": [
-        "--samples=4", "--max_new_tokens=24", "--train=--config.heads.rank=8",
+        "--varied=4", "--plain=2", "--max_new_tokens=24", "--train=--config.heads.rank=8",
         "--train=--config.train.batch_size=2", "--train=--config.train.steps=2",
         "--train=--config.data.eval_samples=2", "--train=--config.optim.warmup_steps=1",
     ],

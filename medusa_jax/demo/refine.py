@@ -1,14 +1,16 @@
 """`python -m medusa_jax.demo.refine`: teach the demo's backbone not to run in circles.
 
-Small language models fall into loops when they are decoded greedily. Each round here
+Small language models fall into loops when they are decoded greedily. Each round here writes
+continuations of training prompts with the model as it is now, of two kinds,
 
-    writes     greedy continuations of training prompts with the model as it is now
-    marks      every token of them that completes a 4-gram which the sample has held before
-    trains     backbone and heads together (configs/demo_refine.py) on those samples mixed with
-               the corpus: unlikelihood -log(1 - p) on the marked tokens, likelihood elsewhere
+    plain      greedy: what its text is. Every token that completes a 4-gram which the sample has
+               held before is marked
+    varied     greedy, but what would repeat too much gives way to the likeliest token that does
+               not (`varied.py`): what its text should be
 
-which is sequence-level unlikelihood training (Welleck et al. 2020, section 5.2) with the heads
-beside it. The next round starts from the model that the last one made, so that the loops are
+and trains backbone and heads together (configs/demo_refine.py) on both, mixed with the corpus:
+unlikelihood -log(1 - p) on the marked tokens (Welleck et al. 2020, section 5.2), likelihood
+elsewhere. The next round starts from the model that the last one made, so that the loops are
 always its own.
 """
 
@@ -18,13 +20,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from medusa_jax.api import load
 from medusa_jax.console import run_main, say
+from medusa_jax.demo.varied import write_varied
 from medusa_jax.errors import UserError
+from medusa_jax.text_stats import mean_repeated_ngram_share
 
 NGRAM = 4
 
@@ -35,11 +41,14 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m medusa_jax.demo.refine",
         description="Rounds of writing, marking repeats, and training against them.",
     )
-    p.add_argument("--model", required=True, help="export of a native run (heads inside)")
+    p.add_argument("--model", required=True, help="directory of the backbone")
     p.add_argument("--work", default="work/demo", help="folder of the corpus")
     p.add_argument("--out", default="work/demo/refined", help="folder of the rounds")
     p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--samples", type=int, default=512, help="continuations a round")
+    p.add_argument("--plain", type=int, default=512, help="plain continuations a round")
+    p.add_argument("--varied", type=int, default=0, help="varied continuations a round")
+    p.add_argument("--allowed", type=float, default=0.12,
+                   help="share of repeated 4-grams in varied text")  # fmt: skip
     p.add_argument("--max_new_tokens", type=int, default=200)
     p.add_argument("--corpus_share", type=float, default=0.5,
                    help="share of the training tokens that comes from the corpus")  # fmt: skip
@@ -130,25 +139,33 @@ def one_round(
 ) -> None:
     """Write, mark, train."""
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = np.random.default_rng(number).permutation(len(seeds))[: flags.samples]
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(seeds[i] + "\n" for i in chosen))
-    call([
-        "-m", "medusa_jax.distill", f"--model={model}", f"--prompts={prompts}",
-        f"--out={folder}/answers", f"--max_new_tokens={flags.max_new_tokens}",
-        "--batch_size=32", "--temperature=0",
-    ])  # fmt: skip
-    lines = (folder / "answers" / "samples.jsonl").read_text().splitlines()
-    samples = marked_samples([json.loads(line) for line in lines])
-    own = np.concatenate([c[c != 0] for _, c in samples])
-    say(f"round {number}: {np.mean(own < 0):.1%} of the new tokens complete a repeat")
+    # No prompt serves twice before all have.
+    order = np.random.default_rng(0).permutation(len(seeds))
+    n = flags.varied + flags.plain
+    chosen = [order[i % len(order)] for i in range((number - 1) * n, number * n)]
+    prompts = [json.loads(seeds[i])["prompt_ids"] for i in chosen]
+    loaded = load(str(model), "none")
+    write = partial(write_varied, loaded, n_new=flags.max_new_tokens)
+    plain = write(prompts[: flags.plain], allowed=1.0)
+    varied = write(prompts[flags.plain :], allowed=flags.allowed)
+    new = sum(len(v["token_ids"]) for v in varied)
+    share = mean_repeated_ngram_share([p["token_ids"] for p in plain], NGRAM)
+    say(
+        f"round {number}: {share:.3f} of the 4-grams of plain text repeat; varied text takes "
+        f"another token in {sum(v['swapped'] for v in varied) / max(new, 1):.1%} of its places"
+    )
+    samples = marked_samples(plain) + [
+        (tokens, np.abs(counted)) for tokens, counted in marked_samples(varied)
+    ]
     data = folder / "data"
     write_mixture(
         samples, Path(flags.work) / "train", flags.corpus_share, 512, number, data
     )
+    heads = model / "heads"  # of a native run; without them fresh ones start in round 1
     call([
         "train.py", "--config=configs/demo_refine.py", f"--workdir={folder}/train",
-        f"--config.model.path={model}", f"--config.train.heads_path={model}/heads",
+        f"--config.model.path={model}",
+        *([f"--config.train.heads_path={heads}"] if heads.exists() else []),
         f"--config.data.source={data}", f"--config.data.eval_source={flags.work}/heldout",
         *flags.train,
     ])  # fmt: skip
