@@ -96,6 +96,7 @@ def write_varied(
       that were not the likeliest. A text ends behind its first end-of-text token.
     """
     engine = Engine(model.llama, model.drafter, Tree.none())
+    batch_size = max(min(batch_size, len(prompts)), 1)
     out = []
     for at in range(0, len(prompts), batch_size):
         rows = list(prompts[at : at + batch_size])
