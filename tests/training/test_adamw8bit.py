@@ -12,7 +12,15 @@ from training_setup import tiny_arch, tiny_config
 from medusa_jax.config import OptimConfig
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh, param_shardings
-from medusa_jax.training.adamw8bit import SIGNED, UNSIGNED, adamw8bit, nothing, pack, unpack
+from medusa_jax.training.adamw8bit import (
+    SIGNED,
+    UNSIGNED,
+    adamw8bit,
+    nothing,
+    pack,
+    search,
+    unpack,
+)
 from medusa_jax.training.partition import make_rule, matrices
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -149,3 +157,32 @@ def test_the_start_is_what_packing_zeros_gives(table):
     np.testing.assert_array_equal(codes, expected)
     np.testing.assert_array_equal(scale["scale"], expected_scale["scale"])
     assert codes.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("table", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
+def test_search_is_searchsorted(table):
+    """Ties included: an edge itself does not lie below."""
+    edges = (table[1:] + table[:-1]) / 2
+    x = np.concatenate([edges, np.nextafter(edges, 2), np.linspace(-1.2, 1.2, 999)])
+    x = x.astype(np.float32)
+    np.testing.assert_array_equal(search(edges, jnp.asarray(x)), np.searchsorted(edges, x))
+
+
+def test_nothing_of_the_parameters_size_is_worked_out_at_compile_time():
+    """Positions that do not depend on x are looked up by XLA while it compiles."""
+    edges = jnp.asarray((SIGNED[1:] + SIGNED[:-1]) / 2)
+
+    def constant_gathers(fn):
+        jaxpr = jax.make_jaxpr(fn)(jnp.zeros((8,))).jaxpr
+        from_x = set(jaxpr.invars)
+        found = 0
+        for eqn in jaxpr.eqns:
+            read = [v for v in eqn.invars if not hasattr(v, "val")]
+            if from_x & set(read):
+                from_x |= set(eqn.outvars)
+            elif "gather" in str(eqn):
+                found += 1
+        return found
+
+    assert constant_gathers(lambda x: search(np.asarray(edges), x)) == 0
+    assert constant_gathers(lambda x: x + jnp.take(edges, jnp.zeros(8, int))) == 1
