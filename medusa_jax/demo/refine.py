@@ -28,11 +28,9 @@ import numpy as np
 
 from medusa_jax.api import load
 from medusa_jax.console import run_main, say
-from medusa_jax.demo.varied import write_varied
+from medusa_jax.demo.varied import NGRAM, write_varied
 from medusa_jax.errors import UserError
 from medusa_jax.text_stats import mean_repeated_ngram_share
-
-NGRAM = 4
 
 
 def parser() -> argparse.ArgumentParser:

@@ -20,6 +20,7 @@ from medusa_jax.decoding.step import DecodeState, Engine
 from medusa_jax.heads.drafter import Base
 from medusa_jax.tree import Tree
 
+NGRAM = 4
 # A text is judged as if it were at least so long: its first repeats say little.
 LEAST_LENGTH = 50
 
@@ -31,11 +32,11 @@ def completions(tokens_BO: jax.Array, n: jax.Array, vocab_size: int) -> jax.Arra
     """
     B, O = tokens_BO.shape
     index_O = jnp.arange(O)
-    match_BO = jnp.broadcast_to((index_O >= 3) & (index_O < n), (B, O))
-    for back in (1, 2, 3):
+    match_BO = jnp.broadcast_to((index_O >= NGRAM - 1) & (index_O < n), (B, O))
+    for back in range(1, NGRAM):
         last_B1 = lax.dynamic_slice_in_dim(tokens_BO, jnp.maximum(n - back, 0), 1, axis=1)
         match_BO &= jnp.roll(tokens_BO, back, axis=1) == last_B1
-    match_BO &= n >= 3
+    match_BO &= n >= NGRAM - 1
     found_BV = jnp.zeros((B, vocab_size), bool)
     return found_BV.at[jnp.arange(B)[:, None], tokens_BO].max(match_BO)
 
