@@ -1,29 +1,26 @@
-"""One round of the demo's training against loops; see medusa_jax/demo/refine.py, which calls it.
+"""The demo's training against loops; `medusa_jax/demo/refine.py` calls it and makes its rows.
 
-    python -m medusa_jax.demo.refine --model work/demo/native/export --work work/demo
-
-which runs, for each round,
-
-    python train.py --config=configs/demo_refine.py --workdir=work/demo/refined/round_1/train \\
-        --config.model.path=work/demo/native/export --config.data.source=...
+python -m medusa_jax.demo.refine --model work/demo/native/export --work work/demo
 """
 
-from configs.demo_native import get_config as native_config
+from configs.demo_backbone import get_config as backbone_config
 from medusa_jax.config import Config
 
 
 def get_config() -> Config:
-    """Backbone and heads together, with unlikelihood of the marked tokens."""
-    cfg = native_config()
-    cfg.model.add_layers = 0
-    cfg.data.packing = "first_fit"
-    cfg.data.seq_len = 512
-    cfg.data.eval_samples = 64
-    cfg.optim.lr = 2e-3
-    cfg.optim.warmup_steps = 5
-    cfg.optim.schedule = "cosine"
+    """The backbone alone: corpus rows as likely, its own repeats as unlikely as can be."""
+    cfg = backbone_config()
+    cfg.model.tokenizer = ""  # the one beside the model
+    cfg.data.seq_len = 328  # a prompt of up to 128 tokens and 200 new ones
+    cfg.data.eval_samples = 96
+    cfg.optim.lr = 1e-3
+    cfg.optim.weight_decay = 0.0
+    cfg.optim.warmup_steps = 20
+    cfg.optim.schedule = "wsd"
     cfg.train.unlikelihood = 1.0
-    cfg.train.steps = 80
-    cfg.train.save_every = 80
+    cfg.train.batch_size = 12
+    cfg.train.steps = 1200
+    cfg.train.log_every = 8
     cfg.train.eval_every = 80
+    cfg.train.save_every = 40
     return cfg

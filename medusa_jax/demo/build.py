@@ -5,14 +5,14 @@ Eight stages, each a documented command of its own, each skipped if its result i
     corpus      the standard library as text, a tokenizer, prompts      medusa_jax.demo.corpus
     backbone    a small Llama trained from scratch                      train.py demo_backbone
     native      three more layers, trained on together with heads        train.py demo_native
-    refined     --refine_rounds of training against its own loops       medusa_jax.demo.refine
+    refined     --refine_steps of training against its own loops        medusa_jax.demo.refine
     answers     its own continuations of training prompts               medusa_jax.distill
     heads       draft heads trained on those                            train.py demo_{drafter}
     tree        the draft tree fitted to heads and device               medusa_jax.calibrate
     install     weights, tokenizer, heads, tree, prompts into --install
 
 Training resumes by itself, so a stopped build goes on where it was. The budgets are for two CPU
-cores and an hour or two; with an accelerator, `--steps_factor 20 --refine_rounds 6` is worth it.
+cores and an hour or two; with an accelerator, `--steps_factor 20` is worth it.
 """
 
 import argparse
@@ -54,9 +54,9 @@ TINY = {
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
     "refined": [
-        "--varied=4", "--plain=2", "--max_new_tokens=24", "--train=--config.heads.rank=8",
-        "--train=--config.train.batch_size=2", "--train=--config.train.steps=2",
-        "--train=--config.data.eval_samples=2", "--train=--config.optim.warmup_steps=1",
+        "--own=1", "--renew=2", "--max_new_tokens=24", "--config.train.batch_size=2",
+        "--config.data.seq_len=160", "--config.data.eval_samples=2",
+        "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
     "answers": ["--limit=8", "--batch_size=4", "--max_new_tokens=24"],
     "heads": [
@@ -84,8 +84,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--answers", type=int, default=4096, help="prompts to continue")
     p.add_argument("--steps_factor", type=float, default=1.0,
                    help="train backbone and native stage so many times as long")  # fmt: skip
-    p.add_argument("--refine_rounds", type=int, default=0,
-                   help="rounds against loops: less repetition, a little less likelihood")  # fmt: skip
+    p.add_argument("--refine_steps", type=int, default=1200,
+                   help="steps against loops: less repetition, a little less likelihood; 0: none")  # fmt: skip
     p.add_argument(
         "--tiny", action="store_true", help="a tiny budget, to see that it works"
     )
@@ -140,16 +140,18 @@ def run(flags: argparse.Namespace) -> int:
         ],
     )  # fmt: skip
     source = native / "export"
-    if flags.refine_rounds:
+    if flags.refine_steps:
         source = work / "refined"
         stage(
             "refined",
-            source / "model.safetensors",
+            source / "export" / "model.safetensors",
             [
                 "-m", "medusa_jax.demo.refine", f"--model={native}/export", f"--work={work}",
-                f"--out={source}", f"--rounds={flags.refine_rounds}", *extra["refined"],
+                f"--out={source}", f"--config.train.steps={flags.refine_steps}",
+                *extra["refined"],
             ],
         )  # fmt: skip
+        source /= "export"
     stage(
         "answers",
         answers / "provenance.json",
@@ -252,9 +254,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
         "corpus": json.loads((work / "corpus.json").read_text()),
         "backbone": last_record(work / "backbone"),
         "native": last_record(work / "native"),
-        "refined": [
-            last_record(round / "train") for round in sorted(source.glob("round_*"))
-        ],
+        "refined": last_record(refined) if (refined := work / "refined").exists() else {},
         "answers": json.loads((work / "answers" / "provenance.json").read_text()),
         "heads": {drafter: last_record(work / drafter) for drafter in drafters},
     }

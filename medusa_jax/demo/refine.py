@@ -1,57 +1,62 @@
 """`python -m medusa_jax.demo.refine`: teach the demo's backbone not to run in circles.
 
-Small language models fall into loops when they are decoded greedily. Each round here writes
-continuations of training prompts with the model as it is now, of two kinds,
+Small language models fall into loops when they are decoded greedily. Here the model continues
+training prompts greedily, and wherever a text repeats itself too much, each token that completes
+a 4-gram which that text has held before is marked. A step then lowers
 
-    plain      greedy: what its text is. Every token that completes a 4-gram which the sample has
-               held before is marked
-    varied     greedy, but what would repeat too much gives way to the likeliest token that does
-               not (`varied.py`): what its text should be
+    sum of -log p over text of the corpus  +  sum of -log(1 - p) over marked tokens
 
-and trains backbone and heads together (configs/demo_refine.py) on both, mixed with the corpus:
-unlikelihood -log(1 - p) on the marked tokens (Welleck et al. 2020, section 5.2), likelihood
-elsewhere. The next round starts from the model that the last one made, so that the loops are
-always its own.
+divided by the number of both: likelihood and unlikelihood (Welleck et al. 2020, section 5.2).
+What else the model wrote is only context: likelihood of its own greedy choices would make it
+surer of its loops. New text is written every few steps, so that the loops are always its own.
+
+It is a training run like others (checkpoints, resuming, log); only the rows are made on the way:
+
+    python -m medusa_jax.demo.refine --model work/demo/native/export --work work/demo \\
+        --out work/demo/refined --config.train.steps=1000
 """
 
 import argparse
 import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from medusa_jax.api import load
-from medusa_jax.console import run_main, say
-from medusa_jax.demo.varied import NGRAM, write_varied
+from medusa_jax.api import Options, load
+from medusa_jax.cli.train import parse
+from medusa_jax.config import Config
+from medusa_jax.console import run_main, say, use_compilation_cache
 from medusa_jax.errors import UserError
-from medusa_jax.text_stats import mean_repeated_ngram_share
+from medusa_jax.model.llama import prepare
+from medusa_jax.text_stats import repeated_ngram_share
+from medusa_jax.training.trainer import train
+from medusa_jax.tree import Tree
+
+NGRAM = 4
+CONFIG = "configs/demo_refine.py"
 
 
 def parser() -> argparse.ArgumentParser:
-    """All flags."""
+    """All flags but those of the training run, which are `--config.field=value`."""
     p = argparse.ArgumentParser(
         prog="python -m medusa_jax.demo.refine",
-        description="Rounds of writing, marking repeats, and training against them.",
+        description="Train a small backbone against its own greedy loops.",
+        epilog="Fields of the training run (configs/demo_refine.py) are set as in train.py, "
+        "e.g. --config.train.steps=100.",
     )
     p.add_argument("--model", required=True, help="directory of the backbone")
     p.add_argument("--work", default="work/demo", help="folder of the corpus")
-    p.add_argument("--out", default="work/demo/refined", help="folder of the rounds")
-    p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--plain", type=int, default=512, help="plain continuations a round")
-    p.add_argument("--varied", type=int, default=0, help="varied continuations a round")
-    p.add_argument("--allowed", type=float, default=0.12,
-                   help="share of repeated 4-grams in varied text")  # fmt: skip
+    p.add_argument("--out", default="work/demo/refined", help="folder of the run")
+    p.add_argument("--own", type=int, default=8,
+                   help="rows of each batch that hold the model's own text; the others are corpus")  # fmt: skip
+    p.add_argument("--renew", type=int, default=8, help="steps between writings")
     p.add_argument("--max_new_tokens", type=int, default=200)
-    p.add_argument("--corpus_share", type=float, default=0.5,
-                   help="share of the training tokens that comes from the corpus")  # fmt: skip
-    p.add_argument("--train", action="append", default=[],
-                   help="further flags for train.py, such as --config.train.steps=50")  # fmt: skip
+    p.add_argument("--allowed", type=float, default=0.12,
+                   help="share of repeated 4-grams that a text may hold unmarked (that of code)")  # fmt: skip
     return p
 
 
@@ -70,109 +75,136 @@ def completes_repeat(tokens: np.ndarray, n: int = NGRAM) -> np.ndarray:
     return repeat
 
 
-def marked_samples(
-    samples: Sequence[dict[str, Any]],
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(tokens, counted) of each sample: prompt 0, its own new text 1, repeats in it -1."""
-    out = []
-    for sample in samples:
-        prompt, new = sample["prompt_ids"], sample["token_ids"]
-        tokens = np.array(prompt + new, np.int32)
-        counted = np.where(completes_repeat(tokens), -1, 1).astype(np.int8)
-        counted[: len(prompt)] = 0
-        out.append((tokens, counted))
+def marked_row(
+    prompt: Sequence[int], text: Sequence[int], allowed: float, seq_len: int
+) -> dict[str, np.ndarray]:
+    """A row of a batch: the prompt and what the model wrote, repeats in it -1, else 0 (context).
+
+    A text with a share of repeats up to `allowed` has no marks.
+    """
+    counted = np.zeros(len(prompt) + len(text), np.int8)
+    if repeated_ngram_share(text, NGRAM) > allowed:
+        counted[len(prompt) :] = -completes_repeat(np.asarray(text)).astype(np.int8)
+    return row(np.concatenate([prompt, text]), counted, seq_len)
+
+
+def row(tokens: np.ndarray, counted: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
+    """One text, padded to seq_len (segment 0)."""
+    n = min(len(tokens), seq_len)
+    out = {
+        name: np.zeros(seq_len, np.int32) for name in ("tokens", "positions", "segment_ids")
+    }
+    out |= {"counted": np.zeros(seq_len, np.int8)}
+    out["tokens"][:n], out["counted"][:n] = tokens[:n], counted[:n]
+    out["positions"][:n], out["segment_ids"][:n] = np.arange(n), 1
     return out
 
 
-def write_mixture(
-    samples: list[tuple[np.ndarray, np.ndarray]],
-    corpus: Path,
-    share: float,
-    seq_len: int,
-    seed: int,
-    out: Path,
-) -> None:
-    """A token directory of the samples and as many corpus excerpts as make up `share`."""
-    tokens = np.load(corpus / "tokens.npy", mmap_mode="r")
-    own = sum(len(t) for t, _ in samples)
-    n = round(own * share / (1 - share) / seq_len)
-    rng = np.random.default_rng(seed)
-    pieces = list(samples)
-    for begin in rng.integers(0, max(len(tokens) - seq_len, 1), n):
-        text = np.asarray(tokens[begin : begin + seq_len], np.int32)
-        pieces.append((text, np.ones(len(text), np.int8)))
-    lengths = [len(t) for t, _ in pieces]
-    out.mkdir(parents=True, exist_ok=True)
-    np.save(out / "tokens.npy", np.concatenate([t for t, _ in pieces]))
-    np.save(out / "counted.npy", np.concatenate([c for _, c in pieces]))
-    np.save(out / "doc_starts.npy", np.cumsum([0, *lengths[:-1]]).astype(np.int64))
+class OwnText:
+    """The batches of the run: `own` rows of what the model writes, the others from the corpus.
+
+    Attributes:
+      rows: number of prompts.
+      shares: of each writing, the mean share of repeated 4-grams.
+    """
+
+    def __init__(self, flags: argparse.Namespace, cfg: Config):
+        self.flags, self.cfg = flags, cfg
+        self.model = load(flags.model, "none")
+        work = Path(flags.work)
+        seeds = (work / "answer_seeds.jsonl").read_text().splitlines()
+        self.prompts = [json.loads(line)["prompt_ids"] for line in seeds]
+        self.order = np.random.default_rng(cfg.train.seed).permutation(len(seeds))
+        self.corpus = np.load(work / "train" / "tokens.npy", mmap_mode="r")
+        self.rows = len(seeds)
+        self.shares: list[float] = []
+        self.written: list[dict[str, np.ndarray]] = []
+        self.fuse = jax.jit(
+            lambda params: prepare(params, self.model.config, self.model.dtype)
+        )
+
+    def before_step(self, n: int, params: Any) -> None:
+        """Write new text with the model as it is, every `renew` steps (and on resuming)."""
+        late = (n - 1) % self.flags.renew
+        if late and self.written:
+            return
+        if late:
+            raise UserError(
+                f"the checkpoint is from step {n - 1}, between two writings; "
+                f"--renew must divide train.save_every"
+            )
+        self.model.variables["base"] = self.fuse(params["backbone"])
+        size = self.flags.renew * self.flags.own
+        first = (n - 1) // self.flags.renew * size
+        prompts = [
+            self.prompts[self.order[i % self.rows]] for i in range(first, first + size)
+        ]
+        options = Options(max_new_tokens=self.flags.max_new_tokens)
+        texts = [
+            list(result.token_ids)
+            for at in range(0, size, 64)
+            for result in self.model.generate(
+                prompts[at : at + 64], options, tree=Tree.none()
+            )
+        ]
+        self.written = [
+            marked_row(prompt, text, self.flags.allowed, self.cfg.data.seq_len)
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        self.shares.append(float(np.mean([repeated_ngram_share(t, NGRAM) for t in texts])))
+        say(f"before step {n}: {self.shares[-1]:.3f} of the 4-grams of new text repeat")
+
+    def batch(self, first: int, n: int) -> dict[str, np.ndarray]:
+        """The rows of step first / n: its part of the writing, and excerpts of the corpus."""
+        step = first // n
+        at = step % self.flags.renew * self.flags.own
+        rows = self.written[at : at + self.flags.own]
+        rng = np.random.default_rng((self.cfg.train.seed, step))
+        length = self.cfg.data.seq_len
+        starts = rng.integers(0, max(len(self.corpus) - length, 1), n - len(rows))
+        for begin in starts:
+            text = np.asarray(self.corpus[begin : begin + length], np.int32)
+            rows = [*rows, row(text, np.ones(len(text), np.int8), length)]
+        return {name: np.stack([r[name] for r in rows]) for name in rows[0]}
 
 
-def call(command: Sequence[str]) -> None:
-    """Run a command of this project; its failure is ours."""
-    say(" ".join(command))
-    if code := subprocess.run([sys.executable, *command]).returncode:
-        raise UserError(f"that failed (exit status {code})")
-
-
-def run(flags: argparse.Namespace) -> int:
-    """All rounds; finished ones are skipped."""
-    if not 0 <= flags.corpus_share < 1:
-        raise UserError(f"--corpus_share is from 0 to below 1, not {flags.corpus_share}")
-    work, model = Path(flags.work), Path(flags.model)
-    seeds = (work / "answer_seeds.jsonl").read_text().splitlines()
-    for number in range(1, flags.rounds + 1):
-        folder = Path(flags.out) / f"round_{number}"
-        export = folder / "train" / "export"
-        if not (export / "model.safetensors").exists():
-            one_round(flags, number, folder, seeds, model)
-        model = export
-    shutil.copytree(model, flags.out, dirs_exist_ok=True)
-    say(f"the refined model is in {flags.out}")
+def run(flags: argparse.Namespace, fields: Sequence[str]) -> int:
+    """The training run; the refined model lies in `out`/export."""
+    for name in fields:
+        if not name.startswith("--config."):
+            raise UserError(f"unknown flag {name}; see --help")
+    cfg = parse(
+        [
+            f"--config={CONFIG}", f"--workdir={flags.out}",
+            f"--config.model.path={flags.model}", f"--config.data.source={flags.work}/train",
+            f"--config.data.eval_source={flags.work}/heldout", *fields,
+        ]
+    )  # fmt: skip
+    if not 1 <= flags.own < cfg.train.batch_size:
+        raise UserError(
+            f"--own must leave rows for the corpus: 1 to {cfg.train.batch_size - 1} of the "
+            f"{cfg.train.batch_size} of a batch, not {flags.own}"
+        )
+    if flags.renew < 1 or cfg.train.save_every % flags.renew:
+        raise UserError(
+            f"--renew {flags.renew} does not divide train.save_every {cfg.train.save_every}"
+        )
+    use_compilation_cache()
+    own = OwnText(flags, cfg)
+    longest = max(map(len, own.prompts)) + flags.max_new_tokens
+    if longest > cfg.data.seq_len:
+        raise UserError(
+            f"prompts and --max_new_tokens take up to {longest} tokens, data.seq_len is "
+            f"{cfg.data.seq_len}"
+        )
+    train(cfg, own)
     return 0
-
-
-def one_round(
-    flags: argparse.Namespace, number: int, folder: Path, seeds: list[str], model: Path
-) -> None:
-    """Write, mark, train."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # No prompt serves twice before all have.
-    order = np.random.default_rng(0).permutation(len(seeds))
-    n = flags.varied + flags.plain
-    chosen = [order[i % len(order)] for i in range((number - 1) * n, number * n)]
-    prompts = [json.loads(seeds[i])["prompt_ids"] for i in chosen]
-    loaded = load(str(model), "none")
-    write = partial(write_varied, loaded, n_new=flags.max_new_tokens)
-    plain = write(prompts[: flags.plain], allowed=1.0)
-    varied = write(prompts[flags.plain :], allowed=flags.allowed)
-    new = sum(len(v["token_ids"]) for v in varied)
-    share = mean_repeated_ngram_share([p["token_ids"] for p in plain], NGRAM)
-    say(
-        f"round {number}: {share:.3f} of the 4-grams of plain text repeat; varied text takes "
-        f"another token in {sum(v['swapped'] for v in varied) / max(new, 1):.1%} of its places"
-    )
-    samples = marked_samples(plain) + [
-        (tokens, np.abs(counted)) for tokens, counted in marked_samples(varied)
-    ]
-    data = folder / "data"
-    write_mixture(
-        samples, Path(flags.work) / "train", flags.corpus_share, 512, number, data
-    )
-    heads = model / "heads"  # of a native run; without them fresh ones start in round 1
-    call([
-        "train.py", "--config=configs/demo_refine.py", f"--workdir={folder}/train",
-        f"--config.model.path={model}",
-        *([f"--config.train.heads_path={heads}"] if heads.exists() else []),
-        f"--config.data.source={data}", f"--config.data.eval_source={flags.work}/heldout",
-        *flags.train,
-    ])  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    flags = parser().parse_args(argv)
-    return run_main(lambda: run(flags))
+    flags, fields = parser().parse_known_args(argv)
+    return run_main(lambda: run(flags, fields))
 
 
 if __name__ == "__main__":

@@ -32,14 +32,12 @@ class Base:
     """The backbone with its parameters.
 
     Drafters use its embedding and its LM head; the passes over text are for the decode loop and
-    the calibrator. In training it may carry low-rank adapters (`model/lora.py`) and the key of
-    their dropout.
+    the calibrator. In training it may carry low-rank adapters (`model/lora.py`).
     """
 
     llama: Llama = dataclasses.field(metadata={"static": True})
     params: Params
     lora: Params | None = None
-    dropout_key: jax.Array | None = None
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids [...] -> embeddings [..., D]."""
@@ -70,8 +68,7 @@ class Base:
         variables = {"params": self.params}
         if self.lora is not None:
             variables["lora"] = self.lora
-        rngs = None if self.dropout_key is None else {"dropout": self.dropout_key}
-        return self.llama.apply(variables, *args, method=method, rngs=rngs)
+        return self.llama.apply(variables, *args, method=method)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.lora import Adapter
 from medusa_jax.model.product import at_least_f32
+from medusa_jax.model.remat import rematerialised
 from medusa_jax.model.rope import rope_tables
 
 Params = dict[str, Any]
@@ -93,8 +94,7 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embed(
             c.vocab_size, c.d_model, dtype=self.dtype, embedding_init=init
         )
-        block = nn.remat(Block) if self.remat else Block
-        self.layers = [block(c, self.dtype, self.shards) for _ in range(c.n_layers)]
+        self.layers = [Block(c, self.dtype, self.shards) for _ in range(c.n_layers)]
         self.norm = RMSNorm(c.rms_eps, self.dtype)
         if not c.tie_embeddings:
             self.head = Linear(c.vocab_size, False, self.dtype, name="lm_head")
@@ -188,10 +188,28 @@ class Llama(nn.Module):
         layers = []
         for i, block in enumerate(self.layers):
             mask = windowed_BTS if i >= c.sliding_window_start_layer else mask_BTS
+            if self.remat and not self.is_initializing():
+                x_BTD = self._run_again(block, x_BTD, rope, mask)
+                continue
             layer_cache = cache.layers[i] if cache is not None else None
             x_BTD, layer_cache = block(x_BTD, rope, mask, layer_cache, start_B)
             layers.append(layer_cache)
         return self.norm(x_BTD), layers
+
+    def _run_again(
+        self,
+        block: Block,
+        x_BTD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        mask_BTS: jax.Array,
+    ) -> jax.Array:
+        """The block, its activations recomputed in the backward pass."""
+        unbound, variables = block.unbind()
+
+        def run(variables: Params, *args: Any) -> jax.Array:
+            return unbound.apply(variables, *args)[0]
+
+        return rematerialised(run)(variables, x_BTD, rope, mask_BTS)
 
 
 def init_params(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.config import LlamaConfig, LoraConfig
-from medusa_jax.model.dropout import dropout
+from medusa_jax.model.dropout import dropout_by_seed
 from medusa_jax.model.product import product
 
 Params = dict[str, Any]
@@ -26,16 +26,17 @@ Params = dict[str, Any]
 def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:
     """y + (dropout(x) A) B of the module's own adapter, float32 or wider; y without one.
 
-    Reads a, b and keep (1 - dropout rate) from the collection "lora". Dropout needs the random
-    stream "dropout".
+    Reads a, b and keep (1 - dropout rate) from the collection "lora", and drops where that holds
+    a seed as well.
     """
     if not module.has_variable("lora", "a"):
         return y
     stored: list[Any] = [module.get_variable("lora", name) for name in ("a", "b", "keep")]
     a, b, keep = stored
     dtype = x.dtype
-    if module.has_rng("dropout"):
-        x = dropout(x, 1 - keep, module.make_rng("dropout"))
+    if module.has_variable("lora", "seed"):
+        seed_2: Any = module.get_variable("lora", "seed")
+        x = dropout_by_seed(x, 1 - keep, seed_2)
     return y + product(product(x, a.astype(dtype)).astype(dtype), b.astype(dtype))
 
 
@@ -93,6 +94,18 @@ def scaled(lora: Params, cfg: LoraConfig) -> Params:
         return {"a": room["a"], "b": b, "keep": jnp.asarray(1.0 - cfg.dropout)}
 
     return walk(lora)
+
+
+def with_dropout(lora: Params, key: jax.Array) -> Params:
+    """The scaled collection with a seed for every adapter.
+
+    All from one call: a key folded for each layer is a program of its own for each layer.
+    """
+    leaves, treedef = jax.tree.flatten(lora, is_leaf=lambda room: "a" in room)
+    seeds = jax.random.bits(key, (len(leaves), 2), jnp.uint32)
+    return treedef.unflatten([
+        room | {"seed": seed} for room, seed in zip(leaves, seeds, strict=True)
+    ])  # fmt: skip
 
 
 def merge(

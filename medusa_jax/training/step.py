@@ -22,6 +22,7 @@ from medusa_jax.console import announced
 from medusa_jax.heads import Base, Drafter, make_drafter
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.model.remat import after
 from medusa_jax.sharding import param_shardings, replicated
 from medusa_jax.training import estimate, losses
 from medusa_jax.training.partition import heads_weight, keep_if, trained_groups
@@ -82,9 +83,10 @@ def make_stage(cfg: Config, steps: int) -> Stage:
         return params | {"lora": lora.scaled(params["lora"], cfg.lora)}
 
     def base_of(groups: Tree, key: jax.Array | None = None) -> Base:
-        key = key if cfg.lora.dropout else None
         adapters = groups.get("lora")
-        return Base(llama, groups["backbone"], adapters, None if adapters is None else key)
+        if adapters is not None and key is not None and cfg.lora.dropout:
+            adapters = lora.with_dropout(adapters, key)
+        return Base(llama, groups["backbone"], adapters)
 
     def original(frozen: Tree) -> Base | None:
         """The teacher: the backbone as it was, adapters and dropout off."""
@@ -218,7 +220,9 @@ def make_step(
             ((loss, sums), grads), _ = jax.lax.scan(body, zeros, (batch, jnp.arange(A)))
         norm = optax.tree.norm(grads)
         ok = jnp.isfinite(loss) & jnp.isfinite(norm)
-        updates, opt = optimizer.update(grads, state.opt, state.params)
+        # Or the moments of all parameters are unpacked before the first gradient is there.
+        before = after(state.opt, norm)
+        updates, opt = optimizer.update(grads, before, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = summary(stage, sums, counts) | {
             "objective": loss,

@@ -15,7 +15,7 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
         "-m",
         "medusa_jax.demo.build",
         "--tiny",
-        "--refine_rounds=1",
+        "--refine_steps=3",
         f"--work={work}",
         f"--install={target}",
     ]

@@ -1,10 +1,16 @@
-"""Marking repeats, and mixing what the model wrote with the corpus."""
+"""Training against loops: the marks, the batches, resuming, bad flags."""
+
+import json
+import shutil
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medusa_jax.demo.refine import completes_repeat, marked_samples, write_mixture
+from medusa_jax.demo import refine
+from medusa_jax.demo.refine import completes_repeat, marked_row
+from medusa_jax.text_stats import repeated_ngram_share
 
 
 def test_the_docstring_example():
@@ -22,24 +28,82 @@ def test_a_token_is_marked_if_its_ngram_stands_earlier(tokens, n):
         assert got[t] == (gram is not None and gram in earlier)
 
 
-def test_prompts_neither_count_nor_are_marked():
-    sample = {"prompt_ids": [1, 2, 3, 4, 1, 2, 3, 4], "token_ids": [1, 2, 9, 8]}
-    ((tokens, counted),) = marked_samples([sample])
-    assert tokens.tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 9, 8]
-    # 2 3 4 1 and 3 4 1 2 stood in the prompt: the new text repeats them.
-    assert counted.tolist() == [0] * 8 + [-1, -1, 1, 1]
+@given(st.lists(st.integers(0, 3), min_size=4, max_size=60))
+def test_marks_are_the_share(tokens):
+    assert completes_repeat(np.array(tokens)).sum() == pytest.approx(
+        repeated_ngram_share(tokens) * (len(tokens) - 3)
+    )
 
 
-def test_the_mixture_holds_the_asked_share_of_corpus(tmp_path):
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    np.save(corpus / "tokens.npy", np.arange(1000, 3000, dtype=np.uint16))
-    sample = {"prompt_ids": list(range(50)), "token_ids": list(range(50, 100))}
-    write_mixture(marked_samples([sample] * 4), corpus, 0.75, 100, 0, tmp_path / "out")
-    tokens = np.load(tmp_path / "out" / "tokens.npy")
-    counted = np.load(tmp_path / "out" / "counted.npy")
-    starts = np.load(tmp_path / "out" / "doc_starts.npy")
-    assert len(tokens) == len(counted) == 1600 and len(starts) == 16
-    assert np.mean(tokens >= 1000) == 0.75
-    assert counted.dtype == np.int8 and np.all(counted[tokens >= 1000] == 1)
-    assert np.all(np.diff(starts) == 100)
+def test_prompts_are_context_and_so_is_new_text():
+    prompt, text = [1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3, 4, 5, 1, 2, 3, 4]
+    row = marked_row(prompt, text, 0.1, 20)
+    assert row["tokens"].tolist() == [*prompt, *text, 0, 0, 0]
+    assert row["counted"].tolist() == [0] * 16 + [-1] + [0] * 3
+    assert row["segment_ids"].tolist() == [1] * 17 + [0] * 3
+    assert row["positions"].tolist() == [*range(17), 0, 0, 0]
+    # One of six 4-grams is old: allowed, if a fifth is.
+    assert not marked_row(prompt, text, 0.2, 20)["counted"].any()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Corpus, held-out text and prompts for the bundled backbone."""
+    work = tmp_path_factory.mktemp("refine")
+    tokens = np.random.default_rng(0).integers(0, 4000, 2000).astype(np.uint16)
+    for name in ("train", "heldout"):
+        (work / name).mkdir()
+        np.save(work / name / "tokens.npy", tokens)
+        np.save(work / name / "doc_starts.npy", np.array([0]))
+    lines = [json.dumps({"prompt_ids": list(range(k, k + 9))}) + "\n" for k in range(40)]
+    (work / "answer_seeds.jsonl").write_text("".join(lines))
+    return work
+
+
+def run(work, out, steps, *more):
+    return refine.main(
+        [
+            "--model=medusa_jax/demo/backbone", f"--work={work}", f"--out={out}", "--own=2",
+            "--renew=2", "--max_new_tokens=12", "--config.train.batch_size=3",
+            "--config.data.seq_len=24", "--config.train.save_every=2",
+            "--config.data.eval_samples=3", "--config.train.log_every=1",
+            "--config.optim.schedule=constant", "--config.optim.warmup_steps=1", "--config.train.loss_chunk=24",
+            f"--config.train.steps={steps}", *more,
+        ]
+    )  # fmt: skip
+
+
+def losses(out):
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [
+        (r["step"], r["loss"][0], r["unlikelihood"])
+        for r in records
+        if r["kind"] == "train"
+    ]
+
+
+def test_a_run_resumed_is_the_run(folder, tmp_path):
+    """New text is written by the model as it is: what was written before a stop comes again."""
+    assert run(folder, tmp_path / "whole", 4) == 0
+    assert run(folder, tmp_path / "cut", 2) == 0
+    shutil.rmtree(tmp_path / "cut" / "export")
+    assert run(folder, tmp_path / "cut", 4) == 0
+    whole, cut = losses(tmp_path / "whole"), losses(tmp_path / "cut")
+    assert [step for step, *_ in whole] == [1, 2, 3, 4] and cut == whole
+    # Not one and the same batch, and written anew by another model.
+    assert len({loss for _, loss, _ in whole}) == 4
+    assert (tmp_path / "cut" / "export" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--own=3",), "leave rows for the corpus"),
+        (("--renew=3",), "does not divide"),
+        (("--max_new_tokens=16",), "data.seq_len is 24"),
+        (("--steps=3",), "unknown flag --steps=3"),
+    ],
+)
+def test_bad_flags_are_one_sentence(folder, tmp_path, capsys, flags, words):
+    assert run(folder, tmp_path, 2, *flags) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""Recomputation: the same gradients in less memory, on a CPU too, which drops barriers."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planted import random_params, tiny_config
+
+from medusa_jax.config import LoraConfig
+from medusa_jax.model import lora
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.model.quantise import quantise_backbone
+from medusa_jax.model.remat import after, rematerialised
+
+
+def test_after_changes_nothing():
+    tree = {
+        "x": jnp.arange(3.0),
+        "codes": jnp.arange(3, dtype=jnp.uint8),
+        "m": jnp.eye(2) > 0,
+    }
+    got = jax.jit(after)(tree, jnp.float32(7))
+    jax.tree.map(np.testing.assert_array_equal, got, tree)
+    assert [x.dtype for x in jax.tree.leaves(got)] == [
+        x.dtype for x in jax.tree.leaves(tree)
+    ]
+
+
+def test_gradients_of_every_argument():
+    def f(p, x, codes):
+        return jnp.tanh(x @ p["w"]) * jnp.broadcast_to(codes, (4, 3)).astype(x.dtype)
+
+    args = (
+        {"w": jnp.linspace(-1, 1, 6).reshape(2, 3)},
+        jnp.ones((4, 2)),
+        jnp.arange(3)[None],
+    )
+    for n in (0, 1):
+        plain = jax.grad(lambda *a: f(*a).sum(), argnums=n)(*args)
+        again = jax.grad(lambda *a: rematerialised(f)(*a).sum(), argnums=n)(*args)
+        jax.tree.map(np.testing.assert_array_equal, plain, again)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_adapters_on_a_quantised_backbone(dropout):
+    """The recomputed pass drops the same inputs and reads the same codes."""
+    config = tiny_config(d_model=64, d_ff=64)
+    params = jax.tree.map(jnp.asarray, random_params(config, 4))
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    stored = quantise_backbone(params, "nf4")
+    cfg = LoraConfig(rank=4, alpha=8.0, dropout=dropout)
+    adapters = lora.init_lora(config, jax.random.key(0), 4)
+    adapters = jax.tree.map(lambda x: x + 0.1, adapters)
+    tokens = jnp.arange(12).reshape(2, 6)
+
+    def loss(adapters, remat):
+        given = lora.scaled(adapters, cfg)
+        if dropout:
+            given = lora.with_dropout(given, jax.random.key(1))
+        variables = {"params": stored, "lora": given}
+        hidden = Llama(config, jnp.float32, remat=remat).apply(
+            variables, tokens, tokens % 6, jnp.ones_like(tokens), method="forward"
+        )
+        return jnp.sum(hidden**3)
+
+    grad = jax.jit(jax.grad(loss), static_argnums=1)
+    plain, again = grad(adapters, False), grad(adapters, True)
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain)) > 0.1
+    close = partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
+    jax.tree.map(close, plain, again)
+
+
+def temporaries(layers, remat):
+    """Bytes that a gradient of the sum of hidden states needs beside parameters and result."""
+    config = tiny_config(n_layers=layers, d_model=64, d_ff=256)
+    params = jax.eval_shape(lambda k: init_params(config, k), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((4, 256), jnp.int32)
+
+    def loss(params, tokens):
+        llama = Llama(config, remat=remat)
+        return llama.apply(
+            {"params": params}, tokens, tokens, tokens, method="forward"
+        ).sum()
+
+    compiled = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_a_layer_more_costs_its_input_only():
+    more = {remat: temporaries(8, remat) - temporaries(4, remat) for remat in (False, True)}
+    row = 4 * 256 * 64 * 4  # [B, T, D] in float32
+    assert more[True] <= 4 * 3 * row
+    assert more[False] > 10 * more[True]

@@ -1,0 +1,86 @@
+"""Bytes for moments: the levels against their definition, nearest levels, no table look-ups."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_jax.training.dynamic_levels import magnitude, nothing, pack, unpack
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+BOTH = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+
+
+def definition(signed):
+    """Dettmers et al. 2022, section 2.1, as a table in rising order."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        parts = 2**decade if signed else 2 ** (decade + 1)
+        edges = np.linspace(0.1, 1.0, parts + 1) * 10.0 ** (decade - 6)
+        middle = (edges[1:] + edges[:-1]) / 2
+        values += [*middle, *(-middle if signed else ())]
+    assert len(values) == 256
+    return np.sort(np.array(values))
+
+
+@BOTH
+def test_the_levels_are_the_papers(signed):
+    codes = jnp.arange(256, dtype=jnp.uint8)[None, :]
+    # Blocks of 256, all of scale 1.
+    ours = np.asarray(unpack(codes, {"scale": jnp.ones((1, 1))}, signed))[0]
+    np.testing.assert_allclose(ours, definition(signed), rtol=1e-6)
+    assert float(magnitude(jnp.array(-1), signed)) == 0
+
+
+@BOTH
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**31), spread=st.floats(0, 9))
+def test_packing_is_the_nearest_level_of_the_block(signed, seed, spread):
+    rng = np.random.default_rng(seed)
+    x = 10.0 ** rng.uniform(-spread, 3, (16, 512))
+    x = (x * (rng.choice([-1, 1], x.shape) if signed else 1)).astype(np.float32)
+    # Levels and the points between them, where rounding could choose the wrong one.
+    table = definition(signed)
+    x[0, :256], x[0, 256:511] = table, (table[1:] + table[:-1]) / 2
+    codes, scale = pack(jnp.asarray(x), signed)
+    assert codes.dtype == jnp.uint8 and scale["scale"].shape == (16, 2)
+    restored = np.asarray(unpack(codes, scale, signed)).reshape(16, 2, 256)
+    blocks = x.reshape(16, 2, 256).astype(np.float64)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    unit = blocks / largest
+    off = np.abs(unit[..., None] - table).min(-1)
+    if not signed:  # never down to zero
+        smallest = (unit > 0) & (unit < table[1] / 2)
+        off = np.where(smallest, np.abs(unit - table[1]), off)
+    np.testing.assert_allclose(np.abs(restored / largest - unit), off, atol=2e-7)
+
+
+def test_a_positive_second_moment_never_becomes_zero():
+    x = jnp.full((64, 128), 1e-12).at[:, 0].set(1.0)
+    codes, scale = pack(x, signed=False)
+    assert float(unpack(codes, scale, signed=False).min()) > 0
+    zeros = pack(jnp.zeros((64, 128)), signed=False)
+    assert float(unpack(*zeros, signed=False).max()) == 0
+
+
+@BOTH
+def test_the_start_is_what_packing_zeros_gives(signed):
+    codes, scale = nothing((32, 512), signed)
+    expected, expected_scale = pack(jnp.zeros((32, 512)), signed)
+    np.testing.assert_array_equal(codes, expected)
+    np.testing.assert_array_equal(scale["scale"], expected_scale["scale"])
+    assert codes.dtype == expected.dtype
+
+
+@BOTH
+def test_no_table_is_read(signed):
+    """A gather would write an array of the parameters' size, and XLA looks up constant positions
+    while it compiles, however many there are."""
+
+    def there_and_back(x):
+        return unpack(*pack(x, signed), signed)
+
+    text = jax.jit(there_and_back).lower(jnp.zeros((64, 512))).as_text()
+    assert "multiply" in text and "gather" not in text
