@@ -9,6 +9,8 @@ a 4-gram which that text has held before is marked. A step then lowers
 divided by the number of both: likelihood and unlikelihood (Welleck et al. 2020, section 5.2).
 What else the model wrote is only context: likelihood of its own greedy choices would make it
 surer of its loops. New text is written every few steps, so that the loops are always its own.
+Once it writes well, `--learn_own --config.train.stage=native` makes it surer of the rest, and
+trains heads along with it, which are its guide to looking ahead (Medusa 2.2.2).
 
 It is a training run like others (checkpoints, resuming, log); only the rows are made on the way:
 
@@ -57,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max_new_tokens", type=int, default=200)
     p.add_argument("--allowed", type=float, default=0.12,
                    help="share of repeated 4-grams that a text may hold unmarked (that of code)")  # fmt: skip
+    p.add_argument("--learn_own", action="store_true",
+                   help="likelihood also of its own text, where it is not marked")  # fmt: skip
     return p
 
 
@@ -76,15 +80,21 @@ def completes_repeat(tokens: np.ndarray, n: int = NGRAM) -> np.ndarray:
 
 
 def marked_row(
-    prompt: Sequence[int], text: Sequence[int], allowed: float, seq_len: int
+    prompt: Sequence[int],
+    text: Sequence[int],
+    allowed: float,
+    seq_len: int,
+    learn_own: bool = False,
 ) -> dict[str, np.ndarray]:
-    """A row of a batch: the prompt and what the model wrote, repeats in it -1, else 0 (context).
+    """A row of a batch: the prompt 0 (context), repeats in what the model wrote -1, the rest of
+    it 0, or 1 with `learn_own`.
 
     A text with a share of repeats up to `allowed` has no marks.
     """
     counted = np.zeros(len(prompt) + len(text), np.int8)
+    counted[len(prompt) :] = learn_own
     if repeated_ngram_share(text, NGRAM) > allowed:
-        counted[len(prompt) :] = -completes_repeat(np.asarray(text)).astype(np.int8)
+        counted[len(prompt) :][completes_repeat(np.asarray(text))] = -1
     return row(np.concatenate([prompt, text]), counted, seq_len)
 
 
@@ -124,35 +134,48 @@ class OwnText:
         )
 
     def before_step(self, n: int, params: Any) -> None:
-        """Write new text with the model as it is, every `renew` steps (and on resuming)."""
-        late = (n - 1) % self.flags.renew
+        """Write new text with the model as it is, every `renew` steps.
+
+        It is kept in a file: a run that was stopped in between goes on with the same text.
+        """
+        number, late = divmod(n - 1, self.flags.renew)
         if late and self.written:
             return
-        if late:
-            raise UserError(
-                f"the checkpoint is from step {n - 1}, between two writings; "
-                f"--renew must divide train.save_every"
-            )
-        self.model.variables["base"] = self.fuse(params["backbone"])
         size = self.flags.renew * self.flags.own
-        first = (n - 1) // self.flags.renew * size
         prompts = [
-            self.prompts[self.order[i % self.rows]] for i in range(first, first + size)
+            self.prompts[self.order[(number * size + i) % self.rows]] for i in range(size)
         ]
-        options = Options(max_new_tokens=self.flags.max_new_tokens)
-        texts = [
-            list(result.token_ids)
-            for at in range(0, size, 64)
-            for result in self.model.generate(
-                prompts[at : at + 64], options, tree=Tree.none()
-            )
-        ]
+        file = Path(self.flags.out) / "texts" / f"{number:05d}.json"
+        if late and file.exists():
+            texts = json.loads(file.read_text())
+        else:
+            texts = self.write(prompts, params)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(texts))
         self.written = [
-            marked_row(prompt, text, self.flags.allowed, self.cfg.data.seq_len)
+            marked_row(
+                prompt,
+                text,
+                self.flags.allowed,
+                self.cfg.data.seq_len,
+                self.flags.learn_own,
+            )
             for prompt, text in zip(prompts, texts, strict=True)
         ]
         self.shares.append(float(np.mean([repeated_ngram_share(t, NGRAM) for t in texts])))
         say(f"before step {n}: {self.shares[-1]:.3f} of the 4-grams of new text repeat")
+
+    def write(self, prompts: list[list[int]], params: Any) -> list[list[int]]:
+        """Greedy continuations."""
+        self.model.variables["base"] = self.fuse(params["backbone"])
+        options = Options(max_new_tokens=self.flags.max_new_tokens)
+        return [
+            list(result.token_ids)
+            for at in range(0, len(prompts), 64)
+            for result in self.model.generate(
+                prompts[at : at + 64], options, tree=Tree.none()
+            )
+        ]
 
     def batch(self, first: int, n: int) -> dict[str, np.ndarray]:
         """The rows of step first / n: its part of the writing, and excerpts of the corpus."""
@@ -185,10 +208,8 @@ def run(flags: argparse.Namespace, fields: Sequence[str]) -> int:
             f"--own must leave rows for the corpus: 1 to {cfg.train.batch_size - 1} of the "
             f"{cfg.train.batch_size} of a batch, not {flags.own}"
         )
-    if flags.renew < 1 or cfg.train.save_every % flags.renew:
-        raise UserError(
-            f"--renew {flags.renew} does not divide train.save_every {cfg.train.save_every}"
-        )
+    if flags.renew < 1:
+        raise UserError(f"--renew is 1 or more, not {flags.renew}")
     use_compilation_cache()
     own = OwnText(flags, cfg)
     longest = max(map(len, own.prompts)) + flags.max_new_tokens

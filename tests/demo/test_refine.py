@@ -42,6 +42,8 @@ def test_prompts_are_context_and_so_is_new_text():
     assert row["counted"].tolist() == [0] * 16 + [-1] + [0] * 3
     assert row["segment_ids"].tolist() == [1] * 17 + [0] * 3
     assert row["positions"].tolist() == [*range(17), 0, 0, 0]
+    learnt = marked_row(prompt, text, 0.1, 20, learn_own=True)
+    assert learnt["counted"].tolist() == [0] * 8 + [1] * 8 + [-1] + [0] * 3
     # One of six 4-grams is old: allowed, if a fifth is.
     assert not marked_row(prompt, text, 0.2, 20)["counted"].any()
 
@@ -85,7 +87,7 @@ def losses(out):
 def test_a_run_resumed_is_the_run(folder, tmp_path):
     """New text is written by the model as it is: what was written before a stop comes again."""
     assert run(folder, tmp_path / "whole", 4) == 0
-    assert run(folder, tmp_path / "cut", 2) == 0
+    assert run(folder, tmp_path / "cut", 3) == 0  # between two writings
     shutil.rmtree(tmp_path / "cut" / "export")
     assert run(folder, tmp_path / "cut", 4) == 0
     whole, cut = losses(tmp_path / "whole"), losses(tmp_path / "cut")
@@ -99,7 +101,7 @@ def test_a_run_resumed_is_the_run(folder, tmp_path):
     ("flags", "words"),
     [
         (("--own=3",), "leave rows for the corpus"),
-        (("--renew=3",), "does not divide"),
+        (("--renew=0",), "--renew is 1 or more"),
         (("--max_new_tokens=16",), "data.seq_len is 24"),
         (("--steps=3",), "unknown flag --steps=3"),
     ],
