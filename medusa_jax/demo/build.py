@@ -54,7 +54,7 @@ TINY = {
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
     "refined": [
-        "--own=1", "--renew=2", "--max_new_tokens=24", "--config.train.batch_size=2",
+        "--own=1", "--varied=0", "--renew=2", "--max_new_tokens=24", "--config.train.batch_size=2",
         "--config.data.seq_len=160", "--config.data.eval_samples=2",
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],

@@ -1,16 +1,20 @@
 """`python -m medusa_jax.demo.refine`: teach the demo's backbone not to run in circles.
 
 Small language models fall into loops when they are decoded greedily. Here the model continues
-training prompts greedily, and wherever a text repeats itself too much, each token that completes
-a 4-gram which that text has held before is marked. A step then lowers
+training prompts in two ways, new ones every few steps, so that the loops are always its own:
 
-    sum of -log p over text of the corpus  +  sum of -log(1 - p) over marked tokens
+    plain      greedy: what its text is. Where it repeats itself too much, each token that
+               completes a 4-gram which the text has held before is marked; the rest is context
+               (likelihood of it would make the model surer of its loops)
+    varied     greedy, but what would repeat too much gives way to the likeliest token that does
+               not (`varied.py`): what its text should be
 
-divided by the number of both: likelihood and unlikelihood (Welleck et al. 2020, section 5.2).
-What else the model wrote is only context: likelihood of its own greedy choices would make it
-surer of its loops. New text is written every few steps, so that the loops are always its own.
-Once it writes well, `--learn_own --config.train.stage=native` makes it surer of the rest, and
-trains heads along with it, which are its guide to looking ahead (Medusa 2.2.2).
+A step lowers
+
+    sum of -log p over varied text and text of the corpus  +  u sum of -log(1 - p) over marks
+
+divided by the number of both, u being `train.unlikelihood`: likelihood and unlikelihood (Welleck
+et al. 2020, section 5.2).
 
 It is a training run like others (checkpoints, resuming, log); only the rows are made on the way:
 
@@ -22,23 +26,23 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from medusa_jax.api import Options, load
+from medusa_jax.api import load
 from medusa_jax.cli.train import parse
 from medusa_jax.config import Config
 from medusa_jax.console import run_main, say, use_compilation_cache
+from medusa_jax.demo.varied import NGRAM, write_varied
 from medusa_jax.errors import UserError
 from medusa_jax.model.llama import prepare
 from medusa_jax.text_stats import repeated_ngram_share
 from medusa_jax.training.trainer import train
-from medusa_jax.tree import Tree
 
-NGRAM = 4
 CONFIG = "configs/demo_refine.py"
 
 
@@ -55,12 +59,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", default="work/demo/refined", help="folder of the run")
     p.add_argument("--own", type=int, default=8,
                    help="rows of each batch that hold the model's own text; the others are corpus")  # fmt: skip
+    p.add_argument("--varied", type=int, default=4,
+                   help="those of --own whose repeats give way to other tokens, to learn from")  # fmt: skip
     p.add_argument("--renew", type=int, default=8, help="steps between writings")
     p.add_argument("--max_new_tokens", type=int, default=200)
     p.add_argument("--allowed", type=float, default=0.12,
                    help="share of repeated 4-grams that a text may hold unmarked (that of code)")  # fmt: skip
-    p.add_argument("--learn_own", action="store_true",
-                   help="likelihood also of its own text, where it is not marked")  # fmt: skip
     return p
 
 
@@ -80,21 +84,23 @@ def completes_repeat(tokens: np.ndarray, n: int = NGRAM) -> np.ndarray:
 
 
 def marked_row(
-    prompt: Sequence[int],
-    text: Sequence[int],
-    allowed: float,
-    seq_len: int,
-    learn_own: bool = False,
+    prompt: Sequence[int], text: Sequence[int], allowed: float, seq_len: int
 ) -> dict[str, np.ndarray]:
-    """A row of a batch: the prompt 0 (context), repeats in what the model wrote -1, the rest of
-    it 0, or 1 with `learn_own`.
+    """A row of a batch: prompt and plain text, repeats in the text -1, else 0 (context).
 
     A text with a share of repeats up to `allowed` has no marks.
     """
     counted = np.zeros(len(prompt) + len(text), np.int8)
-    counted[len(prompt) :] = learn_own
     if repeated_ngram_share(text, NGRAM) > allowed:
-        counted[len(prompt) :][completes_repeat(np.asarray(text))] = -1
+        counted[len(prompt) :] = -completes_repeat(np.asarray(text)).astype(np.int8)
+    return row(np.concatenate([prompt, text]), counted, seq_len)
+
+
+def learnt_row(
+    prompt: Sequence[int], text: Sequence[int], seq_len: int
+) -> dict[str, np.ndarray]:
+    """A row of a batch: the prompt 0 (context), the varied text 1."""
+    counted = np.repeat(np.array([0, 1], np.int8), [len(prompt), len(text)])
     return row(np.concatenate([prompt, text]), counted, seq_len)
 
 
@@ -110,12 +116,17 @@ def row(tokens: np.ndarray, counted: np.ndarray, seq_len: int) -> dict[str, np.n
     return out
 
 
+def changed(varied: Sequence[dict[str, Any]]) -> float:
+    """Share of the tokens of varied texts that were not the likeliest."""
+    tokens = sum(len(v["token_ids"]) for v in varied)
+    return sum(v["swapped"] for v in varied) / max(tokens, 1)
+
+
 class OwnText:
     """The batches of the run: `own` rows of what the model writes, the others from the corpus.
 
     Attributes:
       rows: number of prompts.
-      shares: of each writing, the mean share of repeated 4-grams.
     """
 
     def __init__(self, flags: argparse.Namespace, cfg: Config):
@@ -127,7 +138,6 @@ class OwnText:
         self.order = np.random.default_rng(cfg.train.seed).permutation(len(seeds))
         self.corpus = np.load(work / "train" / "tokens.npy", mmap_mode="r")
         self.rows = len(seeds)
-        self.shares: list[float] = []
         self.written: list[dict[str, np.ndarray]] = []
         self.fuse = jax.jit(
             lambda params: prepare(params, self.model.config, self.model.dtype)
@@ -141,7 +151,8 @@ class OwnText:
         number, late = divmod(n - 1, self.flags.renew)
         if late and self.written:
             return
-        size = self.flags.renew * self.flags.own
+        per_step = self.flags.own
+        size, cut = (self.flags.renew * k for k in (per_step, per_step - self.flags.varied))
         prompts = [
             self.prompts[self.order[(number * size + i) % self.rows]] for i in range(size)
         ]
@@ -149,33 +160,36 @@ class OwnText:
         if late and file.exists():
             texts = json.loads(file.read_text())
         else:
-            texts = self.write(prompts, params)
+            texts = self.write(n, prompts, cut, params)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(texts))
+        length, allowed = self.cfg.data.seq_len, self.flags.allowed
+        pairs = list(zip(prompts, texts, strict=True))
+        plain = [marked_row(*pair, allowed, length) for pair in pairs[:cut]]
+        varied = [learnt_row(*pair, length) for pair in pairs[cut:]]
+        # Every step gets its part of either.
         self.written = [
-            marked_row(
-                prompt,
-                text,
-                self.flags.allowed,
-                self.cfg.data.seq_len,
-                self.flags.learn_own,
-            )
-            for prompt, text in zip(prompts, texts, strict=True)
+            row
+            for i in range(self.flags.renew)
+            for row in plain[i :: self.flags.renew] + varied[i :: self.flags.renew]
         ]
-        self.shares.append(float(np.mean([repeated_ngram_share(t, NGRAM) for t in texts])))
-        say(f"before step {n}: {self.shares[-1]:.3f} of the 4-grams of new text repeat")
 
-    def write(self, prompts: list[list[int]], params: Any) -> list[list[int]]:
-        """Greedy continuations."""
+    def write(
+        self, n: int, prompts: list[list[int]], cut: int, params: Any
+    ) -> list[list[int]]:
+        """Continue prompts up to `cut` plainly, the others varied; says how it went."""
         self.model.variables["base"] = self.fuse(params["backbone"])
-        options = Options(max_new_tokens=self.flags.max_new_tokens)
-        return [
-            list(result.token_ids)
-            for at in range(0, len(prompts), 64)
-            for result in self.model.generate(
-                prompts[at : at + 64], options, tree=Tree.none()
-            )
-        ]
+        write = partial(write_varied, self.model, n_new=self.flags.max_new_tokens)
+        written = write(prompts[:cut], allowed=1.0)
+        written += write(prompts[cut:], allowed=self.flags.allowed)
+        texts = [w["token_ids"] for w in written]
+        shares = [repeated_ngram_share(t, NGRAM) for t in texts[:cut]]
+        said = f"{np.mean(shares):.3f} of the 4-grams of plain text repeat; " if cut else ""
+        say(
+            f"before step {n}: {said}"
+            f"varied text takes other tokens in {changed(written[cut:]):.1%} of its places"
+        )
+        return texts
 
     def batch(self, first: int, n: int) -> dict[str, np.ndarray]:
         """The rows of step first / n: its part of the writing, and excerpts of the corpus."""
@@ -208,6 +222,8 @@ def run(flags: argparse.Namespace, fields: Sequence[str]) -> int:
             f"--own must leave rows for the corpus: 1 to {cfg.train.batch_size - 1} of the "
             f"{cfg.train.batch_size} of a batch, not {flags.own}"
         )
+    if not 0 <= flags.varied <= flags.own:
+        raise UserError(f"--varied is 0 to --own {flags.own}, not {flags.varied}")
     if flags.renew < 1:
         raise UserError(f"--renew is 1 or more, not {flags.renew}")
     use_compilation_cache()

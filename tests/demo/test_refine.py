@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medusa_jax.demo import refine
-from medusa_jax.demo.refine import completes_repeat, marked_row
+from medusa_jax.demo.refine import completes_repeat, learnt_row, marked_row
 from medusa_jax.text_stats import repeated_ngram_share
 
 
@@ -42,8 +42,9 @@ def test_prompts_are_context_and_so_is_new_text():
     assert row["counted"].tolist() == [0] * 16 + [-1] + [0] * 3
     assert row["segment_ids"].tolist() == [1] * 17 + [0] * 3
     assert row["positions"].tolist() == [*range(17), 0, 0, 0]
-    learnt = marked_row(prompt, text, 0.1, 20, learn_own=True)
-    assert learnt["counted"].tolist() == [0] * 8 + [1] * 8 + [-1] + [0] * 3
+    learnt = learnt_row(prompt, text, 20)
+    assert learnt["counted"].tolist() == [0] * 8 + [1] * 9 + [0] * 3
+    assert learnt["tokens"].tolist() == row["tokens"].tolist()
     # One of six 4-grams is old: allowed, if a fifth is.
     assert not marked_row(prompt, text, 0.2, 20)["counted"].any()
 
@@ -65,7 +66,7 @@ def folder(tmp_path_factory):
 def run(work, out, steps, *more):
     return refine.main(
         [
-            "--model=medusa_jax/demo/backbone", f"--work={work}", f"--out={out}", "--own=2",
+            "--model=medusa_jax/demo/backbone", f"--work={work}", f"--out={out}", "--own=2", "--varied=1",
             "--renew=2", "--max_new_tokens=12", "--config.train.batch_size=3",
             "--config.data.seq_len=24", "--config.train.save_every=2",
             "--config.data.eval_samples=3", "--config.train.log_every=1",
@@ -101,6 +102,7 @@ def test_a_run_resumed_is_the_run(folder, tmp_path):
     ("flags", "words"),
     [
         (("--own=3",), "leave rows for the corpus"),
+        (("--varied=3",), "--varied is 0 to --own 2"),
         (("--renew=0",), "--renew is 1 or more"),
         (("--max_new_tokens=16",), "data.seq_len is 24"),
         (("--steps=3",), "unknown flag --steps=3"),
