@@ -101,6 +101,7 @@ def with_dropout(lora: Params, key: jax.Array) -> Params:
 
     All from one call: a key folded for each layer is a program of its own for each layer.
     """
+    treedef: Any
     leaves, treedef = jax.tree.flatten(lora, is_leaf=lambda room: "a" in room)
     seeds = jax.random.bits(key, (len(leaves), 2), jnp.uint32)
     return treedef.unflatten([

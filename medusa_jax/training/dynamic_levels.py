@@ -67,7 +67,9 @@ def last_rank(signed: bool) -> int:
 def nearest_rank(x: jax.Array, signed: bool) -> jax.Array:
     """The rank whose level is nearest to x in [0, 1]: int32, -1 for the level 0."""
     first = 1 if signed else 2
-    decade = sum((x >= 10.0 ** (d - DECADES)).astype(jnp.int32) for d in range(1, DECADES))
+    decade = jnp.zeros(x.shape, jnp.int32)
+    for d in range(1, DECADES):
+        decade += x >= 10.0 ** (d - DECADES)
     parts = jnp.exp2((decade + (first - 1)).astype(jnp.float32))
     part = jnp.floor((x / decade_end(decade) - 0.1) * (parts / 0.9))
     rank = (parts + lax.clamp(0.0, part, parts - 1)).astype(jnp.int32) - first
