@@ -54,7 +54,7 @@ TINY = {
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
     "refined": [
-        "--own=1", "--varied=0", "--renew=2", "--max_new_tokens=24", "--config.train.batch_size=2",
+        "--config.heads.rank=8", "--own=1", "--varied=0", "--renew=2", "--max_new_tokens=24", "--config.train.batch_size=2",
         "--config.data.seq_len=160", "--config.data.eval_samples=2",
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--answers", type=int, default=4096, help="prompts to continue")
     p.add_argument("--steps_factor", type=float, default=1.0,
                    help="train backbone and native stage so many times as long")  # fmt: skip
-    p.add_argument("--refine_steps", type=int, default=1200,
+    p.add_argument("--refine_steps", type=int, default=600,
                    help="steps against loops: less repetition, a little less likelihood; 0: none")  # fmt: skip
     p.add_argument(
         "--tiny", action="store_true", help="a tiny budget, to see that it works"

@@ -19,7 +19,7 @@ et al. 2020, section 5.2).
 It is a training run like others (checkpoints, resuming, log); only the rows are made on the way:
 
     python -m medusa_jax.demo.refine --model work/demo/native/export --work work/demo \\
-        --out work/demo/refined --config.train.steps=1000
+        --out work/demo/refined
 """
 
 import argparse
