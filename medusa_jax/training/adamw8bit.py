@@ -4,16 +4,19 @@ How a moment becomes bytes is in `dynamic_levels.py`. Moments become float32 for
 their own leaf only.
 """
 
+import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from medusa_jax.training.dynamic_levels import nothing, pack, unpack
 
-# Leaves up to this size are updated together with those of the same shape.
-MERGED = 1 << 22
+# Leaves up to this size are updated together with those of the same shape, larger ones in parts.
+PART = 1 << 22
 
 
 class Adam8bitState(NamedTuple):
@@ -46,6 +49,43 @@ def stacked(f: Any, together: list[bool], *columns: list[Any]) -> list[Any]:
         for place, i in enumerate(members):
             out[i] = jax.tree.map(lambda x, place=place: x[place], results)
     return out
+
+
+def in_parts(f: Any, *row: Any) -> Any:
+    """f(*row), large arrays one part of their rows after the other: [R, ...] -> [R, ...].
+
+    Moments then never lie there in float32 as a whole. Part i takes every P-th row from the
+    i-th on, so that each part is spread over devices as the whole is.
+    """
+    shape = jax.tree.leaves(row)[0].shape
+    P = 1
+    while math.prod(shape) > P * PART and len(shape) > 1 and shape[0] % (2 * P) == 0:
+        P *= 2
+    if P == 1:
+        return f(*row)
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0] // P, P, *x.shape[1:])
+
+    def join(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[2:])
+
+    rows = jax.tree.map(split, row)
+
+    def part(i: Any) -> Any:
+        return f(*jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 1, False), rows))
+
+    def body(i: Any, out: Any) -> Any:
+        # Written in place: stacked results would have to be transposed, another whole copy.
+        return jax.tree.map(
+            lambda whole, x: lax.dynamic_update_index_in_dim(whole, x, i, 1), out, part(i)
+        )
+
+    empty = jax.tree.map(
+        lambda x: jnp.zeros((x.shape[0], P, *x.shape[1:]), x.dtype),
+        jax.eval_shape(part, 0),
+    )
+    return jax.tree.map(join, lax.fori_loop(0, P, body, empty))
 
 
 def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
@@ -81,7 +121,9 @@ def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransfo
                 (m, m_scale), (v, v_scale) = pack(m, signed=True), pack(v, signed=False)
             return step, m, v, m_scale, v_scale
 
-        done = stacked(one, [x.size <= MERGED for x in leaves], leaves, *stored)
+        done = stacked(
+            partial(in_parts, one), [x.size <= PART for x in leaves], leaves, *stored
+        )
         steps, *rest = (treedef.unflatten([row[i] for row in done]) for i in range(5))
         return steps, Adam8bitState(count, *rest)
 

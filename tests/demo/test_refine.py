@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medusa_jax.demo import refine
-from medusa_jax.demo.refine import completes_repeat, learnt_row, marked_row
+from medusa_jax.demo.refine import (
+    completes_repeat,
+    learnt_row,
+    marked_row,
+    stock_phrases,
+)
 from medusa_jax.text_stats import repeated_ngram_share
 
 
@@ -42,6 +47,12 @@ def test_prompts_are_context_and_so_is_new_text():
     assert row["counted"].tolist() == [0] * 16 + [-1] + [0] * 3
     assert row["segment_ids"].tolist() == [1] * 17 + [0] * 3
     assert row["positions"].tolist() == [*range(17), 0, 0, 0]
+    # 2 3 4 5 stands in other texts: so does 5 after 2 3 4.
+    stock = stock_phrases([text, [2, 3, 4, 5], [2, 3, 4, 5, 6]], 2)
+    assert stock == {(2, 3, 4, 5)}
+    assert marked_row(prompt, text, 0.1, 20, stock)["counted"].tolist() == (
+        [0] * 12 + [-1, 0, 0, 0, -1] + [0] * 3
+    )
     learnt = learnt_row(prompt, text, 20)
     assert learnt["counted"].tolist() == [0] * 8 + [1] * 9 + [0] * 3
     assert learnt["tokens"].tolist() == row["tokens"].tolist()
