@@ -1,6 +1,6 @@
 """Medusa heads for the demo: 5 heads of one residual block, low-rank LM heads.
 
-    python -m medusa_jax.distill --model work/demo/refined/export \\
+    python -m medusa_jax.distill --model work/demo/native/export \\
         --prompts work/demo/answer_seeds.jsonl --out work/demo/answers --temperature 0
     python train.py --config=configs/demo_medusa.py --workdir=work/demo/medusa
 
@@ -21,7 +21,7 @@ from medusa_jax.config import (
 def get_config() -> Config:
     """Medusa-1 (frozen backbone) on the demo corpus."""
     return Config(
-        model=ModelConfig(path="work/demo/refined/export"),
+        model=ModelConfig(path="work/demo/native/export"),
         heads=HeadsConfig(
             drafter="medusa", n_heads=5, n_layers=1, lm_head="low_rank", rank=64
         ),

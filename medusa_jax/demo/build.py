@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--answers", type=int, default=4096, help="prompts to continue")
     p.add_argument("--steps_factor", type=float, default=1.0,
                    help="train backbone and native stage so many times as long")  # fmt: skip
-    p.add_argument("--refine_steps", type=int, default=600,
+    p.add_argument("--refine_steps", type=int, default=0,
                    help="steps against loops: less repetition, a little less likelihood; 0: none")  # fmt: skip
     p.add_argument(
         "--tiny", action="store_true", help="a tiny budget, to see that it works"
