@@ -2,6 +2,11 @@
 
     python -m medusa_jax.demo.refine --model work/demo/native/export --work work/demo
 
+Or, on rows that were marked elsewhere (a token directory with -1 in its counted.npy),
+
+    python train.py --config=configs/demo_refine.py --workdir=work/demo/refined \\
+        --config.model.path=work/demo/native/export --config.data.source=path/to/rows
+
 Heads train beside the backbone, as in demo_native.py, so that it goes on looking ahead while its
 text changes. The heads that ship are fitted afterwards, on the frozen result.
 """
