@@ -16,7 +16,7 @@ from medusa_jax.config import Config
 
 
 def get_config() -> Config:
-    """Varied text and the corpus as likely, repeats in plain text as unlikely as can be."""
+    """The corpus as likely, repeats in the model's own text as unlikely as can be."""
     cfg = native_config()
     cfg.model.add_layers = 0
     cfg.data.seq_len = 328  # a prompt of up to 128 tokens and 200 new ones

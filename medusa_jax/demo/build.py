@@ -54,8 +54,8 @@ TINY = {
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
     "refined": [
-        "--config.heads.rank=8", "--own=1", "--varied=0", "--renew=2", "--max_new_tokens=24", "--config.train.batch_size=2",
-        "--config.data.seq_len=160", "--config.data.eval_samples=2",
+        "--own=1", "--renew=2", "--max_new_tokens=24", "--config.heads.rank=8",
+        "--config.train.batch_size=2", "--config.data.seq_len=160", "--config.data.eval_samples=2",
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
     "answers": ["--limit=8", "--batch_size=4", "--max_new_tokens=24"],
@@ -254,7 +254,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
         "corpus": json.loads((work / "corpus.json").read_text()),
         "backbone": last_record(work / "backbone"),
         "native": last_record(work / "native"),
-        "refined": last_record(refined) if (refined := work / "refined").exists() else {},
+        "refined": last_record(source.parent) if source.parent != work / "native" else {},
         "answers": json.loads((work / "answers" / "provenance.json").read_text()),
         "heads": {drafter: last_record(work / drafter) for drafter in drafters},
     }

@@ -45,6 +45,7 @@ from medusa_jax.demo.varied import NGRAM, write_varied
 from medusa_jax.errors import UserError
 from medusa_jax.model.llama import prepare
 from medusa_jax.text_stats import repeated_ngram_share, shared_ngram_share
+from medusa_jax.training.export import write_json
 from medusa_jax.training.trainer import train
 
 CONFIG = "configs/demo_refine.py"
@@ -178,28 +179,33 @@ class OwnText:
         number, late = divmod(n - 1, self.flags.renew)
         if late and self.written:
             return
-        per_step = self.flags.own
-        size, cut = (self.flags.renew * k for k in (per_step, per_step - self.flags.varied))
+        own, varied = self.flags.own, self.flags.varied
+        size, cut = (self.flags.renew * k for k in (own, own - varied))
         prompts = [
             self.prompts[self.order[(number * size + i) % self.rows]] for i in range(size)
         ]
         file = Path(self.flags.out) / "texts" / f"{number:05d}.json"
         if late and file.exists():
             texts = json.loads(file.read_text())
+            if len(texts) != size:
+                raise UserError(
+                    f"{file} holds {len(texts)} texts, not {size}: go on with the --own and "
+                    "--renew of before"
+                )
         else:
             texts = self.write(n, prompts, cut, params)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(texts))
+            write_json(str(file), texts)
         length, allowed = self.cfg.data.seq_len, self.flags.allowed
         pairs = list(zip(prompts, texts, strict=True))
         stock = stock_phrases(texts[:cut], self.flags.common)
         plain = [marked_row(*pair, allowed, length, stock) for pair in pairs[:cut]]
-        varied = [learnt_row(*pair, length) for pair in pairs[cut:]]
+        learnt = [learnt_row(*pair, length) for pair in pairs[cut:]]
         # Every step gets its part of either.
         self.written = [
             row
             for i in range(self.flags.renew)
-            for row in plain[i :: self.flags.renew] + varied[i :: self.flags.renew]
+            for row in plain[i :: self.flags.renew] + learnt[i :: self.flags.renew]
         ]
 
     def write(
@@ -257,6 +263,11 @@ def run(flags: argparse.Namespace, fields: Sequence[str]) -> int:
         raise UserError(f"--varied is 0 to --own {flags.own}, not {flags.varied}")
     if flags.renew < 1:
         raise UserError(f"--renew is 1 or more, not {flags.renew}")
+    for file in ("answer_seeds.jsonl", "train/tokens.npy"):
+        if not (Path(flags.work) / file).exists():
+            raise UserError(
+                f"there is no {flags.work}/{file}: python -m medusa_jax.demo.build makes it"
+            )
     use_compilation_cache()
     own = OwnText(flags, cfg)
     longest = max(map(len, own.prompts)) + flags.max_new_tokens

@@ -29,8 +29,8 @@ class Adam8bitState(NamedTuple):
     nu_scale: Any
 
 
-def stacked(f: Any, together: list[bool], *columns: list[Any]) -> list[Any]:
-    """[f(*row) for row in zip(*columns)], those of one shape that are `together` in one call.
+def stacked(f: Any, *columns: list[Any]) -> list[Any]:
+    """[f(*row) for row in zip(*columns)], small arrays of one shape in one call.
 
     f works entry by entry (or on blocks of the last axis); its arguments are trees of arrays.
     Hundreds of adapters are then a few programs, not hundreds, for the compiler.
@@ -38,7 +38,7 @@ def stacked(f: Any, together: list[bool], *columns: list[Any]) -> list[Any]:
     rows = list(zip(*columns, strict=True))
     groups: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
-        key = str(jax.tree.map(jnp.shape, row)) if together[i] else i
+        key = str(jax.tree.map(jnp.shape, row)) if row[0].size <= PART else i
         groups.setdefault(key, []).append(i)
     out: list[Any] = [None] * len(rows)
     for members in groups.values():
@@ -121,9 +121,7 @@ def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransfo
                 (m, m_scale), (v, v_scale) = pack(m, signed=True), pack(v, signed=False)
             return step, m, v, m_scale, v_scale
 
-        done = stacked(
-            partial(in_parts, one), [x.size <= PART for x in leaves], leaves, *stored
-        )
+        done = stacked(partial(in_parts, one), leaves, *stored)
         steps, *rest = (treedef.unflatten([row[i] for row in done]) for i in range(5))
         return steps, Adam8bitState(count, *rest)
 

@@ -114,6 +114,7 @@ def test_a_run_resumed_is_the_run(folder, tmp_path):
     [
         (("--own=3",), "leave rows for the corpus"),
         (("--varied=3",), "--varied is 0 to --own 2"),
+        (("--work=nowhere",), "nowhere"),
         (("--renew=0",), "--renew is 1 or more"),
         (("--max_new_tokens=16",), "data.seq_len is 24"),
         (("--steps=3",), "unknown flag --steps=3"),
