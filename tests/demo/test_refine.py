@@ -96,12 +96,15 @@ def losses(out):
     ]
 
 
-def test_a_run_resumed_is_the_run(folder, tmp_path):
+def test_a_run_resumed_is_the_run(folder, tmp_path, capsys):
     """New text is written by the model as it is: what was written before a stop comes again."""
     assert run(folder, tmp_path / "whole", 4) == 0
     assert run(folder, tmp_path / "cut", 3) == 0  # between two writings
     shutil.rmtree(tmp_path / "cut" / "export")
+    capsys.readouterr()
     assert run(folder, tmp_path / "cut", 4) == 0
+    # Step 4 goes on with the text that step 3 wrote.
+    assert "before step" not in capsys.readouterr().err
     whole, cut = losses(tmp_path / "whole"), losses(tmp_path / "cut")
     assert [step for step, *_ in whole] == [1, 2, 3, 4] and cut == whole
     # Not one and the same batch, and written anew by another model.
