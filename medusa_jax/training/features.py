@@ -9,16 +9,18 @@ differ in seeds, heads or loss share the files. They lie under `data.features_pa
 
     hidden_00000.npy ...    [rows of the shard, seq_len, d_model]; bfloat16 as its bits (uint16)
 
-A shard is complete or not there, so a run that was killed goes on with the next one.
+A shard is complete or not there, so a run that was killed goes on with the next one. Of several
+runs at a time that need the same files one writes them; the others wait.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -162,10 +164,30 @@ def cached(
         say(f"hidden states: {found.bytes / 2**30:.2f} GiB read from {directory}")
         return found
     os.makedirs(directory, exist_ok=True)
-    announce(found, missing)
-    compute(found, missing, mesh, cfg.train.batch_size // cfg.train.accumulation,
-            jax.jit(hidden), frozen)  # fmt: skip
+    with alone(directory):
+        missing = found.missing  # another run may have written them meanwhile
+        if missing:
+            announce(found, missing)
+            size = cfg.train.batch_size // cfg.train.accumulation
+            compute(found, missing, mesh, size, jax.jit(hidden), frozen)
     return found
+
+
+@contextlib.contextmanager
+def alone(directory: str) -> Iterator[None]:
+    """One process at a time; the lock ends with its process, however that ends."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(directory + ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"hidden states: another run is writing {directory}, waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[Any]:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import threading
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filelock import FileLock
 from training_setup import tiny_config
 
 from medusa_jax.errors import UserError
@@ -45,7 +47,8 @@ def cache(cfg, setup):
 
 def files_of(cached):
     return {name: os.stat(os.path.join(cached.directory, name)).st_mtime_ns
-            for name in sorted(os.listdir(cached.directory))}  # fmt: skip
+            for name in sorted(os.listdir(cached.directory))
+            if name.startswith("hidden_")}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
@@ -130,6 +133,28 @@ def test_a_killed_run_goes_on_with_the_missing_files(
     assert "read from" in capsys.readouterr().err
 
 
+def test_of_two_runs_one_writes_and_the_other_waits(
+    tokens, tmp_path, setup, monkeypatch, capsys
+):
+    cfg, found = config(tokens, tmp_path), []
+    expected = cache(cfg, setup)
+    directory, files = expected.directory, files_of(expected)
+    last = expected.path(expected.shards[-1])
+    os.rename(last, last + ".kept")
+    other = FileLock(directory + ".lock")
+    with other:
+        run = threading.Thread(target=lambda: found.append(cache(cfg, setup)))
+        run.start()
+        run.join(1)
+        assert run.is_alive() and not os.path.exists(last)
+        # The other run finishes the files; the one that waited computes nothing.
+        os.rename(last + ".kept", last)
+        monkeypatch.setattr(features, "compute", None)
+    run.join(60)
+    assert "another run is writing" in capsys.readouterr().err
+    assert files_of(found[0]) == files
+
+
 def test_the_size_is_announced_and_a_small_disk_refused(
     tokens, tmp_path, setup, monkeypatch, capsys
 ):
@@ -140,7 +165,7 @@ def test_the_size_is_announced_and_a_small_disk_refused(
     with pytest.raises(UserError, match=r"needs 0\.0 GiB .*use bfloat16, fewer samples"):
         cache(cfg, setup)
     assert f"{rows} rows x 16 x 16 in float32 = 0.00 GiB" in capsys.readouterr().err
-    assert not [f for _, _, names in os.walk(tmp_path) for f in names]
+    assert not list(tmp_path.rglob("*.npy"))
     cfg.data.cache_features = "bfloat16"
     assert not cache(cfg, setup).missing
 
@@ -183,7 +208,7 @@ def test_runs_of_other_seeds_share_the_files_but_not_the_order(tokens, tmp_path)
         batches.append(cached.batch(0, 8))
         hidden = jax.jit(stage.hidden)(frozen, rows.batch(0, 8))
         np.testing.assert_allclose(batches[-1]["hidden"], hidden, atol=1e-5, rtol=1e-5)
-    assert len(os.listdir(tmp_path / "shared")) == 1
+    assert len([x for x in (tmp_path / "shared").iterdir() if x.is_dir()]) == 1
     assert not np.array_equal(batches[0]["tokens"], batches[1]["tokens"])
 
 
