@@ -271,7 +271,9 @@ def run(flags: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
     for name in flags.drafters.split(","):
-        model = load(flags.model, name, dtype=flags.dtype)
+        model = load(
+            flags.model, name, dtype=flags.dtype, no_repeat_ngram=flags.no_repeat_ngram
+        )
         for spec in flags.trees.split(","):
             tree = model.parse_tree(spec.replace("x", ",") if ":" in spec else spec)
             row = bench_row(model, questions, tree, flags)

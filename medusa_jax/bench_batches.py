@@ -25,7 +25,9 @@ def run_batches(
         max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, seed=flags.seed
     )
     for name in flags.drafters.split(","):
-        model = load(flags.model, name, dtype=flags.dtype)
+        model = load(
+            flags.model, name, dtype=flags.dtype, no_repeat_ngram=flags.no_repeat_ngram
+        )
         prompts = [model.encode(prompt_of(question)) for question in questions]
         rows = batch_rows(
             model,

@@ -123,7 +123,13 @@ def calibrate(flags: argparse.Namespace) -> dict[str, Any]:
     sizes = sorted({1, *numbers(flags.sizes, "--sizes")})
     records = read_prompts(flags.prompts, flags.limit)
     prompts: list[Any] = [r.get("prompt_ids", r.get("prompt")) for r in records]
-    model = load(flags.model, flags.drafter, dtype=flags.dtype, mesh=parse_mesh(flags.mesh))
+    model = load(
+        flags.model,
+        flags.drafter,
+        dtype=flags.dtype,
+        mesh=parse_mesh(flags.mesh),
+        no_repeat_ngram=flags.no_repeat_ngram,
+    )
     texts = collect_tuples(
         model, prompts, flags.max_new_tokens, flags.temperature, flags.seed
     )

@@ -72,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
         help="default: 0.3 in the chat modes (the paper's), 0 in mode continue")  # fmt: skip
     add("--top_p", type=float, default=1.0)
     add("--seed", type=int, default=0)
+    add("--no_repeat_ngram", type=int, metavar="N",
+        help="as for decode.py: default: what the model's generation_config.json says")  # fmt: skip
     add("--max_new_tokens", type=int, default=200, help="per answer")
     add("--max_turns", type=int, default=4, help="most answers in a conversation")
     add("--batch_size", type=int, default=32)
@@ -314,6 +316,7 @@ def run(flags: argparse.Namespace) -> int:
         tree=tree,
         dtype=flags.dtype,
         mesh=parse_mesh(flags.mesh),
+        no_repeat_ngram=flags.no_repeat_ngram,
     )
     if mode != "continue":
         template_source(model.tokenizer, flags.chat_template)  # fails before any work
@@ -364,6 +367,7 @@ def settings_of(
         "max_turns": flags.max_turns if mode != "continue" else None,
         "seeds": len(seeds),
         "seeds_sha256": digest,
+        "no_repeat_ngram": model.no_repeat_ngram,
         "dtype": str(model.dtype),
         "platform": jax.default_backend(),
     }

@@ -129,7 +129,13 @@ def run(flags: argparse.Namespace) -> int:
         raise UserError("the threshold sweep needs --temperature above 0")
     use_compilation_cache()
     questions = read_questions(flags.prompts, flags.limit)
-    model = load(flags.model, flags.drafter, tree=flags.tree, dtype=flags.dtype)
+    model = load(
+        flags.model,
+        flags.drafter,
+        tree=flags.tree,
+        dtype=flags.dtype,
+        no_repeat_ngram=flags.no_repeat_ngram,
+    )
     prompts = [model.encode(prompt_of(question)) for question in questions]
     runner = Runner(model, prompts, flags)
     out = Path(flags.out)

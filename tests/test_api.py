@@ -1,6 +1,7 @@
 """The Python interface, from files to text."""
 
 import dataclasses
+import shutil
 from functools import partial
 
 import jax
@@ -216,6 +217,47 @@ def test_the_gap_is_that_between_the_two_best_scores(model, directory, temperatu
         key = row_keys(jnp.array([5], jnp.uint32), jnp.array([2]))
         noise = gumbel(key, jnp.array([[len(text)]]), config.vocab_size, jnp.float64)
         scores = scores / np.float32(temperature) + np.asarray(noise)[0, 0]
+    best = np.sort(scores)[-2:]
+    assert got == pytest.approx(best[1] - best[0], abs=1e-9)
+
+
+def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
+    """generation_config.json: no token twice; what is given to `load` goes before it."""
+    path = tmp_path / "model"
+    shutil.copytree(directory[0], path)
+    (path / "generation_config.json").write_text('{"no_repeat_ngram_size": 1}')
+
+    def load(**given):
+        return medusa_jax.load(
+            str(path), str(path / "heads"), tree=TREE, dtype="float64", **given
+        )
+
+    barred, free = load(), load(no_repeat_ngram=0)
+    assert (barred.no_repeat_ngram, free.no_repeat_ngram) == (1, 0)
+    assert load(no_repeat_ngram=3).no_repeat_ngram == 3
+    options = Options(max_new_tokens=NEW)
+    for prompt, one, without in zip(
+        PROMPTS,
+        compare(barred, PROMPTS, options, repeats=1),
+        free.generate(PROMPTS, options),
+    ):
+        tokens = one.drafted.token_ids
+        assert one.identical and tokens != without.token_ids
+        assert len({*tokens} - {*barred.encode(prompt)}) == len(tokens)
+    with pytest.raises(UserError, match="no_repeat_ngram must be 0"):
+        load(no_repeat_ngram=-1)
+
+
+def test_the_gap_leaves_barred_tokens_out(model, directory):
+    _, config, params = directory
+    text = [1, 4, 9, 12, 4]
+    scores = np.array(forward_logits(config, params, text)[-1])
+    try:
+        model.no_repeat_ngram = 1  # every token of the text is barred
+        got = score_gap(model, text, 3, Options(), request=0)
+    finally:
+        model.no_repeat_ngram = 0
+    scores[text] = -np.inf
     best = np.sort(scores)[-2:]
     assert got == pytest.approx(best[1] - best[0], abs=1e-9)
 

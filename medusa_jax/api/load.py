@@ -35,6 +35,7 @@ def load(
     mesh: Sequence[int] = (1, 1, 1),
     tokenizer: str | None = None,
     all_heads: bool = True,
+    no_repeat_ngram: int | None = None,
 ) -> Model:
     """Load a backbone and its draft heads. Without arguments: the bundled demo.
 
@@ -47,6 +48,8 @@ def load(
       mesh: devices along data, fsdp, tensor.
       tokenizer: directory or hub id, if not beside the model.
       all_heads: False reads only the heads that `tree` uses.
+      no_repeat_ngram: no n-gram of this size twice in prompt and text, 0 bars nothing; by
+        default `no_repeat_ngram_size` of the model's generation_config.json, else 0.
 
     Raises:
       UserError: anything that cannot be read or does not fit together.
@@ -100,9 +103,20 @@ def load(
         dtype=jnp.dtype(kind),
         mesh=devices,
         calibrated=calibrated,
+        no_repeat_ngram=_ngram_size(path, no_repeat_ngram),
     )
     loaded.tree = loaded.parse_tree(tree)
     return loaded
+
+
+def _ngram_size(path: str, asked: int | None) -> int:
+    """`no_repeat_ngram`, or what the model's publisher recommends."""
+    size = asked
+    if size is None:
+        size = hf.generation_config(path).get("no_repeat_ngram_size") or 0
+    if not isinstance(size, int) or size < 0:
+        raise UserError(f"no_repeat_ngram must be 0 (off) or more, not {size!r}")
+    return size
 
 
 def _heads_needed(directory: Path, tree: Tree) -> int:

@@ -42,6 +42,7 @@ def run(flags: argparse.Namespace) -> int:
         mesh=parse_mesh(flags.mesh),
         tokenizer=flags.tokenizer,
         all_heads=False,
+        no_repeat_ngram=flags.no_repeat_ngram,
     )
     if flags.chat is not None:
         model.eos_ids = tuple(

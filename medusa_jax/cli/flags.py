@@ -50,7 +50,7 @@ def add_limit(p: argparse.ArgumentParser, limit: int) -> None:
 
 
 def add_generation(p: argparse.ArgumentParser, temperature: float = 0.0) -> None:
-    """--max_new_tokens, --temperature and --seed."""
+    """--max_new_tokens, --temperature, --seed and --no_repeat_ngram."""
     p.add_argument("--max_new_tokens", type=int, default=200)
     p.add_argument(
         "--temperature",
@@ -59,6 +59,13 @@ def add_generation(p: argparse.ArgumentParser, temperature: float = 0.0) -> None
         help="0 is greedy (default: %(default)s)",
     )
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--no_repeat_ngram",
+        type=int,
+        metavar="N",
+        help="no N tokens in a row twice in prompt and text; 0 is off (default: what the "
+        "model's generation_config.json says)",
+    )
 
 
 def numbers(text: str, flag: str, kind: Callable = int) -> list:

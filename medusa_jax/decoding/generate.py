@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.decoding.accept import target_tokens
+from medusa_jax.decoding.repeats import without_repeats, written
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.step import (
     LIMIT,
@@ -89,11 +90,21 @@ def prefill(
     )
     last_B11 = (prompt_length_B - 1)[:, None, None]
     logits_B1V = base.lm_head(jnp.take_along_axis(hidden_BTD, last_B11, axis=1))
+    text_BS = None
+    if engine.no_repeat_ngram:
+        text_BS = jnp.zeros((B, text_slots(engine, slots)), prompt_BT.dtype)
+        text_BS = text_BS.at[:, :T].set(prompt_BT)
+        last_B1 = (prompt_length_B - 1)[:, None]
+        logits_B1V = without_repeats(
+            logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram
+        )
     sampled = engine.acceptance in ("sampled", "rejection")
     target_B1 = target_tokens(
         logits_B1V, (prompt_length_B - 1)[:, None], sampling if sampled else None
     )
     root_B = target_B1[:, 0]
+    if text_BS is not None:
+        text_BS = written(text_BS, target_B1, prompt_length_B)
     next_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)
     is_last_BT = position_BT == (prompt_length_B - 1)[:, None]
     next_BT = jnp.where(is_last_BT, root_B[:, None], next_BT)
@@ -119,6 +130,7 @@ def prefill(
         status_B=jnp.full((B,), RUNNING, jnp.int32),
         steps_B=zero_B,
         histogram_BL=jnp.zeros((B, engine.tree.path_length), jnp.int32),
+        text_BS=text_BS,
     )
     padded = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
     return append(engine, state, padded, zero_B + 1)
@@ -130,9 +142,20 @@ def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
 
     The state is not donated: no buffer that grows can be reused, and JAX would warn.
     """
+    text_BS = state.text_BS
+    if text_BS is not None:
+        more = text_slots(engine, slots) - text_BS.shape[1]
+        text_BS = jnp.pad(text_BS, ((0, 0), (0, more)))
     return state.replace(
-        cache=state.cache.grown(slots), drafter=engine.drafter.grow(state.drafter, slots)
+        cache=state.cache.grown(slots),
+        drafter=engine.drafter.grow(state.drafter, slots),
+        text_BS=text_BS,
     )
+
+
+def text_slots(engine: Engine, slots: int) -> int:
+    """Room for the text: what the cache holds, the root, and a whole path behind it."""
+    return slots + engine.tree.path_length
 
 
 def power_of_two(n: int, least: int) -> int:

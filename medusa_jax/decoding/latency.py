@@ -45,7 +45,14 @@ def step_seconds(
     room = model.config.max_position - len(prompt)
     n_steps = max(1, min(n_steps, (room - 1) // (depth + 1)))
     engines = [
-        Engine(model.llama, model.drafter, tree, acceptance, (), ()) for tree in trees
+        Engine(
+            model.llama,
+            model.drafter,
+            tree,
+            acceptance,
+            no_repeat_ngram=model.no_repeat_ngram,
+        )
+        for tree in trees
     ]
     request = Request(
         prompts=[list(prompt)] * batch,

@@ -91,7 +91,8 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
     rounds = 40 if x.dtype == jnp.float32 else 60
     lowest = jnp.array(-jnp.inf, x.dtype)
     top_BM1 = jnp.max(x, axis=-1, keepdims=True)
-    floor_BM1 = jnp.min(x, axis=-1, keepdims=True)
+    # Barred tokens are at minus infinity already: no bound to bisect from.
+    floor_BM1 = jnp.min(jnp.where(x > lowest, x, top_BM1), axis=-1, keepdims=True)
 
     def drop_by_rank(x: jax.Array) -> jax.Array:
         k_B11 = jnp.where(sampling.top_k_B > 0, sampling.top_k_B, x.shape[-1])[

@@ -16,6 +16,7 @@ from medusa_jax.decoding.accept import (
     target_tokens,
 )
 from medusa_jax.decoding.rejection import accept_rejection, draft_noise
+from medusa_jax.decoding.repeats import barred_logits, without_repeats, written
 from medusa_jax.decoding.sampling import Sampling, gumbel
 from medusa_jax.heads.drafter import Base, Drafter
 from medusa_jax.model.cache import KVCache
@@ -38,6 +39,7 @@ class Engine:
       acceptance: "greedy", "sampled", "rejection" (which makes the tree dense) or "typical".
       eos_ids: tokens that end a row; the token itself is kept.
       stop_sequences: token sequences that end a row once they are complete.
+      no_repeat_ngram: n-grams of this size stand in a text at most once; 0 bars nothing.
     """
 
     llama: Llama
@@ -46,6 +48,7 @@ class Engine:
     acceptance: str = "greedy"
     eos_ids: tuple[int, ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
+    no_repeat_ngram: int = 0
 
     def __post_init__(self) -> None:
         if self.acceptance == "rejection":  # siblings are successive draws, none left out
@@ -69,6 +72,8 @@ class DecodeState(struct.PyTreeNode):
       status_B: RUNNING, STOPPED (EOS or stop sequence) or LIMIT.
       steps_B: decode steps the row took part in.
       histogram_BL: steps that appended 1, 2, ..., L tokens.
+      text_BS: prompt and emitted tokens at their positions, the root the last that counts;
+        None unless n-grams are barred. S leaves room for a path behind the cache's slots.
     """
 
     cache: KVCache
@@ -83,6 +88,7 @@ class DecodeState(struct.PyTreeNode):
     status_B: jax.Array
     steps_B: jax.Array
     histogram_BL: jax.Array
+    text_BS: jax.Array | None = None
 
 
 class Progress(struct.PyTreeNode):
@@ -199,6 +205,13 @@ def decode_step(
 
     def rank_scores(depth: int, logits: jax.Array) -> jax.Array:
         """Order of logits / T + g, as the verifier will see it (rows of T = 0: of the logits)."""
+        if (
+            depth == 1 and state.text_BS is not None
+        ):  # what is barred behind the root is known
+            logits = without_repeats(
+                logits.reshape(logits.shape[0], 1, -1), state.text_BS[:, None],
+                state.length_B[:, None], engine.no_repeat_ngram,
+            ).reshape(logits.shape)  # fmt: skip
         draft_logits[depth] = logits
         if noise_BLV is None:
             return logits
@@ -219,6 +232,10 @@ def decode_step(
         nodes_BM, positions_BM, state.cache, state.length_B, jnp.asarray(tree.mask_MM)
     )
     logits_BMV = base.lm_head(hidden_BMD)
+    text_BS = state.text_BS
+    if text_BS is not None:
+        known = (text_BS, state.length_B, nodes_BM, tree)
+        logits_BMV = barred_logits(logits_BMV, *known, engine.no_repeat_ngram)
 
     # Accept.
     accepted: Accepted
@@ -253,6 +270,8 @@ def decode_step(
         cache = cache.commit(state.length_B, path_BL)
 
     # Append.
+    if text_BS is not None:
+        text_BS = written(text_BS, emitted_BL, state.length_B + 1)
     new = append(engine, state, emitted_BL, n_B + 1)
     count_B = new.n_new_B - state.n_new_B
     bin_BL = jnp.arange(1, L + 1)[None, :] == count_B[:, None]
@@ -263,6 +282,7 @@ def decode_step(
         root_B=jnp.where(running_B, bonus_B, state.root_B),
         steps_B=state.steps_B + running_B,
         histogram_BL=state.histogram_BL + bin_BL.astype(jnp.int32),
+        text_BS=text_BS,
     )
 
 

@@ -21,6 +21,7 @@ Params = dict[str, Any]
 __all__ = [
     "config_to_hf",
     "fingerprint",
+    "generation_config",
     "load_backbone",
     "locate",
     "read_config",
@@ -49,6 +50,12 @@ REQUIRED = (
 
 # Buffers that old versions stored and every version recomputes.
 HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+
+
+def generation_config(path: str) -> dict[str, Any]:
+    """`generation_config.json` of a model directory or hub id; {} if there is none."""
+    file = os.path.join(resolve(path, ["generation_config.json"]), "generation_config.json")
+    return read_json(file) if os.path.isfile(file) else {}
 
 
 def read_config(path: str) -> LlamaConfig:

@@ -1,5 +1,7 @@
 """Greedy text of the decode loop against `transformers.generate`, on the parity models."""
 
+import itertools
+
 import numpy as np
 import pytest
 from test_hf_parity import CASES, SMALL, V, build
@@ -14,12 +16,19 @@ NEW = 40
 LEFT_OUT = {"llama_biases", "qwen2_biases"}
 
 
-@pytest.mark.parametrize("case", sorted(set(CASES) - LEFT_OUT))
-def test_greedy_text_is_the_same(case, tmp_path, byte_level_dir):
+@pytest.mark.parametrize(
+    ("case", "ngram"),
+    [*((case, 0) for case in sorted(set(CASES) - LEFT_OUT)), ("llama_tied", 2)],
+)
+def test_greedy_text_is_the_same(case, ngram, tmp_path, byte_level_dir):
+    """`ngram`: no_repeat_ngram_size, as the model's own generation_config.json says it."""
     theirs = build(case, str(tmp_path))
+    theirs.generation_config.no_repeat_ngram_size = ngram
+    theirs.generation_config.save_pretrained(str(tmp_path))
     ours = medusa_jax.load(
         str(tmp_path), drafter="none", dtype="float32", tokenizer=str(byte_level_dir)
     )
+    assert ours.no_repeat_ngram == ngram
     ours.eos_ids = ()
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, V, n).tolist() for n in (5, 16)]
@@ -34,6 +43,8 @@ def test_greedy_text_is_the_same(case, tmp_path, byte_level_dir):
                 pad_token_id=0,
             )[0].tolist()
         new = whole[len(prompt) :]
+        if ngram:
+            assert len(set(itertools.pairwise(new))) == NEW - 1
         assert len(new) == NEW <= SMALL["max_position_embeddings"] - len(prompt)
         if result.token_ids == new:
             continue

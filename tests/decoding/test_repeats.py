@@ -1,0 +1,236 @@
+"""Barred n-grams: what is barred, and that trees give the plain loop's text with the same bars."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import (
+    Planted,
+    TreeArrays,
+    check_counts,
+    decode_traced,
+    decoder,
+    forward_logits,
+    planted,
+    planted_params,
+    random_params,
+    texts_of,
+    tiny_config,
+    trees,
+)
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.repeats import barred_logits, barred_tokens, without_repeats
+from medusa_jax.heads import Base, make_drafter
+from medusa_jax.model.llama import Llama
+from medusa_jax.tree import Tree
+
+pytestmark = pytest.mark.usefixtures("x64")
+SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
+M, DEPTH, NEW = 9, 4, 40
+N = 3
+# Few tokens, so that bars matter; rows with short and long prompts.
+CONFIG = tiny_config(vocab_size=11)
+PROMPTS = [[4], [1, 2, 3, 1, 2, 3, 1, 2], [0, 0, 0, 0, 0]]
+LIMITS = [NEW, 17, 29]
+
+
+def grams(text, n):
+    return [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
+
+
+def test_the_docstring_examples():
+    assert barred_tokens([0, 1, 2, 0, 1], 3) == [2]
+    logits = without_repeats(
+        jnp.zeros((1, 1, 4)), jnp.array([[[0, 1, 2, 0, 1, -1]]]), jnp.array([[4]]), 3
+    )
+    assert np.isneginf(np.asarray(logits[0, 0])).tolist() == [False, False, True, False]
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 4))
+def test_a_token_is_barred_if_it_completes_an_old_ngram(text, n):
+    repeats = [v for v in range(4) if (g := grams([*text, v], n)) and g[-1] in g[:-1]]
+    assert barred_tokens(text, n) == repeats
+
+
+@SETTINGS
+@given(trees(), st.integers(0, 99), st.integers(1, 4))
+def test_every_node_has_the_bars_of_its_path(tree, seed, n):
+    """Two rows; behind their text the buffer holds what must not count."""
+    rng = np.random.default_rng(seed)
+    V, S, length = 3, 30, np.array([rng.integers(0, 20), 20])
+    text = rng.integers(0, V, (2, S))
+    nodes = rng.integers(0, V, (2, tree.n_nodes))
+    got = barred_logits(
+        jnp.zeros((2, tree.n_nodes, V)), jnp.array(text), jnp.array(length),
+        jnp.array(nodes), tree, n,
+    )  # fmt: skip
+    for row in range(2):
+        for node in range(tree.n_nodes):
+            path = np.flatnonzero(tree.mask_MM[node])  # ancestors come first
+            whole = [*text[row, : length[row]], *nodes[row, path]]
+            barred = np.flatnonzero(np.isneginf(got[row, node])).tolist()
+            assert barred == barred_tokens([int(t) for t in whole], n)
+
+
+@cache
+def model(seed):
+    params = random_params(CONFIG, seed)
+    return (params, *decoder(CONFIG, params))
+
+
+def fields(acceptance):
+    sampled = {"temperature": [1.0, 0.0, 0.7], "top_k": [0, 0, 5], "top_p": [1.0, 1.0, 0.9]}
+    return sampled if acceptance == "sampled" else {}
+
+
+@cache
+def reference(seed, acceptance, n=N):
+    """What the plain loop emits, n-grams of size n barred."""
+    request = loop.Request(PROMPTS, LIMITS, **fields(acceptance))
+    _, llama, base = model(seed)
+    plain = loop.Engine(llama, planted(CONFIG), Tree.none(), acceptance, no_repeat_ngram=n)
+    return request, texts_of(loop.generate(plain, {"base": base, "heads": {}}, request))
+
+
+@pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
+def test_no_ngram_stands_twice(acceptance):
+    for seed in range(2):
+        _, texts = reference(seed, acceptance)
+        free = reference(seed, acceptance, 0)[1]
+        assert texts != free
+        for prompt, text in zip(PROMPTS, texts):
+            old = grams(prompt, N)
+            new = grams([*prompt, *text], N)[len(old) :]
+            assert len(set(new)) == len(new) and not set(new) & set(old)
+
+
+def test_the_plain_loop_takes_the_best_token_that_is_not_barred():
+    for seed in range(2):
+        params, *_ = model(seed)
+        _, texts = reference(seed, "greedy")
+        for prompt, text, limit in zip(PROMPTS, texts, LIMITS):
+            assert len(text) == limit
+            logits = forward_logits(CONFIG, params, prompt + text)
+            for t, token in enumerate(text):
+                before = [*prompt, *text[:t]]
+                scores = np.array(logits[len(before) - 1])
+                scores[barred_tokens(before, N)] = -np.inf
+                assert token == scores.argmax()
+
+
+@pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
+def test_any_tree_gives_the_autoregressive_text(acceptance):
+    example = Tree.from_choices(
+        [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], *([r] for r in range(1, 5))]
+    )
+    histogram = np.zeros(DEPTH + 1, int)
+
+    @SETTINGS
+    @given(trees(M, DEPTH), st.integers(0, 2))
+    def check(tree, seed):
+        _, llama, base = model(seed)
+        request, expected = reference(seed, acceptance)
+        engine = loop.Engine(llama, planted(CONFIG), example, acceptance, no_repeat_ngram=N)
+        known = [p + t for p, t in zip(PROMPTS, expected)]
+        heads = planted_params(known, CONFIG.vocab_size, seed + tree.rank_M.sum())
+        variables = {"base": base, "heads": heads}
+        state, _ = loop.begin(engine, variables, request)
+        progress = decode_traced(engine, variables, state, TreeArrays.of(tree))
+        assert texts_of(progress) == expected
+        check_counts(progress)
+        histogram[:] += np.asarray(progress.histogram_BL).sum(0)
+
+    check()
+    assert (histogram / histogram.sum() > 0.04).all(), histogram
+
+
+def test_the_text_grows_with_the_cache():
+    """150 tokens behind prompts of 5 and 120: the cache of 128 slots doubles on the way."""
+    config = tiny_config(vocab_size=60)
+    params = random_params(config, 3)
+    llama, base = decoder(config, params)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 4, n).tolist() for n in (5, 120)]
+    request = loop.Request(prompts, [150, 150])
+
+    def decode(tree, heads):
+        engine = loop.Engine(llama, planted(config), tree, no_repeat_ngram=2)
+        variables = {"base": base, "heads": heads}
+        *_, streamed = loop.stream(engine, variables, request, 5)
+        texts = texts_of(loop.generate(engine, variables, request))
+        assert texts_of(streamed) == texts
+        return texts
+
+    expected = decode(Tree.none(), {})
+    known = [p + t for p, t in zip(prompts, expected)]
+    heads = planted_params(known, 60, 0, slots=512)
+    assert decode(Tree.chain(5), heads) == expected
+    for prompt, text in zip(prompts, expected):
+        new = grams([*prompt, *text], 2)[len(prompt) - 1 :]
+        assert len(set(new)) == len(new) == 150
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+def test_other_rules_never_give_a_barred_token(acceptance):
+    params, llama, base = model(0)
+    drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
+    engine = loop.Engine(
+        llama, drafter, Tree.cartesian([2, 2]), acceptance, no_repeat_ngram=N
+    )
+    request = loop.Request(PROMPTS, LIMITS, temperature=[1.0, 0.5, 0.0])
+    heads = drafter.init(jax.random.key(0), Base(Llama(CONFIG, jnp.float64), params))
+    progress = loop.generate(engine, {"base": base, "heads": heads}, request)
+    for prompt, text in zip(PROMPTS, texts_of(progress)):
+        old = grams(prompt, N)
+        new = grams([*prompt, *text], N)[len(old) :]
+        assert len(set(new)) == len(new) and not set(new) & set(old)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tempted(Planted):
+    """Likes one token best that is barred behind the root, if any is, and the true one next.
+
+    `barred_BS` of its parameters: that token for a root at this position, or -1.
+    """
+
+    def propose(self, params, base, state, root_B, tree, rank_scores):
+        at_B1 = state[:, None]
+        true_B1 = jnp.take_along_axis(params["text_BS"], at_B1 + 1, axis=1)
+        barred_B1 = jnp.take_along_axis(params["barred_BS"], at_B1, axis=1)
+        token_1V = jnp.arange(self.llama.vocab_size)[None, :]
+        logits_BV = (true_B1 == token_1V) + 2.0 * (barred_B1 == token_1V)
+        best_B = jnp.argmax(rank_scores(1, logits_BV), axis=-1)
+        return jnp.stack([root_B, best_B], axis=1)
+
+
+def test_what_is_barred_behind_the_root_is_not_drafted():
+    _, llama, base = model(0)
+    request, expected = reference(0, "greedy")
+    known = [p + t for p, t in zip(PROMPTS, expected)]
+    barred = np.full((len(known), 256), -1)
+    for row, text in enumerate(known):
+        for at in range(len(text)):
+            barred[row, at] = next(iter(barred_tokens(text[: at + 1], N)), -1)
+    assert (barred >= 0).sum() > 10
+    heads = planted_params(known, CONFIG.vocab_size, 0) | {"barred_BS": barred}
+    drafter = Tempted(planted(CONFIG).heads, CONFIG)
+    engine = loop.Engine(llama, drafter, Tree.chain(1), no_repeat_ngram=N)
+    progress = loop.generate(engine, {"base": base, "heads": heads}, request)
+    assert texts_of(progress) == expected
+    # Every draft is accepted; a last step may be cut by the limit.
+    histogram = np.asarray(progress.histogram_BL)
+    assert (histogram[:, 0] <= 1).all() and (histogram[:, 1] > 5).all()
+
+
+def test_without_bars_nothing_is_carried():
+    _, llama, base = model(0)
+    engine = loop.Engine(llama, planted(CONFIG), Tree.none())
+    state, _ = loop.begin(engine, {"base": base, "heads": {}}, loop.Request([[1]], [4]))
+    assert state.text_BS is None and len(jax.tree.leaves(state.text_BS)) == 0
