@@ -174,8 +174,6 @@ class TrainConfig:
     # The backbone's own loss: "labels" (next-token cross-entropy) or "kl" (to the backbone as
     # it was: self-distillation, 2.3.2).
     backbone_loss: str = "labels"
-    # Weight of -log(1 - p) at tokens that counted.npy marks -1 (unwanted repeats).
-    unlikelihood: float = 1.0
     # Each head's loss: label_weight x cross-entropy with the text's token + teacher_weight x
     # cross-entropy with the backbone's own distribution there (Hydra 6.1, Amphista eq. 7).
     label_weight: float = 1.0

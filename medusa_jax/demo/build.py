@@ -1,11 +1,10 @@
 """`python -m medusa_jax.demo.build`: rebuild the bundled demo from nothing, one command.
 
-Eight stages, each a documented command of its own, each skipped if its result is there:
+Seven stages, each a documented command of its own, each skipped if its result is there:
 
     corpus      the standard library as text, a tokenizer, prompts      medusa_jax.demo.corpus
     backbone    a small Llama trained from scratch                      train.py demo_backbone
     native      three more layers, trained on together with heads        train.py demo_native
-    refined     --refine_steps of training against its own loops        medusa_jax.demo.refine
     answers     its own continuations of training prompts               medusa_jax.distill
     heads       draft heads trained on those                            train.py demo_{drafter}
     tree        the draft tree fitted to heads and device               medusa_jax.calibrate
@@ -13,6 +12,10 @@ Eight stages, each a documented command of its own, each skipped if its result i
 
 Training resumes by itself, so a stopped build goes on where it was. The budgets are for two CPU
 cores and an hour or two; with an accelerator, `--steps_factor 20` is worth it.
+
+A small model's greedy text runs in circles, so its generation_config.json bars repeated 5-grams, as
+a publisher's would: the answers that heads learn from, the fitted trees and every measurement are
+of text without loops.
 """
 
 import argparse
@@ -35,6 +38,8 @@ from medusa_jax.errors import UserError
 CALIBRATION_SEEDS = 128
 DEMO_PROMPTS = 64
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+GENERATION_FILE = "generation_config.json"
+GENERATION = {"no_repeat_ngram_size": 5}
 
 # What --tiny changes: minutes become seconds, and the model knows next to nothing.
 TINY = {
@@ -51,11 +56,6 @@ TINY = {
     "native": [
         "--config.heads.rank=8", "--config.data.seq_len=64", "--config.data.eval_samples=4",
         "--config.train.batch_size=2", "--config.train.steps=3",
-        "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
-    ],
-    "refined": [
-        "--own=1", "--renew=2", "--max_new_tokens=24", "--config.heads.rank=8",
-        "--config.train.batch_size=2", "--config.data.seq_len=160", "--config.data.eval_samples=2",
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
     "answers": ["--limit=8", "--batch_size=4", "--max_new_tokens=24"],
@@ -84,8 +84,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--answers", type=int, default=4096, help="prompts to continue")
     p.add_argument("--steps_factor", type=float, default=1.0,
                    help="train backbone and native stage so many times as long")  # fmt: skip
-    p.add_argument("--refine_steps", type=int, default=0,
-                   help="steps against loops: less repetition, a little less likelihood; 0: none")  # fmt: skip
     p.add_argument(
         "--tiny", action="store_true", help="a tiny budget, to see that it works"
     )
@@ -140,18 +138,7 @@ def run(flags: argparse.Namespace) -> int:
         ],
     )  # fmt: skip
     source = native / "export"
-    if flags.refine_steps:
-        source = work / "refined"
-        stage(
-            "refined",
-            source / "export" / "model.safetensors",
-            [
-                "-m", "medusa_jax.demo.refine", f"--model={native}/export", f"--work={work}",
-                f"--out={source}", f"--config.train.steps={flags.refine_steps}",
-                *extra["refined"],
-            ],
-        )  # fmt: skip
-        source /= "export"
+    (source / GENERATION_FILE).write_text(json.dumps(GENERATION) + "\n")
     stage(
         "answers",
         answers / "provenance.json",
@@ -243,6 +230,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
     hf.save_backbone(str(target / "backbone"), config, params, "bfloat16", ends)
     for file in TOKENIZER_FILES:
         (target / "backbone" / file).write_text(compact((source / file).read_text()))
+    shutil.copyfile(source / GENERATION_FILE, target / "backbone" / GENERATION_FILE)
     for drafter in drafters:
         install_heads(work / drafter / "export", target / drafter, config)
     lines = (work / "heldout" / "prompts.jsonl").read_text().splitlines()
@@ -254,7 +242,6 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
         "corpus": json.loads((work / "corpus.json").read_text()),
         "backbone": last_record(work / "backbone"),
         "native": last_record(work / "native"),
-        "refined": last_record(source.parent) if source.parent != work / "native" else {},
         "answers": json.loads((work / "answers" / "provenance.json").read_text()),
         "heads": {drafter: last_record(work / drafter) for drafter in drafters},
     }

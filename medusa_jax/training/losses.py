@@ -23,13 +23,6 @@ Params = Any
 Batch = dict[str, jax.Array]
 
 
-class Counts(NamedTuple):
-    """What sums are divided by, over the whole batch: pairs per distance [K], marked pairs []."""
-
-    pairs_K: jax.Array
-    marked: jax.Array
-
-
 class HeadTargets(NamedTuple):
     """What draft heads learn from, and on what.
 
@@ -75,13 +68,6 @@ def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> j
     return mask
 
 
-def marked_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Positions whose next token is marked as unwanted (counted is -1): [B, T] bool."""
-    inside = shift(segment_ids_BT, 1) == segment_ids_BT
-    marked = shift(counted_BT.astype(jnp.int32), 1) < 0
-    return (segment_ids_BT != 0) & inside & marked
-
-
 def pair_counts(batch: Batch, aheads: tuple[int, ...]) -> jax.Array:
     """Number of counted pairs per distance, float32 [len(aheads)].
 
@@ -93,14 +79,6 @@ def pair_counts(batch: Batch, aheads: tuple[int, ...]) -> jax.Array:
     segments = batch["segment_ids"].reshape(-1, T)
     counts = [jnp.sum(pair_mask(counted, segments, ahead)) for ahead in aheads]
     return jnp.stack(counts).astype(jnp.float32)
-
-
-def all_counts(batch: Batch, aheads: tuple[int, ...]) -> Counts:
-    """`pair_counts`, and the number of pairs that `marked_mask` finds."""
-    T = batch["tokens"].shape[-1]
-    counted, segments = (batch[x].reshape(-1, T) for x in ("counted", "segment_ids"))
-    marked = jnp.sum(marked_mask(counted, segments)).astype(jnp.float32)
-    return Counts(pair_counts(batch, aheads), marked)
 
 
 # Splits a tree of variables into head parameters and the backbone they sit on.
@@ -118,7 +96,6 @@ def next_token_sums(
     hidden_BTD: jax.Array,
     batch: Batch,
     chunk: int,
-    unlikelihood: float,
     original: Base | None = None,
 ) -> Sums:
     """The backbone's own loss, from its hidden states [B, T, D].
@@ -134,39 +111,34 @@ def next_token_sums(
     def logits(p: Params, hidden: jax.Array) -> Any:
         return base_of(p).lm_head(hidden)
 
-    counted, segments = batch["counted"], batch["segment_ids"]
-    mask_BT = pair_mask(counted, segments, 1).astype(jnp.int8)
-    mask_BT -= marked_mask(counted, segments)
+    mask_BT = pair_mask(batch["counted"], batch["segment_ids"], 1)
     labels_BT = shift(batch["tokens"], 1)
     return cross_entropy_sums(
         logits, params, hidden_BTD, labels_BT, mask_BT, chunk,
-        teacher, teacher_BTD, unlikelihood,
+        teacher, teacher_BTD,
     )  # fmt: skip
 
 
-def next_token_mean(sums: Sums, counts: Counts) -> jax.Array:
-    """L_LM (or the KL): the mean over all tokens that have a loss, wanted or not."""
-    return (sums.loss - sums.entropy) / jnp.maximum(counts.pairs_K[0] + counts.marked, 1.0)
+def next_token_mean(sums: Sums, count: jax.Array) -> jax.Array:
+    """L_LM (or the KL): the mean over all tokens that have a loss."""
+    return (sums.loss - sums.entropy) / jnp.maximum(count, 1.0)
 
 
 def backbone_loss(
     params: Params,
     base_of: Callable[[Params], Base],
     batch: Batch,
-    counts: Counts,
+    counts_K: jax.Array,
     chunk: int,
-    unlikelihood: float = 0.0,
     original: Base | None = None,
 ) -> tuple[jax.Array, Sums]:
-    """Next-token cross-entropy of packed rows [B, T]; counts is `all_counts(batch, (1,))`.
+    """Next-token cross-entropy of packed rows [B, T]; counts_K is `pair_counts(batch, (1,))`.
 
     Returns: L_LM, and the sums (leading axis of size 1).
     """
     hidden_BTD = base_of(params).forward(*rows(batch))
-    sums = next_token_sums(
-        params, base_of, hidden_BTD, batch, chunk, unlikelihood, original
-    )
-    return next_token_mean(sums, counts), jax.tree.map(lambda s: s[None], sums)
+    sums = next_token_sums(params, base_of, hidden_BTD, batch, chunk, original)
+    return next_token_mean(sums, counts_K[0]), jax.tree.map(lambda s: s[None], sums)
 
 
 def heads_sums(
@@ -261,11 +233,10 @@ def joint_loss(
     split: Split,
     drafter: Drafter,
     batch: Batch,
-    counts: Counts,
+    counts_K: jax.Array,
     lambda_0: jax.Array,
     chunk: int,
     decay: float,
-    unlikelihood: float = 0.0,
     original: Base | None = None,
     dropout_key: jax.Array | None = None,
     targets: HeadTargets = HeadTargets(),  # noqa: B008 (immutable)
@@ -273,17 +244,15 @@ def joint_loss(
     """Medusa-2 (Medusa 2.2.2, equation 2): L = L_LM + lambda_0 sum_k lambda_k L_k.
 
     One pass of the backbone serves both terms, and the heads' gradient flows into it.
-    `counts` is `all_counts(batch, (1, 2 ... K+1))` over the global batch.
+    `counts_K` is `pair_counts(batch, (1, 2 ... K+1))` over the global batch.
 
     Returns: L, and the sums, each [1 + K]: the backbone's own first.
     """
     hidden_BTD = split(params)[1].forward(*rows(batch))
-    own = next_token_sums(
-        params, lambda p: split(p)[1], hidden_BTD, batch, chunk, unlikelihood, original
-    )
+    own = next_token_sums(params, lambda p: split(p)[1], hidden_BTD, batch, chunk, original)
     heads_loss, heads = heads_sums(
-        params, split, drafter, hidden_BTD, batch, counts.pairs_K[1:], chunk, decay,
+        params, split, drafter, hidden_BTD, batch, counts_K[1:], chunk, decay,
         dropout_key, targets,
     )  # fmt: skip
-    loss = next_token_mean(own, counts) + lambda_0 * heads_loss
+    loss = next_token_mean(own, counts_K[0]) + lambda_0 * heads_loss
     return loss, jax.tree.map(lambda s, t: jnp.concatenate([s[None], t]), own, heads)

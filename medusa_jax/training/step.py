@@ -98,13 +98,13 @@ def make_stage(cfg: Config, steps: int) -> Stage:
         params: Tree,
         frozen: Tree,
         batch: Tree,
-        counts: losses.Counts,
+        counts_K: jax.Array,
         key: Any,
         lambda_0: Any,
     ) -> Any:
         return losses.backbone_loss(
-            with_adapters(params), lambda p: base_of(frozen | p, key), batch, counts, chunk,
-            train.unlikelihood, original(frozen),
+            with_adapters(params), lambda p: base_of(frozen | p, key), batch, counts_K, chunk,
+            original(frozen),
         )  # fmt: skip
 
     if "heads" not in trained:
@@ -117,7 +117,7 @@ def make_stage(cfg: Config, steps: int) -> Stage:
         params: Tree,
         frozen: Tree,
         batch: Tree,
-        counts: losses.Counts,
+        counts_K: jax.Array,
         key: Any,
         lambda_0: Any,
     ) -> Any:
@@ -127,7 +127,7 @@ def make_stage(cfg: Config, steps: int) -> Stage:
             drafter,
             base,
             batch,
-            counts.pairs_K,
+            counts_K,
             chunk,
             decay,
             key,
@@ -138,7 +138,7 @@ def make_stage(cfg: Config, steps: int) -> Stage:
         params: Tree,
         frozen: Tree,
         batch: Tree,
-        counts: losses.Counts,
+        counts_K: jax.Array,
         key: Any,
         lambda_0: Any,
     ) -> Any:
@@ -148,8 +148,8 @@ def make_stage(cfg: Config, steps: int) -> Stage:
             return p["heads"], base_of(frozen | p, adapter_key)
 
         return losses.joint_loss(
-            with_adapters(params), split, drafter, batch, counts, lambda_0, chunk, decay,
-            train.unlikelihood, original(frozen), head_key, targets,
+            with_adapters(params), split, drafter, batch, counts_K, lambda_0, chunk, decay,
+            original(frozen), head_key, targets,
         )  # fmt: skip
 
     def ranks(params: Tree, frozen: Tree, batch: Tree) -> jax.Array:
@@ -194,7 +194,7 @@ def make_step(
     """
 
     def step(state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, Tree]:
-        counts = losses.all_counts(batch, stage.aheads)
+        counts_K = losses.pair_counts(batch, stage.aheads)
         lambda_0 = stage.lambda_0(state.step)
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         gradient = jax.value_and_grad(stage.loss, has_aux=True)
@@ -202,7 +202,7 @@ def make_step(
 
         def one(micro: Tree, i: jax.Array) -> Tree:
             key = jax.random.fold_in(step_key, i)
-            return gradient(state.params, frozen, micro, counts, key, lambda_0)
+            return gradient(state.params, frozen, micro, counts_K, key, lambda_0)
 
         if A == 1:
             (loss, sums), grads = one(
@@ -224,7 +224,7 @@ def make_step(
         before = after(state.opt, norm)
         updates, opt = optimizer.update(grads, before, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = summary(stage, sums, counts) | {
+        metrics = summary(stage, sums, counts_K) | {
             "objective": loss,
             "gradient_norm": norm,
             "lr": jnp.asarray(schedule(state.updates), jnp.float32),
@@ -236,23 +236,20 @@ def make_step(
     return step
 
 
-def summary(stage: Stage, sums: losses.Sums, counts: losses.Counts) -> dict[str, jax.Array]:
+def summary(stage: Stage, sums: losses.Sums, counts_K: jax.Array) -> dict[str, jax.Array]:
     """Means over the counted pairs: loss in nats, top-1 and top-5 accuracy, each [K].
 
     Where heads train together with the backbone, its own figures are `lm_loss`, `lm_top1` and
     `lm_top5`, and `lm_objective` is its term L_LM as it is minimised (the KL, if that is
-    asked for). `unlikelihood` is the mean over the marked tokens.
+    asked for).
     """
-    n = jnp.maximum(counts.pairs_K, 1.0)
+    n = jnp.maximum(counts_K, 1.0)
     means = {"loss": sums.nll / n, "top1": sums.top1 / n, "top5": sums.top5 / n}
-    if stage.aheads[0] != 1:
+    if stage.aheads[0] != 1 or len(stage.aheads) == 1:
         return means
-    own = {"unlikelihood": sums.unlikelihood[0] / jnp.maximum(counts.marked, 1.0)}
-    if len(stage.aheads) == 1:
-        return means | own
-    own |= {f"lm_{name}": x[0] for name, x in means.items()}
+    own = {f"lm_{name}": x[0] for name, x in means.items()}
     first = jax.tree.map(lambda x: x[0], sums)
-    own["lm_objective"] = losses.next_token_mean(first, counts)
+    own["lm_objective"] = losses.next_token_mean(first, counts_K[0])
     return {name: x[1:] for name, x in means.items()} | own
 
 

@@ -19,11 +19,9 @@ class Sums(NamedTuple):
     """Sums over the pairs of a loss. Only `loss` has a gradient, the others are for the log.
 
     Attributes:
-      loss: what is minimised: `nll`, or what `Teacher` makes of it, plus, where asked for,
-        weighted `unlikelihood`.
+      loss: what is minimised: `nll`, or what `Teacher` makes of it.
       nll: cross-entropy of the counted pairs in nats.
       top1, top5: counted pairs whose label is ranked first, among the first five.
-      unlikelihood: -log(1 - p(label)) of the marked pairs.
       entropy: the teacher's, in nats: its cross-entropy less this is KL(teacher || student).
     """
 
@@ -31,7 +29,6 @@ class Sums(NamedTuple):
     nll: jax.Array
     top1: jax.Array
     top5: jax.Array
-    unlikelihood: jax.Array
     entropy: jax.Array
 
 
@@ -64,12 +61,11 @@ def cross_entropy_sums(
     chunk: int,
     teacher: Teacher | None = None,
     teacher_BTD: jax.Array | None = None,
-    unlikelihood: float = 0.0,
 ) -> Sums:
     """`heads_cross_entropy` of one head of weight 1; its `loss` is what has the gradient."""
     total, sums = heads_cross_entropy(
         [logits_fn], params, jnp.ones((1,)), [features_BTD], labels_BT, [mask_BT], chunk,
-        teacher, teacher_BTD, unlikelihood,
+        teacher, teacher_BTD,
     )  # fmt: skip
     return jax.tree.map(lambda s: s[0], sums)._replace(loss=total)
 
@@ -84,14 +80,12 @@ def heads_cross_entropy(
     chunk: int,
     teacher: Teacher | None = None,
     teacher_BTD: jax.Array | None = None,
-    unlikelihood: float = 0.0,
 ) -> tuple[jax.Array, Sums]:
     """sum_k weight_k loss_k of K heads against the same labels, `chunk` positions at a time.
 
     Column t of everything speaks about label t: features [B, T, D] and mask [B, T] of each head
     k, whose logits are `logits_fns[k](params, features)`, and the teacher's features. A mask is
-    1 (or True) where the label counts and -1 where it is an unwanted token, whose loss is
-    `unlikelihood` * -log(1 - p(label)) (Welleck et al. 2020, equation 2).
+    True where the label counts.
 
     The gradient of a sum is known as soon as its chunk is, so the forward pass takes it right
     there and keeps only d(features) and the running d(params): nothing is recomputed in the
@@ -125,7 +119,7 @@ def heads_cross_entropy(
         tuple(features_K), labels_BT, tuple(m.astype(jnp.int8) for m in mask_K),
         lax.stop_gradient(teacher_BTD),
     )  # fmt: skip
-    options = (chunk, teacher, unlikelihood)
+    options = (chunk, teacher)
     return _streamed(heads, options, [leaves[i] for i in read], weight_K, *rows)
 
 
@@ -157,7 +151,6 @@ def _chunk_sums(
     mask_BT: jax.Array,
     law: Law | None,
     teacher: Teacher | None,
-    unlikelihood: float,
 ) -> Sums:
     logits_BTV = fn(params, features_BTD)
     label_BT1 = jnp.take_along_axis(logits_BTV, labels_BT[..., None], axis=-1)
@@ -169,19 +162,14 @@ def _chunk_sums(
     nll = jnp.sum(jnp.where(counted_BT, nll_BT, 0.0))
     top1 = jnp.sum((counted_BT & (rank_BT == 0)).astype(jnp.float32))
     top5 = jnp.sum((counted_BT & (rank_BT < 5)).astype(jnp.float32))
-    total, marked, entropy = nll, jnp.zeros_like(nll), jnp.zeros_like(nll)
+    total, entropy = nll, jnp.zeros_like(nll)
     if teacher is not None:
         assert law is not None
         soft_BT = log_sum_BT - jnp.sum(law.p_BTV * logits_BTV, axis=-1)
         soft = jnp.sum(jnp.where(counted_BT, soft_BT, 0.0))
         total = teacher.label_weight * nll + teacher.weight * soft
         entropy = jnp.sum(jnp.where(counted_BT, law.entropy_BT, 0.0))
-    if unlikelihood:
-        # -log(1 - p) from -log p. The value is held off p = 1, the gradient passes.
-        safe_BT = nll_BT + lax.stop_gradient(jnp.maximum(nll_BT, 1e-5) - nll_BT)
-        marked = jnp.sum(jnp.where(mask_BT < 0, -jnp.log(-jnp.expm1(-safe_BT)), 0.0))
-        total += unlikelihood * marked
-    return Sums(total, nll, top1, top5, marked, entropy)
+    return Sums(total, nll, top1, top5, entropy)
 
 
 def _split(x: jax.Array, chunk: int) -> jax.Array:
@@ -197,11 +185,11 @@ def _stacked(sums: list[Sums]) -> Sums:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _streamed(heads, options, params, weight_K, *rows):  # type: ignore[no-untyped-def]
-    chunk, teacher, unlikelihood = options
+    chunk, teacher = options
 
     def body(_, xs):  # type: ignore[no-untyped-def]
         features_K, labels, mask_K, teacher_features = xs
-        rest = (_law(teacher, teacher_features), teacher, unlikelihood)
+        rest = (_law(teacher, teacher_features), teacher)
         return None, _stacked([
             _chunk_sums(fn, [params[i] for i in used], features, labels, mask, *rest)
             for (fn, used), features, mask in zip(heads, features_K, mask_K)
@@ -214,11 +202,11 @@ def _streamed(heads, options, params, weight_K, *rows):  # type: ignore[no-untyp
 
 
 def _streamed_fwd(heads, options, params, weight_K, *rows):  # type: ignore[no-untyped-def]
-    chunk, teacher, unlikelihood = options
+    chunk, teacher = options
 
     def body(d_params, xs):  # type: ignore[no-untyped-def]
         features_K, labels, mask_K, teacher_features = xs
-        rest = (_law(teacher, teacher_features), teacher, unlikelihood)
+        rest = (_law(teacher, teacher_features), teacher)
         d_params, found, d_features = list(d_params), [], []
         for k, (fn, used) in enumerate(heads):
 

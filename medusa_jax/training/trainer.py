@@ -51,7 +51,7 @@ class Evaluator:
         @jax.jit
         def sums(params: Tree, frozen: Tree, batch: Tree) -> Tree:
             batch = jax.tree.map(lambda x: x[0], batch)
-            counts = losses.all_counts(batch, stage.aheads)
+            counts = losses.pair_counts(batch, stage.aheads)
             _, out = stage.loss(params, frozen, batch, counts, None, 1.0)
             return out, counts
 
@@ -97,13 +97,8 @@ def total_steps(cfg: Config, rows: int) -> int:
     return cfg.train.steps or max(cfg.train.epochs * rows // cfg.train.batch_size, 1)
 
 
-def train(cfg: Config, made: Any = None) -> dict[str, Any]:
+def train(cfg: Config) -> dict[str, Any]:
     """Run (or go on with) the training that `cfg` describes; returns the last metrics.
-
-    Args:
-      made: batches that are made on the way, in place of those of `data.source`: an object with
-        `rows`, `batch` (as `TokenRows`), and `before_step(n, params)`, which sees the parameters
-        that step n starts from.
 
     Raises:
       UserError: anything wrong with the configuration, the data or the machine.
@@ -114,10 +109,8 @@ def train(cfg: Config, made: Any = None) -> dict[str, Any]:
     prepare.check(cfg, mesh)
     features.check(cfg)
     vocab = cfg.model.arch.vocab_size
-    rows = made
-    if rows is None:
-        directory = prepare.token_directory(cfg, cfg.data.source, cfg.data)
-        rows = TokenRows(directory, cfg.data, vocab)
+    directory = prepare.token_directory(cfg, cfg.data.source, cfg.data)
+    rows: Any = TokenRows(directory, cfg.data, vocab)
     held_out: Any = None
     if cfg.data.eval_source:
         limit = dataclasses.replace(cfg.data, max_samples=cfg.data.eval_samples)
@@ -156,8 +149,6 @@ def train(cfg: Config, made: Any = None) -> dict[str, Any]:
     elif jax.process_index() == 0:
         export.write_json(os.path.join(cfg.workdir, "config.json"), dataclasses.asdict(cfg))
     run = Run(cfg, mesh, stage, setup, rows, checkpoints, steps, best)
-    if made is not None:
-        run.before_step = made.before_step
     step_fn = make_step(stage, optimizer, schedule, cfg.train.seed)
     compiled = compile_step(step_fn, state, setup.frozen, abstract_batch(cfg, mesh), mesh)
     evaluator = Evaluator(cfg, stage, mesh, held_out) if held_out else None
@@ -182,7 +173,6 @@ class Run:
             rows,
         )
         self.checkpoints, self.steps, self.best = checkpoints, steps, best
-        self.before_step: Callable[[int, Tree], None] | None = None
         self.bad_in_row = self.bad = 0
         self.stop = False
 
@@ -206,9 +196,6 @@ class Run:
         try:
             pending = None
             for n in range(start + 1, self.steps + 1):
-                if self.before_step is not None:
-                    with self.progress.aside():
-                        self.before_step(n, state.params)
                 first = (n - 1) * train.batch_size + share * jax.process_index()
                 batch = microbatches(
                     self.mesh, self.rows.batch(first, share), train.accumulation

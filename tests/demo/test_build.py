@@ -15,7 +15,6 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
         "-m",
         "medusa_jax.demo.build",
         "--tiny",
-        "--refine_steps=3",
         f"--work={work}",
         f"--install={target}",
     ]
@@ -30,7 +29,8 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
     assert tree["evidence"]["ladder"][0]["nodes"] == 1
     prompts = (target / "prompts.jsonl").read_text().splitlines()
     assert prompts and {"prompt", "continuation_ids"} <= set(json.loads(prompts[0]))
-    assert json.loads((target / "provenance.json").read_text())["heads"]
+    made = json.loads((target / "provenance.json").read_text())
+    assert made["heads"] and made["answers"]["no_repeat_ngram"] == 5
 
     decoded = subprocess.run(
         [
@@ -56,4 +56,4 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
     again = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True
     )
-    assert again.returncode == 0 and again.stderr.count("skipped") == 7
+    assert again.returncode == 0 and again.stderr.count("skipped") == 6

@@ -75,14 +75,14 @@ def test_kl_to_the_original_by_hand():
     moved = jax.tree.map(
         lambda x: x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape), base.params
     )
-    counts = losses.all_counts(batch, (1, 2, 3, 4))
+    counts = losses.pair_counts(batch, (1, 2, 3, 4))
 
     def loss(params):
         split = lambda p: (heads, Base(base.llama, p))  # noqa: E731
         zero = jnp.float32(0.0)
-        return losses.joint_loss(
-            params, split, drafter, batch, counts, zero, 5, 0.8, 0.0, base
-        )[0]
+        return losses.joint_loss(params, split, drafter, batch, counts, zero, 5, 0.8, base)[
+            0
+        ]
 
     def plain(params):
         p, q = (

@@ -97,7 +97,7 @@ def test_a_cached_step_does_not_run_the_backbone(tokens, tmp_path, setup):
     heads = stage.init(jax.random.key(1), frozen)
     from medusa_jax.training import losses
 
-    counts = losses.all_counts(batch, stage.aheads)
+    counts = losses.pair_counts(batch, stage.aheads)
     loss, _ = stage.loss(heads, poisoned, batch, counts, None, 1.0)
     assert np.isfinite(float(loss))
     without = {name: x for name, x in batch.items() if name != "hidden"}
