@@ -23,6 +23,7 @@ from medusa_jax.cli.flags import (
     add_limit,
     add_model,
     command,
+    load_model,
     run_command,
 )
 from medusa_jax.console import say
@@ -256,7 +257,7 @@ def run(flags: argparse.Namespace) -> int:
     import jax
 
     from medusa_jax import bench_batches
-    from medusa_jax.api import DEMO, load
+    from medusa_jax.api import DEMO
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.decoding.latency import bytes_per_token, read_bandwidth
 
@@ -271,9 +272,7 @@ def run(flags: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
     for name in flags.drafters.split(","):
-        model = load(
-            flags.model, name, dtype=flags.dtype, no_repeat_ngram=flags.no_repeat_ngram
-        )
+        model = load_model(flags, name)
         for spec in flags.trees.split(","):
             tree = model.parse_tree(spec.replace("x", ",") if ":" in spec else spec)
             row = bench_row(model, questions, tree, flags)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.bench import prompt_of
-from medusa_jax.cli.flags import numbers
+from medusa_jax.cli.flags import load_model, numbers
 from medusa_jax.console import say
 from medusa_jax.errors import UserError
 
@@ -15,7 +15,7 @@ def run_batches(
     flags: argparse.Namespace, questions: list[dict[str, Any]], out: Path
 ) -> int:
     """The table over batch sizes, once for every drafter."""
-    from medusa_jax.api import Options, load
+    from medusa_jax.api import Options
     from medusa_jax.decoding.throughput import batch_rows, batch_table
 
     batches = numbers(flags.batches, "--batches")
@@ -25,9 +25,7 @@ def run_batches(
         max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, seed=flags.seed
     )
     for name in flags.drafters.split(","):
-        model = load(
-            flags.model, name, dtype=flags.dtype, no_repeat_ngram=flags.no_repeat_ngram
-        )
+        model = load_model(flags, name)
         prompts = [model.encode(prompt_of(question)) for question in questions]
         rows = batch_rows(
             model,
@@ -49,10 +47,9 @@ def run_cache_check(
     flags: argparse.Namespace, questions: list[dict[str, Any]], out: Path
 ) -> int:
     """What a step costs at 64 tokens of context, by the size the cache may come to have."""
-    from medusa_jax.api import load
     from medusa_jax.decoding.latency import cache_check
 
-    model = load(flags.model, flags.drafters.split(",")[0], dtype=flags.dtype)
+    model = load_model(flags, flags.drafters.split(",")[0])
     prompt = (model.encode(prompt_of(questions[0])) * 64)[:64]
     found = cache_check(model, prompt)
     (out / "cache_check.json").write_text(json.dumps(found, indent=1) + "\n")

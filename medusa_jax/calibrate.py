@@ -21,6 +21,7 @@ from medusa_jax.cli.flags import (
     add_model,
     add_prompts,
     command,
+    load_model,
     numbers,
     parse_mesh,
     run_command,
@@ -114,7 +115,6 @@ def calibrate(flags: argparse.Namespace) -> dict[str, Any]:
     """Measure and choose; returns the content of the tree file."""
     import jax
 
-    from medusa_jax.api import load
     from medusa_jax.decoding import calibrate as fit
     from medusa_jax.decoding.latency import step_seconds
     from medusa_jax.distill import read_prompts
@@ -123,13 +123,7 @@ def calibrate(flags: argparse.Namespace) -> dict[str, Any]:
     sizes = sorted({1, *numbers(flags.sizes, "--sizes")})
     records = read_prompts(flags.prompts, flags.limit)
     prompts: list[Any] = [r.get("prompt_ids", r.get("prompt")) for r in records]
-    model = load(
-        flags.model,
-        flags.drafter,
-        dtype=flags.dtype,
-        mesh=parse_mesh(flags.mesh),
-        no_repeat_ngram=flags.no_repeat_ngram,
-    )
+    model = load_model(flags, mesh=parse_mesh(flags.mesh))
     texts = collect_tuples(
         model, prompts, flags.max_new_tokens, flags.temperature, flags.seed
     )

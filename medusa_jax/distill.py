@@ -31,7 +31,15 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.cli.flags import add_model, add_prompts, command, parse_mesh, run_command
+from medusa_jax.cli.flags import (
+    add_model,
+    add_no_repeat,
+    add_prompts,
+    command,
+    load_model,
+    parse_mesh,
+    run_command,
+)
 from medusa_jax.console import say
 from medusa_jax.errors import UserError
 
@@ -72,8 +80,7 @@ def parser() -> argparse.ArgumentParser:
         help="default: 0.3 in the chat modes (the paper's), 0 in mode continue")  # fmt: skip
     add("--top_p", type=float, default=1.0)
     add("--seed", type=int, default=0)
-    add("--no_repeat_ngram", type=int, metavar="N",
-        help="as for decode.py: default: what the model's generation_config.json says")  # fmt: skip
+    add_no_repeat(p)
     add("--max_new_tokens", type=int, default=200, help="per answer")
     add("--max_turns", type=int, default=4, help="most answers in a conversation")
     add("--batch_size", type=int, default=32)
@@ -288,7 +295,7 @@ def sizes(mode: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def run(flags: argparse.Namespace) -> int:
     """Answer all seeds that are not answered yet."""
-    from medusa_jax.api import Options, load
+    from medusa_jax.api import Options
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.conversation import mode_for
     from medusa_jax.interop.chat import stop_ids, template_source
@@ -310,14 +317,7 @@ def run(flags: argparse.Namespace) -> int:
     )
     warn_if_quantised(flags.model)
     tree = "none" if flags.drafter == "none" else flags.tree
-    model = load(
-        flags.model,
-        flags.drafter,
-        tree=tree,
-        dtype=flags.dtype,
-        mesh=parse_mesh(flags.mesh),
-        no_repeat_ngram=flags.no_repeat_ngram,
-    )
+    model = load_model(flags, tree=tree, mesh=parse_mesh(flags.mesh))
     if mode != "continue":
         template_source(model.tokenizer, flags.chat_template)  # fails before any work
         ends = stop_ids(model.tokenizer, flags.chat_template)
@@ -367,7 +367,7 @@ def settings_of(
         "max_turns": flags.max_turns if mode != "continue" else None,
         "seeds": len(seeds),
         "seeds_sha256": digest,
-        "no_repeat_ngram": model.no_repeat_ngram,
+        "no_repeat_ngram_size": model.no_repeat_ngram_size,
         "dtype": str(model.dtype),
         "platform": jax.default_backend(),
     }

@@ -21,6 +21,7 @@ from medusa_jax.cli.flags import (
     add_limit,
     add_model,
     command,
+    load_model,
     numbers,
     run_command,
 )
@@ -115,7 +116,6 @@ def run(flags: argparse.Namespace) -> int:
     """Both sweeps, tables, pictures."""
     from tqdm import tqdm
 
-    from medusa_jax.api import load
     from medusa_jax.bench import prompt_of, read_questions
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.decoding.accept import GUARANTEE
@@ -129,13 +129,7 @@ def run(flags: argparse.Namespace) -> int:
         raise UserError("the threshold sweep needs --temperature above 0")
     use_compilation_cache()
     questions = read_questions(flags.prompts, flags.limit)
-    model = load(
-        flags.model,
-        flags.drafter,
-        tree=flags.tree,
-        dtype=flags.dtype,
-        no_repeat_ngram=flags.no_repeat_ngram,
-    )
+    model = load_model(flags, tree=flags.tree)
     prompts = [model.encode(prompt_of(question)) for question in questions]
     runner = Runner(model, prompts, flags)
     out = Path(flags.out)

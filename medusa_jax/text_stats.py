@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,24 +38,6 @@ def repeated_ngram_share(tokens: Sequence[int] | np.ndarray, n: int = 4) -> floa
         return 0.0
     grams = np.lib.stride_tricks.sliding_window_view(ids, n)
     return 1.0 - len(np.unique(grams, axis=0)) / total
-
-
-def shared_ngram_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
-    """Mean over the texts of the share of their distinct n-grams that another text holds too.
-
-    A model that has learnt not to repeat itself may still write the same everywhere.
-
-        [1, 2, 3, 4, 5], [2, 3, 4, 5, 6]: 1234 2345 and 2345 3456 -> (1/2 + 1/2) / 2
-    """
-    held = [
-        {tuple(text[i : i + n]) for i in range(len(text) - n + 1)}
-        for text in (list(map(int, t)) for t in texts)
-    ]
-    count = Counter(gram for grams in held for gram in grams)
-    shares = [
-        sum(count[gram] > 1 for gram in grams) / len(grams) for grams in held if grams
-    ]
-    return float(np.mean(shares)) if shares else 0.0
 
 
 def mean_repeated_ngram_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:

@@ -19,6 +19,7 @@ from medusa_jax.cli.flags import (
     add_limit,
     add_model,
     command,
+    load_model,
     run_command,
 )
 from medusa_jax.console import announced, say
@@ -119,19 +120,12 @@ def table(facts: dict[str, Any]) -> str:
 
 def run(flags: argparse.Namespace) -> int:
     """The report; exit status 1 if rounding does not explain every divergence."""
-    from medusa_jax.api import load
     from medusa_jax.bench import prompt_of, read_questions
     from medusa_jax.console import use_compilation_cache
 
     use_compilation_cache()
     questions = read_questions(flags.prompts, flags.limit)
-    model = load(
-        flags.model,
-        flags.drafter,
-        tree=flags.tree,
-        dtype=flags.dtype,
-        no_repeat_ngram=flags.no_repeat_ngram,
-    )
+    model = load_model(flags, tree=flags.tree)
     prompts = [model.encode(prompt_of(question)) for question in questions]
     facts = report(model, prompts, flags)
     out = Path(flags.out)

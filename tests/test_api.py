@@ -232,9 +232,9 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
             str(path), str(path / "heads"), tree=TREE, dtype="float64", **given
         )
 
-    barred, free = load(), load(no_repeat_ngram=0)
-    assert (barred.no_repeat_ngram, free.no_repeat_ngram) == (1, 0)
-    assert load(no_repeat_ngram=3).no_repeat_ngram == 3
+    barred, free = load(), load(no_repeat_ngram_size=0)
+    assert (barred.no_repeat_ngram_size, free.no_repeat_ngram_size) == (1, 0)
+    assert load(no_repeat_ngram_size=3).no_repeat_ngram_size == 3
     options = Options(max_new_tokens=NEW)
     for prompt, one, without in zip(
         PROMPTS,
@@ -244,8 +244,8 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
         tokens = one.drafted.token_ids
         assert one.identical and tokens != without.token_ids
         assert len({*tokens} - {*barred.encode(prompt)}) == len(tokens)
-    with pytest.raises(UserError, match="no_repeat_ngram must be 0"):
-        load(no_repeat_ngram=-1)
+    with pytest.raises(UserError, match="no_repeat_ngram_size must be 0"):
+        load(no_repeat_ngram_size=-1)
 
 
 def test_the_gap_leaves_barred_tokens_out(model, directory):
@@ -253,10 +253,10 @@ def test_the_gap_leaves_barred_tokens_out(model, directory):
     text = [1, 4, 9, 12, 4]
     scores = np.array(forward_logits(config, params, text)[-1])
     try:
-        model.no_repeat_ngram = 1  # every token of the text is barred
+        model.no_repeat_ngram_size = 1  # every token of the text is barred
         got = score_gap(model, text, 3, Options(), request=0)
     finally:
-        model.no_repeat_ngram = 0
+        model.no_repeat_ngram_size = 0
     scores[text] = -np.inf
     best = np.sort(scores)[-2:]
     assert got == pytest.approx(best[1] - best[0], abs=1e-9)

@@ -15,7 +15,6 @@ from medusa_jax.text_stats import (
     NgramModel,
     bits_per_byte,
     repeated_ngram_share,
-    shared_ngram_share,
 )
 
 small_texts = st.lists(st.integers(0, 4), min_size=12, max_size=60)
@@ -150,10 +149,3 @@ def test_baseline_command(tmp_path, capsys):
     )
     assert text_stats.main([str(tmp_path / "nowhere")]) == 2
     assert "no token stream" in capsys.readouterr().err
-
-
-def test_shared_ngrams():
-    assert shared_ngram_share([[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]]) == 0.5
-    assert shared_ngram_share([[1, 2, 3, 4] * 9, [5, 6, 7, 8] * 9]) == 0
-    assert shared_ngram_share([[1, 2, 3, 4], [1, 2, 3, 4], [9, 9]]) == 1
-    assert shared_ngram_share([]) == 0

@@ -35,7 +35,7 @@ def load(
     mesh: Sequence[int] = (1, 1, 1),
     tokenizer: str | None = None,
     all_heads: bool = True,
-    no_repeat_ngram: int | None = None,
+    no_repeat_ngram_size: int | None = None,
 ) -> Model:
     """Load a backbone and its draft heads. Without arguments: the bundled demo.
 
@@ -48,7 +48,7 @@ def load(
       mesh: devices along data, fsdp, tensor.
       tokenizer: directory or hub id, if not beside the model.
       all_heads: False reads only the heads that `tree` uses.
-      no_repeat_ngram: no n-gram of this size twice in prompt and text, 0 bars nothing; by
+      no_repeat_ngram_size: no n-gram of this size twice in prompt and text, 0 bars nothing; by
         default `no_repeat_ngram_size` of the model's generation_config.json, else 0.
 
     Raises:
@@ -103,19 +103,19 @@ def load(
         dtype=jnp.dtype(kind),
         mesh=devices,
         calibrated=calibrated,
-        no_repeat_ngram=_ngram_size(path, no_repeat_ngram),
+        no_repeat_ngram_size=_ngram_size(path, no_repeat_ngram_size),
     )
     loaded.tree = loaded.parse_tree(tree)
     return loaded
 
 
 def _ngram_size(path: str, asked: int | None) -> int:
-    """`no_repeat_ngram`, or what the model's publisher recommends."""
+    """`no_repeat_ngram_size`, or what the model's publisher recommends."""
     size = asked
     if size is None:
         size = hf.generation_config(path).get("no_repeat_ngram_size") or 0
     if not isinstance(size, int) or size < 0:
-        raise UserError(f"no_repeat_ngram must be 0 (off) or more, not {size!r}")
+        raise UserError(f"no_repeat_ngram_size must be 0 (off) or more, not {size!r}")
     return size
 
 

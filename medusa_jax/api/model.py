@@ -33,7 +33,7 @@ class Model:
       tokenizer: text to ids and back.
       tree: the default draft tree.
       calibrated: content of the tree file beside the heads, or None.
-      no_repeat_ngram: no n-gram of this size twice in prompt and text; 0 bars nothing.
+      no_repeat_ngram_size: no n-gram of this size twice in prompt and text; 0 bars nothing.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Model:
         mesh: jax.sharding.Mesh,
         calibrated: dict | None = None,
         eos_ids: Sequence[int] | None = None,
-        no_repeat_ngram: int = 0,
+        no_repeat_ngram_size: int = 0,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -66,7 +66,7 @@ class Model:
             "heads": jax.tree.map(lambda x: x.astype(dtype), head_params),
         }
         self.tree = self._default_tree()
-        self.no_repeat_ngram = no_repeat_ngram
+        self.no_repeat_ngram_size = no_repeat_ngram_size
         self._warm: set[Any] = set()
 
     @property
@@ -120,7 +120,7 @@ class Model:
             self.parse_tree(tree),
             acceptance,
             eos_ids=self.eos_ids,
-            no_repeat_ngram=self.no_repeat_ngram,
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
         )
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from medusa_jax.api import Model, Options, Result, load
+from medusa_jax.api import Model, Options, Result
 from medusa_jax.cli.chat_run import Chat
-from medusa_jax.cli.flags import parse_mesh
+from medusa_jax.cli.flags import load_model, parse_mesh
 from medusa_jax.cli.requests import read_requests, shared_options
 from medusa_jax.console import (
     announced,
@@ -34,15 +34,12 @@ def run(flags: argparse.Namespace) -> int:
         raise UserError(f"--batch_size must be at least 1, not {flags.batch_size}")
     use_compilation_cache()
     warn_if_accelerator_unused()
-    model = load(
-        flags.model,
-        flags.drafter,
+    model = load_model(
+        flags,
         tree="none" if flags.drafter == "none" else flags.tree,
-        dtype=flags.dtype,
         mesh=parse_mesh(flags.mesh),
         tokenizer=flags.tokenizer,
         all_heads=False,
-        no_repeat_ngram=flags.no_repeat_ngram,
     )
     if flags.chat is not None:
         model.eos_ids = tuple(

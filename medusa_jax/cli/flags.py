@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from medusa_jax.console import run_main
 from medusa_jax.errors import UserError
@@ -33,6 +34,23 @@ def add_model(p: argparse.ArgumentParser, drafter: str | None = "medusa") -> Non
     )
 
 
+def load_model(flags: argparse.Namespace, drafter: str | None = None, **more: Any) -> Any:
+    """The model that the flags ask for, with --drafter if no other is given.
+
+    Args:
+      more: what else `load` takes, such as `tree`.
+    """
+    from medusa_jax.api import load  # JAX is imported here, not for --help
+
+    return load(
+        flags.model,
+        drafter or flags.drafter,
+        dtype=flags.dtype,
+        no_repeat_ngram_size=flags.no_repeat_ngram_size,
+        **more,
+    )
+
+
 def add_prompts(p: argparse.ArgumentParser, limit: int, what: str = "") -> None:
     """--prompts (required) and --limit."""
     p.add_argument(
@@ -50,7 +68,7 @@ def add_limit(p: argparse.ArgumentParser, limit: int) -> None:
 
 
 def add_generation(p: argparse.ArgumentParser, temperature: float = 0.0) -> None:
-    """--max_new_tokens, --temperature, --seed and --no_repeat_ngram."""
+    """--max_new_tokens, --temperature, --seed and --no_repeat_ngram_size."""
     p.add_argument("--max_new_tokens", type=int, default=200)
     p.add_argument(
         "--temperature",
@@ -59,8 +77,13 @@ def add_generation(p: argparse.ArgumentParser, temperature: float = 0.0) -> None
         help="0 is greedy (default: %(default)s)",
     )
     p.add_argument("--seed", type=int, default=0)
+    add_no_repeat(p)
+
+
+def add_no_repeat(p: argparse.ArgumentParser) -> None:
+    """--no_repeat_ngram_size."""
     p.add_argument(
-        "--no_repeat_ngram",
+        "--no_repeat_ngram_size",
         type=int,
         metavar="N",
         help="no N tokens in a row twice in prompt and text; 0 is off (default: what the "

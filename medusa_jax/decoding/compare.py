@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.decoding.generate import MIN_PROMPT, power_of_two
-from medusa_jax.decoding.repeats import logits_behind
+from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
 from medusa_jax.heads import Base
 from medusa_jax.model.cache import KVCache
@@ -120,7 +120,7 @@ def score_gap(
     padded = np.zeros((1, power_of_two(T, MIN_PROMPT)), np.int32)
     padded[0, :T] = text
     logits_1V = _logits_behind(model.base, padded, np.int32(T))[0]
-    logits_1V = logits_behind(logits_1V, text, model.no_repeat_ngram)
+    logits_1V = without_barred(logits_1V, text, model.no_repeat_ngram_size)
     scores_1V = perturbed(logits_1V, T, option, request)
     best = np.sort(np.asarray(scores_1V[0], np.float64))[-2:]
     return float(best[1] - best[0])

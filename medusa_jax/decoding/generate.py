@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.decoding.accept import target_tokens
-from medusa_jax.decoding.repeats import without_repeats, written
+from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.step import (
     LIMIT,
@@ -28,6 +28,7 @@ from medusa_jax.decoding.step import (
     decode_loop,
     decode_step,
     progress_of,
+    write_tokens,
 )
 from medusa_jax.heads.drafter import Base
 from medusa_jax.model.cache import KVCache
@@ -91,12 +92,12 @@ def prefill(
     last_B11 = (prompt_length_B - 1)[:, None, None]
     logits_B1V = base.lm_head(jnp.take_along_axis(hidden_BTD, last_B11, axis=1))
     text_BS = None
-    if engine.no_repeat_ngram:
+    if engine.no_repeat_ngram_size:
         text_BS = jnp.zeros((B, text_slots(engine, slots)), prompt_BT.dtype)
         text_BS = text_BS.at[:, :T].set(prompt_BT)
         last_B1 = (prompt_length_B - 1)[:, None]
         logits_B1V = without_repeats(
-            logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram
+            logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram_size
         )
     sampled = engine.acceptance in ("sampled", "rejection")
     target_B1 = target_tokens(
@@ -104,7 +105,7 @@ def prefill(
     )
     root_B = target_B1[:, 0]
     if text_BS is not None:
-        text_BS = written(text_BS, target_B1, prompt_length_B)
+        text_BS = write_tokens(text_BS, target_B1, prompt_length_B)
     next_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)
     is_last_BT = position_BT == (prompt_length_B - 1)[:, None]
     next_BT = jnp.where(is_last_BT, root_B[:, None], next_BT)

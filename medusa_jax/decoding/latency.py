@@ -50,7 +50,7 @@ def step_seconds(
             model.drafter,
             tree,
             acceptance,
-            no_repeat_ngram=model.no_repeat_ngram,
+            no_repeat_ngram_size=model.no_repeat_ngram_size,
         )
         for tree in trees
     ]

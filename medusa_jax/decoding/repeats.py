@@ -10,9 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-
-from medusa_jax.tree import Tree
 
 
 def barred_tokens(text: Sequence[int], n: int) -> list[int]:
@@ -27,7 +24,7 @@ def barred_tokens(text: Sequence[int], n: int) -> list[int]:
     return sorted({text[end] for end in ends if tuple(text[end - n + 1 : end]) == tail})
 
 
-def logits_behind(logits_PV: jax.Array, text: Sequence[int], n: int) -> jax.Array:
+def without_barred(logits_PV: jax.Array, text: Sequence[int], n: int) -> jax.Array:
     """Logits of one position, minus infinity for what is barred behind `text` (n = 0: nothing)."""
     barred = barred_tokens(text, n) if n else []
     return logits_PV.at[:, jnp.array(barred, int)].set(-jnp.inf) if barred else logits_PV
@@ -71,26 +68,7 @@ def without_repeats(
             text_BMS, jnp.maximum(last_BM - back + 1, 0)[..., None], axis=-1
         )
         match_BMS &= jnp.roll(text_BMS, back, axis=-1) == tail_BM1
-    token_BMS = jnp.where(
-        match_BMS, text_BMS, logits_BMV.shape[-1]
-    )  # dropped: out of range
+    # What does not match is out of range, and dropped.
+    token_BMS = jnp.where(match_BMS, text_BMS, logits_BMV.shape[-1])
     row_B11, node_1M1 = jnp.arange(B)[:, None, None], jnp.arange(M)[None, :, None]
     return logits_BMV.at[row_B11, node_1M1, token_BMS].set(-jnp.inf, mode="drop")
-
-
-def barred_logits(
-    logits_BMV: jax.Array,
-    text_BS: jax.Array,
-    length_B: jax.Array,
-    nodes_BM: jax.Array,
-    tree: Tree,
-    n: int,
-) -> jax.Array:
-    """The verifier's logits at the nodes of a tree, without what would repeat an n-gram."""
-    return without_repeats(logits_BMV, *texts_behind(text_BS, length_B, nodes_BM, tree), n)
-
-
-def written(text_BS: jax.Array, tokens_BL: jax.Array, at_B: jax.Array) -> jax.Array:
-    """The text with L tokens from position `at` on."""
-    write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
-    return write(text_BS, tokens_BL.astype(text_BS.dtype), at_B)

@@ -16,7 +16,7 @@ from medusa_jax.decoding.accept import (
     target_tokens,
 )
 from medusa_jax.decoding.rejection import accept_rejection, draft_noise
-from medusa_jax.decoding.repeats import barred_logits, without_repeats, written
+from medusa_jax.decoding.repeats import texts_behind, without_repeats
 from medusa_jax.decoding.sampling import Sampling, gumbel
 from medusa_jax.heads.drafter import Base, Drafter
 from medusa_jax.model.cache import KVCache
@@ -39,7 +39,7 @@ class Engine:
       acceptance: "greedy", "sampled", "rejection" (which makes the tree dense) or "typical".
       eos_ids: tokens that end a row; the token itself is kept.
       stop_sequences: token sequences that end a row once they are complete.
-      no_repeat_ngram: n-grams of this size stand in a text at most once; 0 bars nothing.
+      no_repeat_ngram_size: n-grams of this size stand in a text at most once; 0 bars nothing.
     """
 
     llama: Llama
@@ -48,7 +48,7 @@ class Engine:
     acceptance: str = "greedy"
     eos_ids: tuple[int, ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
-    no_repeat_ngram: int = 0
+    no_repeat_ngram_size: int = 0
 
     def __post_init__(self) -> None:
         if self.acceptance == "rejection":  # siblings are successive draws, none left out
@@ -148,6 +148,12 @@ def count_until_stop(
     return count_B, status_B
 
 
+def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.Array:
+    """Row b with its L new entries from place `at[b]` on; the caller keeps at + L <= O."""
+    write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
+    return write(row_BO, new_BL.astype(row_BO.dtype), at_B)
+
+
 def append(
     engine: Engine, state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array
 ) -> DecodeState:
@@ -156,11 +162,10 @@ def append(
     The first n - 1 are accepted drafts of depth 1, 2, ...; the n-th is the verifier's own.
     """
     # Rows write all L; what lies behind `n_new` is overwritten by the next step.
-    write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
-    tokens_BO = write(state.tokens_BO, emitted_BL, state.n_new_B)
+    tokens_BO = write_tokens(state.tokens_BO, emitted_BL, state.n_new_B)
     depth_L = jnp.arange(1, emitted_BL.shape[1] + 1)
     depth_BL = jnp.where(depth_L[None, :] < n_B[:, None], depth_L[None, :], 0)
-    depth_BO = write(state.depth_BO, depth_BL.astype(state.depth_BO.dtype), state.n_new_B)
+    depth_BO = write_tokens(state.depth_BO, depth_BL, state.n_new_B)
     count_B, status_B = count_until_stop(engine, tokens_BO, emitted_BL, state, n_B)
     running_B = state.status_B == RUNNING
     count_B = jnp.where(running_B, count_B, 0)
@@ -202,16 +207,14 @@ def decode_step(
         else:
             noise_BLV = draft_noise(sampling, position_BL, V, dtype)
     draft_logits: dict[int, jax.Array] = {}
+    text_BS = state.text_BS
 
     def rank_scores(depth: int, logits: jax.Array) -> jax.Array:
         """Order of logits / T + g, as the verifier will see it (rows of T = 0: of the logits)."""
-        if (
-            depth == 1 and state.text_BS is not None
-        ):  # what is barred behind the root is known
-            logits = without_repeats(
-                logits.reshape(logits.shape[0], 1, -1), state.text_BS[:, None],
-                state.length_B[:, None], engine.no_repeat_ngram,
-            ).reshape(logits.shape)  # fmt: skip
+        if depth == 1 and text_BS is not None:  # the text behind the root is known
+            logits_B1V = logits.reshape(logits.shape[0], 1, -1)
+            known = (text_BS[:, None], state.length_B[:, None], engine.no_repeat_ngram_size)
+            logits = without_repeats(logits_B1V, *known).reshape(logits.shape)
         draft_logits[depth] = logits
         if noise_BLV is None:
             return logits
@@ -232,10 +235,9 @@ def decode_step(
         nodes_BM, positions_BM, state.cache, state.length_B, jnp.asarray(tree.mask_MM)
     )
     logits_BMV = base.lm_head(hidden_BMD)
-    text_BS = state.text_BS
     if text_BS is not None:
-        known = (text_BS, state.length_B, nodes_BM, tree)
-        logits_BMV = barred_logits(logits_BMV, *known, engine.no_repeat_ngram)
+        texts = texts_behind(text_BS, state.length_B, nodes_BM, tree)
+        logits_BMV = without_repeats(logits_BMV, *texts, engine.no_repeat_ngram_size)
 
     # Accept.
     accepted: Accepted
@@ -271,7 +273,7 @@ def decode_step(
 
     # Append.
     if text_BS is not None:
-        text_BS = written(text_BS, emitted_BL, state.length_B + 1)
+        text_BS = write_tokens(text_BS, emitted_BL, state.length_B + 1)
     new = append(engine, state, emitted_BL, n_B + 1)
     count_B = new.n_new_B - state.n_new_B
     bin_BL = jnp.arange(1, L + 1)[None, :] == count_B[:, None]

@@ -21,7 +21,7 @@ from jax import lax
 
 from medusa_jax.decoding.compare import perturbed
 from medusa_jax.decoding.generate import power_of_two
-from medusa_jax.decoding.repeats import logits_behind
+from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.heads.drafter import Base
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree import Tree
@@ -84,7 +84,7 @@ def find_divergence(
         three_passes(tree, model.base, padded, np.int32(length))
         for length in range(len(text), max(len(text) - POSITIONS, 0), -1)
     ]
-    logits_PV = logits_behind(passes[0], text, model.no_repeat_ngram)
+    logits_PV = without_barred(passes[0], text, model.no_repeat_ngram_size)
     scores_PV = np.asarray(perturbed(logits_PV, len(text), option, request), np.float64)
     pair = [ours[first], theirs[first]]
     kept_PV = np.isfinite(scores_PV)

@@ -13,7 +13,7 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.hub import resolve
-from medusa_jax.interop.tensors import read_json
+from medusa_jax.interop.tensors import optional_json, read_json
 from medusa_jax.model.llama import init_params
 
 Params = dict[str, Any]
@@ -54,8 +54,8 @@ HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 def generation_config(path: str) -> dict[str, Any]:
     """`generation_config.json` of a model directory or hub id; {} if there is none."""
-    file = os.path.join(resolve(path, ["generation_config.json"]), "generation_config.json")
-    return read_json(file) if os.path.isfile(file) else {}
+    name = "generation_config.json"
+    return optional_json(os.path.join(resolve(path, [name]), name))
 
 
 def read_config(path: str) -> LlamaConfig:

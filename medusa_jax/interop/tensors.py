@@ -130,6 +130,11 @@ def read_json(path: str) -> dict[str, Any]:
     return value
 
 
+def optional_json(path: str) -> dict[str, Any]:
+    """`read_json`, {} where there is no such file."""
+    return read_json(path) if os.path.isfile(path) else {}
+
+
 def _refuse_pointer(path: str) -> None:
     """A clone without git-lfs leaves a small text file where the weights should be."""
     try:

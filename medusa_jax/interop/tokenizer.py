@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
-from medusa_jax.interop.tensors import read_json
+from medusa_jax.interop.tensors import optional_json
 
 BROKEN = "\ufffd"
 
@@ -89,8 +89,8 @@ def load_tokenizer(path: str) -> Tokenizer:
       UserError: no tokenizer there, or one that cannot be read.
     """
     directory = resolve(path, TOKENIZER_FILES)
-    settings = _optional_json(directory, "special_tokens_map.json")
-    settings |= _optional_json(directory, "tokenizer_config.json")
+    settings = optional_json(os.path.join(directory, "special_tokens_map.json"))
+    settings |= optional_json(os.path.join(directory, "tokenizer_config.json"))
     backend = _backend(directory)
 
     def text_of(name: str) -> str | None:
@@ -101,13 +101,13 @@ def load_tokenizer(path: str) -> Tokenizer:
         token = text_of(name)
         return backend.token_to_id(token) if token else None
 
-    model = _optional_json(directory, "config.json")
+    model = optional_json(os.path.join(directory, "config.json"))
     bos_id = id_of("bos_token")
     if "bos_token" not in settings and isinstance(model.get("bos_token_id"), int):
         # Only without any word from the tokenizer: Qwen's configs name a BOS it never uses.
         bos_id = model["bos_token_id"]
     eos_ids = [id_of("eos_token")]
-    for source in (model, _optional_json(directory, "generation_config.json")):
+    for source in (model, optional_json(os.path.join(directory, "generation_config.json"))):
         value = source.get("eos_token_id")
         eos_ids += value if isinstance(value, list) else [value]
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -143,7 +143,7 @@ def _backend(directory: str) -> Any:
     from transformers import AutoTokenizer, LlamaTokenizer
 
     named = ("config.json", "tokenizer_config.json")
-    kinds = [_optional_json(directory, name) for name in named]
+    kinds = [optional_json(os.path.join(directory, name)) for name in named]
     known = "model_type" in kinds[0] or "tokenizer_class" in kinds[1]
     loader = AutoTokenizer if known else LlamaTokenizer
     try:
@@ -154,11 +154,6 @@ def _backend(directory: str) -> Any:
             f"the tokenizer in {directory} cannot be read: {first_line}"
         ) from error
     return backend
-
-
-def _optional_json(directory: str, name: str) -> dict[str, Any]:
-    file = os.path.join(directory, name)
-    return read_json(file) if os.path.isfile(file) else {}
 
 
 def _chat_template(directory: str, settings: dict[str, Any]) -> str:

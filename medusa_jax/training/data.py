@@ -4,9 +4,7 @@ A token directory is what every source becomes before training starts:
 
     tokens.npy       1-D uint16 or int32, all samples one after another
     doc_starts.npy   1-D int64, where each sample begins (optional: one single sample)
-    counted.npy      1-D bool or int8, which tokens are targets (optional: all); -1 marks a
-                     token that should not have been written (an unwanted repeat): the
-                     backbone's loss lowers its probability, the heads pass over it
+    counted.npy      1-D bool, which tokens are targets (optional: all)
 
 The arrays are memory-mapped and need no library but numpy. Rows are a pure function of the
 configuration and of their number, so the position in the data is the number of steps made,
@@ -30,7 +28,7 @@ class TokenRows:
     """Packed rows of `seq_len` tokens, shuffled anew in every epoch.
 
     A batch is a dict of [B, T] arrays: `tokens` int32, `positions` int32 (from 0 in every
-    segment), `segment_ids` int32 (1, 2, ... in a row; 0 is padding), `counted` int8 (1, 0, -1).
+    segment), `segment_ids` int32 (1, 2, ... in a row; 0 is padding), `counted` bool.
     """
 
     def __init__(
@@ -55,8 +53,8 @@ class TokenRows:
         self.counted = read_array(directory, "counted.npy")
         if self.counted is not None and self.counted.size != size:
             raise UserError(f"{directory}/counted.npy and tokens.npy differ in length")
-        if self.counted is not None and not _marks_only(self.counted):
-            raise UserError(f"{directory}/counted.npy may hold 1, 0 and -1 only")
+        if self.counted is not None and not _is_mask(self.counted):
+            raise UserError(f"{directory}/counted.npy may hold 1 and 0 only")
         starts = read_array(directory, "doc_starts.npy")
         self.starts = (
             np.zeros(1, np.int64) if starts is None else np.asarray(starts, np.int64)
@@ -126,14 +124,14 @@ class TokenRows:
         row = {
             name: np.zeros(T, np.int32) for name in ("tokens", "positions", "segment_ids")
         }
-        row["counted"] = np.zeros(T, np.int8)
+        row["counted"] = np.zeros(T, bool)
         at = 0
         for segment, (begin, end) in enumerate(pieces, start=1):
             span = slice(at, at + int(end - begin))
             row["tokens"][span] = self.tokens[begin:end]
             row["positions"][span] = np.arange(end - begin)
             row["segment_ids"][span] = segment
-            row["counted"][span] = 1 if self.counted is None else self.counted[begin:end]
+            row["counted"][span] = True if self.counted is None else self.counted[begin:end]
             at = span.stop
         return row
 
@@ -165,8 +163,8 @@ def first_fit(lengths: np.ndarray, capacity: int, open_rows: int) -> list[np.nda
     return done + [np.array(row) for row in rows]
 
 
-def _marks_only(counted: np.ndarray) -> bool:
-    return counted.dtype == bool or -1 <= counted.min() <= counted.max() <= 1
+def _is_mask(counted: np.ndarray) -> bool:
+    return counted.dtype == bool or 0 <= counted.min() <= counted.max() <= 1
 
 
 def read_array(directory: str, name: str) -> np.ndarray | None:

@@ -64,7 +64,7 @@ def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> j
     mask = segment_ids_BT != 0
     for step in range(1, ahead + 1):
         inside = shift(segment_ids_BT, step) == segment_ids_BT
-        mask &= inside & (shift(counted_BT.astype(jnp.int32), step) > 0)
+        mask &= inside & shift(counted_BT, step)
     return mask
 
 

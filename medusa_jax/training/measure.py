@@ -123,7 +123,7 @@ def random_rows(cfg: Config) -> dict[str, np.ndarray]:
         "tokens": rng.integers(0, cfg.model.arch.vocab_size, (B, T)).astype(np.int32),
         "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
         "segment_ids": np.ones((B, T), np.int32),
-        "counted": np.ones((B, T), np.int8),
+        "counted": np.ones((B, T), bool),
     }
     if kind := cfg.data.cache_features:
         hidden = rng.standard_normal((B, T, cfg.model.arch.d_model))

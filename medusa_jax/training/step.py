@@ -278,7 +278,7 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> Tree:
         "tokens": "int32",
         "positions": "int32",
         "segment_ids": "int32",
-        "counted": "int8",
+        "counted": "bool",
     }
     batch = {
         name: jax.ShapeDtypeStruct(shape, np.dtype(kind), sharding=sharding)

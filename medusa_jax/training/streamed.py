@@ -116,7 +116,7 @@ def heads_cross_entropy(
     read = sorted({i for _, used in heads for i in used})
     heads = [(fn, [read.index(i) for i in used]) for fn, used in heads]
     rows = (
-        tuple(features_K), labels_BT, tuple(m.astype(jnp.int8) for m in mask_K),
+        tuple(features_K), labels_BT, tuple(mask_K),
         lax.stop_gradient(teacher_BTD),
     )  # fmt: skip
     options = (chunk, teacher)
@@ -158,17 +158,16 @@ def _chunk_sums(
     nll_BT = log_sum_BT - label_BT1[..., 0]
     # The label's rank by counting: no sort, no top-k.
     rank_BT = jnp.sum(lax.stop_gradient(logits_BTV > label_BT1), axis=-1)
-    counted_BT = mask_BT > 0
-    nll = jnp.sum(jnp.where(counted_BT, nll_BT, 0.0))
-    top1 = jnp.sum((counted_BT & (rank_BT == 0)).astype(jnp.float32))
-    top5 = jnp.sum((counted_BT & (rank_BT < 5)).astype(jnp.float32))
+    nll = jnp.sum(jnp.where(mask_BT, nll_BT, 0.0))
+    top1 = jnp.sum((mask_BT & (rank_BT == 0)).astype(jnp.float32))
+    top5 = jnp.sum((mask_BT & (rank_BT < 5)).astype(jnp.float32))
     total, entropy = nll, jnp.zeros_like(nll)
     if teacher is not None:
         assert law is not None
         soft_BT = log_sum_BT - jnp.sum(law.p_BTV * logits_BTV, axis=-1)
-        soft = jnp.sum(jnp.where(counted_BT, soft_BT, 0.0))
+        soft = jnp.sum(jnp.where(mask_BT, soft_BT, 0.0))
         total = teacher.label_weight * nll + teacher.weight * soft
-        entropy = jnp.sum(jnp.where(counted_BT, law.entropy_BT, 0.0))
+        entropy = jnp.sum(jnp.where(mask_BT, law.entropy_BT, 0.0))
     return Sums(total, nll, top1, top5, entropy)
 
 

@@ -318,7 +318,7 @@ def test_trees_that_are_not_there(refused, tree, words):
         (("--acceptance", "greedy", "--temperature", "1"), "temperature 0"),
         (("--temperature", "-1"), "temperature"),
         (("--top_p", "0"), "top_p"),
-        (("--no_repeat_ngram", "-1"), "no_repeat_ngram must be 0"),
+        (("--no_repeat_ngram_size", "-1"), "no_repeat_ngram_size must be 0"),
         (("--max_new_tokens", "0"), "max_new_tokens"),
         (("--prompts_file", "x"), "either --prompt TEXT or --prompts_file"),
     ],

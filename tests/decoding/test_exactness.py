@@ -68,26 +68,28 @@ def sampling_fields(rows, seed):
 
 
 @cache
-def reference(shape, seed, acceptance):
-    """Prompts, and what the plain loop emits behind them."""
+def reference(shape, seed, acceptance, ngram=0):
+    """Prompts, and what the plain loop emits behind them; n-grams of size `ngram` barred."""
     vocab, rows, _ = shape
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, vocab, n).tolist() for n in rng.integers(1, 12, rows)]
     extra = sampling_fields(rows, seed) if acceptance == "sampled" else {}
     request = loop.Request(prompts, LIMITS[:rows], **extra)
     _, llama, base = model(shape, seed)
-    plain = loop.Engine(llama, planted(config_of(shape)), Tree.none(), acceptance)
+    drafter = planted(config_of(shape))
+    plain = loop.Engine(llama, drafter, Tree.none(), acceptance, no_repeat_ngram_size=ngram)
     return request, texts_of(loop.generate(plain, {"base": base, "heads": {}}, request))
 
 
 @pytest.mark.parametrize(
-    ("shape", "acceptance"),
+    ("shape", "acceptance", "ngram"),
     [
-        *((shape, "greedy") for shape in SHAPES),
-        *((shape, "sampled") for shape in SHAPES[:2]),
+        *((shape, "greedy", 0) for shape in SHAPES),
+        *((shape, "sampled", 0) for shape in SHAPES[:2]),
+        *((SHAPES[0], acceptance, 3) for acceptance in ("greedy", "sampled")),
     ],
 )
-def test_any_tree_gives_the_autoregressive_text(shape, acceptance):
+def test_any_tree_gives_the_autoregressive_text(shape, acceptance, ngram):
     vocab, rows, _ = shape
     example = Tree.from_choices(
         [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], *([r] for r in range(1, 5))]
@@ -100,8 +102,14 @@ def test_any_tree_gives_the_autoregressive_text(shape, acceptance):
     def check(tree, seed):
         nonlocal zeros
         _, llama, base = model(shape, seed)
-        request, expected = reference(shape, seed, acceptance)
-        engine = loop.Engine(llama, planted(config_of(shape)), example, acceptance)
+        request, expected = reference(shape, seed, acceptance, ngram)
+        engine = loop.Engine(
+            llama,
+            planted(config_of(shape)),
+            example,
+            acceptance,
+            no_repeat_ngram_size=ngram,
+        )
         known = [p + t for p, t in zip(request.prompts, expected)]
         heads = planted_params(known, vocab, seed + tree.rank_M.sum())
         variables = {"base": base, "heads": heads}

@@ -1,4 +1,4 @@
-"""Barred n-grams: what is barred, and that trees give the plain loop's text with the same bars."""
+"""Barred n-grams: what is barred, where, and by whom (any tree: test_exactness.py)."""
 
 import dataclasses
 from functools import cache
@@ -11,9 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import (
     Planted,
-    TreeArrays,
-    check_counts,
-    decode_traced,
     decoder,
     forward_logits,
     planted,
@@ -26,14 +23,14 @@ from planted import (
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.repeats import barred_logits, barred_tokens, without_repeats
+from medusa_jax.decoding.repeats import barred_tokens, texts_behind, without_repeats
 from medusa_jax.heads import Base, make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
-M, DEPTH, NEW = 9, 4, 40
+NEW = 40
 N = 3
 # Few tokens, so that bars matter; rows with short and long prompts.
 CONFIG = tiny_config(vocab_size=11)
@@ -67,10 +64,8 @@ def test_every_node_has_the_bars_of_its_path(tree, seed, n):
     V, S, length = 3, 30, np.array([rng.integers(0, 20), 20])
     text = rng.integers(0, V, (2, S))
     nodes = rng.integers(0, V, (2, tree.n_nodes))
-    got = barred_logits(
-        jnp.zeros((2, tree.n_nodes, V)), jnp.array(text), jnp.array(length),
-        jnp.array(nodes), tree, n,
-    )  # fmt: skip
+    texts = texts_behind(jnp.array(text), jnp.array(length), jnp.array(nodes), tree)
+    got = without_repeats(jnp.zeros((2, tree.n_nodes, V)), *texts, n)
     for row in range(2):
         for node in range(tree.n_nodes):
             path = np.flatnonzero(tree.mask_MM[node])  # ancestors come first
@@ -95,7 +90,9 @@ def reference(seed, acceptance, n=N):
     """What the plain loop emits, n-grams of size n barred."""
     request = loop.Request(PROMPTS, LIMITS, **fields(acceptance))
     _, llama, base = model(seed)
-    plain = loop.Engine(llama, planted(CONFIG), Tree.none(), acceptance, no_repeat_ngram=n)
+    plain = loop.Engine(
+        llama, planted(CONFIG), Tree.none(), acceptance, no_repeat_ngram_size=n
+    )
     return request, texts_of(loop.generate(plain, {"base": base, "heads": {}}, request))
 
 
@@ -125,32 +122,6 @@ def test_the_plain_loop_takes_the_best_token_that_is_not_barred():
                 assert token == scores.argmax()
 
 
-@pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
-def test_any_tree_gives_the_autoregressive_text(acceptance):
-    example = Tree.from_choices(
-        [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], *([r] for r in range(1, 5))]
-    )
-    histogram = np.zeros(DEPTH + 1, int)
-
-    @SETTINGS
-    @given(trees(M, DEPTH), st.integers(0, 2))
-    def check(tree, seed):
-        _, llama, base = model(seed)
-        request, expected = reference(seed, acceptance)
-        engine = loop.Engine(llama, planted(CONFIG), example, acceptance, no_repeat_ngram=N)
-        known = [p + t for p, t in zip(PROMPTS, expected)]
-        heads = planted_params(known, CONFIG.vocab_size, seed + tree.rank_M.sum())
-        variables = {"base": base, "heads": heads}
-        state, _ = loop.begin(engine, variables, request)
-        progress = decode_traced(engine, variables, state, TreeArrays.of(tree))
-        assert texts_of(progress) == expected
-        check_counts(progress)
-        histogram[:] += np.asarray(progress.histogram_BL).sum(0)
-
-    check()
-    assert (histogram / histogram.sum() > 0.04).all(), histogram
-
-
 def test_the_text_grows_with_the_cache():
     """150 tokens behind prompts of 5 and 120: the cache of 128 slots doubles on the way."""
     config = tiny_config(vocab_size=60)
@@ -161,7 +132,7 @@ def test_the_text_grows_with_the_cache():
     request = loop.Request(prompts, [150, 150])
 
     def decode(tree, heads):
-        engine = loop.Engine(llama, planted(config), tree, no_repeat_ngram=2)
+        engine = loop.Engine(llama, planted(config), tree, no_repeat_ngram_size=2)
         variables = {"base": base, "heads": heads}
         *_, streamed = loop.stream(engine, variables, request, 5)
         texts = texts_of(loop.generate(engine, variables, request))
@@ -182,7 +153,7 @@ def test_other_rules_never_give_a_barred_token(acceptance):
     params, llama, base = model(0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
     engine = loop.Engine(
-        llama, drafter, Tree.cartesian([2, 2]), acceptance, no_repeat_ngram=N
+        llama, drafter, Tree.cartesian([2, 2]), acceptance, no_repeat_ngram_size=N
     )
     request = loop.Request(PROMPTS, LIMITS, temperature=[1.0, 0.5, 0.0])
     heads = drafter.init(jax.random.key(0), Base(Llama(CONFIG, jnp.float64), params))
@@ -221,7 +192,7 @@ def test_what_is_barred_behind_the_root_is_not_drafted():
     assert (barred >= 0).sum() > 10
     heads = planted_params(known, CONFIG.vocab_size, 0) | {"barred_BS": barred}
     drafter = Tempted(planted(CONFIG).heads, CONFIG)
-    engine = loop.Engine(llama, drafter, Tree.chain(1), no_repeat_ngram=N)
+    engine = loop.Engine(llama, drafter, Tree.chain(1), no_repeat_ngram_size=N)
     progress = loop.generate(engine, {"base": base, "heads": heads}, request)
     assert texts_of(progress) == expected
     # Every draft is accepted; a last step may be cut by the limit.

@@ -21,7 +21,7 @@ TEXT = [3, 5, 1, 0, 7, 7, 2]
 class OneBackbone:
     """What the report needs of a `Model`."""
 
-    no_repeat_ngram = 0
+    no_repeat_ngram_size = 0
 
     def __init__(self, dtype):
         self.config = tiny_config(vocab_size=17)

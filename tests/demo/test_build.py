@@ -30,7 +30,7 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
     prompts = (target / "prompts.jsonl").read_text().splitlines()
     assert prompts and {"prompt", "continuation_ids"} <= set(json.loads(prompts[0]))
     made = json.loads((target / "provenance.json").read_text())
-    assert made["heads"] and made["answers"]["no_repeat_ngram"] == 5
+    assert made["heads"] and made["answers"]["no_repeat_ngram_size"] == 5
 
     decoded = subprocess.run(
         [

@@ -28,7 +28,7 @@ def test_greedy_text_is_the_same(case, ngram, tmp_path, byte_level_dir):
     ours = medusa_jax.load(
         str(tmp_path), drafter="none", dtype="float32", tokenizer=str(byte_level_dir)
     )
-    assert ours.no_repeat_ngram == ngram
+    assert ours.no_repeat_ngram_size == ngram
     ours.eos_ids = ()
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, V, n).tolist() for n in (5, 16)]

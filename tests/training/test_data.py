@@ -125,6 +125,7 @@ def test_a_stream_shorter_than_a_row_is_padded(tmp_path):
         ("tokens.npy", np.array([1, 99], np.int32), ["99", str(VOCAB)]),
         ("tokens.npy", np.zeros(0, np.int32), ["tokens.npy"]),
         ("counted.npy", np.ones(3, bool), ["counted.npy", "length"]),
+        ("counted.npy", np.full(4000, -1, np.int8), ["counted.npy", "1 and 0 only"]),
         ("doc_starts.npy", np.array([5, 3]), ["doc_starts.npy", "rise"]),
     ],
 )
