@@ -176,6 +176,13 @@ def test_the_context_ends_in_mid_generation(model):
     check_result(model, long, CONTEXT)
 
 
+@pytest.mark.parametrize(("dtype", "name"), [("float32", "tiles"), ("bfloat16", "kernel")])
+def test_kernels_are_in_tiles_on_a_cpu(dtype, name):
+    variables = medusa_jax.load(dtype=dtype).variables
+    assert name in variables["base"]["layers_0"]["mlp"]["gate_up_proj"]
+    assert name in variables["heads"]["heads_0"]["layers_0"]
+
+
 def test_compiling_is_timed_once(model):
     options = Options(max_new_tokens=11)
     assert model.compile(PROMPTS, options, tree="chain:3") > 0

@@ -16,6 +16,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import Base, Drafter
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.model.llama import Llama, decoding_config, prepare
+from medusa_jax.model.product import tile_kernels
 from medusa_jax.sharding import param_shardings
 from medusa_jax.tree import Tree, parse_tree, tree_of_size
 
@@ -65,6 +66,9 @@ class Model:
             "base": jax.jit(fuse, out_shardings=shardings)(params),
             "heads": jax.tree.map(lambda x: x.astype(dtype), head_params),
         }
+        on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+        if on_cpu and dtype.itemsize > 2:  # 16-bit products are not the library's anyway
+            self.variables = jax.jit(tile_kernels)(self.variables)
         self.tree = self._default_tree()
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self._warm: set[Any] = set()

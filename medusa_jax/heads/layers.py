@@ -12,7 +12,7 @@ from medusa_jax.heads.drafter import Base, Params
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.llama import Block
-from medusa_jax.model.product import at_least_f32, product
+from medusa_jax.model.product import at_least_f32, product, tiled_product
 from medusa_jax.model.rope import rope_tables
 
 
@@ -24,9 +24,13 @@ class ResBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         D = x.shape[-1]
-        kernel = self.param("kernel", nn.initializers.zeros, (D, D)).astype(self.dtype)
+        if self.has_variable("params", "tiles"):
+            tiles: Any = self.get_variable("params", "tiles")
+            y = tiled_product(x, tiles.astype(self.dtype)).astype(self.dtype)
+        else:
+            kernel = self.param("kernel", nn.initializers.zeros, (D, D)).astype(self.dtype)
+            y = product(x, kernel).astype(self.dtype)
         bias = self.param("bias", nn.initializers.zeros, (D,)).astype(self.dtype)
-        y = product(x, kernel).astype(self.dtype)
         return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
 
 
@@ -83,11 +87,16 @@ def lm_head_logits(
     own, dtype = head_params["lm_head"], base.llama.dtype
     wide = at_least_f32(dtype)
     if heads.lm_head == "own":
-        linear = Linear(own["kernel"].shape[1], "bias" in own, dtype)
+        linear = Linear(base.llama.config.vocab_size, "bias" in own, dtype)
         out: Any = linear.apply({"params": own}, features)
         return out.astype(wide)
-    narrow = jnp.dot(features, own["down"].astype(dtype))
-    logits = jnp.dot(narrow, own["up"].astype(dtype), preferred_element_type=wide)
+
+    def times(x: jax.Array, name: str) -> jax.Array:
+        if f"{name}_tiles" in own:
+            return tiled_product(x, own[f"{name}_tiles"].astype(dtype))
+        return jnp.dot(x, own[name].astype(dtype), preferred_element_type=wide)
+
+    logits = times(times(features, "down").astype(dtype), "up")
     if "bias" in own:
         logits += jnp.broadcast_to(own["bias"].astype(wide), logits.shape)
     return logits

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.model.lora import add_adapter
-from medusa_jax.model.product import at_least_f32, product
+from medusa_jax.model.product import at_least_f32, product, tiled_product
 from medusa_jax.model.quantise import quantised_product
 
 
 class Linear(nn.Module):
     """y = x W (+ b), kernel [in, out]; computed in `dtype`, accumulated in float32 or wider.
 
-    W may be quantised (`model/quantise.py`), and x may pass through a low-rank adapter as well
+    W may be quantised (`model/quantise.py`) or in tiles (`model/product.py`), and x may pass through a low-rank adapter as well
     (`model/lora.py`), where the variables hold them.
     """
 
@@ -36,6 +36,9 @@ class Linear(nn.Module):
                 self.get_variable("params", name) for name in ("codes", "scales")
             ]
             y = quantised_product(x, *stored)
+        elif self.has_variable("params", "tiles"):
+            tiles: Any = self.get_variable("params", "tiles")
+            y = tiled_product(x, tiles.astype(self.dtype)).reshape(*x.shape[:-1], *width)
         else:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
             kernel = self.param("kernel", init, (x.shape[-1], *width)).astype(self.dtype)
