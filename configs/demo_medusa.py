@@ -1,4 +1,4 @@
-"""Medusa heads for the demo: 5 heads of one residual block, low-rank LM heads.
+"""Medusa heads for the demo: 4 heads of two residual blocks that share the backbone's LM head.
 
     python -m medusa_jax.distill --model work/demo/native/export \\
         --prompts work/demo/answer_seeds.jsonl --out work/demo/answers --temperature 0
@@ -22,9 +22,7 @@ def get_config() -> Config:
     """Medusa-1 (frozen backbone) on the demo corpus."""
     return Config(
         model=ModelConfig(path="work/demo/native/export"),
-        heads=HeadsConfig(
-            drafter="medusa", n_heads=5, n_layers=1, lm_head="low_rank", rank=64
-        ),
+        heads=HeadsConfig(drafter="medusa", n_heads=4, n_layers=2, lm_head="shared"),
         data=DataConfig(
             source="work/demo/answers",
             eval_source="work/demo/heldout",
@@ -40,13 +38,13 @@ def get_config() -> Config:
         train=TrainConfig(
             stage="medusa1",
             batch_size=4,
-            steps=900,
-            dtype="float32",
+            steps=1200,
+            dtype="bfloat16",
             remat=False,
             loss_chunk=128,
             log_every=20,
-            eval_every=450,
-            save_every=450,
+            eval_every=150,
+            save_every=150,
         ),
         mesh=(1, 1, 1),
     )

@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     add_limit(p, 50)
     add_model(p, drafter=None)
     p.add_argument(
-        "--drafters", default="medusa", help="comma-separated names or directories"
+        "--drafters", default="hydra", help="comma-separated names or directories"
     )
     p.add_argument("--trees", default="auto,64", help="comma-separated --tree values (cartesian "
                    "widths with x: cartesian:2x3)")  # fmt: skip

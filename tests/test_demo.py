@@ -39,7 +39,7 @@ def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(prompts):
         assert appended / steps > 1.5
 
 
-@pytest.mark.parametrize("name", [n for n in DRAFTERS if n != "medusa"])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_every_family_drafts_what_is_accepted_and_changes_nothing(prompts, name):
     model = medusa_jax.load(drafter=name, dtype="float64", tree="8")
     [found] = compare(model, prompts[4:5], Options(max_new_tokens=40), repeats=1)

@@ -28,7 +28,7 @@ def default_dtype() -> str:
 
 def load(
     model: str | None = None,
-    drafter: str = "medusa",
+    drafter: str = "hydra",
     *,
     tree: str | Tree = "auto",
     dtype: str | None = None,

@@ -20,7 +20,7 @@ def command(name: str, description: str, examples: str) -> argparse.ArgumentPars
     )
 
 
-def add_model(p: argparse.ArgumentParser, drafter: str | None = "medusa") -> None:
+def add_model(p: argparse.ArgumentParser, drafter: str | None = "hydra") -> None:
     """--model, --dtype and, unless `drafter` is None, --drafter with that default."""
     p.add_argument("--model", help="directory or hub id of a model (default: the demo)")
     if drafter is not None:

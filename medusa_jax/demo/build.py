@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--install", default="work/demo/install",
                    help="where the result goes; medusa_jax/demo replaces the bundled one")  # fmt: skip
-    p.add_argument("--drafters", default="medusa",
+    p.add_argument("--drafters", default="hydra",
                    help="comma-separated; each has a configs/demo_{drafter}.py")  # fmt: skip
     p.add_argument("--answers", type=int, default=4096, help="prompts to continue")
     p.add_argument("--steps_factor", type=float, default=1.0,

@@ -61,7 +61,7 @@ product.defvjp(_product_fwd, _product_bwd)
 
 TILE = 64
 # With so many rows a product over all columns is faster, the tiles put together first.
-MANY_ROWS = 128
+MANY_ROWS = 32
 
 
 def tile_kernels(params: Any) -> Any:

@@ -24,7 +24,7 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
     )
     assert built.returncode == 0, built.stderr[-3000:]
 
-    tree = json.loads((target / "medusa" / "tree.json").read_text())
+    tree = json.loads((target / "hydra" / "tree.json").read_text())
     assert len(tree["choices"]) == tree["nodes"] - 1
     assert tree["evidence"]["ladder"][0]["nodes"] == 1
     prompts = (target / "prompts.jsonl").read_text().splitlines()
@@ -37,7 +37,7 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
             sys.executable,
             "decode.py",
             f"--model={target}/backbone",
-            f"--drafter={target}/medusa",
+            f"--drafter={target}/hydra",
             "--tree=chain:2",
             "--prompt=def f(",
             "--max_new_tokens=12",
