@@ -57,9 +57,10 @@ def test_tree_beside_the_heads_is_the_one_its_evidence_names(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["medusa", "hydra"])
 @pytest.mark.parametrize("tree", ["auto", "64"])
-def test_fifty_prompts_by_two_hundred_tokens_without_a_mismatch(prompts, tree):
-    model = medusa_jax.load(dtype="float64", tree=tree)
+def test_fifty_prompts_by_two_hundred_tokens_without_a_mismatch(prompts, name, tree):
+    model = medusa_jax.load(drafter=name, dtype="float64", tree=tree)
     assert len(prompts) >= 50
     for prompt in prompts[:50]:
         ours = model.generate([prompt], Options(max_new_tokens=200))[0]
