@@ -41,7 +41,8 @@ def get_config() -> Config:
             steps=1200,
             dtype="bfloat16",
             remat=False,
-            loss_chunk=128,
+            # Two answers of at most 200 tokens to a row: their 400 columns are five chunks.
+            loss_chunk=80,
             log_every=20,
             eval_every=150,
             save_every=150,

@@ -171,11 +171,44 @@ def _chunk_sums(
     return Sums(total, nll, top1, top5, entropy)
 
 
-def _split(x: jax.Array, chunk: int) -> jax.Array:
-    """[B, T, ...] -> [T / chunk, B, chunk, ...], T padded with zeros to a multiple."""
-    B, T = x.shape[:2]
-    x = jnp.pad(x, ((0, 0), (0, -T % chunk)) + ((0, 0),) * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+class Packed(NamedTuple):
+    """The rows of a loss with what counts moved to the front, so that the rest is never walked.
+
+    Example, two rows, chunk 2 (x: column t counts for some head, its label is t):
+
+        counts    . . x x x .      labels    2 3 4 0 1 5      n_chunks  2 (the longest row has 3)
+                  x . . . x x                0 4 5 1 2 3
+
+    Attributes:
+      rows: what was given, columns reordered and padded with zeros to a multiple of the chunk.
+      back_BT: where column t of the input stands now.
+      n_chunks: how many chunks hold columns that count in any row.
+    """
+
+    rows: Any
+    back_BT: jax.Array
+    n_chunks: jax.Array
+
+
+def _pack(rows: Any, mask_K: Sequence[jax.Array], chunk: int) -> Packed:
+    """Answers are a part of a chat, and its prompts have no loss: logits only for the former."""
+    counts_BT = jnp.any(jnp.stack(list(mask_K)), axis=0)
+    order_BT = jnp.argsort(~counts_BT, axis=1, stable=True)
+    pad = -counts_BT.shape[1] % chunk
+
+    def packed(x: jax.Array) -> jax.Array:
+        x = _columns(x, order_BT)
+        return jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+
+    longest = jnp.max(jnp.sum(counts_BT, axis=1))
+    n_chunks = (longest + chunk - 1) // chunk
+    return Packed(jax.tree.map(packed, rows), jnp.argsort(order_BT, axis=1), n_chunks)
+
+
+def _columns(x_BT: jax.Array, index_BT: jax.Array) -> jax.Array:
+    """x[b, index[b, t], ...] for x of [B, T] or [B, T, D]."""
+    index = index_BT.reshape(index_BT.shape + (1,) * (x_BT.ndim - 2))
+    return jnp.take_along_axis(x_BT, index, axis=1)
 
 
 def _stacked(sums: list[Sums]) -> Sums:
@@ -185,28 +218,30 @@ def _stacked(sums: list[Sums]) -> Sums:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _streamed(heads, options, params, weight_K, *rows):  # type: ignore[no-untyped-def]
     chunk, teacher = options
+    packed = _pack(rows, rows[2], chunk)
 
-    def body(_, xs):  # type: ignore[no-untyped-def]
-        features_K, labels, mask_K, teacher_features = xs
+    def body(i, sums):  # type: ignore[no-untyped-def]
+        features_K, labels, mask_K, teacher_features = _chunk(packed.rows, i, chunk)
         rest = (_law(teacher, teacher_features), teacher)
-        return None, _stacked([
+        found = _stacked([
             _chunk_sums(fn, [params[i] for i in used], features, labels, mask, *rest)
             for (fn, used), features, mask in zip(heads, features_K, mask_K)
         ])  # fmt: skip
+        return jax.tree.map(jnp.add, sums, found)
 
-    chunks = jax.tree.map(partial(_split, chunk=chunk), rows)
-    _, sums = lax.scan(body, None, chunks)
-    sums = jax.tree.map(lambda s: s.sum(0), sums)
+    sums = lax.fori_loop(0, packed.n_chunks, body, _no_sums(len(heads)))
     return jnp.sum(weight_K * sums.loss), sums
 
 
 def _streamed_fwd(heads, options, params, weight_K, *rows):  # type: ignore[no-untyped-def]
     chunk, teacher = options
+    packed = _pack(rows, rows[2], chunk)
 
-    def body(d_params, xs):  # type: ignore[no-untyped-def]
-        features_K, labels, mask_K, teacher_features = xs
+    def body(i, carry):  # type: ignore[no-untyped-def]
+        d_params, d_features, sums = carry
+        d_params, d_features, found = list(d_params), list(d_features), []
+        features_K, labels, mask_K, teacher_features = _chunk(packed.rows, i, chunk)
         rest = (_law(teacher, teacher_features), teacher)
-        d_params, found, d_features = list(d_params), [], []
         for k, (fn, used) in enumerate(heads):
 
             def weighted(mine, features, k=k, fn=fn):  # type: ignore[no-untyped-def]
@@ -214,20 +249,34 @@ def _streamed_fwd(heads, options, params, weight_K, *rows):  # type: ignore[no-u
                 return weight_K[k] * sums.loss, sums
 
             gradient = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)
-            (_, sums), (dp, df) = gradient([params[i] for i in used], features_K[k])
-            for i, g in zip(used, dp):
-                d_params[i] += g
-            found.append(sums)
-            d_features.append(df)
-        return d_params, (_stacked(found), tuple(d_features))
+            (_, of_k), (dp, df) = gradient([params[i] for i in used], features_K[k])
+            for j, g in zip(used, dp):
+                d_params[j] += g
+            d_features[k] = lax.dynamic_update_slice_in_dim(
+                d_features[k], df, i * chunk, axis=1
+            )
+            found.append(of_k)
+        return d_params, d_features, jax.tree.map(jnp.add, sums, _stacked(found))
 
-    chunks = jax.tree.map(partial(_split, chunk=chunk), rows)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    d_params, (sums, d_features) = lax.scan(body, zeros, chunks)
-    B, T = rows[1].shape
-    joined = [jnp.moveaxis(d, 0, 1).reshape(B, -1, d.shape[-1])[:, :T] for d in d_features]
-    sums = jax.tree.map(lambda s: s.sum(0), sums)
-    return (jnp.sum(weight_K * sums.loss), sums), (d_params, tuple(joined))
+    d_params, d_features = jax.tree.map(
+        jnp.zeros_like, (list(params), list(packed.rows[0]))
+    )
+    start = (d_params, d_features, _no_sums(len(heads)))
+    d_params, d_features, sums = lax.fori_loop(0, packed.n_chunks, body, start)
+    # Columns that were not walked have no gradient: theirs is still the zero it began with.
+    back = tuple(_columns(d, packed.back_BT) for d in d_features)
+    return (jnp.sum(weight_K * sums.loss), sums), (d_params, back)
+
+
+def _chunk(rows: Any, i: jax.Array, chunk: int) -> Any:
+    """Columns [i chunk, (i + 1) chunk) of everything."""
+    return jax.tree.map(
+        lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1), rows
+    )
+
+
+def _no_sums(K: int) -> Sums:
+    return Sums(*[jnp.zeros((K,), jnp.float32)] * len(Sums._fields))
 
 
 def _streamed_bwd(heads, options, residuals, cotangents):  # type: ignore[no-untyped-def]

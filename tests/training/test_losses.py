@@ -82,6 +82,41 @@ def test_streamed_sums_and_gradients_equal_the_plain_ones(chunk):
     np.testing.assert_allclose(jax.jit(streamed)(params, features)[0], value, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "answers, walked",
+    [([(3, 9), (0, 2)], 2), ([(0, 13), (5, 5)], 4), ([(4, 4), (4, 4)], 0)],
+)
+def test_logits_are_taken_of_what_counts_only(answers, walked):
+    """Prompts and padding cost nothing: as many chunks as the longest answer of a row has."""
+    mask = np.zeros((2, 13), bool)
+    for row, (begin, end) in enumerate(answers):
+        mask[row, begin:end] = True
+    features = jax.random.normal(jax.random.key(0), (2, 13, 8))
+    weight = jax.random.normal(jax.random.key(1), (8, 32))
+    labels = jax.random.randint(jax.random.key(2), (2, 13), 0, 32)
+    seen = []
+
+    def fn(p, x):
+        jax.debug.callback(lambda rows: seen.append(rows.shape), x)
+        return x @ p
+
+    @jax.jit
+    def streamed(weight, features):
+        return cross_entropy_sums(fn, weight, features, labels, jnp.asarray(mask), 4).loss
+
+    def plain(weight, features):
+        return naive_sums(weight, features, labels, jnp.asarray(mask))[0]
+
+    grads = jax.grad(streamed, (0, 1))(weight, features)
+    jax.effects_barrier()
+    assert seen == [(2, 4, 8)] * walked
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+        (streamed(weight, features), grads),
+        (plain(weight, features), jax.grad(plain, (0, 1))(weight, features)),
+    )
+
+
 def heads_problem(K=3, T=12, B=2, lm_head="own"):
     arch = tiny_arch()
     llama = Llama(arch)
