@@ -76,15 +76,35 @@ def test_claim():
 
 def test_curves_are_the_held_out_records_in_order(tmp_path):
     records = [
-        {"step": 1, "kind": "train", "top1": [0.9]},
+        {"step": 1, "kind": "train", "top1": [0.5, 0.0]},
+        {"step": 2, "kind": "train", "top1": [1.0, 0.5]},
         {"step": 2, "kind": "eval", "top1": [0.1, 0.2], "loss": [1.0, 2.0]},
         {"step": 4, "kind": "eval", "top1": [0.3, 0.2]},
     ]
     lines = "".join(json.dumps(r) + "\n" for r in records)
     (tmp_path / "log.jsonl").write_text(lines)
-    expected = [{"step": 2, "top1": [0.1, 0.2]}, {"step": 4, "top1": [0.3, 0.2]}]
+    expected = [
+        {"step": 2, "top1": [0.1, 0.2], "trained_top1": [0.75, 0.25]},
+        {"step": 4, "top1": [0.3, 0.2], "trained_top1": []},
+    ]
     assert report.curve(tmp_path) == expected
     assert report.curve(tmp_path / "nowhere") == []
+
+
+def test_convergence():
+    """Means over heads and seeds, what the last stretch gained, accuracy on training text."""
+
+    def records(*means):
+        return [
+            {"step": 5 * i, "top1": [m + 0.1, m - 0.1], "trained_top1": [m, m + 0.5]}
+            for i, m in enumerate(means, 1)
+        ]
+
+    text = report.convergence({"hydra": [records(0.2, 0.5), records(0.4, 0.5)]})
+    head, _, row = text.splitlines()
+    assert "step | 5 | 10 |" in head
+    assert row == "| hydra | 0.300 | 0.500 | 0.2000 ± 0.1414 | 0.750 |"
+    assert report.convergence({"hydra": [[]]}) == ""
 
 
 def test_plot(tmp_path):
@@ -145,9 +165,12 @@ def test_a_tiny_family(tmp_path, monkeypatch, capsys):
             assert row["mean_accepted_length"] >= 1 and row["divergences"] == 0
             assert 0 < row["draft_share"] < 5
             assert len(run["top1"]) == 3 and run["top1"] <= run["top5"]
+    assert "| held-out top-1 at step | 1 | 2 |" in (tmp_path / "out/family.md").read_text()
     assert (tmp_path / "out" / "family.png").stat().st_size > 1000
     capsys.readouterr()
     assert main(arguments) == 0
     said = capsys.readouterr()
     assert said.err.count("not trained again") == said.err.count("not measured again") == 6
-    assert json.loads((tmp_path / "out" / "family.json").read_text()) == first
+    again = json.loads((tmp_path / "out" / "family.json").read_text())
+    for kept in ("runs", "curves"):  # only the race is run again
+        assert again[kept] == first[kept]

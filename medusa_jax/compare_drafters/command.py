@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_jax.compare_drafters.measure import measure_one, race
-from medusa_jax.compare_drafters.report import claim, curve, orders, table
+from medusa_jax.compare_drafters.report import claim, convergence, curve, orders, table
 from medusa_jax.console import run_main, say
 from medusa_jax.errors import UserError
 
@@ -129,7 +129,8 @@ def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
     runs = {name: [measure_one(flags, path) for path in where[name]] for name in names}
     curves = {name: [curve(path) for path in where[name]] for name in names}
     speeds = race(flags, where, runs)
-    text = f"{table(runs, speeds)}\n\n{orders(runs)}\n{claim(runs, speeds)}\n"
+    verdict = f"{orders(runs)}\n{claim(runs, speeds)}\n"
+    text = "\n\n".join((table(runs, speeds), convergence(curves), verdict))
     out = Path(flags.out)
     (out / "family.json").write_text(
         json.dumps(

@@ -14,13 +14,22 @@ ORDERS = (("medusa", "hydra", "hydrapp"), ("medusa", "amphista", "amphista_alpha
 
 
 def curve(run: Path) -> list[dict[str, Any]]:
-    """Held-out records of a training, in order: step, top1 per head."""
+    """Held-out records of a training, in order: step, top1 and trained_top1, both per head.
+
+    The latter is the mean over what was logged of training batches since the record before.
+    """
     file = run / "log.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
-    records = [json.loads(line) for line in lines]
-    return [
-        {"step": r["step"], "top1": r["top1"]} for r in records if r.get("kind") == "eval"
-    ]
+    found, trained = [], []
+    for record in map(json.loads, lines):
+        if record.get("kind") == "train":
+            trained.append(record["top1"])
+        elif record.get("kind") == "eval":
+            mean = np.mean(trained, axis=0).tolist() if trained else []
+            one = {"step": record["step"], "top1": record["top1"], "trained_top1": mean}
+            found.append(one)
+            trained = []
+    return found
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
@@ -73,6 +82,34 @@ def table(
             f"| {found[i]['speedup']:.2f}x |"
             for name, found in speeds.items()
         ]
+    return "\n".join(lines)
+
+
+def convergence(curves: dict[str, list[list[dict[str, Any]]]]) -> str:
+    """Top-1 accuracy over training as Markdown, means of the heads and seeds; "" without curves.
+
+    Beside the held-out accuracy at every evaluation: what the last stretch still gained (over the
+    seeds), and the accuracy on training batches there. A flat end says that more steps at this
+    schedule's rates bring nothing; equal accuracies on both texts, that nothing was learnt by heart.
+    """
+    curves = {name: [c for c in found if len(c) > 1] for name, found in curves.items()}
+    curves = {name: found for name, found in curves.items() if found}
+    if not curves:
+        return ""
+    steps = [record["step"] for record in next(iter(curves.values()))[0]]
+    lines = [
+        f"| held-out top-1 at step | {' | '.join(map(str, steps))} "
+        "| gain since the one before | on training text |",
+        "|---" * (len(steps) + 3) + "|",
+    ]
+    for name, found in curves.items():
+        top1_SN = [[statistics.mean(r["top1"]) for r in records] for records in found]
+        gains = [row[-1] - row[-2] for row in top1_SN]
+        trained = [statistics.mean(records[-1]["trained_top1"]) for records in found]
+        means = " | ".join(f"{x:.3f}" for x in np.mean(top1_SN, axis=0))
+        lines.append(
+            f"| {name} | {means} | {spread(gains, 4)} | {statistics.mean(trained):.3f} |"
+        )
     return "\n".join(lines)
 
 
