@@ -81,7 +81,7 @@ def collect_tuples(
     from medusa_jax.decoding.generate import power_of_two
     from medusa_jax.decoding.sampling import row_keys
 
-    ranks = jax.jit(rank_tuples, static_argnums=0)
+    ranks = jax.jit(rank_tuples, static_argnums=(0, 6))
     K = model.drafter.n_heads
     texts = []
     for prompt in tqdm(prompts, unit="prompt", desc="rank statistics", disable=None):
@@ -101,6 +101,7 @@ def collect_tuples(
             jnp.asarray(padded),
             jnp.array([len(ids)], jnp.int32),
             noise,
+            model.no_repeat_ngram_size,
         )
         # The step after prefill starts at the last prompt position.
         first, last = result.prompt_tokens - 1, len(ids) - K - 1

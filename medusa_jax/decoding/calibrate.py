@@ -17,6 +17,7 @@ import numpy as np
 
 from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.heads.drafter import Base, Drafter
+from medusa_jax.model.repeats import without_repeats
 from medusa_jax.tree import Choice, Tree
 
 # Ranks at or beyond this count as a miss: no tree worth having goes so wide.
@@ -30,6 +31,7 @@ def rank_tuples(
     tokens_BT: jax.Array,
     length_B: jax.Array,
     noise: tuple[jax.Array, jax.Array] | None = None,
+    no_repeat_ngram_size: int = 0,
 ) -> jax.Array:
     """Rank of each true later token under each head, teacher-forced: [B, T, K] int32.
 
@@ -40,6 +42,8 @@ def rank_tuples(
       base: the backbone with stored or prepared parameters.
       noise: (row keys [B], temperature [B]): rank by logits + T g[position] as sampled
         decoding does.
+      no_repeat_ngram_size: what decoding bars: the first head's guesses follow a root that is
+        known, so they are ranked without it.
     """
     B, T = tokens_BT.shape
     c = base.llama.config
@@ -53,6 +57,10 @@ def rank_tuples(
     for k in range(drafter.n_heads):
         ahead = k + 2
         logits_BTV = drafter.head_logits(head_params, base, k, features_KBTD[k])
+        if no_repeat_ngram_size and k == 0:
+            text_BTT = jnp.broadcast_to(tokens_BT[:, None, :], (B, T, T))
+            known = (text_BTT, jnp.minimum(position_BT + 1, T - 1), no_repeat_ngram_size)
+            logits_BTV = without_repeats(logits_BTV, *known)
         if noise is not None:
             g_BTV = gumbel(noise[0], position_BT + ahead, c.vocab_size, logits_BTV.dtype)
             logits_BTV = logits_BTV + noise[1][:, None, None].astype(g_BTV.dtype) * g_BTV

@@ -36,11 +36,12 @@ class Teacher(NamedTuple):
     """A distribution to learn from, beside the labels.
 
     Attributes:
-      logits_fn: (features) -> logits of the teacher, no gradient.
+      logits_fn: (what the teacher reads of a chunk) -> its logits, no gradient; minus infinity
+        is a probability of 0.
       weight, label_weight: of its cross-entropy and of the labels'.
     """
 
-    logits_fn: Callable[[jax.Array], jax.Array]
+    logits_fn: Callable[[Any], jax.Array]
     weight: float
     label_weight: float
 
@@ -60,12 +61,12 @@ def cross_entropy_sums(
     mask_BT: jax.Array,
     chunk: int,
     teacher: Teacher | None = None,
-    teacher_BTD: jax.Array | None = None,
+    teacher_rows: Any = None,
 ) -> Sums:
     """`heads_cross_entropy` of one head of weight 1; its `loss` is what has the gradient."""
     total, sums = heads_cross_entropy(
         [logits_fn], params, jnp.ones((1,)), [features_BTD], labels_BT, [mask_BT], chunk,
-        teacher, teacher_BTD,
+        teacher, teacher_rows,
     )  # fmt: skip
     return jax.tree.map(lambda s: s[0], sums)._replace(loss=total)
 
@@ -79,13 +80,13 @@ def heads_cross_entropy(
     mask_K: Sequence[jax.Array],
     chunk: int,
     teacher: Teacher | None = None,
-    teacher_BTD: jax.Array | None = None,
+    teacher_rows: Any = None,
 ) -> tuple[jax.Array, Sums]:
     """sum_k weight_k loss_k of K heads against the same labels, `chunk` positions at a time.
 
     Column t of everything speaks about label t: features [B, T, D] and mask [B, T] of each head
-    k, whose logits are `logits_fns[k](params, features)`, and the teacher's features. A mask is
-    True where the label counts.
+    k, whose logits are `logits_fns[k](params, features)`, and what the teacher reads, arrays
+    [B, T, ...]. A mask is True where the label counts.
 
     The gradient of a sum is known as soon as its chunk is, so the forward pass takes it right
     there and keeps only d(features) and the running d(params): nothing is recomputed in the
@@ -117,7 +118,7 @@ def heads_cross_entropy(
     heads = [(fn, [read.index(i) for i in used]) for fn, used in heads]
     rows = (
         tuple(features_K), labels_BT, tuple(mask_K),
-        lax.stop_gradient(teacher_BTD),
+        lax.stop_gradient(teacher_rows),
     )  # fmt: skip
     options = (chunk, teacher)
     return _streamed(heads, options, [leaves[i] for i in read], weight_K, *rows)
@@ -133,14 +134,14 @@ def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[int]
     return [i for i, v in enumerate(inputs) if id(v) in read]
 
 
-def _law(teacher: Teacher | None, teacher_BTD: jax.Array | None) -> Law | None:
+def _law(teacher: Teacher | None, rows: Any) -> Law | None:
     """The teacher's distribution, once for all heads."""
     if teacher is None:
         return None
-    assert teacher_BTD is not None
-    logp_BTV = jax.nn.log_softmax(lax.stop_gradient(teacher.logits_fn(teacher_BTD)))
+    logp_BTV = jax.nn.log_softmax(lax.stop_gradient(teacher.logits_fn(rows)))
     p_BTV = jnp.exp(logp_BTV)
-    return Law(p_BTV, -jnp.sum(p_BTV * logp_BTV, axis=-1))
+    terms_BTV = jnp.where(p_BTV > 0, p_BTV * logp_BTV, 0.0)  # what is barred: 0 log 0
+    return Law(p_BTV, -jnp.sum(terms_BTV, axis=-1))
 
 
 def _chunk_sums(
@@ -212,7 +213,7 @@ def _columns(x_BT: jax.Array, index_BT: jax.Array) -> jax.Array:
 
 
 def _stacked(sums: list[Sums]) -> Sums:
-    return jax.tree.map(lambda *s: jnp.stack(s), *sums)
+    return jax.tree.map(lambda *s: jnp.stack(s).astype(jnp.float32), *sums)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -221,8 +222,8 @@ def _streamed(heads, options, params, weight_K, *rows):  # type: ignore[no-untyp
     packed = _pack(rows, rows[2], chunk)
 
     def body(i, sums):  # type: ignore[no-untyped-def]
-        features_K, labels, mask_K, teacher_features = _chunk(packed.rows, i, chunk)
-        rest = (_law(teacher, teacher_features), teacher)
+        features_K, labels, mask_K, teacher_rows = _chunk(packed.rows, i, chunk)
+        rest = (_law(teacher, teacher_rows), teacher)
         found = _stacked([
             _chunk_sums(fn, [params[i] for i in used], features, labels, mask, *rest)
             for (fn, used), features, mask in zip(heads, features_K, mask_K)
@@ -240,8 +241,8 @@ def _streamed_fwd(heads, options, params, weight_K, *rows):  # type: ignore[no-u
     def body(i, carry):  # type: ignore[no-untyped-def]
         d_params, d_features, sums = carry
         d_params, d_features, found = list(d_params), list(d_features), []
-        features_K, labels, mask_K, teacher_features = _chunk(packed.rows, i, chunk)
-        rest = (_law(teacher, teacher_features), teacher)
+        features_K, labels, mask_K, teacher_rows = _chunk(packed.rows, i, chunk)
+        rest = (_law(teacher, teacher_rows), teacher)
         for k, (fn, used) in enumerate(heads):
 
             def weighted(mine, features, k=k, fn=fn):  # type: ignore[no-untyped-def]

@@ -80,8 +80,10 @@ def test_best_size_weighs_tokens_against_latency() -> None:
     assert fit.best_size([1, 4, 8], [1.0, 2.0, 2.4], [1.0, 3.0, 3.0]) == 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_replay_predicts_the_measured_accepted_length(temperature: float) -> None:
+@pytest.mark.parametrize("temperature, ngram", [(0.0, 0), (0.9, 0), (0.0, 4), (0.9, 4)])
+def test_replay_predicts_the_measured_accepted_length(
+    temperature: float, ngram: int
+) -> None:
     """Ranks recorded teacher-forced are those that drafting meets: the two must agree exactly.
 
     Heads start as the LM head, so on a model that repeats tokens some drafts are right.
@@ -97,7 +99,7 @@ def test_replay_predicts_the_measured_accepted_length(temperature: float) -> Non
     heads = drafter.init(jax.random.key(0), Base(Llama(config), params))
     tree = Tree.cartesian([3, 2])
     acceptance = "sampled" if temperature else "greedy"
-    engine = Engine(llama, drafter, tree, acceptance)
+    engine = Engine(llama, drafter, tree, acceptance, no_repeat_ngram_size=ngram)
     request = Request([[1, 2, 3]], [150], temperature=[temperature], seed=[5])
     out = generate(engine, {"base": base.params, "heads": heads}, request)
     text = [1, 2, 3, *np.asarray(out.tokens_BO)[0, :150].tolist()]
@@ -109,7 +111,7 @@ def test_replay_predicts_the_measured_accepted_length(temperature: float) -> Non
         keys = row_keys(jnp.array([5], jnp.uint32), jnp.array([0], jnp.int32))
         noise = (keys, jnp.array([temperature], jnp.float32))
     tuples = fit.rank_tuples(
-        drafter, heads, base, jnp.array([text]), jnp.array([len(text)]), noise
+        drafter, heads, base, jnp.array([text]), jnp.array([len(text)]), noise, ngram
     )
     # Walk the recorded tuples from the first step's position, as long as whole steps fit.
     nodes, at, lengths = set(tree.choices), 2, []
