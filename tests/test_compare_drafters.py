@@ -9,7 +9,8 @@ from tiny_model import write_model
 
 from medusa_jax import plots
 from medusa_jax.compare_drafters import report
-from medusa_jax.compare_drafters.command import main
+from medusa_jax.compare_drafters.command import main, refuse_other
+from medusa_jax.errors import UserError
 
 PROJECT = Path(__file__).parents[1]
 
@@ -19,18 +20,17 @@ def found(lengths, drafter="x"):
     decoded = [
         {
             "nodes": nodes, "mean_accepted_length": length, "draft_share": 0.125,
-            "step_latency_ratio": 1.5, "speedup": length / 1.5, "divergences": 0,
-            "prompts": 4, "step_seconds": 1e-3, "draft_seconds": 1.25e-4,
+            "divergences": 0, "prompts": 4, "step_seconds": 1e-3, "draft_seconds": 1.25e-4,
         }
         for nodes, length in zip((8, 64), lengths)
     ]  # fmt: skip
     return {"drafter": drafter, "parameters": 2_050_000, "top1": [0.5, 0.25],
-            "top5": [0.75, 0.5], "decoded": decoded}  # fmt: skip
+            "top5": [0.75, 0.5], "chain": 1.625, "decoded": decoded}  # fmt: skip
 
 
 RUNS = {
     "medusa": [found((1.5, 2.0)), found((1.7, 2.2))],
-    "hydra": [found((1.8, 1.9)), found((1.6, 2.0))],
+    "hydra": [found((1.8, 1.9)), found((1.6, 2.1))],
     "amphista": [found((1.9, 2.5)), found((1.9, 2.5))],
 }
 
@@ -43,7 +43,7 @@ SPEEDS = {
 
 def test_table():
     text = report.table(RUNS, SPEEDS)
-    assert "| medusa | 2.05 M | 0.500 0.250 | 0.750 0.500 |" in text
+    assert "| medusa | 2.05 M | 0.500 0.250 | 0.750 0.500 | 1.625 ± 0.000 |" in text
     row = "| medusa | 8 | 1.600 ± 0.141 | 12.5 ± 0.0% | 0 of 8 |"
     assert row in text
     assert text.count("| 64 |") == 6 and "| hydra | 64 | 1.50x | 1.25x |" in text
@@ -54,16 +54,16 @@ def test_table():
 def test_orders():
     lines = report.orders(RUNS).splitlines()
     assert lines == [
-        "medusa < hydra with 8 nodes: holds for the means, and in 1 of 2 seeds",
-        "medusa < hydra with 64 nodes: does not hold for the means, and in 0 of 2 seeds",
-        "medusa < amphista with 8 nodes: holds for the means, and in 2 of 2 seeds",
-        "medusa < amphista with 64 nodes: holds for the means, and in 2 of 2 seeds",
+        "- medusa < hydra with 8 nodes: undecided, 0.100 ± 0.283 in 2 seeds",
+        "- medusa < hydra with 64 nodes: does not hold, -0.100 ± 0.000 in 2 seeds",
+        "- medusa < amphista with 8 nodes: holds, 0.300 ± 0.141 in 2 seeds",
+        "- medusa < amphista with 64 nodes: holds, 0.400 ± 0.141 in 2 seeds",
     ]
     assert report.orders({"hydra": RUNS["hydra"]}) == ""
 
 
 def test_claim():
-    """Less accepted and yet faster; as much accepted."""
+    """Less accepted and yet faster, as fast."""
     both = {"hydrapp": [found((2.0, 2.5))], "amphista": [found((1.9, 2.5))]}
     speeds = {name: [dict(row) for row in SPEEDS["medusa"]] for name in both}
     assert report.claim({"hydrapp": both["hydrapp"]}, speeds) == ""
@@ -71,7 +71,23 @@ def test_claim():
     assert "8 nodes: -5.0% in accepted length, +0.0% in speed" in first
     assert "does not hold" in first and "does not hold" in second
     speeds["amphista"][0]["speedup"] = 1.5
-    assert "+20.0% in speed: the claim holds" in report.claim(both, speeds)
+    assert "+20.0% in speed: that it is faster holds" in report.claim(both, speeds)
+
+
+def test_a_training_with_other_settings_is_not_taken_for_this_one(tmp_path):
+    asked = {room: {} for room in ("heads", "data", "optim", "lora")}
+    asked["train"] = {"steps": 1200, "eval_every": 150, "dtype": "bfloat16"}
+    found = asked | {"train": {"steps": 1200, "eval_every": 75, "dtype": "bfloat16"}}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    refuse_other(tmp_path, asked)  # how often it was watched does not matter
+    asked["train"]["steps"] = 400
+    with pytest.raises(
+        UserError, match=r"was trained with train.steps 1200 \(asked: 400\)"
+    ):
+        refuse_other(tmp_path, asked)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"no readable config.json"):
+        refuse_other(tmp_path, asked)
 
 
 def test_curves_are_the_held_out_records_in_order(tmp_path):
@@ -174,3 +190,5 @@ def test_a_tiny_family(tmp_path, monkeypatch, capsys):
     again = json.loads((tmp_path / "out" / "family.json").read_text())
     for kept in ("runs", "curves"):  # only the race is run again
         assert again[kept] == first[kept]
+    assert main([*arguments, "--config.optim.lr=0.5"]) == 2
+    assert "optim.lr 0.003 (asked: 0.5)" in capsys.readouterr().err

@@ -2,8 +2,9 @@
 
 On one frozen backbone, every drafter gets the same text, the same number of steps, the same
 number of heads and kind of LM head, trees of the same size (fitted to its own ranks) and the same
-verifier; its loss is that of its paper, as its configuration says. Every drafter is trained once
-per seed. What is there is not done again, so a run that was stopped goes on where it was.
+verifier; its loss is that of its paper (`LOSSES`), the rest its configuration's. Every drafter is
+trained once per seed. What is there is not done again, so a run that was stopped goes on where it
+was.
 
 Measured: how often the true token is the first or among the first five guesses of each head, on
 the backbone's own greedy text; mean accepted length and speed-up in decoding; the share of a step
@@ -11,10 +12,12 @@ that drafting takes; held-out accuracy over training. Written as JSON, as Markdo
 """
 
 import argparse
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from medusa_jax.compare_drafters.measure import measure_one, race
 from medusa_jax.compare_drafters.report import claim, convergence, curve, orders, table
@@ -22,7 +25,13 @@ from medusa_jax.console import run_main, say
 from medusa_jax.errors import UserError
 
 DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
+# Weights of the text's token and of the verifier's distribution in each paper's loss: Medusa
+# equation 1; Hydra 3 and, for Hydra++, 6.1; Amphista equations 7 to 9.
+LOSSES = {"medusa": (1.0, 0.0), "hydra": (1.0, 0.0), "hydrapp": (0.0, 1.0),
+          "amphista": (0.1, 1.0), "amphista_alpha": (0.1, 1.0)}  # fmt: skip
 CURVE_POINTS = 8
+# What may differ between a finished training and the one that is asked for: how it was watched.
+WATCHED = ("log_every", "eval_every", "save_every", "keep_checkpoints", "curves", "wandb")
 EXAMPLES = """examples (from the project's root, after `python -m medusa_jax.demo.build`):
   python -m medusa_jax.distill --model medusa_jax/demo/backbone --temperature 0 \\
       --prompts work/demo/calibration.jsonl --out work/demo/answers_apart   (held-out answers)
@@ -59,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lm_head", default="low_rank", help="own, shared or low_rank, for all")
     p.add_argument("--rank", type=int, default=64)
     p.add_argument("--nodes", default="8,64", help="tree sizes, root included")
-    p.add_argument("--limit", type=int, default=32, help="most prompts of either file")
+    p.add_argument("--limit", type=int, default=32, help="most prompts to decode")
+    p.add_argument("--calibration_limit", type=int, default=64,
+                   help="most prompts to fit trees on")  # fmt: skip
     p.add_argument("--max_new_tokens", type=int, default=200)
     p.add_argument("--repeats", type=int, default=3, help="timed runs per prompt")
     p.add_argument("--out", default="work/family", help="directory for everything")
@@ -72,15 +83,13 @@ def train_one(
     """Train a drafter unless its result is there; returns the directory of the run.
 
     Raises:
-      UserError: the training ended without a result.
+      UserError: the training ended without a result, or what is there was trained otherwise.
     """
     from medusa_jax.cli import train
 
     run = Path(flags.out) / f"{name}-s{seed}"
     done = run / "export" / "heads.safetensors"
-    if done.exists():
-        say(f"{name}, seed {seed}: {done} is there, not trained again")
-        return run
+    label_weight, teacher_weight = LOSSES.get(name, (None, None))
     arguments = [
         f"--config=configs/{flags.recipe}_{name}.py", f"--workdir={run}",
         f"--config.model.path={flags.model}", f"--config.data.source={flags.data}",
@@ -88,6 +97,8 @@ def train_one(
         f"--config.train.seed={seed}", f"--config.train.steps={flags.steps}",
         f"--config.heads.n_heads={flags.n_heads}", f"--config.heads.lm_head={flags.lm_head}",
         f"--config.heads.rank={flags.rank}",
+        *([f"--config.train.label_weight={label_weight}",
+           f"--config.train.teacher_weight={teacher_weight}"] if name in LOSSES else []),
         # One cache of hidden states for all of them.
         "--config.data.cache_features=float32",
         f"--config.data.features_path={flags.out}/features",
@@ -95,10 +106,38 @@ def train_one(
         f"--config.train.save_every={max(flags.steps // 2, 1)}", *extra,
         *(f"--config.{f}" for who, _, f in (x.partition(":") for x in flags.only) if who == name),
     ]  # fmt: skip
+    if done.exists():
+        refuse_other(run, dataclasses.asdict(train.parse(arguments)))
+        say(f"{name}, seed {seed}: {done} is there, not trained again")
+        return run
     say(f"{name}, seed {seed}: train.py {' '.join(arguments)}")
     if train.main(arguments) or not done.exists():
         raise UserError(f"training {name} with seed {seed} failed; its command is above")
     return run
+
+
+def refuse_other(run: Path, asked: dict[str, Any]) -> None:
+    """Refuses a finished training whose heads, data, optimizer or losses are not those asked for.
+
+    Raises:
+      UserError: names the fields.
+    """
+    try:
+        found = json.loads((run / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{run} holds heads, but no readable config.json: {error}"
+        ) from error
+    different = []
+    for room in ("heads", "data", "optim", "lora", "train"):
+        for name, value in asked[room].items():
+            there = found.get(room, {}).get(name, value)
+            if name not in WATCHED and there != value:
+                different.append(f"{room}.{name} {there} (asked: {value})")
+    if different:
+        raise UserError(
+            f"{run} was trained with {', '.join(different)}; remove it or use another --out"
+        )
 
 
 def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -138,8 +177,8 @@ def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
                 "runs": runs,
                 "speeds": speeds,
                 "curves": curves,
+                "flags": vars(flags),
                 "extra": list(extra),
-                "only": flags.only,
             },
             indent=1,
         )

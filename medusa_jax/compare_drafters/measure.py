@@ -1,6 +1,7 @@
 """What a trained drafter does: accuracies, accepted lengths, drafting time; speeds in turn."""
 
 import argparse
+import hashlib
 import json
 import statistics
 import time
@@ -63,14 +64,18 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
     import jax
 
     from medusa_jax.api import load
-    from medusa_jax.bench import bench_row, read_questions
+    from medusa_jax.bench import bench_row, prompt_of, read_questions
     from medusa_jax.calibrate import collect_tuples
     from medusa_jax.decoding import calibrate as fit
     from medusa_jax.decoding.latency import step_seconds
     from medusa_jax.tree import Tree
 
-    settings = {name: getattr(flags, name) for name in
-                ("model", "calibration", "prompts", "nodes", "limit", "max_new_tokens", "repeats")}  # fmt: skip
+    heads = (run / "export" / "heads.safetensors").read_bytes()
+    names = (
+        "model", "calibration", "calibration_limit", "prompts", "limit", "nodes", "max_new_tokens",
+    )  # fmt: skip
+    settings = {name: getattr(flags, name) for name in names}
+    settings["heads"] = hashlib.sha256(heads).hexdigest()
     kept = run / "measured.json"
     if kept.exists():
         found: dict[str, Any] = json.loads(kept.read_text())
@@ -79,12 +84,13 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
             return found
     model = load(flags.model, str(run / "export"), tree="none")
     questions = read_questions(flags.prompts, flags.limit)
-    fitted = read_questions(flags.calibration, flags.limit)
-    prompts: list[Any] = [q.get("prompt_ids", q.get("prompt")) for q in fitted]
+    fitted = read_questions(flags.calibration, flags.calibration_limit)
+    prompts = [prompt_of(question) for question in fitted]
     texts = collect_tuples(model, prompts, flags.max_new_tokens, 0.0)
     tuples_NK = np.concatenate(texts)
+    # Speeds are the race's: here once is enough.
     bench_flags = argparse.Namespace(
-        max_new_tokens=flags.max_new_tokens, temperature=0.0, seed=0, repeats=flags.repeats
+        max_new_tokens=flags.max_new_tokens, temperature=0.0, seed=0, repeats=1
     )
     decoded = []
     for size in (int(n) for n in flags.nodes.split(",")):
@@ -92,16 +98,10 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
         row = bench_row(model, questions, tree, bench_flags)
         [step] = step_seconds(model, [tree], model.encode(prompts[0]))
         draft = draft_seconds(model, tree)
-        names = (
-            "mean_accepted_length",
-            "speedup",
-            "step_latency_ratio",
-            "divergences",
-            "prompts",
-        )
+        counted = ("mean_accepted_length", "divergences", "prompts")
         decoded.append(
             {"nodes": tree.n_nodes, "choices": [list(c) for c in tree.choices]}
-            | {name: row[name] for name in names}
+            | {name: row[name] for name in counted}
             | {"step_seconds": step, "draft_seconds": draft, "draft_share": draft / step}
         )  # fmt: skip
     found = {
@@ -110,6 +110,7 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
         "parameters": sum(x.size for x in jax.tree.leaves(model.variables["heads"])),
         "top1": (tuples_NK == 0).mean(axis=0).tolist(),
         "top5": (tuples_NK < 5).mean(axis=0).tolist(),
+        "chain": 1.0 + float(np.cumprod(tuples_NK == 0, axis=1).mean(axis=0).sum()),
         "positions": len(tuples_NK),
         "decoded": decoded,
         "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
@@ -134,12 +135,13 @@ def race(
 
     options = Options(max_new_tokens=flags.max_new_tokens)
     plain = ("", 0)
+    # By drafter and number of the tree.
     entries: dict[tuple[str, int], tuple[Any, Tree]] = {}
     for name, paths in where.items():
         model = load(flags.model, str(paths[0] / "export"), tree="none")
         entries.setdefault(plain, (model, Tree.none()))
-        for row in runs[name][0]["decoded"]:
-            entries[name, row["nodes"]] = (model, Tree.from_choices(row["choices"]))
+        for i, row in enumerate(runs[name][0]["decoded"]):
+            entries[name, i] = (model, Tree.from_choices(row["choices"]))
     seconds = dict.fromkeys(entries, 0.0)
     steps, tokens = dict.fromkeys(entries, 0), dict.fromkeys(entries, 0)
     questions = read_questions(flags.prompts, flags.limit)
@@ -157,6 +159,10 @@ def race(
         speedup = (seconds[plain] / tokens[plain]) / (seconds[entry] / tokens[entry])
         latency = (seconds[entry] / steps[entry]) / (seconds[plain] / steps[plain])
         found[entry[0]].append(
-            {"nodes": entry[1], "speedup": speedup, "step_latency_ratio": latency}
+            {
+                "nodes": entries[entry][1].n_nodes,
+                "speedup": speedup,
+                "step_latency_ratio": latency,
+            }
         )
     return found
