@@ -12,7 +12,8 @@ Nothing depends on drafted tokens: all heads run at once, whatever the path.
 
 What the paper leaves open: MLP_k is Medusa's residual block; a SAL has the backbone's shape and
 a norm behind it; the attention is x + O(MHA(RMSNorm(x))) with the backbone's number of heads and
-no feed-forward part, which is what fits the paper's count of parameters (-45% at rank 64).
+no feed-forward part ("layers of self-attention"; the paper's count of parameters, "up to 45%" less
+at rank 64, leaves no room for a wide one, though its figure 2 speaks of a Transformer encoder).
 """
 
 import dataclasses

@@ -84,9 +84,7 @@ def heads_cross_entropy(
 ) -> tuple[jax.Array, Sums]:
     """sum_k weight_k loss_k of K heads against the same labels, `chunk` positions at a time.
 
-    Column t of everything speaks about label t: features [B, T, D] and mask [B, T] of each head
-    k, whose logits are `logits_fns[k](params, features)`, and what the teacher reads, arrays
-    [B, T, ...]. A mask is True where the label counts.
+    The logits of head k are `logits_fns[k](params, features)`; the other arrays as in `Rows`.
 
     The gradient of a sum is known as soon as its chunk is, so the forward pass takes it right
     there and keeps only d(features) and the running d(params): nothing is recomputed in the
@@ -116,12 +114,9 @@ def heads_cross_entropy(
         heads.append((fn, used))
     read = sorted({i for _, used in heads for i in used})
     heads = [(fn, [read.index(i) for i in used]) for fn, used in heads]
-    rows = (
-        tuple(features_K), labels_BT, tuple(mask_K),
-        lax.stop_gradient(teacher_rows),
-    )  # fmt: skip
-    options = (chunk, teacher)
-    return _streamed(heads, options, [leaves[i] for i in read], weight_K, *rows)
+    teacher_rows = lax.stop_gradient(teacher_rows)
+    rows = Rows(tuple(features_K), labels_BT, tuple(mask_K), teacher_rows)
+    return _streamed(heads, (chunk, teacher), [leaves[i] for i in read], weight_K, rows)
 
 
 def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[int]:
@@ -172,28 +167,50 @@ def _chunk_sums(
     return Sums(total, nll, top1, top5, entropy)
 
 
-class Packed(NamedTuple):
-    """The rows of a loss with what counts moved to the front, so that the rest is never walked.
+class Rows(NamedTuple):
+    """What the loss reads: column t of everything speaks about label t.
 
-    Example, two rows, chunk 2 (x: column t counts for some head, its label is t):
+    Attributes:
+      features_K: [B, T, D] of each head.
+      labels_BT: tokens to guess.
+      mask_K: [B, T] of each head, True where its guess counts.
+      teacher: arrays [B, T, ...] for `Teacher.logits_fn`, or None.
+    """
+
+    features_K: tuple[jax.Array, ...]
+    labels_BT: jax.Array
+    mask_K: tuple[jax.Array, ...]
+    teacher: Any
+
+    def chunk(self, i: jax.Array, size: int) -> "Rows":
+        """Columns [i size, (i + 1) size)."""
+        return jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, i * size, size, axis=1), self
+        )
+
+
+class Packed(NamedTuple):
+    """Rows with the columns that count moved to the front, so that the rest is never walked.
+
+    Example, chunks of 2 columns, "x" a column that counts, each label its column's number:
 
         counts    . . x x x .      labels    2 3 4 0 1 5      n_chunks  2 (the longest row has 3)
                   x . . . x x                0 4 5 1 2 3
 
     Attributes:
-      rows: what was given, columns reordered and padded with zeros to a multiple of the chunk.
+      rows: padded with zeros to a multiple of the chunk.
       back_BT: where column t of the input stands now.
       n_chunks: how many chunks hold columns that count in any row.
     """
 
-    rows: Any
+    rows: Rows
     back_BT: jax.Array
     n_chunks: jax.Array
 
 
-def _pack(rows: Any, mask_K: Sequence[jax.Array], chunk: int) -> Packed:
-    """Answers are a part of a chat, and its prompts have no loss: logits only for the former."""
-    counts_BT = jnp.any(jnp.stack(list(mask_K)), axis=0)
+def _pack(rows: Rows, chunk: int) -> Packed:
+    """Columns that count for any head first, in order; see `Packed`."""
+    counts_BT = jnp.any(jnp.stack(rows.mask_K), axis=0)
     order_BT = jnp.argsort(~counts_BT, axis=1, stable=True)
     pad = -counts_BT.shape[1] % chunk
 
@@ -206,51 +223,54 @@ def _pack(rows: Any, mask_K: Sequence[jax.Array], chunk: int) -> Packed:
     return Packed(jax.tree.map(packed, rows), jnp.argsort(order_BT, axis=1), n_chunks)
 
 
-def _columns(x_BT: jax.Array, index_BT: jax.Array) -> jax.Array:
-    """x[b, index[b, t], ...] for x of [B, T] or [B, T, D]."""
-    index = index_BT.reshape(index_BT.shape + (1,) * (x_BT.ndim - 2))
-    return jnp.take_along_axis(x_BT, index, axis=1)
+def _columns(x: jax.Array, index_BT: jax.Array) -> jax.Array:
+    """x[b, index[b, t], ...] for x of [B, T, ...]."""
+    index = index_BT.reshape(index_BT.shape + (1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1)
 
 
 def _stacked(sums: list[Sums]) -> Sums:
     return jax.tree.map(lambda *s: jnp.stack(s).astype(jnp.float32), *sums)
 
 
+def _no_sums(K: int) -> Sums:
+    return Sums(*[jnp.zeros((K,), jnp.float32)] * len(Sums._fields))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _streamed(heads, options, params, weight_K, *rows):  # type: ignore[no-untyped-def]
+def _streamed(heads, options, params, weight_K, rows):  # type: ignore[no-untyped-def]
     chunk, teacher = options
-    packed = _pack(rows, rows[2], chunk)
+    packed = _pack(rows, chunk)
 
     def body(i, sums):  # type: ignore[no-untyped-def]
-        features_K, labels, mask_K, teacher_rows = _chunk(packed.rows, i, chunk)
-        rest = (_law(teacher, teacher_rows), teacher)
-        found = _stacked([
-            _chunk_sums(fn, [params[i] for i in used], features, labels, mask, *rest)
-            for (fn, used), features, mask in zip(heads, features_K, mask_K)
-        ])  # fmt: skip
-        return jax.tree.map(jnp.add, sums, found)
+        now = packed.rows.chunk(i, chunk)
+        law, found = _law(teacher, now.teacher), []
+        for k, (fn, used) in enumerate(heads):
+            mine, shared = [params[j] for j in used], (now.labels_BT, now.mask_K[k])
+            found.append(_chunk_sums(fn, mine, now.features_K[k], *shared, law, teacher))
+        return jax.tree.map(jnp.add, sums, _stacked(found))
 
     sums = lax.fori_loop(0, packed.n_chunks, body, _no_sums(len(heads)))
     return jnp.sum(weight_K * sums.loss), sums
 
 
-def _streamed_fwd(heads, options, params, weight_K, *rows):  # type: ignore[no-untyped-def]
+def _streamed_fwd(heads, options, params, weight_K, rows):  # type: ignore[no-untyped-def]
     chunk, teacher = options
-    packed = _pack(rows, rows[2], chunk)
+    packed = _pack(rows, chunk)
 
     def body(i, carry):  # type: ignore[no-untyped-def]
         d_params, d_features, sums = carry
-        d_params, d_features, found = list(d_params), list(d_features), []
-        features_K, labels, mask_K, teacher_rows = _chunk(packed.rows, i, chunk)
-        rest = (_law(teacher, teacher_rows), teacher)
+        now = packed.rows.chunk(i, chunk)
+        law, found = _law(teacher, now.teacher), []
         for k, (fn, used) in enumerate(heads):
 
             def weighted(mine, features, k=k, fn=fn):  # type: ignore[no-untyped-def]
-                sums = _chunk_sums(fn, mine, features, labels, mask_K[k], *rest)
+                shared = (now.labels_BT, now.mask_K[k])
+                sums = _chunk_sums(fn, mine, features, *shared, law, teacher)
                 return weight_K[k] * sums.loss, sums
 
             gradient = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)
-            (_, of_k), (dp, df) = gradient([params[i] for i in used], features_K[k])
+            (_, of_k), (dp, df) = gradient([params[j] for j in used], now.features_K[k])
             for j, g in zip(used, dp):
                 d_params[j] += g
             d_features[k] = lax.dynamic_update_slice_in_dim(
@@ -259,31 +279,18 @@ def _streamed_fwd(heads, options, params, weight_K, *rows):  # type: ignore[no-u
             found.append(of_k)
         return d_params, d_features, jax.tree.map(jnp.add, sums, _stacked(found))
 
-    d_params, d_features = jax.tree.map(
-        jnp.zeros_like, (list(params), list(packed.rows[0]))
-    )
-    start = (d_params, d_features, _no_sums(len(heads)))
+    zeros = jax.tree.map(jnp.zeros_like, (list(params), list(packed.rows.features_K)))
+    start = (*zeros, _no_sums(len(heads)))
     d_params, d_features, sums = lax.fori_loop(0, packed.n_chunks, body, start)
     # Columns that were not walked have no gradient: theirs is still the zero it began with.
     back = tuple(_columns(d, packed.back_BT) for d in d_features)
     return (jnp.sum(weight_K * sums.loss), sums), (d_params, back)
 
 
-def _chunk(rows: Any, i: jax.Array, chunk: int) -> Any:
-    """Columns [i chunk, (i + 1) chunk) of everything."""
-    return jax.tree.map(
-        lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1), rows
-    )
-
-
-def _no_sums(K: int) -> Sums:
-    return Sums(*[jnp.zeros((K,), jnp.float32)] * len(Sums._fields))
-
-
 def _streamed_bwd(heads, options, residuals, cotangents):  # type: ignore[no-untyped-def]
     scale = cotangents[0]
     d_params, d_features = jax.tree.map(lambda g: (g * scale).astype(g.dtype), residuals)
-    return d_params, None, d_features, None, None, None
+    return d_params, None, Rows(d_features, None, None, None)  # type: ignore[arg-type]
 
 
 _streamed.defvjp(_streamed_fwd, _streamed_bwd)

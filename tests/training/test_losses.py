@@ -83,6 +83,21 @@ def test_streamed_sums_and_gradients_equal_the_plain_ones(chunk):
     np.testing.assert_allclose(jax.jit(streamed)(params, features)[0], value, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("x64")
+def test_gradients_in_float64_are_float64s():
+    features, weight = jnp.linspace(-1, 1, 24).reshape(1, 6, 4), jnp.cos(jnp.arange(20.0))
+    labels, mask = jnp.arange(6)[None] % 5, jnp.arange(6)[None] > 1
+
+    def streamed(w):
+        fn = lambda p, x: x @ p  # noqa: E731
+        return cross_entropy_sums(fn, w.reshape(4, 5), features, labels, mask, 4).loss
+
+    plain = jax.grad(lambda w: naive_sums(w.reshape(4, 5), features, labels, mask)[0])
+    gradient = jax.jit(jax.grad(streamed))(weight)
+    assert gradient.dtype == jnp.float64
+    np.testing.assert_allclose(gradient, plain(weight), rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     "answers, walked",
     [([(3, 9), (0, 2)], 2), ([(0, 13), (5, 5)], 4), ([(4, 4), (4, 4)], 0)],
