@@ -15,8 +15,8 @@ from medusa_jax.model.quantise import quantised_product
 class Linear(nn.Module):
     """y = x W (+ b), kernel [in, out]; computed in `dtype`, accumulated in float32 or wider.
 
-    W may be quantised (`model/quantise.py`) or in tiles (`model/product.py`), and x may pass through a low-rank adapter as well
-    (`model/lora.py`), where the variables hold them.
+    Where the variables say so, W is quantised (`model/quantise.py`) or in tiles
+    (`model/product.py`), and x passes through a low-rank adapter as well (`model/lora.py`).
     """
 
     features: int

@@ -3,9 +3,10 @@
     python -m medusa_jax.training.measure --config=configs/demo_medusa.py --steps=10 \\
         --config.model.path=medusa_jax/demo/backbone
 
-The shape is that of the directory `model.path`, or `model.arch`. The step is the one that training runs, on random weights of the configured shape and random
-tokens. "naive" is Medusa-1 as equation 1 is written: the logits of all heads and positions at
-once (K x B x T x V).
+The shape is that of the directory `model.path`, or `model.arch`. The step is the one that
+training runs, on random weights of the configured shape and random tokens, all of which count.
+"naive" is Medusa-1 as equation 1 is written: the logits of all heads and positions at once
+(K x B x T x V).
 """
 
 import os

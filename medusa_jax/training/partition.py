@@ -27,8 +27,8 @@ class Trains(NamedTuple):
 _MAIN = Trains()
 _HEADS = Trains("heads_name", "heads_lr_multiplier")
 
-# Stage -> the groups of variables that it trains; "/lora" with lora.rank > 0. A group that a stage does not name is frozen:
-# it lies in another tree, so it has no gradient and no optimizer state.
+# Stage -> the groups of variables that it trains; "/lora" with lora.rank > 0. A group that a stage
+# does not name is frozen: it lies in another tree, without gradient and optimizer state.
 TABLE: dict[str, dict[str, Trains]] = {
     "backbone": {"backbone": _MAIN},
     "backbone/lora": {"lora": _MAIN},

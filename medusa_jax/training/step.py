@@ -1,8 +1,9 @@
 """One training step: what is trained, the loss of a batch, the update, its placement.
 
 "backbone" trains every parameter of a Llama as a language model, "medusa1" trains draft heads
-on a frozen one (Medusa 2.2.1), "medusa2" and "native" train both (2.2.2). What is trained and what is frozen are two separate trees from
-the start: only the first is differentiated, optimised and saved.
+on a frozen one (Medusa 2.2.1), "medusa2" and "native" train both (2.2.2). What is trained and
+what is frozen are two separate trees from the start: only the first is differentiated, optimised
+and saved.
 """
 
 import dataclasses
