@@ -264,16 +264,9 @@ class Amphista(Drafter):
     ) -> jax.Array:
         """All heads but only as many LM heads as the tree is deep; the root is in the state."""
         contexts = [state.context_BSD[:, s] for s in range(state.context_BSD.shape[1])]
-        if tree.depth == 0:
-            return root_B[:, None]
-        x_BKD = self.mix(params, contexts, base.llama.dtype)[:, : tree.depth]
-        if self.heads.lm_head == "shared":  # one pass over the LM head for all
-            logits_BKV = base.lm_head(x_BKD)
-            logits = [logits_BKV[:, k] for k in range(tree.depth)]
-        else:
-            logits = [
-                self.head_logits(params, base, k, x_BKD[:, k]) for k in range(tree.depth)
-            ]
+        x_BKD = self.mix(params, contexts, base.llama.dtype)
+        features = [x_BKD[:, k] for k in range(tree.depth)]
+        logits = self.logits_of_first(params, base, features)
         return fill_by_rank(tree, logits, root_B, rank_scores)
 
 

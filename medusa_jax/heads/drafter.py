@@ -141,6 +141,15 @@ class Drafter:
         """Logits [..., V] of head k (0-based, static) from its features [..., D]."""
         raise NotImplementedError
 
+    def logits_of_first(
+        self, params: Params, base: Base, features: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Logits [B, V] of the first heads, one for each of the features [B, D]."""
+        if features and self.heads.lm_head == "shared":  # one pass over the LM head for all
+            logits_BKV = base.lm_head(jnp.stack(features, axis=1))
+            return [logits_BKV[:, k] for k in range(len(features))]
+        return [self.head_logits(params, base, k, f) for k, f in enumerate(features)]
+
     # Decoding.
 
     def start(self, batch: int, slots: int, dtype: Any) -> Any:

@@ -34,10 +34,11 @@ class ResBlock(nn.Module):
         return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
 
 
-def later(x_BTD: jax.Array, ahead: int) -> jax.Array:
-    """Row t holds what stood in row t + ahead, zeros past the end: [a b c], 1 -> [b c 0]."""
-    kept = x_BTD[:, ahead:]
-    return jnp.pad(kept, ((0, 0), (0, x_BTD.shape[1] - kept.shape[1]), (0, 0)))
+def later(x: jax.Array, ahead: int) -> jax.Array:
+    """What stands `ahead` positions later in x [B, T, ...], 0 past the end: [a b c], 1 -> [b c 0]."""
+    kept = x[:, ahead:]
+    pad = ((0, 0), (0, x.shape[1] - kept.shape[1])) + ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(kept, pad)
 
 
 def take_last(rows_BTD: jax.Array, n_B: jax.Array, old_BD: jax.Array) -> jax.Array:

@@ -79,9 +79,5 @@ class Medusa(Drafter):
         features = [
             self._features(params, k, state, base.llama.dtype) for k in range(tree.depth)
         ]
-        if features and self.heads.lm_head == "shared":  # one pass over the LM head for all
-            logits_BKV = base.lm_head(jnp.stack(features, axis=1))
-            logits = [logits_BKV[:, k] for k in range(tree.depth)]
-        else:
-            logits = [self.head_logits(params, base, k, f) for k, f in enumerate(features)]
+        logits = self.logits_of_first(params, base, features)
         return fill_by_rank(tree, logits, root_B, rank_scores)

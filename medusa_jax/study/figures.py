@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.errors import UserError
+from medusa_jax.heads.layers import later
 from medusa_jax.study.arms import arms
 
 
@@ -31,7 +32,7 @@ def make_judge(rows: Any, limit: int) -> Callable[[Any, Any], tuple[float, np.nd
             base = Base(Llama(config), params)
             logits = base.lm_head(base.forward(*losses.rows(batch)))
             mask = losses.pair_mask(batch["counted"], batch["segment_ids"], 1)
-            label = losses.shift(batch["tokens"], 1)[..., None]
+            label = later(batch["tokens"], 1)[..., None]
             logp = jnp.take_along_axis(jax.nn.log_softmax(logits), label, -1)[..., 0]
             return jnp.sum(logp * mask), jnp.sum(mask), jnp.argmax(logits, -1), mask
 

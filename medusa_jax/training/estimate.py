@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.heads import Base, Drafter
+from medusa_jax.heads.layers import later
 from medusa_jax.training import losses
 
 Params = Any
@@ -60,7 +61,7 @@ def head_ranks(
             own = jnp.take_along_axis(logits, labels[..., None], axis=-1)
             return jnp.minimum(jnp.sum(logits > own, axis=-1), MISS)
 
-        labels_BT = losses.shift(batch["tokens"], k + 2)
+        labels_BT = later(batch["tokens"], k + 2)
         found = lax.map(one, (pieces(features_KBTD[k]), pieces(labels_BT)))
         ranks.append(jnp.moveaxis(found, 0, 1).reshape(B, -1)[:, :T])
     counted_BT = losses.pair_mask(batch["counted"], batch["segment_ids"], K + 1)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.heads import Base, Drafter
+from medusa_jax.heads.layers import later
 from medusa_jax.model.repeats import without_repeats
 from medusa_jax.training.streamed import (
     Sums,
@@ -39,13 +40,6 @@ class HeadTargets(NamedTuple):
     no_repeat_ngram_size: int = 0
 
 
-def shift(x_BT: jax.Array, ahead: int) -> jax.Array:
-    """What stands `ahead` positions later, 0 past the end: [a b c d], 1 -> [b c d 0]."""
-    kept = x_BT[:, ahead:]
-    pad = ((0, 0), (0, x_BT.shape[1] - kept.shape[1])) + ((0, 0),) * (x_BT.ndim - 2)
-    return jnp.pad(kept, pad)
-
-
 def delay(x_BT: jax.Array, by: int) -> jax.Array:
     """What stood `by` positions before, 0 ahead of the row: [a b c d], 1 -> [0 a b c]."""
     T = x_BT.shape[1]
@@ -65,8 +59,8 @@ def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> j
     """
     mask = segment_ids_BT != 0
     for step in range(1, ahead + 1):
-        inside = shift(segment_ids_BT, step) == segment_ids_BT
-        mask &= inside & shift(counted_BT, step)
+        inside = later(segment_ids_BT, step) == segment_ids_BT
+        mask &= inside & later(counted_BT, step)
     return mask
 
 
@@ -114,7 +108,7 @@ def next_token_sums(
         return base_of(p).lm_head(hidden)
 
     mask_BT = pair_mask(batch["counted"], batch["segment_ids"], 1)
-    labels_BT = shift(batch["tokens"], 1)
+    labels_BT = later(batch["tokens"], 1)
     return cross_entropy_sums(
         logits, params, hidden_BTD, labels_BT, mask_BT, chunk,
         teacher, teacher_BTD,
@@ -168,13 +162,14 @@ def heads_sums(
         dropout_key, noise_key = jax.random.split(dropout_key)
         read_BTD += hidden_noise(noise_key, hidden_BTD, targets.noise)
     features_KBTD = drafter.features(heads, base, read_BTD, *rows(batch), dropout_key)
-    teacher, teacher_rows = None, None
-    if targets.teacher_weight or targets.label_weight != 1:
+    teacher, teacher_rows, weight = None, None, targets.label_weight
+    if targets.teacher_weight:
         law = verifier(lax.stop_gradient(base), batch, targets.no_repeat_ngram_size)
         teacher = Teacher(law, targets.teacher_weight, targets.label_weight)
         # What stands right before the target.
         column_BT = jnp.broadcast_to(jnp.arange(hidden_BTD.shape[1]), hidden_BTD.shape[:2])
         teacher_rows = (delay(hidden_BTD, 1), delay(column_BT, 1))
+        weight = 1.0  # both are the teacher's to weigh
     logits_K, features_K, mask_K, weight_K = [], [], [], []
     for k in range(drafter.n_heads):
 
@@ -187,7 +182,7 @@ def heads_sums(
         logits_K.append(logits)
         features_K.append(delay(features_KBTD[k], ahead))
         mask_K.append(delay(mask_BT, ahead))
-        weight_K.append(decay ** (k + 1) / jnp.maximum(counts_K[k], 1.0))
+        weight_K.append(weight * decay ** (k + 1) / jnp.maximum(counts_K[k], 1.0))
     return heads_cross_entropy(
         logits_K, params, jnp.stack(weight_K), features_K, batch["tokens"], mask_K, chunk,
         teacher, teacher_rows,

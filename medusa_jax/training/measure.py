@@ -23,6 +23,7 @@ from medusa_jax.config import Config
 from medusa_jax.console import run_main, say
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Base, Drafter
+from medusa_jax.heads.layers import later
 from medusa_jax.interop import hf
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import export, losses, prepare
@@ -47,7 +48,7 @@ def naive_head_loss(
     hidden_BTD = jax.lax.stop_gradient(losses.hidden_states(base, batch))
     features_KBTD = drafter.features(params, base, hidden_BTD, *losses.rows(batch))
     aheads = range(2, drafter.n_heads + 2)
-    labels = [losses.shift(batch["tokens"], a) for a in aheads]
+    labels = [later(batch["tokens"], a) for a in aheads]
     masks = [losses.pair_mask(batch["counted"], batch["segment_ids"], a) for a in aheads]
     labels_KBT, mask_KBT = jnp.stack(labels), jnp.stack(masks)
     logits_KBTV = jnp.stack(

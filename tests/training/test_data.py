@@ -8,6 +8,7 @@ from training_setup import VOCAB, write_tokens
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
+from medusa_jax.heads.layers import later
 from medusa_jax.training import losses
 from medusa_jax.training.data import TokenRows, first_fit
 
@@ -78,7 +79,7 @@ def test_no_head_s_target_crosses_a_border(tmp_path, packing):
     batch = rows.batch(0, rows.rows)
     for ahead in range(1, 7):
         mask = np.asarray(losses.pair_mask(batch["counted"], batch["segment_ids"], ahead))
-        labels = np.asarray(losses.shift(batch["tokens"], ahead))
+        labels = np.asarray(later(batch["tokens"], ahead))
         here, there = batch["tokens"][mask], labels[mask]
         assert len(here) > 20 and np.array_equal(there, here + ahead)
         sample = [np.searchsorted(starts, x, side="right") for x in (here, there)]

@@ -8,6 +8,7 @@ from training_setup import tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads.layers import later
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.model.repeats import barred_tokens
 from medusa_jax.training import losses
@@ -41,7 +42,7 @@ def test_padding_and_neighbours_of_a_row_end_never_count():
 
 
 def test_shift_beyond_the_row():
-    assert np.asarray(losses.shift(jnp.arange(1, 4)[None], 5)).tolist() == [[0, 0, 0]]
+    assert np.asarray(later(jnp.arange(1, 4)[None], 5)).tolist() == [[0, 0, 0]]
 
 
 def naive_sums(weight, features, labels, mask):
@@ -232,6 +233,19 @@ def test_a_teacher_is_the_backbones_own_distribution(ngram):
     assert not ngram or sum(seen) > 3
 
 
+def test_labels_may_weigh_less_without_a_teacher():
+    _, base, drafter, params, batch = heads_problem()
+    counts = losses.pair_counts(batch, (2, 3, 4))
+
+    def loss(weight):
+        targets = losses.HeadTargets(label_weight=weight)
+        return losses.head_loss(
+            params, drafter, base, batch, counts, 5, 0.8, None, targets
+        )[0]
+
+    np.testing.assert_allclose(loss(0.25), 0.25 * loss(1.0), rtol=1e-6)
+
+
 def test_noise_on_hidden_states_needs_a_key():
     """Uniform in +-noise / sqrt(L d) (Hydra 6.1), and only where the heads read."""
     _, base, drafter, params, batch = heads_problem()
@@ -284,7 +298,7 @@ def test_a_head_costs_less_than_a_tenth_of_one_set_of_logits(teacher):
             hidden = llama.apply({"params": base_params}, *rows, method="forward")
             features = drafter.features(params, base, jax.lax.stop_gradient(hidden), *rows)
             logits = [drafter.head_logits(params, base, k, features[k]) for k in range(K)]
-            labels = [losses.shift(batch["tokens"], a)[..., None] for a in aheads]
+            labels = [later(batch["tokens"], a)[..., None] for a in aheads]
             return sum(
                 jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), y, -1))
                 for x, y in zip(logits, labels)

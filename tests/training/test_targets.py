@@ -17,6 +17,7 @@ from training_setup import tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import DRAFTERS, Base, make_drafter
+from medusa_jax.heads.layers import later
 from medusa_jax.heads.medusa import Medusa
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
@@ -129,7 +130,7 @@ class ReadsItsLabel(Medusa):
     ):
         rows = (hidden_BTD, tokens_BT, positions_BT, segment_ids_BT)
         features = super().features(params, base, *rows, key)
-        labels = [losses.shift(tokens_BT, k + 2) for k in range(self.n_heads)]
+        labels = [later(tokens_BT, k + 2) for k in range(self.n_heads)]
         return features + 0.01 * jnp.stack([base.embed(label) for label in labels])
 
 
