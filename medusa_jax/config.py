@@ -68,9 +68,6 @@ class ModelConfig:
     param_dtype: str = "float32"
     # Layers to put behind those of `path`: they start as the identity and must be trained.
     add_layers: int = 0
-    # No n-gram of this size twice in decoded text (0 = off; -1 = as the model's
-    # generation_config.json says): what decoding bars, a teacher of the heads bars as well.
-    no_repeat_ngram_size: int = -1
     # Kernels of a frozen backbone's layers in "int8" or "nf4" (4 bits); empty = as they are.
     quantise: str = ""
     arch: LlamaConfig = field(default_factory=LlamaConfig)

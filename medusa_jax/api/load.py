@@ -103,10 +103,20 @@ def load(
         dtype=jnp.dtype(kind),
         mesh=devices,
         calibrated=calibrated,
-        no_repeat_ngram_size=hf.no_repeat_ngram_size(path, no_repeat_ngram_size),
+        no_repeat_ngram_size=_ngram_size(path, no_repeat_ngram_size),
     )
     loaded.tree = loaded.parse_tree(tree)
     return loaded
+
+
+def _ngram_size(path: str, asked: int | None) -> int:
+    """`no_repeat_ngram_size`, or what the model's publisher recommends."""
+    size = asked
+    if size is None:
+        size = hf.generation_config(path).get("no_repeat_ngram_size") or 0
+    if not isinstance(size, int) or size < 0:
+        raise UserError(f"no_repeat_ngram_size must be 0 (off) or more, not {size!r}")
+    return size
 
 
 def _heads_needed(directory: Path, tree: Tree) -> int:

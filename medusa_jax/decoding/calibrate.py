@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.heads.drafter import Base, Drafter
-from medusa_jax.model.repeats import without_repeats
 from medusa_jax.tree import Choice, Tree
 
 # Ranks at or beyond this count as a miss: no tree worth having goes so wide.

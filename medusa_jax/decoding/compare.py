@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.decoding.generate import MIN_PROMPT, power_of_two
+from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
 from medusa_jax.heads import Base
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.repeats import without_barred
 from medusa_jax.tree import Tree
 
 if TYPE_CHECKING:  # the API sits above this room

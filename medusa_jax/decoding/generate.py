@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.decoding.accept import target_tokens
+from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.step import (
     LIMIT,
@@ -31,7 +32,6 @@ from medusa_jax.decoding.step import (
 )
 from medusa_jax.heads.drafter import Base
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.repeats import without_repeats
 
 __all__ = [
     "LIMIT",

@@ -16,12 +16,12 @@ from medusa_jax.decoding.accept import (
     target_tokens,
 )
 from medusa_jax.decoding.rejection import accept_rejection, draft_noise
+from medusa_jax.decoding.repeats import texts_behind, without_repeats
 from medusa_jax.decoding.sampling import Sampling, gumbel
 from medusa_jax.heads.drafter import Base, Drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.repeats import texts_behind, without_repeats
 from medusa_jax.tree import Tree
 
 # Why a row ended.

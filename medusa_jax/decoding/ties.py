@@ -21,9 +21,9 @@ from jax import lax
 
 from medusa_jax.decoding.compare import perturbed
 from medusa_jax.decoding.generate import power_of_two
+from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.heads.drafter import Base
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.repeats import without_barred
 from medusa_jax.tree import Tree
 
 if TYPE_CHECKING:  # the API sits above this room

@@ -58,20 +58,6 @@ def generation_config(path: str) -> dict[str, Any]:
     return optional_json(os.path.join(resolve(path, [name]), name))
 
 
-def no_repeat_ngram_size(path: str, asked: int | None = None) -> int:
-    """What decoding bars: `asked`, or by default what the model's publisher recommends.
-
-    Raises:
-      UserError: not 0 (off) or more.
-    """
-    size = asked
-    if size is None:
-        size = generation_config(path).get("no_repeat_ngram_size") or 0
-    if not isinstance(size, int) or size < 0:
-        raise UserError(f"no_repeat_ngram_size must be 0 (off) or more, not {size!r}")
-    return size
-
-
 def read_config(path: str) -> LlamaConfig:
     """The backbone's shape from `config.json` in a local directory.
 

@@ -13,7 +13,6 @@ from jax import lax
 
 from medusa_jax.heads import Base, Drafter
 from medusa_jax.heads.layers import later
-from medusa_jax.model.repeats import without_repeats
 from medusa_jax.training.streamed import (
     Sums,
     Teacher,
@@ -31,13 +30,12 @@ class HeadTargets(NamedTuple):
     Each head's loss is label_weight CE(text) + teacher_weight CE(backbone), the latter against
     the distribution that the backbone has for that same token (Hydra 6.1, Amphista eq. 7-9).
     `noise` is Hydra's (6.1): in training the heads read hidden states plus
-    uniform(-1, 1) noise / sqrt(L d). `no_repeat_ngram_size` is what decoding bars (0: nothing).
+    uniform(-1, 1) noise / sqrt(L d).
     """
 
     label_weight: float = 1.0
     teacher_weight: float = 0.0
     noise: float = 0.0
-    no_repeat_ngram_size: int = 0
 
 
 def delay(x_BT: jax.Array, by: int) -> jax.Array:
@@ -162,13 +160,11 @@ def heads_sums(
         dropout_key, noise_key = jax.random.split(dropout_key)
         read_BTD += hidden_noise(noise_key, hidden_BTD, targets.noise)
     features_KBTD = drafter.features(heads, base, read_BTD, *rows(batch), dropout_key)
-    teacher, teacher_rows, weight = None, None, targets.label_weight
+    teacher, teacher_BTD, weight = None, None, targets.label_weight
     if targets.teacher_weight:
-        law = verifier(lax.stop_gradient(base), batch, targets.no_repeat_ngram_size)
-        teacher = Teacher(law, targets.teacher_weight, targets.label_weight)
-        # What stands right before the target.
-        column_BT = jnp.broadcast_to(jnp.arange(hidden_BTD.shape[1]), hidden_BTD.shape[:2])
-        teacher_rows = (delay(hidden_BTD, 1), delay(column_BT, 1))
+        frozen: Base = lax.stop_gradient(base)
+        teacher = Teacher(frozen.lm_head, targets.teacher_weight, targets.label_weight)
+        teacher_BTD = delay(hidden_BTD, 1)  # the hidden state right before the target
         weight = 1.0  # both are the teacher's to weigh
     logits_K, features_K, mask_K, weight_K = [], [], [], []
     for k in range(drafter.n_heads):
@@ -185,32 +181,8 @@ def heads_sums(
         weight_K.append(weight * decay ** (k + 1) / jnp.maximum(counts_K[k], 1.0))
     return heads_cross_entropy(
         logits_K, params, jnp.stack(weight_K), features_K, batch["tokens"], mask_K, chunk,
-        teacher, teacher_rows,
+        teacher, teacher_BTD,
     )  # fmt: skip
-
-
-def verifier(
-    base: Base, batch: Batch, n: int
-) -> Callable[[tuple[jax.Array, jax.Array]], jax.Array]:
-    """The distribution by which decoding verifies: the backbone's, without what would repeat an
-    n-gram of the segment so far (n = 0: nothing is barred).
-
-    Returns: a function of hidden states [B, C, D] and the columns [B, C] of the batch in which
-    they stand, to the logits [B, C, V] of the token behind each.
-    """
-    tokens_BT, segments_BT = batch["tokens"], batch["segment_ids"]
-
-    def logits(rows: tuple[jax.Array, jax.Array]) -> jax.Array:
-        hidden_BCD, column_BC = rows
-        logits_BCV = base.lm_head(hidden_BCD)
-        if not n:
-            return logits_BCV
-        own_BC = jnp.take_along_axis(segments_BT, column_BC, axis=1)
-        inside_BCT = segments_BT[:, None, :] == own_BC[..., None]
-        text_BCT = jnp.where(inside_BCT, tokens_BT[:, None, :], -1)
-        return without_repeats(logits_BCV, text_BCT, column_BC, n)
-
-    return logits
 
 
 def hidden_noise(key: jax.Array, hidden_BTD: jax.Array, alpha: float) -> jax.Array:

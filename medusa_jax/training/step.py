@@ -74,10 +74,7 @@ def make_stage(cfg: Config, steps: int) -> Stage:
     lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)
     chunk, decay = train.loss_chunk, train.lambda_decay
     targets = losses.HeadTargets(
-        train.label_weight,
-        train.teacher_weight,
-        train.hidden_noise,
-        max(cfg.model.no_repeat_ngram_size, 0),
+        train.label_weight, train.teacher_weight, train.hidden_noise
     )
 
     def with_adapters(params: Tree) -> Tree:

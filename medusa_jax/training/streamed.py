@@ -36,12 +36,11 @@ class Teacher(NamedTuple):
     """A distribution to learn from, beside the labels.
 
     Attributes:
-      logits_fn: (what the teacher reads of a chunk) -> its logits, no gradient; minus infinity
-        is a probability of 0.
+      logits_fn: (features) -> logits of the teacher, no gradient.
       weight, label_weight: of its cross-entropy and of the labels'.
     """
 
-    logits_fn: Callable[[Any], jax.Array]
+    logits_fn: Callable[[jax.Array], jax.Array]
     weight: float
     label_weight: float
 
@@ -61,12 +60,12 @@ def cross_entropy_sums(
     mask_BT: jax.Array,
     chunk: int,
     teacher: Teacher | None = None,
-    teacher_rows: Any = None,
+    teacher_BTD: jax.Array | None = None,
 ) -> Sums:
     """`heads_cross_entropy` of one head of weight 1; its `loss` is what has the gradient."""
     total, sums = heads_cross_entropy(
         [logits_fn], params, jnp.ones((1,)), [features_BTD], labels_BT, [mask_BT], chunk,
-        teacher, teacher_rows,
+        teacher, teacher_BTD,
     )  # fmt: skip
     return jax.tree.map(lambda s: s[0], sums)._replace(loss=total)
 
@@ -80,7 +79,7 @@ def heads_cross_entropy(
     mask_K: Sequence[jax.Array],
     chunk: int,
     teacher: Teacher | None = None,
-    teacher_rows: Any = None,
+    teacher_BTD: jax.Array | None = None,
 ) -> tuple[jax.Array, Sums]:
     """sum_k weight_k loss_k of K heads against the same labels, `chunk` positions at a time.
 
@@ -114,8 +113,8 @@ def heads_cross_entropy(
         heads.append((fn, used))
     read = sorted({i for _, used in heads for i in used})
     heads = [(fn, [read.index(i) for i in used]) for fn, used in heads]
-    teacher_rows = lax.stop_gradient(teacher_rows)
-    rows = Rows(tuple(features_K), labels_BT, tuple(mask_K), teacher_rows)
+    teacher_BTD = lax.stop_gradient(teacher_BTD)
+    rows = Rows(tuple(features_K), labels_BT, tuple(mask_K), teacher_BTD)
     return _streamed(heads, (chunk, teacher), [leaves[i] for i in read], weight_K, rows)
 
 
@@ -129,14 +128,14 @@ def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[int]
     return [i for i, v in enumerate(inputs) if id(v) in read]
 
 
-def _law(teacher: Teacher | None, rows: Any) -> Law | None:
+def _law(teacher: Teacher | None, teacher_BTD: jax.Array | None) -> Law | None:
     """The teacher's distribution, once for all heads."""
     if teacher is None:
         return None
-    logp_BTV = jax.nn.log_softmax(lax.stop_gradient(teacher.logits_fn(rows)))
+    assert teacher_BTD is not None
+    logp_BTV = jax.nn.log_softmax(lax.stop_gradient(teacher.logits_fn(teacher_BTD)))
     p_BTV = jnp.exp(logp_BTV)
-    terms_BTV = jnp.where(p_BTV > 0, p_BTV * logp_BTV, 0.0)  # what is barred: 0 log 0
-    return Law(p_BTV, -jnp.sum(terms_BTV, axis=-1))
+    return Law(p_BTV, -jnp.sum(p_BTV * logp_BTV, axis=-1))
 
 
 def _chunk_sums(
@@ -174,13 +173,13 @@ class Rows(NamedTuple):
       features_K: [B, T, D] of each head.
       labels_BT: tokens to guess.
       mask_K: [B, T] of each head, True where its guess counts.
-      teacher: arrays [B, T, ...] for `Teacher.logits_fn`, or None.
+      teacher_BTD: features for `Teacher.logits_fn`, or None.
     """
 
     features_K: tuple[jax.Array, ...]
     labels_BT: jax.Array
     mask_K: tuple[jax.Array, ...]
-    teacher: Any
+    teacher_BTD: jax.Array | None
 
     def chunk(self, i: jax.Array, size: int) -> "Rows":
         """Columns [i size, (i + 1) size)."""
@@ -244,7 +243,7 @@ def _streamed(heads, options, params, weight_K, rows):  # type: ignore[no-untype
 
     def body(i, sums):  # type: ignore[no-untyped-def]
         now = packed.rows.chunk(i, chunk)
-        law, found = _law(teacher, now.teacher), []
+        law, found = _law(teacher, now.teacher_BTD), []
         for k, (fn, used) in enumerate(heads):
             mine, shared = [params[j] for j in used], (now.labels_BT, now.mask_K[k])
             found.append(_chunk_sums(fn, mine, now.features_K[k], *shared, law, teacher))
@@ -261,7 +260,7 @@ def _streamed_fwd(heads, options, params, weight_K, rows):  # type: ignore[no-un
     def body(i, carry):  # type: ignore[no-untyped-def]
         d_params, d_features, sums = carry
         now = packed.rows.chunk(i, chunk)
-        law, found = _law(teacher, now.teacher), []
+        law, found = _law(teacher, now.teacher_BTD), []
         for k, (fn, used) in enumerate(heads):
 
             def weighted(mine, features, k=k, fn=fn):  # type: ignore[no-untyped-def]

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from medusa_jax.config import Config
 from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
-from medusa_jax.interop import hf
 from medusa_jax.sharding import make_mesh, replicated
 from medusa_jax.training import estimate, export, features, losses, prepare
 from medusa_jax.training.checkpoint import Checkpoints
@@ -107,8 +106,6 @@ def train(cfg: Config) -> dict[str, Any]:
     mesh = make_mesh(cfg.mesh)
     setup = export.load(cfg, mesh)
     cfg.model.arch = setup.arch
-    if cfg.model.no_repeat_ngram_size == -1 and cfg.model.path:
-        cfg.model.no_repeat_ngram_size = hf.no_repeat_ngram_size(cfg.model.path)
     prepare.check(cfg, mesh)
     features.check(cfg)
     vocab = cfg.model.arch.vocab_size

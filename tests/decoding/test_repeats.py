@@ -23,9 +23,9 @@ from planted import (
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.repeats import barred_tokens, texts_behind, without_repeats
 from medusa_jax.heads import Base, make_drafter
 from medusa_jax.model.llama import Llama
-from medusa_jax.model.repeats import barred_tokens, texts_behind, without_repeats
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
