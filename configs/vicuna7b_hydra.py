@@ -3,7 +3,8 @@
     python train.py --config=configs/vicuna7b_hydra.py --workdir=runs/vicuna7b_hydra
     python train.py --config=configs/vicuna7b_hydra.py --config.dry_run   (shapes and memory only)
 
-Four heads of one hidden layer, one epoch of ShareGPT, batch 128, learning rate 1e-3, cosine,
+Four heads of one hidden layer, one epoch of ShareGPT, batch 128 (here of packed rows, the paper's
+of conversations, so that an epoch has fewer updates), learning rate 1e-3, cosine,
 the text's next tokens as targets, all heads weighed alike; the paper gives no number of warm-up
 steps. 0.99 B parameters.
 
