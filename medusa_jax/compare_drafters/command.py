@@ -30,8 +30,10 @@ DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
 LOSSES = {"medusa": (1.0, 0.0), "hydra": (1.0, 0.0), "hydrapp": (0.0, 1.0),
           "amphista": (0.1, 1.0), "amphista_alpha": (0.1, 1.0)}  # fmt: skip
 CURVE_POINTS = 8
-# What may differ between a finished training and the one that is asked for: how it was watched.
-WATCHED = ("log_every", "eval_every", "save_every", "keep_checkpoints", "curves", "wandb")
+# What may differ between a finished training and the one that is asked for: how it was watched,
+# where it put things, how it was cut up.
+NO_MATTER = ("log_every", "eval_every", "save_every", "keep_checkpoints", "curves", "wandb",
+             "features_path", "loss_chunk", "remat")  # fmt: skip
 EXAMPLES = """examples (from the project's root, after `python -m medusa_jax.demo.build`):
   python -m medusa_jax.distill --model medusa_jax/demo/backbone --temperature 0 \\
       --prompts work/demo/calibration.jsonl --out work/demo/answers_apart   (held-out answers)
@@ -132,7 +134,7 @@ def refuse_other(run: Path, asked: dict[str, Any]) -> None:
     for room in ("heads", "data", "optim", "lora", "train"):
         for name, value in asked[room].items():
             there = found.get(room, {}).get(name, value)
-            if name not in WATCHED and there != value:
+            if name not in NO_MATTER and there != value:
                 different.append(f"{room}.{name} {there} (asked: {value})")
     if different:
         raise UserError(
