@@ -12,6 +12,7 @@ from medusa_jax.study import arms, command, figures, text
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
+@pytest.mark.slow
 def test_arms_end_in_a_table(tmp_path, monkeypatch, capsys):
     config, _ = write_model(tmp_path / "model")
     rng = np.random.default_rng(0)

@@ -88,6 +88,7 @@ def temporaries(layers, remat):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_a_layer_more_costs_its_input_only():
     more = {remat: temporaries(8, remat) - temporaries(4, remat) for remat in (False, True)}
     row = 4 * 256 * 64 * 4  # [B, T, D] in float32

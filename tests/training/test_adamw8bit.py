@@ -94,6 +94,7 @@ def curve(tokens, workdir, name, dtype="float32", steps=40):
     return [r["loss"][0] for r in records(workdir)]
 
 
+@pytest.mark.slow
 def test_its_loss_curve_is_adamws(tokens, tmp_path):
     plain = curve(tokens, tmp_path / "plain", "adamw")
     assert plain[-1] < 0.8 * plain[0]
