@@ -81,7 +81,7 @@ def collect_tuples(
     from medusa_jax.decoding.generate import power_of_two
     from medusa_jax.decoding.sampling import row_keys
 
-    ranks = jax.jit(rank_tuples, static_argnums=(0, 6))
+    ranks = jax.jit(rank_tuples, static_argnames=("drafter", "no_repeat_ngram_size"))
     K = model.drafter.n_heads
     texts = []
     for prompt in tqdm(prompts, unit="prompt", desc="rank statistics", disable=None):

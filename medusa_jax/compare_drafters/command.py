@@ -25,8 +25,8 @@ from medusa_jax.console import run_main, say
 from medusa_jax.errors import UserError
 
 DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
-# Weights of the text's token and of the verifier's distribution in each paper's loss: Medusa
-# equation 1; Hydra 3 and, for Hydra++, 6.1; Amphista equations 7 to 9.
+# label_weight and teacher_weight of each paper's loss: Medusa equation 1; Hydra 3 and, for Hydra++,
+# 6.1; Amphista equations 7 to 9.
 LOSSES = {"medusa": (1.0, 0.0), "hydra": (1.0, 0.0), "hydrapp": (0.0, 1.0),
           "amphista": (0.1, 1.0), "amphista_alpha": (0.1, 1.0)}  # fmt: skip
 CURVE_POINTS = 8
@@ -91,7 +91,7 @@ def train_one(
 
     run = Path(flags.out) / f"{name}-s{seed}"
     done = run / "export" / "heads.safetensors"
-    label_weight, teacher_weight = LOSSES.get(name, (None, None))
+    weights = zip(("label_weight", "teacher_weight"), LOSSES.get(name, ()))
     arguments = [
         f"--config=configs/{flags.recipe}_{name}.py", f"--workdir={run}",
         f"--config.model.path={flags.model}", f"--config.data.source={flags.data}",
@@ -99,8 +99,7 @@ def train_one(
         f"--config.train.seed={seed}", f"--config.train.steps={flags.steps}",
         f"--config.heads.n_heads={flags.n_heads}", f"--config.heads.lm_head={flags.lm_head}",
         f"--config.heads.rank={flags.rank}",
-        *([f"--config.train.label_weight={label_weight}",
-           f"--config.train.teacher_weight={teacher_weight}"] if name in LOSSES else []),
+        *(f"--config.train.{field}={weight}" for field, weight in weights),
         # One cache of hidden states for all of them.
         "--config.data.cache_features=float32",
         f"--config.data.features_path={flags.out}/features",

@@ -110,7 +110,7 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
         "parameters": sum(x.size for x in jax.tree.leaves(model.variables["heads"])),
         "top1": (tuples_NK == 0).mean(axis=0).tolist(),
         "top5": (tuples_NK < 5).mean(axis=0).tolist(),
-        "chain": 1.0 + float(np.cumprod(tuples_NK == 0, axis=1).mean(axis=0).sum()),
+        "chain": fit.chain_length(tuples_NK),
         "positions": len(tuples_NK),
         "decoded": decoded,
         "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",

@@ -77,6 +77,11 @@ def head_accuracies(tuples_NK: np.ndarray, n_ranks: int = 10) -> np.ndarray:
     return np.stack([(tuples_NK == i).mean(axis=0) for i in range(n_ranks)], axis=1)
 
 
+def chain_length(tuples_NK: np.ndarray) -> float:
+    """Tokens per step if the first guess of every head were drafted, one behind the other."""
+    return 1.0 + float(np.cumprod(tuples_NK == 0, axis=1).mean(axis=0).sum())
+
+
 def product_growth(accuracy_KR: np.ndarray, n_choices: int) -> list[Choice]:
     """Nodes by the product of accuracies along their path: the paper's estimate.
 

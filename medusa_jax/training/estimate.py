@@ -74,17 +74,16 @@ def accepted_lengths(ranks: np.ndarray) -> dict[str, float]:
     Example, K = 2, four positions: (0, 0) (0, 3) (1, 0) (0, 0) give a chain of
     1 + 3/4 + 2/4 = 2.25.
     """
-    from medusa_jax.decoding.calibrate import expected_tokens, joint_growth
+    from medusa_jax.decoding.calibrate import chain_length, expected_tokens, joint_growth
     from medusa_jax.tree import Tree
 
     tuples_NK = ranks.reshape(-1, ranks.shape[-1])
     tuples_NK = tuples_NK[tuples_NK[:, 0] >= 0]
     if len(tuples_NK) < 2:
         return {}
-    right_NK = np.cumprod(tuples_NK == 0, axis=1)
     growth = joint_growth(tuples_NK[::2], TREE_NODES - 1)
     tree = Tree.from_choices(growth)
     return {
-        "accepted_length_chain": 1.0 + float(right_NK.mean(axis=0).sum()),
+        "accepted_length_chain": chain_length(tuples_NK),
         "accepted_length_tree": float(expected_tokens(tuples_NK[1::2], tree)),
     }
