@@ -75,6 +75,19 @@ def test_paper_s_expectation_on_a_hand_made_case() -> None:
     assert fit.head_accuracies(tuples, 2).tolist() == [[0.5, 0.25], [0.75, 0.25]]
 
 
+def test_trees_are_counted_on_texts_they_were_not_grown_from() -> None:
+    """Two texts with nothing in common: each one's tree is worth nothing on the other."""
+    texts = [np.full((30, 2), 0), np.full((30, 2), 5)]
+
+    def grow(tuples: np.ndarray) -> list:
+        return fit.joint_growth(tuples, 4)
+
+    assert fit.held_out_tokens(texts, grow, [1, 3]) == [1.0, 1.0]
+    assert fit.replayed_tokens(texts, Tree.from_choices([[0], [0, 0]])) == 60 / (10 + 30)
+    # The first fold has texts 0 and 2, the second text 1; all alike, all three drafts fit.
+    assert fit.held_out_tokens([texts[0]] * 3, grow, [1, 2, 3]) == [1.0, 2.0, 3.0]
+
+
 def test_best_size_weighs_tokens_against_latency() -> None:
     assert fit.best_size([1, 4, 8], [1.0, 2.0, 2.4], [1.0, 1.2, 2.0]) == 4
     assert fit.best_size([1, 4, 8], [1.0, 2.0, 2.4], [1.0, 3.0, 3.0]) == 1
