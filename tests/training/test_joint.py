@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from test_losses import heads_problem
 from test_trainer import host, pieces, records, run
+from tiny_model import write_tokenizer
 from training_setup import tiny_arch, tiny_config
 
 from medusa_jax.config import HeadsConfig, OptimConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Base
+from medusa_jax.heads import Base, make_drafter
 from medusa_jax.heads.layers import later
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.model.llama import Llama, init_params
@@ -145,6 +146,41 @@ def test_heads_that_do_not_belong_are_refused(tokens, stage_1, tmp_path):
     cfg.model.path, cfg.heads = str(tmp_path / "other"), HeadsConfig(n_heads=3)
     with pytest.raises(UserError, match="fingerprint"):
         run(cfg, tmp_path)
+
+
+def test_a_plain_description_of_heads_loads_their_first_stage(tokens, tmp_path):
+    """HeadsConfig(drafter="hydra") means what it trained: Hydra with its own fields' defaults."""
+    cfg = tiny_config(tokens, "medusa2")
+    params = init_params(cfg.model.arch, jax.random.key(3))
+    cfg.heads = HeadsConfig(drafter="hydra", n_heads=2)
+    drafter = make_drafter(cfg.heads, cfg.model.arch)
+    heads = drafter.init(jax.random.key(4), Base(Llama(cfg.model.arch), params))
+    base = heads_io.describe_base(cfg.model.arch, params)
+    heads_io.save_heads(str(tmp_path), drafter.heads, heads, base=base, recipe={})
+    cfg.train.heads_path = str(tmp_path)
+    loaded = export.load_heads(cfg, cfg.model.arch, base, make_mesh())
+    jax.tree.map(np.testing.assert_array_equal, loaded, heads)
+    cfg.heads = HeadsConfig(drafter="medusa", n_heads=2)
+    with pytest.raises(UserError, match=r"drafter='hydra'.*drafter='medusa'"):
+        export.load_heads(cfg, cfg.model.arch, base, make_mesh())
+
+
+def test_an_export_keeps_the_models_own_ends(tmp_path):
+    """With the tokenizer elsewhere: EOS ids of both, and the model's generation settings."""
+    for name in ("model", "elsewhere"):
+        write_tokenizer(tmp_path / name)
+    (tmp_path / "model" / "config.json").write_text('{"eos_token_id": 7}')
+    theirs = tmp_path / "model" / "generation_config.json"
+    theirs.write_text('{"eos_token_id": [7, 9], "no_repeat_ngram_size": 5}')
+    other = tmp_path / "elsewhere" / "generation_config.json"
+    other.write_text('{"no_repeat_ngram_size": 2}')
+    out = tmp_path / "out"
+    ids = export.copy_tokenizer(
+        str(tmp_path / "elsewhere"), str(tmp_path / "model"), str(out)
+    )
+    assert ids == {"bos_token_id": 1, "eos_token_id": [2, 7, 9]}
+    assert (out / "generation_config.json").read_text() == theirs.read_text()
+    assert (out / "tokenizer.json").exists() and not (out / "config.json").exists()
 
 
 def test_native_heads_from_scratch(tokens, tmp_path):
