@@ -18,9 +18,6 @@ from medusa_jax.decoding.accept import target_tokens
 from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.step import (
-    LIMIT,
-    RUNNING,
-    STOPPED,
     DecodeState,
     Engine,
     Progress,
@@ -30,6 +27,7 @@ from medusa_jax.decoding.step import (
     progress_of,
     write_tokens,
 )
+from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
 from medusa_jax.heads.drafter import Base
 from medusa_jax.model.cache import KVCache
 
@@ -67,6 +65,7 @@ def prefill(
     prompt_BT: jax.Array,
     prompt_length_B: jax.Array,
     limit_B: jax.Array,
+    stop_BQW: jax.Array,
     sampling: Sampling,
     output: jax.Array,
 ) -> DecodeState:
@@ -76,6 +75,7 @@ def prefill(
       slots: cache slots to allocate, at least T.
       prompt_BT: token ids, right-padded; `prompt_length_B` of a row count (at least 1).
       limit_B: most tokens to emit, at least 1.
+      stop_BQW: token sequences that end a row, as `pack_stops` gives them.
       output: an array of zeros [B, O] with O >= max(limit) + L.
     """
     B, T = prompt_BT.shape
@@ -126,6 +126,7 @@ def prefill(
         depth_BO=output.astype(jnp.int8),
         n_new_B=zero_B,
         limit_B=limit_B,
+        stop_BQW=stop_BQW,
         length_B=prompt_length_B,
         root_B=root_B,
         status_B=jnp.full((B,), RUNNING, jnp.int32),
@@ -134,7 +135,7 @@ def prefill(
         text_BS=text_BS,
     )
     padded = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
-    return append(engine, state, padded, zero_B + 1)
+    return append(state, padded, zero_B + 1)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -185,6 +186,8 @@ class Request:
     Attributes:
       prompts: token ids, none empty.
       limits: most tokens to emit per row, at least 1; prompt + limit must fit the context.
+      stops: per row the token sequences that end it, themselves kept; EOS ids are sequences
+        of length 1.
       temperature, top_k, top_p, min_p, seed: per-row sampling parameters.
       ids: request ids for the noise, by default the row numbers.
       epsilon, delta: thresholds of typical acceptance.
@@ -192,6 +195,7 @@ class Request:
 
     prompts: Sequence[Sequence[int]]
     limits: Sequence[int]
+    stops: Sequence[Sequence[Sequence[int]]] | None = None
     temperature: Sequence[float] | None = None
     top_k: Sequence[int] | None = None
     top_p: Sequence[float] | None = None
@@ -242,6 +246,7 @@ def begin(
         jnp.asarray(prompt_BT),
         jnp.asarray(lengths),
         jnp.asarray(limits),
+        jnp.asarray(pack_stops(request.stops or [()] * B)),
         sampling,
         output,
     )

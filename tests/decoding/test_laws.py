@@ -86,15 +86,18 @@ def joint_law(setting):
 def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0):
     """First three tokens of many rows, and how often drafts were accepted.
 
-    mark: makes the engine another one, so that a patched function is compiled anew.
+    mark: as many stops more that are never met, so that a patched function is compiled anew.
     """
     _, _, llama, drafter, variables = model()
-    engine = loop.Engine(llama, drafter, tree, acceptance, eos_ids=(100 + mark,))
+    engine = loop.Engine(llama, drafter, tree, acceptance)
+    stops = [(100 + i,) for i in range(1 + mark)]
     fields = {k: [v] * ROWS for k, v in SETTINGS[setting].items()}
     tokens, histogram = [], 0
     for batch in range(batches):
         seeds = list(range(batch * ROWS, (batch + 1) * ROWS))
-        request = loop.Request([PROMPT] * ROWS, [4] * ROWS, seed=seeds, **fields)
+        request = loop.Request(
+            [PROMPT] * ROWS, [4] * ROWS, [stops] * ROWS, seed=seeds, **fields
+        )
         progress = loop.generate(engine, variables, request)
         tokens.append(np.asarray(progress.tokens_BO)[:, :3])
         histogram = histogram + np.asarray(progress.histogram_BL).sum(0)
