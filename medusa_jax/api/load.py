@@ -1,6 +1,7 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.api.model import Model
-from medusa_jax.config import HeadsConfig
+from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, make_drafter
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree, load_tree_file, parse_tree
 
@@ -77,7 +79,13 @@ def load(
             )
     devices = make_mesh(mesh)
     text_to_ids = load_tokenizer(tokenizer or path)
-    config, params = hf.load_backbone(path, devices, kind)
+    marks, number = hf.Fingerprint(), jnp.dtype(kind)
+
+    def place(config: LlamaConfig, part: Any) -> Any:
+        marks.see(config, part)
+        return place_part(config, part, number, devices)
+
+    config, base = hf.load_backbone(path, devices, kind, place)
     calibrated = None
     head_params: Any = {}
     if drafter == "none":
@@ -90,17 +98,16 @@ def load(
         if not all_heads and (tree != "auto" or calibrated is not None):
             wanted = tree if isinstance(tree, Tree) else parse_tree(tree, calibrated)
             n_heads = _heads_needed(directory, wanted)
-        fingerprint = hf.fingerprint(config, params)
         heads, head_params, _ = heads_io.load_heads(
-            str(directory), config, devices, n_heads, kind, fingerprint=fingerprint
-        )
+            str(directory), config, devices, n_heads, kind, fingerprint=marks.digits(config),
+            convert=partial(place_head, dtype=number, mesh=devices),
+        )  # fmt: skip
     loaded = Model(
         config,
-        params,
+        {"base": base, "heads": head_params},
         text_to_ids,
         make_drafter(heads, config),
-        head_params,
-        dtype=jnp.dtype(kind),
+        dtype=number,
         mesh=devices,
         calibrated=calibrated,
         no_repeat_ngram_size=_ngram_size(path, no_repeat_ngram_size),
