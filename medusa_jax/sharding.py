@@ -73,9 +73,78 @@ def make_mesh(shape: Sequence[int] = (1, 1, 1)) -> Mesh:
     )
 
 
+# Batch rows lie over both: fsdp gathers the weights of a layer, not the rows.
+ROWS = ("data", "fsdp")
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over the data and fsdp axes, everything else whole."""
-    return NamedSharding(mesh, P(("data", "fsdp")))
+    """Microbatches [A, B / A, ...] with their rows over the data and fsdp axes."""
+    return NamedSharding(mesh, P(None, ROWS))
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Into how many parts the rows of a batch are split."""
+    return math.prod(mesh.shape[axis] for axis in ROWS)
+
+
+# The functions below are for the inside of a compiled function, where they fix what XLA would
+# choose. On one device, or with no mesh, they do nothing.
+
+
+def split_rows(mesh: Mesh | None, x: jax.Array) -> jax.Array:
+    """x [B, ...] with its rows over the devices, if they divide B; else a copy on each.
+
+    Left alone, XLA follows the weights: every device computes all rows of a slice of each layer.
+    """
+    if mesh is None or mesh.size == 1:
+        return x
+    return _constrained(mesh, x, P(_row_axes(mesh, x)))
+
+
+def split_embedded(mesh: Mesh | None, x_BTD: jax.Array) -> jax.Array:
+    """Embeddings as they are looked up: their width over fsdp, as that of the table is.
+
+    `split_rows` comes next. In one step XLA puts all rows on all devices in between.
+    """
+    if mesh is None or mesh.size == 1 or x_BTD.shape[0] % mesh.shape["data"]:
+        return x_BTD
+    return _constrained(mesh, x_BTD, P("data", None, "fsdp"))
+
+
+def pin_state(mesh: Mesh | None, state: Any) -> Any:
+    """A decode state, every leaf where `decode_shardings` says.
+
+    A program that left it to XLA could hand on other shardings than it was given, and the next
+    call would be compiled anew.
+    """
+    if mesh is None or mesh.size == 1:
+        return state
+    return jax.lax.with_sharding_constraint(state, decode_shardings(mesh, state))
+
+
+def decode_shardings(mesh: Mesh, state: Any) -> Any:
+    """The sharding of every leaf [B, ...] of a decode state: rows over the devices.
+
+    Keys and values [B, G, S, H] lie over the tensor axis as well, where the heads they belong
+    to are computed. An axis that does not divide a dimension leaves it whole.
+    """
+
+    def place_leaf(key_path: Sequence[Any], leaf: Any) -> NamedSharding:
+        rows = _row_axes(mesh, leaf)
+        if not re.search(r"(^|/)cache/", path_string(key_path)):
+            return NamedSharding(mesh, P(rows))
+        whole = leaf.shape[1] % mesh.shape["tensor"]
+        return NamedSharding(mesh, P(rows, None if whole else "tensor"))
+
+    return jax.tree_util.tree_map_with_path(place_leaf, state)
+
+
+def _row_axes(mesh: Mesh, x: jax.Array) -> tuple[str, ...] | None:
+    return None if x.shape[0] % row_shards(mesh) else ROWS
+
+
+def _constrained(mesh: Mesh, x: jax.Array, spec: P) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

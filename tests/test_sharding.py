@@ -22,18 +22,23 @@ TESTS = Path(__file__).parent
 CHILD = r"""
 import json, sys
 import jax, numpy as np
+from jax import monitoring
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
 import medusa_jax
 from medusa_jax import Options, UserError
 from medusa_jax.config import HeadsConfig
+from medusa_jax.decoding import generate as loop
 from medusa_jax.heads import Base, make_drafter
+from medusa_jax.model import placing
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import init_sharded, make_mesh, param_shardings, path_string, spec_for
+from live import Peak, shard_bytes
 from planted import tiny_config
 
 model_dir = sys.argv[1]
-report = {"devices": len(jax.devices()), "decoded": {}, "errors": {}}
+report = {"devices": len(jax.devices()), "errors": {}}
+report |= {name: {} for name in ("decoded", "streamed", "compiled", "keys", "loaded")}
 
 # Everything lies where the table says, born there or placed there.
 config = tiny_config(vocab_size=24, n_heads=4, n_kv_heads=4, d_ff=24)
@@ -55,14 +60,37 @@ for shape in ((1, 2, 4), (2, 2, 2)):
                 wrong.append([shape, path_string(path), str(sizes), cut])
 report["wrong"] = wrong
 
-prompts = ["the cat and", "in", "abc"]
-options = [Options(max_new_tokens=8, temperature=t, seed=2) for t in (0, 0, 0.9)]
-for shape in ((1, 1, 1), (1, 1, 2), (1, 2, 2)):
+# Programs made, those that the compilation cache holds included.
+made = []
+event = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+monitoring.register_event_duration_secs_listener(
+    lambda name, seconds, **more: made.append(seconds) if name == event else None
+)
+loop.MIN_SLOTS = 16  # so that the cache grows once
+prepared = placing._prepared
+texts = ["the cat and", "in", "abc", "the", "cab", "a b", "and", "er"]
+temperatures = (0, 0, 0.9, 0, 0, 0.7, 0, 0)
+everything = [Options(max_new_tokens=20, temperature=t, seed=2) for t in temperatures]
+for shape in ((1, 1, 1), (1, 1, 2), (2, 2, 2), (1, 8, 1), (8, 1, 1)):
+    peak = Peak()
+    placing._prepared = peak.watching(prepared)
     model = medusa_jax.load(
         model_dir, model_dir + "/heads", tree="cartesian:2,1", dtype="float64", mesh=shape
     )
+    report["loaded"][str(shape)] = [peak.bytes, shard_bytes(model.variables)]
+    rows = 3 if shape == (1, 8, 1) else 8  # three are not divided, each device has all
+    prompts, options = texts[:rows], everything[:rows]
+    model.compile(prompts, options)
+    before = len(made)
     results = model.generate(prompts, options)
+    *_, (_, streamed) = model.stream(prompts, options)
+    report["compiled"][str(shape)] = [before, len(made) - before]
     report["decoded"][str(shape)] = [r.token_ids for r in results]
+    report["streamed"][str(shape)] = [r.token_ids for r in streamed]
+    state, _ = loop.begin(model.engine(sampled=True), model.variables,
+                          model.request(prompts, options))
+    keys = state.cache.layers[0][0]
+    report["keys"][str(shape)] = keys.addressable_shards[0].data.shape[:2]
     kernel = model.variables["base"]["layers_0"]["mlp"]["gate_up_proj"]["kernel"]
     shard = kernel.addressable_shards[0].data.shape
     assert kernel.size == np.prod(shard) * shape[1] * shape[2], (kernel.shape, shard)
@@ -107,11 +135,32 @@ def test_parameters_lie_where_the_table_says(report):
 
 
 def test_decoding_over_devices_gives_the_same_tokens(report):
-    """Two greedy rows and a sampled one."""
-    texts = report["decoded"]
-    assert len(texts) == 3 and [len(t) for t in texts["(1, 1, 1)"]] == [8, 8, 8]
-    for shape, tokens in texts.items():
-        assert tokens == texts["(1, 1, 1)"], shape
+    """Greedy rows and sampled ones, in a cache that grows."""
+    expected = report["decoded"]["(1, 1, 1)"]
+    assert len(report["decoded"]) == 5 and max(map(len, expected)) == 20
+    for texts in (report["decoded"], report["streamed"]):
+        for shape, tokens in texts.items():
+            assert tokens == expected[: len(tokens)], shape
+
+
+def test_a_generation_compiles_nothing_that_warming_up_did_not(report):
+    """The state's shardings are those that the next call of the loop was compiled for."""
+    assert len(report["compiled"]) == 5
+    for shape, (warming_up, afterwards) in report["compiled"].items():
+        assert warming_up > 0 and afterwards == 0, shape
+
+
+def test_rows_and_key_value_heads_lie_over_the_devices(report):
+    """Eight rows of four heads; three rows where eight devices do not divide them."""
+    shards = {"(1, 1, 1)": [8, 4], "(1, 1, 2)": [8, 2], "(2, 2, 2)": [2, 2]}
+    shards |= {"(1, 8, 1)": [3, 4], "(8, 1, 1)": [1, 4]}
+    assert report["keys"] == shards
+
+
+def test_loading_onto_a_mesh_takes_the_shards_and_one_layer(report):
+    """Half a model more would be one of its two layers and all that lies beside them."""
+    for shape, (most, held) in report["loaded"].items():
+        assert 0.7 * held < most < 1.5 * held, shape
 
 
 def test_meshes_that_do_not_divide_are_refused_in_one_line(report):

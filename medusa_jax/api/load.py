@@ -1,6 +1,7 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.api.model import Model
-from medusa_jax.config import HeadsConfig
+from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, make_drafter
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.hub import resolve, resolve_heads
 from medusa_jax.interop.tokenizer import declared_eos_ids, load_tokenizer
+from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree, load_tree_file, parse_tree
 
@@ -73,7 +75,13 @@ def load(
     heads_directory = _heads_directory(model, drafter or default_drafter(model))
     devices = make_mesh(mesh)
     text_to_ids = load_tokenizer(tokenizer or directory)
-    config, params = hf.load_backbone(directory, devices, kind)
+    marks, number = hf.Fingerprint(), jnp.dtype(kind)
+
+    def place(config: LlamaConfig, part: Any) -> Any:
+        marks.see(config, part)
+        return place_part(config, part, number, devices)
+
+    config, base = hf.load_backbone(directory, devices, kind, place)
     calibrated = None
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Any = {}
@@ -90,18 +98,18 @@ def load(
             devices,
             None if all_heads else max(1, wanted.depth),
             kind,
-            fingerprint=hf.fingerprint(config, params),
+            fingerprint=marks.digits(config),
             allow_other_base=allow_other_base,
+            convert=partial(place_head, dtype=number, mesh=devices),
         )
     if eos_ids is None:
         eos_ids = sorted(text_to_ids.eos_ids | declared_eos_ids(directory))
     return Model(
         config,
-        params,
+        {"base": base, "heads": head_params},
         text_to_ids,
         make_drafter(heads, config),
-        head_params,
-        dtype=jnp.dtype(kind),
+        dtype=number,
         mesh=devices,
         tree=wanted,
         calibrated=calibrated,

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,9 +16,7 @@ from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Base, Drafter
 from medusa_jax.interop.tokenizer import Tokenizer
-from medusa_jax.model.llama import Llama, decoding_config, prepare
-from medusa_jax.model.product import tile_kernels
-from medusa_jax.sharding import param_shardings
+from medusa_jax.model.placing import decoder
 from medusa_jax.tree import Tree, parse_tree
 
 # Told the number of new tokens of every row [B] while a batch is being decoded.
@@ -31,7 +28,9 @@ class Model:
 
     Attributes:
       config: shape of the backbone.
-      drafter, head_params: the draft heads.
+      drafter: the draft heads.
+      variables: {"base": the backbone's parameters, "heads": the draft heads'}, as
+        `model/placing.py` makes them.
       tokenizer: text to ids and back.
       tree: the default draft tree.
       eos_ids: tokens that end a text, unless a request names others.
@@ -42,10 +41,9 @@ class Model:
     def __init__(
         self,
         config: LlamaConfig,
-        params: Any,
+        variables: dict[str, Any],
         tokenizer: Tokenizer,
         drafter: Drafter,
-        head_params: Any,
         *,
         dtype: Any,
         mesh: jax.sharding.Mesh,
@@ -61,18 +59,9 @@ class Model:
         self.drafter = drafter
         self.calibrated = calibrated
         self.eos_ids = tuple(sorted(tokenizer.eos_ids if eos_ids is None else eos_ids))
-        shards = mesh.shape["tensor"]
-        self.llama = Llama(decoding_config(config), dtype, shards=shards)
-        fuse = partial(prepare, config=config, dtype=dtype, shards=shards)
-        shardings = param_shardings(mesh, jax.eval_shape(fuse, params))
-        self.variables = {
-            "base": jax.jit(fuse, out_shardings=shardings)(params),
-            "heads": jax.tree.map(lambda x: x.astype(dtype), head_params),
-        }
-        on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-        if on_cpu and dtype.itemsize > 2:  # 16-bit products are not the library's anyway
-            self.variables = jax.jit(tile_kernels)(self.variables)
-        self.tree = Tree.chain(drafter.n_heads if head_params else 0)
+        self.llama = decoder(config, dtype, mesh)
+        self.variables = variables
+        self.tree = Tree.chain(drafter.n_heads if variables["heads"] else 0)
         self.tree = self.parse_tree(tree)
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self._warm: set[Any] = set()

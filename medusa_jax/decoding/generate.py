@@ -30,6 +30,7 @@ from medusa_jax.decoding.step import (
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
 from medusa_jax.heads.drafter import Base
 from medusa_jax.model.cache import KVCache
+from medusa_jax.sharding import pin_state
 
 __all__ = [
     "LIMIT",
@@ -135,7 +136,8 @@ def prefill(
         text_BS=text_BS,
     )
     padded = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
-    return append(state, padded, zero_B + 1)
+    state = append(state, padded, zero_B + 1)
+    return pin_state(engine.llama.mesh, state)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -148,11 +150,12 @@ def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
     if text_BS is not None:
         more = text_slots(engine, slots) - text_BS.shape[1]
         text_BS = jnp.pad(text_BS, ((0, 0), (0, more)))
-    return state.replace(
+    grown = state.replace(
         cache=state.cache.grown(slots),
         drafter=engine.drafter.grow(state.drafter, slots),
         text_BS=text_BS,
     )
+    return pin_state(engine.llama.mesh, grown)
 
 
 def text_slots(engine: Engine, slots: int) -> int:
@@ -289,7 +292,8 @@ def stream(
         wanted_B = yield seen
         if wanted_B is not None and (wanted_B & ~ended_B).any():
             ended_B = ended_B | wanted_B
-            state = state.replace(status_B=end_rows(state.status_B, jnp.asarray(ended_B)))
+            status_B = end_rows(engine, state.status_B, jnp.asarray(ended_B))
+            state = state.replace(status_B=status_B)
         running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B
         if not running_B.any():
             return
@@ -300,10 +304,11 @@ def stream(
         seen = ahead
 
 
-@jax.jit
-def end_rows(status_B: jax.Array, ended_B: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=0)
+def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Array:
     """The same status, these rows no longer running."""
-    return jnp.where(ended_B & (status_B == RUNNING), STOPPED, status_B)
+    ended_B = jnp.where(ended_B & (status_B == RUNNING), STOPPED, status_B)
+    return pin_state(engine.llama.mesh, ended_B)
 
 
 def warm_up(engine: Engine, variables: dict[str, Any], request: Request) -> None:
@@ -313,7 +318,7 @@ def warm_up(engine: Engine, variables: dict[str, Any], request: Request) -> None
     """
     state, ladder = begin(engine, variables, request)
     jax.tree.map(jnp.copy, progress_of(state))
-    end_rows(state.status_B, jnp.zeros((len(request.prompts),), bool))
+    end_rows(engine, state.status_B, jnp.zeros((len(request.prompts),), bool))
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine, slots, state)

@@ -23,6 +23,7 @@ from medusa_jax.heads.drafter import Base, Drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
 from medusa_jax.model.product import at_least_f32
+from medusa_jax.sharding import pin_state
 from medusa_jax.tree import Tree
 
 
@@ -264,7 +265,9 @@ def decode_loop(
 
     def one(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         step, state = carry
-        return step + 1, decode_step(engine, variables, state)
+        state = decode_step(engine, variables, state)
+        return step + 1, pin_state(engine.llama.mesh, state)
 
     _, state = lax.while_loop(more, one, (jnp.zeros((), jnp.int32), state))
+    state = pin_state(engine.llama.mesh, state)
     return state, jax.tree.map(jnp.copy, progress_of(state))

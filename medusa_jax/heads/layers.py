@@ -95,7 +95,7 @@ def lm_head_logits(
     def times(x: jax.Array, name: str) -> jax.Array:
         if f"{name}_tiles" in own:
             return tiled_product(x, own[f"{name}_tiles"].astype(dtype))
-        return jnp.dot(x, own[name].astype(dtype), preferred_element_type=wide)
+        return product(x, own[name].astype(dtype))
 
     logits = times(times(features, "down").astype(dtype), "up")
     if "bias" in own:

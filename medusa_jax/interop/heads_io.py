@@ -31,10 +31,15 @@ DESCRIPTION = "heads.json"
 
 def describe_base(config: LlamaConfig, params: Params) -> dict[str, Any]:
     """The `base` record of `save_heads` for a backbone (stored, unfused parameters)."""
+    return base_record(config, hf.fingerprint(config, params))
+
+
+def base_record(config: LlamaConfig, fingerprint: str) -> dict[str, Any]:
+    """The same where the fingerprint was taken while the backbone was read."""
     return {
         "d_model": config.d_model,
         "vocab_size": config.vocab_size,
-        "fingerprint": hf.fingerprint(config, params),
+        "fingerprint": fingerprint,
     }
 
 
@@ -86,6 +91,7 @@ def load_heads(
     *,
     fingerprint: str | None = None,
     allow_other_base: bool = False,
+    convert: tensor_files.Convert | None = None,
 ) -> tuple[HeadsConfig, Params, dict[str, Any]]:
     """Read heads for a backbone of shape `llama`, placed on the mesh.
 
@@ -95,6 +101,7 @@ def load_heads(
         need each other (`Drafter.separable`) are all read.
       fingerprint: of the backbone at hand (`hf.fingerprint`); None compares sizes only.
       allow_other_base: accept heads trained on another backbone of the same sizes.
+      convert: what becomes of each head before the next is read.
 
     Returns: (their configuration, parameters, the whole of heads.json).
 
@@ -137,8 +144,9 @@ def load_heads(
         return match is not None and heads.n_heads <= int(match[1]) < stored.n_heads
 
     params = tensor_files.load_tree(
-        abstract_heads(heads, llama), mesh, tensors, _same_name, dtype, weights, too_deep
-    )
+        abstract_heads(heads, llama), mesh, tensors, _same_name, dtype, weights, too_deep,
+        convert,
+    )  # fmt: skip
     return heads, params, meta
 
 

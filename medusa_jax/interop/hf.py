@@ -1,8 +1,9 @@
 """Hugging Face model directories: configuration and weights, in and out."""
 
-import hashlib
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
+from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.tensors import optional_json, read_json
 from medusa_jax.model.llama import init_params
@@ -19,6 +21,7 @@ from medusa_jax.model.llama import init_params
 Params = dict[str, Any]
 
 __all__ = [
+    "Fingerprint",
     "config_to_hf",
     "fingerprint",
     "generation_config",
@@ -193,11 +196,19 @@ def locate(path: str) -> tuple[str, bool]:
 
 
 def load_backbone(
-    path: str, mesh: Mesh, dtype: Any = "float32"
+    path: str,
+    mesh: Mesh,
+    dtype: Any = "float32",
+    convert: Callable[[LlamaConfig, Params], Params] | None = None,
 ) -> tuple[LlamaConfig, Params]:
     """Configuration and parameters of a model directory or hub id, placed on the mesh.
 
     Kernels are transposed to [in, out]; every device reads only its own slices.
+
+    Args:
+      dtype: what parameters are stored in; tensors of another type are cast on the host.
+      convert: what becomes of each layer, and of each part beside the layers, before the next
+        is read, so that no two forms of a whole model ever exist.
 
     Raises:
       UserError: unreadable, or keys that do not fit the configuration (all are checked before
@@ -219,8 +230,9 @@ def load_backbone(
         copy_of_embedding = config.tie_embeddings and name == "lm_head.weight"
         return copy_of_embedding or bool(HARMLESS.search(name))
 
+    each = None if convert is None else partial(convert, config)
     params = tensor_files.load_tree(
-        abstract, mesh, stored, locate, dtype, directory, ignore
+        abstract, mesh, stored, locate, dtype, directory, ignore, each
     )
     return config, params
 
@@ -316,27 +328,3 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
         raw["sliding_window"] = c.sliding_window or None
         raw["max_window_layers"] = full_layers
     return raw
-
-
-def fingerprint(config: LlamaConfig, params: Params) -> str:
-    """16 hex digits that tell backbones apart: SHA-256 over shapes and a sample of the weights.
-
-    Values are rounded to bfloat16 first, so float32 and bfloat16 loads of one bfloat16 file
-    agree; sharding plays no part. Needs stored (unfused) parameters.
-    """
-    flat = tensor_files.flatten(params)
-    last = f"layers_{config.n_layers - 1}"
-    names = [
-        "embed_tokens/embedding",
-        "layers_0/self_attn/q_proj/kernel",
-        f"{last}/self_attn/o_proj/kernel",
-        f"{last}/mlp/down_proj/kernel",
-        "norm/scale",
-        "lm_head/kernel",
-    ]
-    digest = hashlib.sha256()
-    for path in sorted(flat):
-        digest.update(f"{path}{list(flat[path].shape)};".encode())
-    for path in tensor_files.pick(names, flat):
-        digest.update(tensor_files.sample_bytes(flat[path]))
-    return digest.hexdigest()[:16]

@@ -31,6 +31,9 @@ class Tensor:
 
 Tensors = dict[str, Tensor]
 
+# A part of a parameter tree as it is stored, such as {"layers_3": ...} -> what is kept of it.
+Convert = Callable[[dict[str, Any]], dict[str, Any]]
+
 
 def open_safetensors(path: str) -> Tensors:
     """The tensors of one safetensors file, nothing read yet.
@@ -147,14 +150,15 @@ def _refuse_pointer(path: str) -> None:
 
 
 def load_tree(
-    abstract: Any,
+    abstract: dict[str, Any],
     mesh: Mesh,
     tensors: Tensors,
     locate: Callable[[str], tuple[str, bool]],
     dtype: Any,
     source: str,
     ignore: Callable[[str], bool] = lambda name: False,
-) -> Any:
+    convert: Convert | None = None,
+) -> dict[str, Any]:
     """Read a parameter tree strictly, each device only its own slices.
 
     Args:
@@ -163,6 +167,7 @@ def load_tree(
       dtype: what the parameters are stored in on the devices.
       source: the file or directory, for messages.
       ignore: keys that may be there and are not read.
+      convert: what becomes of each entry of the tree, such as a layer, before the next is read.
 
     Raises:
       UserError: a missing, unknown, misshaped or non-float key.
@@ -209,7 +214,17 @@ def load_tree(
             tensors[name], tuple(leaf.shape), transposed, sharding, np.dtype(dtype)
         )
 
-    return jax.tree_util.tree_map_with_path(load, abstract, param_shardings(mesh, abstract))
+    shardings = param_shardings(mesh, abstract)
+
+    def read(name: str) -> dict[str, Any]:
+        trees = ({name: abstract[name]}, {name: shardings[name]})
+        return jax.tree_util.tree_map_with_path(load, *trees)
+
+    placed: dict[str, Any] = {}
+    for name in abstract:
+        # What was read has no name here: it is gone once it is converted.
+        placed |= (convert or dict)(read(name))
+    return placed
 
 
 def _place(

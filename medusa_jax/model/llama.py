@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.attention import Attention
@@ -21,6 +22,7 @@ from medusa_jax.model.lora import Adapter
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.remat import rematerialised
 from medusa_jax.model.rope import rope_tables
+from medusa_jax.sharding import split_embedded, split_rows
 
 Params = dict[str, Any]
 
@@ -81,12 +83,14 @@ class Llama(nn.Module):
       remat: recompute each block's activations in the backward pass.
       shards: 0 for stored (unfused) parameters; n for parameters that `prepare` fused for a
         tensor axis of n devices.
+      mesh: the devices that rows are split over; None leaves them where they are.
     """
 
     config: LlamaConfig
     dtype: Any = jnp.float32
     remat: bool = False
     shards: int = 0
+    mesh: Mesh | None = None
 
     def setup(self) -> None:
         c = self.config
@@ -184,9 +188,10 @@ class Llama(nn.Module):
         if c.sliding_window:
             oldest_BT = positions_BT - c.sliding_window
             windowed_BTS = mask_BTS & (key_position_BS[:, None, :] > oldest_BT[:, :, None])
-        x_BTD = self.embed_tokens(tokens_BT)
+        x_BTD = split_embedded(self.mesh, self.embed_tokens(tokens_BT))
         layers = []
         for i, block in enumerate(self.layers):
+            x_BTD = split_rows(self.mesh, x_BTD)
             mask = windowed_BTS if i >= c.sliding_window_start_layer else mask_BTS
             if self.remat and not self.is_initializing():
                 x_BTD = self._run_again(block, x_BTD, rope, mask)
@@ -194,7 +199,7 @@ class Llama(nn.Module):
             layer_cache = cache.layers[i] if cache is not None else None
             x_BTD, layer_cache = block(x_BTD, rope, mask, layer_cache, start_B)
             layers.append(layer_cache)
-        return self.norm(x_BTD), layers
+        return self.norm(split_rows(self.mesh, x_BTD)), layers
 
     def _run_again(
         self,
@@ -235,6 +240,9 @@ def prepare(params: Params, config: LlamaConfig, dtype: Any, shards: int = 1) ->
     Fusing is per tensor shard: with 2 shards the fused outputs are [q0 k0 v0 | q1 k1 v1], so
     that splitting the fused kernel over devices splits each of its parts the same way.
     Use with `Llama(decoding_config(config), dtype, shards=shards)`.
+
+    Args:
+      params: the whole tree, or some of its entries, such as {"layers_3": ...}.
     """
 
     def fuse(parts: list[Params]) -> Params:
@@ -244,15 +252,18 @@ def prepare(params: Params, config: LlamaConfig, dtype: Any, shards: int = 1) ->
             fused[leaf] = jnp.concatenate(grouped, axis=-1)
         return fused
 
-    out = dict(params)
-    for i in range(config.n_layers):
-        layer = dict(params[f"layers_{i}"])
+    def fuse_layer(layer: Params) -> Params:
         attention, mlp = dict(layer["self_attn"]), dict(layer["mlp"])
         qkv = [attention.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
         attention["qkv_proj"] = fuse(qkv)
         mlp["gate_up_proj"] = fuse([mlp.pop("gate_proj"), mlp.pop("up_proj")])
-        out[f"layers_{i}"] = layer | {"self_attn": attention, "mlp": mlp}
-    if config.tie_embeddings:
+        return layer | {"self_attn": attention, "mlp": mlp}
+
+    out = {
+        name: fuse_layer(inner) if name.startswith("layers_") else inner
+        for name, inner in params.items()
+    }
+    if config.tie_embeddings and "embed_tokens" in params:
         out["lm_head"] = {"kernel": params["embed_tokens"]["embedding"].T}
     return jax.tree.map(lambda x: x.astype(dtype), out)
 

@@ -40,10 +40,11 @@ def dry_run(cfg: Config) -> dict[str, Any]:
 
         cfg.model.arch = read_config(cfg.model.path)
     mesh = make_mesh(cfg.mesh)
+    prepare.fit_accumulation(cfg, mesh)
     prepare.check(cfg, mesh)
     features.check(cfg)
     steps = cfg.train.steps or 1000
-    stage = make_stage(cfg, steps)
+    stage = make_stage(cfg, steps, mesh)
     schedule = make_schedule(cfg.optim, steps)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
 

@@ -5,12 +5,12 @@ import glob
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.console import announced, say
@@ -55,24 +55,29 @@ def load(cfg: Config, mesh: Mesh) -> Setup:
     """
     frozen_backbone = "backbone" not in trained_groups(cfg)
     dtype = jnp.dtype(cfg.model.param_dtype) if frozen_backbone else jnp.float32
-    if cfg.model.path:
-        arch, params = hf.load_backbone(cfg.model.path, mesh, dtype)
-        if cfg.model.add_layers:
-            key = jax.random.key(cfg.train.seed)
-            arch, params = deepen(arch, params, cfg.model.add_layers, key)
-    else:
-        arch, params = cfg.model.arch, None
-        if frozen_backbone:
-            key = jax.random.key(cfg.train.seed)
-            params = init_sharded(mesh, lambda k: init_params(arch, k, dtype), key)
+    kind, marks = cfg.model.quantise, hf.Fingerprint()
+    arch, params = cfg.model.arch, None
+
+    def keep(arch: LlamaConfig, part: Tree) -> Tree:
+        marks.see(arch, part)
+        return quantise_backbone(part, kind) if kind else part
+
+    key = jax.random.key(cfg.train.seed)
+    with announced(f"reading the backbone, to {kind}") if kind else nullcontext():
+        if cfg.model.path:
+            arch, params = hf.load_backbone(cfg.model.path, mesh, dtype, keep)
+            if cfg.model.add_layers:
+                arch, new = more_layers(arch, cfg.model.add_layers, key, mesh)
+                params |= keep(arch, new)
+        elif frozen_backbone:
+            params = keep(
+                arch, init_sharded(mesh, lambda k: init_params(arch, k, dtype), key)
+            )
+    base = None if params is None else heads_io.base_record(arch, marks.digits(arch))
     start: Tree = {}
-    base = None if params is None else heads_io.describe_base(arch, params)
     if cfg.train.heads_path:
         start["heads"] = load_heads(cfg, arch, base, mesh)
     if params is not None and frozen_backbone:
-        if cfg.model.quantise:
-            with announced(f"quantising the backbone to {cfg.model.quantise}"):
-                params = quantise_backbone(params, cfg.model.quantise)
         return Setup(arch, {"backbone": params}, start, base)
     frozen: Tree = {}
     if params is not None:
@@ -84,28 +89,30 @@ def load(cfg: Config, mesh: Mesh) -> Setup:
     return Setup(arch, frozen, start, base)
 
 
-def deepen(
-    arch: LlamaConfig, params: Tree, n: int, key: jax.Array
+def more_layers(
+    arch: LlamaConfig, n: int, key: jax.Array, mesh: Mesh
 ) -> tuple[LlamaConfig, Tree]:
-    """The same function with `n` more layers at its end, as a start for further training.
+    """`n` layers for the end of a backbone that leave its function as it is: a start for training.
 
     A new layer's output projections are zero, so that it adds nothing to the residual stream
     until it has learnt to.
+
+    Returns: (the deeper shape, the new layers in float32, where the table wants them).
     """
     deeper = dataclasses.replace(arch, n_layers=arch.n_layers + n)
-    names = [f"layers_{i}" for i in range(arch.n_layers, deeper.n_layers)]
-    fresh = init_params(deeper, key)
-    new = {
-        name: jax.tree.map(lambda x: x.astype(jnp.float32), fresh[name]) for name in names
-    }
-    for layer in new.values():
-        for part, last in (("self_attn", "o_proj"), ("mlp", "down_proj")):
-            layer[part][last] = jax.tree.map(jnp.zeros_like, layer[part][last])
-    placed = jax.tree.leaves(params)[0].sharding
-    replicate = (
-        NamedSharding(placed.mesh, P()) if isinstance(placed, NamedSharding) else placed
-    )
-    return deeper, params | jax.device_put(new, replicate)
+
+    def init(key: jax.Array) -> Tree:
+        fresh = init_params(deeper, key)
+        new = {
+            f"layers_{i}": fresh[f"layers_{i}"]
+            for i in range(arch.n_layers, deeper.n_layers)
+        }
+        for layer in new.values():
+            for part, last in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+                layer[part][last] = jax.tree.map(jnp.zeros_like, layer[part][last])
+        return new
+
+    return deeper, init_sharded(mesh, init, key)
 
 
 def load_heads(

@@ -89,9 +89,10 @@ def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
     if os.path.isdir(cfg.model.path):
         cfg.model.arch = hf.read_config(cfg.model.path)
     cfg.model.path = ""  # shapes and random weights
+    prepare.fit_accumulation(cfg, mesh)
     prepare.check(cfg, mesh)
     setup = export.load(cfg, mesh)
-    stage = make_stage(cfg, steps)
+    stage = make_stage(cfg, steps, mesh)
     if naive:
         stage = naive_stage(stage, cfg)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)

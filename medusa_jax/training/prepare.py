@@ -19,6 +19,7 @@ from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
+from medusa_jax.sharding import row_shards
 from medusa_jax.training.partition import trained_groups
 
 CHOICES = {
@@ -49,6 +50,16 @@ def check_choices(cfg: Config) -> None:
             )
 
 
+def fit_accumulation(cfg: Config, mesh: Mesh) -> None:
+    """Fewer microbatches, where one would have fewer rows than there are devices to share them.
+
+    Recipes say how many rows one device takes at a time; the update is the same.
+    """
+    t, devices = cfg.train, row_shards(mesh)
+    if t.batch_size < t.accumulation * devices and t.batch_size % devices == 0:
+        t.accumulation = t.batch_size // devices
+
+
 def check(cfg: Config, mesh: Mesh) -> None:
     """Refuses sizes that do not fit together, before anything is compiled.
 
@@ -70,7 +81,7 @@ def check(cfg: Config, mesh: Mesh) -> None:
     for name, value in positive.items():
         if value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = row_shards(mesh)
     if t.batch_size % (t.accumulation * shards):
         raise UserError(
             f"train.batch_size {t.batch_size} is not a multiple of accumulation x data x fsdp "

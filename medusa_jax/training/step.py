@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from medusa_jax.config import Config
 from medusa_jax.console import announced
@@ -24,7 +23,7 @@ from medusa_jax.heads import Base, Drafter, make_drafter
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.model.remat import after
-from medusa_jax.sharding import param_shardings, replicated
+from medusa_jax.sharding import batch_sharding, param_shardings, replicated
 from medusa_jax.training import estimate, losses
 from medusa_jax.training.partition import heads_weight, keep_if, trained_groups
 
@@ -64,13 +63,16 @@ class Stage:
     ranks: Callable[[Tree, Tree, Tree], jax.Array] | None = None
 
 
-def make_stage(cfg: Config, steps: int) -> Stage:
-    """The stage that `cfg.train.stage` names, on the backbone shape `cfg.model.arch`."""
+def make_stage(cfg: Config, steps: int, mesh: Mesh | None = None) -> Stage:
+    """The stage that `cfg.train.stage` names, on the backbone shape `cfg.model.arch`.
+
+    With a mesh the rows of a microbatch are split over its devices all through the step.
+    """
     train, arch = cfg.train, cfg.model.arch
     trained = trained_groups(cfg)
     # Nothing is recomputed in a backward pass that does not reach the backbone.
     remat = train.remat and set(trained) != {"heads"}
-    llama = Llama(arch, jnp.dtype(train.dtype), remat=remat)
+    llama = Llama(arch, jnp.dtype(train.dtype), remat=remat, mesh=mesh)
     lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)
     chunk, decay = train.loss_chunk, train.lambda_decay
     targets = losses.HeadTargets(
@@ -261,7 +263,7 @@ def state_shardings(mesh: Mesh, abstract: TrainState) -> TrainState:
 
 def microbatches(mesh: Mesh, batch: dict[str, np.ndarray], accumulation: int) -> Tree:
     """Host rows of this process [B, T] -> global arrays [A, B / A, T], rows over the mesh."""
-    sharding = NamedSharding(mesh, P(None, ("data", "fsdp")))
+    sharding = batch_sharding(mesh)
 
     def place(x: np.ndarray) -> jax.Array:
         split = x.reshape(accumulation, -1, *x.shape[1:])
@@ -274,7 +276,7 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> Tree:
     """Shapes and placement of a batch."""
     t = cfg.train
     shape = (t.accumulation, t.batch_size // t.accumulation, cfg.data.seq_len)
-    sharding = NamedSharding(mesh, P(None, ("data", "fsdp")))
+    sharding = batch_sharding(mesh)
     kinds = {
         "tokens": "int32",
         "positions": "int32",

@@ -106,6 +106,7 @@ def train(cfg: Config) -> dict[str, Any]:
     mesh = make_mesh(cfg.mesh)
     setup = export.load(cfg, mesh)
     cfg.model.arch = setup.arch
+    prepare.fit_accumulation(cfg, mesh)
     prepare.check(cfg, mesh)
     features.check(cfg)
     vocab = cfg.model.arch.vocab_size
@@ -118,7 +119,7 @@ def train(cfg: Config) -> dict[str, Any]:
         held_out = TokenRows(directory, cfg.data, vocab, shuffle=False)
 
     steps = total_steps(cfg, rows.rows)
-    stage = make_stage(cfg, steps)
+    stage = make_stage(cfg, steps, mesh)
     if cfg.data.cache_features:
         assert stage.hidden is not None and setup.base is not None
         read = (stage.hidden, setup.frozen, setup.base["fingerprint"])

@@ -215,7 +215,8 @@ def test_joint_microbatches_add_up(tokens):
 def test_added_layers_change_nothing_until_they_have_learnt():
     arch, tokens = tiny_arch(), np.arange(24, dtype=np.int32).reshape(2, 12) % 64
     params = init_params(arch, jax.random.key(0))
-    deeper, more = export.deepen(arch, params, 2, jax.random.key(1))
+    deeper, new = export.more_layers(arch, 2, jax.random.key(1), make_mesh())
+    more = params | new
     assert deeper.n_layers == 3 and set(more) - set(params) == {"layers_1", "layers_2"}
 
     def logits(arch, params):

@@ -5,15 +5,16 @@ import ast
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 from training_setup import ROOT
 
 from medusa_jax.cli import train as cli
 from medusa_jax.config import Config
 from medusa_jax.model.llama import init_params
-from medusa_jax.sharding import make_mesh
+from medusa_jax.sharding import AXES, make_mesh, param_shardings
 from medusa_jax.training import dry, features, prepare
 from medusa_jax.training.partition import make_optimizer, trained_groups
-from medusa_jax.training.step import make_stage
+from medusa_jax.training.step import abstract_batch, make_stage
 
 FILES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
 RECIPES = [name for name in FILES if not name.startswith("demo")]
@@ -36,6 +37,35 @@ def test_recipes_are_sound_and_say_how_they_are_run(name):
     assert f"python train.py --config=configs/{name}.py" in said
     if name in RECIPES:
         assert "What to expect" in said and "--config.dry_run" in said
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_s_own_mesh_spreads_it_over_eight_devices(name):
+    """Each device holds an eighth of what is stored and of the rows; nothing is compiled."""
+    cfg = load(name)
+    wanted = cli.parse([f"--config={ROOT}/configs/{name}.py", "--workdir=w"]).mesh
+    assert wanted == (1, -1, 1)
+    mesh = AbstractMesh((1, 8, 1), AXES)
+    rows = cfg.train.batch_size // cfg.train.accumulation
+    prepare.fit_accumulation(cfg, mesh)
+    prepare.check(cfg, mesh)
+    assert cfg.train.batch_size // cfg.train.accumulation == max(rows, 8)
+    stage, groups = make_stage(cfg, 100, mesh), trained_groups(cfg)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    frozen = dry.frozen_shapes(cfg, key)
+    params = jax.eval_shape(stage.init, key, frozen)
+    optimizer = make_optimizer(cfg.optim, groups, 100)
+    stored = (frozen, params, jax.eval_shape(optimizer.init, params))
+    shards = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(s.shard_shape(x.shape), x.dtype),
+        stored,
+        param_shardings(mesh, stored),
+    )
+    # Whole on each: norms, scales of 4-bit kernels, one of the two factors of adapters.
+    assert dry.stored_bytes(shards) <= 1.5 * dry.stored_bytes(stored) / 8
+    for x in abstract_batch(cfg, mesh).values():
+        micro, rows, *rest = x.shape
+        assert x.sharding.shard_shape(x.shape) == (micro, rows // 8, *rest)
 
 
 def parameters(tree):

@@ -1,0 +1,43 @@
+"""What the devices hold: bytes of the arrays that are alive."""
+
+import math
+from functools import wraps
+
+import jax
+
+
+def on_a_device(x):
+    """Bytes of an array on each of its devices."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def shard_bytes(tree):
+    """Bytes of a tree on each of the devices that it lies on."""
+    return sum(on_a_device(x) for x in jax.tree.leaves(tree))
+
+
+def live_bytes():
+    """Bytes on the fullest device, of all arrays that are not deleted."""
+    held = dict.fromkeys(jax.devices(), 0)
+    for x in jax.live_arrays():
+        for device in x.sharding.device_set:
+            held[device] += on_a_device(x)
+    return max(held.values())
+
+
+class Peak:
+    """The most bytes that were live behind calls of the watched functions, beyond those before."""
+
+    def __init__(self):
+        self.before, self.bytes = live_bytes(), 0
+
+    def watching(self, fn):
+        """The same function, looked at each time that it has returned."""
+
+        @wraps(fn)
+        def watched(*args, **kwargs):
+            out = fn(*args, **kwargs)
+            self.bytes = max(self.bytes, live_bytes() - self.before)
+            return out
+
+        return watched

@@ -1,0 +1,101 @@
+"""Loading: what a device holds while a model is read is the model and one layer more."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from live import Peak, shard_bytes
+from tiny_model import write_model
+
+import medusa_jax
+from medusa_jax.interop import hf, tensors
+from medusa_jax.model import placing
+from medusa_jax.model.llama import init_params, prepare
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training import dry, export
+
+sys.path.insert(0, str(Path(__file__).parent / "training"))
+from training_setup import ROOT, tiny_config
+
+LAYERS = 12
+SIZES = {"n_layers": LAYERS, "d_model": 64, "n_heads": 8, "n_kv_heads": 4, "head_dim": 8}
+SIZES |= {"d_ff": 128}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("deep")
+    write_model(path, **SIZES)
+    return str(path)
+
+
+@pytest.fixture
+def peak(monkeypatch):
+    """Looked at behind every tensor that is read, and where a part is there in both forms."""
+    most = Peak()
+    for module, name in (
+        (tensors, "_place"),
+        (placing, "_prepared"),
+        (placing, "place_head"),
+        (export, "quantise_backbone"),
+    ):
+        monkeypatch.setattr(module, name, most.watching(getattr(module, name)))
+    return most
+
+
+def largest_part(config, itemsize):
+    """Bytes of a layer as it is stored; beside the layers there is less."""
+    c = config
+    attention = 2 * c.d_model * c.head_dim * (c.n_heads + c.n_kv_heads)
+    return itemsize * (attention + 3 * c.d_model * c.d_ff + 2 * c.d_model)
+
+
+@pytest.mark.parametrize(("dtype", "leaf"), [("float32", "tiles"), ("bfloat16", "kernel")])
+def test_loading_takes_the_model_and_one_layer(directory, peak, dtype, leaf):
+    """Tiled, and fused only; bfloat16 from a float32 file."""
+    model = medusa_jax.load(directory, directory + "/heads", tree="none", dtype=dtype)
+    base = model.variables["base"]
+    assert set(base["layers_0"]["self_attn"]["qkv_proj"]) == {leaf}
+    held = shard_bytes(model.variables)
+    layer = largest_part(model.config, model.dtype.itemsize)
+    assert held > LAYERS * layer
+    assert held <= peak.bytes <= held + 1.2 * layer
+
+
+def test_33b_in_bfloat16_loads_on_80_gb():
+    """By arithmetic: all of Vicuna-33B as it decodes, one layer as it is stored, a cache of 4k."""
+    config = runpy.run_path(str(ROOT / "configs" / "vicuna33b.py"))[
+        "get_config"
+    ]().model.arch
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def prepared(key):
+        return prepare(init_params(config, key, jnp.bfloat16), config, jnp.bfloat16)
+
+    held = dry.stored_bytes(jax.eval_shape(prepared, key))
+    layer = largest_part(config, 2)
+    tokens = 4096 * 2 * 2 * config.n_layers * config.n_kv_heads * config.head_dim
+    assert held > 65e9 and held + layer + tokens < 0.95 * 80e9 < 2 * held
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantising_takes_the_quantised_model_and_one_layer(directory, peak, kind):
+    cfg = tiny_config("", "medusa1")
+    cfg.model.path, cfg.model.quantise = directory, kind
+    setup = export.load(cfg, make_mesh())
+    held = shard_bytes(setup.frozen)
+    layer = largest_part(setup.arch, 4)
+    assert held < LAYERS * layer / 2
+    assert held <= peak.bytes <= held + 1.2 * layer
+
+
+def test_a_part_is_that_part_of_the_whole(directory):
+    """What a run is told about its backbone does not depend on how it was read."""
+    config, params = hf.load_backbone(directory, make_mesh())
+    marks = hf.Fingerprint()
+    for name in reversed(params):
+        marks.see(config, {name: params[name]})
+    assert marks.digits(config) == hf.fingerprint(config, params)

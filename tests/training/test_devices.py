@@ -1,0 +1,137 @@
+"""Training over several devices: the same losses, and every device with its own rows only.
+
+One child process with eight simulated CPU devices runs what needs them.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from training_setup import ROOT, environment, tiny_arch, tiny_config
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CHILD = r"""
+import json, os, sys
+import jax
+jax.config.update("jax_disable_most_optimizations", True)
+from test_devices import MESHES, configurations
+from medusa_jax.training import step, trainer
+
+tokens, model, workdir = sys.argv[1:]
+report = {"placed": {}, "products": {}}
+for name, cfg in configurations(tokens, model).items():
+    compile_step = step.compile_step
+
+    def watched(step_fn, state, frozen, batch, mesh):
+        compiled = compile_step(step_fn, state, frozen, batch, mesh)
+        report["products"][name] = compiled.as_text()
+
+        def run(state, frozen, batch):
+            shards = batch["tokens"].addressable_shards
+            report["placed"][name] = [[s.device.id, s.data.tolist()] for s in shards]
+            return compiled(state, frozen, batch)
+
+        return run
+
+    trainer.compile_step = watched
+    cfg.mesh, cfg.workdir = MESHES[name], os.path.join(workdir, name)
+    os.makedirs(cfg.workdir)
+    trainer.train(cfg)
+print(json.dumps(report))
+"""
+
+ROWS, LENGTH, STEPS = 8, 24, 4
+# Of each run: devices along (data, fsdp, tensor).
+MESHES = {"heads": (2, 2, 2), "deeper": (1, 8, 1), "both": (1, 4, 2)}
+
+
+def parts(name):
+    """Into how many parts the rows of a run are split."""
+    data, fsdp, _ = MESHES[name]
+    return data * fsdp
+
+
+def configurations(tokens, model):
+    """Heads on a backbone, a backbone with more layers, adapters with recomputed blocks."""
+    heads = tiny_config(tokens, "medusa1", steps=STEPS, save_every=STEPS)
+    deeper = tiny_config(tokens, "backbone", steps=STEPS, save_every=STEPS)
+    deeper.model.add_layers = 1
+    both = tiny_config(tokens, "medusa2", steps=STEPS, save_every=STEPS, remat=True)
+    both.lora.rank = 4
+    for cfg in (heads, deeper, both):
+        cfg.model.path, cfg.data.seq_len, cfg.optim.name = model, LENGTH, "adamw"
+    return {"heads": heads, "deeper": deeper, "both": both}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A backbone of one layer."""
+    import jax
+
+    from medusa_jax.interop import hf
+    from medusa_jax.model.llama import init_params
+
+    path = tmp_path_factory.mktemp("model")
+    params = init_params(tiny_arch(), jax.random.key(0))
+    hf.save_backbone(str(path), tiny_arch(), params, "float32")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def eight(tokens, model, tmp_path_factory):
+    """What the child saw, and where it worked."""
+    import jax
+
+    workdir = tmp_path_factory.mktemp("eight")
+    env = environment(
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+        PYTHONPATH=os.pathsep.join([str(ROOT), os.path.dirname(__file__)]),
+    )
+    if cache := jax.config.jax_compilation_cache_dir:
+        env |= {"JAX_COMPILATION_CACHE_DIR": cache}
+    command = [sys.executable, "-c", CHILD, tokens, model, str(workdir)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), workdir
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_eight_devices_give_the_same_losses(eight, tokens, model, tmp_path, name):
+    """Against one device."""
+    from medusa_jax.training import trainer
+
+    cfg = configurations(tokens, model)[name]
+    cfg.workdir = str(tmp_path)
+    trainer.train(cfg)
+    logs = [(path / "log.jsonl").read_text() for path in (eight[1] / name, tmp_path)]
+    records = [[json.loads(line) for line in log.splitlines()] for log in logs]
+    losses = [[r["loss"] for r in log if r["kind"] == "train"] for log in records]
+    assert np.shape(losses)[1] == STEPS
+    np.testing.assert_allclose(*losses, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_every_device_is_given_its_own_rows(eight, name):
+    """Devices along the tensor axis share their rows, no others do."""
+    shards, tensor = dict(eight[0]["placed"][name]), MESHES[name][2]
+    assert {np.shape(rows) for rows in shards.values()} == {
+        (1, ROWS // parts(name), LENGTH)
+    }
+    assert all(shards[i] == shards[i - i % tensor] for i in range(8))
+    different = {json.dumps(row) for rows in shards.values() for row in rows[0]}
+    assert len(different) == ROWS
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_every_device_computes_its_own_rows_only(eight, name):
+    """In the compiled step no product has the positions of all rows."""
+    text = eight[0]["products"][name]
+    results = re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text)
+    rows = [int(dims.split(",")[0]) for dims in results if dims.count(",") == 1]
+    assert rows.count(ROWS * LENGTH // parts(name)) >= 7
+    assert ROWS * LENGTH not in rows
