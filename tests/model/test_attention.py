@@ -38,16 +38,19 @@ def test_blocks_of_queries_give_what_one_attention_gives(T):
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-11), *results)
 
 
-@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("window, first", [(0, 0), (70, 0), (70, 190)])
 @pytest.mark.parametrize("T", [3, 300])
-def test_a_text_behind_a_cache_sees_it_and_itself(T, window, monkeypatch):
-    """What `attend` gives over the written cache: ragged starts, a last block that overlaps."""
+def test_a_text_behind_a_cache_sees_it_and_itself(T, window, first, monkeypatch):
+    """What `attend` gives over the written cache: ragged starts, a last block that overlaps.
+
+    In the last case no row sees the first block of slots.
+    """
     monkeypatch.setattr(causal, "SLOTS", 64)
     S, rng = 500, np.random.default_rng(T)
     q = jnp.asarray(rng.standard_normal((3, T, 4, 6)))
     cache = tuple(jnp.asarray(x) for x in rng.standard_normal((2, 3, 2, S, 6)))
     new = tuple(jnp.asarray(x) for x in rng.standard_normal((2, 3, 2, T, 6)))
-    start_B = np.array([0, 64, S - T])
+    start_B = np.array([first, first + 10, S - T])
     behind_BTS = (
         start_B[:, None, None] + np.arange(T)[None, :, None] - np.arange(S)[None, None]
     )
