@@ -11,7 +11,8 @@ from jax import lax
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.cache import write_rows
-from medusa_jax.model.causal import attend_behind, attend_causal
+from medusa_jax.model.causal import attend_behind
+from medusa_jax.model.kernels import attend_rows
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.parts import Causal
 from medusa_jax.model.product import at_least_f32
@@ -164,7 +165,7 @@ class Attention(nn.Module):
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         if cache is None:
             assert isinstance(sees, Causal)
-            out_BTD = attend_causal(q_BTNH, k_BGTH, v_BGTH, sees)
+            out_BTD = attend_rows(q_BTNH, k_BGTH, v_BGTH, sees)
         else:
             assert start_B is not None
             new = (k_BGTH, v_BGTH)
