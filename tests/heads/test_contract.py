@@ -4,20 +4,28 @@ A new drafter is tested here by being registered; its own equations are tested i
 """
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 
 import family
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planted import check_counts, decoder, random_params, texts_of, tiny_config
+from planted import (
+    check_counts,
+    decoder,
+    random_params,
+    sampling_of,
+    texts_of,
+    tiny_config,
+)
 
+from medusa_jax import model
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import calibrate, rejection
 from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
-from medusa_jax.heads import DRAFTERS, Base, make_drafter
+from medusa_jax.heads import DRAFTERS, Base, layers, make_drafter
 from medusa_jax.interop import heads_io
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -206,6 +214,51 @@ def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
     assert (np.asarray(progress.histogram_BL).sum(0)[:3] > 0).all()
     *_, streamed = loop.stream(engine, variables, request, chunk_steps=3)
     assert texts_of(streamed) == plain_texts(acceptance)
+
+
+def prefilled(engine, variables, monkeypatch, piece):
+    """The state behind ragged prompts, read in pieces of so many tokens."""
+    T, slots = 32, 80
+    rng = np.random.default_rng(0)
+    prompt, length = (
+        rng.integers(0, 7, (4, T), np.int32),
+        np.array([20, 8, 1, 17], np.int32),
+    )
+    limit = jnp.full((4,), 30, jnp.int32)
+    monkeypatch.setattr(loop, "PIECE", piece)
+    read = jax.jit(
+        lambda variables: loop.prefill.__wrapped__(
+            engine, slots, variables, jnp.asarray(prompt), jnp.asarray(length), limit,
+            sampling_of(4), jnp.zeros((4, 64), jnp.int32),
+        )
+    )  # fmt: skip
+    state = read(variables)
+    seen_BS = np.arange(slots)[None, :] < length[:, None]
+
+    def visible(x):
+        """Of a cache the slots that count."""
+        return (
+            np.where(seen_BS[:, None, :, None], x, 0) if np.ndim(x) == 4 else np.asarray(x)
+        )
+
+    return jax.tree.map(visible, state.replace(sampling=None))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name, window", [*((name, 0) for name in NAMES), ("medusa", 5)])
+def test_prompts_read_in_pieces_are_prompts_read_at_once(name, window, monkeypatch):
+    """Rows that end in the first piece, at its end, in the third; no piece is read for nobody."""
+    engine, variables = engine_of(name, "greedy")
+    config = dataclasses.replace(engine.llama.config, sliding_window=window)
+    llama = engine.llama.clone(config=config)
+    engine = dataclasses.replace(engine, llama=llama, no_repeat_ngram_size=2)
+    whole = prefilled(engine, variables, monkeypatch, 32)
+    for module in (model.llama, layers):  # pieces of eight tokens are no longer short
+        monkeypatch.setattr(module, "FEW", 4)
+    monkeypatch.setattr(model.causal, "SLOTS", 8)
+    pieces = prefilled(engine, variables, monkeypatch, 8)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), pieces, whole)
+    assert len(set(pieces.root_B.tolist())) > 1
 
 
 @pytest.mark.slow
