@@ -15,8 +15,6 @@ import medusa_jax
 from medusa_jax.cli.decode import main
 from medusa_jax.interop import heads_io
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 ROOT = Path(__file__).parents[2]
 NEW = "20"
 FIELDS = {

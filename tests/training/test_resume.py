@@ -18,8 +18,6 @@ from medusa_jax.training import trainer
 from medusa_jax.training.data import TokenRows
 from medusa_jax.training.progress import finite
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 POISON = 63
 STAGES = ("backbone", "medusa1", "medusa2", "lora", "native")
 
