@@ -19,7 +19,7 @@ def assert_close(got: Any, want: Any, roundings: float = 64, dtype: Any = None) 
       dtype: the type that was computed in, if it is not the coarser one of the two arrays.
 
     Raises:
-      AssertionError: with the number of roundings at the worst entry.
+      AssertionError: names the leaf, how far apart it is and what is allowed.
     """
     shapes = [jax.tree.map(jnp.shape, tree) for tree in (got, want)]
     assert shapes[0] == shapes[1], shapes
