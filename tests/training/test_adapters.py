@@ -168,7 +168,7 @@ def test_options_that_contradict_the_stage(tokens, tmp_path, fields, words):
 def memory(tokens, stage, rank=0, quantise=""):
     cfg = tiny_config(tokens, stage)
     cfg.optim.name, cfg.lora.rank, cfg.model.quantise = "adamw", rank, quantise
-    cfg.model.arch.d_model, cfg.model.arch.d_ff, cfg.model.arch.n_layers = 64, 256, 2
+    cfg.model.arch.d_model, cfg.model.arch.d_ff = 64, 256
     cfg.heads.lm_head, cfg.heads.n_heads = "shared", 1
     return dry.dry_run(cfg)
 
