@@ -21,8 +21,6 @@ from medusa_jax.interop import chat, hf
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.prepare import Encoder
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 # Letters the tiny tokenizer knows: "u" and "a" name the speakers.
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}u {{ m.content }}\n"

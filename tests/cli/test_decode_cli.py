@@ -17,8 +17,6 @@ from medusa_jax import calibrate, sweep, ties
 from medusa_jax.cli.decode import main
 from medusa_jax.interop import heads_io
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 ROOT = Path(__file__).parents[2]
 NEW = "20"
 FIELDS = {

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from planted import (
     check_counts,
     decoder,
@@ -24,6 +25,7 @@ from medusa_jax import model
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import calibrate, rejection
 from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Base, layers, make_drafter
 from medusa_jax.interop import heads_io
@@ -31,6 +33,7 @@ from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree
 
+pytestmark = pytest.mark.usefixtures("x64")
 NAMES = sorted(DRAFTERS)
 
 
@@ -58,14 +61,12 @@ def test_decoding_reads_the_features_that_training_gave(name):
     expected = trained(params)
     propose = family.proposed_logits(drafter, base, Tree.chain(K))
     commit = jax.jit(lambda state, *rows: drafter.commit(params, base, state, *rows))
-    state, length = drafter.start(B, 64, jnp.float32), np.zeros(B, int)
+    state, length = drafter.start(B, 64, jnp.float64), np.zeros(B, int)
     for width, n in ((8, [5, 3, 1]), (4, [2, 0, 4]), (4, [1, 4, 0])):
         at = length[:, None] + np.arange(width)[None]
         real = np.arange(width)[None] < np.array(n)[:, None]
         row = np.arange(B)[:, None]
-        new = rng.standard_normal((B, width, family.D)).astype(
-            np.float32
-        )  # beyond n: noise
+        new = rng.standard_normal((B, width, family.D))  # beyond n: noise
         new = np.where(real[..., None], hidden[row, np.minimum(at, T - 1)], new)
         following = np.where(real, tokens[row, np.minimum(at + 1, T - 1)], 7)
         state = commit(state, new, following, at, np.array(n, np.int32))
@@ -76,9 +77,7 @@ def test_decoding_reads_the_features_that_training_gave(name):
         np.testing.assert_array_equal(nodes[:, 1:], follow)
         for k in range(K):
             got = logits[k].reshape(B, -1)
-            np.testing.assert_allclose(
-                got, expected[k][np.arange(B), last], rtol=1e-4, atol=1e-5
-            )
+            assert_close(got, expected[k][np.arange(B), last])
         state = drafter.grow(state, 96)
 
 
@@ -94,9 +93,7 @@ def test_texts_packed_into_a_row_do_not_see_each_other(name):
     alone = features(hidden[:, 6:], tokens[:, 6:], positions[:, :8], segments[:, :8])
     for k in range(4):  # as far as tokens up to t + k + 1 are there
         end = 8 - k - 1
-        np.testing.assert_allclose(
-            packed[k, :, 6 : 6 + end], alone[k, :, :end], rtol=1e-4, atol=1e-5
-        )
+        assert_close(packed[k, :, 6 : 6 + end], alone[k, :, :end])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,7 +108,7 @@ def test_features_look_no_further_than_decoding_will(name):
         hidden[:, t + 1 :] += 1
         tokens[:, t + k + 2 :] = (tokens[:, t + k + 2 :] + 5) % family.V
         after = run(hidden, tokens, positions, segments)
-        np.testing.assert_allclose(before[k][:, : t + 1], after[k][:, : t + 1], atol=1e-6)
+        assert_close(before[k][:, : t + 1], after[k][:, : t + 1])
         assert not np.allclose(before[k][:, t + 1], after[k][:, t + 1])
 
 
@@ -138,6 +135,7 @@ def test_files_are_strict(name, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     base, drafter, params = noisy(name, "shared")
+    params = jax.tree.map(np.float32, params)
     config, path = base.llama.config, str(tmp_path)
     record = {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
     heads_io.save_heads(path, drafter.heads, params, base=record, recipe={})
@@ -196,13 +194,11 @@ def plain_texts(acceptance):
 @cache
 def engine_of(name, acceptance):
     config, params, llama, base = seven()
-    stored = Base(Llama(config), params)
+    stored = Base(Llama(config, jnp.float64), params)
     drafter, _, heads = family.drafter_of(family.small_heads(name), stored, seed=3)
-    heads = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), heads)
     return loop.Engine(llama, drafter, WIDE, acceptance), {"base": base, "heads": heads}
 
 
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
 @pytest.mark.parametrize("name", NAMES)
 def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
@@ -229,7 +225,7 @@ def prefilled(engine, variables, monkeypatch, piece):
     read = jax.jit(
         lambda variables: loop.prefill.__wrapped__(
             engine, slots, variables, jnp.asarray(prompt), jnp.asarray(length), limit,
-            sampling_of(4), jnp.zeros((4, 64), jnp.int32),
+            jnp.asarray(pack_stops([()] * 4)), sampling_of(4), jnp.zeros((4, 64), jnp.int32),
         )
     )  # fmt: skip
     state = read(variables)
@@ -262,7 +258,6 @@ def test_prompts_read_in_pieces_are_prompts_read_at_once(name, window, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", NAMES)
 def test_typical_acceptance(name):
     """Lossy, so there is no text to compare with: every row runs to its limit."""
@@ -272,7 +267,6 @@ def test_typical_acceptance(name):
     assert [len(text) for text in texts_of(progress)] == LIMITS
 
 
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", NAMES)
 def test_calibration_predicts_what_decoding_accepts(name):
     """Replaying teacher-forced ranks gives the number of steps that decoding takes."""

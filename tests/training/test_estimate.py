@@ -15,8 +15,6 @@ from medusa_jax.training.data import TokenRows
 from medusa_jax.training.step import make_stage
 from medusa_jax.training.trainer import Evaluator
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.mark.parametrize("chunk", [4, 5, 64])
 def test_ranks_are_those_of_the_labels(chunk):
