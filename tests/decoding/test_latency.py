@@ -10,8 +10,6 @@ from medusa_jax.decoding import latency
 
 CONTEXT = 256
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
