@@ -7,7 +7,7 @@ import pytest
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.api import DEMO
-from medusa_jax.decoding.compare import compare
+from medusa_jax.evaluate.compare import compare
 from medusa_jax.heads import DRAFTERS
 
 

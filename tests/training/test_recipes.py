@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from training_setup import ROOT
 
-from medusa_jax.cli import train as cli
+from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
