@@ -19,7 +19,7 @@ from medusa_jax.console import (
     use_compilation_cache,
     warn_if_accelerator_unused,
 )
-from medusa_jax.decoding.accept import GUARANTEE, LOSSLESS
+from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.interop.chat import encode_prompt, stop_ids
@@ -186,8 +186,8 @@ def describe(
         "drafter": model.drafter.heads.drafter if model.tree.depth else "none",
         "tree_nodes": model.tree.n_nodes,
         "acceptance": acceptance,
-        "lossless": LOSSLESS[acceptance],
-        "guarantee": GUARANTEE[acceptance],
+        "lossless": RULES[acceptance].lossless,
+        "guarantee": RULES[acceptance].guarantee,
         "seed": seed,
         "dtype": str(model.dtype),
         "device": f"{device.platform}: {device.device_kind}",

@@ -67,7 +67,7 @@ def run(flags: argparse.Namespace) -> int:
 
     from medusa_jax.api import Options
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.decoding.accept import GUARANTEE
+    from medusa_jax.decoding.acceptance import RULES as ACCEPTANCE
     from medusa_jax.evaluate.rules import measure_rule
 
     epsilons = numbers(flags.epsilons, "--epsilons", float)
@@ -106,7 +106,7 @@ def run(flags: argparse.Namespace) -> int:
         "dtype": str(model.dtype),
         "prompts": len(prompts),
         "max_new_tokens": flags.max_new_tokens,
-        "guarantees": GUARANTEE,
+        "guarantees": {name: rule.guarantee for name, rule in ACCEPTANCE.items()},
         "greedy": greedy,
         "plain_sampling": plain,
         "thresholds": thresholds,

@@ -14,19 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.decoding.accept import target_tokens
+from medusa_jax.decoding.acceptance.targets import target_tokens
 from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import Sampling, row_keys
-from medusa_jax.decoding.step import (
-    DecodeState,
-    Engine,
-    Progress,
-    append,
-    decode_loop,
-    decode_step,
-    progress_of,
-    write_tokens,
-)
+from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
+from medusa_jax.decoding.step import decode_loop, decode_step, emit, write_tokens
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
 from medusa_jax.heads.drafter import Base
 from medusa_jax.model.cache import KVCache
@@ -99,9 +91,9 @@ def prefill(
         logits_B1V = without_repeats(
             logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram_size
         )
-    sampled = engine.acceptance in ("sampled", "rejection")
+    drawn = engine.rule.noise is not None
     target_B1 = target_tokens(
-        logits_B1V, (prompt_length_B - 1)[:, None], sampling if sampled else None
+        logits_B1V, (prompt_length_B - 1)[:, None], sampling if drawn else None
     )
     root_B = target_B1[:, 0]
     if text_BS is not None:
@@ -135,7 +127,7 @@ def prefill(
         text_BS=text_BS,
     )
     padded = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
-    return append(state, padded, zero_B + 1)
+    return emit(state, padded, zero_B + 1)[0]
 
 
 @partial(jax.jit, static_argnums=(0, 1))

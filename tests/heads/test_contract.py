@@ -16,7 +16,7 @@ from planted import check_counts, decoder, random_params, texts_of, tiny_config
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import ranks as decoding_ranks
-from medusa_jax.decoding import rejection
+from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Base, make_drafter
 from medusa_jax.interop import heads_io

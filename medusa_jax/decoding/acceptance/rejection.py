@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from medusa_jax.decoding.accept import Accepted
+from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified
 from medusa_jax.decoding.sampling import (
     Sampling,
     best_token,
@@ -149,3 +149,20 @@ def normalised(log_weights_BV: jax.Array) -> jax.Array:
     weights_BV = jnp.exp(log_weights_BV - jnp.where(jnp.isfinite(top_B1), top_B1, 0))
     total_B1 = weights_BV.sum(-1, keepdims=True)
     return weights_BV / jnp.where(total_B1 > 0, total_B1, 1)
+
+
+def _rejection(v: Verified) -> Accepted:
+    rows = (v.nodes_BM, v.logits_BMV, v.tree, v.sampling, v.length_B, v.draft_logits)
+    return accept_rejection(*rows)
+
+
+# Drafts are ranked by noise of another stream than the verifier's: they must be draws independent
+# of it.
+REJECTION = Rule(
+    "rejection",
+    True,
+    "lossless in distribution: the law of plain sampling, by other draws",
+    _rejection,
+    noise=lambda *args: draft_noise(*args),
+    dense=True,
+)
