@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "draft_cost": ("research.draft_cost", "bytes that drafting reads, on published shapes"),
     "family": ("research.family.command", "train and measure all drafters like for like"),
     "recipes": ("research.recipes.command", "training recipes: what each costs and brings"),
+    "walk": ("research.walk", "one decode step with its real numbers"),
     "demo_build": ("demo.build", "rebuild the bundled demo from nothing"),
     "demo_corpus": ("demo.corpus", "the demo's text and tokenizer"),
     "ngrams": ("demo.ngrams", "the n-gram model that the demo's backbone must beat"),
