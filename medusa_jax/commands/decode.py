@@ -42,9 +42,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--acceptance",
         default="auto",
-        choices=["auto", "greedy", "sampled", "rejection", "typical"],
-        help="auto is greedy at temperature 0 and sampled above: both give plain decoding's "
-        "text, token for token; rejection keeps its distribution; typical is lossy",
+        metavar="RULE",
+        help="auto (the default) is greedy at temperature 0 and sampled above: both give plain "
+        "decoding's text, token for token; rejection keeps its distribution; typical is lossy",
     )
     add("--top_k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
     add(

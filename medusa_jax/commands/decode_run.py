@@ -32,6 +32,9 @@ def run(flags: argparse.Namespace) -> int:
     """Decode what the flags ask for; returns the exit status."""
     talking = flags.chat is not None and flags.prompt is None and flags.prompts_file is None
     prompts, options = ([], []) if talking else read_requests(flags)
+    if flags.acceptance not in ("auto", *RULES):
+        known = ", ".join(("auto", *RULES))
+        raise UserError(f"--acceptance is one of {known}, not {flags.acceptance!r}")
     if flags.batch_size < 1:
         raise UserError(f"--batch_size must be at least 1, not {flags.batch_size}")
     use_compilation_cache()

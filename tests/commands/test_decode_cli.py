@@ -368,6 +368,7 @@ def test_trees_that_are_not_there(refused, tree, words):
         (("--mesh", "1,1"), "data,fsdp,tensor"),
         (("--mesh", "a,b,c"), "three numbers"),
         (("--acceptance", "greedy", "--temperature", "1"), "temperature 0"),
+        (("--acceptance", "eager"), "greedy, rejection, sampled, typical, not 'eager'"),
         (("--temperature", "-1"), "temperature"),
         (("--top_p", "0"), "top_p"),
         (("--no_repeat_ngram_size", "-1"), "no_repeat_ngram_size must be 0"),
@@ -386,9 +387,7 @@ def test_no_prompt_at_all(refused):
     assert "--prompt" in refused()
 
 
-@pytest.mark.parametrize(
-    "flags", [("--acceptance", "eager"), ("--dtype", "int8"), ("--bogus",)]
-)
+@pytest.mark.parametrize("flags", [("--dtype", "int8"), ("--bogus",)])
 def test_flags_that_are_unknown(decode, capsys, flags):
     with pytest.raises(SystemExit) as caught:
         decode("--prompt", "a", *flags)
