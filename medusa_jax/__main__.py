@@ -16,6 +16,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ties": ("commands.ties", "where low precision leaves plain decoding, and why"),
     "train_cost": ("commands.train_cost", "seconds and memory of a training step"),
     "draft_cost": ("research.draft_cost", "bytes that drafting reads, on published shapes"),
+    "prefill_cost": (
+        "research.prefill_cost",
+        "memory of reading a prompt, on published shapes",
+    ),
     "family": ("research.family.command", "train and measure all drafters like for like"),
     "recipes": ("research.recipes.command", "training recipes: what each costs and brings"),
     "walk": ("research.walk", "one decode step with its real numbers"),

@@ -13,8 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from medusa_jax.console import announced, run_main
+from medusa_jax.commands.flags import command, run_command
+from medusa_jax.console import announced
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.tables import markdown_table
 
 # Heads, width, MLP width and layers of Vicuna (Llama-1) models.
 SHAPES = {
@@ -33,11 +35,10 @@ EXAMPLES = """examples:
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
-    p = argparse.ArgumentParser(
-        prog="python -m medusa_jax draft_cost",
-        description="Bytes read by drafting, as a share of one backbone pass.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    p = command(
+        "python -m medusa_jax draft_cost",
+        "Bytes read by drafting, as a share of one backbone pass.",
+        EXAMPLES,
     )
     p.add_argument("--shape", choices=sorted(SHAPES), default="7b")
     p.add_argument("--slots", type=int, default=512, help="cache slots, text and tree")
@@ -214,18 +215,21 @@ def measure(shape: str, slots: int, names: Sequence[str] | None = None) -> dict[
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def cost_table(found: dict[str, Any]) -> str:
     """The rows as a Markdown table."""
-    lines = [
-        "| drafter | parameters | propose + commit, of one backbone pass | weights alone |",
-        "|---|---|---|---|",
-    ]
-    for r in found["rows"]:
-        lines.append(
-            f"| {r['drafter']} | {r['parameters'] / 1e9:.2f} B | {100 * r['share']:.1f}% "
-            f"| {100 * r['weights_share']:.1f}% |"
+    header = (
+        "drafter", "parameters", "propose + commit, of one backbone pass", "weights alone"
+    )  # fmt: skip
+    cells = [
+        (
+            r["drafter"],
+            f"{r['parameters'] / 1e9:.2f} B",
+            f"{100 * r['share']:.1f}%",
+            f"{100 * r['weights_share']:.1f}%",
         )
-    return "\n".join(lines)
+        for r in found["rows"]
+    ]
+    return markdown_table(header, cells)
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -237,7 +241,7 @@ def run(flags: argparse.Namespace) -> int:
     if flags.json:
         print(json.dumps(found))
         return 0
-    print(table(found))
+    print(cost_table(found))
     print(
         f"\nbackbone pass: {found['backbone_bytes'] / 1e9:.1f} GB in float32, of which weights "
         f"{found['backbone_weight_bytes'] / 1e9:.1f} GB ({found['shape']}, "
@@ -248,8 +252,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    flags = parser().parse_args(argv)
-    return run_main(lambda: run(flags))
+    return run_command(parser(), run, argv)
 
 
 if __name__ == "__main__":

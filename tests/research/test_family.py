@@ -41,12 +41,12 @@ SPEEDS = {
 
 
 def test_table():
-    text = report.table(RUNS, SPEEDS)
+    text = report.family_table(RUNS, SPEEDS)
     assert "| medusa | 2.05 M | 0.500 0.250 | 0.750 0.500 | 1.625 ± 0.000 |" in text
     row = "| medusa | 8 | 1.600 ± 0.141 | 12.5 ± 0.0% | 0 of 8 |"
     assert row in text
     assert text.count("| 64 |") == 6 and "| hydra | 64 | 1.50x | 1.25x |" in text
-    one = report.table({"medusa": RUNS["medusa"][:1]}, {"medusa": SPEEDS["medusa"]})
+    one = report.family_table({"medusa": RUNS["medusa"][:1]}, {"medusa": SPEEDS["medusa"]})
     assert "| medusa | 8 | 1.500 | 12.5% |" in one
 
 

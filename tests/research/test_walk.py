@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from medusa_jax.research.walk import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "one_step.md"

@@ -23,7 +23,13 @@ from medusa_jax.console import run_main, say
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.research.family.measure import measure_one, race
-from medusa_jax.research.family.report import claim, convergence, curve, orders, table
+from medusa_jax.research.family.report import (
+    claim,
+    convergence,
+    curve,
+    family_table,
+    orders,
+)
 
 DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
 # label_weight and teacher_weight of each paper's loss: Medusa equation 1; Hydra 3 and, for Hydra++,
@@ -171,7 +177,7 @@ def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
     curves = {name: [curve(path) for path in where[name]] for name in names}
     speeds = race(flags, where, runs)
     verdict = f"{orders(runs)}\n{claim(runs, speeds)}\n"
-    text = "\n\n".join((table(runs, speeds), convergence(curves), verdict))
+    text = "\n\n".join((family_table(runs, speeds), convergence(curves), verdict))
     out = Path(flags.out)
     (out / "family.json").write_text(
         json.dumps(

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from medusa_jax.evaluate.tables import markdown_table
+
 # Orders that the papers report for the mean accepted length.
 ORDERS = (("medusa", "hydra", "hydrapp"), ("medusa", "amphista", "amphista_alpha"))
 
@@ -38,7 +40,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return mean + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
-def table(
+def family_table(
     runs: dict[str, list[dict[str, Any]]], speeds: dict[str, list[dict[str, float]]]
 ) -> str:
     """All runs as Markdown: tables of heads, of decoding per tree size, of speed.
@@ -47,43 +49,46 @@ def table(
       runs: per drafter what `measure_one` found for each seed.
       speeds: what `race` found.
     """
-    lines = [
-        "| drafter | parameters | top-1 by head | top-5 by head | a chain of first guesses |",
-        "|---|---|---|---|---|",
-    ]
+    heads, decoded = [], []
     for name, found in runs.items():
         tops = [
             " ".join(f"{x:.3f}" for x in np.mean([f[top] for f in found], axis=0))
             for top in ("top1", "top5")
         ]
-        lines.append(
-            f"| {name} | {found[0]['parameters'] / 1e6:.2f} M | {tops[0]} | {tops[1]} "
-            f"| {spread([f['chain'] for f in found], 3)} |"
-        )
-    lines += [
-        "",
-        "| drafter | nodes | mean accepted length | drafting, share of a step | diverged |",
-        "|---|---|---|---|---|",
-    ]
+        size = f"{found[0]['parameters'] / 1e6:.2f} M"
+        heads.append((name, size, *tops, spread([f["chain"] for f in found], 3)))
     for i in range(len(next(iter(runs.values()))[0]["decoded"])):
         for name, found in runs.items():
             rows = [f["decoded"][i] for f in found]
             keys = ("mean_accepted_length", "draft_share", "divergences", "prompts")
             several = {key: [r[key] for r in rows] for key in keys}
-            lines.append(
-                f"| {name} | {rows[0]['nodes']} | {spread(several['mean_accepted_length'], 3)} "
-                f"| {spread([100 * x for x in several['draft_share']], 1)}% "
-                f"| {sum(several['divergences'])} of {sum(several['prompts'])} |"
+            decoded.append(
+                (
+                    name,
+                    rows[0]["nodes"],
+                    spread(several["mean_accepted_length"], 3),
+                    f"{spread([100 * x for x in several['draft_share']], 1)}%",
+                    f"{sum(several['divergences'])} of {sum(several['prompts'])}",
+                )
             )
-    lines += ["", "| drafter (first seed, all in turn) | nodes | step latency | speed-up |",
-              "|---|---|---|---|"]  # fmt: skip
-    for i in range(len(next(iter(speeds.values())))):
-        lines += [
-            f"| {name} | {found[i]['nodes']} | {found[i]['step_latency_ratio']:.2f}x "
-            f"| {found[i]['speedup']:.2f}x |"
-            for name, found in speeds.items()
-        ]
-    return "\n".join(lines)
+    raced = [
+        (
+            name,
+            found[i]["nodes"],
+            f"{found[i]['step_latency_ratio']:.2f}x",
+            f"{found[i]['speedup']:.2f}x",
+        )
+        for i in range(len(next(iter(speeds.values()))))
+        for name, found in speeds.items()
+    ]
+    tables = (
+        (("drafter", "parameters", "top-1 by head", "top-5 by head",
+          "a chain of first guesses"), heads),
+        (("drafter", "nodes", "mean accepted length", "drafting, share of a step", "diverged"),
+         decoded),
+        (("drafter (first seed, all in turn)", "nodes", "step latency", "speed-up"), raced),
+    )  # fmt: skip
+    return "\n\n".join(markdown_table(header, rows) for header, rows in tables)
 
 
 def convergence(curves: dict[str, list[list[dict[str, Any]]]]) -> str:
@@ -98,20 +103,20 @@ def convergence(curves: dict[str, list[list[dict[str, Any]]]]) -> str:
     if not curves:
         return ""
     steps = [record["step"] for record in next(iter(curves.values()))[0]]
-    lines = [
-        f"| held-out top-1 at step | {' | '.join(map(str, steps))} "
-        "| gain since the one before | on training text |",
-        "|---" * (len(steps) + 3) + "|",
-    ]
+    header = (
+        "held-out top-1 at step",
+        *steps,
+        "gain since the one before",
+        "on training text",
+    )
+    cells = []
     for name, found in curves.items():
         top1_SN = [[statistics.mean(r["top1"]) for r in records] for records in found]
         gains = [row[-1] - row[-2] for row in top1_SN]
         trained = [statistics.mean(records[-1]["trained_top1"]) for records in found]
-        means = " | ".join(f"{x:.3f}" for x in np.mean(top1_SN, axis=0))
-        lines.append(
-            f"| {name} | {means} | {spread(gains, 4)} | {statistics.mean(trained):.3f} |"
-        )
-    return "\n".join(lines)
+        means = (f"{x:.3f}" for x in np.mean(top1_SN, axis=0))
+        cells.append((name, *means, spread(gains, 4), f"{statistics.mean(trained):.3f}"))
+    return markdown_table(list(map(str, header)), cells)
 
 
 def differences(

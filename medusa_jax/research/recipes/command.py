@@ -27,7 +27,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.console import say, use_compilation_cache
 from medusa_jax.errors import UserError
 from medusa_jax.research.recipes.arms import arms, train_arm
-from medusa_jax.research.recipes.figures import accepted, draw, make_judge, table
+from medusa_jax.research.recipes.figures import accepted, draw, make_judge, recipe_table
 from medusa_jax.research.recipes.text import old_prompts, prepare_text
 
 DEMO = Path(medusa_jax.__file__).parent / "demo" / "backbone"
@@ -86,7 +86,7 @@ def study(flags: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
             folder.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(row))
             figures.setdefault(name, []).append(row)
-        (out / "table.md").write_text(table(flags, figures))
+        (out / "table.md").write_text(recipe_table(flags, figures))
     return figures
 
 
@@ -124,7 +124,7 @@ def run(flags: argparse.Namespace) -> int:
     use_compilation_cache()  # arms and seeds share most programs
     figures = study(flags)
     draw(Path(flags.out), list(figures), flags.seeds)
-    print(table(flags, figures), end="")
+    print(recipe_table(flags, figures), end="")
     return 0
 
 

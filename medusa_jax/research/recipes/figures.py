@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.layers import later
 from medusa_jax.research.recipes.arms import arms
 
@@ -60,7 +61,9 @@ def accepted(model: Any, prompts: list[list[int]], tree: str, n_new: int) -> flo
     return appended / max(steps, 1)
 
 
-def table(flags: argparse.Namespace, figures: dict[str, list[dict[str, float]]]) -> str:
+def recipe_table(
+    flags: argparse.Namespace, figures: dict[str, list[dict[str, float]]]
+) -> str:
     """Markdown: mean and standard deviation over the seeds."""
     columns = ("perplexity", "agreement", "accepted_new", "accepted_old", "heads_loss")
 
@@ -71,18 +74,19 @@ def table(flags: argparse.Namespace, figures: dict[str, list[dict[str, float]]])
         spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
         return f"{np.mean(values):.3f}{spread}"
 
-    lines = [
+    about = (
         f"{flags.steps} steps of {flags.batch_size} x {flags.length} tokens per arm, {flags.seeds} seeds "
-        f"(mean ± standard deviation), tree {flags.tree}, greedy.",
-        "",
-        "| arm | what | perplexity (original text) | greedy agreement | accepted, new text | "
-        "accepted, original text | heads' last loss |",
-        "|---|---|---|---|---|---|---|",
+        f"(mean ± standard deviation), tree {flags.tree}, greedy."
+    )
+    header = (
+        "arm", "what", "perplexity (original text)", "greedy agreement", "accepted, new text",
+        "accepted, original text", "heads' last loss",
+    )  # fmt: skip
+    cells = [
+        (name, arms()[name][0], *(cell(rows, column) for column in columns))
+        for name, rows in figures.items()
     ]
-    for name, rows in figures.items():
-        cells = " | ".join(cell(rows, column) for column in columns)
-        lines.append(f"| {name} | {arms()[name][0]} | {cells} |")
-    return "\n".join(lines) + "\n"
+    return f"{about}\n\n{markdown_table(header, cells)}\n"
 
 
 def loss_curve(out: Path, arm: str, seeds: int) -> tuple[list[int], list[float]]:

@@ -1,4 +1,4 @@
-"""`python -m medusa_jax.prefill_cost`: the memory that reading a prompt takes.
+"""`python -m medusa_jax prefill_cost`: the memory that reading a prompt takes.
 
 Prefill is compiled for the shape of a published model, from shapes alone. What it needs is the
 weights, the caches that it fills, and the temporaries of the compiled program.
@@ -10,8 +10,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from medusa_jax.console import announced, run_main
+from medusa_jax.commands.flags import command, numbers, run_command
+from medusa_jax.console import announced
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.tables import markdown_table
 
 # Vocabulary, width, layers, heads, key/value heads, head size, MLP width, context.
 SHAPES = {
@@ -19,18 +21,17 @@ SHAPES = {
     "llama3.1-8b": (128256, 4096, 32, 32, 8, 128, 14336, 131072),
 }
 EXAMPLES = """examples:
-  python -m medusa_jax.prefill_cost
-  python -m medusa_jax.prefill_cost --shape llama3.1-8b --tokens 131072
+  python -m medusa_jax prefill_cost
+  python -m medusa_jax prefill_cost --shape llama3.1-8b --tokens 131072
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
-    p = argparse.ArgumentParser(
-        prog="python -m medusa_jax.prefill_cost",
-        description="Memory of reading a prompt: weights, caches, temporaries.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    p = command(
+        "python -m medusa_jax prefill_cost",
+        "Memory of reading a prompt: weights, caches, temporaries.",
+        EXAMPLES,
     )
     p.add_argument("--shape", choices=sorted(SHAPES), default="7b")
     p.add_argument("--tokens", default="1024,2048,8192,32768", help="lengths of the prompt")
@@ -83,7 +84,8 @@ def arguments(engine: Any, variables: Any, batch: int, tokens: int) -> tuple[Any
     slots = slot_ladder(engine, tokens, tokens)[0]
     ids = per_row(jnp.int32)
     prompt, output = (per_row(jnp.int32, n) for n in (power_of_two(tokens, 1), 64))
-    return engine, slots, variables, prompt, ids, ids, sampling, output
+    stops = per_row(jnp.int32, 1, 1)
+    return engine, slots, variables, prompt, ids, ids, stops, sampling, output
 
 
 def temporary_bytes(arch: Any, drafter: str, batch: int, tokens: int) -> int:
@@ -137,35 +139,27 @@ def _size(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def table(found: dict[str, Any]) -> str:
+def memory_table(found: dict[str, Any]) -> str:
     """The rows as a Markdown table, in GiB."""
-    lines = [
-        "| tokens | cache slots | weights | caches | temporaries | together |",
-        "|---|---|---|---|---|---|",
-    ]
+    header = ("tokens", "cache slots", "weights", "caches", "temporaries", "together")
+    cells = []
     for r in found["rows"]:
         sizes = (r[name] / 2**30 for name in ("weights", "caches", "temporaries", "total"))
-        cells = [f"{r['tokens']:,}", f"{r['slots']:,}", *(f"{x:.2f}" for x in sizes)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells.append((f"{r['tokens']:,}", f"{r['slots']:,}", *(f"{x:.2f}" for x in sizes)))
+    return markdown_table(header, cells)
 
 
 def run(flags: argparse.Namespace) -> int:
     """Measure and print."""
     from medusa_jax.console import use_compilation_cache
 
-    try:
-        lengths = [int(n) for n in flags.tokens.split(",")]
-    except ValueError:
-        raise UserError(
-            f"--tokens is a list such as 1024,2048, not {flags.tokens!r}"
-        ) from None
+    lengths = numbers(flags.tokens, "--tokens")
     use_compilation_cache()
     found = measure(flags.shape, lengths, flags.batch, flags.drafter)
     if flags.json:
         print(json.dumps(found))
         return 0
-    print(table(found))
+    print(memory_table(found))
     print(
         f"\nGiB; {found['shape']} with {found['drafter']} heads, batch {found['batch']}; weights "
         f"and caches in bfloat16, temporaries as compiled in float32"
@@ -175,8 +169,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    flags = parser().parse_args(argv)
-    return run_main(lambda: run(flags))
+    return run_command(parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from medusa_jax import prefill_cost
 from medusa_jax.config import LlamaConfig
+from medusa_jax.research import prefill_cost
 
 SMALL = (512, 128, 1, 4, 2, 32, 256, 8192)
 
@@ -35,7 +35,7 @@ def test_command(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (["--tokens", "1k"], "--tokens is a list such as 1024,2048, not '1k'"),
+        (["--tokens", "1k"], "--tokens is a list like 1,4,8, not '1k'"),
         (["--batch", "0"], "--batch and --tokens are 1 or more"),
         (["--drafter", "x"], "unknown drafter 'x': there are"),
     ],
