@@ -18,6 +18,9 @@ from medusa_jax.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 
+# Nested dictionaries of arrays, or of their shapes.
+PyTree = Any
+
 # First match wins. Kernels are [in, out]: layers that widen are split over their outputs,
 # layers that narrow over their inputs (Megatron), the other side goes to fsdp.
 RULES: tuple[tuple[str, P], ...] = (

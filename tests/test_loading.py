@@ -16,6 +16,7 @@ from medusa_jax.model import placing
 from medusa_jax.model.llama import init_params, prepare
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, export
+from medusa_jax.training.setup import load_setup
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))
 from training_setup import ROOT, tiny_config
@@ -85,7 +86,7 @@ def test_33b_in_bfloat16_loads_on_80_gb():
 def test_quantising_takes_the_quantised_model_and_one_layer(directory, peak, kind):
     cfg = tiny_config("", "medusa1")
     cfg.model.path, cfg.model.quantise = directory, kind
-    setup = export.load(cfg, make_mesh())
+    setup = load_setup(cfg, make_mesh())
     held = shard_bytes(setup.frozen)
     layer = largest_part(setup.arch, 4)
     assert held < LAYERS * layer / 2

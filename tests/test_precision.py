@@ -24,7 +24,8 @@ from medusa_jax.model.placing import decoder
 from medusa_jax.model.product import tile_kernels
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training.step import make_stage
+from medusa_jax.training import losses
+from medusa_jax.training.stage import make_stage
 from medusa_jax.tree import Tree
 
 B, T, SLOTS = 2, 6, 16
@@ -150,6 +151,6 @@ def test_losses_and_their_gradients(stage, more):
     counts = jnp.ones((len(made.aheads),))
 
     def loss(params):
-        return made.loss(params, frozen, batch, counts, key, 1.0)[0]
+        return made.loss(params, frozen, losses.StepInputs(batch, counts, key))[0]
 
     check(jax.value_and_grad(loss), params)

@@ -43,11 +43,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(cfg: Config) -> None:
     """Train, or with `dry_run` only compile, or with `data.preview` only show a sample."""
-    from medusa_jax.training import dry, prepare
-    from medusa_jax.training.preview import preview
+    from medusa_jax.training import checks, dry
+    from medusa_jax.training.data.preview import preview
     from medusa_jax.training.trainer import train
 
-    prepare.check_choices(cfg)
+    checks.check_choices(cfg)
     if cfg.data.preview:
         preview(cfg)
         return

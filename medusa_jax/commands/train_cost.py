@@ -22,59 +22,36 @@ from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.console import run_main, say
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Base, Drafter
-from medusa_jax.heads.layers import later
+from medusa_jax.heads import Base, make_drafter
 from medusa_jax.interop import hf
+from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import export, losses, prepare
-from medusa_jax.training.partition import make_optimizer, make_schedule, trained_groups
+from medusa_jax.training import checks, losses
+from medusa_jax.training.losses.reference import equation_1
+from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
+from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.setup import load_setup
+from medusa_jax.training.stage import Stage, head_objective, make_stage
 from medusa_jax.training.step import (
-    Stage,
     abstract_batch,
     compile_step,
     init_state,
-    make_stage,
     make_step,
     microbatches,
 )
 
-Tree = Any
-
-
-def naive_head_loss(
-    params: Tree, drafter: Drafter, base: Base, batch: losses.Batch, decay: float
-) -> jax.Array:
-    """Equation 1 with all logits at once; the same value as `losses.head_loss`."""
-    hidden_BTD = jax.lax.stop_gradient(losses.hidden_states(base, batch))
-    features_KBTD = drafter.features(params, base, hidden_BTD, *losses.rows(batch))
-    aheads = range(2, drafter.n_heads + 2)
-    labels = [later(batch["tokens"], a) for a in aheads]
-    masks = [losses.pair_mask(batch["counted"], batch["segment_ids"], a) for a in aheads]
-    labels_KBT, mask_KBT = jnp.stack(labels), jnp.stack(masks)
-    logits_KBTV = jnp.stack(
-        [drafter.head_logits(params, base, k, f) for k, f in enumerate(features_KBTD)]
-    )
-    logp_KBTV = jax.nn.log_softmax(logits_KBTV)
-    nll_KBT = -jnp.take_along_axis(logp_KBTV, labels_KBT[..., None], axis=-1)[..., 0]
-    count_K = jnp.maximum(jnp.sum(mask_KBT, axis=(1, 2)), 1)
-    loss_K = jnp.sum(nll_KBT * mask_KBT, axis=(1, 2)) / count_K
-    return jnp.sum(loss_K * decay ** jnp.arange(1, drafter.n_heads + 1))
-
 
 def naive_stage(stage: Stage, cfg: Config) -> Stage:
-    """Medusa-1 with `naive_head_loss`; its sums are empty, as nothing logs them."""
-    from medusa_jax.heads import make_drafter
-    from medusa_jax.model.llama import Llama
-
+    """Medusa-1 with `reference.equation_1`; its sums are empty, as nothing logs them."""
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype))
+    objective = head_objective(cfg, drafter)
     zeros = jnp.zeros((len(stage.aheads),))
     empty = losses.Sums(*[zeros] * len(losses.Sums._fields))
 
-    def loss(params: Tree, frozen: Tree, batch: Tree, *_: Any) -> tuple[jax.Array, Any]:
+    def loss(params: Any, frozen: Any, inputs: losses.StepInputs) -> tuple[jax.Array, Any]:
         base = Base(llama, frozen["backbone"])
-        decay = cfg.train.lambda_decay
-        return naive_head_loss(params["heads"], drafter, base, batch, decay), empty
+        return equation_1(params["heads"], base, objective, inputs.batch), empty
 
     return Stage(stage.aheads, loss, stage.init, stage.lambda_0)
 
@@ -89,9 +66,9 @@ def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
     if os.path.isdir(cfg.model.path):
         cfg.model.arch = hf.read_config(cfg.model.path)
     cfg.model.path = ""  # shapes and random weights
-    prepare.fit_accumulation(cfg, mesh)
-    prepare.check(cfg, mesh)
-    setup = export.load(cfg, mesh)
+    checks.fit_accumulation(cfg, mesh)
+    checks.check(cfg, mesh)
+    setup = load_setup(cfg, mesh)
     stage = make_stage(cfg, steps, mesh)
     if naive:
         stage = naive_stage(stage, cfg)
@@ -145,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         given = dict(a[2:].split("=", 1) for a in args if a.startswith("--steps="))
         rest = [a for a in args if not a.startswith("--steps=")]
         cfg = cli.parse([*rest, f"--workdir={os.devnull}"])
-        prepare.check_choices(cfg)
+        checks.check_choices(cfg)
         steps = int(given.get("steps", "10"))
         tokens = cfg.train.batch_size * cfg.data.seq_len
         kinds = ("chunked", "naive") if cfg.train.stage == "medusa1" else ("chunked",)

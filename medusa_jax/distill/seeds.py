@@ -78,7 +78,7 @@ def read_seeds(source: str, split: str, limit: int) -> list[Seed]:
       UserError: unreadable, or without a single usable seed.
     """
     from medusa_jax.config import DataConfig
-    from medusa_jax.training.prepare import read_records
+    from medusa_jax.training.data.prepare import read_records
 
     records = read_records(source, DataConfig(split=split, max_samples=limit))
     seeds = []

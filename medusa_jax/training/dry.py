@@ -12,19 +12,19 @@ from medusa_jax.config import Config
 from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
-from medusa_jax.sharding import make_mesh, param_shardings
-from medusa_jax.training import features, prepare
-from medusa_jax.training.partition import make_optimizer, make_schedule, trained_groups
+from medusa_jax.sharding import PyTree, make_mesh, param_shardings
+from medusa_jax.training import checks
+from medusa_jax.training.data import features
+from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
+from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.stage import make_stage
 from medusa_jax.training.step import (
     TrainState,
     abstract_batch,
     compile_step,
-    make_stage,
     make_step,
     state_shardings,
 )
-
-Tree = Any
 
 
 def dry_run(cfg: Config) -> dict[str, Any]:
@@ -40,15 +40,15 @@ def dry_run(cfg: Config) -> dict[str, Any]:
 
         cfg.model.arch = read_config(cfg.model.path)
     mesh = make_mesh(cfg.mesh)
-    prepare.fit_accumulation(cfg, mesh)
-    prepare.check(cfg, mesh)
+    checks.fit_accumulation(cfg, mesh)
+    checks.check(cfg, mesh)
     features.check(cfg)
     steps = cfg.train.steps or 1000
     stage = make_stage(cfg, steps, mesh)
     schedule = make_schedule(cfg.optim, steps)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
 
-    def placed(tree: Tree, shardings: Tree) -> Tree:
+    def placed(tree: PyTree, shardings: PyTree) -> PyTree:
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
         )
@@ -90,11 +90,11 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     return report
 
 
-def frozen_shapes(cfg: Config, key: Any) -> Tree:
-    """The groups that the stage does not train, as `export.load` would hold them."""
+def frozen_shapes(cfg: Config, key: Any) -> PyTree:
+    """The groups that the stage does not train, as `setup.load` would hold them."""
     dtype = jnp.dtype(cfg.model.param_dtype)
 
-    def backbone(key: jax.Array) -> Tree:
+    def backbone(key: jax.Array) -> PyTree:
         params = init_params(cfg.model.arch, key, dtype)
         kind = cfg.model.quantise
         return quantise_backbone(params, kind) if kind else params
@@ -106,21 +106,21 @@ def frozen_shapes(cfg: Config, key: Any) -> Tree:
     return {}
 
 
-def stored_bytes(tree: Tree) -> int:
+def stored_bytes(tree: PyTree) -> int:
     """Bytes of all leaves."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
 
 
-def count(tree: Tree) -> int:
+def count(tree: PyTree) -> int:
     """Number of parameters."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-def _print(cfg: Config, r: dict[str, Any], frozen: Tree, params: Tree) -> None:
+def _print(cfg: Config, r: dict[str, Any], frozen: PyTree, params: PyTree) -> None:
     """Every group of parameters once, then the sums."""
 
-    def group(title: str, tree: Tree) -> None:
+    def group(title: str, tree: PyTree) -> None:
         for name, part in sorted(tree.items()):
             if name.endswith("_0") or "_" not in name or not name[-1].isdigit():
                 shapes = jax.tree_util.tree_flatten_with_path(part)[0]

@@ -16,25 +16,26 @@ from jax.sharding import Mesh
 from medusa_jax.config import Config
 from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
-from medusa_jax.sharding import make_mesh, replicated
-from medusa_jax.training import estimate, export, features, losses, prepare
+from medusa_jax.sharding import PyTree, make_mesh, replicated
+from medusa_jax.training import checks, estimate, export, losses
 from medusa_jax.training.checkpoint import Checkpoints
-from medusa_jax.training.data import TokenRows
-from medusa_jax.training.partition import make_optimizer, make_schedule, trained_groups
-from medusa_jax.training.progress import Progress
+from medusa_jax.training.data import features, prepare
+from medusa_jax.training.data.pipeline import batches
+from medusa_jax.training.data.rows import TokenRows
+from medusa_jax.training.log.progress import Progress
+from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
+from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.setup import Setup, load_setup
+from medusa_jax.training.stage import Stage, make_stage
 from medusa_jax.training.step import (
-    Stage,
     TrainState,
     abstract_batch,
     compile_step,
     init_state,
-    make_stage,
     make_step,
     microbatches,
     summary,
 )
-
-Tree = Any
 
 
 class Evaluator:
@@ -49,22 +50,22 @@ class Evaluator:
         self.total = min(cfg.data.eval_samples, rows.rows)
 
         @jax.jit
-        def sums(params: Tree, frozen: Tree, batch: Tree) -> Tree:
+        def sums(params: PyTree, frozen: PyTree, batch: PyTree) -> PyTree:
             batch = jax.tree.map(lambda x: x[0], batch)
             counts = losses.pair_counts(batch, stage.aheads)
-            _, out = stage.loss(params, frozen, batch, counts, None, 1.0)
+            _, out = stage.loss(params, frozen, losses.StepInputs(batch, counts))
             return out, counts
 
         @jax.jit
-        def ranks(params: Tree, frozen: Tree, batch: Tree) -> jax.Array:
+        def ranks(params: PyTree, frozen: PyTree, batch: PyTree) -> jax.Array:
             assert stage.ranks is not None
             return stage.ranks(params, frozen, jax.tree.map(lambda x: x[0], batch))
 
         self.stage, self.sums, self.ranks = stage, sums, ranks
 
-    def __call__(self, params: Tree, frozen: Tree) -> dict[str, Any]:
+    def __call__(self, params: PyTree, frozen: PyTree) -> dict[str, Any]:
         share = self.size // jax.process_count()
-        total: Tree = None
+        total: PyTree = None
         ranks = []
         for first in range(0, self.total, self.size):
             batch = self.rows.batch(first + share * jax.process_index(), share)
@@ -87,7 +88,7 @@ def gather(x: jax.Array) -> np.ndarray:
     return multihost_utils.process_allgather(x, tiled=True)
 
 
-def to_host(metrics: Tree) -> dict[str, Any]:
+def to_host(metrics: PyTree) -> dict[str, Any]:
     """Plain numbers, lists of them for arrays."""
     return {name: np.asarray(x).tolist() for name, x in metrics.items()}
 
@@ -104,10 +105,10 @@ def train(cfg: Config) -> dict[str, Any]:
       UserError: anything wrong with the configuration, the data or the machine.
     """
     mesh = make_mesh(cfg.mesh)
-    setup = export.load(cfg, mesh)
+    setup = load_setup(cfg, mesh)
     cfg.model.arch = setup.arch
-    prepare.fit_accumulation(cfg, mesh)
-    prepare.check(cfg, mesh)
+    checks.fit_accumulation(cfg, mesh)
+    checks.check(cfg, mesh)
     features.check(cfg)
     vocab = cfg.model.arch.vocab_size
     directory = prepare.token_directory(cfg, cfg.data.source, cfg.data)
@@ -136,7 +137,7 @@ def train(cfg: Config) -> dict[str, Any]:
     best = float("inf")
     if checkpoints.latest is not None:
         params, opt, data, meta = checkpoints.restore(state.params, state.opt)
-        prepare.check_resume(data, cfg, rows)
+        checks.check_resume(data, cfg, rows)
         if meta["step"] > steps:
             raise UserError(
                 f"the checkpoint in {cfg.workdir} is at step {meta['step']}, beyond the "
@@ -163,7 +164,7 @@ class Run:
     """One run in progress: the loop, its saves, and how it ends."""
 
     def __init__(
-        self, cfg: Config, mesh: Mesh, stage: Stage, setup: "export.Setup", rows: Any,
+        self, cfg: Config, mesh: Mesh, stage: Stage, setup: Setup, rows: Any,
         checkpoints: Checkpoints, steps: int, best: float,
     ):  # fmt: skip
         self.cfg, self.mesh, self.stage, self.setup, self.rows = (
@@ -183,7 +184,6 @@ class Run:
         """Dispatch step n, then look at step n - 1: the device never waits for the host."""
         train = self.cfg.train
         start = int(np.asarray(state.step))
-        share = train.batch_size // jax.process_count()
         tokens = train.batch_size * self.cfg.data.seq_len
         primary = jax.process_index() == 0
         self.progress = Progress(
@@ -196,11 +196,9 @@ class Run:
         last: dict[str, Any] = {}
         try:
             pending = None
-            for n in range(start + 1, self.steps + 1):
-                first = (n - 1) * train.batch_size + share * jax.process_index()
-                batch = microbatches(
-                    self.mesh, self.rows.batch(first, share), train.accumulation
-                )
+            read = batches(self.rows, train.batch_size, start + 1, self.steps)
+            for n, rows in enumerate(read, start + 1):
+                batch = microbatches(self.mesh, rows, train.accumulation)
                 state, metrics = step_fn(state, self.setup.frozen, batch)
                 last = self.look(pending) or last
                 pending = (n, metrics)
@@ -231,7 +229,7 @@ class Run:
                 signal.signal(signal.SIGTERM, previous)
             self.progress.close()
 
-    def look(self, pending: tuple[int, Tree] | None) -> dict[str, Any] | None:
+    def look(self, pending: tuple[int, PyTree] | None) -> dict[str, Any] | None:
         """Record the metrics of a finished step; stops the run when too many were bad."""
         if pending is None:
             return None

@@ -10,7 +10,7 @@ from tiny_model import write_model
 from medusa_jax.api import Model
 from medusa_jax.commands import bench, calibrate, distill, sweep, ties
 from medusa_jax.config import DataConfig
-from medusa_jax.training.data import TokenRows
+from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.tree import Tree
 
 PROMPTS = ["the cat", "a b c", "in the", "abc"]

@@ -10,7 +10,7 @@ from medusa_jax.commands.train import load_config
 from medusa_jax.config import LlamaConfig
 from medusa_jax.heads import Base, make_drafter
 from medusa_jax.model.llama import Llama, init_params
-from medusa_jax.training import prepare
+from medusa_jax.training import checks
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
 DEMO = LlamaConfig(4096, 256, 5, 4, 2, 64, 704, max_position=1024, tie_embeddings=True)
@@ -29,7 +29,7 @@ def parameters(cfg, llama):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_sound(file):
     cfg = load_config(str(file))
-    prepare.check_choices(cfg)
+    checks.check_choices(cfg)
     if cfg.train.stage != "medusa1":
         return
     assert f"--config=configs/{file.name}" in file.read_text()

@@ -15,7 +15,7 @@ from training_setup import tiny_arch, tiny_config
 
 from medusa_jax.heads import DRAFTERS
 from medusa_jax.training import dry, losses
-from medusa_jax.training.step import make_stage
+from medusa_jax.training.stage import make_stage
 
 NAMES = sorted(DRAFTERS)
 
@@ -49,7 +49,7 @@ def test_every_weight_has_a_gradient_and_the_start_can_be_improved(name):
     @jax.jit
     def gradient(params):
         def loss(p):
-            return stage.loss(p, frozen, batch, counts, key, 1.0)[0]
+            return stage.loss(p, frozen, losses.StepInputs(batch, counts, key))[0]
 
         return jax.value_and_grad(loss)(params)
 

@@ -15,23 +15,18 @@ from training_setup import tiny_arch, tiny_config
 from medusa_jax.config import OptimConfig
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh, param_shardings
-from medusa_jax.training import adamw8bit as adamw8bit_module
 from medusa_jax.training import step as step_module
-from medusa_jax.training.adamw8bit import adamw8bit
-from medusa_jax.training.partition import (
+from medusa_jax.training.optim import adamw8bit as adamw8bit_module
+from medusa_jax.training.optim.adamw8bit import adamw8bit
+from medusa_jax.training.optim.optimizer import (
     make_optimizer,
     make_rule,
     make_schedule,
     matrices,
-    trained_groups,
 )
-from medusa_jax.training.step import (
-    TrainState,
-    abstract_batch,
-    compile_step,
-    make_stage,
-    make_step,
-)
+from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.stage import make_stage
+from medusa_jax.training.step import TrainState, abstract_batch, compile_step, make_step
 
 
 def test_updates_follow_adamw():

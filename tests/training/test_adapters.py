@@ -17,7 +17,8 @@ from medusa_jax.interop import heads_io, hf
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import dry, export, losses
+from medusa_jax.training import dry, losses
+from medusa_jax.training.setup import load_setup
 from medusa_jax.training.step import microbatches
 
 
@@ -78,10 +79,9 @@ def test_kl_to_the_original_by_hand():
 
     def loss(params):
         split = lambda p: (heads, Base(base.llama, p))  # noqa: E731
-        zero = jnp.float32(0.0)
-        return losses.joint_loss(params, split, drafter, batch, counts, zero, 5, 0.8, base)[
-            0
-        ]
+        inputs = losses.StepInputs(batch, counts, lambda_0=jnp.float32(0.0))
+        objective = losses.HeadObjective(drafter, 5, 0.8)
+        return losses.joint_loss(params, split, objective, inputs, base)[0]
 
     def plain(params):
         p, q = (
@@ -111,10 +111,12 @@ def test_a_merged_export_gives_the_adapters_logits(tokens, model, tmp_path):
     run(cfg, tmp_path)
     mesh = make_mesh()
     from medusa_jax.training.checkpoint import Checkpoints
-    from medusa_jax.training.partition import make_optimizer, trained_groups
-    from medusa_jax.training.step import init_state, make_stage
+    from medusa_jax.training.optim.optimizer import make_optimizer
+    from medusa_jax.training.partition import trained_groups
+    from medusa_jax.training.stage import make_stage
+    from medusa_jax.training.step import init_state
 
-    setup = export.load(cfg, mesh)
+    setup = load_setup(cfg, mesh)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), 6)
     state = init_state(make_stage(cfg, 6), optimizer, mesh, setup.frozen, 0, setup.start)
     params, *_ = Checkpoints(str(tmp_path), 2).restore(state.params, state.opt)

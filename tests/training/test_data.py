@@ -10,7 +10,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.layers import later
 from medusa_jax.training import losses
-from medusa_jax.training.data import TokenRows, first_fit
+from medusa_jax.training.data.rows import TokenRows, first_fit
 
 
 @settings(max_examples=60, deadline=None)

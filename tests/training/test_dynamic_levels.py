@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_jax.training.dynamic_levels import magnitude, nothing, pack, unpack
+from medusa_jax.training.optim.dynamic_levels import magnitude, nothing, pack, unpack
 
 BOTH = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 

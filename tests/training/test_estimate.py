@@ -11,8 +11,8 @@ from medusa_jax.heads import Base, make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import estimate, losses
-from medusa_jax.training.data import TokenRows
-from medusa_jax.training.step import make_stage
+from medusa_jax.training.data.rows import TokenRows
+from medusa_jax.training.stage import make_stage
 from medusa_jax.training.trainer import Evaluator
 from medusa_jax.tree.growth import MISS
 

@@ -16,9 +16,10 @@ from training_setup import tiny_config
 from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import features, trainer
-from medusa_jax.training.data import TokenRows
-from medusa_jax.training.step import make_stage
+from medusa_jax.training import trainer
+from medusa_jax.training.data import features
+from medusa_jax.training.data.rows import TokenRows
+from medusa_jax.training.stage import make_stage
 
 ROW = 16 * 16 * 4  # bytes of a row of 16 tokens, 16 wide, in float32
 
@@ -96,11 +97,11 @@ def test_a_cached_step_does_not_run_the_backbone(tokens, tmp_path, setup):
     from medusa_jax.training import losses
 
     counts = losses.pair_counts(batch, stage.aheads)
-    loss, _ = stage.loss(heads, poisoned, batch, counts, None, 1.0)
+    loss, _ = stage.loss(heads, poisoned, losses.StepInputs(batch, counts))
     assert np.isfinite(float(loss))
     without = {name: x for name, x in batch.items() if name != "hidden"}
     assert not np.isfinite(
-        float(stage.loss(heads, poisoned, without, counts, None, 1.0)[0])
+        float(stage.loss(heads, poisoned, losses.StepInputs(without, counts))[0])
     )
 
 

@@ -22,7 +22,9 @@ from medusa_jax.interop import heads_io, hf
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import export, losses
-from medusa_jax.training.partition import TABLE, heads_weight, make_optimizer
+from medusa_jax.training.optim.optimizer import heads_weight, make_optimizer
+from medusa_jax.training.partition import TABLE
+from medusa_jax.training.setup import load_heads, more_layers
 from medusa_jax.training.step import microbatches
 
 
@@ -39,8 +41,9 @@ def test_joint_loss_is_equation_2(lm_head):
     counts = losses.pair_counts(batch, (1, 2, 3, 4))
 
     def streamed(params):
+        inputs = losses.StepInputs(batch, counts, lambda_0=jnp.float32(0.3))
         return losses.joint_loss(
-            params, split, drafter, batch, counts, jnp.float32(0.3), 5, 0.8
+            params, split, losses.HeadObjective(drafter, 5, 0.8), inputs
         )
 
     def plain(params):
@@ -156,11 +159,11 @@ def test_a_plain_description_of_heads_loads_their_first_stage(tokens, tmp_path):
     base = heads_io.describe_base(cfg.model.arch, params)
     heads_io.save_heads(str(tmp_path), drafter.heads, heads, base=base, recipe={})
     cfg.train.heads_path = str(tmp_path)
-    loaded = export.load_heads(cfg, cfg.model.arch, base, make_mesh())
+    loaded = load_heads(cfg, cfg.model.arch, base, make_mesh())
     jax.tree.map(np.testing.assert_array_equal, loaded, heads)
     cfg.heads = HeadsConfig(drafter="medusa", n_heads=2)
     with pytest.raises(UserError, match=r"drafter='hydra'.*drafter='medusa'"):
-        export.load_heads(cfg, cfg.model.arch, base, make_mesh())
+        load_heads(cfg, cfg.model.arch, base, make_mesh())
 
 
 def test_an_export_keeps_the_models_own_ends(tmp_path):
@@ -212,7 +215,7 @@ def test_joint_microbatches_add_up(tokens):
 def test_added_layers_change_nothing_until_they_have_learnt():
     arch, tokens = tiny_arch(), np.arange(24, dtype=np.int32).reshape(2, 12) % 64
     params = init_params(arch, jax.random.key(0))
-    deeper, new = export.more_layers(arch, 2, jax.random.key(1), make_mesh())
+    deeper, new = more_layers(arch, 2, jax.random.key(1), make_mesh())
     more = params | new
     assert deeper.n_layers == 3 and set(more) - set(params) == {"layers_1", "layers_2"}
 

@@ -12,7 +12,7 @@ from medusa_jax.heads import Base, make_drafter
 from medusa_jax.heads.layers import later
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
-from medusa_jax.training.streamed import cross_entropy_sums
+from medusa_jax.training.losses.streamed import cross_entropy_sums
 
 U, A = 0, 1
 
@@ -174,7 +174,10 @@ def test_head_loss_is_equation_1(lm_head):
         return total
 
     def streamed(params):
-        return losses.head_loss(params, drafter, base, batch, counts, 5, 0.8)[0]
+        objective = losses.HeadObjective(drafter, 5, 0.8)
+        return losses.head_loss(params, base, objective, losses.StepInputs(batch, counts))[
+            0
+        ]
 
     value, grads = jax.jit(jax.value_and_grad(streamed))(params)
     expected, expected_grads = jax.value_and_grad(plain)(params)
@@ -202,10 +205,11 @@ def test_a_teacher_is_the_backbones_own_distribution():
         return total
 
     def streamed(params):
-        return losses.head_loss(
-            params, drafter, base, batch, counts, 5, 1.0, None,
-            losses.HeadTargets(label_weight=0.1, teacher_weight=0.7, noise=9.0),
-        )[0]  # fmt: skip
+        targets = losses.HeadTargets(label_weight=0.1, teacher_weight=0.7, noise=9.0)
+        objective = losses.HeadObjective(drafter, 5, 1.0, targets)
+        return losses.head_loss(params, base, objective, losses.StepInputs(batch, counts))[
+            0
+        ]
 
     value, grads = jax.jit(jax.value_and_grad(streamed))(params)
     expected, expected_grads = jax.value_and_grad(plain)(params)
@@ -218,9 +222,10 @@ def test_labels_may_weigh_less_without_a_teacher():
 
     def loss(weight):
         targets = losses.HeadTargets(label_weight=weight)
-        return losses.head_loss(
-            params, drafter, base, batch, counts, 5, 0.8, None, targets
-        )[0]
+        objective = losses.HeadObjective(drafter, 5, 0.8, targets)
+        return losses.head_loss(params, base, objective, losses.StepInputs(batch, counts))[
+            0
+        ]
 
     assert_close(loss(0.25), 0.25 * loss(1.0))
 
@@ -238,7 +243,8 @@ def test_noise_on_hidden_states_needs_a_key():
     watched = Watched(drafter.heads, drafter.llama)
     for noise, key in ((0.0, jax.random.key(0)), (6.0, None), (6.0, jax.random.key(0))):
         targets = losses.HeadTargets(noise=noise)
-        losses.head_loss(params, watched, base, batch, counts, 5, 1.0, key, targets)
+        objective = losses.HeadObjective(watched, 5, 1.0, targets)
+        losses.head_loss(params, base, objective, losses.StepInputs(batch, counts, key))
     clean, evaluated, noisy = seen
     np.testing.assert_array_equal(clean, evaluated)
     difference = np.asarray(noisy - clean)
@@ -270,9 +276,9 @@ def test_a_head_costs_less_than_a_tenth_of_one_set_of_logits(teacher):
         def loss(params, base_params, batch):
             base = Base(llama, base_params)
             if streamed:
-                counts = losses.pair_counts(batch, aheads)
-                rest = (counts, 64, 0.8, None, targets)
-                return losses.head_loss(params, drafter, base, batch, *rest)[0]
+                inputs = losses.StepInputs(batch, losses.pair_counts(batch, aheads))
+                objective = losses.HeadObjective(drafter, 64, 0.8, targets)
+                return losses.head_loss(params, base, objective, inputs)[0]
             rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
             hidden = llama.apply({"params": base_params}, *rows, method="forward")
             features = drafter.features(params, base, jax.lax.stop_gradient(hidden), *rows)

@@ -10,8 +10,7 @@ from medusa_jax.config import OptimConfig
 from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import path_string
-from medusa_jax.training.partition import (
-    TABLE,
+from medusa_jax.training.optim.optimizer import (
     keep_if,
     make_optimizer,
     make_rule,
@@ -19,6 +18,7 @@ from medusa_jax.training.partition import (
     matrices,
     muon_matrices,
 )
+from medusa_jax.training.partition import TABLE
 
 
 def rates(schedule, **fields):

@@ -10,7 +10,8 @@ from medusa_jax.config import Config
 from medusa_jax.errors import UserError
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import prepare
+from medusa_jax.training import checks
+from medusa_jax.training.data import prepare
 
 
 def text_config(vicuna, workdir, source, **data):
@@ -149,7 +150,7 @@ def test_unknown_choices_name_the_nearest():
     cfg = Config()
     cfg.optim.schedule = "cosin"
     with pytest.raises(UserError, match=r"optim\.schedule .* did you mean 'cosine'"):
-        prepare.check_choices(cfg)
+        checks.check_choices(cfg)
 
 
 @pytest.mark.parametrize(
@@ -164,4 +165,4 @@ def test_sizes_that_do_not_fit(room, field, value, words):
     cfg = tiny_config("", accumulation=4)
     setattr(getattr(cfg, room), field, value)
     with pytest.raises(UserError, match=words):
-        prepare.check(cfg, make_mesh())
+        checks.check(cfg, make_mesh())

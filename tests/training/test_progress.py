@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from medusa_jax.errors import UserError
-from medusa_jax.training import progress
-from medusa_jax.training.curves import read_log, series
-from medusa_jax.training.progress import Progress, duration
+from medusa_jax.training.log import progress
+from medusa_jax.training.log.curves import read_log, series
+from medusa_jax.training.log.progress import Progress, duration
 
 
 def test_durations():

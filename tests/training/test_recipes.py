@@ -12,9 +12,12 @@ from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import AXES, make_mesh, param_shardings
-from medusa_jax.training import dry, features, prepare
-from medusa_jax.training.partition import make_optimizer, trained_groups
-from medusa_jax.training.step import abstract_batch, make_stage
+from medusa_jax.training import checks, dry
+from medusa_jax.training.data import features
+from medusa_jax.training.optim.optimizer import make_optimizer
+from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.stage import make_stage
+from medusa_jax.training.step import abstract_batch
 
 FILES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
 RECIPES = [name for name in FILES if not name.startswith("demo")]
@@ -29,8 +32,8 @@ def load(name, *more):
 def test_recipes_are_sound_and_say_how_they_are_run(name):
     cfg = load(name)
     assert isinstance(cfg, Config)
-    prepare.check_choices(cfg)
-    prepare.check(cfg, make_mesh())
+    checks.check_choices(cfg)
+    checks.check(cfg, make_mesh())
     features.check(cfg)
     trained_groups(cfg)
     said = ast.get_docstring(ast.parse((ROOT / "configs" / f"{name}.py").read_text())) or ""
@@ -47,8 +50,8 @@ def test_a_recipe_s_own_mesh_spreads_it_over_eight_devices(name):
     assert wanted == (1, -1, 1)
     mesh = AbstractMesh((1, 8, 1), AXES)
     rows = cfg.train.batch_size // cfg.train.accumulation
-    prepare.fit_accumulation(cfg, mesh)
-    prepare.check(cfg, mesh)
+    checks.fit_accumulation(cfg, mesh)
+    checks.check(cfg, mesh)
     assert cfg.train.batch_size // cfg.train.accumulation == max(rows, 8)
     stage, groups = make_stage(cfg, 100, mesh), trained_groups(cfg)
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -84,7 +84,9 @@ def test_the_loss_is_over_the_hand_written_pairs(name, base):
     counts = losses.pair_counts(row(), (2, 3, 4))
     assert counts.tolist() == [len(PAIRS[k]) for k in (1, 2, 3)]
     total, sums = jax.jit(
-        lambda p: losses.head_loss(p, drafter, base, row(), counts, 5, 0.8)
+        lambda p: losses.head_loss(
+            p, base, losses.HeadObjective(drafter, 5, 0.8), losses.StepInputs(row(), counts)
+        )
     )(params)
     logits = teacher_forced(drafter, params, base)(row())
     expected = 0.0

@@ -11,7 +11,7 @@ from training_setup import ROOT, command, environment, tiny_config, write_config
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
-from medusa_jax.training import trainer
+from medusa_jax.training import checks, trainer
 
 
 def parse(*args, config="vicuna7b_m1"):
@@ -72,9 +72,8 @@ def test_configuration_files_that_do_not_serve(tmp_path):
 def test_shipped_configurations_are_sound(name):
     cfg = parse(config=name)
     assert isinstance(cfg, Config)
-    from medusa_jax.training import prepare
 
-    prepare.check_choices(cfg)
+    checks.check_choices(cfg)
 
 
 def test_bad_input_is_one_line_and_status_2(capsys):

@@ -20,13 +20,14 @@ from medusa_jax.interop.hf import fingerprint, load_backbone
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import trainer
-from medusa_jax.training.data import TokenRows
-from medusa_jax.training.partition import make_optimizer, make_schedule, trained_groups
+from medusa_jax.training.data.rows import TokenRows
+from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
+from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.stage import make_stage
 from medusa_jax.training.step import (
     abstract_batch,
     compile_step,
     init_state,
-    make_stage,
     make_step,
     microbatches,
 )

@@ -41,7 +41,7 @@ EXAMPLES = """examples:
 def study(flags: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """All arms and seeds; returns their figures, which are also in the result files."""
     from medusa_jax.api.load import load
-    from medusa_jax.training.data import TokenRows
+    from medusa_jax.training.data.rows import TokenRows
 
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import numpy as np
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
-from medusa_jax.training import prepare
+from medusa_jax.training.data import prepare
 
 COUNTED, RESET = "\x1b[30;42m", "\x1b[0m"
 
@@ -127,7 +127,7 @@ def first_sample(cfg: Config, tokenizer: Tokenizer) -> Sample:
 
 
 def _first_of_arrays(directory: str) -> Sample:
-    from medusa_jax.training.data import read_array
+    from medusa_jax.training.data.rows import read_array
 
     tokens = read_array(directory, "tokens.npy")
     assert tokens is not None

@@ -31,11 +31,11 @@ from jax.sharding import Mesh
 from medusa_jax.config import Config
 from medusa_jax.console import say
 from medusa_jax.errors import UserError
-from medusa_jax.training.data import TokenRows
+from medusa_jax.sharding import PyTree
+from medusa_jax.training.data.rows import TokenRows
 
-Tree = Any
 # (frozen variables, batch of [B, T] arrays) -> hidden states [B, T, D].
-Hidden = Callable[[Tree, Tree], jax.Array]
+Hidden = Callable[[PyTree, PyTree], jax.Array]
 
 SHARD_BYTES = 256 * 2**20
 # Disk that is left alone: checkpoints have to fit too.
@@ -139,7 +139,7 @@ def check(cfg: Config) -> None:
 
 
 def cached(
-    cfg: Config, mesh: Mesh, rows: TokenRows, hidden: Hidden, frozen: Tree, fingerprint: str,
+    cfg: Config, mesh: Mesh, rows: TokenRows, hidden: Hidden, frozen: PyTree, fingerprint: str,
     limit: int | None = None,
 ) -> CachedRows:  # fmt: skip
     """Rows with hidden states, computing what is not on disk yet.
@@ -227,7 +227,7 @@ def compute(
     mesh: Mesh,
     batch_rows: int,
     hidden: Any,
-    frozen: Tree,
+    frozen: PyTree,
 ) -> None:
     """Run the backbone over the rows of the missing shards, `batch_rows` at a time."""
     from tqdm import tqdm

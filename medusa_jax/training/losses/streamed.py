@@ -112,10 +112,12 @@ def heads_cross_entropy(
 
         heads.append((fn, used))
     read = sorted({i for _, used in heads for i in used})
-    heads = [(fn, [read.index(i) for i in used]) for fn, used in heads]
+    walk = Walk(
+        [Head(fn, [read.index(i) for i in used]) for fn, used in heads], chunk, teacher
+    )
     teacher_BTD = lax.stop_gradient(teacher_BTD)
     rows = Rows(tuple(features_K), labels_BT, tuple(mask_K), teacher_BTD)
-    return _streamed(heads, (chunk, teacher), [leaves[i] for i in read], weight_K, rows)
+    return _streamed(walk, [leaves[i] for i in read], weight_K, rows)
 
 
 def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[int]:
@@ -236,57 +238,101 @@ def _no_sums(K: int) -> Sums:
     return Sums(*[jnp.zeros((K,), jnp.float32)] * len(Sums._fields))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _streamed(heads, options, params, weight_K, rows):  # type: ignore[no-untyped-def]
-    chunk, teacher = options
-    packed = _pack(rows, chunk)
+class Head(NamedTuple):
+    """A head as the walk sees it: its logits from the parameters that it reads.
 
-    def body(i, sums):  # type: ignore[no-untyped-def]
-        now = packed.rows.chunk(i, chunk)
-        law, found = _law(teacher, now.teacher_BTD), []
-        for k, (fn, used) in enumerate(heads):
-            mine, shared = [params[j] for j in used], (now.labels_BT, now.mask_K[k])
-            found.append(_chunk_sums(fn, mine, now.features_K[k], *shared, law, teacher))
+    Attributes:
+      logits_fn: (those parameters, features) -> logits.
+      reads: which of the walk's parameters they are.
+    """
+
+    logits_fn: Callable[[list[jax.Array], jax.Array], jax.Array]
+    reads: list[int]
+
+
+class Walk(NamedTuple):
+    """What of a walk over chunks is known when it is compiled."""
+
+    heads: list[Head]
+    chunk: int
+    teacher: Teacher | None
+
+
+class Gradients(NamedTuple):
+    """What the forward pass carries from chunk to chunk, and leaves for the backward pass."""
+
+    params: list[jax.Array]
+    features_K: list[jax.Array]
+    sums: Sums
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _streamed(
+    walk: Walk, params: list[jax.Array], weight_K: jax.Array, rows: Rows
+) -> tuple[jax.Array, Sums]:
+    packed = _pack(rows, walk.chunk)
+
+    def body(i: jax.Array, sums: Sums) -> Sums:
+        now = packed.rows.chunk(i, walk.chunk)
+        law, found = _law(walk.teacher, now.teacher_BTD), []
+        for k, head in enumerate(walk.heads):
+            mine, shared = [params[j] for j in head.reads], (now.labels_BT, now.mask_K[k])
+            features = now.features_K[k]
+            found.append(
+                _chunk_sums(head.logits_fn, mine, features, *shared, law, walk.teacher)
+            )
         return jax.tree.map(jnp.add, sums, _stacked(found))
 
-    sums = lax.fori_loop(0, packed.n_chunks, body, _no_sums(len(heads)))
+    sums = lax.fori_loop(0, packed.n_chunks, body, _no_sums(len(walk.heads)))
     return jnp.sum(weight_K * sums.loss), sums
 
 
-def _streamed_fwd(heads, options, params, weight_K, rows):  # type: ignore[no-untyped-def]
-    chunk, teacher = options
+def _streamed_fwd(
+    walk: Walk, params: list[jax.Array], weight_K: jax.Array, rows: Rows
+) -> tuple[tuple[jax.Array, Sums], tuple[list[jax.Array], tuple[jax.Array, ...]]]:
+    chunk = walk.chunk
     packed = _pack(rows, chunk)
 
-    def body(i, carry):  # type: ignore[no-untyped-def]
-        d_params, d_features, sums = carry
+    def body(i: jax.Array, carry: Gradients) -> Gradients:
+        d_params, d_features = list(carry.params), list(carry.features_K)
         now = packed.rows.chunk(i, chunk)
-        law, found = _law(teacher, now.teacher_BTD), []
-        for k, (fn, used) in enumerate(heads):
+        law, found = _law(walk.teacher, now.teacher_BTD), []
+        for k, head in enumerate(walk.heads):
 
-            def weighted(mine, features, k=k, fn=fn):  # type: ignore[no-untyped-def]
-                shared = (now.labels_BT, now.mask_K[k])
-                sums = _chunk_sums(fn, mine, features, *shared, law, teacher)
+            def weighted(
+                mine: list[jax.Array], features: jax.Array, k: int = k, head: Head = head
+            ) -> tuple[jax.Array, Sums]:
+                shared = (now.labels_BT, now.mask_K[k], law, walk.teacher)
+                sums = _chunk_sums(head.logits_fn, mine, features, *shared)
                 return weight_K[k] * sums.loss, sums
 
             gradient = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)
-            (_, of_k), (dp, df) = gradient([params[j] for j in used], now.features_K[k])
-            for j, g in zip(used, dp):
+            mine = [params[j] for j in head.reads]
+            (_, of_k), (dp, df) = gradient(mine, now.features_K[k])
+            for j, g in zip(head.reads, dp):
                 d_params[j] += g
             d_features[k] = lax.dynamic_update_slice_in_dim(
                 d_features[k], df, i * chunk, axis=1
             )
             found.append(of_k)
-        return d_params, d_features, jax.tree.map(jnp.add, sums, _stacked(found))
+        sums = jax.tree.map(jnp.add, carry.sums, _stacked(found))
+        return Gradients(d_params, d_features, sums)
 
-    zeros = jax.tree.map(jnp.zeros_like, (list(params), list(packed.rows.features_K)))
-    start = (*zeros, _no_sums(len(heads)))
-    d_params, d_features, sums = lax.fori_loop(0, packed.n_chunks, body, start)
+    d_params, d_features = jax.tree.map(
+        jnp.zeros_like, (list(params), list(packed.rows.features_K))
+    )
+    start = Gradients(d_params, d_features, _no_sums(len(walk.heads)))
+    end = lax.fori_loop(0, packed.n_chunks, body, start)
     # Columns that were not walked have no gradient: theirs is still the zero it began with.
-    back = tuple(_columns(d, packed.back_BT) for d in d_features)
-    return (jnp.sum(weight_K * sums.loss), sums), (d_params, back)
+    back = tuple(_columns(d, packed.back_BT) for d in end.features_K)
+    return (jnp.sum(weight_K * end.sums.loss), end.sums), (end.params, back)
 
 
-def _streamed_bwd(heads, options, residuals, cotangents):  # type: ignore[no-untyped-def]
+def _streamed_bwd(
+    walk: Walk,
+    residuals: tuple[list[jax.Array], tuple[jax.Array, ...]],
+    cotangents: tuple[jax.Array, Sums],
+) -> tuple[list[jax.Array], None, Rows]:
     scale = cotangents[0]
     d_params, d_features = jax.tree.map(lambda g: (g * scale).astype(g.dtype), residuals)
     return d_params, None, Rows(d_features, None, None, None)  # type: ignore[arg-type]

@@ -96,11 +96,12 @@ class TokenRows:
         )
 
     def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
+        order = self._orders.get(epoch)
+        if order is None:  # several threads may come here: what each makes is the same
             rng = np.random.default_rng((self.cfg.seed, epoch))
             order = rng.permutation(self.rows) if self.shuffle else np.arange(self.rows)
             self._orders = dict(list(self._orders.items())[-1:]) | {epoch: order}
-        return self._orders[epoch]
+        return order
 
     def _row(self, epoch: int, i: int) -> dict[str, np.ndarray]:
         i = int(self._order(epoch)[i])

@@ -1,7 +1,6 @@
-"""Checks before a run, and text of any source to a token directory."""
+"""Text of any source to a token directory."""
 
 import collections
-import difflib
 import hashlib
 import json
 import os
@@ -12,96 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 from medusa_jax.config import Config, DataConfig
 from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
-from medusa_jax.sharding import row_shards
-from medusa_jax.training.partition import trained_groups
-
-CHOICES = {
-    "train.stage": ("backbone", "medusa1", "medusa2", "native"),
-    "train.lambda_0_schedule": ("constant", "sine"),
-    "train.backbone_loss": ("labels", "kl"),
-    "model.quantise": ("", "int8", "nf4"),
-    "train.dtype": ("float32", "bfloat16", "float16", "float64"),
-    "model.param_dtype": ("float32", "bfloat16", "float16"),
-    "data.format": ("auto", "text", "sharegpt", "messages", "tokens"),
-    "data.packing": ("first_fit", "concat"),
-    "optim.name": ("adamw", "adamw8bit", "muon"),
-    "optim.heads_name": ("", "adamw", "adamw8bit", "muon"),
-    "optim.moment_dtype": ("float32", "bfloat16"),
-    "optim.schedule": ("cosine", "wsd", "constant"),
-}
-
-
-def check_choices(cfg: Config) -> None:
-    """Refuses a name that no field knows, with the nearest one that it does."""
-    for path, allowed in CHOICES.items():
-        room, name = path.split(".")
-        value = getattr(getattr(cfg, room), name)
-        if value not in allowed:
-            near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
-            raise UserError(
-                f"{path} is {' or '.join(allowed)}, not {value!r}; did you mean {near!r}?"
-            )
-
-
-def fit_accumulation(cfg: Config, mesh: Mesh) -> None:
-    """Fewer microbatches, where one would have fewer rows than there are devices to share them.
-
-    Recipes say how many rows one device takes at a time; the update is the same.
-    """
-    t, devices = cfg.train, row_shards(mesh)
-    if t.batch_size < t.accumulation * devices and t.batch_size % devices == 0:
-        t.accumulation = t.batch_size // devices
-
-
-def check(cfg: Config, mesh: Mesh) -> None:
-    """Refuses sizes that do not fit together, before anything is compiled.
-
-    Raises:
-      UserError: names the two fields.
-    """
-    trained_groups(cfg)  # refuses what no stage trains
-    t = cfg.train
-    positive = {
-        "train.batch_size": t.batch_size,
-        "train.accumulation": t.accumulation,
-        "train.loss_chunk": t.loss_chunk,
-        "train.log_every": t.log_every,
-        "train.eval_every": t.eval_every,
-        "train.save_every": t.save_every,
-        "train.max_bad_steps": t.max_bad_steps,
-        "data.seq_len": cfg.data.seq_len,
-    }
-    for name, value in positive.items():
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, not {value}")
-    shards = row_shards(mesh)
-    if t.batch_size % (t.accumulation * shards):
-        raise UserError(
-            f"train.batch_size {t.batch_size} is not a multiple of accumulation x data x fsdp "
-            f"= {t.accumulation} x {shards}"
-        )
-    if cfg.data.seq_len > cfg.model.arch.max_position:
-        raise UserError(
-            f"data.seq_len {cfg.data.seq_len} exceeds the model's {cfg.model.arch.max_position} "
-            f"positions"
-        )
-
-
-def check_resume(data: dict[str, Any], cfg: Config, rows: Any) -> None:
-    """Refuses to go on with other data than the checkpoint was made with."""
-    if (data["rows"], data["batch_size"]) != (rows.rows, cfg.train.batch_size):
-        raise UserError(
-            f"the checkpoint in {cfg.workdir} was made with {data['rows']} rows in batches of "
-            f"{data['batch_size']}, now there are {rows.rows} in batches of "
-            f"{cfg.train.batch_size}; use another --workdir"
-        )
 
 
 def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:

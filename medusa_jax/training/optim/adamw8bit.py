@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from medusa_jax.training.dynamic_levels import nothing, pack, unpack
+from medusa_jax.training.optim.dynamic_levels import nothing, pack, unpack
 
 # Leaves up to this size are updated together with those of the same shape, larger ones in parts.
 PART = 1 << 22

@@ -1,6 +1,7 @@
-"""Next-token and draft-head losses: which pairs count, how terms are weighed and normalised.
+"""Next-token and draft-head losses: how their terms are weighed and normalised.
 
-The sums themselves are computed chunk by chunk in `streamed.py`.
+The sums themselves are computed chunk by chunk in `streamed.py`; equation 1 as the paper writes it
+stands in `reference.py`.
 """
 
 import math
@@ -13,15 +14,17 @@ from jax import lax
 
 from medusa_jax.heads import Base, Drafter
 from medusa_jax.heads.layers import later
-from medusa_jax.training.streamed import (
+from medusa_jax.training.losses.streamed import (
     Sums,
     Teacher,
     cross_entropy_sums,
     heads_cross_entropy,
 )
+from medusa_jax.training.losses.targets import Batch, delay, pair_mask, rows
 
 Params = Any
-Batch = dict[str, jax.Array]
+# Splits a tree of variables into head parameters and the backbone they sit on.
+Split = Callable[[Params], tuple[Params, Base]]
 
 
 class HeadTargets(NamedTuple):
@@ -38,50 +41,40 @@ class HeadTargets(NamedTuple):
     noise: float = 0.0
 
 
-def delay(x_BT: jax.Array, by: int) -> jax.Array:
-    """What stood `by` positions before, 0 ahead of the row: [a b c d], 1 -> [0 a b c]."""
-    T = x_BT.shape[1]
-    return jnp.pad(x_BT, ((0, 0), (by, 0)) + ((0, 0),) * (x_BT.ndim - 2))[:, :T]
+class HeadObjective(NamedTuple):
+    """How draft heads are judged, the same at every step.
 
-
-def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> jax.Array:
-    """Which positions t have a target at t + ahead: [B, T] bool.
-
-    Tokens t+1 ... t+ahead must all be counted and lie in the segment of t (0 is padding).
-
-    Example, ahead = 2 (the first Medusa head), "u" a user token, A B C . an answer:
-
-        token     u u A B C . | u A .        segments 1 1 1 1 1 1 2 2 2
-        counted   0 0 1 1 1 1   0 1 1
-        pair      0 1 1 1 0 0   1 0 0        (t = 1 predicts B: A and B are both counted)
+    Attributes:
+      drafter: the heads.
+      chunk: positions of one head whose logits exist at a time.
+      lambda_decay: lambda_k = lambda_decay^k (Medusa 2.2.1: 0.8).
+      targets: what they learn from.
     """
-    mask = segment_ids_BT != 0
-    for step in range(1, ahead + 1):
-        inside = later(segment_ids_BT, step) == segment_ids_BT
-        mask &= inside & later(counted_BT, step)
-    return mask
+
+    drafter: Drafter
+    chunk: int
+    lambda_decay: float
+    targets: HeadTargets = HeadTargets()
+
+    def lambda_k(self, k: int) -> float:
+        """Weight of head k, 1-based as in the paper."""
+        return self.lambda_decay**k
 
 
-def pair_counts(batch: Batch, aheads: tuple[int, ...]) -> jax.Array:
-    """Number of counted pairs per distance, float32 [len(aheads)].
+class StepInputs(NamedTuple):
+    """What one step brings to a loss.
 
-    Over a batch with leading microbatch axes this is the count that every microbatch divides
-    by, so that accumulation weighs all pairs alike.
+    Attributes:
+      batch: rows [B, T], perhaps one microbatch of several.
+      counts_K: `pair_counts` over the whole global batch, one per loss.
+      dropout_key: None switches dropout and noise off.
+      lambda_0: weight of the heads' loss where it is one of two terms (Medusa equation 2).
     """
-    T = batch["tokens"].shape[-1]
-    counted = batch["counted"].reshape(-1, T)
-    segments = batch["segment_ids"].reshape(-1, T)
-    counts = [jnp.sum(pair_mask(counted, segments, ahead)) for ahead in aheads]
-    return jnp.stack(counts).astype(jnp.float32)
 
-
-# Splits a tree of variables into head parameters and the backbone they sit on.
-Split = Callable[[Params], tuple[Params, Base]]
-
-
-def rows(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens, positions and segments: what a teacher-forced pass reads."""
-    return batch["tokens"], batch["positions"], batch["segment_ids"]
+    batch: Batch
+    counts_K: jax.Array
+    dropout_key: jax.Array | None = None
+    lambda_0: jax.Array | float = 1.0
 
 
 def next_token_sums(
@@ -121,41 +114,36 @@ def next_token_mean(sums: Sums, count: jax.Array) -> jax.Array:
 def backbone_loss(
     params: Params,
     base_of: Callable[[Params], Base],
-    batch: Batch,
-    counts_K: jax.Array,
+    inputs: StepInputs,
     chunk: int,
     original: Base | None = None,
 ) -> tuple[jax.Array, Sums]:
-    """Next-token cross-entropy of packed rows [B, T]; counts_K is `pair_counts(batch, (1,))`.
+    """Next-token cross-entropy of packed rows; counts are `pair_counts(batch, (1,))`.
 
     Returns: L_LM, and the sums (leading axis of size 1).
     """
-    hidden_BTD = base_of(params).forward(*rows(batch))
-    sums = next_token_sums(params, base_of, hidden_BTD, batch, chunk, original)
-    return next_token_mean(sums, counts_K[0]), jax.tree.map(lambda s: s[None], sums)
+    hidden_BTD = base_of(params).forward(*rows(inputs.batch))
+    sums = next_token_sums(params, base_of, hidden_BTD, inputs.batch, chunk, original)
+    return next_token_mean(sums, inputs.counts_K[0]), jax.tree.map(lambda s: s[None], sums)
 
 
 def heads_sums(
     params: Params,
     split: Split,
-    drafter: Drafter,
     hidden_BTD: jax.Array,
-    batch: Batch,
-    counts_K: jax.Array,
-    chunk: int,
-    decay: float,
-    dropout_key: jax.Array | None,
-    targets: HeadTargets = HeadTargets(),  # noqa: B008 (immutable)
+    objective: HeadObjective,
+    inputs: StepInputs,
 ) -> tuple[jax.Array, Sums]:
-    """sum_k lambda_k L_k with lambda_k = decay^k: each head's sum over its own count.
+    """sum_k lambda_k L_k: each head's sum over its own count.
 
     k is 1-based as in the paper, head k looks k + 1 ahead. Everything is laid out by the token
     that is guessed, so that all heads' guesses of a token meet the same label and teacher.
 
     Returns: that loss, and the sums per head, each [K].
     """
+    drafter, targets, batch = objective.drafter, objective.targets, inputs.batch
     heads, base = split(params)
-    read_BTD = hidden_BTD
+    read_BTD, dropout_key = hidden_BTD, inputs.dropout_key
     if targets.noise and dropout_key is not None:
         dropout_key, noise_key = jax.random.split(dropout_key)
         read_BTD += hidden_noise(noise_key, hidden_BTD, targets.noise)
@@ -178,10 +166,11 @@ def heads_sums(
         logits_K.append(logits)
         features_K.append(delay(features_KBTD[k], ahead))
         mask_K.append(delay(mask_BT, ahead))
-        weight_K.append(weight * decay ** (k + 1) / jnp.maximum(counts_K[k], 1.0))
+        count = jnp.maximum(inputs.counts_K[k], 1.0)
+        weight_K.append(weight * objective.lambda_k(k + 1) / count)
     return heads_cross_entropy(
-        logits_K, params, jnp.stack(weight_K), features_K, batch["tokens"], mask_K, chunk,
-        teacher, teacher_BTD,
+        logits_K, params, jnp.stack(weight_K), features_K, batch["tokens"], mask_K,
+        objective.chunk, teacher, teacher_BTD,
     )  # fmt: skip
 
 
@@ -199,55 +188,41 @@ def hidden_states(base: Base, batch: Batch) -> jax.Array:
 
 
 def head_loss(
-    params: Params,
-    drafter: Drafter,
-    base: Base,
-    batch: Batch,
-    counts_K: jax.Array,
-    chunk: int,
-    decay: float,
-    dropout_key: jax.Array | None = None,
-    targets: HeadTargets = HeadTargets(),  # noqa: B008 (immutable)
+    params: Params, base: Base, objective: HeadObjective, inputs: StepInputs
 ) -> tuple[jax.Array, Sums]:
-    """Medusa-1 (Medusa 2.2.1, equation 1): L = sum_k lambda_k CE_k, lambda_k = decay^k.
+    """Medusa-1 (Medusa 2.2.1, equation 1): L = sum_k lambda_k L_k.
 
-    The backbone runs once, outside the gradient. `counts_K` is `pair_counts(batch, 2 ... K+1)`
-    over the global batch.
+    The backbone runs once, outside the gradient. Counts are `pair_counts(batch, 2 ... K+1)`.
 
     Returns: L, and the sums per head, each [K].
     """
-    hidden_BTD = lax.stop_gradient(hidden_states(base, batch))
-    return heads_sums(
-        params, lambda p: (p, base), drafter, hidden_BTD, batch, counts_K, chunk, decay,
-        dropout_key, targets,
-    )  # fmt: skip
+    hidden_BTD = lax.stop_gradient(hidden_states(base, inputs.batch))
+    return heads_sums(params, lambda p: (p, base), hidden_BTD, objective, inputs)
 
 
 def joint_loss(
     params: Params,
     split: Split,
-    drafter: Drafter,
-    batch: Batch,
-    counts_K: jax.Array,
-    lambda_0: jax.Array,
-    chunk: int,
-    decay: float,
+    objective: HeadObjective,
+    inputs: StepInputs,
     original: Base | None = None,
-    dropout_key: jax.Array | None = None,
-    targets: HeadTargets = HeadTargets(),  # noqa: B008 (immutable)
 ) -> tuple[jax.Array, Sums]:
     """Medusa-2 (Medusa 2.2.2, equation 2): L = L_LM + lambda_0 sum_k lambda_k L_k.
 
-    One pass of the backbone serves both terms, and the heads' gradient flows into it.
-    `counts_K` is `pair_counts(batch, (1, 2 ... K+1))` over the global batch.
+    One pass of the backbone serves both terms, and the heads' gradient flows into it. Counts are
+    `pair_counts(batch, (1, 2 ... K+1))`.
+
+    Args:
+      original: the backbone as it was, whose distribution L_LM then has as its target.
 
     Returns: L, and the sums, each [1 + K]: the backbone's own first.
     """
+    batch = inputs.batch
     hidden_BTD = split(params)[1].forward(*rows(batch))
-    own = next_token_sums(params, lambda p: split(p)[1], hidden_BTD, batch, chunk, original)
-    heads_loss, heads = heads_sums(
-        params, split, drafter, hidden_BTD, batch, counts_K[1:], chunk, decay,
-        dropout_key, targets,
-    )  # fmt: skip
-    loss = next_token_mean(own, counts_K[0]) + lambda_0 * heads_loss
+    own = next_token_sums(
+        params, lambda p: split(p)[1], hidden_BTD, batch, objective.chunk, original
+    )
+    of_heads = inputs._replace(counts_K=inputs.counts_K[1:])
+    heads_loss, heads = heads_sums(params, split, hidden_BTD, objective, of_heads)
+    loss = next_token_mean(own, inputs.counts_K[0]) + inputs.lambda_0 * heads_loss
     return loss, jax.tree.map(lambda s, t: jnp.concatenate([s[None], t]), own, heads)

@@ -6,18 +6,22 @@ from closeness import assert_close
 from test_losses import heads_problem
 from training_setup import write_config
 
-from medusa_jax.training import losses, measure
+from medusa_jax.commands import train_cost
+from medusa_jax.training import losses
+from medusa_jax.training.losses.reference import equation_1
 
 
 def test_the_naive_loss_is_the_same_loss():
     _, base, drafter, params, batch = heads_problem()
     counts = losses.pair_counts(batch, (2, 3, 4))
 
+    objective = losses.HeadObjective(drafter, 5, 0.8)
+
     def chunked(p):
-        return losses.head_loss(p, drafter, base, batch, counts, 5, 0.8)[0]
+        return losses.head_loss(p, base, objective, losses.StepInputs(batch, counts))[0]
 
     def naive(p):
-        return measure.naive_head_loss(p, drafter, base, batch, 0.8)
+        return equation_1(p, base, objective, batch)
 
     a, b = (jax.jit(jax.value_and_grad(f))(params) for f in (chunked, naive))
     assert_close(a, b)
@@ -28,7 +32,7 @@ def test_the_command_prints_both(tokens, tmp_path, capsys, kind):
     config = write_config(tmp_path, tokens, "medusa1")
     flags = [f"--config={config}", "--steps=2", f"--config.data.cache_features={kind}"]
     flags.append("--config.data.packing=first_fit")
-    assert measure.main(flags) == 0
+    assert train_cost.main(flags) == 0
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line]
     assert [r[1].strip() for r in rows[2:]] == ["chunked", "naive"]
     assert all(float(r[2]) > 0 for r in rows[2:])

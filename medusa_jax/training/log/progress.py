@@ -11,7 +11,7 @@ from typing import Any
 
 from medusa_jax.console import say
 from medusa_jax.errors import UserError
-from medusa_jax.training.curves import draw_run, read_log
+from medusa_jax.training.log.curves import draw_run, read_log
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,1 @@
+"""What a run tells: the progress line, log.jsonl, TensorBoard, curves."""

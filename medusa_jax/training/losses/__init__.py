@@ -1,0 +1,31 @@
+"""Losses: which pairs count, how terms are weighed, and how they are summed without their logits."""
+
+from medusa_jax.training.losses.objectives import (
+    HeadObjective,
+    HeadTargets,
+    StepInputs,
+    backbone_loss,
+    head_loss,
+    hidden_states,
+    joint_loss,
+    next_token_mean,
+)
+from medusa_jax.training.losses.streamed import Sums
+from medusa_jax.training.losses.targets import Batch, delay, pair_counts, pair_mask, rows
+
+__all__ = [
+    "Batch",
+    "HeadObjective",
+    "HeadTargets",
+    "StepInputs",
+    "Sums",
+    "backbone_loss",
+    "delay",
+    "head_loss",
+    "hidden_states",
+    "joint_loss",
+    "next_token_mean",
+    "pair_counts",
+    "pair_mask",
+    "rows",
+]

@@ -1,0 +1,50 @@
+"""Which pairs of a position and a later token count, and what a pass reads of a batch."""
+
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.heads.layers import later
+
+Batch = dict[str, jax.Array]
+
+
+def rows(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens, positions and segments: what a teacher-forced pass reads."""
+    return batch["tokens"], batch["positions"], batch["segment_ids"]
+
+
+def delay(x_BT: jax.Array, by: int) -> jax.Array:
+    """What stood `by` positions before, 0 ahead of the row: [a b c d], 1 -> [0 a b c]."""
+    T = x_BT.shape[1]
+    return jnp.pad(x_BT, ((0, 0), (by, 0)) + ((0, 0),) * (x_BT.ndim - 2))[:, :T]
+
+
+def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> jax.Array:
+    """Which positions t have a target at t + ahead: [B, T] bool.
+
+    Tokens t+1 ... t+ahead must all be counted and lie in the segment of t (0 is padding).
+
+    Example, ahead = 2 (the first Medusa head), "u" a user token, A B C . an answer:
+
+        token     u u A B C . | u A .        segments 1 1 1 1 1 1 2 2 2
+        counted   0 0 1 1 1 1   0 1 1
+        pair      0 1 1 1 0 0   1 0 0        (t = 1 predicts B: A and B are both counted)
+    """
+    mask = segment_ids_BT != 0
+    for step in range(1, ahead + 1):
+        inside = later(segment_ids_BT, step) == segment_ids_BT
+        mask &= inside & later(counted_BT, step)
+    return mask
+
+
+def pair_counts(batch: Batch, aheads: tuple[int, ...]) -> jax.Array:
+    """Number of counted pairs per distance, float32 [len(aheads)].
+
+    Over a batch with leading microbatch axes this is the count that every microbatch divides
+    by, so that accumulation weighs all pairs alike.
+    """
+    T = batch["tokens"].shape[-1]
+    counted = batch["counted"].reshape(-1, T)
+    segments = batch["segment_ids"].reshape(-1, T)
+    counts = [jnp.sum(pair_mask(counted, segments, ahead)) for ahead in aheads]
+    return jnp.stack(counts).astype(jnp.float32)

@@ -1,0 +1,1 @@
+"""Optimizers: rules by group of variables, schedules, AdamW with 8-bit moments."""

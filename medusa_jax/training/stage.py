@@ -1,0 +1,187 @@
+"""What a stage trains and how a microbatch is judged (Medusa 2.2.1 and 2.2.2).
+
+"backbone" trains every parameter of a Llama as a language model, "medusa1" trains draft heads
+on a frozen one, "medusa2" and "native" train both. What is trained and what is frozen are two
+separate trees from the start: only the first is differentiated, optimised and saved.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from medusa_jax.config import Config
+from medusa_jax.heads import Base, Drafter, make_drafter
+from medusa_jax.model import lora
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.sharding import PyTree
+from medusa_jax.training import estimate, losses
+from medusa_jax.training.losses import HeadObjective, HeadTargets, StepInputs, Sums
+from medusa_jax.training.optim.optimizer import heads_weight
+from medusa_jax.training.partition import trained_groups
+
+# (trained, frozen, what the step brings) -> (loss, sums for the log).
+LossFn = Callable[[PyTree, PyTree, StepInputs], tuple[jax.Array, Sums]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What is trained: initial values and the loss of one microbatch.
+
+    Variables are dicts of groups ("backbone", "lora", "heads"), as `partition.TABLE` names them.
+
+    Attributes:
+      aheads: how many tokens ahead each of the losses looks; the backbone's own loss looks 1.
+      loss: what a step minimises.
+      init: (key, groups that are there already) -> the trained groups that are not.
+      lambda_0: step -> weight of the heads' loss, where it is one of two terms.
+      hidden: (frozen, batch) -> hidden states of a frozen backbone, which the loss takes from
+        the batch if they are in it.
+      ranks: (params, frozen, batch) -> rank of each head's label [B, T, K], if there are heads.
+    """
+
+    aheads: tuple[int, ...]
+    loss: LossFn
+    init: Callable[[jax.Array, PyTree], PyTree]
+    lambda_0: Callable[[jax.Array], jax.Array]
+    hidden: Callable[[PyTree, PyTree], jax.Array] | None = None
+    ranks: Callable[[PyTree, PyTree, PyTree], jax.Array] | None = None
+
+
+def make_stage(cfg: Config, steps: int, mesh: Mesh | None = None) -> Stage:
+    """The stage that `cfg.train.stage` names, on the backbone shape `cfg.model.arch`.
+
+    With a mesh the rows of a microbatch are split over its devices all through the step.
+    """
+    trained = set(trained_groups(cfg))
+    backbone = Backbone(cfg, mesh)
+    lambda_0 = heads_weight(cfg.train.lambda_0_schedule, cfg.train.lambda_0, steps)
+    if "heads" not in trained:
+        loss, init = backbone_stage(backbone), partial(fresh_groups, cfg, None)
+        return Stage((1,), loss, init, lambda_0)
+    drafter = make_drafter(cfg.heads, cfg.model.arch)
+    init = partial(fresh_groups, cfg, drafter)
+    objective = head_objective(cfg, drafter)
+    aheads = tuple(k + 2 for k in range(drafter.n_heads))
+    ranks = partial(label_ranks, backbone, objective)
+    if trained == {"heads"}:
+        loss, hidden = heads_stage(backbone, objective), backbone.hidden_states
+        return Stage(aheads, loss, init, lambda_0, hidden, ranks)
+    return Stage(
+        (1, *aheads), joint_stage(backbone, objective), init, lambda_0, None, ranks
+    )
+
+
+class Backbone:
+    """The backbone under training, put together from its groups of variables."""
+
+    def __init__(self, cfg: Config, mesh: Mesh | None):
+        self.cfg = cfg
+        # Nothing is recomputed in a backward pass that does not reach the backbone.
+        remat = cfg.train.remat and set(trained_groups(cfg)) != {"heads"}
+        dtype = jnp.dtype(cfg.train.dtype)
+        self.llama = Llama(cfg.model.arch, dtype, remat=remat, mesh=mesh)
+
+    def base(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Base:
+        """The backbone with its adapters, if it has some."""
+        adapters = groups.get("lora")
+        if adapters is not None and dropout_key is not None and self.cfg.lora.dropout:
+            adapters = lora.with_dropout(adapters, dropout_key)
+        return Base(self.llama, groups["backbone"], adapters)
+
+    def with_adapters(self, params: PyTree) -> PyTree:
+        """Adapters scaled once, before the losses take gradients chunk by chunk."""
+        if "lora" not in params:
+            return params
+        return params | {"lora": lora.scaled(params["lora"], self.cfg.lora)}
+
+    def original(self, frozen: PyTree) -> Base | None:
+        """The teacher: the backbone as it was, adapters and dropout off."""
+        if self.cfg.train.backbone_loss != "kl":
+            return None
+        return Base(self.llama, frozen["teacher" if "teacher" in frozen else "backbone"])
+
+    def hidden_states(self, frozen: PyTree, batch: PyTree) -> jax.Array:
+        """[B, T, D] of a frozen backbone."""
+        return self.base(frozen).forward(*losses.rows(batch))
+
+
+def head_objective(cfg: Config, drafter: Drafter) -> HeadObjective:
+    """How the configuration judges draft heads."""
+    t = cfg.train
+    targets = HeadTargets(t.label_weight, t.teacher_weight, t.hidden_noise)
+    return HeadObjective(drafter, t.loss_chunk, t.lambda_decay, targets)
+
+
+def backbone_stage(backbone: Backbone) -> LossFn:
+    """A language model, or adapters of one."""
+
+    def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
+        def base_of(p: PyTree) -> Base:
+            return backbone.base(frozen | p, inputs.dropout_key)
+
+        chunk, original = backbone.cfg.train.loss_chunk, backbone.original(frozen)
+        params = backbone.with_adapters(params)
+        return losses.backbone_loss(params, base_of, inputs, chunk, original)
+
+    return loss
+
+
+def heads_stage(backbone: Backbone, objective: HeadObjective) -> LossFn:
+    """Medusa-1: heads on a frozen backbone."""
+
+    def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
+        return losses.head_loss(params["heads"], backbone.base(frozen), objective, inputs)
+
+    return loss
+
+
+def joint_stage(backbone: Backbone, objective: HeadObjective) -> LossFn:
+    """Medusa-2: the backbone, or its adapters, together with the heads."""
+
+    def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
+        key = inputs.dropout_key
+        adapter_key, head_key = (None, None) if key is None else jax.random.split(key)
+
+        def split(p: PyTree) -> tuple[PyTree, Base]:
+            return p["heads"], backbone.base(frozen | p, adapter_key)
+
+        params = backbone.with_adapters(params)
+        inputs, original = inputs._replace(dropout_key=head_key), backbone.original(frozen)
+        return losses.joint_loss(params, split, objective, inputs, original)
+
+    return loss
+
+
+def label_ranks(
+    backbone: Backbone,
+    objective: HeadObjective,
+    params: PyTree,
+    frozen: PyTree,
+    batch: PyTree,
+) -> jax.Array:
+    """Rank of each head's label [B, T, K], -1 where a pair does not count."""
+    base = backbone.base(frozen | backbone.with_adapters(params))
+    hidden_BTD = losses.hidden_states(base, batch)
+    drafter, chunk = objective.drafter, objective.chunk
+    return estimate.head_ranks(params["heads"], drafter, base, hidden_BTD, batch, chunk)
+
+
+def fresh_groups(
+    cfg: Config, drafter: Drafter | None, key: jax.Array, given: PyTree
+) -> PyTree:
+    """Initial values of what is trained and not given: "backbone", "lora", "heads"."""
+    arch, out = cfg.model.arch, {}
+    if "backbone" not in given:
+        out["backbone"] = init_params(arch, key)
+    backbone = (given | out)["backbone"]
+    if "lora" in trained_groups(cfg) and "lora" not in given:
+        adapter_key = jax.random.fold_in(key, 2)
+        out["lora"] = lora.init_lora(arch, adapter_key, cfg.lora.rank)
+    if drafter is not None and "heads" not in given:
+        base = Base(Llama(arch), backbone)
+        out["heads"] = drafter.init(jax.random.fold_in(key, 1), base)
+    return out
