@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.cli.flags import (
+    add_base,
     add_generation,
     add_limit,
-    add_model,
     command,
     load_model,
     run_command,
@@ -51,10 +51,10 @@ def parser() -> argparse.ArgumentParser:
                    help="JSONL: prompt/prompt_ids, or Spec-Bench questions with turns (first "
                    "turn); an optional 'continuation_ids' is the real text")  # fmt: skip
     add_limit(p, 50)
-    add_model(p, drafter=None)
-    p.add_argument(
-        "--drafters", default="hydra", help="comma-separated names or directories"
-    )
+    p.add_argument("--model", help="directory or hub id of a model (default: the demo)")
+    add_base(p)
+    p.add_argument("--drafters", help="comma-separated names or directories (default: hydra for "
+                   "the demo, none for another model)")  # fmt: skip
     p.add_argument("--trees", default="auto,64", help="comma-separated --tree values (cartesian "
                    "widths with x: cartesian:2x3)")  # fmt: skip
     add_generation(p)
@@ -77,6 +77,14 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--out", default="work/bench", help="directory for results")
     return p
+
+
+def drafter_names(flags: argparse.Namespace) -> list[str]:
+    """The drafters that --drafters names."""
+    from medusa_jax.api import default_drafter
+
+    names: str = flags.drafters or default_drafter(flags.model)
+    return names.split(",")
 
 
 def read_questions(path: str, limit: int) -> list[dict[str, Any]]:
@@ -271,7 +279,7 @@ def run(flags: argparse.Namespace) -> int:
         return bench_batches.run_batches(flags, questions, out)
     rows: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
-    for name in flags.drafters.split(","):
+    for name in drafter_names(flags):
         model = load_model(flags, name)
         for spec in flags.trees.split(","):
             tree = model.parse_tree(spec.replace("x", ",") if ":" in spec else spec)

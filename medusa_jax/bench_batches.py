@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.bench import prompt_of
+from medusa_jax.bench import drafter_names, prompt_of
 from medusa_jax.cli.flags import load_model, numbers
 from medusa_jax.console import say
 from medusa_jax.errors import UserError
@@ -24,7 +24,7 @@ def run_batches(
     options = Options(
         max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, seed=flags.seed
     )
-    for name in flags.drafters.split(","):
+    for name in drafter_names(flags):
         model = load_model(flags, name)
         prompts = [model.encode(prompt_of(question)) for question in questions]
         rows = batch_rows(
@@ -49,7 +49,7 @@ def run_cache_check(
     """What a step costs at 64 tokens of context, by the size the cache may come to have."""
     from medusa_jax.decoding.latency import cache_check
 
-    model = load_model(flags, flags.drafters.split(",")[0])
+    model = load_model(flags, drafter_names(flags)[0])
     prompt = (model.encode(prompt_of(questions[0])) * 64)[:64]
     found = cache_check(model, prompt)
     (out / "cache_check.json").write_text(json.dumps(found, indent=1) + "\n")

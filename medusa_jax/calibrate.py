@@ -1,8 +1,8 @@
 """`python -m medusa_jax.calibrate`: fit the draft tree to the heads and to this device.
 
 Three measurements, then a choice: the ranks of the true tokens under the heads on the model's
-own output, the step latency over tree sizes on this device, and the tokens per step that each
-best tree of a size will give. Written as a tree file with its evidence; decode.py uses the one
+own output, the step latency over tree sizes on this device, and the tokens per step that the
+best tree of each size gives on texts that it was not grown from. Written as a tree file with its evidence; decode.py uses the one
 that lies beside the heads.
 """
 
@@ -107,8 +107,11 @@ def collect_tuples(
         first, last = result.prompt_tokens - 1, len(ids) - K - 1
         if last > first:
             texts.append(np.asarray(out)[0, first:last])
-    if not texts:
-        raise UserError("the model's continuations are too short to calibrate on")
+    if len(texts) < 2:
+        raise UserError(
+            f"{len(texts)} of {len(prompts)} continuations are long enough to calibrate on, two "
+            "are needed: trees are counted on texts that they were not grown from"
+        )
     return texts
 
 
@@ -119,21 +122,24 @@ def calibrate(flags: argparse.Namespace) -> dict[str, Any]:
     from medusa_jax.decoding import calibrate as fit
     from medusa_jax.decoding.latency import step_seconds
     from medusa_jax.distill import read_prompts
-    from medusa_jax.tree import Tree
+    from medusa_jax.tree import Choice, Tree
 
     sizes = sorted({1, *numbers(flags.sizes, "--sizes")})
     records = read_prompts(flags.prompts, flags.limit)
     prompts: list[Any] = [r.get("prompt_ids", r.get("prompt")) for r in records]
-    model = load_model(flags, mesh=parse_mesh(flags.mesh))
+    model = load_model(flags, needs_heads=True, mesh=parse_mesh(flags.mesh))
     texts = collect_tuples(
         model, prompts, flags.max_new_tokens, flags.temperature, flags.seed
     )
     tuples_NK = np.concatenate(texts)
     accuracy_KR = fit.head_accuracies(tuples_NK)
-    if flags.values == "joint":
-        growth = fit.joint_growth(tuples_NK, GROWTH)
-    else:
-        growth = fit.product_growth(accuracy_KR, GROWTH)
+
+    def grow(tuples_NK: np.ndarray) -> list[Choice]:
+        if flags.values == "joint":
+            return fit.joint_growth(tuples_NK, GROWTH)
+        return fit.product_growth(fit.head_accuracies(tuples_NK), GROWTH)
+
+    growth = grow(tuples_NK)
     sizes = [s for s in sizes if s <= len(growth) + 1]
     trees = [Tree.from_choices(growth[: s - 1]) for s in sizes]
     acceptance = "sampled" if flags.temperature > 0 else "greedy"
@@ -142,13 +148,13 @@ def calibrate(flags: argparse.Namespace) -> dict[str, Any]:
             model, trees, model.encode(prompts[0]), batch=flags.batch, acceptance=acceptance,
             temperature=flags.temperature, rounds=flags.rounds,
         )  # fmt: skip
-    tokens = [fit.replayed_tokens(texts, tree) for tree in trees]
+    tokens = fit.held_out_tokens(texts, grow, sizes)
     best = fit.best_size(sizes, tokens, seconds)
     ladder = [
         {
             "nodes": size,
             "tokens_per_step": round(n, 4),
-            "expected_by_worth": round(fit.expected_tokens(tuples_NK, tree), 4),
+            "fitted_tokens_per_step": round(fit.replayed_tokens(texts, tree), 4),
             "step_seconds": s,
             "step_latency_ratio": round(s / seconds[0], 4),
             "predicted_speedup": round(n * seconds[0] / s, 4),

@@ -40,7 +40,7 @@ from medusa_jax.cli.flags import (
     parse_mesh,
     run_command,
 )
-from medusa_jax.console import say
+from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
 
 EXAMPLES = """examples:
@@ -52,7 +52,7 @@ EXAMPLES = """examples:
       --prompts HuggingFaceH4/ultrachat_200k --split train_sft --out work/zephyr7b
 """
 # Two lines about progress are at least so many seconds apart where there is no terminal.
-NEWS_SECONDS = 60.0
+NEWS_SECONDS = 30.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -222,13 +222,61 @@ def write_token_directory(directory: Path, samples: Sequence[dict[str, Any]]) ->
     return int(arrays["counted"].sum())
 
 
+class News:
+    """How far a run is: a bar at a terminal, else a line now and then, also within a batch.
+
+    Args:
+      total, done: seeds in all, and those that an earlier run answered.
+    """
+
+    def __init__(self, total: int, done: int) -> None:
+        from tqdm import tqdm
+
+        self.total, self.before, self.done = total, done, done
+        self.bar = tqdm(total=total, initial=done, unit="seed", disable=None)
+        self.start = self.told = time.perf_counter()
+        # New tokens of the decode calls that are over, and of the one under way.
+        self.tokens, self.growing = 0, 0
+
+    def grow(self, n_new_B: np.ndarray) -> None:
+        """Tokens of the rows that are being decoded."""
+        self.growing = int(n_new_B.sum())
+        self._tell()
+
+    def call_done(self) -> None:
+        """A decode call is over."""
+        self.tokens, self.growing = self.tokens + self.growing, 0
+
+    def batch_done(self, n: int) -> None:
+        """The next `n` seeds are answered."""
+        self.done += n
+        self.bar.update(n)
+        self._tell()
+
+    def _tell(self) -> None:
+        now = time.perf_counter()
+        made = self.tokens + self.growing
+        speed = made / (now - self.start)
+        if not self.bar.disable:
+            self.bar.set_postfix_str(f"{made} tokens, {speed:.0f} tokens/s")
+        elif now - self.told > NEWS_SECONDS:
+            self.told = now
+            line = f"{self.done} of {self.total} seeds, {made} tokens, {speed:.0f} tokens/s"
+            if answered := self.done - self.before:
+                left = (now - self.start) / answered * (self.total - self.done) / 60
+                line += f", {left:.0f} minutes left"
+            say(line)
+
+
 class Writer:
     """Answers batch after batch, with one decode call's shape for all of them."""
 
-    def __init__(self, model: Any, flags: argparse.Namespace, mode: str, options: Any):
+    def __init__(
+        self, model: Any, flags: argparse.Namespace, mode: str, options: Any, news: News
+    ):
         from medusa_jax.conversation import Converse
 
-        self.model, self.mode, self.options = model, mode, options
+        self.model, self.mode, self.options, self.news = model, mode, options, news
         self.batch_size = flags.batch_size
         self.converse = Converse(
             model.tokenizer, model.config.max_position, self.decode, flags.chat_template,
@@ -249,7 +297,14 @@ class Writer:
         ]
         extra = self.batch_size - len(prompts)
         padded = prompts + [prompts[-1]] * extra
-        return self.model.generate(padded, rows + [rows[-1]] * extra)[: len(prompts)]
+        rows += [rows[-1]] * extra
+        with announced("compiling"):
+            self.model.compile(padded, rows)
+        results = self.model.generate(
+            padded, rows, watch=lambda n_new_B: self.news.grow(n_new_B[: len(prompts)])
+        )
+        self.news.call_done()
+        return results[: len(prompts)]
 
     def batches(self, seeds: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
         """Lines of each batch of seeds."""
@@ -320,8 +375,8 @@ def run(flags: argparse.Namespace) -> int:
     model = load_model(flags, tree=tree, mesh=parse_mesh(flags.mesh))
     if mode != "continue":
         template_source(model.tokenizer, flags.chat_template)  # fails before any work
-        ends = stop_ids(model.tokenizer, flags.chat_template)
-        model.eos_ids = tuple(sorted({*model.eos_ids, *ends}))
+        ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}
+        options = dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
     settings = settings_of(flags, mode, seeds, model)
@@ -331,7 +386,8 @@ def run(flags: argparse.Namespace) -> int:
     if lines:
         say(f"{len(lines)} of {len(seeds)} seeds are answered already")
     start, before = time.perf_counter(), len(lines)
-    write_all(Writer(model, flags, mode, options), path, seeds, lines)
+    news = News(len(seeds), len(lines))
+    write_all(Writer(model, flags, mode, options, news), path, seeds, lines)
     seconds = time.perf_counter() - start
     found = sizes(mode, lines)
     if mode == "continue":
@@ -377,25 +433,12 @@ def write_all(
     writer: Writer, path: Path, seeds: Sequence[Any], lines: list[dict[str, Any]]
 ) -> None:
     """Append the lines of every batch that is missing, a batch at a time, and show how far."""
-    from tqdm import tqdm
-
-    done, start = len(lines), time.perf_counter()
-    told = start
-    with (
-        open(path, "a") as file,
-        tqdm(total=len(seeds), initial=done, unit="seed", disable=None) as bar,
-    ):
-        for batch in writer.batches(seeds[done:]):
+    with open(path, "a") as file, writer.news.bar:
+        for batch in writer.batches(seeds[len(lines) :]):
             file.write("".join(json.dumps(line) + "\n" for line in batch))
             file.flush()
             lines += batch
-            bar.update(len(batch))
-            now = time.perf_counter()
-            if bar.disable and now - told > NEWS_SECONDS:
-                told = now
-                each = (now - start) / (len(lines) - done)
-                left = each * (len(seeds) - len(lines)) / 60
-                say(f"{len(lines)} of {len(seeds)} seeds, {left:.0f} minutes left")
+            writer.news.batch_done(len(batch))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -129,7 +129,7 @@ def run(flags: argparse.Namespace) -> int:
         raise UserError("the threshold sweep needs --temperature above 0")
     use_compilation_cache()
     questions = read_questions(flags.prompts, flags.limit)
-    model = load_model(flags, tree=flags.tree)
+    model = load_model(flags, needs_heads=True, tree=flags.tree)
     prompts = [model.encode(prompt_of(question)) for question in questions]
     runner = Runner(model, prompts, flags)
     out = Path(flags.out)

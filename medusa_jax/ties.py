@@ -125,7 +125,7 @@ def run(flags: argparse.Namespace) -> int:
 
     use_compilation_cache()
     questions = read_questions(flags.prompts, flags.limit)
-    model = load_model(flags, tree=flags.tree)
+    model = load_model(flags, needs_heads=True, tree=flags.tree)
     prompts = [model.encode(prompt_of(question)) for question in questions]
     facts = report(model, prompts, flags)
     out = Path(flags.out)

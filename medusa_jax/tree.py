@@ -18,6 +18,9 @@ from medusa_jax.errors import UserError
 
 Choice = tuple[int, ...]
 
+# The size that a calibrated order is cut to on an accelerator that it was not fitted to.
+ACCELERATOR_NODES = 64
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -227,7 +230,22 @@ def tree_of_size(growth: Sequence[Sequence[int]], n_nodes: int) -> Tree:
     return Tree.from_choices(growth[: n_nodes - 1])
 
 
-def parse_tree(spec: str, calibrated: dict | None = None) -> Tree:
+def auto_tree(calibrated: dict, platform: str) -> Tree:
+    """The calibrated tree as it is on the platform it was fitted to, cut anew elsewhere.
+
+    A CPU takes the file's own size whatever it was fitted to; an accelerator's step is bound
+    by reading weights, where 64 nodes cost little more than one (Medusa 2.3.3).
+
+    Args:
+      platform: "cpu", "gpu" or "tpu", as `jax.default_backend()` names it.
+    """
+    if platform in ("cpu", calibrated.get("platform")):
+        return Tree.from_choices(calibrated["choices"])
+    growth = calibrated.get("growth", calibrated["choices"])
+    return tree_of_size(growth, min(ACCELERATOR_NODES, len(growth) + 1))
+
+
+def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu") -> Tree:
     """The tree that a `--tree` value names.
 
     Args:
@@ -235,6 +253,7 @@ def parse_tree(spec: str, calibrated: dict | None = None) -> Tree:
         the path of a JSON file.
       calibrated: content of the tree file that lies beside the heads, for "auto" (its
         `choices`) and a number (the first nodes of its `growth`).
+      platform: where the tree is to run, see `auto_tree`.
     """
     kind, _, rest = spec.partition(":")
     try:
@@ -255,7 +274,7 @@ def parse_tree(spec: str, calibrated: dict | None = None) -> Tree:
                 "`python -m medusa_jax.calibrate`, or give cartesian:.., chain:.. or a file"
             )
         if spec == "auto":
-            return Tree.from_choices(calibrated["choices"])
+            return auto_tree(calibrated, platform)
         return tree_of_size(calibrated.get("growth", calibrated["choices"]), int(spec))
     try:
         return Tree.from_choices(load_tree_file(spec)["choices"])

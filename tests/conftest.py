@@ -5,12 +5,14 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-import jax
-import pytest
-
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
+# Nearly all of the tests' time is compilation. Without XLA's costly passes, and with its older code
+# generator for fusions, it takes a quarter. What is set from outside counts (`.ci/run` also compiles
+# as users do).
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ["XLA_FLAGS"] = (
+    f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
+)
+# Workers, subprocesses and later runs share what was compiled.
 if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     try:
@@ -18,8 +20,13 @@ if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         cache.mkdir(parents=True, exist_ok=True)
     except OSError:  # a home that cannot be written
         cache = Path(tempfile.mkdtemp(prefix="medusa_jax_tests"))
-    jax.config.update("jax_compilation_cache_dir", str(cache))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +60,3 @@ def x64():
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", before)
-
-
-@pytest.fixture(scope="module")
-def quick_compile():
-    """Compile without XLA's costly passes: half the time of a first run of the tests."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)

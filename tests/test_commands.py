@@ -13,7 +13,6 @@ from medusa_jax.config import DataConfig
 from medusa_jax.training.data import TokenRows
 from medusa_jax.tree import Tree
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 PROMPTS = ["the cat", "a b c", "in the", "abc"]
 
 

@@ -149,7 +149,6 @@ def test_bad_input_is_one_line(arguments, words, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 def test_a_tiny_family(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(PROJECT)
     config, _ = write_model(tmp_path / "model")

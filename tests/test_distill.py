@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +20,6 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop import chat, hf
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.prepare import Encoder
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 # Letters the tiny tokenizer knows: "u" and "a" name the speakers.
 TEMPLATE = (
@@ -217,6 +216,19 @@ def test_a_run_writes_conversations_with_provenance(model, seeds, tmp_path, caps
     encode = Encoder(load_tokenizer(str(model)), DataConfig(format="messages"), "m.jsonl")
     used = [not encode(json.dumps(line))[0] for line in lines]
     assert used == [bool(line["answers"]) for line in lines]
+
+
+def test_news_come_within_a_batch(model, seeds, tmp_path, capsys, monkeypatch):
+    """Where there is no terminal: tokens from the first chunk of the first batch on."""
+    monkeypatch.setattr(distill, "NEWS_SECONDS", 0.0)
+    assert distill.main(flags_for(model, tmp_path, seeds, "--limit=8")) == 0
+    news = [line for line in capsys.readouterr().err.splitlines() if "of 8 seeds" in line]
+    first = re.match(r"0 of 8 seeds, (\d+) tokens, \d+ tokens/s$", news[0])
+    assert first and int(first[1]) > 0
+    counts = [int(re.search(r"(\d+) tokens,", line)[1]) for line in news]
+    assert counts == sorted(counts)
+    found = json.loads((tmp_path / "provenance.json").read_text())
+    assert counts[-1] == found["answer_tokens"] and "minutes left" in news[-1]
 
 
 def test_another_setting_is_not_mixed_in(model, seeds, tmp_path, capsys):

@@ -9,8 +9,6 @@ from tiny_model import write_model
 from medusa_jax.model import quantise
 from medusa_jax.study import arms, command, figures, text
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.mark.slow
 def test_arms_end_in_a_table(tmp_path, monkeypatch, capsys):

@@ -43,9 +43,10 @@ def write_tokenizer(directory: Path, bos: bool = True) -> int:
 
 
 def write_model(directory: Path, bos: bool = True, seed: int = 0, **fields):
-    """Backbone in `directory`, three untrained Medusa heads in `directory`/heads."""
+    """Backbone of one layer in `directory`, three untrained Medusa heads in `directory`/heads."""
     size = write_tokenizer(directory, bos)
-    config = tiny_config(**({"vocab_size": size, "max_position": CONTEXT} | fields))
+    sizes = {"vocab_size": size, "max_position": CONTEXT, "n_layers": 1}
+    config = tiny_config(**(sizes | fields))
     params = random_params(config, seed)
     for special in range(3):  # so rare that texts run to their limit
         params["lm_head"]["kernel"][:, special] *= 0.1

@@ -3,7 +3,7 @@
 decode.py, the notebooks, the evaluators and the tests all go through here.
 """
 
-from medusa_jax.api.load import DEMO, DTYPES, default_dtype, load
+from medusa_jax.api.load import DEMO, DTYPES, default_drafter, default_dtype, load
 from medusa_jax.api.model import Model
 from medusa_jax.api.results import Options, Piece, Result, steps_of
 from medusa_jax.api.streaming import StoppingText
@@ -16,6 +16,7 @@ __all__ = [
     "Piece",
     "Result",
     "StoppingText",
+    "default_drafter",
     "default_dtype",
     "load",
     "steps_of",

@@ -13,8 +13,8 @@ from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, make_drafter
 from medusa_jax.interop import heads_io, hf
-from medusa_jax.interop.hub import resolve
-from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.interop.hub import resolve, resolve_heads
+from medusa_jax.interop.tokenizer import declared_eos_ids, load_tokenizer
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree, load_tree_file, parse_tree
@@ -30,7 +30,7 @@ def default_dtype() -> str:
 
 def load(
     model: str | None = None,
-    drafter: str = "hydra",
+    drafter: str | None = None,
     *,
     tree: str | Tree = "auto",
     dtype: str | None = None,
@@ -38,20 +38,27 @@ def load(
     tokenizer: str | None = None,
     all_heads: bool = True,
     no_repeat_ngram_size: int | None = None,
+    eos_ids: Sequence[int] | None = None,
+    allow_other_base: bool = False,
 ) -> Model:
     """Load a backbone and its draft heads. Without arguments: the bundled demo.
 
     Args:
       model: directory or hub id of a Llama-family model; None is the demo.
       drafter: a name from the registry (the demo's heads of that kind), a directory or a hub
-        id with heads, or "none".
+        id with heads, or "none"; by default "hydra" for the demo and "none" for another model.
       tree: the default tree, as for `--tree`.
-      dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere.
+      dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. "float64"
+        needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
       mesh: devices along data, fsdp, tensor.
       tokenizer: directory or hub id, if not beside the model.
       all_heads: False reads only the heads that `tree` uses.
       no_repeat_ngram_size: no n-gram of this size twice in prompt and text, 0 bars nothing; by
         default `no_repeat_ngram_size` of the model's generation_config.json, else 0.
+      eos_ids: tokens that end a text unless a request names others; by default those that
+        the model's and the tokenizer's files name.
+      allow_other_base: accept heads that were trained on another backbone of the same sizes:
+        fewer drafts are accepted, the text stays the backbone's own.
 
     Raises:
       UserError: anything that cannot be read or does not fit together.
@@ -60,73 +67,113 @@ def load(
     if kind not in DTYPES:
         raise UserError(f"dtype is one of {', '.join(DTYPES)}, not {kind!r}")
     if kind == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        jax.config.update("jax_enable_x64", True)
-    path = model or str(DEMO / "backbone")
-    if model is None and not (DEMO / "backbone" / "config.json").exists():
-        raise UserError("this installation has no demo model: give --model")
-    heads_path = drafter
-    if drafter in DRAFTERS:
-        if model is not None:
-            raise UserError(
-                f"--drafter {drafter} names the demo's heads, which do not fit {model}: give "
-                "the directory or hub id of heads trained for it, or --drafter none"
-            )
-        heads_path = str(DEMO / drafter)
-        if not Path(heads_path).is_dir():
-            raise UserError(
-                f"no {drafter} heads are bundled with the demo: give --drafter the directory of "
-                "heads trained for it"
-            )
+        raise UserError(
+            'dtype float64 needs 64-bit types: call jax.config.update("jax_enable_x64", True) '
+            "before anything is loaded, or set JAX_ENABLE_X64=1"
+        )
+    directory = _model_directory(model)
+    heads_directory = _heads_directory(model, drafter or default_drafter(model))
     devices = make_mesh(mesh)
-    text_to_ids = load_tokenizer(tokenizer or path)
+    text_to_ids = load_tokenizer(tokenizer or directory)
     marks, number = hf.Fingerprint(), jnp.dtype(kind)
 
     def place(config: LlamaConfig, part: Any) -> Any:
         marks.see(config, part)
         return place_part(config, part, number, devices)
 
-    config, base = hf.load_backbone(path, devices, kind, place)
+    config, base = hf.load_backbone(directory, devices, kind, place)
     calibrated = None
+    heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Any = {}
-    if drafter == "none":
-        heads = HeadsConfig(n_heads=1, lm_head="shared")
+    if heads_directory is None:
+        wanted = Tree.none() if tree == "auto" else tree
     else:
-        directory = Path(resolve(heads_path, heads_io.HEAD_FILES))
-        if (directory / "tree.json").exists():
-            calibrated = load_tree_file(directory / "tree.json")
-        n_heads = None
-        if not all_heads and (tree != "auto" or calibrated is not None):
-            wanted = tree if isinstance(tree, Tree) else parse_tree(tree, calibrated)
-            n_heads = _heads_needed(directory, wanted)
+        calibrated = _calibrated_tree(heads_directory)
+        there = heads_io.read_description(heads_directory).n_heads
+        wanted = _choose_tree(tree, calibrated, there)
+        wanted.check_depth(there)
         heads, head_params, _ = heads_io.load_heads(
-            str(directory), config, devices, n_heads, kind, fingerprint=marks.digits(config),
+            heads_directory,
+            config,
+            devices,
+            None if all_heads else max(1, wanted.depth),
+            kind,
+            fingerprint=marks.digits(config),
+            allow_other_base=allow_other_base,
             convert=partial(place_head, dtype=number, mesh=devices),
-        )  # fmt: skip
-    loaded = Model(
+        )
+    if eos_ids is None:
+        eos_ids = sorted(text_to_ids.eos_ids | declared_eos_ids(directory))
+    return Model(
         config,
         {"base": base, "heads": head_params},
         text_to_ids,
         make_drafter(heads, config),
         dtype=number,
         mesh=devices,
+        tree=wanted,
         calibrated=calibrated,
-        no_repeat_ngram_size=_ngram_size(path, no_repeat_ngram_size),
+        eos_ids=eos_ids,
+        no_repeat_ngram_size=_ngram_size(directory, no_repeat_ngram_size),
     )
-    loaded.tree = loaded.parse_tree(tree)
-    return loaded
 
 
-def _ngram_size(path: str, asked: int | None) -> int:
+def default_drafter(model: str | None) -> str:
+    """The heads that go with a model when none are named: the demo has some, others do not."""
+    return "hydra" if model is None else "none"
+
+
+def _model_directory(model: str | None) -> str:
+    """Where the backbone lies, before anything else is looked for."""
+    if model is not None:
+        return resolve(model)
+    if not (DEMO / "backbone" / "config.json").exists():
+        raise UserError("this installation has no demo model: give --model")
+    return str(DEMO / "backbone")
+
+
+def _heads_directory(model: str | None, drafter: str) -> str | None:
+    """Where the heads lie that `drafter` names; None for "none"."""
+    if drafter == "none":
+        return None
+    if drafter not in DRAFTERS:
+        return resolve_heads(drafter)
+    if model is not None:
+        raise UserError(
+            f"--drafter {drafter} names the demo's heads, which do not fit {model}: give "
+            "the directory or hub id of heads trained for it, or --drafter none"
+        )
+    if not (DEMO / drafter).is_dir():
+        raise UserError(
+            f"no {drafter} heads are bundled with the demo: give --drafter the directory of "
+            "heads trained for it"
+        )
+    return str(DEMO / drafter)
+
+
+def _calibrated_tree(heads_directory: str) -> dict[str, Any] | None:
+    """The tree file beside the heads, if there is one."""
+    file = Path(heads_directory) / "tree.json"
+    return load_tree_file(file) if file.exists() else None
+
+
+def _choose_tree(spec: str | Tree, calibrated: dict[str, Any] | None, n_heads: int) -> Tree:
+    """The one choice of the default tree, made before heads are read: it says how many.
+
+    "auto" without a tree file is a chain through all heads.
+    """
+    if isinstance(spec, Tree):
+        return spec
+    if spec == "auto" and calibrated is None:
+        return Tree.chain(n_heads)
+    return parse_tree(spec, calibrated, jax.default_backend())
+
+
+def _ngram_size(directory: str, asked: int | None) -> int:
     """`no_repeat_ngram_size`, or what the model's publisher recommends."""
     size = asked
     if size is None:
-        size = hf.generation_config(path).get("no_repeat_ngram_size") or 0
+        size = hf.generation_config(directory).get("no_repeat_ngram_size") or 0
     if not isinstance(size, int) or size < 0:
         raise UserError(f"no_repeat_ngram_size must be 0 (off) or more, not {size!r}")
     return size
-
-
-def _heads_needed(directory: Path, tree: Tree) -> int:
-    """How many heads the tree uses: deeper ones are not read. A too deep tree is refused."""
-    tree.check_depth(heads_io.read_description(str(directory)).n_heads)
-    return max(1, tree.depth)

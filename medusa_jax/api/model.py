@@ -1,25 +1,26 @@
 """A loaded backbone with its draft heads: what `generate` and `stream` run on."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from medusa_jax.api.results import DEFAULTS, Options, Piece, Result, results_of
 from medusa_jax.api.streaming import GrowingTexts
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.accept import LOSSLESS
+from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Base, Drafter
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.model.placing import decoder
-from medusa_jax.tree import Tree, parse_tree, tree_of_size
+from medusa_jax.tree import Tree, parse_tree
 
-# The size that a calibrated order is cut to on a device it was not fitted for: on
-# accelerators the paper's 64 nodes cost little more than one.
-ACCELERATOR_NODES = 64
+# Told the number of new tokens of every row [B] while a batch is being decoded.
+Watch = Callable[[np.ndarray], None]
 
 
 class Model:
@@ -32,6 +33,7 @@ class Model:
         `model/placing.py` makes them.
       tokenizer: text to ids and back.
       tree: the default draft tree.
+      eos_ids: tokens that end a text, unless a request names others.
       calibrated: content of the tree file beside the heads, or None.
       no_repeat_ngram_size: no n-gram of this size twice in prompt and text; 0 bars nothing.
     """
@@ -45,6 +47,7 @@ class Model:
         *,
         dtype: Any,
         mesh: jax.sharding.Mesh,
+        tree: str | Tree | None = None,
         calibrated: dict | None = None,
         eos_ids: Sequence[int] | None = None,
         no_repeat_ngram_size: int = 0,
@@ -58,7 +61,8 @@ class Model:
         self.eos_ids = tuple(sorted(tokenizer.eos_ids if eos_ids is None else eos_ids))
         self.llama = decoder(config, dtype, mesh)
         self.variables = variables
-        self.tree = self._default_tree()
+        self.tree = Tree.chain(drafter.n_heads if variables["heads"] else 0)
+        self.tree = self.parse_tree(tree)
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self._warm: set[Any] = set()
 
@@ -67,27 +71,22 @@ class Model:
         """The backbone as drafters see it."""
         return Base(self.llama, self.variables["base"])
 
-    def _default_tree(self) -> Tree:
-        if self.calibrated is None:
-            return (
-                Tree.chain(self.drafter.n_heads) if self.variables["heads"] else Tree.none()
-            )
-        platform = jax.default_backend()
-        if platform == "cpu" or self.calibrated.get("platform") == platform:
-            return parse_tree("auto", self.calibrated)
-        growth = self.calibrated.get("growth", self.calibrated["choices"])
-        return tree_of_size(growth, min(ACCELERATOR_NODES, len(growth) + 1))
-
     def parse_tree(self, spec: str | Tree | None) -> Tree:
         """The tree a `--tree` value names, checked against the heads that are there."""
-        if isinstance(spec, Tree):
-            tree = spec
-        elif spec is None or spec == "auto":
+        no_heads = UserError(
+            "no draft heads are loaded: give --drafter, or use --tree none"
+        )
+        headless = not self.variables["heads"]
+        if spec is None or spec == "auto":
             tree = self.tree
+        elif isinstance(spec, Tree):
+            tree = spec
+        elif headless and spec.isdecimal():
+            raise no_heads
         else:
             tree = parse_tree(spec, self.calibrated)
-        if tree.depth and not self.variables["heads"]:
-            raise UserError("no draft heads are loaded: give --drafter, or use --tree none")
+        if tree.depth and headless:
+            raise no_heads
         tree.check_depth(self.drafter.n_heads)
         if tree.max_rank >= self.config.vocab_size:
             raise UserError(f"tree rank {tree.max_rank} exceeds the vocabulary")
@@ -112,7 +111,6 @@ class Model:
             self.drafter,
             self.parse_tree(tree),
             acceptance,
-            eos_ids=self.eos_ids,
             no_repeat_ngram_size=self.no_repeat_ngram_size,
         )
 
@@ -165,6 +163,7 @@ class Model:
             limits=[
                 min(o.max_new_tokens, context - len(p)) for o, p in zip(options, encoded)
             ],
+            stops=[self._stops(o) for o in options],
             temperature=[o.temperature for o in options],
             top_k=[o.top_k for o in options],
             top_p=[o.top_p for o in options],
@@ -174,6 +173,11 @@ class Model:
             epsilon=[o.epsilon for o in options],
             delta=[o.delta for o in options],
         )
+
+    def _stops(self, options: Options) -> list[tuple[int, ...]]:
+        """The token sequences that end a request: EOS ids and its own stop sequences."""
+        eos_ids = self.eos_ids if options.eos_ids is None else options.eos_ids
+        return [*((i,) for i in eos_ids), *options.stop_sequences]
 
     def _compile(self, engine: loop.Engine, request: loop.Request) -> float:
         """Seconds spent on compiling what this request needs (0 when it is there already)."""
@@ -185,6 +189,7 @@ class Model:
             len(request.prompts),
             loop.power_of_two(longest, 1),
             limit,
+            pack_stops(request.stops or ()).shape,
             *ladder,
         )
         if shape in self._warm:
@@ -210,6 +215,7 @@ class Model:
         prompts: Sequence[str | Sequence[int]],
         options: Options | Sequence[Options] = DEFAULTS,
         ids: Sequence[int] | None = None,
+        watch: Watch | None = None,
         **engine_options: Any,
     ) -> list[Result]:
         """Decode a batch of prompts to their ends.
@@ -219,14 +225,15 @@ class Model:
           options: one for all, or one per prompt.
           ids: request ids, by default 0, 1, ...: with the seed they decide every draw, so a
             prompt keeps its text in any batch and slot if it keeps its id.
+          watch: called now and then with the number of new tokens of every row so far.
           engine_options: `tree`, `acceptance` as for `engine`.
 
         Returns: one result per prompt, in order.
         """
         rows, engine, request = self._plan(prompts, options, ids, engine_options)
         compile_seconds = self._compile(engine, request)
-        if any(o.stop for o in rows):
-            *_, (_, results) = self._stream(rows, engine, request, compile_seconds)
+        if watch or any(o.stop for o in rows):
+            *_, (_, results) = self._stream(rows, engine, request, compile_seconds, watch)
             assert results is not None
             return results
         start = time.perf_counter()
@@ -270,6 +277,7 @@ class Model:
         engine: loop.Engine,
         request: loop.Request,
         compile_seconds: float,
+        watch: Watch | None = None,
     ) -> Iterator[tuple[list[Piece], list[Result] | None]]:
         """Streaming with stop strings: a row that meets one is cut and shown no further.
 
@@ -283,6 +291,8 @@ class Model:
         progress = next(chunks)
         while True:
             pieces = texts.take(progress)
+            if watch:
+                watch(np.asarray(progress.n_new_B))
             prefilled = prefilled or time.perf_counter()
             yield pieces, None
             if texts.finished:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from medusa_jax.decoding.generate import STOPPED, Progress, Request
+from medusa_jax.decoding.generate import Progress, Request
+from medusa_jax.decoding.stopping import STOPPED
 from medusa_jax.errors import UserError
 from medusa_jax.interop.tokenizer import Tokenizer
 
@@ -20,6 +21,8 @@ class Options:
       top_k, top_p, min_p: filters, applied in this order after temperature; 0, 1, 0 are off.
       seed: with the request's place in the input it decides every random draw.
       stop: strings that end the text; they are cut off.
+      eos_ids: tokens that end the text and are kept; None are the model's, () none at all.
+      stop_sequences: token sequences that end the text and are kept.
       epsilon, delta: thresholds of typical acceptance (Medusa 2.3.1); other rules ignore them.
     """
 
@@ -30,6 +33,8 @@ class Options:
     min_p: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    eos_ids: tuple[int, ...] | None = None
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
     epsilon: float = 0.09
     delta: float = 0.3
 
@@ -44,6 +49,13 @@ class Options:
             raise UserError(f"min_p must be in [0, 1], not {self.min_p}")
         if self.top_k < 0:
             raise UserError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        if any(i < 0 for i in self.eos_ids or ()):
+            raise UserError(f"eos_ids are token ids, 0 or more, not {self.eos_ids}")
+        if any(not s or min(s) < 0 for s in self.stop_sequences):
+            raise UserError(
+                "stop_sequences are lists of at least one token id, 0 or more, not "
+                f"{self.stop_sequences}"
+            )
         if not (0 < self.epsilon <= 1 and self.delta > 0):
             raise UserError(
                 "epsilon must be in (0, 1] and delta positive, not "
@@ -59,9 +71,9 @@ class Result:
     """One decoded request.
 
     Attributes:
-      text, token_ids: what was generated (an EOS token is kept in `token_ids`).
+      text, token_ids: what was generated (an EOS or stop sequence is kept in `token_ids`).
       draft_depths: for each token the tree depth it was accepted at; 0 = the verifier's own.
-      finish_reason: "stop" (EOS or stop string), "length" or "context".
+      finish_reason: "stop" (EOS, stop sequence or stop string), "length" or "context".
       steps: decode steps after prefill.
       mean_accepted_length: tokens appended per step, bonus token included.
       acceptance_histogram: steps that appended 1, 2, ... tokens.

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--prompts_file",
         help="JSONL with prompt or messages, and optional per-request temperature, top_k, top_p, "
-        "min_p, seed, max_new_tokens, stop; answers are JSON lines in the same order",
+        "min_p, seed, max_new_tokens, stop, eos_ids, stop_sequences; answers are JSON lines in the same order",
     )
     add("--batch_size", type=int, default=8, help="requests decoded at a time (default: 8)")
     add("--tokenizer", help="directory or hub id, if not beside the model")
@@ -60,6 +60,20 @@ def parser() -> argparse.ArgumentParser:
     add("--delta", type=float, default=0.3, help="typical acceptance: entropy threshold")
     add(
         "--stop", action="append", default=[], help="string that ends the text (repeatable)"
+    )
+    add(
+        "--eos_ids",
+        metavar="IDS",
+        help="token ids that end a text, such as 2,7; none: only its limit does (default: what "
+        "the model's files say)",
+    )
+    add(
+        "--stop_sequence",
+        action="append",
+        default=[],
+        metavar="IDS",
+        help="token ids that end the text where they stand in a row, such as 13,13; they are "
+        "kept (repeatable)",
     )
     add("--mesh", default="1,1,1", help="devices along data,fsdp,tensor")
     add(

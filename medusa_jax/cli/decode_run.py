@@ -1,6 +1,7 @@
 """What decode.py does once its flags are parsed."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -41,14 +42,12 @@ def run(flags: argparse.Namespace) -> int:
         tokenizer=flags.tokenizer,
         all_heads=False,
     )
-    if flags.chat is not None:
-        model.eos_ids = tuple(
-            sorted({*model.eos_ids, *stop_ids(model.tokenizer, flags.chat)})
-        )
     engine_options = {"acceptance": flags.acceptance}
     if talking:
-        own = Options(**shared_options(flags))
+        own = ending_turns(model, Options(**shared_options(flags)), flags.chat)
         return Chat(model, own, flags.chat, engine_options).run()
+    if flags.chat is not None:
+        options = [ending_turns(model, own, flags.chat) for own in options]
     prompts = [chat_prompt(model, p, flags.chat) for p in prompts]
     sampled = any(o.temperature > 0 for o in options)
     # Named, so that greedy batches of a file that also samples run the same program.
@@ -122,6 +121,14 @@ def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | list[i
     if isinstance(prompt, str) and template is None:
         return prompt
     return encode_prompt(model.tokenizer, prompt, template or "")
+
+
+def ending_turns(model: Model, options: Options, template: str) -> Options:
+    """Options whose text ends where the chat template ends a turn, unless they say where."""
+    if options.eos_ids is not None:
+        return options
+    ends = {*model.eos_ids, *stop_ids(model.tokenizer, template)}
+    return dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
 
 
 def stream_to_terminal(

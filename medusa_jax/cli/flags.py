@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from medusa_jax.console import run_main
+from medusa_jax.console import run_main, say
 from medusa_jax.errors import UserError
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -20,35 +20,67 @@ def command(name: str, description: str, examples: str) -> argparse.ArgumentPars
     )
 
 
-def add_model(p: argparse.ArgumentParser, drafter: str | None = "hydra") -> None:
-    """--model, --dtype and, unless `drafter` is None, --drafter with that default."""
+def add_model(p: argparse.ArgumentParser, drafter: str = "") -> None:
+    """--model, --dtype, --allow_other_base and --drafter, whose default may be given."""
     p.add_argument("--model", help="directory or hub id of a model (default: the demo)")
-    if drafter is not None:
-        p.add_argument(
-            "--drafter",
-            default=drafter,
-            help=f"a name, a directory or hub id with heads, or none (default: {drafter})",
-        )
+    default = drafter or "hydra for the demo, none for another model"
+    p.add_argument(
+        "--drafter",
+        default=drafter or None,
+        help=f"a name, a directory or hub id with heads, or none (default: {default})",
+    )
+    add_base(p)
+
+
+def add_base(p: argparse.ArgumentParser) -> None:
+    """--dtype and --allow_other_base."""
     p.add_argument(
         "--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere"
     )
+    p.add_argument(
+        "--allow_other_base",
+        action="store_true",
+        help="use heads that were trained on another model of the same sizes",
+    )
 
 
-def load_model(flags: argparse.Namespace, drafter: str | None = None, **more: Any) -> Any:
+def load_model(
+    flags: argparse.Namespace,
+    drafter: str | None = None,
+    *,
+    needs_heads: bool = False,
+    **more: Any,
+) -> Any:
     """The model that the flags ask for, with --drafter if no other is given.
 
     Args:
+      needs_heads: refuse plain decoding, which the command could do nothing with.
       more: what else `load` takes, such as `tree`.
     """
-    from medusa_jax.api import load  # JAX is imported here, not for --help
+    import jax  # here, not for --help
 
-    return load(
+    from medusa_jax.api import default_drafter, load
+
+    wanted = drafter or flags.drafter
+    name = wanted or default_drafter(flags.model)
+    if needs_heads and name == "none":
+        whose = flags.model or "the demo"
+        raise UserError(f"give --drafter the directory or hub id of heads for {whose}")
+    if (
+        flags.dtype == "float64"
+    ):  # a switch of the whole process, which is the command's own
+        jax.config.update("jax_enable_x64", True)
+    model = load(
         flags.model,
-        drafter or flags.drafter,
+        name,
         dtype=flags.dtype,
         no_repeat_ngram_size=flags.no_repeat_ngram_size,
+        allow_other_base=flags.allow_other_base,
         **more,
     )
+    if wanted is None and name == "none":
+        say("no --drafter is given: plain decoding, without drafts")
+    return model
 
 
 def add_prompts(p: argparse.ArgumentParser, limit: int, what: str = "") -> None:
@@ -101,6 +133,15 @@ def numbers(text: str, flag: str, kind: Callable = int) -> list:
         return [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise UserError(f"{flag} is a list like 1,4,8, not {text!r}") from error
+
+
+def token_ids(text: str, flag: str) -> tuple[int, ...]:
+    """ "13,13" -> (13, 13), "none" -> ().
+
+    Raises:
+      UserError: anything else; names the flag.
+    """
+    return () if text == "none" else tuple(numbers(text, flag))
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.api import Options
+from medusa_jax.cli.flags import token_ids
 from medusa_jax.errors import UserError
 
 
@@ -20,6 +21,10 @@ def shared_options(flags: argparse.Namespace) -> dict[str, Any]:
         "min_p": flags.min_p,
         "seed": flags.seed,
         "stop": tuple(flags.stop),
+        "eos_ids": None if flags.eos_ids is None else token_ids(flags.eos_ids, "--eos_ids"),
+        "stop_sequences": tuple(
+            token_ids(text, "--stop_sequence") for text in flags.stop_sequence
+        ),
         "epsilon": flags.epsilon,
         "delta": flags.delta,
     }
@@ -76,8 +81,24 @@ def own_options(record: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any
         ):
             raise UserError(f"'stop' must be a string or a list of strings, not {stop!r}")
         own["stop"] = tuple(own["stop"])
+    if "eos_ids" in own:
+        own["eos_ids"] = _ids(own["eos_ids"], "'eos_ids' must be a list of token ids")
+    if "stop_sequences" in own:
+        problem = "'stop_sequences' must be a list of lists of token ids"
+        if not isinstance(own["stop_sequences"], list):
+            raise UserError(f"{problem}, not {own['stop_sequences']!r}")
+        own["stop_sequences"] = tuple(_ids(ids, problem) for ids in own["stop_sequences"])
     for name, value in own.items():
+        if name in ("eos_ids", "stop_sequences"):
+            continue
         kinds = (int, float) if isinstance(shared[name], float) else (type(shared[name]),)
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise UserError(f"'{name}' must be {kinds[-1].__name__}, not {value!r}")
     return own
+
+
+def _ids(value: Any, problem: str) -> tuple[int, ...]:
+    """A JSON list of whole numbers, or a UserError that begins with `problem`."""
+    if not isinstance(value, list) or any(type(i) is not int for i in value):
+        raise UserError(f"{problem}, not {value!r}")
+    return tuple(value)

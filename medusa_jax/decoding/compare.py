@@ -154,11 +154,6 @@ def _logits_behind(base: Base, tokens_1T: jax.Array, length: jax.Array) -> jax.A
     cache = KVCache.zeros(
         config.n_layers, 1, T, config.n_kv_heads, config.head_dim, base.llama.dtype
     )
-    hidden_1TD, _ = base.decode(
-        tokens_1T,
-        jnp.arange(T)[None, :],
-        cache,
-        jnp.zeros((1,), jnp.int32),
-        jnp.asarray(np.tril(np.ones((T, T), bool))),
-    )
+    position_1T, start_1 = jnp.arange(T)[None, :], jnp.zeros((1,), jnp.int32)
+    hidden_1TD, _ = base.decode(tokens_1T, position_1T, cache, start_1)
     return base.lm_head(lax.dynamic_slice_in_dim(hidden_1TD, length - 1, 1, axis=1))

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.decoding.generate import (
+    MIN_SLOTS,
     DecodeState,
     Engine,
     Request,
     begin,
     decode_loop,
     grow,
+    power_of_two,
 )
 from medusa_jax.errors import UserError
 from medusa_jax.tree import Tree
@@ -32,18 +34,26 @@ def step_seconds(
     batch: int = 1,
     acceptance: str = "greedy",
     temperature: float = 0.0,
-    n_steps: int = 20,
+    n_steps: int = 16,
     rounds: int = 7,
 ) -> list[float]:
     """Median seconds of one decode step with each tree: draft, verify, accept, commit.
 
     Every round runs every tree once, `n_steps` steps on the device in one go, behind the same
-    prompt. EOS is ignored and the limit is out of reach, so that every run makes all its steps
-    unless the context ends.
+    prompt and in a cache of the same number of slots, with room for all steps of all trees: a
+    step costs what its slots ask for. Nothing ends a run before its last step, which is checked.
+
+    Raises:
+      UserError: the context leaves no room for a step behind the prompt.
     """
-    depth = max(tree.depth for tree in trees)
-    room = model.config.max_position - len(prompt)
-    n_steps = max(1, min(n_steps, (room - 1) // (depth + 1)))
+    L, M = max(t.path_length for t in trees), max(t.n_nodes for t in trees)
+    n_steps = min(n_steps, (model.config.max_position - len(prompt) - 1) // L)
+    if n_steps < 1:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens leaves no room for a step of up to {L} tokens "
+            f"in a context of {model.config.max_position}"
+        )
+    slots = power_of_two(len(prompt) + n_steps * L + M, MIN_SLOTS)
     engines = [
         Engine(
             model.llama,
@@ -56,17 +66,20 @@ def step_seconds(
     ]
     request = Request(
         prompts=[list(prompt)] * batch,
-        limits=[n_steps * (depth + 1) + 1] * batch,
+        limits=[n_steps * L + 1] * batch,
         temperature=[temperature] * batch,
     )
 
     def run(engine: Engine) -> float:
-        state, _ = jax.block_until_ready(begin(engine, model.variables, request))
+        state, _ = begin(engine, model.variables, request)
+        state = jax.block_until_ready(grow(engine, slots, state))
         start = time.perf_counter()
         _, progress = decode_loop(engine, model.variables, state, np.int32(n_steps))
         jax.block_until_ready(progress)
         seconds = time.perf_counter() - start
-        return seconds / max(1, int(np.asarray(progress.steps_B).max()))
+        made = np.asarray(progress.steps_B)
+        assert (made == n_steps).all(), f"{made} steps were made, not {n_steps}"
+        return seconds / n_steps
 
     times: list[list[float]] = [[] for _ in trees]
     for engine in engines:

@@ -18,15 +18,13 @@ from medusa_jax.decoding.accept import (
 from medusa_jax.decoding.rejection import accept_rejection, draft_noise
 from medusa_jax.decoding.repeats import texts_behind, without_repeats
 from medusa_jax.decoding.sampling import Sampling, gumbel
+from medusa_jax.decoding.stopping import RUNNING, completes_stop, count_until_end
 from medusa_jax.heads.drafter import Base, Drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import pin_state
 from medusa_jax.tree import Tree
-
-# Why a row ended.
-RUNNING, STOPPED, LIMIT = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,6 @@ class Engine:
       drafter: the draft heads.
       tree: the draft tree; the empty one is autoregressive decoding.
       acceptance: "greedy", "sampled", "rejection" (which makes the tree dense) or "typical".
-      eos_ids: tokens that end a row; the token itself is kept.
-      stop_sequences: token sequences that end a row once they are complete.
       no_repeat_ngram_size: n-grams of this size stand in a text at most once; 0 bars nothing.
     """
 
@@ -47,8 +43,6 @@ class Engine:
     drafter: Drafter
     tree: Tree
     acceptance: str = "greedy"
-    eos_ids: tuple[int, ...] = ()
-    stop_sequences: tuple[tuple[int, ...], ...] = ()
     no_repeat_ngram_size: int = 0
 
     def __post_init__(self) -> None:
@@ -68,9 +62,10 @@ class DecodeState(struct.PyTreeNode):
         it itself (the first token and the bonus tokens).
       n_new_B: tokens emitted so far, the one from prefill included.
       limit_B: most tokens the row may emit.
+      stop_BQW: token sequences that end the row, see `stopping.pack_stops`.
       length_B: text positions in the cache; the root is not in it yet.
       root_B: the last emitted token.
-      status_B: RUNNING, STOPPED (EOS or stop sequence) or LIMIT.
+      status_B: RUNNING, STOPPED (EOS or stop sequence) or LIMIT (`stopping`).
       steps_B: decode steps the row took part in.
       histogram_BL: steps that appended 1, 2, ..., L tokens.
       text_BS: prompt and emitted tokens at their positions, the root the last that counts;
@@ -84,6 +79,7 @@ class DecodeState(struct.PyTreeNode):
     depth_BO: jax.Array
     n_new_B: jax.Array
     limit_B: jax.Array
+    stop_BQW: jax.Array
     length_B: jax.Array
     root_B: jax.Array
     status_B: jax.Array
@@ -111,53 +107,13 @@ def progress_of(state: DecodeState) -> Progress:
     )
 
 
-def count_until_stop(
-    engine: Engine,
-    tokens_BO: jax.Array,
-    emitted_BL: jax.Array,
-    state: DecodeState,
-    n_B: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """How many of the n tokens just written behind `n_new` may stay, and the new status.
-
-    A row ends behind the first EOS, the first completed stop sequence, or its limit, and what
-    follows inside the accepted path is cut.
-
-    Args:
-      tokens_BO: the output buffer with `emitted_BL` already written behind `n_new_B`.
-
-    Returns: (count_B, status_B).
-    """
-    L = emitted_BL.shape[1]
-    index_BL = jnp.broadcast_to(jnp.arange(L)[None, :], emitted_BL.shape)
-    stops_BL = jnp.zeros(emitted_BL.shape, bool)
-    for eos in engine.eos_ids:
-        stops_BL |= emitted_BL == eos
-    for sequence in engine.stop_sequences:
-        complete_BL = jnp.ones(emitted_BL.shape, bool)
-        for back, token in enumerate(reversed(sequence)):
-            at_BL = state.n_new_B[:, None] + index_BL - back
-            there_BL = jnp.take_along_axis(tokens_BO, jnp.maximum(at_BL, 0), axis=1)
-            complete_BL &= (at_BL >= 0) & (there_BL == token)
-        stops_BL |= complete_BL
-    stops_BL &= index_BL < n_B[:, None]
-    first_B = jnp.min(jnp.where(stops_BL, index_BL, L), axis=1)
-    room_B = state.limit_B - state.n_new_B
-    count_B = jnp.minimum(jnp.minimum(first_B + 1, n_B), room_B)
-    stopped_B = first_B < jnp.minimum(n_B, room_B)
-    status_B = jnp.where(stopped_B, STOPPED, jnp.where(room_B <= n_B, LIMIT, RUNNING))
-    return count_B, status_B
-
-
 def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.Array:
     """Row b with its L new entries from place `at[b]` on; the caller keeps at + L <= O."""
     write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
     return write(row_BO, new_BL.astype(row_BO.dtype), at_B)
 
 
-def append(
-    engine: Engine, state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array
-) -> DecodeState:
+def append(state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array) -> DecodeState:
     """Write the first n tokens of each running row behind its text and see whether it ends.
 
     The first n - 1 are accepted drafts of depth 1, 2, ...; the n-th is the verifier's own.
@@ -167,7 +123,8 @@ def append(
     depth_L = jnp.arange(1, emitted_BL.shape[1] + 1)
     depth_BL = jnp.where(depth_L[None, :] < n_B[:, None], depth_L[None, :], 0)
     depth_BO = write_tokens(state.depth_BO, depth_BL, state.n_new_B)
-    count_B, status_B = count_until_stop(engine, tokens_BO, emitted_BL, state, n_B)
+    stops_BL = completes_stop(state.stop_BQW, tokens_BO, emitted_BL, state.n_new_B)
+    count_B, status_B = count_until_end(stops_BL, n_B, state.limit_B - state.n_new_B)
     running_B = state.status_B == RUNNING
     count_B = jnp.where(running_B, count_B, 0)
     return state.replace(
@@ -275,7 +232,7 @@ def decode_step(
     # Append.
     if text_BS is not None:
         text_BS = write_tokens(text_BS, emitted_BL, state.length_B + 1)
-    new = append(engine, state, emitted_BL, n_B + 1)
+    new = append(state, emitted_BL, n_B + 1)
     count_B = new.n_new_B - state.n_new_B
     bin_BL = jnp.arange(1, L + 1)[None, :] == count_B[:, None]
     return new.replace(

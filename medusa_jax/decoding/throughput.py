@@ -1,5 +1,6 @@
 """Batches: the tree that suits each batch size, and what decoding B rows together yields."""
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -65,36 +66,31 @@ def batch_rows(
     Prompts are cut to one length and nothing ends a text early, so all rows of a batch run to
     the same length. Every round measures all batch sizes in turn, drafted and plain; medians.
     """
-    eos_ids, model.eos_ids = model.eos_ids, ()
+    options = dataclasses.replace(options, eos_ids=())
     length = min(map(len, prompts))
     prompts = [list(p[-length:]) for p in prompts]
-    try:
-        trees, figures = {}, {}
+    trees, figures = {}, {}
+    for batch in batches:
+        trees[batch], figures[batch] = fitted_tree(model, batch, prompts[0], most_nodes)
+    seconds: dict[tuple[int, str], list[float]] = {}
+    measured: dict[int, tuple[int, int, int, int]] = {}
+    for _ in range(repeats):
         for batch in batches:
-            trees[batch], figures[batch] = fitted_tree(model, batch, prompts[0], most_nodes)
-        seconds: dict[tuple[int, str], list[float]] = {}
-        measured: dict[int, tuple[int, int, int, int]] = {}
-        for _ in range(repeats):
-            for batch in batches:
-                spent = {"drafted": 0.0, "plain": 0.0}
-                steps = tokens = differing = 0
-                groups = _groups(len(prompts), batch)
-                for rows in groups:
-                    group = [prompts[i] for i in rows]
-                    ours = model.generate(group, options, rows, tree=trees[batch])
-                    theirs = model.generate(group, options, rows, tree=Tree.none())
-                    spent["drafted"] += ours[0].decode_seconds
-                    spent["plain"] += theirs[0].decode_seconds
-                    steps += sum(r.steps for r in ours)
-                    tokens += sum(r.new_tokens - 1 for r in ours)
-                    differing += sum(
-                        a.token_ids != b.token_ids for a, b in zip(ours, theirs)
-                    )
-                for side, value in spent.items():
-                    seconds.setdefault((batch, side), []).append(value)
-                measured[batch] = (steps, tokens, differing, len(groups) * batch)
-    finally:
-        model.eos_ids = eos_ids
+            spent = {"drafted": 0.0, "plain": 0.0}
+            steps = tokens = differing = 0
+            groups = _groups(len(prompts), batch)
+            for rows in groups:
+                group = [prompts[i] for i in rows]
+                ours = model.generate(group, options, rows, tree=trees[batch])
+                theirs = model.generate(group, options, rows, tree=Tree.none())
+                spent["drafted"] += ours[0].decode_seconds
+                spent["plain"] += theirs[0].decode_seconds
+                steps += sum(r.steps for r in ours)
+                tokens += sum(r.new_tokens - 1 for r in ours)
+                differing += sum(a.token_ids != b.token_ids for a, b in zip(ours, theirs))
+            for side, value in spent.items():
+                seconds.setdefault((batch, side), []).append(value)
+            measured[batch] = (steps, tokens, differing, len(groups) * batch)
     out: list[dict[str, Any]] = []
     for batch in batches:
         steps, tokens, differing, texts = measured[batch]

@@ -123,9 +123,8 @@ def three_passes(
         )
 
     position_1S = jnp.arange(S)[None, :]
-    whole = jnp.asarray(np.tril(np.ones((S, S), bool)))
     start = jnp.zeros((1,), jnp.int32)
-    hidden_1SD, cache = base.decode(tokens_1S, position_1S, empty(), start, whole)
+    hidden_1SD, cache = base.decode(tokens_1S, position_1S, empty(), start)
     last_111 = jnp.broadcast_to(length - 1, (1, 1, 1))
     hidden: list[Any] = [jnp.take_along_axis(hidden_1SD, last_111, axis=1)[:, 0]]
     root_11 = lax.dynamic_slice_in_dim(tokens_1S, length - 1, 1, axis=1)

@@ -12,7 +12,7 @@ from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Base, Drafter
 
-__all__ = ["DRAFTERS", "Base", "Drafter", "drafter_class", "make_drafter"]
+__all__ = ["DRAFTERS", "Base", "Drafter", "drafter_class", "make_drafter", "whole_config"]
 
 
 def _find() -> dict[str, type[Drafter]]:
@@ -44,23 +44,32 @@ def drafter_class(name: str) -> type[Drafter]:
     return DRAFTERS[name]
 
 
-def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
-    """The drafter that `heads.drafter` names, for a backbone of the given shape.
-
-    A plain `HeadsConfig` serves any drafter, whose own fields then have their defaults.
+def whole_config(heads: HeadsConfig) -> HeadsConfig:
+    """The configuration with the fields of its drafter: a plain `HeadsConfig` serves any
+    drafter, whose own fields then have their defaults.
 
     Raises:
-      UserError: an unknown drafter or LM-head kind, a rank beyond the LM head's, fields of
-        another drafter or ones that the drafter refuses.
+      UserError: an unknown drafter, or fields of another one.
     """
     kind = drafter_class(heads.drafter)
     if type(heads) is HeadsConfig:
-        heads = kind.Config(**dataclasses.asdict(heads))
+        return kind.Config(**dataclasses.asdict(heads))
     if type(heads) is not kind.Config:
         raise UserError(
             f"heads.drafter {heads.drafter!r} does not take the fields of a "
             f"{type(heads).__name__}: start from a configuration of that drafter"
         )
+    return heads
+
+
+def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
+    """The drafter that `heads.drafter` names, for a backbone of the given shape.
+
+    Raises:
+      UserError: as for `whole_config`; an unknown LM-head kind, a rank beyond the LM head's,
+        fields that the drafter refuses.
+    """
+    heads = whole_config(heads)
     if heads.lm_head not in ("own", "shared", "low_rank"):
         raise UserError(f"heads.lm_head is own, shared or low_rank, not {heads.lm_head!r}")
     widest = min(llama.d_model, llama.vocab_size)
@@ -69,6 +78,6 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
             f"heads.rank {heads.rank} does not fit an LM head of {llama.d_model} x "
             f"{llama.vocab_size}: low_rank takes 1 to {widest}"
         )
-    drafter = kind(heads, llama)
+    drafter = drafter_class(heads.drafter)(heads, llama)
     drafter.check()
     return drafter

@@ -59,7 +59,7 @@ class Base:
         positions_BT: jax.Array,
         cache: KVCache,
         start_B: jax.Array,
-        self_mask_TT: jax.Array,
+        self_mask_TT: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states of tokens behind a cached prefix; see `Llama.decode`."""
         return self._apply("decode", tokens_BT, positions_BT, cache, start_B, self_mask_TT)

@@ -9,9 +9,11 @@ from flax import struct
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.drafter import Base, Params
+from medusa_jax.model.attention import FEW, Sees
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.llama import Block
+from medusa_jax.model.parts import Causal
 from medusa_jax.model.product import at_least_f32, product, tiled_product
 from medusa_jax.model.rope import rope_tables
 
@@ -125,11 +127,9 @@ class CausalLayer(nn.Module):
         self, x_BTD: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
     ) -> jax.Array:
         """Packed rows: a position sees itself and the earlier ones of its segment."""
-        same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-        row = jnp.arange(x_BTD.shape[1])
-        mask_BTT = same & (row[None, :, None] >= row[None, None, :])
         rope = rope_tables(self.config, positions_BT, self.dtype)
-        return self._out(self.layers_0(x_BTD.astype(self.dtype), rope, mask_BTT)[0])
+        sees = Causal(segment_ids_BT)
+        return self._out(self.layers_0(x_BTD.astype(self.dtype), rope, sees)[0])
 
     def decode(
         self,
@@ -139,10 +139,13 @@ class CausalLayer(nn.Module):
         start_B: jax.Array,
     ) -> tuple[jax.Array, Any]:
         """T rows behind the `start` that are in the cache, each seeing itself and all before."""
-        offset_BS = jnp.arange(cache[0].shape[2])[None, :] - start_B[:, None]
-        mask_BTS = offset_BS[:, None, :] <= jnp.arange(x_BTD.shape[1])[None, :, None]
+        T = x_BTD.shape[1]
+        sees: Sees = Causal()
+        if T <= FEW:
+            offset_BS = jnp.arange(cache[0].shape[2])[None, :] - start_B[:, None]
+            sees = offset_BS[:, None, :] <= jnp.arange(T)[None, :, None]
         rope = rope_tables(self.config, positions_BT, self.dtype)
-        x_BTD, new = self.layers_0(x_BTD.astype(self.dtype), rope, mask_BTS, cache, start_B)
+        x_BTD, new = self.layers_0(x_BTD.astype(self.dtype), rope, sees, cache, start_B)
         return self._out(x_BTD), new
 
     def _out(self, x_BTD: jax.Array) -> jax.Array:

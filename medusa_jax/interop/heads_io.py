@@ -125,7 +125,7 @@ def load_heads(
     if fingerprint not in (None, trained_on) and not allow_other_base:
         raise UserError(
             f"the heads in {directory} were trained on the model with fingerprint {trained_on}, "
-            f"this one has {fingerprint}; pass allow_other_base to use them all the same"
+            f"this one has {fingerprint}; allow_other_base (--allow_other_base) uses them all the same"
         )
     weights = os.path.join(directory, WEIGHTS)
     tensors = tensor_files.open_safetensors(weights)

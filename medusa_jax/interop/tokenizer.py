@@ -106,10 +106,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     if "bos_token" not in settings and isinstance(model.get("bos_token_id"), int):
         # Only without any word from the tokenizer: Qwen's configs name a BOS it never uses.
         bos_id = model["bos_token_id"]
-    eos_ids = [id_of("eos_token")]
-    for source in (model, optional_json(os.path.join(directory, "generation_config.json"))):
-        value = source.get("eos_token_id")
-        eos_ids += value if isinstance(value, list) else [value]
+    eos_ids = {id_of("eos_token")} | declared_eos_ids(directory)
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {name: text for name in names if isinstance(text := text_of(name), str)}
     if bos_id is not None:
@@ -122,6 +119,16 @@ def load_tokenizer(path: str) -> Tokenizer:
         chat_template=_chat_template(directory, settings),
         special_texts=special,
     )
+
+
+def declared_eos_ids(directory: str) -> set[int]:
+    """The EOS ids that a directory's config.json and generation_config.json name."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        value = optional_json(os.path.join(directory, name)).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        found |= {i for i in ids if isinstance(i, int)}
+    return found
 
 
 def _backend(directory: str) -> Any:

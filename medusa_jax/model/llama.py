@@ -11,14 +11,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.model.attention import Attention
+from medusa_jax.model.attention import FEW, Attention, Sees
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.lora import Adapter
+from medusa_jax.model.parts import Causal
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.remat import rematerialised
 from medusa_jax.model.rope import rope_tables
@@ -61,14 +63,14 @@ class Block(nn.Module):
         self,
         x_BTD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
-        mask_BTS: jax.Array,
+        sees: Sees,
         cache: tuple[jax.Array, jax.Array] | None = None,
         start_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         c = self.config
         normed = RMSNorm(c.rms_eps, self.dtype, name="input_layernorm")(x_BTD)
         attention = Attention(c, self.dtype, self.shards, name="self_attn")
-        out, cache = attention(normed, rope, mask_BTS, cache, start_B)
+        out, cache = attention(normed, rope, sees, cache, start_B)
         x_BTD = x_BTD + out
         normed = RMSNorm(c.rms_eps, self.dtype, name="post_attention_layernorm")(x_BTD)
         return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), cache
@@ -130,10 +132,8 @@ class Llama(nn.Module):
 
         A token sees the earlier tokens of its own segment (and itself). Segment 0 is padding.
         """
-        same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-        row = jnp.arange(tokens_BT.shape[1])
-        mask_BTS = same & (row[None, :, None] >= row[None, None, :])
-        return self._run(tokens_BT, positions_BT, mask_BTS, positions_BT, None, None)[0]
+        near = Causal(segment_ids_BT, self.config.sliding_window)
+        return self._run(tokens_BT, positions_BT, (Causal(segment_ids_BT), near))[0]
 
     def decode(
         self,
@@ -141,7 +141,7 @@ class Llama(nn.Module):
         positions_BT: jax.Array,
         cache: KVCache,
         start_B: jax.Array,
-        self_mask_TT: jax.Array,
+        self_mask_TT: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """T tokens per row behind a cached prefix.
 
@@ -150,10 +150,17 @@ class Llama(nn.Module):
           cache: keys and values; slots [0, start) of a row are its text, where slot = position.
           start_B: the first slot to write, T consecutive ones are used.
           self_mask_TT: [t, s] is True where new token t sees new token s (itself included).
+            None: the tokens are a text, each sees itself and all before.
 
         Returns: hidden states after the final norm [B, T, D], and the cache with the new rows.
         """
-        T, S = tokens_BT.shape[1], cache.slots
+        T, S, window = tokens_BT.shape[1], cache.slots, self.config.sliding_window
+        if self_mask_TT is None and T > FEW:
+            sees: tuple[Sees, Sees] = (Causal(), Causal(window=window))
+            hidden_BTD, layers = self._run(tokens_BT, positions_BT, sees, cache, start_B)
+            return hidden_BTD, KVCache(layers=tuple(layers))
+        if self_mask_TT is None:
+            self_mask_TT = jnp.asarray(np.tril(np.ones((T, T), bool)))
         slot_S = jnp.arange(S)
         offset_BS = slot_S[None, :] - start_B[:, None]
         # Column of each slot in the new tokens' own mask; slots outside it are clipped away.
@@ -161,43 +168,40 @@ class Llama(nn.Module):
         own_BTS = jnp.take(self_mask_TT, jnp.clip(offset_BS, 0, T - 1), axis=1)
         own_BTS = jnp.moveaxis(own_BTS, 0, 1) & inside_BS[:, None, :]
         mask_BTS = (offset_BS < 0)[:, None, :] | own_BTS
-        key_position_BS = jnp.broadcast_to(slot_S[None, :], offset_BS.shape)
-        if self.config.sliding_window:
+        near_BTS = mask_BTS
+        if window:
             # A tree node's position is its depth behind the prefix, not its slot.
-            own_position = jnp.take_along_axis(
+            own_BS = jnp.take_along_axis(
                 positions_BT, jnp.clip(offset_BS, 0, T - 1), axis=1
             )
-            key_position_BS = jnp.where(inside_BS, own_position, key_position_BS)
-        hidden_BTD, layers = self._run(
-            tokens_BT, positions_BT, mask_BTS, key_position_BS, cache, start_B
-        )
+            position_BS = jnp.where(inside_BS, own_BS, slot_S[None, :])
+            oldest_BT = positions_BT - window
+            near_BTS = mask_BTS & (position_BS[:, None, :] > oldest_BT[:, :, None])
+        sees = (mask_BTS, near_BTS)
+        hidden_BTD, layers = self._run(tokens_BT, positions_BT, sees, cache, start_B)
         return hidden_BTD, KVCache(layers=tuple(layers))
 
     def _run(
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        mask_BTS: jax.Array,
-        key_position_BS: jax.Array,
-        cache: KVCache | None,
-        start_B: jax.Array | None,
+        sees: tuple[Sees, Sees],
+        cache: KVCache | None = None,
+        start_B: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Any]]:
+        """All layers; `sees` is what layers without and with the sliding window look at."""
         c = self.config
         rope = rope_tables(c, positions_BT, self.dtype)
-        windowed_BTS = mask_BTS
-        if c.sliding_window:
-            oldest_BT = positions_BT - c.sliding_window
-            windowed_BTS = mask_BTS & (key_position_BS[:, None, :] > oldest_BT[:, :, None])
         x_BTD = split_embedded(self.mesh, self.embed_tokens(tokens_BT))
         layers = []
         for i, block in enumerate(self.layers):
             x_BTD = split_rows(self.mesh, x_BTD)
-            mask = windowed_BTS if i >= c.sliding_window_start_layer else mask_BTS
+            own = sees[1] if i >= c.sliding_window_start_layer else sees[0]
             if self.remat and not self.is_initializing():
-                x_BTD = self._run_again(block, x_BTD, rope, mask)
+                x_BTD = self._run_again(block, x_BTD, rope, own)
                 continue
             layer_cache = cache.layers[i] if cache is not None else None
-            x_BTD, layer_cache = block(x_BTD, rope, mask, layer_cache, start_B)
+            x_BTD, layer_cache = block(x_BTD, rope, own, layer_cache, start_B)
             layers.append(layer_cache)
         return self.norm(split_rows(self.mesh, x_BTD)), layers
 
@@ -206,7 +210,7 @@ class Llama(nn.Module):
         block: Block,
         x_BTD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
-        mask_BTS: jax.Array,
+        sees: Sees,
     ) -> jax.Array:
         """The block, its activations recomputed in the backward pass."""
         unbound, variables = block.unbind()
@@ -214,7 +218,7 @@ class Llama(nn.Module):
         def run(variables: Params, *args: Any) -> jax.Array:
             return unbound.apply(variables, *args)[0]
 
-        return rematerialised(run)(variables, x_BTD, rope, mask_BTS)
+        return rematerialised(run)(variables, x_BTD, rope, sees)
 
 
 def init_params(

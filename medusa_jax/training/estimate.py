@@ -7,8 +7,8 @@ alike (decoding favours some places, `medusa_jax.calibrate` measures that):
 
     accepted_length_chain   1 + sum over d of the share of positions where the first guesses of
                             heads 1 ... d are all right: what a chain of K drafts yields
-    accepted_length_tree    the same over the nodes of the best tree of 64, found on one half of
-                            the positions and counted on the other half
+    accepted_length_tree    the same over the nodes of the best tree of 64, found on the first
+                            half of the rows and counted on the second: other texts
 
 The tuples are those of the held-out text, not of the model's own output, which is easier to
 guess: the figures compare runs, they do not promise a speed.
@@ -81,9 +81,10 @@ def accepted_lengths(ranks: np.ndarray) -> dict[str, float]:
     tuples_NK = tuples_NK[tuples_NK[:, 0] >= 0]
     if len(tuples_NK) < 2:
         return {}
-    growth = joint_growth(tuples_NK[::2], TREE_NODES - 1)
-    tree = Tree.from_choices(growth)
+    # Rows come in order, so at most the text that this cut runs through is in both halves.
+    first, second = np.array_split(tuples_NK, 2)
+    tree = Tree.from_choices(joint_growth(first, TREE_NODES - 1))
     return {
         "accepted_length_chain": chain_length(tuples_NK),
-        "accepted_length_tree": float(expected_tokens(tuples_NK[1::2], tree)),
+        "accepted_length_tree": float(expected_tokens(second, tree)),
     }

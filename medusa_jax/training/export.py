@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.console import announced, say
 from medusa_jax.errors import UserError
+from medusa_jax.heads import whole_config
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.model import lora
 from medusa_jax.model.llama import init_params
@@ -25,7 +26,8 @@ from medusa_jax.training.partition import trained_groups
 Tree = Any
 
 # Beside the weights, so that a tokenizer's directory may be a model's.
-NOT_TOKENIZER = ("config.json", "recipe.json", "model.safetensors.index.json")
+GENERATION = "generation_config.json"
+NOT_TOKENIZER = ("config.json", GENERATION, "recipe.json", "model.safetensors.index.json")
 
 
 class Setup(NamedTuple):
@@ -129,7 +131,7 @@ def load_heads(
     heads, params, _ = heads_io.load_heads(
         path, arch, mesh, fingerprint=base["fingerprint"]
     )
-    if heads != cfg.heads:
+    if heads != whole_config(cfg.heads):
         raise UserError(f"{path} holds {heads}, the configuration says {cfg.heads}")
     return params
 
@@ -150,7 +152,7 @@ def result(
     if trained is not None:
         arch, backbone = trained
         base = heads_io.describe_base(arch, backbone)
-        ids = copy_tokenizer(cfg.model.tokenizer or cfg.model.path, directory)
+        ids = copy_tokenizer(cfg.model.tokenizer, cfg.model.path, directory)
         dtype = jax.tree.leaves(backbone)[0].dtype
         hf.save_backbone(directory, arch, backbone, dtype, ids)
         write_json(os.path.join(directory, "recipe.json"), recipe)
@@ -180,25 +182,34 @@ def trained_backbone(
     return arch, jax.tree.map(lambda x: x.astype(dtype), merged)
 
 
-def copy_tokenizer(source: str, directory: str) -> dict[str, Any]:
-    """Copy a tokenizer's files; returns its special ids as config.json wants them."""
-    if not source:
+def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> dict[str, Any]:
+    """Copy a tokenizer's files (by default those beside the model), and the model's own
+    generation_config.json; returns the special ids of both as config.json wants them.
+    """
+    if not (tokenizer_path or model_path):
         return {}
     from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
-    from medusa_jax.interop.tokenizer import load_tokenizer
+    from medusa_jax.interop.tokenizer import declared_eos_ids, load_tokenizer
 
-    folder = resolve(source, TOKENIZER_FILES)
+    folder = resolve(tokenizer_path or model_path, TOKENIZER_FILES)
     os.makedirs(directory, exist_ok=True)
     for pattern in TOKENIZER_FILES:
         for file in glob.glob(os.path.join(folder, pattern)):
             if os.path.basename(file) not in NOT_TOKENIZER:
                 shutil.copy(file, directory)
+    model_eos_ids: set[int] = set()
+    if model_path:
+        model_folder = resolve(model_path, TOKENIZER_FILES)
+        model_eos_ids = declared_eos_ids(model_folder)
+        generation = os.path.join(model_folder, GENERATION)
+        if os.path.isfile(generation):
+            shutil.copy(generation, directory)
     try:
         tokenizer = load_tokenizer(folder)
     except UserError as error:  # the weights must not be lost for want of a tokenizer
         say(f"the export has no tokenizer: {error}")
         return {}
-    eos = sorted(tokenizer.eos_ids)
+    eos = sorted(tokenizer.eos_ids | model_eos_ids)
     ids = {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos,

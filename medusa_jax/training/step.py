@@ -315,5 +315,8 @@ def compile_step(
     """The step as an executable; its arguments may be shapes. The state is donated."""
     out = (state_shardings(mesh, state), None)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
-    with announced("compiling the training step (this can take minutes)"):
+    with (
+        announced("compiling the training step (this can take minutes)"),
+        jax.set_mesh(mesh),  # attention kernels are split over it by hand
+    ):
         return jitted.lower(state, frozen, batch).compile()

@@ -9,8 +9,6 @@ from tiny_model import CONTEXT, write_model, write_tokenizer
 from medusa_jax.api import Model
 from medusa_jax.cli.decode import main
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}u{{ m['content'] }}."
     "{% else %}a{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"

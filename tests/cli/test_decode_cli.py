@@ -6,16 +6,16 @@ import re
 import resource
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tiny_model import CONTEXT, write_model, write_tokenizer
 
 import medusa_jax
+from medusa_jax import calibrate, sweep, ties
 from medusa_jax.cli.decode import main
 from medusa_jax.interop import heads_io
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 ROOT = Path(__file__).parents[2]
 NEW = "20"
@@ -273,8 +273,58 @@ def test_heads_made_for_another_model(refused, tmp_path, fields, words):
 
 
 def test_the_demos_heads_on_another_model(directory, capsys):
-    assert main(["--model", str(directory), "--prompt", "a"]) == 2
-    assert "--drafter" in capsys.readouterr().err
+    assert main(["--model", str(directory), "--prompt", "a", "--drafter", "hydra"]) == 2
+    assert "--drafter hydra names the demo's heads" in capsys.readouterr().err
+
+
+def test_another_model_decodes_plainly_unless_heads_are_named(directory, capsys):
+    assert main(["--model", str(directory), "--prompt", "a", "--max_new_tokens", "4"]) == 0
+    err = capsys.readouterr().err
+    assert "no --drafter is given: plain decoding" in err and "(none, 1 nodes" in err
+
+
+def test_other_commands_ask_for_heads(directory, tmp_path, capsys):
+    for module, flags in (
+        (calibrate, ["--out", str(tmp_path / "tree.json")]),
+        (sweep, ["--out", str(tmp_path)]),
+        (ties, ["--out", str(tmp_path / "ties.json")]),
+    ):
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text('{"prompt": "a"}\n')
+        given = [*flags, "--prompts", str(prompts), "--model", str(directory)]
+        assert module.main(given) == 2
+        line = capsys.readouterr().err
+        assert "give --drafter" in line and str(directory) in line, line
+
+
+def test_heads_of_another_model_when_allowed(decode, tmp_path):
+    write_model(tmp_path, seed=1)
+    status, _, err = decode("--prompt", "a", "--allow_other_base", model=tmp_path)
+    assert status == 0 and "(medusa, 4 nodes, greedy, lossless" in err
+
+
+def test_ends_by_token_ids(decode):
+    whole = json.loads(decode("--prompt", "the cat", "--json")[1])["token_ids"]
+    pair = whole[6:8]
+    flags = ("--stop_sequence", ",".join(map(str, pair)), "--stop_sequence", "0,0")
+    facts = json.loads(decode("--prompt", "the cat", "--json", *flags)[1])
+    end = list(pairwise(whole)).index(tuple(pair)) + 2
+    assert (facts["token_ids"], facts["finish_reason"]) == (whole[:end], "stop")
+    facts = json.loads(decode("--prompt", "the cat", "--json", "--eos_ids", whole[3])[1])
+    assert facts["token_ids"] == whole[: whole.index(whole[3]) + 1]
+    facts = json.loads(decode("--prompt", "the cat", "--json", "--eos_ids", "none")[1])
+    assert facts["token_ids"] == whole
+
+
+def test_ends_of_each_request(decode, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    whole = json.loads(decode("--prompt", "the cat", "--json")[1])["token_ids"]
+    ends = [{"eos_ids": [whole[2]]}, {"stop_sequences": [whole[4:6], [0]]}, {}]
+    file.write_text("".join(json.dumps({"prompt": "the cat"} | e) + "\n" for e in ends))
+    got = [json.loads(x) for x in decode("--prompts_file", file)[1].splitlines()]
+    counts = [whole.index(whole[2]) + 1]
+    counts += [list(pairwise(whole)).index(tuple(whole[4:6])) + 2, 20]
+    assert [g["token_ids"] for g in got] == [whole[:n] for n in counts]
 
 
 def test_tree_deeper_than_the_heads(refused, tmp_path):
@@ -320,6 +370,9 @@ def test_trees_that_are_not_there(refused, tree, words):
         (("--top_p", "0"), "top_p"),
         (("--no_repeat_ngram_size", "-1"), "no_repeat_ngram_size must be 0"),
         (("--max_new_tokens", "0"), "max_new_tokens"),
+        (("--eos_ids", "2,x"), "--eos_ids is a list like 1,4,8"),
+        (("--stop_sequence", "none"), "at least one token id"),
+        (("--stop_sequence", "1,-4"), "stop_sequences are lists"),
         (("--prompts_file", "x"), "either --prompt TEXT or --prompts_file"),
     ],
 )
@@ -356,6 +409,11 @@ def test_flags_that_are_unknown(decode, capsys, flags):
         ('{"prompt": "a", "max_new_tokens": 2.5}', "line 2"),
         ('{"prompt": "a", "stop": 5}', "line 2"),
         ('{"prompt": "a", "stop": [5]}', "line 2"),
+        ('{"prompt": "a", "eos_ids": 5}', "line 2: 'eos_ids' must be a list of token ids"),
+        ('{"prompt": "a", "eos_ids": [true]}', "line 2: 'eos_ids' must be"),
+        ('{"prompt": "a", "stop_sequences": [5]}', "line 2: 'stop_sequences' must be"),
+        ('{"prompt": "a", "stop_sequences": 5}', "line 2: 'stop_sequences' must be"),
+        ('{"prompt": "a", "stop_sequences": [[]]}', "line 2: stop_sequences are lists"),
     ],
 )
 def test_prompts_files_with_a_bad_line(refused, tmp_path, line, words):

@@ -33,11 +33,15 @@ def model():
     return (config, *decoder(config, random_params(config, 1)))
 
 
-def request_of(limits):
+def request_of(limits, stops=()):
     """Sixteen rows of one prompt, told apart by their request ids alone."""
     rows = len(limits)
     return loop.Request(
-        [[1, 2, 3]] * rows, limits, temperature=[1.5] * rows, seed=[11] * rows
+        [[1, 2, 3]] * rows,
+        limits,
+        [stops] * rows,
+        temperature=[1.5] * rows,
+        seed=[11] * rows,
     )
 
 
@@ -50,13 +54,13 @@ def plain_texts():
     return texts_of(progress)
 
 
-def all_accepted(tree=CHAIN, **fields):
+def all_accepted(tree=CHAIN):
     """An engine and variables whose drafts along the chain are always right."""
     config, llama, base = model()
     heads = planted_params([[1, 2, 3, *t] for t in plain_texts()], VOCAB, 0)
     heads["pick_BS"][:] = 0.999  # the deepest node
     heads = jax.tree.map(jnp.asarray, heads)
-    engine = loop.Engine(llama, planted(config), tree, "sampled", **fields)
+    engine = loop.Engine(llama, planted(config), tree, "sampled")
     return engine, {"base": base, "heads": heads}
 
 
@@ -83,8 +87,9 @@ def test_texts_are_diverse():
 
 @pytest.mark.parametrize("eos", [(5,), (0, 3, 5)])
 def test_eos_ends_a_row_wherever_it_comes(eos):
-    engine, variables = all_accepted(eos_ids=eos)
-    progress = loop.generate(engine, variables, request_of([NEW] * ROWS))
+    engine, variables = all_accepted()
+    request = request_of([NEW] * ROWS, [(i,) for i in eos])
+    progress = loop.generate(engine, variables, request)
     expected = [cut(t, eos) for t in plain_texts()]
     assert texts_of(progress) == [t for t, _ in expected]
     assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
@@ -95,8 +100,8 @@ def test_eos_ends_a_row_wherever_it_comes(eos):
 
 def test_stop_sequences_are_found_across_steps_and_inside_paths():
     sequences = ((3, 4), (5, 2, 0), (1, 1), (0, 6))
-    engine, variables = all_accepted(stop_sequences=sequences, eos_ids=())
-    progress = loop.generate(engine, variables, request_of([NEW] * ROWS))
+    engine, variables = all_accepted()
+    progress = loop.generate(engine, variables, request_of([NEW] * ROWS, sequences))
     expected = [cut(t, (), sequences) for t in plain_texts()]
     assert texts_of(progress) == [t for t, _ in expected]
     assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
@@ -108,8 +113,8 @@ def test_stop_sequences_are_found_across_steps_and_inside_paths():
 
 def test_limits_inside_a_path_and_of_one_token():
     limits = list(range(1, ROWS + 1))
-    engine, variables = all_accepted(eos_ids=(5,))
-    progress = loop.generate(engine, variables, request_of(limits))
+    engine, variables = all_accepted()
+    progress = loop.generate(engine, variables, request_of(limits, [(5,)]))
     expected = [cut(t, (5,), (), limit) for t, limit in zip(plain_texts(), limits)]
     assert texts_of(progress) == [t for t, _ in expected]
     assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
@@ -128,11 +133,13 @@ def test_whole_paths_are_accepted_when_every_draft_is_right():
 @pytest.mark.parametrize("chunk", [1, 3, 50])
 def test_stream_shows_a_growing_prefix_of_what_generate_gives(chunk):
     limits = [NEW - row for row in range(ROWS)]
-    engine, variables = all_accepted(eos_ids=(5,))
-    whole = loop.generate(engine, variables, request_of(limits))
+    engine, variables = all_accepted()
+    whole = loop.generate(engine, variables, request_of(limits, [(5,)]))
     expected = texts_of(whole)
     shown = [[]] * ROWS
-    for n, progress in enumerate(loop.stream(engine, variables, request_of(limits), chunk)):
+    for n, progress in enumerate(
+        loop.stream(engine, variables, request_of(limits, [(5,)]), chunk)
+    ):
         now = texts_of(progress)
         for before, after, final in zip(shown, now, expected):
             assert final[: len(after)] == after and after[: len(before)] == before
@@ -234,8 +241,8 @@ def test_the_state_is_donated_and_the_progress_is_not():
 
 def test_warming_up_leaves_nothing_behind():
     """It takes no step, and the run behind it compiles nothing more."""
-    engine, variables = all_accepted(eos_ids=(6,))
-    request = request_of([NEW] * ROWS)
+    engine, variables = all_accepted()
+    request = request_of([NEW] * ROWS, [(6,)])
     loop.warm_up(engine, variables, request)
     before = loop.decode_loop._cache_size(), loop.prefill._cache_size()
     progress = loop.generate(engine, variables, request)

@@ -1,7 +1,7 @@
 """Barred n-grams: what is barred, where, and by whom (any tree: test_exactness.py)."""
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import (
     Planted,
+    TreeArrays,
     decoder,
     forward_logits,
     planted,
@@ -56,16 +57,22 @@ def test_a_token_is_barred_if_it_completes_an_old_ngram(text, n):
     assert barred_tokens(text, n) == repeats
 
 
+@partial(jax.jit, static_argnums=4)
+def flat_logits_barred(text_BS, length_B, nodes_BM, tree, n):
+    """Zeros [B, M, V = 3] with the bars behind every node."""
+    texts = texts_behind(text_BS, length_B, nodes_BM, tree)
+    return without_repeats(jnp.zeros((*nodes_BM.shape, 3)), *texts, n)
+
+
 @SETTINGS
-@given(trees(), st.integers(0, 99), st.integers(1, 4))
+@given(trees(9, 3), st.integers(0, 99), st.integers(1, 4))
 def test_every_node_has_the_bars_of_its_path(tree, seed, n):
     """Two rows; behind their text the buffer holds what must not count."""
     rng = np.random.default_rng(seed)
     V, S, length = 3, 30, np.array([rng.integers(0, 20), 20])
     text = rng.integers(0, V, (2, S))
     nodes = rng.integers(0, V, (2, tree.n_nodes))
-    texts = texts_behind(jnp.array(text), jnp.array(length), jnp.array(nodes), tree)
-    got = without_repeats(jnp.zeros((2, tree.n_nodes, V)), *texts, n)
+    got = flat_logits_barred(text, length, nodes, TreeArrays.of(tree), n)
     for row in range(2):
         for node in range(tree.n_nodes):
             path = np.flatnonzero(tree.mask_MM[node])  # ancestors come first

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from planted import decoder, forward_logits, random_params, tiny_config
 
 from medusa_jax.api import Options
@@ -48,14 +49,15 @@ def test_the_three_passes_are_one_in_float64(exact):
     got = ties.three_passes(TREE, exact.base, padded(TEXT), np.int32(len(TEXT)))
     expected = forward_logits(exact.config, exact.params, TEXT)[-1]
     for logits_V in np.asarray(got):
-        np.testing.assert_allclose(logits_V, expected, atol=1e-9)
+        assert_close(logits_V, expected)
 
 
 def test_in_bfloat16_they_differ_a_little():
     model = OneBackbone(jnp.bfloat16)
     got = np.asarray(ties.three_passes(TREE, model.base, padded(TEXT), np.int32(len(TEXT))))
     expected = forward_logits(model.config, model.params, TEXT)[-1]
-    assert 0 < np.abs(got - expected).max() < 0.05 * np.abs(expected).max() + 0.2
+    assert np.abs(got - expected).max() > 0
+    assert_close(got, np.broadcast_to(expected, got.shape), 16, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -71,8 +73,10 @@ def test_gap_and_position(exact, temperature):
         noise = gumbel(key, jnp.array([[5]]), 17, jnp.float64)
         scores = scores / np.float32(temperature) + np.asarray(noise)[0, 0]
     best = np.sort(scores)[-2:]
-    assert found.gap == pytest.approx(best[1] - best[0], abs=1e-9)
-    assert found.noise_band < 1e-9 and not found.is_tie  # float64: nothing excuses it
+    assert_close(best[0] + found.gap, best[1])
+    # In float64 nothing excuses it.
+    assert_close(best[1] + found.noise_band, best[1])
+    assert not found.is_tie
     assert ties.find_divergence(exact, prompt, theirs, theirs, option, 6, TREE) is None
 
 
@@ -119,4 +123,4 @@ def test_log_probabilities_are_those_of_the_forward_pass(exact):
     logits = forward_logits(exact.config, exact.params, TEXT)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = [log_p[t - 1, TEXT[t]] for t in range(3, len(TEXT))]
-    np.testing.assert_allclose(got, expected, atol=1e-9)
+    assert_close(got, np.array(expected))

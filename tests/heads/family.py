@@ -1,4 +1,7 @@
-"""What the tests of all drafters share: a tiny backbone, drafters with random weights."""
+"""What the tests of all drafters share: a tiny backbone, drafters with random weights.
+
+In float64 (tests that use it are marked `x64`), so that a mistake stands out from what rounding does.
+"""
 
 from functools import cache
 
@@ -25,7 +28,7 @@ WILD = Tree.from_choices(
 def stored_base(**fields):
     """A backbone with stored (unfused) parameters; V = 23, D = 16, two layers."""
     config = tiny_config(**fields)
-    return Base(Llama(config), random_params(config, 0))
+    return Base(Llama(config, jnp.float64), random_params(config, 0))
 
 
 def small_heads(drafter, **fields):
@@ -41,22 +44,17 @@ def drafter_of(heads, base, seed=0, scale=0.3):
     start = jax.jit(drafter.init, static_argnums=())(jax.random.key(seed), base)
     rng = np.random.default_rng(seed)
     noisy = jax.tree.map(
-        lambda x: np.asarray(x + scale * rng.standard_normal(x.shape), np.float32), start
+        lambda x: np.asarray(x + scale * rng.standard_normal(x.shape), np.float64), start
     )
     return drafter, start, noisy
 
 
 def random_rows(rng, B=2, T=12, **fields):
     """Hidden states [B, T, D] and token ids, positions and segments [B, T] of B texts."""
-    hidden = rng.standard_normal((B, T, D)).astype(np.float32)
+    hidden = rng.standard_normal((B, T, D))
     tokens = rng.integers(0, V, (B, T), np.int32)
     positions = np.broadcast_to(np.arange(T, dtype=np.int32)[None], (B, T))
     return hidden, tokens, positions, np.ones((B, T), np.int32)
-
-
-def numpy64(tree):
-    """The parameters as float64 numpy arrays."""
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
 def silu(x):
@@ -133,7 +131,7 @@ def proposed_logits(drafter, base, tree):
 def committed(drafter, base, params, rows, n_B):
     """The state after the first n positions of each row, taken in with one call."""
     hidden, tokens, positions, _ = rows
-    state = drafter.start(hidden.shape[0], 64, jnp.float32)
+    state = drafter.start(hidden.shape[0], 64, jnp.float64)
     following = np.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
     commit = jax.jit(lambda *args: drafter.commit(params, base, *args))
     return commit(state, hidden, following, positions, np.asarray(n_B, np.int32))

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from family import (
     drafter_of,
-    numpy64,
     numpy_layer,
     numpy_lm_head,
     numpy_norm,
@@ -21,6 +21,8 @@ from test_hydra import parameters, vicuna
 from medusa_jax.errors import UserError
 from medusa_jax.heads import make_drafter
 from medusa_jax.heads.amphista import AmphistaAlphaConfig, AmphistaConfig
+
+pytestmark = pytest.mark.usefixtures("x64")
 
 FULL = {"7B": 1.13, "13B": 1.60, "33B": 2.45}
 LOW_RANK = {
@@ -93,7 +95,7 @@ def numpy_mix(params, drafter, contexts):
 
 def numpy_contexts(params, drafter, base, hidden_TD, next_T):
     """Equation 1 for one text: what each stage gave, each [T, D]."""
-    embedding = np.asarray(base.params["embed_tokens"]["embedding"], np.float64)
+    embedding = base.params["embed_tokens"]["embedding"]
     x, out = hidden_TD, []
     for s in range(drafter.heads.stages):
         stage = params[f"stages_{s}"]
@@ -116,7 +118,7 @@ def test_features_and_proposals_are_those_of_the_paper(ablation):
     @jax.jit
     def run(params):
         features = drafter.features(params, base, *rows)
-        state = drafter.start(2, 64, jnp.float32)
+        state = drafter.start(2, 64, jnp.float64)
         following = np.roll(tokens, -1, axis=1)
         state = drafter.commit(
             params, base, state, hidden, following, rest[0], jnp.array(n)
@@ -131,19 +133,17 @@ def test_features_and_proposals_are_those_of_the_paper(ablation):
         return features, nodes, seen
 
     features, nodes, logits = run(params)
-    exact = numpy64(params)
     for b in range(2):
         following = np.roll(tokens[b], -1)
-        text = hidden[b].astype(np.float64)
-        contexts = numpy_contexts(exact, drafter, base, text, following)
+        contexts = numpy_contexts(params, drafter, base, hidden[b], following)
         for t in range(6):
-            x_KD = numpy_mix(exact, drafter, [x[t] for x in contexts])
-            np.testing.assert_allclose(features[:, b, t], x_KD, rtol=0, atol=1e-5)
-        x_KD = numpy_mix(exact, drafter, [x[n[b] - 1] for x in contexts])
+            x_KD = numpy_mix(params, drafter, [x[t] for x in contexts])
+            assert_close(features[:, b, t], x_KD)
+        x_KD = numpy_mix(params, drafter, [x[n[b] - 1] for x in contexts])
         order = []
         for k in range(4):
-            expected = numpy_lm_head(exact[f"heads_{k}"], base, x_KD[k])
-            np.testing.assert_allclose(logits[k][b], expected, rtol=0, atol=1e-5)
+            expected = numpy_lm_head(params[f"heads_{k}"], base, x_KD[k])
+            assert_close(logits[k][b], expected)
             order.append(np.argsort(-expected))
         by_rank = [order[len(c) - 1][c[-1]] for c in family.WILD.choices]
         assert nodes[b].tolist() == [root[b], *by_rank]
@@ -204,8 +204,10 @@ def test_heads_start_as_the_lm_head_behind_a_norm():
     rows = family.random_rows(np.random.default_rng(0))
     features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
     size = np.sqrt((base.params["norm"]["scale"] ** 2).mean())
-    normed = size * rows[0] / np.sqrt((rows[0] ** 2).mean(-1, keepdims=True))
-    np.testing.assert_allclose(features, np.broadcast_to(normed, features.shape), rtol=1e-3)
+    once = numpy_norm({"scale": size}, rows[0])
+    twice = numpy_norm({"scale": size}, once)
+    normed = np.stack([once, once, twice, twice])  # of both heads of each stage
+    assert_close(features, normed, dtype="float32")  # the type of fresh parameters
 
 
 def test_dropout_needs_a_key():

@@ -4,25 +4,36 @@ A new drafter is tested here by being registered; its own equations are tested i
 """
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 
 import family
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planted import check_counts, decoder, random_params, texts_of, tiny_config
+from closeness import assert_close
+from planted import (
+    check_counts,
+    decoder,
+    random_params,
+    sampling_of,
+    texts_of,
+    tiny_config,
+)
 
+from medusa_jax import model
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import calibrate, rejection
 from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
-from medusa_jax.heads import DRAFTERS, Base, make_drafter
+from medusa_jax.heads import DRAFTERS, Base, layers, make_drafter
 from medusa_jax.interop import heads_io
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree
 
+pytestmark = pytest.mark.usefixtures("x64")
 NAMES = sorted(DRAFTERS)
 
 
@@ -50,14 +61,12 @@ def test_decoding_reads_the_features_that_training_gave(name):
     expected = trained(params)
     propose = family.proposed_logits(drafter, base, Tree.chain(K))
     commit = jax.jit(lambda state, *rows: drafter.commit(params, base, state, *rows))
-    state, length = drafter.start(B, 64, jnp.float32), np.zeros(B, int)
+    state, length = drafter.start(B, 64, jnp.float64), np.zeros(B, int)
     for width, n in ((8, [5, 3, 1]), (4, [2, 0, 4]), (4, [1, 4, 0])):
         at = length[:, None] + np.arange(width)[None]
         real = np.arange(width)[None] < np.array(n)[:, None]
         row = np.arange(B)[:, None]
-        new = rng.standard_normal((B, width, family.D)).astype(
-            np.float32
-        )  # beyond n: noise
+        new = rng.standard_normal((B, width, family.D))  # beyond n: noise
         new = np.where(real[..., None], hidden[row, np.minimum(at, T - 1)], new)
         following = np.where(real, tokens[row, np.minimum(at + 1, T - 1)], 7)
         state = commit(state, new, following, at, np.array(n, np.int32))
@@ -68,9 +77,7 @@ def test_decoding_reads_the_features_that_training_gave(name):
         np.testing.assert_array_equal(nodes[:, 1:], follow)
         for k in range(K):
             got = logits[k].reshape(B, -1)
-            np.testing.assert_allclose(
-                got, expected[k][np.arange(B), last], rtol=1e-4, atol=1e-5
-            )
+            assert_close(got, expected[k][np.arange(B), last])
         state = drafter.grow(state, 96)
 
 
@@ -86,9 +93,7 @@ def test_texts_packed_into_a_row_do_not_see_each_other(name):
     alone = features(hidden[:, 6:], tokens[:, 6:], positions[:, :8], segments[:, :8])
     for k in range(4):  # as far as tokens up to t + k + 1 are there
         end = 8 - k - 1
-        np.testing.assert_allclose(
-            packed[k, :, 6 : 6 + end], alone[k, :, :end], rtol=1e-4, atol=1e-5
-        )
+        assert_close(packed[k, :, 6 : 6 + end], alone[k, :, :end])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -103,7 +108,7 @@ def test_features_look_no_further_than_decoding_will(name):
         hidden[:, t + 1 :] += 1
         tokens[:, t + k + 2 :] = (tokens[:, t + k + 2 :] + 5) % family.V
         after = run(hidden, tokens, positions, segments)
-        np.testing.assert_allclose(before[k][:, : t + 1], after[k][:, : t + 1], atol=1e-6)
+        assert_close(before[k][:, : t + 1], after[k][:, : t + 1])
         assert not np.allclose(before[k][:, t + 1], after[k][:, t + 1])
 
 
@@ -130,6 +135,7 @@ def test_files_are_strict(name, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     base, drafter, params = noisy(name, "shared")
+    params = jax.tree.map(np.float32, params)
     config, path = base.llama.config, str(tmp_path)
     record = {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
     heads_io.save_heads(path, drafter.heads, params, base=record, recipe={})
@@ -188,13 +194,11 @@ def plain_texts(acceptance):
 @cache
 def engine_of(name, acceptance):
     config, params, llama, base = seven()
-    stored = Base(Llama(config), params)
+    stored = Base(Llama(config, jnp.float64), params)
     drafter, _, heads = family.drafter_of(family.small_heads(name), stored, seed=3)
-    heads = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), heads)
     return loop.Engine(llama, drafter, WIDE, acceptance), {"base": base, "heads": heads}
 
 
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
 @pytest.mark.parametrize("name", NAMES)
 def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
@@ -208,8 +212,52 @@ def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
     assert texts_of(streamed) == plain_texts(acceptance)
 
 
-@pytest.mark.slow
+def prefilled(engine, variables, monkeypatch, piece):
+    """The state behind ragged prompts, read in pieces of so many tokens."""
+    T, slots = 32, 80
+    rng = np.random.default_rng(0)
+    prompt, length = (
+        rng.integers(0, 7, (4, T), np.int32),
+        np.array([20, 8, 1, 17], np.int32),
+    )
+    limit = jnp.full((4,), 30, jnp.int32)
+    monkeypatch.setattr(loop, "PIECE", piece)
+    read = jax.jit(
+        lambda variables: loop.prefill.__wrapped__(
+            engine, slots, variables, jnp.asarray(prompt), jnp.asarray(length), limit,
+            jnp.asarray(pack_stops([()] * 4)), sampling_of(4), jnp.zeros((4, 64), jnp.int32),
+        )
+    )  # fmt: skip
+    state = read(variables)
+    seen_BS = np.arange(slots)[None, :] < length[:, None]
+
+    def visible(x):
+        """Of a cache the slots that count."""
+        return (
+            np.where(seen_BS[:, None, :, None], x, 0) if np.ndim(x) == 4 else np.asarray(x)
+        )
+
+    return jax.tree.map(visible, state.replace(sampling=None))
+
+
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name, window", [*((name, 0) for name in NAMES), ("medusa", 5)])
+def test_prompts_read_in_pieces_are_prompts_read_at_once(name, window, monkeypatch):
+    """Rows that end in the first piece, at its end, in the third; no piece is read for nobody."""
+    engine, variables = engine_of(name, "greedy")
+    config = dataclasses.replace(engine.llama.config, sliding_window=window)
+    llama = engine.llama.clone(config=config)
+    engine = dataclasses.replace(engine, llama=llama, no_repeat_ngram_size=2)
+    whole = prefilled(engine, variables, monkeypatch, 32)
+    for module in (model.llama, layers):  # pieces of eight tokens are no longer short
+        monkeypatch.setattr(module, "FEW", 4)
+    monkeypatch.setattr(model.causal, "SLOTS", 8)
+    pieces = prefilled(engine, variables, monkeypatch, 8)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), pieces, whole)
+    assert len(set(pieces.root_B.tolist())) > 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_typical_acceptance(name):
     """Lossy, so there is no text to compare with: every row runs to its limit."""
@@ -219,7 +267,6 @@ def test_typical_acceptance(name):
     assert [len(text) for text in texts_of(progress)] == LIMITS
 
 
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", NAMES)
 def test_calibration_predicts_what_decoding_accepts(name):
     """Replaying teacher-forced ranks gives the number of steps that decoding takes."""

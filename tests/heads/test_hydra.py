@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family import drafter_of, numpy64, numpy_lm_head, silu, stored_base
+from closeness import assert_close
+from family import drafter_of, numpy_lm_head, silu, stored_base
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
@@ -15,6 +16,8 @@ from medusa_jax.heads import Base, make_drafter
 from medusa_jax.heads.hydra import HydraConfig, Level
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.tree import Tree
+
+pytestmark = pytest.mark.usefixtures("x64")
 
 SIZES = {"7B": (32, 4096, 11008), "13B": (40, 5120, 13824), "33B": (52, 6656, 17920)}
 
@@ -48,7 +51,7 @@ def problem(**fields):
 
 def numpy_features(params, k, context, tokens, base):
     """Head k (0-based) for one position: b_t [D] and the k + 1 tokens behind it."""
-    embedding = np.asarray(base.params["embed_tokens"]["embedding"], np.float64)
+    embedding = base.params["embed_tokens"]["embedding"]
     x = np.concatenate([context, *(embedding[t] for t in tokens)])
     head = params[f"heads_{k}"]
     first = head["layers_0"]
@@ -76,9 +79,7 @@ KINDS = [("own", "identity"), ("shared", "fixed"), ("low_rank", "random")]
 @pytest.mark.parametrize(("lm_head", "skip"), KINDS)
 def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
     base, drafter, _, params = problem(lm_head=lm_head, skip=skip)
-    hidden, tokens, *rest = family.random_rows(np.random.default_rng(0))
-    hidden *= 0.3  # logits below 10, where float32 resolves 1e-6
-    rows = (hidden, tokens, *rest)
+    rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0))
 
     @jax.jit
     def both(params):
@@ -87,15 +88,13 @@ def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
         return features, jnp.stack(logits)
 
     features, logits = both(params)
-    exact = numpy64(params)
     for k in range(4):
         for t in range(12 - k - 1):
             for b in range(2):
-                context = np.asarray(hidden[b, t], np.float64)
-                x = numpy_features(exact, k, context, tokens[b, t + 1 : t + k + 2], base)
-                np.testing.assert_allclose(features[k, b, t], x, rtol=0, atol=1e-5)
-                y = numpy_lm_head(exact[f"heads_{k}"], base, x)
-                np.testing.assert_allclose(logits[k, b, t], y, rtol=0, atol=1e-5)
+                following = tokens[b, t + 1 : t + k + 2]
+                x = numpy_features(params, k, hidden[b, t], following, base)
+                assert_close(features[k, b, t], x)
+                assert_close(logits[k, b, t], numpy_lm_head(params[f"heads_{k}"], base, x))
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
@@ -106,7 +105,7 @@ def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
     rng = np.random.default_rng(5)
     rows = family.random_rows(rng)
     state = family.committed(drafter, base, params, rows, [3, 12])
-    noise = rng.standard_normal((4, 2, 23)).astype(np.float32)
+    noise = rng.standard_normal((4, 2, 23))
 
     @jax.jit
     def propose(state, root):
@@ -116,14 +115,13 @@ def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
         return drafter.propose(params, base, state, root, tree, scores)
 
     root = np.array([4, 0], np.int32)
-    got, exact = np.asarray(propose(state, root)), numpy64(params)
+    got = np.asarray(propose(state, root))
     for b, last in enumerate([2, 11]):
-        context = np.asarray(rows[0][b, last], np.float64)
 
-        def logits_of(path, b=b, context=context):
+        def logits_of(path, b=b, context=rows[0][b, last]):
             k = len(path) - 1
-            x = numpy_features(exact, k, context, path, base)
-            return numpy_lm_head(exact[f"heads_{k}"], base, x) + noise[k, b]
+            x = numpy_features(params, k, context, path, base)
+            return numpy_lm_head(params[f"heads_{k}"], base, x) + noise[k, b]
 
         assert got[b].tolist() == numpy_tree(tree, logits_of, root[b])
 
@@ -131,7 +129,7 @@ def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
 def test_no_loop_over_nodes_is_left_in_the_program():
     """The drafted program has the same products whatever the width of the tree."""
     base, drafter, _, params = problem(lm_head="own")
-    state = drafter.start(2, 64, jnp.float32)
+    state = drafter.start(2, 64, jnp.float64)
 
     def products(tree):
         def run(params):
@@ -161,9 +159,10 @@ def test_heads_start_as_the_lm_head_or_at_random():
     rows = family.random_rows(np.random.default_rng(0))
     features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
     for k in range(4):
-        np.testing.assert_allclose(features[k], rows[0], atol=1e-6)
+        assert_close(features[k], rows[0])
         logits = drafter.head_logits(start, base, k, features[k])
-        np.testing.assert_allclose(logits, base.lm_head(jnp.asarray(rows[0])), atol=1e-4)
+        # Fresh parameters are float32.
+        assert_close(logits, base.lm_head(jnp.asarray(rows[0])), dtype="float32")
     _, drafter, start, _ = problem(skip="random")
     features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
     assert not np.allclose(features[0], rows[0], atol=0.1)

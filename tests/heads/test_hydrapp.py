@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family import drafter_of, numpy64, numpy_layer, numpy_lm_head, numpy_norm, stored_base
+from closeness import assert_close
+from family import drafter_of, numpy_layer, numpy_lm_head, numpy_norm, stored_base
 from test_hydra import numpy_features, numpy_tree, parameters, vicuna
 
 from medusa_jax.heads.hydrapp import HydraPPConfig
+
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.mark.parametrize(
@@ -43,14 +46,13 @@ def test_features_are_those_of_the_paper():
     base, drafter, _, params = problem()
     rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0))
     features = jax.jit(lambda p: drafter.features(p, base, *rows))(params)
-    exact = numpy64(params)
     for b in range(2):
-        context = numpy_context(exact, base, hidden[b].astype(np.float64))
+        context = numpy_context(params, base, hidden[b])
         for k in range(4):
             for t in range(12 - k - 1):
                 following = tokens[b, t + 1 : t + k + 2]
-                x = numpy_features(exact, k, context[t], following, base)
-                np.testing.assert_allclose(features[k, b, t], x, rtol=0, atol=1e-5)
+                x = numpy_features(params, k, context[t], following, base)
+                assert_close(features[k, b, t], x)
 
 
 def test_a_tree_is_drafted_from_the_last_accepted_context():
@@ -60,19 +62,16 @@ def test_a_tree_is_drafted_from_the_last_accepted_context():
     state = family.committed(drafter, base, params, rows, n)
     propose = family.proposed_logits(drafter, base, family.WILD)
     nodes, logits = propose(params, state, root)
-    exact = numpy64(params)
     for b in range(2):
-        context = numpy_context(exact, base, hidden[b, : n[b]].astype(np.float64))[-1]
+        context = numpy_context(params, base, hidden[b, : n[b]])[-1]
 
         def logits_of(path, context=context):
             k = len(path) - 1
-            x = numpy_features(exact, k, context, path, base)
-            return numpy_lm_head(exact[f"heads_{k}"], base, x)
+            x = numpy_features(params, k, context, path, base)
+            return numpy_lm_head(params[f"heads_{k}"], base, x)
 
         assert nodes[b].tolist() == numpy_tree(family.WILD, logits_of, root[b])
-        np.testing.assert_allclose(
-            logits[0][b, 0], logits_of([root[b]]), rtol=1e-6, atol=1e-5
-        )
+        assert_close(logits[0][b, 0], logits_of([root[b]]))
 
 
 def test_the_cache_holds_accepted_positions_only():
@@ -83,7 +82,7 @@ def test_the_cache_holds_accepted_positions_only():
     commit = jax.jit(lambda state, *rows: drafter.commit(params, base, state, *rows))
     contexts = []
     for filling in (0.0, 50.0):
-        state = drafter.start(2, 64, jnp.float32)
+        state = drafter.start(2, 64, jnp.float64)
         first = np.where(np.arange(8)[None, :, None] < 3, hidden, filling)
         state = commit(state, first, tokens, positions, np.array([3, 3]))
         np.testing.assert_array_equal(state.length_B, [3, 3])
@@ -100,5 +99,5 @@ def test_the_prefix_layer_starts_as_a_norm_that_keeps_the_size():
     rows = hidden, *_ = family.random_rows(np.random.default_rng(0))
     features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
     size = np.sqrt((base.params["norm"]["scale"] ** 2).mean())
-    expected = size * hidden / np.sqrt((hidden**2).mean(-1, keepdims=True))
-    np.testing.assert_allclose(features[3], expected, rtol=1e-3)
+    expected = numpy_norm({"scale": size}, hidden)
+    assert_close(features[3], expected, dtype="float32")  # the type of fresh parameters

@@ -1,4 +1,4 @@
-"""Attention over whole rows in blocks, and for one token, equals the plain one."""
+"""Attention over whole rows in blocks, behind a cache and for one token equals the plain one."""
 
 from functools import partial
 
@@ -6,16 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 
-from medusa_jax.model.attention import attend, attend_causal, attend_one
+from medusa_jax.model import causal
+from medusa_jax.model.attention import attend, attend_one
 from medusa_jax.model.cache import write_rows
+from medusa_jax.model.causal import attend_behind, attend_causal
+from medusa_jax.model.parts import Causal
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@pytest.mark.parametrize("T", [1, 64, 65, 130, 600])
+@pytest.mark.parametrize("T", [1, 64, 65, 130, 256, 600])
 def test_blocks_of_queries_give_what_one_attention_gives(T):
-    """Values and gradients, over packed rows with a window; 600 tokens are eight blocks."""
+    """Values and gradients, over packed rows with a window; 600 tokens are five blocks."""
     rng = np.random.default_rng(T)
     q = rng.standard_normal((1, T, 2, 4))
     k, v = rng.standard_normal((2, 1, 1, T, 4))
@@ -24,15 +28,41 @@ def test_blocks_of_queries_give_what_one_attention_gives(T):
     mask = (mask & (row[:, None] - row[None] < 90))[None]
     weight = rng.standard_normal((1, T, 8))
 
-    def total(see, *qkv):
-        out = see(*qkv, mask)
+    def total(see, sees, *qkv):
+        out = see(*qkv, sees)
         return (out * weight).sum(), out
 
     results = [
-        jax.jit(jax.value_and_grad(partial(total, see), (0, 1, 2), has_aux=True))(q, k, v)
-        for see in (attend, attend_causal)
+        jax.jit(jax.value_and_grad(partial(total, *see), (0, 1, 2), has_aux=True))(q, k, v)
+        for see in ((attend, mask), (attend_causal, Causal(segment[None], 90)))
     ]
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-11), *results)
+    # All gradients as one array: those of a single token's query and key are zero but for rounding.
+    assert_close(
+        *((value, jnp.concatenate([x.ravel() for x in grads])) for value, grads in results)
+    )
+
+
+@pytest.mark.parametrize("window, first", [(0, 0), (70, 0), (70, 190)])
+@pytest.mark.parametrize("T", [3, 300])
+def test_a_text_behind_a_cache_sees_it_and_itself(T, window, first, monkeypatch):
+    """What `attend` gives over the written cache: ragged starts, a last block that overlaps.
+
+    In the last case no row sees the first block of slots.
+    """
+    monkeypatch.setattr(causal, "SLOTS", 64)
+    S, rng = 500, np.random.default_rng(T)
+    q = jnp.asarray(rng.standard_normal((3, T, 4, 6)))
+    cache = tuple(jnp.asarray(x) for x in rng.standard_normal((2, 3, 2, S, 6)))
+    new = tuple(jnp.asarray(x) for x in rng.standard_normal((2, 3, 2, T, 6)))
+    start_B = np.array([first, first + 10, S - T])
+    behind_BTS = (
+        start_B[:, None, None] + np.arange(T)[None, :, None] - np.arange(S)[None, None]
+    )
+    mask_BTS = (behind_BTS >= 0) & (behind_BTS < (window or S))
+    written = [write_rows(c, n, jnp.asarray(start_B)) for c, n in zip(cache, new)]
+    expected = attend(q, *written, mask_BTS)
+    got = jax.jit(partial(attend_behind, window=window))(q, new, cache, start_B)
+    np.testing.assert_allclose(got, expected, atol=1e-11)
 
 
 @pytest.mark.parametrize("start", [0, 3, 9])
@@ -46,4 +76,4 @@ def test_one_token_behind_a_cache_sees_it_and_itself(start):
     mask_B1S = (jnp.arange(10)[None, :] <= start_B[:, None])[:, None, :]
     written = [write_rows(c, n, start_B) for c, n in zip(cache, new)]
     expected = attend(q, *written, mask_B1S)
-    np.testing.assert_allclose(attend_one(q, new, cache, start_B, mask_B1S), expected)
+    assert_close(attend_one(q, new, cache, start_B, mask_B1S), expected)

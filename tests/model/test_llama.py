@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import decoder, forward_logits, random_params, tiny_config, trees
@@ -92,12 +93,12 @@ def test_cached_passes_over_any_tree_equal_the_full_pass(family):
         out, _ = cached(llama, base, nodes, positions, cache, start, tree.mask_MM)
         for row, text in enumerate(texts):
             expected = forward_logits(config, params, text)
-            np.testing.assert_allclose(prefix_logits[row], expected, atol=1e-9)
+            assert_close(prefix_logits[row], expected)
             assert expected.std() > 0.5
             for node in range(NODES):
                 path = np.flatnonzero(tree.mask_MM[node])  # parents come first
                 whole = forward_logits(config, params, text + nodes[row, path].tolist())
-                np.testing.assert_allclose(np.asarray(out)[row, node], whole[-1], atol=1e-9)
+                assert_close(np.asarray(out)[row, node], whole[-1])
 
     check()
 
@@ -112,9 +113,7 @@ def test_one_token_at_a_time_is_the_full_pass(family):
     texts = [rng.integers(0, config.vocab_size, n).tolist() for n in (14, 9, 1)]
     *_, logits = read_in_chunks(llama, base, config, texts, chunk=1)
     for row, text in enumerate(texts):
-        np.testing.assert_allclose(
-            logits[row], forward_logits(config, params, text), atol=1e-9
-        )
+        assert_close(logits[row], forward_logits(config, params, text))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,8 +135,8 @@ def test_fusing_changes_nothing_for_any_number_of_shards(family):
             llama, fused, tokens, np.arange(6)[None], empty_cache(config, 1), start, mask
         )
         results.append(np.asarray(out)[0])
-    np.testing.assert_allclose(results[1], results[0], atol=1e-10)
-    np.testing.assert_allclose(results[2], results[0], atol=1e-10)
+    assert_close(results[1], results[0])
+    assert_close(results[2], results[0])
 
 
 def test_no_hidden_state_depends_on_later_tokens_or_other_segments():
@@ -177,12 +176,8 @@ def test_packed_segments_give_the_hidden_states_of_each_text_alone():
         0
     ]
     assert np.isfinite(packed).all()
-    np.testing.assert_allclose(
-        packed[:4], forward_logits(config, params, parts[0]), atol=1e-10
-    )
-    np.testing.assert_allclose(
-        packed[4:10], forward_logits(config, params, parts[1]), atol=1e-10
-    )
+    assert_close(packed[:4], forward_logits(config, params, parts[0]))
+    assert_close(packed[4:10], forward_logits(config, params, parts[1]))
 
 
 def test_remat_changes_no_gradient():
@@ -198,8 +193,7 @@ def test_remat_changes_no_gradient():
         return (hidden**2).sum() + hidden[0, -1, 0]
 
     grad = jax.jit(jax.grad(loss), static_argnums=1)
-    plain, again = grad(params, False), grad(params, True)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-10), plain, again)
+    assert_close(grad(params, True), grad(params, False))
 
 
 def test_dtypes():

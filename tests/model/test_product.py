@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from planted import decoder, random_params, tiny_config
 
 from medusa_jax.config import HeadsConfig
@@ -29,7 +30,7 @@ def test_a_product_in_tiles(rows):
     assert tiles.shape == (3, 48, TILE)
     np.testing.assert_array_equal(tiles[1], kernel[:, TILE : 2 * TILE])
     got = tiled_product(jnp.array(x), jnp.array(tiles))
-    np.testing.assert_allclose(got, product(x, kernel), rtol=1e-12, atol=1e-12)
+    assert_close(got, product(x, kernel))
 
 
 def test_what_is_put_in_tiles():

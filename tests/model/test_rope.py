@@ -6,6 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from planted import tiny_config
 
 from medusa_jax.config import LlamaConfig
@@ -69,9 +70,8 @@ def test_rotation_is_that_of_complex_numbers(fields):
     turned = (x[..., :32] + 1j * x[..., 32:]) * np.exp(
         1j * positions[0][None, :, None, None] * np.array(expected)
     )
-    np.testing.assert_allclose(
-        got, np.concatenate([turned.real, turned.imag], -1), atol=1e-9
-    )
+    expected = np.concatenate([turned.real, turned.imag], -1)
+    assert_close(got, expected, 5000)  # an angle at position 5000 is that much less exact
 
 
 def test_unknown_rope_scaling_is_an_error():

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from training_setup import ROOT, environment, tiny_arch, tiny_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CHILD = r"""
 import json, os, sys
 import jax

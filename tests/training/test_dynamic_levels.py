@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from medusa_jax.training.dynamic_levels import magnitude, nothing, pack, unpack
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 BOTH = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 
 
@@ -54,7 +53,9 @@ def test_packing_is_the_nearest_level_of_the_block(signed, seed, spread):
     if not signed:  # never down to zero
         smallest = (unit > 0) & (unit < table[1] / 2)
         off = np.where(smallest, np.abs(unit - table[1]), off)
-    np.testing.assert_allclose(np.abs(restored / largest - unit), off, atol=2e-7)
+    # Everything is scaled to values up to 1.
+    eps = np.finfo(np.float32).eps
+    np.testing.assert_allclose(np.abs(restored / largest - unit), off, rtol=0, atol=4 * eps)
 
 
 def test_a_positive_second_moment_never_becomes_zero():

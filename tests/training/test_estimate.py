@@ -15,8 +15,6 @@ from medusa_jax.training.data import TokenRows
 from medusa_jax.training.step import make_stage
 from medusa_jax.training.trainer import Evaluator
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.mark.parametrize("chunk", [4, 5, 64])
 def test_ranks_are_those_of_the_labels(chunk):
@@ -59,13 +57,19 @@ def test_counted_by_hand():
     ranks = np.array([[[0, 0], [0, 3], [-1, -1]], [[1, 0], [0, 0], [-1, -1]]])
     found = estimate.accepted_lengths(ranks)
     assert found["accepted_length_chain"] == pytest.approx(2.25)
-    # Positions 0 and 2 give the tree [0] [0 0] [1] [1 0]; 1 and 3 walk it to 1 and 2 drafts.
-    assert found["accepted_length_tree"] == pytest.approx(1 + (1 + 2) / 2)
+    # The first row gives the tree [0] [0 0] [0 3]; the second walks it to 0 and 2 drafts.
+    assert found["accepted_length_tree"] == pytest.approx(1 + (0 + 2) / 2)
     assert estimate.accepted_lengths(np.full((3, 2), -1)) == {}
     always = estimate.accepted_lengths(np.zeros((50, 4), int))
     assert always == {"accepted_length_chain": 5, "accepted_length_tree": 5}
     never = estimate.accepted_lengths(np.full((50, 4), estimate.MISS))
     assert never == {"accepted_length_chain": 1, "accepted_length_tree": 1}
+
+
+def test_a_tree_is_counted_on_rows_it_was_not_grown_from():
+    """Each row repeats one pattern of its own: what fits its own positions fits no other row."""
+    rows = np.arange(8)[:, None, None] + np.zeros((8, 50, 3), int)
+    assert estimate.accepted_lengths(rows)["accepted_length_tree"] == 1
 
 
 def test_a_tree_of_64_yields_at_least_a_chain():

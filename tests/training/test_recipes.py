@@ -127,7 +127,7 @@ def test_every_recipe_passes_the_dry_run(name, capsys):
 
 # The others are the same programs in other sizes.
 @pytest.mark.parametrize("name", ["vicuna7b_m1", "vicuna7b_m2", "zephyr7b", "llama31_8b"])
-def test_the_step_of_a_recipe_compiles_with_small_sizes(name, quick_compile):
+def test_the_step_of_a_recipe_compiles_with_small_sizes(name):
     """The recipe's own stage, optimizer, adapters and data fields on a tiny model."""
     small = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2,
              "head_dim": 8, "d_ff": 64}  # fmt: skip

@@ -18,8 +18,6 @@ from medusa_jax.training import trainer
 from medusa_jax.training.data import TokenRows
 from medusa_jax.training.progress import finite
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 POISON = 63
 STAGES = ("backbone", "medusa1", "medusa2", "lora", "native")
 
@@ -49,6 +47,19 @@ def clean_rows(monkeypatch):
     monkeypatch.setattr(TokenRows, "batch", clean)
 
 
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """All runs of a test are of one program (test_trainer.py resumes in another process)."""
+    compile_step, made = trainer.compile_step, []
+
+    def once(*args):
+        if not made:
+            made.append(compile_step(*args))
+        return made[0]
+
+    monkeypatch.setattr(trainer, "compile_step", once)
+
+
 def config(tokens, model, stage, **train):
     name = "medusa2" if stage == "lora" else stage
     cfg = tiny_config(tokens, name, **({"steps": 12, "save_every": 5} | train))
@@ -62,6 +73,7 @@ def config(tokens, model, stage, **train):
     return cfg
 
 
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("stage", STAGES)
 def test_stopped_and_cut_runs_go_on_bit_for_bit(
     tokens, model, tmp_path, monkeypatch, stage

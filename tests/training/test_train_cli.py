@@ -72,7 +72,6 @@ def test_configuration_files_that_do_not_serve(tmp_path):
 def test_shipped_configurations_are_sound(name):
     cfg = parse(config=name)
     assert isinstance(cfg, Config)
-    cli.run  # noqa: B018
     from medusa_jax.training import prepare
 
     prepare.check_choices(cfg)

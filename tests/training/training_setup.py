@@ -92,4 +92,6 @@ def command(*args: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    return os.environ | {"JAX_PLATFORMS": "cpu"} | more
+    """This process's, and more; XLA's flags behind those that are set."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {more.get('XLA_FLAGS', '')}"
+    return os.environ | {"JAX_PLATFORMS": "cpu"} | more | {"XLA_FLAGS": flags}

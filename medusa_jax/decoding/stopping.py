@@ -1,0 +1,80 @@
+"""Where a row ends: behind a token sequence that stops it (an EOS is one of length 1), or at its
+limit of tokens. What each row ends at is data, so that requests share one compiled program."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Why a row ended.
+RUNNING, STOPPED, LIMIT = 0, 1, 2
+
+# In place of a token: any will do; none will do; there is none (before the first new one).
+ANY, NEVER, NOTHING = -1, -2, -3
+
+
+def pack_stops(rows: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
+    """The stop sequences of every row as one array [B, Q, W]: Q sequences of W tokens.
+
+    Shorter ones begin with ANY, rows with fewer of them are filled up with NEVER.
+
+    Example: rows [(2,)] and [(2,), (5, 7)] become
+    [[[ANY, 2], [NEVER, NEVER]], [[ANY, 2], [5, 7]]].
+    """
+    Q = max(1, *map(len, rows))
+    W = max([1, *(len(sequence) for row in rows for sequence in row)])
+    stop_BQW = np.full((len(rows), Q, W), NEVER, np.int32)
+    for b, row in enumerate(rows):
+        for q, sequence in enumerate(row):
+            stop_BQW[b, q, : W - len(sequence)] = ANY
+            stop_BQW[b, q, W - len(sequence) :] = sequence
+    return stop_BQW
+
+
+def completes_stop(
+    stop_BQW: jax.Array, tokens_BO: jax.Array, emitted_BL: jax.Array, n_new_B: jax.Array
+) -> jax.Array:
+    """Whether each token just emitted is the last one of a stop sequence: bool [B, L].
+
+    Args:
+      tokens_BO: all new tokens, `emitted_BL` among them from place `n_new_B` on.
+
+    Example: new tokens [4, 5] before this step, emitted [7, 2], stops (5, 7) and (2,): both do.
+    """
+    W = stop_BQW.shape[2]
+    complete_BLQ = jnp.ones((*emitted_BL.shape, stop_BQW.shape[1]), bool)
+    for back in range(W):
+        there_BL = emitted_BL
+        if back:
+            at_BL = n_new_B[:, None] + jnp.arange(emitted_BL.shape[1])[None, :] - back
+            there_BL = jnp.take_along_axis(tokens_BO, jnp.maximum(at_BL, 0), axis=1)
+            there_BL = jnp.where(at_BL >= 0, there_BL, NOTHING)
+        wanted_B1Q = stop_BQW[:, None, :, W - 1 - back]
+        complete_BLQ &= (there_BL[:, :, None] == wanted_B1Q) | (wanted_B1Q == ANY)
+    return jnp.any(complete_BLQ, axis=-1)
+
+
+def count_until_end(
+    stops_BL: jax.Array, n_B: jax.Array, room_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """How many of n tokens just emitted may stay, and the row's new status.
+
+    What follows an end inside an accepted path is cut; the end itself is kept.
+
+    Args:
+      stops_BL: whether the row stops behind each token (entries from n on are ignored).
+      room_B: tokens that the row's limit still allows.
+
+    Returns: (count_B, status_B).
+
+    Example: n 4, room 9, stops behind the second: (2, STOPPED); room 1: (1, LIMIT).
+    """
+    L = stops_BL.shape[1]
+    index_1L = jnp.arange(L)[None, :]
+    counts_BL = stops_BL & (index_1L < n_B[:, None])
+    first_B = jnp.min(jnp.where(counts_BL, index_1L, L), axis=1)
+    count_B = jnp.minimum(jnp.minimum(first_B + 1, n_B), room_B)
+    stopped_B = first_B < jnp.minimum(n_B, room_B)
+    status_B = jnp.where(stopped_B, STOPPED, jnp.where(room_B <= n_B, LIMIT, RUNNING))
+    return count_B, status_B

@@ -1,0 +1,211 @@
+"""Causal attention within a text and behind a cached one; memory grows with its length only."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from medusa_jax.model.parts import (
+    Causal,
+    Part,
+    attend_part,
+    dot,
+    finished,
+    flat,
+    folded,
+    grouped,
+    merged,
+    scores,
+)
+
+# Queries and keys of a text that are scored at once: what a CPU's cache holds.
+BLOCK = 128
+# Slots of a cache that are scored at once: fewer and longer steps.
+SLOTS = 512
+
+
+def attend_causal(
+    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
+) -> jax.Array:
+    """Attention within whole rows: [B, T, N * H]."""
+    q_BGTRH = grouped(q_BTNH, k_BGTH.shape[1])
+    if q_BTNH.shape[1] <= 2 * BLOCK:
+        return flat(finished(short_part(q_BGTRH, k_BGTH, v_BGTH, sees), q_BTNH.dtype))
+    return flat(attend_long(q_BGTRH, k_BGTH, v_BGTH, sees))
+
+
+def attend_behind(
+    q_BTNH: jax.Array,
+    new: tuple[jax.Array, jax.Array],
+    cache: tuple[jax.Array, jax.Array],
+    start_B: jax.Array,
+    window: int,
+) -> jax.Array:
+    """Attention of T consecutive tokens over themselves and a cached text before them.
+
+    Only those slots are read that some row can see: the cost follows the text, not the cache.
+
+    Args:
+      new: keys and values of the tokens, each [B, G, T, H]; they belong to slots `start_B` on.
+      cache: keys and values [B, G, S, H] without them; slots [0, start) count.
+      window: as in `Causal`.
+
+    Returns: [B, T, N * H].
+    """
+    T, S = q_BTNH.shape[1], cache[0].shape[2]
+    size = min(SLOTS, S)
+    q_BGTRH = grouped(q_BTNH, cache[0].shape[1])
+
+    def with_block(i: jax.Array, part: Part) -> Part:
+        first = jnp.minimum(i * size, S - size)  # the last block may overlap the one before
+        k_BGSH, v_BGSH = (lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in cache)
+        slot_S = first + jnp.arange(size)
+        behind_BS = start_B[:, None] - slot_S[None, :]
+        seen_BS = (behind_BS > 0) & (slot_S >= i * size)[None, :]
+        near_BTS = behind_BS[:, None, :] + jnp.arange(T)[None, :, None] < (window or S + T)
+        seen_BTS = seen_BS[:, None, :] & near_BTS
+        return merged(part, attend_part(q_BGTRH, k_BGSH, v_BGSH, seen_BTS))
+
+    # Their own part comes first: every token sees itself, so that it has a score to begin with.
+    own = short_part if T <= 2 * BLOCK else long_part
+    part = own(q_BGTRH, *new, Causal(window=window))
+    oldest = jnp.maximum(jnp.min(start_B) - window + 1, 0) if window else 0
+    blocks = oldest // size, -(-jnp.max(start_B) // size)
+    return flat(finished(lax.fori_loop(*blocks, with_block, part), q_BTNH.dtype))
+
+
+def short_part(
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
+) -> Part:
+    """Spans of queries over the keys up to their own end, which halves the work."""
+    T, span = q_BGTRH.shape[2], BLOCK // 2
+    parts = []
+    for begin in range(0, T, span):
+        end = min(begin + span, T)
+        visible_BQS = sees.visible(begin, end - begin, 0, end)
+        q_BGQRH = q_BGTRH[:, :, begin:end]
+        parts.append(
+            attend_part(q_BGQRH, k_BGTH[:, :, :end], v_BGTH[:, :, :end], visible_BQS)
+        )
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *parts)
+
+
+def long_part(
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
+) -> Part:
+    """Blocks of queries over blocks of keys, one pair at a time (Dao et al. 2022, algorithm 1)."""
+    T = q_BGTRH.shape[2]
+    q_BGTRH, k_BGTH, v_BGTH, sees = whole_blocks(q_BGTRH, k_BGTH, v_BGTH, sees)
+
+    def row(i: jax.Array) -> Part:
+        q_BGQRH = block(q_BGTRH, i)
+
+        def pair(j: jax.Array) -> Part:
+            visible_BQS = sees.visible(i * BLOCK, BLOCK, j * BLOCK, BLOCK)
+            return attend_part(q_BGQRH, block(k_BGTH, j), block(v_BGTH, j), visible_BQS)
+
+        # A query's own block first, so that it has a score to begin with.
+        first = oldest_block(i, sees)
+        return lax.fori_loop(first, i, lambda j, part: merged(part, pair(j)), pair(i))
+
+    parts = lax.map(row, jnp.arange(q_BGTRH.shape[2] // BLOCK))
+    return jax.tree.map(lambda x: joined(x)[:, :, :T], parts)
+
+
+@jax.custom_vjp
+def attend_long(
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
+) -> jax.Array:
+    """`long_part`, finished, with a gradient: [B, G, T, R, H].
+
+    The backward pass scores every pair again, so that only the output and one number for each
+    query are kept for it (Dao et al. 2022, algorithm 4).
+    """
+    return finished(long_part(q_BGTRH, k_BGTH, v_BGTH, sees), q_BGTRH.dtype)
+
+
+def attend_long_forward(
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
+) -> tuple[jax.Array, Any]:
+    """The output, and what the backward pass reads."""
+    part = long_part(q_BGTRH, k_BGTH, v_BGTH, sees)
+    out_BGTRH = finished(part, q_BGTRH.dtype)
+    norm_BGTR1 = part.top_BGTR1 + jnp.log(part.total_BGTR1)
+    return out_BGTRH, (q_BGTRH, k_BGTH, v_BGTH, sees, out_BGTRH, norm_BGTR1)
+
+
+def attend_long_backward(kept: Any, d_out_BGTRH: jax.Array) -> tuple[Any, ...]:
+    """Cotangents of queries, keys and values; `sees` has none."""
+    q_BGTRH, k_BGTH, v_BGTH, sees, out_BGTRH, norm_BGTR1 = kept
+    T, scale = q_BGTRH.shape[2], q_BGTRH.shape[-1] ** -0.5
+    dtype, wide = q_BGTRH.dtype, norm_BGTR1.dtype
+    nothing = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), sees)
+    own_BGTR1 = jnp.sum(d_out_BGTRH.astype(wide) * out_BGTRH, axis=-1, keepdims=True)
+    q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, own_BGTR1 = whole_blocks(
+        q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, own_BGTR1
+    )
+
+    def row(d_kv: Any, i: jax.Array) -> tuple[Any, jax.Array]:
+        q, d_out, norm, own = (
+            block(x, i) for x in (q_BGTRH, d_out_BGTRH, norm_BGTR1, own_BGTR1)
+        )
+
+        def pair(j: jax.Array, carry: Any) -> Any:
+            d_q, d_k_BGTH, d_v_BGTH = carry
+            k, v = block(k_BGTH, j), block(v_BGTH, j)
+            visible_BQS = sees.visible(i * BLOCK, BLOCK, j * BLOCK, BLOCK)
+            weight = jnp.exp(scores(q, k, visible_BQS) - norm)
+            d_weight = dot(folded(d_out), v, 3, 3).reshape(weight.shape)
+            d_score = folded((weight * (d_weight - own) * scale).astype(dtype))
+            d_k = dot(d_score, folded(q), 2, 2)
+            d_v = dot(folded(weight.astype(dtype)), folded(d_out), 2, 2)
+            d_q += dot(d_score, k, 3, 2).reshape(q.shape)
+            return d_q, added(d_k_BGTH, j, d_k), added(d_v_BGTH, j, d_v)
+
+        zero = jnp.zeros(q.shape, wide)
+        d_q, *d_kv = lax.fori_loop(oldest_block(i, sees), i + 1, pair, (zero, *d_kv))
+        return tuple(d_kv), d_q.astype(dtype)
+
+    zeros = jnp.zeros(k_BGTH.shape, wide)
+    n = k_BGTH.shape[2] // BLOCK
+    (d_k, d_v), d_q = lax.scan(row, (zeros, zeros), jnp.arange(n))
+    d_q, d_k, d_v = (x[:, :, :T].astype(dtype) for x in (joined(d_q), d_k, d_v))
+    return d_q, d_k, d_v, nothing
+
+
+attend_long.defvjp(attend_long_forward, attend_long_backward)
+
+
+def oldest_block(i: jax.Array, sees: Causal) -> jax.Array | int:
+    """The first block of keys that a query of block i can see."""
+    return jnp.maximum(i * BLOCK - sees.window + 1, 0) // BLOCK if sees.window else 0
+
+
+def whole_blocks(*trees: Any) -> tuple[Any, ...]:
+    """T axes (the third; of segment ids the second) padded to a multiple of BLOCK."""
+
+    def pad(x: jax.Array) -> jax.Array:
+        axis = min(2, x.ndim - 1)
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, -x.shape[axis] % BLOCK)
+        return jnp.pad(x, widths)
+
+    return jax.tree.map(pad, trees)
+
+
+def block(x: jax.Array, i: jax.Array) -> jax.Array:
+    """Block i of the T axis of x [B, G, T, ...]."""
+    return lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK, axis=2)
+
+
+def added(x: jax.Array, i: jax.Array, more: jax.Array) -> jax.Array:
+    """x with `more` added to its block i."""
+    return lax.dynamic_update_slice_in_dim(x, block(x, i) + more, i * BLOCK, axis=2)
+
+
+def joined(blocks: jax.Array) -> jax.Array:
+    """Blocks [n, B, G, Q, ...] -> [B, G, n * Q, ...]."""
+    _, B, G, _, *rest = blocks.shape
+    return jnp.moveaxis(blocks, 0, 2).reshape(B, G, -1, *rest)

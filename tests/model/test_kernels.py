@@ -1,0 +1,121 @@
+"""The library's attention kernels: which runs where, and that they are asked for what we mean.
+
+No accelerator is needed: splash attention runs interpreted and is lowered for a TPU, and XLA
+answers the request that is made to cuDNN.
+"""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from medusa_jax.model import attention, kernels
+from medusa_jax.model.causal import attend_causal
+from medusa_jax.model.parts import Causal
+
+
+@pytest.mark.parametrize(
+    "platform, dtype, T, H, expected",
+    [
+        ("cuda", "bfloat16", 2048, 128, "cudnn"),
+        ("cuda", "float16", 640, 64, "cudnn"),
+        ("cuda", "float32", 2048, 128, "own"),
+        ("cuda", "bfloat16", 2047, 128, "own"),
+        ("cuda", "bfloat16", 2048, 100, "own"),
+        ("cuda", "bfloat16", 2048, 256, "own"),
+        ("cuda", "bfloat16", 131072, 128, "own"),
+        ("rocm", "bfloat16", 2048, 128, "own"),
+        ("tpu", "bfloat16", 131072, 128, "splash"),
+        ("tpu", "float32", 2048, 128, "own"),
+        ("tpu", "bfloat16", 2000, 128, "own"),
+        ("tpu", "bfloat16", 2048, 64, "own"),
+        ("cpu", "bfloat16", 2048, 128, "own"),
+        ("cpu", "float64", 2048, 128, "own"),
+    ],
+)
+def test_choice(platform, dtype, T, H, expected):
+    assert kernels.kernel_for(platform, dtype, T, H) == expected
+
+
+def rows(window, B=2, T=256, N=2, G=1, H=128):
+    """Queries, keys and values [B, T, heads, H], and packed segments of which 0 is padding."""
+    rng = np.random.default_rng(window)
+    q, k, v = (rng.standard_normal((B, T, n, H), np.float32) for n in (N, G, G))
+    segments = np.sort(rng.integers(0, 4, (B, T), np.int32), axis=1)[:, ::-1]
+    return (q, k, v), Causal(jnp.asarray(segments), window)
+
+
+def own(q, k, v, sees):
+    return attend_causal(q, k.swapaxes(1, 2), v.swapaxes(1, 2), sees).reshape(q.shape)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(
+    "run",
+    [partial(kernels.cudnn, implementation="xla"), partial(kernels.splash, interpret=True)],
+    ids=["cudnn", "splash"],
+)
+def test_values_and_gradients_are_our_own(run, window):
+    """Packed rows with padding, two query heads on one key head."""
+    qkv, sees = rows(window)
+    weight = np.random.default_rng(9).standard_normal(qkv[0].shape).astype(np.float32)
+
+    def total(f, *qkv):
+        out = f(*qkv, sees)
+        return (out * weight).sum(), out
+
+    (_, *got), (_, *expected) = (
+        jax.tree.leaves(
+            jax.jit(jax.value_and_grad(partial(total, f), (0, 1, 2), has_aux=True))(*qkv)
+        )
+        for f in (run, own)
+    )
+    for a, b in zip(got, expected, strict=True):
+        assert np.abs(a - b).max() < 1e-5 * np.abs(b).max()
+
+
+def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
+    """Forward and backward, by the layer's own way to it."""
+    monkeypatch.setattr(kernels, "_platform", lambda: "tpu")
+    qkv, sees = rows(100)
+    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in qkv]
+
+    def total(q, k, v):
+        out = attention.attend_rows(q, k.swapaxes(1, 2), v.swapaxes(1, 2), sees)
+        return out.astype(jnp.float32).sum()
+
+    run = jax.jit(jax.grad(total, (0, 1, 2)))
+    exported = jax.export.export(run, platforms=["tpu"])(*shapes)
+    assert exported.mlir_module().count("tpu_custom_call") == 3
+
+
+ON_A_MESH = """
+import sys, jax, numpy as np
+from functools import partial
+sys.path.insert(0, "tests/model")
+from test_kernels import kernels, own, rows
+from medusa_jax.sharding import batch_sharding, make_mesh
+mesh = make_mesh((2, 1, 2))
+for G in (2, 1):
+    qkv, sees = rows(5, T=32, N=4, G=G, H=8)
+    placed = jax.device_put((*qkv, sees), batch_sharding(mesh))
+    run = jax.jit(kernels.on_mesh(partial(kernels.cudnn, implementation="xla"), mesh))
+    with jax.set_mesh(mesh):
+        text = run.lower(*placed).compile().as_text()
+    assert "all-gather" not in text
+    np.testing.assert_allclose(run(*placed), own(*qkv, sees), atol=1e-5)
+"""
+
+
+def test_every_device_takes_its_own_rows():
+    """Four devices; the heads are parted where there are two groups, and not where there is one."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    subprocess.run([sys.executable, "-c", ON_A_MESH], env=environment, check=True)
