@@ -2,7 +2,7 @@
 
 import sys
 
-from medusa_jax.cli.decode import main
+from medusa_jax.commands.decode import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ Started again with the same workdir, it resumes.
 
 import sys
 
-from medusa_jax.cli.train import main
+from medusa_jax.commands.train import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Medusa heads for the demo: 4 heads of two residual blocks that share the backbone's LM head.
 
-    python -m medusa_jax.distill --model work/demo/native/export \\
+    python -m medusa_jax distill --model work/demo/native/export \\
         --prompts work/demo/answer_seeds.jsonl --out work/demo/answers --temperature 0
     python train.py --config=configs/demo_medusa.py --workdir=work/demo/medusa
 

@@ -18,8 +18,8 @@ import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import StoppingText, steps_of
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.compare import compare, score_gap
 from medusa_jax.decoding.sampling import gumbel, row_keys
+from medusa_jax.evaluate.compare import compare, score_gap
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from medusa_jax import plots
 from medusa_jax.errors import UserError
+from medusa_jax.plots import text
 
 CHOICES = [[0], [1], [0, 0], [0, 1], [0, 0, 2]]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -101,11 +102,11 @@ def test_text_colours_and_places(tmp_path):
     texts = {t.text: t for t in root.iter(SVG + "text")}
     assert {"def", "f", "(", "):", "pass", "a < b & c", "6+"} <= set(texts)
     column = {
-        k: (float(t.get("x")) - plots._MARGIN) / plots._ADVANCE for k, t in texts.items()
+        k: (float(t.get("x")) - text._MARGIN) / text._ADVANCE for k, t in texts.items()
     }
     assert column["f"] == pytest.approx(4, abs=0.02)
     assert column["pass"] == pytest.approx(4, abs=0.02)
-    assert float(texts["pass"].get("y")) - float(texts["f"].get("y")) == plots._LINE
+    assert float(texts["pass"].get("y")) - float(texts["f"].get("y")) == text._LINE
 
 
 def test_text_without_drafts_has_no_legend():
@@ -115,7 +116,7 @@ def test_text_without_drafts_has_no_legend():
 
 
 def test_long_rows_continue_and_wide_characters_count_twice():
-    runs, rows = plots._cells([("abcdefgh", 1), ("日本", 2), ("\té", 0)], 10)
+    runs, rows = text._cells([("abcdefgh", 1), ("日本", 2), ("\té", 0)], 10)
     assert runs == [
         (0, 0, 8, "abcdefgh", 1),
         (0, 8, 2, "日", 2),
@@ -133,5 +134,5 @@ def test_any_text_is_well_formed_and_complete(segments):
     letters = re.compile(r"[a-zA-Z0-9<>&]")
     whole = "".join(text for text, _ in segments)
     assert letters.findall(shown) == letters.findall(whole)
-    for run in plots._cells(segments, 20)[0]:
+    for run in text._cells(segments, 20)[0]:
         assert run[1] + run[2] <= 20

@@ -11,7 +11,7 @@ from medusa_jax.api.results import DEFAULTS, Options, Piece, Result, results_of
 from medusa_jax.api.streaming import GrowingTexts
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.accept import LOSSLESS
+from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Base, Drafter
@@ -101,8 +101,8 @@ class Model:
         """The compile-time part of decoding. `sampled`: whether any row has temperature > 0."""
         if acceptance == "auto":
             acceptance = "sampled" if sampled else "greedy"
-        if acceptance not in LOSSLESS:
-            known = ", ".join(["auto", *LOSSLESS])
+        if acceptance not in RULES:
+            known = ", ".join(["auto", *RULES])
             raise UserError(f"unknown acceptance {acceptance!r}: there are {known}")
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from medusa_jax.api.results import Piece
-from medusa_jax.decoding.step import Progress
+from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.interop.tokenizer import StreamDecoder, Tokenizer
 

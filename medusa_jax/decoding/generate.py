@@ -15,19 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from medusa_jax.decoding.accept import target_tokens
+from medusa_jax.decoding.acceptance.targets import target_tokens
 from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import Sampling, row_keys
-from medusa_jax.decoding.step import (
-    DecodeState,
-    Engine,
-    Progress,
-    append,
-    decode_loop,
-    decode_step,
-    progress_of,
-    write_tokens,
-)
+from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
+from medusa_jax.decoding.step import decode_loop, decode_step, emit, write_tokens
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
 from medusa_jax.heads.drafter import Base
 from medusa_jax.model.cache import KVCache
@@ -106,8 +98,8 @@ def prefill(
             logits_B1V = without_repeats(
                 logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram_size
             )
-        sampled = engine.acceptance in ("sampled", "rejection")
-        return target_tokens(logits_B1V, last_B1, sampling if sampled else None)[:, 0]
+        drawn = engine.rule.noise is not None
+        return target_tokens(logits_B1V, last_B1, sampling if drawn else None)[:, 0]
 
     def read(i: Any, carry: tuple[KVCache, Any, jax.Array]) -> Any:
         """Piece i of every prompt; the first token of the rows that end in it."""
@@ -167,7 +159,7 @@ def prefill(
         text_BS=text_BS,
     )
     padded = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
-    state = append(state, padded, zero_B + 1)
+    state, _ = emit(state, padded, zero_B + 1)
     return pin_state(engine.llama.mesh, state)
 
 

@@ -1,13 +1,13 @@
-"""`python -m medusa_jax.demo.build`: rebuild the bundled demo from nothing, one command.
+"""`python -m medusa_jax demo_build`: rebuild the bundled demo from nothing, one command.
 
 Seven stages, each a documented command of its own, each skipped if its result is there:
 
-    corpus      the standard library as text, a tokenizer, prompts      medusa_jax.demo.corpus
+    corpus      the standard library as text, a tokenizer, prompts      demo_corpus
     backbone    a small Llama trained from scratch                      train.py demo_backbone
     native      three more layers, trained on together with heads        train.py demo_native
-    answers     its own continuations of training prompts               medusa_jax.distill
+    answers     its own continuations of training prompts               distill
     heads       draft heads trained on those                            train.py demo_{drafter}
-    tree        the draft tree fitted to heads and device               medusa_jax.calibrate
+    tree        the draft tree fitted to heads and device               calibrate
     install     weights, tokenizer, heads, tree, prompts into --install
 
 Training resumes by itself, so a stopped build goes on where it was. The budgets are for two CPU
@@ -71,7 +71,7 @@ TINY = {
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     p = argparse.ArgumentParser(
-        prog="python -m medusa_jax.demo.build",
+        prog="python -m medusa_jax demo_build",
         description="Rebuild the bundled demo model and heads (run from the project's root).",
     )
     p.add_argument(
@@ -114,7 +114,7 @@ def run(flags: argparse.Namespace) -> int:
     stage(
         "corpus",
         work / "corpus.json",
-        ["-m", "medusa_jax.demo.corpus", f"--out={work}", *extra["corpus"]],
+        ["-m", "medusa_jax", "demo_corpus", f"--out={work}", *extra["corpus"]],
     )
     backbone, answers = work / "backbone", work / "answers"
     stage(
@@ -143,7 +143,7 @@ def run(flags: argparse.Namespace) -> int:
         "answers",
         answers / "provenance.json",
         [
-            "-m", "medusa_jax.distill", f"--model={source}",
+            "-m", "medusa_jax", "distill", f"--model={source}",
             f"--prompts={work}/answer_seeds.jsonl", f"--out={answers}",
             f"--limit={flags.answers}", "--batch_size=64", "--max_new_tokens=200", "--temperature=0",
             *extra["answers"],
@@ -166,7 +166,7 @@ def run(flags: argparse.Namespace) -> int:
             "tree",
             heads / "export" / "tree.json",
             [
-                "-m", "medusa_jax.calibrate", f"--model={source}",
+                "-m", "medusa_jax", "calibrate", f"--model={source}",
                 f"--drafter={heads}/export", f"--prompts={calibration}",
                 f"--out={heads}/export/tree.json", *extra["tree"],
             ],

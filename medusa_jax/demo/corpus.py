@@ -1,6 +1,6 @@
 """The demo's text: the source code of the standard library of the Python that runs this.
 
-    python -m medusa_jax.demo.corpus --out work/demo
+    python -m medusa_jax demo_corpus --out work/demo
 
 reads the `.py` files of the standard library (its own test suite included, where it is
 installed), drops tables, licence headers and copies, keeps about 3% of the files apart by
@@ -291,7 +291,7 @@ def build(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m medusa_jax.demo.corpus",
+        prog="python -m medusa_jax demo_corpus",
         description="Builds the demo's training text from Python's standard library.",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")

@@ -19,7 +19,8 @@ from medusa_jax.heads import Base, drafter_class, make_drafter
 from medusa_jax.interop import hf
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.hub import HEAD_FILES, resolve
-from medusa_jax.interop.tensors import Tensors, read_json
+from medusa_jax.interop.tensor import Tensors
+from medusa_jax.interop.tensors import read_json
 from medusa_jax.model.llama import Llama, init_params
 
 Params = dict[str, Any]

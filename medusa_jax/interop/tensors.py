@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,24 +11,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.errors import UserError
+from medusa_jax.interop.tensor import Index, Tensor, Tensors
 from medusa_jax.sharding import param_shardings, path_string
-
-Index = tuple[slice, ...]
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
-
-@dataclass(frozen=True)
-class Tensor:
-    """One stored tensor. `read` takes one step-1 slice per dimension, reads only that part."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-    read: Callable[[Index], np.ndarray]
-
-
-Tensors = dict[str, Tensor]
 
 # A part of a parameter tree as it is stored, such as {"layers_3": ...} -> what is kept of it.
 Convert = Callable[[dict[str, Any]], dict[str, Any]]

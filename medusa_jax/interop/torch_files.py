@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.tensors import Index, Tensor, Tensors
+from medusa_jax.interop.tensor import Index, Tensor, Tensors
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_DIMENSIONS = 8

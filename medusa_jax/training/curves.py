@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.plots import ACCENT, INK, new_figure, save_figure
+from medusa_jax.plots.style import ACCENT, INK, new_figure, save_figure
 
 # One colour per head, legible on white and on black; the backbone's own figures are grey.
 COLOURS = ("#3a87c8", ACCENT, "#3d9a5b", "#9a6fd0", "#c2971c", "#c85a8e", "#4fa9a9", INK)

@@ -3,7 +3,7 @@
 At every position whose next K + 1 tokens are counted, the rank of each true token under its head
 is taken together, as one tuple: heads tend to be right at the same places, so the product of
 their accuracies would be too low. Two figures come of it, both with steps that start anywhere
-alike (decoding favours some places, `medusa_jax.calibrate` measures that):
+alike (decoding favours some places, `evaluate/fitting.py` measures that):
 
     accepted_length_chain   1 + sum over d of the share of positions where the first guesses of
                             heads 1 ... d are all right: what a chain of K drafts yields
@@ -19,19 +19,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from medusa_jax.heads import Base, Drafter
-from medusa_jax.heads.layers import later
+from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.training import losses
+from medusa_jax.tree import Tree
+from medusa_jax.tree.growth import chain_length, expected_tokens, joint_growth
 
 Params = Any
 
 # Rows of held-out text to look at: enough for two digits.
 ROWS = 64
 TREE_NODES = 64
-# Ranks from here on are no part of any tree.
-MISS = 64
 
 
 def head_ranks(
@@ -43,29 +42,10 @@ def head_ranks(
     Logits exist for `chunk` positions of one head at a time.
     """
     features_KBTD = drafter.features(params, base, hidden_BTD, *losses.rows(batch))
-    K, B, T = features_KBTD.shape[:3]
-    chunk = min(chunk, T)
-    pad = -T % chunk
-
-    def pieces(x_BT: jax.Array) -> jax.Array:
-        """[B, T, ...] -> [T / chunk, B, chunk, ...]."""
-        x = jnp.pad(x_BT, ((0, 0), (0, pad)) + ((0, 0),) * (x_BT.ndim - 2))
-        return jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
-
-    ranks = []
-    for k in range(K):
-
-        def one(xs: tuple[jax.Array, jax.Array], k: int = k) -> jax.Array:
-            features, labels = xs
-            logits = drafter.head_logits(params, base, k, features)
-            own = jnp.take_along_axis(logits, labels[..., None], axis=-1)
-            return jnp.minimum(jnp.sum(logits > own, axis=-1), MISS)
-
-        labels_BT = later(batch["tokens"], k + 2)
-        found = lax.map(one, (pieces(features_KBTD[k]), pieces(labels_BT)))
-        ranks.append(jnp.moveaxis(found, 0, 1).reshape(B, -1)[:, :T])
-    counted_BT = losses.pair_mask(batch["counted"], batch["segment_ids"], K + 1)
-    return jnp.where(counted_BT[..., None], jnp.stack(ranks, axis=-1), -1).astype(jnp.int32)
+    ranks_BTK = label_ranks(drafter, params, base, features_KBTD, batch["tokens"], chunk)
+    counted = (batch["counted"], batch["segment_ids"])
+    counted_BT = losses.pair_mask(*counted, drafter.n_heads + 1)
+    return jnp.where(counted_BT[..., None], ranks_BTK, -1)
 
 
 def accepted_lengths(ranks: np.ndarray) -> dict[str, float]:
@@ -74,9 +54,6 @@ def accepted_lengths(ranks: np.ndarray) -> dict[str, float]:
     Example, K = 2, four positions: (0, 0) (0, 3) (1, 0) (0, 0) give a chain of
     1 + 3/4 + 2/4 = 2.25.
     """
-    from medusa_jax.decoding.calibrate import chain_length, expected_tokens, joint_growth
-    from medusa_jax.tree import Tree
-
     tuples_NK = ranks.reshape(-1, ranks.shape[-1])
     tuples_NK = tuples_NK[tuples_NK[:, 0] >= 0]
     if len(tuples_NK) < 2:

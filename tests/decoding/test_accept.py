@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import TreeArrays, sampling_of, trees
 
-from medusa_jax.decoding.accept import accept_targets, accept_typical, walk
+from medusa_jax.decoding.acceptance.rule import walk
+from medusa_jax.decoding.acceptance.targets import accept_targets
+from medusa_jax.decoding.acceptance.typical import accept_typical
 from medusa_jax.decoding.sampling import best_token
 from medusa_jax.tree import Tree
 

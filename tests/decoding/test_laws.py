@@ -20,9 +20,8 @@ from planted import (
 )
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.decoding import accept, step
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.accept import Accepted
+from medusa_jax.decoding.acceptance import Accepted, targets
 from medusa_jax.decoding.sampling import filtered, gumbel
 from medusa_jax.heads import make_drafter
 from medusa_jax.tree import Tree
@@ -127,17 +126,20 @@ def likeliest_drafts_pass(nodes_BM, targets_BM, tree):
     return Accepted(path_BL, n_B, targets_BM[:, leaf])
 
 
+true_rule = targets.accept_targets
+
+
 def bonus_of_the_root(nodes_BM, targets_BM, tree):
     """The bonus token comes from behind the root instead of behind the accepted path."""
-    right = accept.accept_targets(nodes_BM, targets_BM, tree)
+    right = true_rule(nodes_BM, targets_BM, tree)
     return right._replace(bonus_B=targets_BM[:, 0])
 
 
 MUTATIONS = {
-    "one_noise": (step, "gumbel", one_noise),
-    "drafts_believed": (step, "accept_targets", likeliest_drafts_pass),
-    "bonus_of_the_root": (step, "accept_targets", bonus_of_the_root),
-    "no_filters": (accept, "filtered", lambda logits, sampling: logits),
+    "one_noise": (targets, "gumbel", one_noise),
+    "drafts_believed": (targets, "accept_targets", likeliest_drafts_pass),
+    "bonus_of_the_root": (targets, "accept_targets", bonus_of_the_root),
+    "no_filters": (targets, "filtered", lambda logits, sampling: logits),
 }
 
 

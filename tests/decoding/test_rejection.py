@@ -13,8 +13,8 @@ import pytest
 from laws import agrees, law_of
 from planted import sampling_of
 
-from medusa_jax.decoding import rejection
-from medusa_jax.decoding.rejection import accept_rejection
+from medusa_jax.decoding.acceptance import rejection
+from medusa_jax.decoding.acceptance.rejection import accept_rejection
 from medusa_jax.decoding.sampling import filtered
 from medusa_jax.tree import Tree
 

@@ -16,7 +16,8 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
     work, target = tmp_path / "work", tmp_path / "demo"
     command = [
         "-m",
-        "medusa_jax.demo.build",
+        "medusa_jax",
+        "demo_build",
         "--tiny",
         f"--work={work}",
         f"--install={target}",

@@ -6,7 +6,7 @@ import family
 import jax
 import pytest
 
-from medusa_jax.cli.train import load_config
+from medusa_jax.commands.train import load_config
 from medusa_jax.config import LlamaConfig
 from medusa_jax.heads import Base, make_drafter
 from medusa_jax.model.llama import Llama, init_params

@@ -23,8 +23,9 @@ from planted import (
 
 from medusa_jax import model
 from medusa_jax.config import HeadsConfig
-from medusa_jax.decoding import calibrate, rejection
 from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import ranks as decoding_ranks
+from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Base, layers, make_drafter
@@ -277,7 +278,7 @@ def test_calibration_predicts_what_decoding_accepts(name):
     tokens, lengths = np.zeros((3, 64), np.int32), [len(t) for t in texts]
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text
-    ranks = jax.jit(calibrate.rank_tuples, static_argnums=0)(
+    ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=0)(
         engine.drafter, variables["heads"], Base(llama, base), tokens, jnp.array(lengths)
     )
     nodes = set(engine.tree.choices)

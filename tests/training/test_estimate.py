@@ -14,6 +14,7 @@ from medusa_jax.training import estimate, losses
 from medusa_jax.training.data import TokenRows
 from medusa_jax.training.step import make_stage
 from medusa_jax.training.trainer import Evaluator
+from medusa_jax.tree.growth import MISS
 
 
 @pytest.mark.parametrize("chunk", [4, 5, 64])
@@ -50,7 +51,7 @@ def test_ranks_are_those_of_the_labels(chunk):
                 continue
             logits = logits_KBTV[k, b, t]
             label = int(batch["tokens"][b, t + k + 2])
-            assert found[b, t, k] == min((logits > logits[label]).sum(), estimate.MISS)
+            assert found[b, t, k] == min((logits > logits[label]).sum(), MISS)
 
 
 def test_counted_by_hand():
@@ -62,7 +63,7 @@ def test_counted_by_hand():
     assert estimate.accepted_lengths(np.full((3, 2), -1)) == {}
     always = estimate.accepted_lengths(np.zeros((50, 4), int))
     assert always == {"accepted_length_chain": 5, "accepted_length_tree": 5}
-    never = estimate.accepted_lengths(np.full((50, 4), estimate.MISS))
+    never = estimate.accepted_lengths(np.full((50, 4), MISS))
     assert never == {"accepted_length_chain": 1, "accepted_length_tree": 1}
 
 
@@ -74,7 +75,7 @@ def test_a_tree_is_counted_on_rows_it_was_not_grown_from():
 
 def test_a_tree_of_64_yields_at_least_a_chain():
     rng = np.random.default_rng(0)
-    ranks = np.minimum(rng.geometric(0.4, (4000, 3)) - 1, estimate.MISS)
+    ranks = np.minimum(rng.geometric(0.4, (4000, 3)) - 1, MISS)
     found = estimate.accepted_lengths(ranks)
     # Independent heads: the chain is the product of their accuracies.
     assert found["accepted_length_chain"] == pytest.approx(1 + 0.4 + 0.16 + 0.064, abs=0.05)

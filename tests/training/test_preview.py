@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from training_setup import ROOT, tiny_config
 
-from medusa_jax.cli import train as cli
+from medusa_jax.commands import train as cli
 from medusa_jax.errors import UserError
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.preview import COUNTED, RESET, painted, preview

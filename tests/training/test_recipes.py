@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from training_setup import ROOT
 
-from medusa_jax.cli import train as cli
+from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import AXES, make_mesh, param_shardings

@@ -8,7 +8,7 @@ import sys
 import pytest
 from training_setup import ROOT, command, environment, tiny_config, write_config
 
-from medusa_jax.cli import train as cli
+from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
 from medusa_jax.training import trainer
@@ -84,7 +84,7 @@ def test_bad_input_is_one_line_and_status_2(capsys):
 
 
 def test_help_is_quick_and_imports_no_jax():
-    code = "import sys; from medusa_jax.cli.train import main; main(['--help']); "
+    code = "import sys; from medusa_jax.commands.train import main; main(['--help']); "
     code += "assert 'jax' not in sys.modules"
     args = [command()[0], "-c", code]
     done = subprocess.run(args, cwd=ROOT, env=environment(), capture_output=True, text=True)
@@ -173,7 +173,7 @@ def test_field_names_reach_every_leaf():
 def test_a_configuration_that_builds_on_another_is_found_from_anywhere(
     tmp_path, monkeypatch
 ):
-    """As `medusa-train` is called: the project's root is not on the path."""
+    """As `medusa train` is called: the project's root is not on the path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [p for p in sys.path if p not in ("", str(ROOT))])
     for name in [n for n in sys.modules if n.partition(".")[0] == "configs"]:

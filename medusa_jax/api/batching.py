@@ -1,0 +1,16 @@
+"""Many requests in batches of one compiled size."""
+
+from collections.abc import Iterator
+
+
+def equal_batches(n: int, size: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Numbers 0, ..., n - 1 in batches, and each batch filled up with its last to `size`.
+
+    With fewer than `size` in all, the one batch is as large as they are many.
+
+    Example: 5 in batches of 2: ([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4], [4, 4]).
+    """
+    size = min(size, n)
+    for start in range(0, n, size):
+        ids = list(range(start, min(start + size, n)))
+        yield ids, ids + [ids[-1]] * (size - len(ids))

@@ -1,1 +1,0 @@
-"""Entry points: flags and wiring only."""

@@ -1,0 +1,111 @@
+"""`python -m medusa_jax calibrate`: fit the draft tree to the heads and to this device.
+
+Writes a tree file with its evidence (`evaluate/fitting.py` says what is measured); decode.py uses
+the one that lies beside the heads.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from medusa_jax.commands.flags import (
+    add_generation,
+    add_model,
+    add_prompts,
+    command,
+    generation_options,
+    load_model,
+    numbers,
+    parse_mesh,
+    run_command,
+)
+from medusa_jax.console import say
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+EXAMPLES = """examples:
+  python -m medusa_jax calibrate --prompts prompts.jsonl --out tree.json
+  python -m medusa_jax calibrate --model path/to/model --drafter path/to/heads \\
+      --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = command(
+        "python -m medusa_jax calibrate",
+        "Fit the draft tree to the heads and to this device.",
+        EXAMPLES,
+    )
+    add_prompts(p, limit=64)
+    p.add_argument("--out", required=True, help="tree file to write (JSON)")
+    add_model(p)
+    p.add_argument("--mesh", default="1,1,1", help="devices along data,fsdp,tensor")
+    add_generation(p)
+    p.add_argument("--batch", type=int, default=1, help="batch size to time steps at")
+    p.add_argument("--sizes", default=",".join(map(str, SIZES)), help="tree sizes to time")
+    p.add_argument("--rounds", type=int, default=7, help="timed rounds over all sizes")
+    p.add_argument("--values", choices=["joint", "product"], default="joint",
+                   help="worth of a node: measured frequency of its path, or the paper's "
+                   "product of head accuracies")  # fmt: skip
+    p.add_argument("--plots", help="directory for PNG plots (needs matplotlib)")
+    return p
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Calibrate, write the tree file, print the ladder."""
+    from medusa_jax.console import use_compilation_cache
+    from medusa_jax.evaluate.fitting import fit_tree
+    from medusa_jax.evaluate.questions import prompt_of, read_prompts
+
+    use_compilation_cache()
+    prompts = [prompt_of(r) for r in read_prompts(flags.prompts, flags.limit)]
+    found = fit_tree(
+        load_model(flags, needs_heads=True, mesh=parse_mesh(flags.mesh)),
+        prompts,
+        generation_options(flags),
+        numbers(flags.sizes, "--sizes"),
+        batch=flags.batch,
+        rounds=flags.rounds,
+        worth=flags.values,
+    )
+    out = Path(flags.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    print("nodes  tokens/step  step latency  speed-up (predicted)")
+    for row in found["evidence"]["ladder"]:
+        mark = " <- best" if row["nodes"] == found["nodes"] else ""
+        print(
+            f"{row['nodes']:5d}  {row['tokens_per_step']:11.3f}  "
+            f"{row['step_latency_ratio']:11.2f}x  {row['predicted_speedup']:8.2f}{mark}"
+        )
+    if flags.plots:
+        draw(found, Path(flags.plots))
+    say(f"wrote {out}: {found['nodes']} nodes for {found['device']}")
+    return 0
+
+
+def draw(found: dict[str, Any], directory: Path) -> None:
+    """The tree, and tokens per step and latency over its size, as PNG."""
+    from medusa_jax import plots
+
+    directory.mkdir(parents=True, exist_ok=True)
+    ladder = found["evidence"]["ladder"]
+    plots.draw_tree(found["choices"], path=str(directory / "tree.png"))
+    plots.draw_curves(
+        [row["nodes"] for row in ladder],
+        [row["tokens_per_step"] for row in ladder],
+        [row["step_latency_ratio"] for row in ladder],
+        path=str(directory / "curves.png"),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""What decode.py does once its flags are parsed."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import jax
+
+from medusa_jax.api import Model, Options, Result
+from medusa_jax.api.batching import equal_batches
+from medusa_jax.commands.chat import Chat
+from medusa_jax.commands.flags import load_model, parse_mesh
+from medusa_jax.commands.requests import read_requests, shared_options
+from medusa_jax.console import (
+    announced,
+    say,
+    use_compilation_cache,
+    warn_if_accelerator_unused,
+)
+from medusa_jax.decoding.acceptance import RULES
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.compare import Comparison, compare
+from medusa_jax.interop.chat import encode_prompt, stop_ids
+
+# Accepted drafts by depth: green, cyan, blue, magenta, yellow; the verifier's own tokens plain.
+COLOURS = (32, 36, 34, 35, 33)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Decode what the flags ask for; returns the exit status."""
+    talking = flags.chat is not None and flags.prompt is None and flags.prompts_file is None
+    prompts, options = ([], []) if talking else read_requests(flags)
+    if flags.acceptance not in ("auto", *RULES):
+        known = ", ".join(("auto", *RULES))
+        raise UserError(f"--acceptance is one of {known}, not {flags.acceptance!r}")
+    if flags.batch_size < 1:
+        raise UserError(f"--batch_size must be at least 1, not {flags.batch_size}")
+    use_compilation_cache()
+    warn_if_accelerator_unused()
+    model = load_model(
+        flags,
+        tree="none" if flags.drafter == "none" else flags.tree,
+        mesh=parse_mesh(flags.mesh),
+        tokenizer=flags.tokenizer,
+        all_heads=False,
+    )
+    engine_options = {"acceptance": flags.acceptance}
+    if talking:
+        own = ending_turns(model, Options(**shared_options(flags)), flags.chat)
+        return Chat(model, own, flags.chat, engine_options).run()
+    if flags.chat is not None:
+        options = [ending_turns(model, own, flags.chat) for own in options]
+    prompts = [chat_prompt(model, p, flags.chat) for p in prompts]
+    sampled = any(o.temperature > 0 for o in options)
+    # Named, so that greedy batches of a file that also samples run the same program.
+    engine_options["acceptance"] = model.engine(
+        sampled=sampled, **engine_options
+    ).acceptance
+    model.request(prompts, options)  # refuse before anything is decoded
+    if flags.prompts_file:
+        return run_file(model, prompts, options, engine_options, flags)
+    with announced("compiling"):
+        compile_seconds = model.compile(prompts, options, **engine_options)
+    if flags.json:
+        results = model.generate(prompts, options, **engine_options)
+    else:
+        results = stream_to_terminal(model, prompts, options, engine_options, flags)
+    compared: list[Any] = [None]
+    if flags.compare:
+        with announced("timing the autoregressive loop"):
+            compared = compare(
+                model, prompts, options, repeats=flags.repeats, **engine_options
+            )
+    results[0].compile_seconds = compile_seconds
+    acceptance = engine_options["acceptance"]
+    facts = describe(model, results[0], acceptance, options[0].seed, compared[0])
+    if flags.json:
+        print(json.dumps(facts, ensure_ascii=False), flush=True)
+        return 0
+    say(summary(facts))
+    if results[0].finish_reason == "context":
+        say(f"note: stopped at the model's context of {model.config.max_position} tokens")
+    return 0
+
+
+def run_file(
+    model: Model,
+    prompts: list[Any],
+    options: list[Options],
+    engine_options: dict[str, Any],
+    flags: argparse.Namespace,
+) -> int:
+    """All requests of a file in batches; one JSON object a line, in the order of the file."""
+    from tqdm import tqdm
+
+    with tqdm(total=len(prompts), unit="request", disable=None) as bar:
+        for ids, rows in equal_batches(len(prompts), flags.batch_size):
+            batch = [prompts[i] for i in rows], [options[i] for i in rows], rows
+            with announced("compiling"):
+                compile_seconds = model.compile(*batch, **engine_options)
+            results = model.generate(*batch, **engine_options)
+            compared: list[Any] = [None] * len(rows)
+            if flags.compare:
+                compared = compare(
+                    model, *batch[:2], ids=rows, repeats=flags.repeats, **engine_options
+                )
+            for i, result, one in zip(ids, results, compared):
+                result.compile_seconds = compile_seconds
+                acceptance = engine_options["acceptance"]
+                facts = describe(model, result, acceptance, options[i].seed, one)
+                tqdm.write(json.dumps(facts, ensure_ascii=False), file=sys.stdout)
+            sys.stdout.flush()
+            bar.update(len(ids))
+    return 0
+
+
+def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | list[int]:
+    """A prompt as text: messages (or, with --chat, a user's text) through the chat template."""
+    if isinstance(prompt, str) and template is None:
+        return prompt
+    return encode_prompt(model.tokenizer, prompt, template or "")
+
+
+def ending_turns(model: Model, options: Options, template: str) -> Options:
+    """Options whose text ends where the chat template ends a turn, unless they say where."""
+    if options.eos_ids is not None:
+        return options
+    ends = {*model.eos_ids, *stop_ids(model.tokenizer, template)}
+    return dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
+
+
+def stream_to_terminal(
+    model: Model,
+    prompts: list[Any],
+    options: list[Options],
+    engine_options: dict[str, Any],
+    flags: argparse.Namespace,
+) -> list[Result]:
+    """Print text as it comes; with --show_drafts accepted drafts are coloured by depth."""
+    if isinstance(prompts[0], str):
+        sys.stdout.write(prompts[0])
+    results: list[Result] = []
+    segments: list[tuple[str, int]] = [(p, 0) for p in prompts[:1] if isinstance(p, str)]
+    for pieces, final in model.stream(prompts, options, **engine_options):
+        for piece in pieces:
+            segments += piece.parts
+            for text, depth in piece.parts:
+                if flags.show_drafts and depth:
+                    colour = COLOURS[(depth - 1) % len(COLOURS)]
+                    text = f"\x1b[{colour}m{text}\x1b[0m"
+                sys.stdout.write(text)
+            sys.stdout.flush()
+        results = final or results
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if flags.save_drafts:
+        from medusa_jax.plots import draw_accepted_text
+
+        draw_accepted_text(segments, flags.save_drafts)
+        say(f"wrote {flags.save_drafts}")
+    if flags.show_drafts:
+        legend = " ".join(f"\x1b[{c}m{d}\x1b[0m" for d, c in enumerate(COLOURS, 1))
+        say(
+            f"accepted drafts by tree depth: {legend}; plain = chosen by the backbone itself"
+        )
+    return results
+
+
+def describe(
+    model: Model, result: Result, acceptance: str, seed: int, compared: Comparison | None
+) -> dict[str, Any]:
+    """The object that --json prints."""
+    device = jax.devices()[0]
+    facts: dict[str, Any] = {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": result.new_tokens,
+        "finish_reason": result.finish_reason,
+        "steps": result.steps,
+        "mean_accepted_length": round(result.mean_accepted_length, 4),
+        "acceptance_histogram": result.acceptance_histogram,
+        "prefill_seconds": result.prefill_seconds,
+        "decode_seconds": result.decode_seconds,
+        "compile_seconds": result.compile_seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "drafter": model.drafter.heads.drafter if model.tree.depth else "none",
+        "tree_nodes": model.tree.n_nodes,
+        "acceptance": acceptance,
+        "lossless": RULES[acceptance].lossless,
+        "guarantee": RULES[acceptance].guarantee,
+        "seed": seed,
+        "dtype": str(model.dtype),
+        "device": f"{device.platform}: {device.device_kind}",
+    }
+    if compared is not None:
+        facts |= compared.facts()
+    return facts
+
+
+def summary(facts: dict[str, Any]) -> str:
+    """One line of measurements."""
+    line = (
+        f"{facts['new_tokens']} tokens in {facts['steps']} steps, mean accepted length "
+        f"{facts['mean_accepted_length']:.2f}, {facts['tokens_per_second']:.0f} tokens/s "
+        f"({facts['drafter']}, {facts['tree_nodes']} nodes, {facts['acceptance']}, "
+        f"{facts['guarantee'].partition(':')[0]}, {facts['dtype']}, "
+        f"{facts['device'].split(':')[0]}"
+    )
+    if facts["compile_seconds"] >= 0.1:
+        line += f"; compiled in {facts['compile_seconds']:.1f} s"
+    line += ")"
+    if "speedup" in facts:
+        same = "identical text" if facts["identical"] else _difference(facts)
+        line += (
+            f"\nautoregressive {facts['autoregressive']['tokens_per_second']:.0f} tokens/s: "
+            f"speed-up {facts['speedup']:.2f}x at {facts['step_latency_ratio']:.2f}x the step "
+            f"latency, {same}"
+        )
+    return line
+
+
+def _difference(facts: dict[str, Any]) -> str:
+    first = facts["first_divergence"]
+    if not facts["lossless"]:
+        return f"other text from token {first['position']} on (lossy acceptance)"
+    if facts["acceptance"] == "rejection":
+        return f"other draws of the same law from token {first['position']} on"
+    return f"first difference at token {first['position']} (score gap {first['gap']:.2g})"

@@ -1,0 +1,174 @@
+"""`python -m medusa_jax distill`: the model answers seed prompts, heads learn from the answers.
+
+Heads are trained on what they will have to guess: the model's own output (Medusa 2.3.2). Seeds
+are prompts to go on with, or conversations whose user turns are asked again (see
+`conversation.py` for the three modes). The output directory holds
+
+    messages.jsonl    chat modes, one conversation a line, in the order of the seeds:
+                      {"seed": 7, "messages": [...], "answers": [{"tokens", "steps", "finish"}],
+                      "cut": true (the last answer was broken off), "problem": why it ended early}
+    samples.jsonl     mode continue: {"prompt_ids": [...], "token_ids": [...]}
+    tokens.npy, doc_starts.npy, counted.npy
+                      mode continue: the same as a token directory; prompts are not counted
+    settings.json     everything that decides the text
+    provenance.json   settings, sizes and speed, written when all is done
+
+A run that was stopped, even killed, goes on behind its last whole batch and ends with the same
+files, byte for byte.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from medusa_jax.commands.flags import (
+    add_model,
+    add_no_repeat,
+    add_prompts,
+    command,
+    load_model,
+    parse_mesh,
+    run_command,
+)
+from medusa_jax.console import say
+from medusa_jax.errors import UserError
+
+EXAMPLES = """examples:
+  python -m medusa_jax distill --prompts seeds.jsonl --out work/answers
+  python -m medusa_jax distill --model lmsys/vicuna-33b-v1.3 --chat_template vicuna \\
+      --prompts Aeala/ShareGPT_Vicuna_unfiltered --out work/vicuna33b --temperature 0.3 \\
+      --max_new_tokens 1024 --batch_size 16 --drafter path/to/first/heads
+  python -m medusa_jax distill --model HuggingFaceH4/zephyr-7b-beta --mode self_talk \\
+      --prompts HuggingFaceH4/ultrachat_200k --split train_sft --out work/zephyr7b
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = command(
+        "python -m medusa_jax distill",
+        "Let a model answer seed prompts and write a training set of its own text.",
+        EXAMPLES,
+    )
+    add = p.add_argument
+    add_prompts(
+        p,
+        limit=0,
+        what="seeds: .jsonl, .json or a hub dataset, with prompt, prompt_ids, turns, messages "
+        "or conversations",
+    )
+    add("--out", required=True, help="directory to write")
+    add("--mode", default="auto",
+        help="continue, multi_turn or self_talk; auto: continue for prompts, else multi_turn")  # fmt: skip
+    add_model(p, drafter="none")
+    add("--tree", default="auto", help="as for decode.py")
+    add("--chat_template", default="", help="a shipped one; default: the tokenizer's own")
+    add("--mesh", default="1,1,1", help="devices along data, fsdp, tensor")
+    add("--temperature", type=float,
+        help="default: 0.3 in the chat modes (the paper's), 0 in mode continue")  # fmt: skip
+    add("--top_p", type=float, default=1.0)
+    add("--seed", type=int, default=0)
+    add_no_repeat(p)
+    add("--max_new_tokens", type=int, default=200, help="per answer")
+    add("--max_turns", type=int, default=4, help="most answers in a conversation")
+    add("--batch_size", type=int, default=32)
+    add("--split", default="train", help="of a hub dataset")
+    return p
+
+
+def warn_if_quantised(model: str | None) -> None:
+    """The paper advises against a quantised teacher: its answers are not the model's own."""
+    if not model or not os.path.isdir(model):
+        return
+    found: Any = None
+    for name in ("config.json", "recipe.json"):
+        try:
+            content = json.loads((Path(model) / name).read_text())
+        except (OSError, ValueError):
+            continue
+        if name == "config.json":
+            found = found or (content.get("quantization_config") or {}).get("quant_method")
+        else:
+            trained_as = content.get("config", {}).get("model", {})
+            found = found or trained_as.get("quantise")
+    if found:
+        say(
+            f"warning: {model} is quantised ({found}): heads would learn the quantised model's "
+            "answers; the paper advises to distil from the unquantised one (2.3.2)"
+        )
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Answer all seeds that are not answered yet."""
+    from medusa_jax.api import Options
+    from medusa_jax.console import use_compilation_cache
+    from medusa_jax.distill import files
+    from medusa_jax.distill.seeds import mode_for, read_seeds
+    from medusa_jax.distill.writer import News, Writer, write_all
+    from medusa_jax.interop.chat import stop_ids, template_source
+
+    if flags.batch_size < 1 or flags.max_turns < 1:
+        raise UserError("--batch_size and --max_turns must be at least 1")
+    use_compilation_cache()
+    seeds = read_seeds(flags.prompts, flags.split, flags.limit)
+    mode = mode_for(seeds, flags.mode)
+    if mode == "continue":
+        seeds = [s for s in seeds if s.prompt]
+    if flags.temperature is None:
+        flags.temperature = 0.0 if mode == "continue" else 0.3
+    options = Options(
+        max_new_tokens=flags.max_new_tokens,
+        temperature=flags.temperature,
+        top_p=flags.top_p,
+        seed=flags.seed,
+    )
+    warn_if_quantised(flags.model)
+    tree = "none" if flags.drafter == "none" else flags.tree
+    model = load_model(flags, tree=tree, mesh=parse_mesh(flags.mesh))
+    if mode != "continue":
+        template_source(model.tokenizer, flags.chat_template)  # fails before any work
+        ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}
+        options = dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
+    out = Path(flags.out)
+    out.mkdir(parents=True, exist_ok=True)
+    settings = files.settings_of(flags, mode, seeds, model)
+    files.check_settings(out, settings)
+    path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
+    lines = files.finished_lines(path, flags.batch_size, len(seeds))
+    if lines:
+        say(f"{len(lines)} of {len(seeds)} seeds are answered already")
+    start, before = time.perf_counter(), len(lines)
+    news = News(len(seeds), len(lines))
+    write_all(Writer(model, flags, mode, options, news), path, seeds, lines)
+    seconds = time.perf_counter() - start
+    found = files.sizes(mode, lines)
+    if mode == "continue":
+        files.write_token_directory(out, lines)
+    made = files.sizes(mode, lines[before:])["answer_tokens"]
+    speed = made / max(seconds, 1e-9)
+    engine = {"drafter": flags.drafter, "tree_nodes": model.tree.n_nodes}
+    provenance = settings | engine | found | {"date": date.today().isoformat()}
+    files.write_text(out / "provenance.json", json.dumps(provenance, indent=1) + "\n")
+    say(
+        f"{found['samples']} samples, {found['answer_tokens']} tokens of the model's own, "
+        f"{speed:.0f} tokens/s; in {path}"
+    )
+    for problem, n in found.get("unusable_seeds", {}).items():
+        say(f"{n} seeds gave no sample: {problem}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

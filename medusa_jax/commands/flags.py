@@ -1,0 +1,174 @@
+"""Flags that several commands share, said once."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from medusa_jax.console import run_main, say
+from medusa_jax.errors import UserError
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def command(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser whose help ends with examples to copy."""
+    return argparse.ArgumentParser(
+        prog=name,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_model(p: argparse.ArgumentParser, drafter: str = "") -> None:
+    """--model, --dtype, --allow_other_base and --drafter, whose default may be given."""
+    p.add_argument("--model", help="directory or hub id of a model (default: the demo)")
+    default = drafter or "hydra for the demo, none for another model"
+    p.add_argument(
+        "--drafter",
+        default=drafter or None,
+        help=f"a name, a directory or hub id with heads, or none (default: {default})",
+    )
+    add_base(p)
+
+
+def add_base(p: argparse.ArgumentParser) -> None:
+    """--dtype and --allow_other_base."""
+    p.add_argument(
+        "--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere"
+    )
+    p.add_argument(
+        "--allow_other_base",
+        action="store_true",
+        help="use heads that were trained on another model of the same sizes",
+    )
+
+
+def load_model(
+    flags: argparse.Namespace,
+    drafter: str | None = None,
+    *,
+    needs_heads: bool = False,
+    **more: Any,
+) -> Any:
+    """The model that the flags ask for, with --drafter if no other is given.
+
+    Args:
+      needs_heads: refuse plain decoding, which the command could do nothing with.
+      more: what else `load` takes, such as `tree`.
+    """
+    import jax  # here, not for --help
+
+    from medusa_jax.api import default_drafter, load
+
+    wanted = drafter or flags.drafter
+    name = wanted or default_drafter(flags.model)
+    if needs_heads and name == "none":
+        whose = flags.model or "the demo"
+        raise UserError(f"give --drafter the directory or hub id of heads for {whose}")
+    if (
+        flags.dtype == "float64"
+    ):  # a switch of the whole process, which is the command's own
+        jax.config.update("jax_enable_x64", True)
+    model = load(
+        flags.model,
+        name,
+        dtype=flags.dtype,
+        no_repeat_ngram_size=flags.no_repeat_ngram_size,
+        allow_other_base=flags.allow_other_base,
+        **more,
+    )
+    if wanted is None and name == "none":
+        say("no --drafter is given: plain decoding, without drafts")
+    return model
+
+
+def add_prompts(p: argparse.ArgumentParser, limit: int, what: str = "") -> None:
+    """--prompts (required) and --limit."""
+    p.add_argument(
+        "--prompts", required=True, help=what or "JSONL with prompt or prompt_ids"
+    )
+    add_limit(p, limit)
+
+
+def add_limit(p: argparse.ArgumentParser, limit: int) -> None:
+    """--limit: how many prompts of the file to use."""
+    shown = f"default: {limit}" if limit else "default: all"
+    p.add_argument(
+        "--limit", type=int, default=limit, help=f"most prompts to use ({shown})"
+    )
+
+
+def add_generation(p: argparse.ArgumentParser, temperature: float = 0.0) -> None:
+    """--max_new_tokens, --temperature, --seed and --no_repeat_ngram_size."""
+    p.add_argument("--max_new_tokens", type=int, default=200)
+    p.add_argument(
+        "--temperature",
+        type=float,
+        default=temperature,
+        help="0 is greedy (default: %(default)s)",
+    )
+    p.add_argument("--seed", type=int, default=0)
+    add_no_repeat(p)
+
+
+def generation_options(flags: argparse.Namespace, **more: Any) -> Any:
+    """The `Options` that the flags of `add_generation` ask for, and `more` of its fields."""
+    from medusa_jax.api import Options
+
+    return Options(
+        max_new_tokens=flags.max_new_tokens,
+        temperature=flags.temperature,
+        seed=flags.seed,
+        **more,
+    )
+
+
+def add_no_repeat(p: argparse.ArgumentParser) -> None:
+    """--no_repeat_ngram_size."""
+    p.add_argument(
+        "--no_repeat_ngram_size",
+        type=int,
+        metavar="N",
+        help="no N tokens in a row twice in prompt and text; 0 is off (default: what the "
+        "model's generation_config.json says)",
+    )
+
+
+def numbers(text: str, flag: str, kind: Callable = int) -> list:
+    """ "1,4,8" -> [1, 4, 8].
+
+    Raises:
+      UserError: not a list of numbers; names the flag.
+    """
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"{flag} is a list like 1,4,8, not {text!r}") from error
+
+
+def token_ids(text: str, flag: str) -> tuple[int, ...]:
+    """ "13,13" -> (13, 13), "none" -> ().
+
+    Raises:
+      UserError: anything else; names the flag.
+    """
+    return () if text == "none" else tuple(numbers(text, flag))
+
+
+def parse_mesh(text: str) -> tuple[int, ...]:
+    """ "1,2,4" -> (1, 2, 4)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UserError(f"--mesh is three numbers like 1,2,4, not {text!r}") from error
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int],
+    argv: Sequence[str] | None,
+) -> int:
+    """Parse and run; bad input is one line and exit status 2."""
+    flags = parser.parse_args(argv)
+    return run_main(lambda: run(flags))

@@ -1,0 +1,104 @@
+"""What decode.py is asked for: one prompt, or a file of requests with options of their own."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from medusa_jax.api import Options
+from medusa_jax.commands.flags import token_ids
+from medusa_jax.errors import UserError
+
+
+def shared_options(flags: argparse.Namespace) -> dict[str, Any]:
+    """The options that the flags set for every request."""
+    return {
+        "max_new_tokens": flags.max_new_tokens,
+        "temperature": flags.temperature,
+        "top_k": flags.top_k,
+        "top_p": flags.top_p,
+        "min_p": flags.min_p,
+        "seed": flags.seed,
+        "stop": tuple(flags.stop),
+        "eos_ids": None if flags.eos_ids is None else token_ids(flags.eos_ids, "--eos_ids"),
+        "stop_sequences": tuple(
+            token_ids(text, "--stop_sequence") for text in flags.stop_sequence
+        ),
+        "epsilon": flags.epsilon,
+        "delta": flags.delta,
+    }
+
+
+def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:
+    """Prompts (texts or message lists) and their options, from the flags or a JSONL file."""
+    if (flags.prompt is None) == (flags.prompts_file is None):
+        raise UserError(
+            "give either --prompt TEXT or --prompts_file FILE (or --chat alone, to talk)"
+        )
+    shared = shared_options(flags)
+    if flags.prompt is not None:
+        text = sys.stdin.read() if flags.prompt == "-" else flags.prompt
+        return [text], [Options(**shared)]
+    try:
+        # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
+        lines = Path(flags.prompts_file).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {flags.prompts_file}: {error}") from error
+    prompts, options = [], []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{flags.prompts_file} line {number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where} is not JSON: {error.msg}") from error
+        if not isinstance(record, dict) or not ("prompt" in record or "messages" in record):
+            raise UserError(f"{where} needs a 'prompt' or 'messages'")
+        if "prompt" in record and not isinstance(record["prompt"], str):
+            raise UserError(f"{where}: 'prompt' must be text, not {record['prompt']!r}")
+        if "prompt" not in record and not isinstance(record["messages"], list):
+            raise UserError(f"{where}: 'messages' must be a list of turns")
+        prompts.append(record.get("prompt", record.get("messages")))
+        try:
+            options.append(Options(**(shared | own_options(record, shared))))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+    if not prompts:
+        raise UserError(f"{flags.prompts_file} holds no requests")
+    return prompts, options
+
+
+def own_options(record: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """The options that one request sets itself, each of the type of the flag it replaces."""
+    own = {name: record[name] for name in shared if name in record}
+    if "stop" in own:
+        stop = own["stop"]
+        own["stop"] = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(own["stop"], list | tuple) or any(
+            not isinstance(s, str) for s in own["stop"]
+        ):
+            raise UserError(f"'stop' must be a string or a list of strings, not {stop!r}")
+        own["stop"] = tuple(own["stop"])
+    if "eos_ids" in own:
+        own["eos_ids"] = _ids(own["eos_ids"], "'eos_ids' must be a list of token ids")
+    if "stop_sequences" in own:
+        problem = "'stop_sequences' must be a list of lists of token ids"
+        if not isinstance(own["stop_sequences"], list):
+            raise UserError(f"{problem}, not {own['stop_sequences']!r}")
+        own["stop_sequences"] = tuple(_ids(ids, problem) for ids in own["stop_sequences"])
+    for name, value in own.items():
+        if name in ("eos_ids", "stop_sequences"):
+            continue
+        kinds = (int, float) if isinstance(shared[name], float) else (type(shared[name]),)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise UserError(f"'{name}' must be {kinds[-1].__name__}, not {value!r}")
+    return own
+
+
+def _ids(value: Any, problem: str) -> tuple[int, ...]:
+    """A JSON list of whole numbers, or a UserError that begins with `problem`."""
+    if not isinstance(value, list) or any(type(i) is not int for i in value):
+        raise UserError(f"{problem}, not {value!r}")
+    return tuple(value)

@@ -1,0 +1,207 @@
+"""`python -m medusa_jax sweep`: acceptance rules over their parameters.
+
+Two sweeps on one question file. *Thresholds* (the Medusa paper's figure 5): typical acceptance at
+one temperature, delta = sqrt(epsilon), against greedy and plain sampling: tokens per step, and
+the mean log-probability that the backbone gives to what was written. *Temperatures*: tokens per
+step of sampled, rejection and typical acceptance. `sampled` and `rejection` are lossless,
+`typical` is lossy. Writes sweep.json and two pictures.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from medusa_jax.commands.flags import (
+    add_generation,
+    add_limit,
+    add_model,
+    command,
+    load_model,
+    numbers,
+    run_command,
+)
+from medusa_jax.console import announced, say
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
+from medusa_jax.evaluate.tables import markdown_table
+
+EXAMPLES = """examples:
+  python -m medusa_jax sweep
+  python -m medusa_jax sweep --small
+  python -m medusa_jax sweep --model path/to/model --drafter path/to/heads --tree 64 \\
+      --prompts questions.jsonl --limit 64 --dtype bfloat16
+"""
+EPSILONS = tuple(round(0.01 * i, 2) for i in range(1, 26))
+TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
+RULES = ("sampled", "rejection", "typical")
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = command(
+        "python -m medusa_jax sweep",
+        "Tokens per step and quality of acceptance rules over their parameters.",
+        EXAMPLES,
+    )
+    p.add_argument("--prompts", default=str(DEMO_PROMPTS), help="questions, as for bench")
+    add_limit(p, 32)
+    add_model(p)
+    p.add_argument("--tree", default="8", help="as for decode.py (default: 8 nodes)")
+    add_generation(p, temperature=0.7)
+    p.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
+    p.add_argument("--temperatures", default=",".join(map(str, TEMPERATURES)))
+    p.add_argument("--batch_size", type=int, default=16, help="prompts decoded at a time")
+    p.add_argument(
+        "--small", action="store_true", help="8 prompts, 60 tokens, every fifth epsilon"
+    )
+    p.add_argument("--out", default="work/sweep", help="directory for results")
+    return p
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Both sweeps, tables, pictures."""
+    from tqdm import tqdm
+
+    from medusa_jax.api import Options
+    from medusa_jax.console import use_compilation_cache
+    from medusa_jax.decoding.acceptance import RULES as ACCEPTANCE
+    from medusa_jax.evaluate.rules import measure_rule
+
+    epsilons = numbers(flags.epsilons, "--epsilons", float)
+    temperatures = numbers(flags.temperatures, "--temperatures", float)
+    if flags.small:
+        flags.limit, flags.max_new_tokens = 8, min(60, flags.max_new_tokens)
+        epsilons = epsilons[::5]
+    if flags.temperature <= 0:
+        raise UserError("the threshold sweep needs --temperature above 0")
+    use_compilation_cache()
+    questions = read_questions(flags.prompts, flags.limit)
+    model = load_model(flags, needs_heads=True, tree=flags.tree)
+    prompts = [model.encode(prompt_of(question)) for question in questions]
+    out = Path(flags.out)
+    out.mkdir(parents=True, exist_ok=True)
+
+    T = flags.temperature
+    plan: list[tuple[str, float, float, float]] = [
+        ("greedy", 0.0, 0.09, 0.3),
+        ("sampled", T, 0.09, 0.3),
+        *(("typical", T, e, e**0.5) for e in epsilons),
+    ]
+    plan += [(rule, t, 0.09, 0.3) for rule in RULES for t in temperatures]
+    rows = []
+    with announced("compiling"):
+        for rule, t, epsilon, delta in tqdm(plan, unit="run", disable=None):
+            options = Options(
+                flags.max_new_tokens, t, seed=flags.seed, epsilon=epsilon, delta=delta
+            )
+            rows.append(measure_rule(model, prompts, rule, options, flags.batch_size))
+    greedy, plain, *rest = rows
+    thresholds, by_temperature = rest[: len(epsilons)], rest[len(epsilons) :]
+    facts = {
+        "drafter": model.drafter.heads.drafter,
+        "tree_nodes": model.tree.n_nodes,
+        "dtype": str(model.dtype),
+        "prompts": len(prompts),
+        "max_new_tokens": flags.max_new_tokens,
+        "guarantees": {name: rule.guarantee for name, rule in ACCEPTANCE.items()},
+        "greedy": greedy,
+        "plain_sampling": plain,
+        "thresholds": thresholds,
+        "temperatures": by_temperature,
+    }
+    (out / "sweep.json").write_text(json.dumps(facts, indent=1) + "\n")
+    print(threshold_table(greedy, plain, thresholds))
+    print()
+    print(temperature_table(by_temperature))
+    draw(facts, out)
+    say(f"wrote {out}/sweep.json, thresholds.png and temperatures.png")
+    return 0
+
+
+def threshold_table(
+    greedy: dict[str, Any], plain: dict[str, Any], rows: list[dict[str, Any]]
+) -> str:
+    """Figure 5 as a Markdown table."""
+    header = (
+        "acceptance",
+        "epsilon",
+        "delta",
+        "mean accepted length",
+        "mean log-probability",
+    )
+    cells = []
+    for row in (greedy, plain, *rows):
+        epsilon, delta = row["epsilon"], row["delta"]
+        cells.append(
+            (
+                f"{row['acceptance']}, T {row['temperature']:g}",
+                "-" if epsilon is None else f"{epsilon:.2f}",
+                "-" if delta is None else f"{delta:.2f}",
+                f"{row['mean_accepted_length']:.3f}",
+                f"{row['mean_log_probability']:.3f}",
+            )
+        )
+    return markdown_table(header, cells)
+
+
+def temperature_table(rows: list[dict[str, Any]]) -> str:
+    """Mean accepted length of every rule over temperature, as a Markdown table."""
+    temperatures = sorted({row["temperature"] for row in rows})
+    cells = []
+    for rule in RULES:
+        own = {
+            r["temperature"]: r["mean_accepted_length"]
+            for r in rows
+            if r["acceptance"] == rule
+        }
+        label = f"{rule} (lossy)" if rule == "typical" else rule
+        cells.append((label, *(f"{own[t]:.3f}" for t in temperatures)))
+    header = ("mean accepted length at T", *(f"{t:g}" for t in temperatures))
+    return markdown_table(header, cells)
+
+
+def draw(facts: dict[str, Any], out: Path) -> None:
+    """thresholds.png and temperatures.png."""
+    from medusa_jax.plots import Chart, draw_lines
+
+    epsilons = [row["epsilon"] for row in facts["thresholds"]]
+    plain = facts["plain_sampling"]
+    charts = []
+    for title, name in (
+        ("mean accepted length", "mean_accepted_length"),
+        ("mean log-probability of the text", "mean_log_probability"),
+    ):
+        charts.append(
+            Chart(
+                title,
+                "epsilon (delta = sqrt epsilon)",
+                {"typical (lossy)": (epsilons, [r[name] for r in facts["thresholds"]])},
+                {
+                    "greedy": facts["greedy"][name],
+                    f"sampling, T {plain['temperature']:g}": plain[name],
+                },
+            )
+        )
+    draw_lines(charts, path=out / "thresholds.png")
+    lines = {}
+    for rule in RULES:
+        own = [r for r in facts["temperatures"] if r["acceptance"] == rule]
+        label = f"{rule} (lossy)" if rule == "typical" else rule
+        lines[label] = (
+            [r["temperature"] for r in own],
+            [r["mean_accepted_length"] for r in own],
+        )
+    chart = Chart("mean accepted length", "temperature", lines)
+    draw_lines([chart], path=out / "temperatures.png")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

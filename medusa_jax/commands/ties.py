@@ -1,0 +1,97 @@
+"""`python -m medusa_jax ties`: the tie report of one precision.
+
+In bfloat16 (and float32) drafted text may leave plain text where two scores are tied within
+rounding. For every prompt: the first divergence, the gap between the two best scores there, the
+noise band measured at that position, and whether the one explains the other. A divergence that
+rounding does not explain would be a defect; the exit status is then 1.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from medusa_jax.commands.flags import (
+    add_generation,
+    add_limit,
+    add_model,
+    command,
+    generation_options,
+    load_model,
+    run_command,
+)
+from medusa_jax.console import say
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
+from medusa_jax.evaluate.tables import markdown_table
+
+EXAMPLES = """examples:
+  python -m medusa_jax ties
+  python -m medusa_jax ties --dtype float32 --tree 64 --temperature 0.7 --top_p 0.9
+  python -m medusa_jax ties --model path/to/model --drafter path/to/heads --prompts q.jsonl
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = command(
+        "python -m medusa_jax ties",
+        "Where drafted text leaves plain text in low precision, and whether it is a tie.",
+        EXAMPLES,
+    )
+    p.add_argument("--prompts", default=str(DEMO_PROMPTS), help="questions, as for bench")
+    add_limit(p, 50)
+    add_model(p)
+    p.set_defaults(dtype="bfloat16")
+    p.add_argument("--tree", default="64", help="as for decode.py (default: 64 nodes)")
+    add_generation(p)
+    p.add_argument("--top_p", type=float, default=1.0)
+    p.add_argument("--batch_size", type=int, default=1, help="prompts decoded at a time")
+    p.add_argument("--out", default="work/ties.json", help="file for all figures")
+    return p
+
+
+def divergence_table(facts: dict[str, Any]) -> str:
+    """The divergences as a Markdown table, and one line that sums them up."""
+    cells = []
+    for one in facts["divergences"]:
+        why = "at a filter's cut" if one["at_cut"] else "tie" if one["is_tie"] else "NO"
+        gap, band = f"{one['gap']:.3g}", f"{one['noise_band']:.3g}"
+        cells.append((one["prompt"], one["position"], gap, band, why))
+    header = ("prompt", "token", "gap of the two best scores", "noise band", "explained")
+    return (
+        f"{markdown_table(header, cells)}\n\n"
+        f"{facts['dtype']}, {facts['tree_nodes']} nodes, T {facts['temperature']:g}: "
+        f"{len(facts['divergences'])} of {facts['prompts']} texts diverge, "
+        f"{facts['divergences_per_token']:.1e} per token over {facts['tokens_compared']} tokens; "
+        f"{facts['not_explained']} not explained by rounding"
+    )
+
+
+def run(flags: argparse.Namespace) -> int:
+    """The report; exit status 1 if rounding does not explain every divergence."""
+    from medusa_jax.console import use_compilation_cache
+    from medusa_jax.evaluate.divergence import divergences
+
+    use_compilation_cache()
+    questions = read_questions(flags.prompts, flags.limit)
+    model = load_model(flags, needs_heads=True, tree=flags.tree)
+    prompts = [model.encode(prompt_of(question)) for question in questions]
+    options = generation_options(flags, top_p=flags.top_p)
+    facts = divergences(model, prompts, options, flags.batch_size)
+    out = Path(flags.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(facts, indent=1) + "\n")
+    print(divergence_table(facts))
+    say(f"wrote {out}")
+    return 1 if facts["not_explained"] else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""What a training step costs: seconds and memory, beside the same step done naively.
+
+    python -m medusa_jax train_cost --config=configs/demo_medusa.py --steps=10 \\
+        --config.model.path=medusa_jax/demo/backbone
+
+The shape is that of the directory `model.path`, or `model.arch`. The step is the one that
+training runs, on random weights of the configured shape and random tokens, all of which count.
+"naive" is Medusa-1 as equation 1 is written: the logits of all heads and positions at once
+(K x B x T x V).
+"""
+
+import os
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from medusa_jax.commands import train as cli
+from medusa_jax.config import Config
+from medusa_jax.console import run_main, say
+from medusa_jax.errors import UserError
+from medusa_jax.heads import Base, Drafter
+from medusa_jax.heads.layers import later
+from medusa_jax.interop import hf
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training import export, losses, prepare
+from medusa_jax.training.partition import make_optimizer, make_schedule, trained_groups
+from medusa_jax.training.step import (
+    Stage,
+    abstract_batch,
+    compile_step,
+    init_state,
+    make_stage,
+    make_step,
+    microbatches,
+)
+
+Tree = Any
+
+
+def naive_head_loss(
+    params: Tree, drafter: Drafter, base: Base, batch: losses.Batch, decay: float
+) -> jax.Array:
+    """Equation 1 with all logits at once; the same value as `losses.head_loss`."""
+    hidden_BTD = jax.lax.stop_gradient(losses.hidden_states(base, batch))
+    features_KBTD = drafter.features(params, base, hidden_BTD, *losses.rows(batch))
+    aheads = range(2, drafter.n_heads + 2)
+    labels = [later(batch["tokens"], a) for a in aheads]
+    masks = [losses.pair_mask(batch["counted"], batch["segment_ids"], a) for a in aheads]
+    labels_KBT, mask_KBT = jnp.stack(labels), jnp.stack(masks)
+    logits_KBTV = jnp.stack(
+        [drafter.head_logits(params, base, k, f) for k, f in enumerate(features_KBTD)]
+    )
+    logp_KBTV = jax.nn.log_softmax(logits_KBTV)
+    nll_KBT = -jnp.take_along_axis(logp_KBTV, labels_KBT[..., None], axis=-1)[..., 0]
+    count_K = jnp.maximum(jnp.sum(mask_KBT, axis=(1, 2)), 1)
+    loss_K = jnp.sum(nll_KBT * mask_KBT, axis=(1, 2)) / count_K
+    return jnp.sum(loss_K * decay ** jnp.arange(1, drafter.n_heads + 1))
+
+
+def naive_stage(stage: Stage, cfg: Config) -> Stage:
+    """Medusa-1 with `naive_head_loss`; its sums are empty, as nothing logs them."""
+    from medusa_jax.heads import make_drafter
+    from medusa_jax.model.llama import Llama
+
+    drafter = make_drafter(cfg.heads, cfg.model.arch)
+    llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype))
+    zeros = jnp.zeros((len(stage.aheads),))
+    empty = losses.Sums(*[zeros] * len(losses.Sums._fields))
+
+    def loss(params: Tree, frozen: Tree, batch: Tree, *_: Any) -> tuple[jax.Array, Any]:
+        base = Base(llama, frozen["backbone"])
+        decay = cfg.train.lambda_decay
+        return naive_head_loss(params["heads"], drafter, base, batch, decay), empty
+
+    return Stage(stage.aheads, loss, stage.init, stage.lambda_0)
+
+
+def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
+    """Seconds per step (median) and bytes: what the compiler plans, what the device saw.
+
+    `peak_bytes` is the device's own count since the process began, so measure the smaller
+    program first; 0 where the backend keeps none (the CPU).
+    """
+    mesh = make_mesh(cfg.mesh)
+    if os.path.isdir(cfg.model.path):
+        cfg.model.arch = hf.read_config(cfg.model.path)
+    cfg.model.path = ""  # shapes and random weights
+    prepare.fit_accumulation(cfg, mesh)
+    prepare.check(cfg, mesh)
+    setup = export.load(cfg, mesh)
+    stage = make_stage(cfg, steps, mesh)
+    if naive:
+        stage = naive_stage(stage, cfg)
+    optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
+    state = init_state(stage, optimizer, mesh, setup.frozen, cfg.train.seed, setup.start)
+    step_fn = make_step(stage, optimizer, make_schedule(cfg.optim, steps), cfg.train.seed)
+    compiled = compile_step(step_fn, state, setup.frozen, abstract_batch(cfg, mesh), mesh)
+    batch = microbatches(mesh, random_rows(cfg), cfg.train.accumulation)
+    seconds = []
+    for _ in range(steps + 1):
+        begin = time.perf_counter()
+        state, metrics = compiled(state, setup.frozen, batch)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - begin)
+    if bool(np.asarray(metrics["skipped"])):
+        raise UserError("the measured step was skipped: its loss is not finite")
+    memory = compiled.memory_analysis()
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "seconds": float(np.median(seconds[1:])),
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "peak_bytes": stats.get("peak_bytes_in_use", 0),
+    }
+
+
+def random_rows(cfg: Config) -> dict[str, np.ndarray]:
+    """A batch of random tokens, all counted, one segment per row; hidden states if cached."""
+    B, T = cfg.train.batch_size, cfg.data.seq_len
+    rng = np.random.default_rng(0)
+    batch: dict[str, np.ndarray] = {
+        "tokens": rng.integers(0, cfg.model.arch.vocab_size, (B, T)).astype(np.int32),
+        "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+        "segment_ids": np.ones((B, T), np.int32),
+        "counted": np.ones((B, T), bool),
+    }
+    if kind := cfg.data.cache_features:
+        hidden = rng.standard_normal((B, T, cfg.model.arch.d_model))
+        batch["hidden"] = hidden.astype(jnp.dtype(kind))
+    return batch
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or "--help" in args:
+        print(__doc__)
+        return 0
+
+    def go() -> int:
+        given = dict(a[2:].split("=", 1) for a in args if a.startswith("--steps="))
+        rest = [a for a in args if not a.startswith("--steps=")]
+        cfg = cli.parse([*rest, f"--workdir={os.devnull}"])
+        prepare.check_choices(cfg)
+        steps = int(given.get("steps", "10"))
+        tokens = cfg.train.batch_size * cfg.data.seq_len
+        kinds = ("chunked", "naive") if cfg.train.stage == "medusa1" else ("chunked",)
+        print(f"stage {cfg.train.stage}, {cfg.heads.n_heads} heads, "
+              f"{cfg.train.batch_size} x {cfg.data.seq_len} tokens in {cfg.train.dtype}, "
+              f"{jax.default_backend()}")  # fmt: skip
+        print(
+            "| loss | s per step | tokens/s | temporaries MiB | arguments MiB | peak MiB |"
+        )
+        print("|---|---|---|---|---|---|")
+        for kind in kinds:
+            try:
+                r = measure(cfg, steps, kind == "naive")
+            except Exception as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                say(f"{kind}: out of device memory")
+                continue
+            mib = [r[f"{x}_bytes"] / 2**20 for x in ("temporary", "argument", "peak")]
+            print(f"| {kind} | {r['seconds']:.4f} | {tokens / r['seconds']:,.0f} | "
+                  + " | ".join(f"{x:,.0f}" for x in mib) + " |", flush=True)  # fmt: skip
+        return 0
+
+    return run_main(go)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

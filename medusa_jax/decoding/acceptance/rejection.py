@@ -1,0 +1,168 @@
+"""Recursive rejection sampling on a tree: lossless, the classical rule the papers compare with.
+
+Siblings are drawn without replacement from the head's distribution q: the order of
+logits / T + Gumbel noise is such a draw (Gumbel-top-k). The verifier's distribution p then judges
+them in the order they were drawn (Leviathan et al. 2023 for one draft; EAGLE 1 and Sequoia
+for several):
+
+    g = p; h = q
+    for x in the siblings, in order:
+        accept x if u h(x) < g(x), u uniform
+        else  g = norm(max(g - h, 0));  h(x) = 0;  h = norm(h)
+    none accepted: the next token is a sample of g
+
+Whatever token comes out is distributed as p. Against sample-then-match (`accept_targets`): the
+same law, but other draws, which depend on the tree and the drafter.
+
+Noise depends on the request and the absolute position, so batch mates play no part. All nodes
+of a depth share the noise of their children: only one node a depth is ever visited, and what
+lies behind the last token of a step has not been looked at when the next step uses it.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified
+from medusa_jax.decoding.sampling import (
+    Sampling,
+    best_token,
+    gumbel,
+    log_target_law,
+    uniform,
+)
+from medusa_jax.tree import Tree
+
+# Streams of a row's noise beside the verifier's own (which is keyed by the position itself).
+# Positions stay far below 2**31, so the keys cannot meet.
+DRAFT, JUDGE = 2**31, 2**31 + 1
+
+
+def draft_noise(sampling: Sampling, positions_BL: jax.Array, vocab_size: int, dtype):
+    """Gumbel noise [B, L, V] that orders the drafts at these positions."""
+    return gumbel(sampling.stream(DRAFT).key_B, positions_BL, vocab_size, dtype)
+
+
+def accept_rejection(
+    nodes_BM: jax.Array,
+    logits_BMV: jax.Array,
+    tree: Tree,
+    sampling: Sampling,
+    length_B: jax.Array,
+    draft_logits: Mapping[int, jax.Array],
+) -> Accepted:
+    """Walk down the tree, judging the children of the node that was accepted last.
+
+    Args:
+      nodes_BM: drafted tokens; the j-th child of a node is the j-th draw behind it.
+      logits_BMV: the verifier's logits at each node.
+      tree: dense (`Tree.dense`): the j-th child has rank j.
+      length_B: position of the root.
+      draft_logits: the heads' logits that children at depth d were drawn from: [B, V], or
+        [B, P, V] with one row for each node of depth d - 1 that has children, in order.
+
+    Rows of temperature 0 take p as a point mass: greedy decoding.
+    """
+    if not tree.is_dense:
+        raise ValueError("rejection needs a tree whose siblings have the ranks 0, 1, ...")
+    B, _, V = logits_BMV.shape
+    row_B = jnp.arange(B)
+    token_V = jnp.arange(V)[None, :]
+    children_MC = jnp.asarray(tree.children_MC)
+    judge = sampling.stream(JUDGE)
+    # Rows of temperature 0 judge by p alone; any positive number serves as their scale.
+    scale_B1 = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1)[:, None]
+    node_B = jnp.zeros((B,), jnp.int32)
+    going_B = jnp.ones((B,), bool)
+    log_g_BV = jnp.zeros((B, V), logits_BMV.dtype)
+
+    for depth in range(tree.path_length):
+        log_p_BV = log_target_law(logits_BMV[row_B, node_B][:, None], sampling)[:, 0]
+        log_g_BV = jnp.where(going_B[:, None], log_p_BV, log_g_BV)
+        width = tree.width(depth)
+        if width == 0:
+            break
+        log_q_BV = parents_logits(tree, depth, draft_logits, node_B)
+        log_q_BV = log_q_BV.astype(log_p_BV.dtype) / scale_B1.astype(log_p_BV.dtype)
+        u_BC = uniform(judge.key_B, length_B + depth + 1, tree.children_MC.shape[1])
+        u_BC = u_BC.astype(log_p_BV.dtype)
+        children_BC = children_MC[node_B]
+
+        def judge_one(j, carry, u_BC=u_BC, children_BC=children_BC, before_B=going_B):
+            log_g_BV, log_q_BV, accepted_B = carry
+            child_B = jnp.take(children_BC, j, axis=1)
+            x_B = nodes_BM[row_B, child_B]
+            # The root is nobody's child: 0 stands for "no more children".
+            open_B = before_B & (accepted_B == 0) & (child_B > 0)
+            g_BV, h_BV = jnp.exp(log_g_BV), normalised(log_q_BV)
+            h_x_B, g_x_B = h_BV[row_B, x_B], g_BV[row_B, x_B]
+            u_B = jnp.take(u_BC, j, axis=1)
+            taken_B = open_B & (h_x_B > 0) & (u_B * h_x_B < g_x_B)
+            rest_BV = jnp.maximum(g_BV - h_BV, 0)
+            total_B1 = rest_BV.sum(-1, keepdims=True)
+            log_rest_BV = jnp.log(rest_BV / jnp.where(total_B1 > 0, total_B1, 1))
+            # A draw that q gave no mass is none: it is passed over. So is the subtraction where
+            # rounding has left nothing of g.
+            refused_B1 = (open_B & ~taken_B & (h_x_B > 0))[:, None] & (total_B1 > 0)
+            log_g_BV = jnp.where(refused_B1, log_rest_BV, log_g_BV)
+            log_q_BV = jnp.where(token_V == x_B[:, None], -jnp.inf, log_q_BV)
+            return log_g_BV, log_q_BV, jnp.where(taken_B, child_B, accepted_B)
+
+        start = (log_g_BV, log_q_BV, jnp.zeros((B,), jnp.int32))
+        log_g_BV, _, accepted_B = lax.fori_loop(0, width, judge_one, start)
+        going_B &= accepted_B > 0
+        node_B = jnp.where(going_B, accepted_B, node_B)
+
+    n_B = jnp.take(jnp.asarray(tree.depth_M), node_B)
+    path_BL = jnp.take(jnp.asarray(tree.ancestors_ML), node_B, axis=0)
+    # The verifier's own stream: without drafts this is plain sampling, draw for draw.
+    noise_BV = gumbel(sampling.key_B, (length_B + n_B + 1)[:, None], V, log_g_BV.dtype)[
+        :, 0
+    ]
+    return Accepted(path_BL, n_B, best_token(log_g_BV + noise_BV))
+
+
+def parents_logits(
+    tree: Tree, depth: int, draft_logits: Mapping[int, jax.Array], node_B: jax.Array
+) -> jax.Array:
+    """The head's logits [B, V] that the children of each row's node (of `depth`) came from."""
+    if depth + 1 not in draft_logits:
+        raise ValueError(
+            f"the drafter did not rank its guesses at depth {depth + 1} with rank_scores, so "
+            "their distribution is unknown"
+        )
+    logits = draft_logits[depth + 1]
+    if logits.ndim == 2:
+        return logits
+    parents = [v for v in tree.level(depth) if tree.children_MC[v, 0]]
+    place_M = np.zeros(tree.n_nodes, np.int32)
+    place_M[parents] = np.arange(len(parents))
+    return logits[jnp.arange(logits.shape[0]), jnp.asarray(place_M)[node_B]]
+
+
+def normalised(log_weights_BV: jax.Array) -> jax.Array:
+    """softmax, but all zeros where every weight is zero."""
+    top_B1 = jnp.max(log_weights_BV, axis=-1, keepdims=True)
+    weights_BV = jnp.exp(log_weights_BV - jnp.where(jnp.isfinite(top_B1), top_B1, 0))
+    total_B1 = weights_BV.sum(-1, keepdims=True)
+    return weights_BV / jnp.where(total_B1 > 0, total_B1, 1)
+
+
+def _rejection(v: Verified) -> Accepted:
+    rows = (v.nodes_BM, v.logits_BMV, v.tree, v.sampling, v.length_B, v.draft_logits)
+    return accept_rejection(*rows)
+
+
+# Drafts are ranked by noise of another stream than the verifier's: they must be draws independent
+# of it.
+REJECTION = Rule(
+    "rejection",
+    True,
+    "lossless in distribution: the law of plain sampling, by other draws",
+    _rejection,
+    noise=lambda *args: draft_noise(*args),
+    dense=True,
+)

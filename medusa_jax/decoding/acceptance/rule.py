@@ -1,0 +1,102 @@
+"""What an acceptance rule is: it sees the verified tree and keeps one path of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.decoding.sampling import Sampling
+from medusa_jax.model.cache import KVCache
+from medusa_jax.tree import Tree
+
+
+class Accepted(NamedTuple):
+    """The outcome of one verification.
+
+    Attributes:
+      path_BL: nodes of the accepted path, root first; entries behind `n_B` repeat its end.
+      n_B: accepted drafts, 0 to L - 1 (the root is not counted).
+      bonus_B: the token behind the path, chosen by the verifier.
+    """
+
+    path_BL: jax.Array
+    n_B: jax.Array
+    bonus_B: jax.Array
+
+
+class Verified(NamedTuple):
+    """A drafted tree and what the verifier said of it.
+
+    Attributes:
+      tree: a `Tree`, or its arrays.
+      nodes_BM: drafted tokens, the root first.
+      positions_BM: absolute position of each node.
+      hidden_BMD, logits_BMV: the verifier's hidden states and logits at each node.
+      cache: keys and values, those of all nodes in slots [length, length + M).
+      sampling: the rows' parameters.
+      length_B: position of the root.
+      noise_BLV: the rule's own noise by depth, or None.
+      draft_logits: by depth the heads' logits that the drafts were ranked by.
+    """
+
+    tree: Tree
+    nodes_BM: jax.Array
+    positions_BM: jax.Array
+    hidden_BMD: jax.Array
+    logits_BMV: jax.Array
+    cache: KVCache
+    sampling: Sampling
+    length_B: jax.Array
+    noise_BLV: jax.Array | None
+    draft_logits: Mapping[int, jax.Array]
+
+
+# (rows' parameters, positions [B, L], V, dtype) -> noise [B, L, V].
+NoiseFn = Callable[[Sampling, jax.Array, int, Any], jax.Array]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One acceptance rule; a file of this package that holds one is found by its name.
+
+    Attributes:
+      name: what `--acceptance` calls it.
+      lossless: whether plain decoding's text, or at least its law, is kept.
+      guarantee: what a user may rely on, in the words that outputs use.
+      accept: the rule itself.
+      noise: g of the positions behind the root: drafts are ranked by logits / T + g, and a
+        prompt's first token is drawn with the verifier's noise; None draws nothing.
+      dense: whether siblings must be the ranks 0, 1, ... with none left out.
+    """
+
+    name: str
+    lossless: bool
+    guarantee: str
+    accept: Callable[[Verified], Accepted]
+    noise: NoiseFn | None = None
+    dense: bool = False
+
+
+def walk(matched_BM: jax.Array, tree: Tree, tie_break_BM: jax.Array | None = None):
+    """The longest path whose nodes all match: (path_BL, n_B, deepest node_B).
+
+    A node is accepted if it and all its ancestors match; the root always does. Among equally
+    deep accepted nodes the one with the largest `tie_break_BM` wins, else the first.
+
+    Example: the tree of `Tree`'s docstring, matched = [.., yes, no, no, yes]: node 4 (path
+    [0, 2]) is the deepest accepted one, path [0, 1, 4], n = 2.
+    """
+    is_root_M = jnp.asarray(tree.depth_M) == 0
+    failed_BM = ~matched_BM & ~is_root_M[None, :]
+    # accepted[v] = no failed node among v's ancestors and itself
+    accepted_BM = ~jnp.any(jnp.asarray(tree.mask_MM)[None] & failed_BM[:, None, :], axis=-1)
+    depth_BM = jnp.where(accepted_BM, jnp.asarray(tree.depth_M)[None, :], -1)
+    if tie_break_BM is None:
+        best_B = jnp.argmax(depth_BM, axis=-1)
+    else:
+        longest_BM = depth_BM == jnp.max(depth_BM, axis=-1, keepdims=True)
+        best_B = jnp.argmax(jnp.where(longest_BM, tie_break_BM, -jnp.inf), axis=-1)
+    path_BL = jnp.take(jnp.asarray(tree.ancestors_ML), best_B, axis=0)
+    return path_BL, jnp.take(jnp.asarray(tree.depth_M), best_B), best_B

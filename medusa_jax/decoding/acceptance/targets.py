@@ -1,0 +1,72 @@
+"""Greedy and sampled acceptance: lossless, token for token.
+
+A node's *target token* is what plain decoding would emit behind it: the verifier's argmax, or,
+sampled, argmax(filtered(logits / T) + g). A draft is accepted if it is its parent's target token,
+and the bonus token is the target token of the deepest accepted node.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
+from medusa_jax.decoding.sampling import Sampling, best_token, filtered, gumbel
+from medusa_jax.tree import Tree
+
+
+def target_tokens(
+    logits_BMV: jax.Array,
+    positions_BM: jax.Array,
+    sampling: Sampling | None,
+    by_depth: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """The token that plain decoding emits behind each node: [B, M].
+
+    Args:
+      logits_BMV: the verifier's logits at each node.
+      positions_BM: absolute position of each node; its target token sits one further.
+      sampling: None is greedy; else argmax(filtered(logits / T) + g[position + 1]), with the
+        noise switched off in rows of temperature 0.
+      by_depth: optionally the noise by depth [B, L, V] and each node's depth [M]: nodes of one
+        depth share a position and so their noise.
+    """
+    if sampling is None:
+        return best_token(logits_BMV)
+    if by_depth is None:
+        noise = gumbel(
+            sampling.key_B, positions_BM + 1, logits_BMV.shape[-1], logits_BMV.dtype
+        )
+    else:
+        noise = jnp.take(by_depth[0], by_depth[1], axis=1)
+    noise = jnp.where((sampling.temperature_B > 0)[:, None, None], noise, 0)
+    return best_token(filtered(logits_BMV, sampling) + noise)
+
+
+def accept_targets(nodes_BM: jax.Array, targets_BM: jax.Array, tree: Tree) -> Accepted:
+    """Greedy and sampled acceptance: a draft must be its parent's target token."""
+    wanted_BM = jnp.take(targets_BM, jnp.asarray(tree.parent_M), axis=1)
+    path_BL, n_B, best_B = walk(nodes_BM == wanted_BM, tree)
+    return Accepted(path_BL, n_B, jnp.take_along_axis(targets_BM, best_B[:, None], 1)[:, 0])
+
+
+def _greedy(v: Verified) -> Accepted:
+    targets_BM = target_tokens(v.logits_BMV, v.positions_BM, None)
+    return accept_targets(v.nodes_BM, targets_BM, v.tree)
+
+
+def _sampled(v: Verified) -> Accepted:
+    assert v.noise_BLV is not None
+    by_depth = (v.noise_BLV, jnp.asarray(v.tree.depth_M))
+    targets_BM = target_tokens(v.logits_BMV, v.positions_BM, v.sampling, by_depth)
+    return accept_targets(v.nodes_BM, targets_BM, v.tree)
+
+
+GREEDY = Rule(
+    "greedy", True, "lossless: the text of plain greedy decoding, token for token", _greedy
+)
+SAMPLED = Rule(
+    "sampled",
+    True,
+    "lossless: the text of plain sampling with the same seed, token for token",
+    _sampled,
+    noise=lambda sampling, *rest: gumbel(sampling.key_B, *rest),
+)

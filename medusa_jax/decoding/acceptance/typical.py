@@ -1,0 +1,54 @@
+"""Typical acceptance (Medusa 2.3.1): lossy."""
+
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.decoding.acceptance.rule import Accepted, Rule, walk
+from medusa_jax.decoding.sampling import Sampling, best_token, log_target_law
+from medusa_jax.tree import Tree
+
+
+def accept_typical(
+    nodes_BM: jax.Array,
+    logits_BMV: jax.Array,
+    tree: Tree,
+    sampling: Sampling,
+) -> Accepted:
+    """Typical acceptance (Medusa 2.3.1), lossy.
+
+    A draft x passes if p(x) > min(epsilon, delta * exp(-H(p))), p the verifier's distribution
+    behind its parent after temperature and filters, H its entropy in nats. The longest path
+    wins, ties by summed log-probability; the token behind it is the most likely one. Rows of
+    temperature 0 let only the likeliest token pass: greedy decoding.
+    """
+    log_p_BMV = log_target_law(logits_BMV, sampling)
+    p_BMV = jnp.exp(log_p_BMV)
+    entropy_BM = -jnp.sum(jnp.where(p_BMV > 0, p_BMV * log_p_BMV, 0), axis=-1)
+    epsilon_B1, delta_B1 = (
+        jnp.broadcast_to(jnp.asarray(x, p_BMV.dtype), nodes_BM.shape[:1])[:, None]
+        for x in (sampling.epsilon_B, sampling.delta_B)
+    )
+    threshold_BM = jnp.minimum(epsilon_B1, delta_B1 * jnp.exp(-entropy_BM))
+    parent_M = jnp.asarray(tree.parent_M)
+    behind_BMV = jnp.take(log_p_BMV, parent_M, axis=1)
+    log_p_BM = jnp.take_along_axis(behind_BMV, nodes_BM[..., None], axis=-1)[..., 0]
+    passed_BM = jnp.exp(log_p_BM) > jnp.take(threshold_BM, parent_M, axis=1)
+    # Summed log-probability of the drafts on the way to each node (the root adds nothing).
+    own_BM = jnp.where((jnp.asarray(tree.depth_M) > 0)[None, :], log_p_BM, 0)
+    own_BM = jnp.maximum(own_BM, jnp.finfo(own_BM.dtype).min / (2 * tree.path_length))
+    total_BM = jnp.sum(
+        jnp.where(jnp.asarray(tree.mask_MM)[None], own_BM[:, None, :], 0), axis=-1
+    )
+    path_BL, n_B, best_B = walk(passed_BM, tree, total_BM)
+    likeliest_BM = best_token(logits_BMV)
+    return Accepted(
+        path_BL, n_B, jnp.take_along_axis(likeliest_BM, best_B[:, None], 1)[:, 0]
+    )
+
+
+TYPICAL = Rule(
+    "typical",
+    False,
+    "LOSSY: another distribution than the model's",
+    lambda v: accept_typical(v.nodes_BM, v.logits_BMV, v.tree, v.sampling),
+)

@@ -1,0 +1,62 @@
+"""Ranks of a text's own tokens under the draft heads, as decoding that text would have met them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.decoding.repeats import without_repeats
+from medusa_jax.decoding.sampling import gumbel
+from medusa_jax.heads import Base, Drafter
+from medusa_jax.heads.ranks import label_ranks
+from medusa_jax.tree.growth import MISS
+
+# Positions of one head whose logits exist at a time.
+CHUNK = 64
+
+
+def rank_tuples(
+    drafter: Drafter,
+    head_params: Any,
+    base: Base,
+    tokens_BT: jax.Array,
+    length_B: jax.Array,
+    noise: tuple[jax.Array, jax.Array] | None = None,
+    no_repeat_ngram_size: int = 0,
+) -> jax.Array:
+    """Rank of each true later token under each head, teacher-forced: [B, T, K] int32.
+
+    As `label_ranks`; MISS where a token is beyond the text.
+
+    Args:
+      base: the backbone with stored or prepared parameters.
+      noise: (row keys [B], temperature [B]): rank by logits + T g[position] as sampled
+        decoding does.
+      no_repeat_ngram_size: what decoding bars: the first head's guesses follow a root that is
+        known, so they are ranked without it.
+    """
+    B, T = tokens_BT.shape
+    position_BT = jnp.broadcast_to(jnp.arange(T)[None, :], (B, T))
+    segment_BT = (position_BT < length_B[:, None]).astype(jnp.int32)
+    rows = (tokens_BT, position_BT, segment_BT)
+    features_KBTD = drafter.features(head_params, base, base.forward(*rows), *rows)
+
+    def score(k: int, logits_BCV: jax.Array, positions_BC: jax.Array) -> jax.Array:
+        if no_repeat_ngram_size and k == 0:
+            text_BCT = jnp.broadcast_to(tokens_BT[:, None, :], (*positions_BC.shape, T))
+            last_BC = jnp.minimum(positions_BC + 1, T - 1)
+            logits_BCV = without_repeats(
+                logits_BCV, text_BCT, last_BC, no_repeat_ngram_size
+            )
+        if noise is None:
+            return logits_BCV
+        V, dtype = base.llama.config.vocab_size, logits_BCV.dtype
+        g_BCV = gumbel(noise[0], positions_BC + k + 2, V, dtype)
+        return logits_BCV + noise[1][:, None, None].astype(dtype) * g_BCV
+
+    ranks_BTK = label_ranks(
+        drafter, head_params, base, features_KBTD, tokens_BT, CHUNK, score
+    )
+    ahead_11K = jnp.arange(2, drafter.n_heads + 2)[None, None, :]
+    label_BTK = position_BT[..., None] + ahead_11K
+    return jnp.where(label_BTK < length_B[:, None, None], ranks_BTK, MISS)

@@ -1,0 +1,127 @@
+"""The files of a self-distillation: settings that must agree, whole batches, token arrays."""
+
+import argparse
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.errors import UserError
+
+
+def settings_of(
+    flags: argparse.Namespace, mode: str, seeds: Sequence[Any], model: Any
+) -> dict[str, Any]:
+    """Everything that decides the text. Not the drafter: acceptance is lossless here, so heads
+    that exist by now may speed up the rest of a run."""
+    import jax
+
+    names = ("prompts", "split", "limit", "chat_template", "temperature", "top_p", "seed",
+             "max_new_tokens", "batch_size", "mesh")  # fmt: skip
+    digest = hashlib.sha256(repr(seeds).encode()).hexdigest()[:16]
+    return {
+        "model": flags.model or "demo",
+        "mode": mode,
+        **{name: getattr(flags, name) for name in names},
+        "max_turns": flags.max_turns if mode != "continue" else None,
+        "seeds": len(seeds),
+        "seeds_sha256": digest,
+        "no_repeat_ngram_size": model.no_repeat_ngram_size,
+        "dtype": str(model.dtype),
+        "platform": jax.default_backend(),
+    }
+
+
+def check_settings(out: Path, settings: dict[str, Any]) -> None:
+    """Write what decides the text, or refuse to go on with something else.
+
+    Raises:
+      UserError: the directory was begun with other settings; names the first difference.
+    """
+    path = out / "settings.json"
+    if path.exists():
+        before = json.loads(path.read_text())
+        for name in sorted(settings | before):
+            old, new = before.get(name), settings.get(name)
+            if old != new:
+                raise UserError(
+                    f"{out} was begun with {name} {old!r}, now it is {new!r}: go on with the "
+                    "old value or use another --out"
+                )
+        return
+    if any((out / name).exists() for name in ("messages.jsonl", "samples.jsonl")):
+        raise UserError(f"{out} has samples but no settings.json: use another --out")
+    write_text(path, json.dumps(settings, indent=1) + "\n")
+
+
+def finished_lines(path: Path, batch_size: int, total: int) -> list[dict[str, Any]]:
+    """Samples of an earlier run, whole batches only; the rest of the file is dropped.
+
+    Only whole batches, so that a batch is always decoded with the same neighbours: rounding
+    then is the same too, and a resumed file equals an uninterrupted one.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    if len(lines) < total:
+        lines = lines[: len(lines) // batch_size * batch_size]
+    with open(path, "rb+") as file:
+        file.truncate(sum(len(line) + 1 for line in lines))
+    return [json.loads(line) for line in lines]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Complete or not there."""
+    new = path.with_name(f".{path.name}.tmp")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+def write_token_directory(directory: Path, samples: Sequence[dict[str, Any]]) -> int:
+    """tokens.npy, doc_starts.npy and counted.npy of the samples; returns the counted tokens."""
+    tokens: list[int] = []
+    starts: list[int] = []
+    counted: list[bool] = []
+    for sample in samples:
+        starts.append(len(tokens))
+        tokens += sample["prompt_ids"] + sample["token_ids"]
+        counted += [False] * len(sample["prompt_ids"]) + [True] * len(sample["token_ids"])
+    arrays: dict[str, np.ndarray] = {
+        "tokens": np.array(tokens, np.int32),
+        "doc_starts": np.array(starts, np.int64),
+        "counted": np.array(counted, bool),
+    }
+    for name, array in arrays.items():
+        with open(directory / f".{name}.tmp", "wb") as file:
+            np.save(file, array)
+        os.replace(directory / f".{name}.tmp", directory / f"{name}.npy")
+    return int(arrays["counted"].sum())
+
+
+def sizes(mode: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Counts for the report."""
+    if mode == "continue":
+        made = sum(len(line["token_ids"]) for line in lines)
+        return {"samples": len(lines), "answer_tokens": made}
+    answers = [answer for line in lines for answer in line["answers"]]
+    problems: dict[str, int] = {}
+    for line in lines:
+        if not line["answers"]:
+            problems[line["problem"]] = problems.get(line["problem"], 0) + 1
+    steps = sum(a["steps"] for a in answers)
+    # The first token of an answer is prefill's.
+    tokens = sum(a["tokens"] for a in answers)
+    return {
+        "samples": sum(bool(line["answers"]) for line in lines),
+        "unusable_seeds": problems,
+        "answers": len(answers),
+        "answers_cut": sum(a["finish"] != "stop" for a in answers),
+        "answer_tokens": tokens,
+        "mean_accepted_length": round((tokens - len(answers)) / steps, 3)
+        if steps
+        else None,
+    }

@@ -1,0 +1,116 @@
+"""Seeds of self-distillation: what a line of a seed file asks a model for (Medusa 2.3.2).
+
+Three ways to get text out of a model:
+
+    continue     a base model goes on with the seed's prompt
+    multi_turn   a chat model answers the seed's user turns one after the other; the seed's own
+                 answers are dropped
+    self_talk    a chat model answers the seed's first user turn, then writes the next user turn
+                 itself, and so on (models trained on both roles can, the paper names Zephyr)
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop import chat
+
+MODES = ("continue", "multi_turn", "self_talk")
+
+
+@dataclasses.dataclass(frozen=True)
+class Seed:
+    """What one line of a seed file asks for.
+
+    Attributes:
+      number: its place in the file; decides the random draws.
+      prompt: text or token ids to go on with ("continue" only).
+      system: system text, "" for none.
+      turns: what the user says, in order.
+    """
+
+    number: int
+    prompt: str | list[int] = ""
+    system: str = ""
+    turns: tuple[str, ...] = ()
+
+
+def read_seed(number: int, record: Any) -> Seed:
+    """A record in any of the usual shapes; one without a user turn or prompt has neither.
+
+    `{"prompt": ...}`, `{"prompt_ids": [...]}`, `{"turns": [...]}` (MT-bench),
+    `{"messages": [...]}` (OpenAI, UltraChat) or `{"conversations": [...]}` (ShareGPT).
+    """
+    if not isinstance(record, dict):
+        return Seed(number)
+    if isinstance(record.get("turns"), list):
+        turns = tuple(t for t in record["turns"] if isinstance(t, str) and t.strip())
+        return Seed(number, turns=turns)
+    for field, role_field, text_field, roles in (
+        ("messages", "role", "content", chat.MESSAGE_ROLES),
+        ("conversations", "from", "value", chat.SHAREGPT_ROLES),
+    ):
+        said = record.get(field)
+        if not isinstance(said, list):
+            continue
+        texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
+        for turn in said:
+            role = roles.get(str(turn.get(role_field))) if isinstance(turn, dict) else None
+            text = turn.get(text_field) if role else None
+            if role and isinstance(text, str) and text.strip():
+                texts[role].append(text)
+        system = texts["system"][0] if texts["system"] else ""
+        return Seed(number, system=system, turns=tuple(texts["user"]))
+    prompt = record.get("prompt_ids", record.get("prompt", ""))
+    if isinstance(prompt, str):
+        return Seed(number, prompt, turns=(prompt,) if prompt.strip() else ())
+    if isinstance(prompt, list) and all(isinstance(i, int) for i in prompt):
+        return Seed(number, prompt)
+    return Seed(number)
+
+
+def read_seeds(source: str, split: str, limit: int) -> list[Seed]:
+    """All seeds of a file or hub dataset.
+
+    Raises:
+      UserError: unreadable, or without a single usable seed.
+    """
+    from medusa_jax.config import DataConfig
+    from medusa_jax.training.prepare import read_records
+
+    records = read_records(source, DataConfig(split=split, max_samples=limit))
+    seeds = []
+    for number, record in enumerate(records):
+        if isinstance(record, str):
+            try:
+                record = json.loads(record)
+            except ValueError:
+                record = None
+        seeds.append(read_seed(number, record))
+    if not any(s.turns or s.prompt for s in seeds):
+        raise UserError(
+            f"{source} has no seeds: records need prompt, prompt_ids, turns, messages or "
+            "conversations"
+        )
+    return seeds
+
+
+def mode_for(seeds: Sequence[Seed], mode: str) -> str:
+    """The mode that "auto" means for these seeds: whether they are prompts or conversations.
+
+    Raises:
+      UserError: an unknown mode, or seeds that do not fit it.
+    """
+    if mode == "auto":
+        mode = "continue" if any(s.prompt for s in seeds) else "multi_turn"
+    if mode not in MODES:
+        raise UserError(f"--mode is auto, {', '.join(MODES[:-1])} or {MODES[-1]}")
+    if mode == "continue" and any(s.turns and not s.prompt for s in seeds):
+        raise UserError("--mode continue needs seeds with prompt or prompt_ids")
+    if mode != "continue" and not any(s.turns for s in seeds):
+        raise UserError(
+            f"--mode {mode} needs seeds with messages, conversations, turns or prompt"
+        )
+    return mode

@@ -1,0 +1,1 @@
+"""What measures a loaded `Model`: speed, length, identity, likelihood, repetition."""

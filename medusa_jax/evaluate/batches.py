@@ -1,0 +1,120 @@
+"""Batches: the tree that suits each batch size, and what decoding B rows together yields."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from medusa_jax.api import Model, Options
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.latency import step_seconds
+from medusa_jax.tree import Tree, tree_of_size
+from medusa_jax.tree.growth import best_size
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def fitted_tree(
+    model: Model, batch: int, prompt: Sequence[int], most_nodes: int = 16, rounds: int = 5
+) -> tuple[Tree, dict[str, Any]]:
+    """The tree with the most tokens per second at this batch size, and the figures behind it.
+
+    Tokens per step of each size come from the tree file beside the heads; the latency of a step
+    is measured here. The more rows, the sooner arithmetic is the limit, the smaller the tree.
+
+    Raises:
+      UserError: the heads have no calibrated tree with its evidence.
+    """
+    found = model.calibrated or {}
+    ladder = found.get("evidence", {}).get("ladder", [])
+    ladder = [r for r in ladder if r["nodes"] in SIZES and r["nodes"] <= most_nodes]
+    if not ladder:
+        raise UserError(
+            "fitting the tree to a batch needs a calibrated tree with its evidence beside the "
+            "heads: run `python -m medusa_jax calibrate`"
+        )
+    sizes = [row["nodes"] for row in ladder]
+    tokens = [row["tokens_per_step"] for row in ladder]
+    trees = [tree_of_size(found["growth"], n) for n in sizes]
+    seconds = step_seconds(model, trees, prompt, batch=batch, rounds=rounds)
+    best = best_size(sizes, tokens, seconds)
+    figures = {
+        "sizes": sizes,
+        "step_seconds": seconds,
+        "expected_tokens_per_step": tokens,
+        "predicted_speedup": max(
+            n / tokens[0] * seconds[0] / s for n, s in zip(tokens, seconds)
+        ),
+    }
+    return tree_of_size(found["growth"], best), figures
+
+
+def batch_rows(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    batches: Sequence[int],
+    *,
+    repeats: int = 3,
+    most_nodes: int = 16,
+) -> list[dict[str, Any]]:
+    """Speed of every batch size with its fitted tree, against plain decoding in equal batches.
+
+    Prompts are cut to one length and nothing ends a text early, so all rows of a batch run to
+    the same length. Every round measures all batch sizes in turn, drafted and plain; medians.
+    """
+    options = dataclasses.replace(options, eos_ids=())
+    length = min(map(len, prompts))
+    prompts = [list(p[-length:]) for p in prompts]
+    trees, figures = {}, {}
+    for batch in batches:
+        trees[batch], figures[batch] = fitted_tree(model, batch, prompts[0], most_nodes)
+    seconds: dict[tuple[int, str], list[float]] = {}
+    measured: dict[int, tuple[int, int, int, int]] = {}
+    for _ in range(repeats):
+        for batch in batches:
+            spent = {"drafted": 0.0, "plain": 0.0}
+            steps = tokens = differing = 0
+            groups = _groups(len(prompts), batch)
+            for rows in groups:
+                group = [prompts[i] for i in rows]
+                ours = model.generate(group, options, rows, tree=trees[batch])
+                theirs = model.generate(group, options, rows, tree=Tree.none())
+                spent["drafted"] += ours[0].decode_seconds
+                spent["plain"] += theirs[0].decode_seconds
+                steps += sum(r.steps for r in ours)
+                tokens += sum(r.new_tokens - 1 for r in ours)
+                differing += sum(a.token_ids != b.token_ids for a, b in zip(ours, theirs))
+            for side, value in spent.items():
+                seconds.setdefault((batch, side), []).append(value)
+            measured[batch] = (steps, tokens, differing, len(groups) * batch)
+    out: list[dict[str, Any]] = []
+    for batch in batches:
+        steps, tokens, differing, texts = measured[batch]
+        drafted = statistics.median(seconds[batch, "drafted"])
+        plain = statistics.median(seconds[batch, "plain"])
+        out.append(
+            {
+                "batch": batch,
+                "tree_nodes": trees[batch].n_nodes,
+                "mean_accepted_length": tokens / max(1, steps),
+                "tokens": tokens,
+                "tokens_per_second": tokens / drafted,
+                "autoregressive_tokens_per_second": tokens / plain,
+                "speedup": plain / drafted,
+                "divergences": differing,
+                "texts": texts,
+                "fit": figures[batch],
+            }
+        )
+    for row in out:
+        row["against_first_batch"] = row["tokens_per_second"] / out[0]["tokens_per_second"]
+    return out
+
+
+def _groups(n: int, batch: int) -> list[list[int]]:
+    """0, ..., n - 1 in groups of `batch`, the last filled up from the start again.
+
+    Example: 5 in groups of 2: [0, 1], [2, 3], [4, 0].
+    """
+    return [[i % n for i in range(at, at + batch)] for at in range(0, n, batch)]

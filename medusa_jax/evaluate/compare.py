@@ -1,0 +1,157 @@
+"""Speculative against autoregressive decoding: the same requests, the same engine, one run."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from medusa_jax.api import Model, Options, Result
+from medusa_jax.decoding.generate import MIN_PROMPT, power_of_two
+from medusa_jax.decoding.repeats import without_barred
+from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
+from medusa_jax.heads import Base
+from medusa_jax.model.cache import KVCache
+from medusa_jax.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One request decoded both ways; times are medians over interleaved runs of the batch."""
+
+    drafted: Result
+    autoregressive: Result
+    decode_seconds: float
+    autoregressive_seconds: float
+    identical: bool
+    first_divergence: dict[str, Any] | None
+
+    @property
+    def speedup(self) -> float:
+        """Autoregressive seconds per token over speculative seconds per token."""
+        ours = self.decode_seconds / max(1, self.drafted.new_tokens - 1)
+        theirs = self.autoregressive_seconds / max(1, self.autoregressive.new_tokens - 1)
+        return theirs / ours if ours else 0.0
+
+    @property
+    def step_latency_ratio(self) -> float:
+        """Seconds of one speculative step over those of one autoregressive step."""
+        ours = self.decode_seconds / max(1, self.drafted.steps)
+        theirs = self.autoregressive_seconds / max(1, self.autoregressive.steps)
+        return ours / theirs if theirs else 0.0
+
+    def facts(self) -> dict[str, Any]:
+        """The fields that `--compare` adds to the JSON object."""
+        tokens = self.autoregressive.new_tokens - 1
+        return {
+            "autoregressive": {
+                "token_ids": self.autoregressive.token_ids,
+                "decode_seconds": self.autoregressive_seconds,
+                "tokens_per_second": tokens / self.autoregressive_seconds,
+            },
+            "speedup": self.speedup,
+            "step_latency_ratio": self.step_latency_ratio,
+            "identical": self.identical,
+            "first_divergence": self.first_divergence,
+        }
+
+
+def compare(
+    model: Model,
+    prompts: Sequence[Any],
+    options: Options | Sequence[Options],
+    *,
+    tree: str | Tree | None = None,
+    ids: Sequence[int] | None = None,
+    repeats: int = 3,
+    **engine_options: Any,
+) -> list[Comparison]:
+    """Decode with the tree and without, `repeats` times in turn.
+
+    `ids` as for `Model.generate`. With a lossy acceptance the autoregressive side uses plain
+    sampling (or greedy).
+    """
+    runs: dict[str, list[list[Result]]] = {"drafted": [], "plain": []}
+    for _ in range(max(1, repeats)):
+        runs["drafted"].append(
+            model.generate(prompts, options, ids, tree=tree, **engine_options)
+        )
+        runs["plain"].append(model.generate(prompts, options, ids, tree=Tree.none()))
+    seconds = {
+        k: statistics.median(r[0].decode_seconds for r in v) for k, v in runs.items()
+    }
+    comparisons = []
+    for row, (ours, theirs) in enumerate(zip(runs["drafted"][0], runs["plain"][0])):
+        divergence = None
+        pairs = zip(ours.token_ids, theirs.token_ids)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        identical = ours.token_ids == theirs.token_ids
+        if not identical:
+            first = min(ours.new_tokens, theirs.new_tokens) if first is None else first
+            option = options[row] if isinstance(options, Sequence) else options
+            text = [*model.encode(prompts[row]), *theirs.token_ids[:first]]
+            gap = score_gap(
+                model, text, ours.prompt_tokens, option, ids[row] if ids else row
+            )
+            divergence = {"position": first, "gap": gap}
+        comparisons.append(
+            Comparison(
+                ours, theirs, seconds["drafted"], seconds["plain"], identical, divergence
+            )
+        )
+    return comparisons
+
+
+def score_gap(
+    model: Model, text: Sequence[int], prompt_tokens: int, option: Options, request: int
+) -> float:
+    """Gap between the two best perturbed scores for the token behind `text`.
+
+    Scores are logits when greedy, filtered logits / T + noise when sampling: how far plain
+    decoding was from choosing another token there.
+    """
+    T = len(text)
+    padded = np.zeros((1, power_of_two(T, MIN_PROMPT)), np.int32)
+    padded[0, :T] = text
+    logits_1V = _logits_behind(model.base, padded, np.int32(T))[0]
+    logits_1V = without_barred(logits_1V, text, model.no_repeat_ngram_size)
+    scores_1V = perturbed(logits_1V, T, option, request)
+    best = np.sort(np.asarray(scores_1V[0], np.float64))[-2:]
+    return float(best[1] - best[0])
+
+
+def perturbed(
+    logits_PV: jax.Array, position: int, option: Options, request: int
+) -> jax.Array:
+    """What plain decoding takes the argmax of, for logits [P, V] of one position."""
+    if option.temperature == 0:
+        return logits_PV
+    one = lambda value, kind: jnp.asarray(np.array([value], kind))  # noqa: E731
+    sampling = Sampling(
+        temperature_B=one(option.temperature, np.float32),
+        top_k_B=one(option.top_k, np.int32),
+        top_p_B=one(option.top_p, np.float32),
+        min_p_B=one(option.min_p, np.float32),
+        key_B=row_keys(one(option.seed % 2**32, np.uint32), one(request, np.int32)),
+    )
+    at_11 = one(position, np.int32)[:, None]
+    noise_11V = gumbel(sampling.key_B, at_11, logits_PV.shape[-1], logits_PV.dtype)
+    return filtered(logits_PV[None], sampling)[0] + jnp.broadcast_to(
+        noise_11V[0], logits_PV.shape
+    )
+
+
+@jax.jit
+def _logits_behind(base: Base, tokens_1T: jax.Array, length: jax.Array) -> jax.Array:
+    """Logits [1, 1, V] behind the first `length` tokens, in one pass; the rest is padding."""
+    config, T = base.llama.config, tokens_1T.shape[1]
+    cache = KVCache.zeros(
+        config.n_layers, 1, T, config.n_kv_heads, config.head_dim, base.llama.dtype
+    )
+    position_1T, start_1 = jnp.arange(T)[None, :], jnp.zeros((1,), jnp.int32)
+    hidden_1TD, _ = base.decode(tokens_1T, position_1T, cache, start_1)
+    return base.lm_head(lax.dynamic_slice_in_dim(hidden_1TD, length - 1, 1, axis=1))

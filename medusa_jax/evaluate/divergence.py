@@ -1,0 +1,175 @@
+"""Where drafted and plain decoding part in low precision, and whether rounding explains it.
+
+Passes over 1 and over M tokens round differently, so two scores that are close enough may swap.
+How close that is, is measured where it happened: the same position is computed by three passes
+(the whole text at once; the last token alone behind a cached prefix; M tokens behind it), and so
+are the positions right before it, since three roundings may agree by chance. The largest
+difference between any two passes at one position, over its ten best tokens, is the *noise band*.
+A divergence is a tie if the gap between the two best scores is no larger than the scores of both
+tokens can move together, twice the band.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from tqdm import tqdm
+
+from medusa_jax.api import Model, Options
+from medusa_jax.api.batching import equal_batches
+from medusa_jax.console import announced
+from medusa_jax.decoding.generate import power_of_two
+from medusa_jax.decoding.repeats import without_barred
+from medusa_jax.evaluate.compare import perturbed
+from medusa_jax.heads.drafter import Base
+from medusa_jax.model.cache import KVCache
+from medusa_jax.tree import Tree
+
+# Positions at which the noise is measured: that of the divergence and those before it.
+POSITIONS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """The first token in which two texts differ.
+
+    Attributes:
+      position: index of that token among the new ones.
+      ours, theirs: the drafted and the plain token.
+      gap: difference of the two best scores (logits, or filtered logits / T + noise).
+      noise_band: how far passes of different shape move the scores of the best tokens here.
+      at_cut: a filter kept other tokens in one of the passes than in another.
+    """
+
+    position: int
+    ours: int
+    theirs: int
+    gap: float
+    noise_band: float
+    at_cut: bool
+
+    @property
+    def is_tie(self) -> bool:
+        """Rounding alone explains it."""
+        return self.at_cut or self.gap <= 2 * self.noise_band
+
+
+def find_divergence(
+    model: Model,
+    prompt: Sequence[int],
+    ours: Sequence[int],
+    theirs: Sequence[int],
+    option: Options,
+    request: int,
+    tree: Tree,
+) -> Divergence | None:
+    """Where the drafted text `ours` leaves the plain text `theirs`; None if it does not.
+
+    Args:
+      request: the request id that both were decoded under.
+      tree: the tree that `ours` was decoded with; its size is that of the drafted pass.
+    """
+    first = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
+    if first is None:
+        return None
+    text = [*prompt, *theirs[:first]]
+    padded = np.zeros((1, power_of_two(len(text) + tree.n_nodes, 64)), np.int32)
+    padded[0, : len(text)] = text
+    passes = [
+        three_passes(tree, model.base, padded, np.int32(length))
+        for length in range(len(text), max(len(text) - POSITIONS, 0), -1)
+    ]
+    logits_PV = without_barred(passes[0], text, model.no_repeat_ngram_size)
+    scores_PV = np.asarray(perturbed(logits_PV, len(text), option, request), np.float64)
+    pair = [ours[first], theirs[first]]
+    kept_PV = np.isfinite(scores_PV)
+    moved = max(movement(np.asarray(x, np.float64), pair) for x in passes)
+    best = np.sort(scores_PV[1])[-2:]
+    return Divergence(
+        position=first,
+        ours=pair[0],
+        theirs=pair[1],
+        gap=float(best[1] - best[0]),
+        noise_band=float(moved / (option.temperature or 1.0)),
+        at_cut=bool((kept_PV != kept_PV[:1])[:, pair].any()),
+    )
+
+
+def movement(logits_PV: np.ndarray, also: Sequence[int]) -> float:
+    """How far apart two passes put a token's logit, at most: of the ten best and of `also`."""
+    near = [*np.argsort(logits_PV[1])[-10:], *also]
+    return float(np.ptp(logits_PV[:, near], axis=0).max())
+
+
+@partial(jax.jit, static_argnums=0)
+def three_passes(
+    tree: Tree, base: Base, tokens_1S: jax.Array, length: jax.Array
+) -> jax.Array:
+    """Logits [3, V] behind the first `length` tokens, each by a pass of another shape.
+
+    One pass over all tokens; the last token alone behind a cached prefix; M tokens there, the
+    last one as the root of `tree`. S must leave room for M slots behind the text.
+    """
+    config, S = base.llama.config, tokens_1S.shape[1]
+
+    def empty() -> KVCache:
+        return KVCache.zeros(
+            config.n_layers, 1, S, config.n_kv_heads, config.head_dim, base.llama.dtype
+        )
+
+    position_1S = jnp.arange(S)[None, :]
+    start = jnp.zeros((1,), jnp.int32)
+    hidden_1SD, cache = base.decode(tokens_1S, position_1S, empty(), start)
+    last_111 = jnp.broadcast_to(length - 1, (1, 1, 1))
+    hidden: list[Any] = [jnp.take_along_axis(hidden_1SD, last_111, axis=1)[:, 0]]
+    root_11 = lax.dynamic_slice_in_dim(tokens_1S, length - 1, 1, axis=1)
+    before_1 = jnp.broadcast_to(length - 1, (1,)).astype(jnp.int32)
+    # Slots from the root's on are overwritten or masked, so the cache may hold the whole text.
+    for mask_MM, depth_M in (
+        (np.ones((1, 1), bool), np.zeros(1, np.int32)),
+        (tree.mask_MM, tree.depth_M),
+    ):
+        nodes_1M = jnp.broadcast_to(root_11, (1, len(depth_M)))
+        at_1M = before_1[:, None] + jnp.asarray(depth_M)[None, :]
+        out, _ = base.decode(nodes_1M, at_1M, cache, before_1, jnp.asarray(mask_MM))
+        hidden.append(out[:, 0])
+    return base.lm_head(jnp.concatenate(hidden))
+
+
+def divergences(
+    model: Model, prompts: Sequence[list[int]], options: Options, batch_size: int
+) -> dict[str, Any]:
+    """Every prompt decoded with the model's tree and plainly, each first divergence judged."""
+    compared = 0
+    found: list[dict[str, Any]] = []
+    batches = list(equal_batches(len(prompts), batch_size))
+    for ids, rows in tqdm(batches, unit="batch", disable=None):
+        batch = [prompts[i] for i in rows]
+        with announced("compiling"):
+            drafted = model.generate(batch, options, rows)
+            plain = model.generate(batch, options, rows, tree=Tree.none())
+        for i, ours, theirs in zip(ids, drafted, plain):
+            one = find_divergence(
+                model, prompts[i], ours.token_ids, theirs.token_ids, options, i, model.tree
+            )
+            # Behind a divergence the texts are different texts and say nothing more.
+            compared += one.position + 1 if one else ours.new_tokens
+            if one:
+                found.append({"prompt": i, **dataclasses.asdict(one), "is_tie": one.is_tie})
+    return {
+        "dtype": str(model.dtype),
+        "tree_nodes": model.tree.n_nodes,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "prompts": len(prompts),
+        "tokens_compared": compared,
+        "divergences": found,
+        "divergences_per_token": len(found) / max(1, compared),
+        "prompts_that_diverge": len(found) / len(prompts),
+        "not_explained": sum(not one["is_tie"] for one in found),
+    }

@@ -1,0 +1,141 @@
+"""Fitting the tree to the heads and to this device (Medusa 2.3.3).
+
+Three measurements, then a choice: the ranks of the true tokens under the heads on the model's
+own output, the step latency over tree sizes on this device, and the tokens per step that the
+best tree of each size gives on texts that it was not grown from.
+"""
+
+from collections.abc import Sequence
+from datetime import date
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from medusa_jax.api import Model, Options
+from medusa_jax.console import announced
+from medusa_jax.decoding.generate import power_of_two
+from medusa_jax.decoding.ranks import rank_tuples
+from medusa_jax.decoding.sampling import row_keys
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.latency import step_seconds
+from medusa_jax.tree import Choice, Tree, growth
+
+# Choices that are kept in order of worth: trees of up to 128 nodes can be cut from a file.
+GROWTH = 127
+
+
+def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[np.ndarray]:
+    """Rank tuples [positions, K] on the model's own continuation of each prompt.
+
+    Only positions whose guesses all fall on generated text count: from the last prompt token
+    on, as far as the deepest head still has its token.
+
+    Raises:
+      UserError: fewer than two continuations are long enough.
+    """
+    ranks = jax.jit(rank_tuples, static_argnames=("drafter", "no_repeat_ngram_size"))
+    K = model.drafter.n_heads
+    texts = []
+    for prompt in tqdm(prompts, unit="prompt", desc="rank statistics", disable=None):
+        result = model.generate([prompt], options, tree="none")[0]
+        ids = model.encode(prompt) + result.token_ids
+        padded = np.zeros((1, power_of_two(len(ids), 64)), np.int32)
+        padded[0, : len(ids)] = ids
+        noise = None
+        if options.temperature > 0:
+            seed_1 = jnp.full((1,), options.seed, jnp.uint32)
+            keys = row_keys(seed_1, jnp.zeros((1,), jnp.int32))
+            noise = (keys, jnp.full((1,), options.temperature))
+        found = ranks(
+            model.drafter,
+            model.variables["heads"],
+            model.base,
+            jnp.asarray(padded),
+            jnp.array([len(ids)], jnp.int32),
+            noise,
+            model.no_repeat_ngram_size,
+        )
+        # The step after prefill starts at the last prompt position.
+        first, last = result.prompt_tokens - 1, len(ids) - K - 1
+        if last > first:
+            texts.append(np.asarray(found)[0, first:last])
+    if len(texts) < 2:
+        raise UserError(
+            f"{len(texts)} of {len(prompts)} continuations are long enough to calibrate on, two "
+            "are needed: trees are counted on texts that they were not grown from"
+        )
+    return texts
+
+
+def fit_tree(
+    model: Model,
+    prompts: Sequence[Any],
+    options: Options,
+    sizes: Sequence[int],
+    *,
+    batch: int = 1,
+    rounds: int = 7,
+    worth: str = "joint",
+) -> dict[str, Any]:
+    """Measure and choose; returns the content of a tree file, its evidence included.
+
+    Args:
+      options: how the texts are written; their temperature decides the acceptance too.
+      sizes: numbers of nodes to time; 1, plain decoding, is always among them.
+      batch: rows of the timed steps.
+      worth: of a node: "joint", the measured frequency of its path, or "product", the paper's
+        product of head accuracies.
+    """
+    texts = rank_texts(model, prompts, options)
+    tuples_NK = np.concatenate(texts)
+
+    def grow(tuples_NK: np.ndarray) -> list[Choice]:
+        if worth == "joint":
+            return growth.joint_growth(tuples_NK, GROWTH)
+        return growth.product_growth(growth.head_accuracies(tuples_NK), GROWTH)
+
+    choices = grow(tuples_NK)
+    sizes = sorted({1, *(s for s in sizes if s <= len(choices) + 1)})
+    trees = [Tree.from_choices(choices[: s - 1]) for s in sizes]
+    acceptance = "sampled" if options.temperature > 0 else "greedy"
+    with announced(f"timing {len(trees)} tree sizes"):
+        seconds = step_seconds(
+            model, trees, model.encode(prompts[0]), batch=batch, acceptance=acceptance,
+            temperature=options.temperature, rounds=rounds,
+        )  # fmt: skip
+    tokens = growth.held_out_tokens(texts, grow, sizes)
+    best = growth.best_size(sizes, tokens, seconds)
+    ladder = [
+        {
+            "nodes": size,
+            "tokens_per_step": round(n, 4),
+            "fitted_tokens_per_step": round(growth.replayed_tokens(texts, tree), 4),
+            "step_seconds": s,
+            "step_latency_ratio": round(s / seconds[0], 4),
+            "predicted_speedup": round(n * seconds[0] / s, 4),
+        }
+        for size, tree, n, s in zip(sizes, trees, tokens, seconds)
+    ]
+    device = jax.devices()[0]
+    return {
+        "choices": [list(c) for c in choices[: best - 1]],
+        "growth": [list(c) for c in choices],
+        "nodes": best,
+        "platform": device.platform,
+        "device": f"{device.device_kind}, {jax.local_device_count()} device(s)",
+        "dtype": str(model.dtype),
+        "temperature": options.temperature,
+        "acceptance": acceptance,
+        "batch": batch,
+        "values": worth,
+        "date": date.today().isoformat(),
+        "evidence": {
+            "prompts": len(prompts),
+            "positions": len(tuples_NK),
+            "head_accuracies": np.round(growth.head_accuracies(tuples_NK), 4).tolist(),
+            "ladder": ladder,
+        },
+    }

@@ -1,0 +1,166 @@
+"""Step latency on this device, measured in turn so that a drifting machine skews no ratio."""
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from medusa_jax.api import Model
+from medusa_jax.decoding.generate import (
+    MIN_SLOTS,
+    DecodeState,
+    Engine,
+    Request,
+    begin,
+    decode_loop,
+    grow,
+    power_of_two,
+)
+from medusa_jax.errors import UserError
+from medusa_jax.tree import Tree
+
+
+def step_seconds(
+    model: Model,
+    trees: Sequence[Tree],
+    prompt: Sequence[int],
+    *,
+    batch: int = 1,
+    acceptance: str = "greedy",
+    temperature: float = 0.0,
+    n_steps: int = 16,
+    rounds: int = 7,
+) -> list[float]:
+    """Median seconds of one decode step with each tree: draft, verify, accept, commit.
+
+    Every round runs every tree once, `n_steps` steps on the device in one go, behind the same
+    prompt and in a cache of the same number of slots, with room for all steps of all trees: a
+    step costs what its slots ask for. Nothing ends a run before its last step, which is checked.
+
+    Raises:
+      UserError: the context leaves no room for a step behind the prompt.
+    """
+    L, M = max(t.path_length for t in trees), max(t.n_nodes for t in trees)
+    n_steps = min(n_steps, (model.config.max_position - len(prompt) - 1) // L)
+    if n_steps < 1:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens leaves no room for a step of up to {L} tokens "
+            f"in a context of {model.config.max_position}"
+        )
+    slots = power_of_two(len(prompt) + n_steps * L + M, MIN_SLOTS)
+    engines = [
+        Engine(
+            model.llama,
+            model.drafter,
+            tree,
+            acceptance,
+            no_repeat_ngram_size=model.no_repeat_ngram_size,
+        )
+        for tree in trees
+    ]
+    request = Request(
+        prompts=[list(prompt)] * batch,
+        limits=[n_steps * L + 1] * batch,
+        temperature=[temperature] * batch,
+    )
+
+    def run(engine: Engine) -> float:
+        state, _ = begin(engine, model.variables, request)
+        state = jax.block_until_ready(grow(engine, slots, state))
+        start = time.perf_counter()
+        _, progress = decode_loop(engine, model.variables, state, np.int32(n_steps))
+        jax.block_until_ready(progress)
+        seconds = time.perf_counter() - start
+        made = np.asarray(progress.steps_B)
+        assert (made == n_steps).all(), f"{made} steps were made, not {n_steps}"
+        return seconds / n_steps
+
+    times: list[list[float]] = [[] for _ in trees]
+    for engine in engines:
+        run(engine)  # compile
+    for _ in range(rounds):
+        for i, engine in enumerate(engines):
+            times[i].append(run(engine))
+    return [statistics.median(t) for t in times]
+
+
+def read_bandwidth(megabytes: int = 256, rounds: int = 7) -> float:
+    """Bytes per second at which this device reads memory: the median of summing an array."""
+    x = jnp.ones((megabytes * 2**20 // 4,), jnp.float32)
+    total = jax.jit(lambda x: jnp.sum(x.reshape(64, -1), axis=1))
+    total(x).block_until_ready()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        total(x).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return x.nbytes / statistics.median(times)
+
+
+def bytes_per_token(model: Model, length: int) -> int:
+    """Bytes that one autoregressive step must read: all weights but the embedding table, the
+    cached keys and values of `length` positions, and one row of the embedding."""
+    weights = dict(model.variables["base"])
+    embedding = weights.pop("embed_tokens")["embedding"]
+    total = sum(x.nbytes for x in jax.tree.leaves(weights))
+    c = model.config
+    cached = 2 * c.n_layers * c.n_kv_heads * c.head_dim * length * embedding.dtype.itemsize
+    return total + cached + c.d_model * embedding.dtype.itemsize
+
+
+def cache_check(
+    model: Model,
+    prompt: Sequence[int],
+    *,
+    tree: Tree | None = None,
+    small: int = 128,
+    large: int = 4096,
+    rounds: int = 15,
+) -> dict[str, dict[str, float]]:
+    """One step behind a short text, when `small` and when `large` slots may be needed in the end.
+
+    The cache grows with the text, so a request that may come to fill 4096 slots should cost the
+    same as one of 128 as long as its text is short. For contrast `preallocated` is a step that
+    attends to all large slots from the start.
+
+    Args:
+      prompt: the text; with the steps made here it must fit `small`.
+
+    Returns: per case the median `seconds` of a step, interleaved, and `bytes`: what the compiled
+      loop reads and writes per step by XLA's own count.
+    """
+    tree = model.tree if tree is None else tree
+    M, L = tree.n_nodes, tree.path_length
+    n_steps = (small - len(prompt) - M) // L
+    if n_steps < 1:
+        raise UserError(f"a prompt of {len(prompt)} tokens leaves no step in {small} slots")
+    engine = Engine(model.llama, model.drafter, tree)
+    cases = {"small": (small, 0), "large": (large, 0), "preallocated": (large, large)}
+
+    def start(case: str) -> DecodeState:
+        needed, slots = cases[case]
+        request = Request(prompts=[list(prompt)], limits=[needed - len(prompt) - M])
+        state, ladder = begin(engine, model.variables, request)
+        assert ladder[0] == small and ladder[-1] == needed
+        return grow(engine, slots, state) if slots else state
+
+    times: dict[str, list[float]] = {case: [] for case in cases}
+    found: dict[str, dict[str, float]] = {}
+    steps = np.int32(n_steps)
+    for case in cases:
+        lowered = decode_loop.lower(engine, model.variables, start(case), steps)
+        costs = lowered.compile().cost_analysis() or {}
+        found[case] = {"bytes": float(costs["bytes accessed"])}
+    for _ in range(rounds + 1):  # the first one compiles
+        for case in cases:
+            state = jax.block_until_ready(start(case))
+            began = time.perf_counter()
+            _, progress = decode_loop(engine, model.variables, state, steps)
+            jax.block_until_ready(progress)
+            times[case].append((time.perf_counter() - began) / n_steps)
+    for case, seconds in times.items():
+        found[case]["seconds"] = statistics.median(seconds[1:])
+    return found

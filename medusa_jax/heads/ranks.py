@@ -1,0 +1,62 @@
+"""Ranks of the true later tokens under each head, teacher-forced: what trees are fitted to
+(Medusa 2.3.3)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from medusa_jax.heads.drafter import Base, Drafter
+from medusa_jax.heads.layers import later
+from medusa_jax.tree.growth import MISS
+
+# (head k, logits [B, C, V], their positions in the row [B, C]) -> scores that order the guesses.
+ScoreFn = Callable[[int, jax.Array, jax.Array], jax.Array]
+
+
+def label_ranks(
+    drafter: Drafter,
+    params: Any,
+    base: Base,
+    features_KBTD: jax.Array,
+    tokens_BT: jax.Array,
+    chunk: int,
+    score: ScoreFn | None = None,
+) -> jax.Array:
+    """Rank of each true later token under each head: [B, T, K] int32, at most MISS.
+
+    Entry [b, t, k] is the number of tokens that head k, at position t, prefers to the token at
+    t + k + 2. Where that lies beyond the row it means nothing: the caller knows which count.
+    Logits exist for `chunk` positions of one head at a time.
+
+    Args:
+      features_KBTD: `Drafter.features` of these rows.
+      score: what orders the guesses, by default the logits themselves.
+    """
+    K, B, T = features_KBTD.shape[:3]
+    chunk = min(chunk, T)
+    pad = -T % chunk
+
+    def pieces(x_BT: jax.Array) -> jax.Array:
+        """[B, T, ...] -> [T / chunk, B, chunk, ...]."""
+        x = jnp.pad(x_BT, ((0, 0), (0, pad)) + ((0, 0),) * (x_BT.ndim - 2))
+        return jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+
+    positions = pieces(jnp.broadcast_to(jnp.arange(T)[None, :], (B, T)))
+    ranks = []
+    for k in range(K):
+
+        def one(xs: tuple[jax.Array, ...], k: int = k) -> jax.Array:
+            features_BCD, labels_BC, positions_BC = xs
+            scores_BCV = drafter.head_logits(params, base, k, features_BCD)
+            if score is not None:
+                scores_BCV = score(k, scores_BCV, positions_BC)
+            own_BC1 = jnp.take_along_axis(scores_BCV, labels_BC[..., None], axis=-1)
+            return jnp.minimum(jnp.sum(scores_BCV > own_BC1, axis=-1), MISS)
+
+        labels = pieces(later(tokens_BT, k + 2))
+        found = lax.map(one, (pieces(features_KBTD[k]), labels, positions))
+        ranks.append(jnp.moveaxis(found, 0, 1).reshape(B, -1)[:, :T])
+    return jnp.stack(ranks, axis=-1).astype(jnp.int32)

@@ -1,0 +1,21 @@
+"""A stored tensor by its name, not yet read: what every kind of checkpoint file is opened to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One stored tensor. `read` takes one step-1 slice per dimension, reads only that part."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[Index], np.ndarray]
+
+
+Tensors = dict[str, Tensor]

@@ -1,0 +1,15 @@
+"""Pictures: draft trees, the curves they are chosen by, text coloured by accepted depth."""
+
+from medusa_jax.plots.charts import Chart, draw_curves, draw_lines
+from medusa_jax.plots.text import accepted_text_svg, draw_accepted_text
+from medusa_jax.plots.tree import draw_tree, tree_layout
+
+__all__ = [
+    "Chart",
+    "accepted_text_svg",
+    "draw_accepted_text",
+    "draw_curves",
+    "draw_lines",
+    "draw_tree",
+    "tree_layout",
+]

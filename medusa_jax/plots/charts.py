@@ -1,0 +1,106 @@
+"""Charts: the curves that a tree is chosen by, and lines over one axis."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from medusa_jax.errors import UserError
+from medusa_jax.plots.style import ACCENT, INK, mute, new_figure, save_figure
+
+
+def draw_curves(
+    sizes: Sequence[int],
+    tokens_per_step: Sequence[float],
+    step_seconds: Sequence[float],
+    *,
+    path: str | Path,
+    measured_tokens: Mapping[int, float] | None = None,
+    title: str = "",
+) -> Path:
+    """Draws tokens per step, step latency and their ratio over the size of the tree.
+
+    sizes: query tokens of a step (draft nodes + root), increasing; 1 is plain decoding.
+    The size with the most tokens per second is marked in all three charts. measured_tokens:
+    tokens per step that real runs had at some sizes, drawn as crosses.
+    """
+    if not len(sizes) == len(tokens_per_step) == len(step_seconds) or len(sizes) == 0:
+        raise UserError(
+            f"curves of different length: {len(sizes)} sizes, {len(tokens_per_step)} "
+            f"tokens per step, {len(step_seconds)} latencies."
+        )
+    speed = [t / s for t, s in zip(tokens_per_step, step_seconds, strict=True)]
+    best = max(range(len(sizes)), key=speed.__getitem__)
+    charts = (
+        ("tokens per step", list(tokens_per_step), "{:.2f}"),
+        ("step latency (ms)", [1000 * s for s in step_seconds], "{:.2f} ms"),
+        ("tokens per second", speed, "{:.0f}"),
+    )
+    figure = new_figure(10.5, 3.1)
+    for axes, (name, values, form) in zip(figure.subplots(1, 3), charts, strict=True):
+        axes.plot(sizes, values, color="#3a87c8", marker="o", markersize=3.5)
+        if measured_tokens and name == "tokens per step":
+            x, y = list(measured_tokens), list(measured_tokens.values())
+            axes.plot(x, y, "x", color=ACCENT, label="measured")
+            axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+        axes.axvline(sizes[best], color=ACCENT, linewidth=1, linestyle=":")
+        axes.plot([sizes[best]], [values[best]], "o", color=ACCENT)
+        note = form.format(values[best]) + f" at {sizes[best]}"
+        below = 1 if values is speed else -11
+        axes.annotate(
+            note,
+            (sizes[best], values[best]),
+            (8, below),
+            textcoords="offset points",
+            color=ACCENT,
+            fontsize=8,
+        )
+        axes.set_ylim(0, 1.12 * max(values))
+        axes.set_title(name, color=INK, fontsize=10)
+        axes.set_xlabel("tokens in a step (root included)", color=INK, fontsize=8)
+        mute(axes)
+    if title:
+        figure.suptitle(title, color=INK, fontsize=10)
+    return save_figure(figure, path)
+
+
+@dataclass
+class Chart:
+    """Lines over one axis.
+
+    Attributes:
+      title, xlabel: what is drawn over what.
+      lines: label -> (x, y).
+      levels: label -> y of a horizontal line (a baseline).
+    """
+
+    title: str
+    xlabel: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    levels: Mapping[str, float] = field(default_factory=dict)
+
+
+# Distinct on light and dark ground, and in print by marker.
+LINE_STYLES = (("#3a87c8", "o"), (ACCENT, "s"), ("#3f9b58", "^"), ("#9568c4", "D"))
+
+
+def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:
+    """Draws charts side by side, each with its legend."""
+    figure = new_figure(4.2 * len(charts), 3.3)
+    places = figure.subplots(1, len(charts), squeeze=False)[0]
+    for axes, chart in zip(places, charts, strict=True):
+        for (label, (x, y)), (colour, marker) in zip(
+            chart.lines.items(), itertools.cycle(LINE_STYLES), strict=False
+        ):
+            axes.plot(x, y, color=colour, marker=marker, markersize=3.5, label=label)
+        for (label, level), dash in zip(
+            chart.levels.items(), itertools.cycle((":", "--", "-.")), strict=False
+        ):
+            axes.axhline(level, color=INK, linewidth=1.2, linestyle=dash, label=label)
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+        axes.set_title(chart.title, color=INK, fontsize=10)
+        axes.set_xlabel(chart.xlabel, color=INK, fontsize=8)
+        mute(axes)
+    if title:
+        figure.suptitle(title, color=INK, fontsize=10)
+    return save_figure(figure, path)

@@ -1,0 +1,44 @@
+"""How all pictures look: legible on a light and on a dark page.
+
+Charts have a transparent ground and ink of medium grey. Matplotlib is loaded when one is drawn.
+"""
+
+from pathlib import Path
+
+from medusa_jax.errors import UserError
+
+INK = "#7a828c"
+ACCENT = "#e0672b"
+
+
+def new_figure(width: float, height: float):
+    """A matplotlib figure outside pyplot: no window, no global state."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(
+            "drawing charts needs matplotlib: pip install 'medusa-jax[plots]'"
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure, path: str | Path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(path, transparent=True, dpi=150)
+    except ValueError as error:
+        raise UserError(f"cannot draw {path}: {error}") from None
+    return path
+
+
+def mute(axes) -> None:
+    """Frame, ticks and grid in grey."""
+    axes.tick_params(colors=INK, labelsize=8)
+    axes.grid(color=INK, alpha=0.2, linewidth=0.6)
+    for spine in axes.spines.values():
+        spine.set_color(INK)
+
+
+_ADVANCE, _LINE, _MARGIN = 8.4, 21, 14  # pixels: one column, one row, the border
+_FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"

@@ -1,0 +1,88 @@
+"""A draft tree as a picture."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from medusa_jax.errors import UserError
+from medusa_jax.plots.style import ACCENT, INK, new_figure, save_figure
+
+TreePath = tuple[int, ...]
+
+
+def tree_layout(choices: Sequence[Sequence[int]]) -> dict[TreePath, tuple[float, int]]:
+    """Place of every node, root () included: path -> (x, depth).
+
+    Leaves stand side by side at x = 0, 1, 2, ... in order of rank, a parent stands over the
+    middle of its first and last child.
+
+        [[0], [1], [0, 0], [0, 1]]:  (0,0) 0, (0,1) 1, (1,) 2; (0,) over 0.5; () over 1.25
+    """
+    nodes = {(), *(tuple(c) for c in choices)}
+    children: dict[TreePath, list[TreePath]] = {node: [] for node in nodes}
+    for node in sorted(nodes - {()}):
+        if node[:-1] not in children:
+            raise UserError(
+                f"the tree has {list(node)} but not its parent {list(node[:-1])}."
+            )
+        children[node[:-1]].append(node)
+    place: dict[TreePath, tuple[float, int]] = {}
+    leaves = 0
+    # Depth first in order of rank puts leaves in order; parents follow their children.
+    for node in sorted(nodes):
+        if not children[node]:
+            place[node] = (float(leaves), len(node))
+            leaves += 1
+    for node in sorted(nodes, key=len, reverse=True):
+        if kids := children[node]:
+            place[node] = ((place[kids[0]][0] + place[kids[-1]][0]) / 2, len(node))
+    return place
+
+
+def draw_tree(
+    choices: Sequence[Sequence[int]],
+    values: Mapping[TreePath, float] | Sequence[float] | None = None,
+    *,
+    path: str | Path,
+    title: str = "",
+) -> Path:
+    """Draws a draft tree, the root on top, each node labelled with its rank.
+
+    values: how often each node is accepted (0..1), in the order of `choices` or by path;
+    they set width and colour of the edge above a node and are printed in small trees.
+    The format follows the suffix of `path` (.svg, .png, .pdf).
+    """
+    place = tree_layout(choices)
+    if values is not None and not isinstance(values, Mapping):
+        if len(values) != len(choices):
+            raise UserError(f"{len(values)} values for a tree of {len(choices)} nodes.")
+        values = {tuple(c): float(v) for c, v in zip(choices, values, strict=True)}
+    n_leaves = 1 + max(x for x, _ in place.values())
+    depth = max(d for _, d in place.values())
+    figure = new_figure(min(16.0, max(3.0, 0.42 * n_leaves + 1.0)), 0.95 * depth + 1.0)
+    axes = figure.subplots()
+    axes.set_axis_off()
+    from matplotlib.colors import LinearSegmentedColormap
+
+    # Grey to orange: both ends are visible on white and on black.
+    colours = LinearSegmentedColormap.from_list("acceptance", [INK, ACCENT])
+    small = n_leaves > 45
+    for node, (x, d) in place.items():
+        value = None if values is None else values.get(node, 1.0 if node == () else 0.0)
+        colour = INK if value is None else colours(value)
+        if node:
+            above, _ = place[node[:-1]]
+            width = 1.2 if value is None else 0.6 + 6.0 * value
+            axes.plot([above, x], [1 - d, -d], color=colour, linewidth=width, zorder=1)
+        axes.scatter([x], [-d], s=60 if small else 190, color=colour, zorder=2)
+        if node:
+            label = {"ha": "center", "va": "center", "zorder": 3}
+            size = 5 if small else 8.5
+            axes.text(x, -d, str(node[-1]), color="white", fontsize=size, **label)
+            if value is not None and len(place) <= 24:
+                text = f"{value:.2f}".removeprefix("0")
+                axes.text(x + 0.28, -d, text, color=INK, fontsize=7, va="center")
+    axes.set_xlim(-0.7, n_leaves - 0.3)
+    axes.set_ylim(-depth - 0.4, 0.4)
+    if title:
+        axes.set_title(title, color=INK, fontsize=10)
+    return save_figure(figure, path)

@@ -1,0 +1,259 @@
+"""`python -m medusa_jax draft_cost`: what drafting costs beside one pass of the backbone.
+
+Decoding is bound by memory bandwidth, so the cost of a step is what it reads. For every drafter
+`commit` and `propose` are compiled for the shape of a published model, from shapes alone, and the
+bytes that XLA's cost analysis counts are given as a share of those of one backbone pass over the
+same tree. Beside it stands the share of the weights: the least that must be read.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from medusa_jax.commands.flags import command, run_command
+from medusa_jax.console import announced
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.tables import markdown_table
+
+# Heads, width, MLP width and layers of Vicuna (Llama-1) models.
+SHAPES = {
+    "7b": (32, 4096, 11008, 32),
+    "13b": (40, 5120, 13824, 40),
+    "33b": (52, 6656, 17920, 60),
+}
+# Nodes per depth: those of the 64-node tree that Medusa, Hydra and Amphista publish figures for.
+# Which node hangs where matters only to Hydra, by how many of a level have children.
+LEVELS = ((10, 1), (28, 10), (23, 10), (2, 1))
+EXAMPLES = """examples:
+  python -m medusa_jax draft_cost
+  python -m medusa_jax draft_cost --shape 33b --json
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = command(
+        "python -m medusa_jax draft_cost",
+        "Bytes read by drafting, as a share of one backbone pass.",
+        EXAMPLES,
+    )
+    p.add_argument("--shape", choices=sorted(SHAPES), default="7b")
+    p.add_argument("--slots", type=int, default=512, help="cache slots, text and tree")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    return p
+
+
+def paper_tree() -> Any:
+    """A tree with `LEVELS` nodes per depth: 64 with the root, four deep."""
+    from medusa_jax.tree import Tree
+
+    choices: list[list[int]] = []
+    above: list[list[int]] = [[]]
+    for n_nodes, n_parents in LEVELS:
+        # As even as possible: the first parents get one child more.
+        counts = [
+            n_nodes // n_parents + (i < n_nodes % n_parents) for i in range(n_parents)
+        ]
+        level = [[*above[i], r] for i, n in enumerate(counts) for r in range(n)]
+        choices, above = choices + level, level
+    return Tree.from_choices(choices)
+
+
+def drafters() -> dict[str, Any]:
+    """What is compared, in the papers' settings."""
+    from medusa_jax.config import HeadsConfig
+    from medusa_jax.heads.amphista import AmphistaAlphaConfig, AmphistaConfig
+    from medusa_jax.heads.hydra import HydraConfig
+    from medusa_jax.heads.hydrapp import HydraPPConfig
+
+    return {
+        "medusa": HeadsConfig(n_heads=4),
+        "hydra": HydraConfig(),
+        "hydra++ (layers tied, as released)": HydraPPConfig(tie_layers=True),
+        "hydra++": HydraPPConfig(),
+        "amphista": AmphistaConfig(),
+        "amphista, rank 256": AmphistaConfig(lm_head="low_rank", rank=256),
+        "amphista-alpha": AmphistaAlphaConfig(),
+        "amphista-alpha, rank 256": AmphistaAlphaConfig(lm_head="low_rank", rank=256),
+    }
+
+
+def _bytes(function: Any, *shapes: Any) -> float:
+    """Bytes that the compiled function reads and writes, by XLA's cost analysis."""
+    import jax
+
+    analysis = jax.jit(function).lower(*shapes).compile().cost_analysis()
+    if not analysis or "bytes accessed" not in analysis:
+        raise UserError("this backend does not report the cost of a compiled program")
+    return float(analysis["bytes accessed"])
+
+
+def _size(tree: Any) -> int:
+    import jax
+
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def pass_cost(config: Any, tree: Any, slots: int) -> tuple[float, float]:
+    """(bytes of one backbone pass over the tree by the cost analysis, bytes of its weights).
+
+    The embedding table is looked up, not read, and does not count as weights.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from medusa_jax.heads import Base
+    from medusa_jax.model.cache import KVCache
+    from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
+
+    llama = Llama(decoding_config(config), jnp.float32, shards=1)
+
+    def weights(key: jax.Array) -> Any:
+        return prepare(init_params(config, key), config, jnp.float32)
+
+    def run(params: Any, cache: Any, tokens_1M: Any, start_1: Any) -> Any:
+        base = Base(llama, params)
+        positions_1M = start_1[:, None] + jnp.asarray(tree.depth_M)[None]
+        mask_MM = jnp.asarray(tree.mask_MM)
+        hidden, cache = base.decode(tokens_1M, positions_1M, cache, start_1, mask_MM)
+        return base.lm_head(hidden), cache
+
+    params = jax.eval_shape(weights, jax.random.key(0))
+    sizes = (config.n_layers, 1, slots, config.n_kv_heads, config.head_dim)
+    cache = jax.eval_shape(lambda: KVCache.zeros(*sizes, jnp.float32))
+    ids = jax.ShapeDtypeStruct((1, tree.n_nodes), jnp.int32)
+    start = jax.ShapeDtypeStruct((1,), jnp.int32)
+    read = _size({k: v for k, v in params.items() if k != "embed_tokens"})
+    return _bytes(run, params, cache, ids, start), read
+
+
+def backbone_cost(arch: Any, tree: Any, slots: int) -> tuple[float, float]:
+    """`pass_cost` without compiling all layers.
+
+    They are alike and unrolled, so L of them cost c(1) + (L - 1) (c(2) - c(1)).
+    """
+    costs = [pass_cost(dataclasses.replace(arch, n_layers=n), tree, slots) for n in (1, 2)]
+    one, two = (
+        one + (arch.n_layers - 1) * (two - one) for one, two in zip(*costs, strict=True)
+    )
+    return one, two
+
+
+def draft_bytes(heads: Any, arch: Any, tree: Any, slots: int) -> tuple[float, float, int]:
+    """(bytes of commit + propose by the cost analysis, bytes of its weights, parameters)."""
+    import jax
+    import jax.numpy as jnp
+
+    from medusa_jax.heads import Base, make_drafter
+    from medusa_jax.model.llama import Llama, init_params
+
+    config = dataclasses.replace(arch, n_layers=0)
+    drafter, llama = make_drafter(heads, config), Llama(config)
+    L, D = tree.path_length, arch.d_model
+
+    def init(key: jax.Array) -> Any:
+        base = init_params(config, key)
+        return drafter.init(key, Base(llama, base)), base
+
+    def run(
+        params: Any, base_params: Any, state: Any, hidden: Any, ids: Any, n: Any
+    ) -> Any:
+        base = Base(llama, base_params)
+        state = drafter.commit(params, base, state, hidden, ids, ids, n)
+        return state, drafter.propose(
+            params, base, state, ids[:, 0], tree, lambda depth, logits: logits
+        )
+
+    params, base = jax.eval_shape(init, jax.random.key(0))
+    state = jax.eval_shape(lambda: drafter.start(1, slots, jnp.float32))
+    hidden = jax.ShapeDtypeStruct((1, L, D), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, L), jnp.int32)
+    n = jax.ShapeDtypeStruct((1,), jnp.int32)
+    total = _bytes(run, params, base, state, hidden, ids, n)
+    count = sum(x.size for x in jax.tree.leaves(params))
+    return total, float(_size(params)), count
+
+
+def measure(shape: str, slots: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Costs of all drafters (or the named ones) on a published shape.
+
+    Compiled in float32, which every backend counts alike; the shares hold for any type.
+    """
+    from medusa_jax.config import LlamaConfig
+
+    n_heads, width, d_ff, n_layers = SHAPES[shape]
+    arch = LlamaConfig(32000, width, n_layers, n_heads, n_heads, 128, d_ff, 2048)
+    tree = paper_tree()
+    if slots < tree.n_nodes:
+        raise UserError(f"--slots {slots} does not hold a tree of {tree.n_nodes} nodes")
+    rows = []
+    with announced("compiling one backbone pass"):
+        whole, whole_read = backbone_cost(arch, tree, slots)
+    for name, heads in drafters().items():
+        if names is None or name in names:
+            with announced(f"compiling {name}"):
+                cost, read, parameters = draft_bytes(heads, arch, tree, slots)
+            rows.append(
+                {
+                    "drafter": name,
+                    "parameters": parameters,
+                    "bytes": cost,
+                    "share": cost / whole,
+                    "weights_share": read / whole_read,
+                }
+            )
+    return {
+        "shape": shape,
+        "tree_nodes": tree.n_nodes,
+        "slots": slots,
+        "backbone_bytes": whole,
+        "backbone_weight_bytes": whole_read,
+        "rows": rows,
+    }
+
+
+def cost_table(found: dict[str, Any]) -> str:
+    """The rows as a Markdown table."""
+    header = (
+        "drafter", "parameters", "propose + commit, of one backbone pass", "weights alone"
+    )  # fmt: skip
+    cells = [
+        (
+            r["drafter"],
+            f"{r['parameters'] / 1e9:.2f} B",
+            f"{100 * r['share']:.1f}%",
+            f"{100 * r['weights_share']:.1f}%",
+        )
+        for r in found["rows"]
+    ]
+    return markdown_table(header, cells)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Measure and print."""
+    from medusa_jax.console import use_compilation_cache
+
+    use_compilation_cache()
+    found = measure(flags.shape, flags.slots)
+    if flags.json:
+        print(json.dumps(found))
+        return 0
+    print(cost_table(found))
+    print(
+        f"\nbackbone pass: {found['backbone_bytes'] / 1e9:.1f} GB in float32, of which weights "
+        f"{found['backbone_weight_bytes'] / 1e9:.1f} GB ({found['shape']}, "
+        f"{found['tree_nodes']} nodes, {found['slots']} cache slots)"
+    )
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""`python -m medusa_jax family`: train and measure drafters like for like.
+
+On one frozen backbone, every drafter gets the same text, the same number of steps, the same
+number of heads and kind of LM head, trees of the same size (fitted to its own ranks) and the same
+verifier; its loss is that of its paper (`LOSSES`), the rest its configuration's. Every drafter is
+trained once per seed. What is there is not done again, so a run that was stopped goes on where it
+was.
+
+Measured: how often the true token is the first or among the first five guesses of each head, on
+the backbone's own greedy text; mean accepted length and speed-up in decoding; the share of a step
+that drafting takes; held-out accuracy over training. Written as JSON, as Markdown and as a plot.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from medusa_jax.console import run_main, say
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.questions import DEMO_PROMPTS
+from medusa_jax.research.family.measure import measure_one, race
+from medusa_jax.research.family.report import (
+    claim,
+    convergence,
+    curve,
+    family_table,
+    orders,
+)
+
+DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
+# label_weight and teacher_weight of each paper's loss: Medusa equation 1; Hydra 3 and, for Hydra++,
+# 6.1; Amphista equations 7 to 9.
+LOSSES = {"medusa": (1.0, 0.0), "hydra": (1.0, 0.0), "hydrapp": (0.0, 1.0),
+          "amphista": (0.1, 1.0), "amphista_alpha": (0.1, 1.0)}  # fmt: skip
+CURVE_POINTS = 8
+# What may differ between a finished training and the one that is asked for: how it was watched,
+# where it put things, how it was cut up.
+NO_MATTER = ("log_every", "eval_every", "save_every", "keep_checkpoints", "curves", "wandb",
+             "features_path", "loss_chunk", "remat")  # fmt: skip
+EXAMPLES = """examples (from the project's root, after `python -m medusa_jax demo_build`):
+  python -m medusa_jax distill --model medusa_jax/demo/backbone --temperature 0 \\
+      --prompts work/demo/calibration.jsonl --out work/demo/answers_apart   (held-out answers)
+  python -m medusa_jax family --model medusa_jax/demo/backbone \\
+      --data work/demo/answers --eval_data work/demo/answers_apart \\
+      --calibration work/demo/calibration.jsonl --steps 600 --out work/family
+  python -m medusa_jax family ... --config.optim.lr=1e-3    (for every training)
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags; anything of the form --config.field=value goes to every training."""
+    p = argparse.ArgumentParser(
+        prog="python -m medusa_jax family",
+        description="Train and measure drafters like for like on one backbone.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--model", required=True, help="directory of the backbone")
+    p.add_argument("--data", required=True, help="training text (data.source)")
+    p.add_argument("--eval_data", default="", help="held-out text for the curves")
+    p.add_argument("--calibration", required=True, help="JSONL of prompts to fit trees on")
+    p.add_argument("--prompts", default=str(DEMO_PROMPTS),
+                   help="JSONL of prompts to decode (not those of --calibration)")  # fmt: skip
+    p.add_argument("--drafters", default=DRAFTERS)
+    p.add_argument(
+        "--recipe", default="demo", help="configs/{recipe}_{drafter}.py are used"
+    )
+    p.add_argument("--only", action="append", default=[], metavar="DRAFTER:FIELD=VALUE",
+                   help="a field for one drafter, such as medusa:heads.n_layers=2")  # fmt: skip
+    p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--steps", type=int, default=2000)
+    p.add_argument("--n_heads", type=int, default=4)
+    p.add_argument("--lm_head", default="low_rank", help="own, shared or low_rank, for all")
+    p.add_argument("--rank", type=int, default=64)
+    p.add_argument("--nodes", default="8,64", help="tree sizes, root included")
+    p.add_argument("--limit", type=int, default=32, help="most prompts to decode")
+    p.add_argument("--calibration_limit", type=int, default=64,
+                   help="most prompts to fit trees on")  # fmt: skip
+    p.add_argument("--max_new_tokens", type=int, default=200)
+    p.add_argument("--repeats", type=int, default=3, help="timed runs per prompt")
+    p.add_argument("--out", default="work/family", help="directory for everything")
+    return p
+
+
+def train_one(
+    flags: argparse.Namespace, extra: Sequence[str], name: str, seed: int
+) -> Path:
+    """Train a drafter unless its result is there; returns the directory of the run.
+
+    Raises:
+      UserError: the training ended without a result, or what is there was trained otherwise.
+    """
+    from medusa_jax.commands import train
+
+    run = Path(flags.out) / f"{name}-s{seed}"
+    done = run / "export" / "heads.safetensors"
+    weights = zip(("label_weight", "teacher_weight"), LOSSES.get(name, ()))
+    arguments = [
+        f"--config=configs/{flags.recipe}_{name}.py", f"--workdir={run}",
+        f"--config.model.path={flags.model}", f"--config.data.source={flags.data}",
+        f"--config.data.eval_source={flags.eval_data}", f"--config.data.seed={seed}",
+        f"--config.train.seed={seed}", f"--config.train.steps={flags.steps}",
+        f"--config.heads.n_heads={flags.n_heads}", f"--config.heads.lm_head={flags.lm_head}",
+        f"--config.heads.rank={flags.rank}",
+        *(f"--config.train.{field}={weight}" for field, weight in weights),
+        # One cache of hidden states for all of them.
+        "--config.data.cache_features=float32",
+        f"--config.data.features_path={flags.out}/features",
+        f"--config.train.eval_every={max(flags.steps // CURVE_POINTS, 1)}",
+        f"--config.train.save_every={max(flags.steps // 2, 1)}", *extra,
+        *(f"--config.{f}" for who, _, f in (x.partition(":") for x in flags.only) if who == name),
+    ]  # fmt: skip
+    if done.exists():
+        refuse_other(run, dataclasses.asdict(train.parse(arguments)))
+        say(f"{name}, seed {seed}: {done} is there, not trained again")
+        return run
+    say(f"{name}, seed {seed}: train.py {' '.join(arguments)}")
+    if train.main(arguments) or not done.exists():
+        raise UserError(f"training {name} with seed {seed} failed; its command is above")
+    return run
+
+
+def refuse_other(run: Path, asked: dict[str, Any]) -> None:
+    """Refuses a finished training whose heads, data, optimizer or losses are not those asked for.
+
+    Raises:
+      UserError: names the fields.
+    """
+    try:
+        found = json.loads((run / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{run} holds heads, but no readable config.json: {error}"
+        ) from error
+    different = []
+    for room in ("heads", "data", "optim", "lora", "train"):
+        for name, value in asked[room].items():
+            there = found.get(room, {}).get(name, value)
+            if name not in NO_MATTER and there != value:
+                different.append(f"{room}.{name} {there} (asked: {value})")
+    if different:
+        raise UserError(
+            f"{run} was trained with {', '.join(different)}; remove it or use another --out"
+        )
+
+
+def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Train, measure, write."""
+    from medusa_jax.console import use_compilation_cache
+    from medusa_jax.research.family.picture import draw_drafters
+
+    if not os.path.exists("train.py"):
+        raise UserError("run this from the project's root, where train.py is")
+    try:
+        sizes = [int(n) for n in flags.nodes.split(",")]
+    except ValueError as error:
+        raise UserError(f"--nodes is a list like 8,64, not {flags.nodes!r}") from error
+    if min(sizes) < 2 or flags.seeds < 1:
+        raise UserError("--nodes must be at least 2 and --seeds at least 1")
+    use_compilation_cache()
+    names = flags.drafters.split(",")
+    for given in flags.only:
+        if given.partition(":")[0] not in names:
+            raise UserError(f"--only {given}: the drafters are {', '.join(names)}")
+    for name in names:
+        if not os.path.exists(f"configs/{flags.recipe}_{name}.py"):
+            raise UserError(
+                f"there is no configs/{flags.recipe}_{name}.py for --drafters {name}"
+            )
+    # All trainings first: what is measured should be measured in one go.
+    where = {n: [train_one(flags, extra, n, s) for s in range(flags.seeds)] for n in names}
+    runs = {name: [measure_one(flags, path) for path in where[name]] for name in names}
+    curves = {name: [curve(path) for path in where[name]] for name in names}
+    speeds = race(flags, where, runs)
+    verdict = f"{orders(runs)}\n{claim(runs, speeds)}\n"
+    text = "\n\n".join((family_table(runs, speeds), convergence(curves), verdict))
+    out = Path(flags.out)
+    (out / "family.json").write_text(
+        json.dumps(
+            {
+                "runs": runs,
+                "speeds": speeds,
+                "curves": curves,
+                "flags": vars(flags),
+                "extra": list(extra),
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+    (out / "family.md").write_text(text)
+    print(text)
+    draw_drafters(runs, speeds, curves, out / "family.png")
+    say(f"wrote {out}/family.md, family.json and family.png")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    flags, extra = parser().parse_known_args(argv)
+
+    def go() -> int:
+        wrong = [x for x in extra if not x.startswith("--config.")]
+        if wrong:
+            raise UserError(f"unknown flag {wrong[0]} (see --help)")
+        return run(flags, extra)
+
+    return run_main(go)

@@ -1,0 +1,165 @@
+"""What a trained drafter does: accuracies, accepted lengths, drafting time; speeds in turn."""
+
+import argparse
+import hashlib
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.console import say
+
+
+def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> float:
+    """Median seconds of one commit and propose, all on the device, batch 1.
+
+    Every iteration reads what the one before drafted, so that no part of it can be moved out
+    of the loop.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    drafter, dtype, L = model.drafter, model.dtype, tree.path_length
+    V = model.config.vocab_size
+
+    @jax.jit
+    def many(variables: Any, hidden_1LD: jax.Array) -> jax.Array:
+        from medusa_jax.heads import Base
+
+        base = Base(model.llama, variables["base"])
+
+        def one(i: jax.Array, carry: Any) -> Any:
+            state, nodes_1M = carry
+            ids_1L = jnp.broadcast_to(nodes_1M[:, -1:], (1, L)) % V
+            moved = hidden_1LD * (1 + 1e-6 * ids_1L[..., None].astype(dtype))
+            position_1L = i + jnp.arange(L)[None, :]
+            rows = (moved.astype(dtype), ids_1L, position_1L, jnp.ones((1,), jnp.int32))
+            state = drafter.commit(variables["heads"], base, state, *rows)
+            nodes = drafter.propose(
+                variables["heads"], base, state, ids_1L[:, 0], tree, lambda depth, x: x
+            )
+            return state, nodes.astype(jnp.int32)
+
+        start = drafter.start(1, 2 * n_steps + L, dtype)
+        first = jnp.zeros((1, tree.n_nodes), jnp.int32)
+        return lax.fori_loop(0, n_steps, one, (start, first))[1]
+
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.standard_normal((1, L, model.config.d_model)), dtype)
+    many(model.variables, hidden).block_until_ready()
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        many(model.variables, hidden).block_until_ready()
+        times.append((time.perf_counter() - begin) / n_steps)
+    return statistics.median(times)
+
+
+def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
+    """Accuracies, accepted lengths and times of one trained drafter, kept in measured.json."""
+    import jax
+
+    from medusa_jax.api import Options, load
+    from medusa_jax.evaluate.fitting import rank_texts
+    from medusa_jax.evaluate.latency import step_seconds
+    from medusa_jax.evaluate.questions import prompt_of, read_questions
+    from medusa_jax.evaluate.speed import drafting_row
+    from medusa_jax.tree import Tree, growth
+
+    heads = (run / "export" / "heads.safetensors").read_bytes()
+    names = (
+        "model", "calibration", "calibration_limit", "prompts", "limit", "nodes", "max_new_tokens",
+    )  # fmt: skip
+    settings = {name: getattr(flags, name) for name in names}
+    settings["heads"] = hashlib.sha256(heads).hexdigest()
+    kept = run / "measured.json"
+    if kept.exists():
+        found: dict[str, Any] = json.loads(kept.read_text())
+        if found["settings"] == settings:
+            say(f"{kept} is there, not measured again")
+            return found
+    model = load(flags.model, str(run / "export"), tree="none")
+    questions = read_questions(flags.prompts, flags.limit)
+    fitted = read_questions(flags.calibration, flags.calibration_limit)
+    prompts = [prompt_of(question) for question in fitted]
+    options = Options(max_new_tokens=flags.max_new_tokens)
+    tuples_NK = np.concatenate(rank_texts(model, prompts, options))
+    decoded = []
+    for size in (int(n) for n in flags.nodes.split(",")):
+        tree = Tree.from_choices(growth.joint_growth(tuples_NK, size - 1))
+        # Speeds are the race's: here once is enough.
+        row = drafting_row(model, questions, tree, options, repeats=1)
+        [step] = step_seconds(model, [tree], model.encode(prompts[0]))
+        draft = draft_seconds(model, tree)
+        counted = ("mean_accepted_length", "divergences", "prompts")
+        decoded.append(
+            {"nodes": tree.n_nodes, "choices": [list(c) for c in tree.choices]}
+            | {name: row[name] for name in counted}
+            | {"step_seconds": step, "draft_seconds": draft, "draft_share": draft / step}
+        )  # fmt: skip
+    found = {
+        "settings": settings,
+        "drafter": model.drafter.heads.drafter,
+        "parameters": sum(x.size for x in jax.tree.leaves(model.variables["heads"])),
+        "top1": (tuples_NK == 0).mean(axis=0).tolist(),
+        "top5": (tuples_NK < 5).mean(axis=0).tolist(),
+        "chain": growth.chain_length(tuples_NK),
+        "positions": len(tuples_NK),
+        "decoded": decoded,
+        "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
+    }
+    kept.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def race(
+    flags: argparse.Namespace, where: dict[str, list[Path]], runs: dict[str, list[Any]]
+) -> dict[str, list[dict[str, float]]]:
+    """Speed of every drafter's first seed, per tree size: all of them in turn on each prompt.
+
+    Times taken minutes apart do not compare on a machine with neighbours. Per prompt, each
+    drafter and tree and plain decoding is run `--repeats` times, round by round; medians count.
+    """
+    from tqdm import tqdm
+
+    from medusa_jax.api import Options, load
+    from medusa_jax.evaluate.questions import prompt_of, read_questions
+    from medusa_jax.tree import Tree
+
+    options = Options(max_new_tokens=flags.max_new_tokens)
+    plain = ("", 0)
+    # By drafter and number of the tree.
+    entries: dict[tuple[str, int], tuple[Any, Tree]] = {}
+    for name, paths in where.items():
+        model = load(flags.model, str(paths[0] / "export"), tree="none")
+        entries.setdefault(plain, (model, Tree.none()))
+        for i, row in enumerate(runs[name][0]["decoded"]):
+            entries[name, i] = (model, Tree.from_choices(row["choices"]))
+    seconds = dict.fromkeys(entries, 0.0)
+    steps, tokens = dict.fromkeys(entries, 0), dict.fromkeys(entries, 0)
+    questions = read_questions(flags.prompts, flags.limit)
+    for question in tqdm(questions, desc="in turn", unit="prompt", disable=None):
+        rounds: dict[tuple[str, int], list[Any]] = {entry: [] for entry in entries}
+        for _ in range(max(flags.repeats, 1)):
+            for entry, (model, tree) in entries.items():
+                rounds[entry] += model.generate([prompt_of(question)], options, tree=tree)
+        for entry, results in rounds.items():
+            seconds[entry] += statistics.median(r.decode_seconds for r in results)
+            steps[entry] += results[0].steps
+            tokens[entry] += results[0].new_tokens - 1
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in where}
+    for entry in list(entries)[1:]:
+        speedup = (seconds[plain] / tokens[plain]) / (seconds[entry] / tokens[entry])
+        latency = (seconds[entry] / steps[entry]) / (seconds[plain] / steps[plain])
+        found[entry[0]].append(
+            {
+                "nodes": entries[entry][1].n_nodes,
+                "speedup": speedup,
+                "step_latency_ratio": latency,
+            }
+        )
+    return found

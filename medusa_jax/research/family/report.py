@@ -1,0 +1,172 @@
+"""The measured runs in words: tables, the papers' orders, Amphista's claim, curves."""
+
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.evaluate.tables import markdown_table
+
+# Orders that the papers report for the mean accepted length.
+ORDERS = (("medusa", "hydra", "hydrapp"), ("medusa", "amphista", "amphista_alpha"))
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    """Held-out records of a training, in order: step, top1 and trained_top1, both per head.
+
+    The latter is the mean over what was logged of training batches since the record before.
+    """
+    file = run / "log.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    found, trained = [], []
+    for record in map(json.loads, lines):
+        if record.get("kind") == "train":
+            trained.append(record["top1"])
+        elif record.get("kind") == "eval":
+            mean = np.mean(trained, axis=0).tolist() if trained else []
+            one = {"step": record["step"], "top1": record["top1"], "trained_top1": mean}
+            found.append(one)
+            trained = []
+    return found
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Mean and, of several, sample standard deviation: "2.31 ± 0.02"."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def family_table(
+    runs: dict[str, list[dict[str, Any]]], speeds: dict[str, list[dict[str, float]]]
+) -> str:
+    """All runs as Markdown: tables of heads, of decoding per tree size, of speed.
+
+    Args:
+      runs: per drafter what `measure_one` found for each seed.
+      speeds: what `race` found.
+    """
+    heads, decoded = [], []
+    for name, found in runs.items():
+        tops = [
+            " ".join(f"{x:.3f}" for x in np.mean([f[top] for f in found], axis=0))
+            for top in ("top1", "top5")
+        ]
+        size = f"{found[0]['parameters'] / 1e6:.2f} M"
+        heads.append((name, size, *tops, spread([f["chain"] for f in found], 3)))
+    for i in range(len(next(iter(runs.values()))[0]["decoded"])):
+        for name, found in runs.items():
+            rows = [f["decoded"][i] for f in found]
+            keys = ("mean_accepted_length", "draft_share", "divergences", "prompts")
+            several = {key: [r[key] for r in rows] for key in keys}
+            decoded.append(
+                (
+                    name,
+                    rows[0]["nodes"],
+                    spread(several["mean_accepted_length"], 3),
+                    f"{spread([100 * x for x in several['draft_share']], 1)}%",
+                    f"{sum(several['divergences'])} of {sum(several['prompts'])}",
+                )
+            )
+    raced = [
+        (
+            name,
+            found[i]["nodes"],
+            f"{found[i]['step_latency_ratio']:.2f}x",
+            f"{found[i]['speedup']:.2f}x",
+        )
+        for i in range(len(next(iter(speeds.values()))))
+        for name, found in speeds.items()
+    ]
+    tables = (
+        (("drafter", "parameters", "top-1 by head", "top-5 by head",
+          "a chain of first guesses"), heads),
+        (("drafter", "nodes", "mean accepted length", "drafting, share of a step", "diverged"),
+         decoded),
+        (("drafter (first seed, all in turn)", "nodes", "step latency", "speed-up"), raced),
+    )  # fmt: skip
+    return "\n\n".join(markdown_table(header, rows) for header, rows in tables)
+
+
+def convergence(curves: dict[str, list[list[dict[str, Any]]]]) -> str:
+    """Top-1 accuracy over training as Markdown, means of the heads and seeds; "" without curves.
+
+    Beside the held-out accuracy at every evaluation: what the last stretch still gained (over the
+    seeds), and the accuracy on training batches there, dropout on where there is some. A flat end
+    says that more steps at this schedule's rates bring nothing.
+    """
+    curves = {name: [c for c in found if len(c) > 1] for name, found in curves.items()}
+    curves = {name: found for name, found in curves.items() if found}
+    if not curves:
+        return ""
+    steps = [record["step"] for record in next(iter(curves.values()))[0]]
+    header = (
+        "held-out top-1 at step",
+        *steps,
+        "gain since the one before",
+        "on training text",
+    )
+    cells = []
+    for name, found in curves.items():
+        top1_SN = [[statistics.mean(r["top1"]) for r in records] for records in found]
+        gains = [row[-1] - row[-2] for row in top1_SN]
+        trained = [statistics.mean(records[-1]["trained_top1"]) for records in found]
+        means = (f"{x:.3f}" for x in np.mean(top1_SN, axis=0))
+        cells.append((name, *means, spread(gains, 4), f"{statistics.mean(trained):.3f}"))
+    return markdown_table(list(map(str, header)), cells)
+
+
+def differences(
+    runs: dict[str, list[dict[str, Any]]], first: str, second: str, i: int
+) -> list[float]:
+    """How much more of the i-th tree `second` accepts than `first`, seed by seed."""
+    pairs = zip(runs[first], runs[second], strict=True)
+    name = "mean_accepted_length"
+    return [b["decoded"][i][name] - a["decoded"][i][name] for a, b in pairs]
+
+
+def orders(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Whether the mean accepted lengths stand in the papers' orders, per tree size, as Markdown.
+
+    A step of an order holds or fails if all seeds say so, else it is undecided.
+    """
+    lines = []
+    for order in ORDERS:
+        for i in range(len(next(iter(runs.values()))[0]["decoded"])):
+            for first, second in itertools.pairwise(name for name in order if name in runs):
+                more = differences(runs, first, second, i)
+                won = sum(d > 0 for d in more)
+                verdict = {len(more): "holds", 0: "does not hold"}.get(won, "undecided")
+                nodes = runs[first][0]["decoded"][i]["nodes"]
+                lines.append(
+                    f"- {first} < {second} with {nodes} nodes: {verdict}, {spread(more, 3)} in "
+                    f"{len(more)} {'seed' if len(more) == 1 else 'seeds'}"
+                )
+    return "\n".join(lines)
+
+
+def claim(
+    runs: dict[str, list[dict[str, Any]]], speeds: dict[str, list[dict[str, float]]]
+) -> str:
+    """Amphista's central claim (its tables 4, 5 and 9): no longer than Hydra++ and yet faster.
+
+    Lengths are means over the seeds, speeds those of the first ones, which ran in turn.
+    """
+    if not {"amphista", "hydrapp"} <= runs.keys():
+        return ""
+    lines = []
+    for i, row in enumerate(runs["amphista"][0]["decoded"]):
+        ours, theirs = (
+            statistics.mean(f["decoded"][i]["mean_accepted_length"] for f in runs[name])
+            for name in ("amphista", "hydrapp")
+        )
+        faster = speeds["amphista"][i]["speedup"] / speeds["hydrapp"][i]["speedup"]
+        holds = "holds" if faster > 1 else "does not hold"
+        lines.append(
+            f"- amphista against hydrapp with {row['nodes']} nodes: {ours / theirs - 1:+.1%} in "
+            f"accepted length, {faster - 1:+.1%} in speed: that it is faster {holds} here"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,176 @@
+"""`python -m medusa_jax prefill_cost`: the memory that reading a prompt takes.
+
+Prefill is compiled for the shape of a published model, from shapes alone. What it needs is the
+weights, the caches that it fills, and the temporaries of the compiled program.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from medusa_jax.commands.flags import command, numbers, run_command
+from medusa_jax.console import announced
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.tables import markdown_table
+
+# Vocabulary, width, layers, heads, key/value heads, head size, MLP width, context.
+SHAPES = {
+    "7b": (32000, 4096, 32, 32, 32, 128, 11008, 2048),
+    "llama3.1-8b": (128256, 4096, 32, 32, 8, 128, 14336, 131072),
+}
+EXAMPLES = """examples:
+  python -m medusa_jax prefill_cost
+  python -m medusa_jax prefill_cost --shape llama3.1-8b --tokens 131072
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = command(
+        "python -m medusa_jax prefill_cost",
+        "Memory of reading a prompt: weights, caches, temporaries.",
+        EXAMPLES,
+    )
+    p.add_argument("--shape", choices=sorted(SHAPES), default="7b")
+    p.add_argument("--tokens", default="1024,2048,8192,32768", help="lengths of the prompt")
+    p.add_argument("--batch", type=int, default=1, help="rows")
+    p.add_argument("--drafter", default="hydra", help="whose heads sit on the model")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    return p
+
+
+def engine_of(arch: Any, drafter_name: str, dtype: Any) -> tuple[Any, Any]:
+    """The engine with a chain of all heads, and the shapes of its variables in `dtype`."""
+    import jax
+
+    from medusa_jax.decoding.generate import Engine
+    from medusa_jax.heads import DRAFTERS, Base, make_drafter
+    from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
+    from medusa_jax.tree import Tree
+
+    if drafter_name not in DRAFTERS:
+        raise UserError(f"unknown drafter {drafter_name!r}: there are {sorted(DRAFTERS)}")
+    drafter = make_drafter(DRAFTERS[drafter_name].Config(drafter=drafter_name), arch)
+
+    def variables(key: jax.Array) -> Any:
+        params = init_params(arch, key)
+        heads = drafter.init(key, Base(Llama(arch), params))
+        return {
+            "base": prepare(params, arch, dtype),
+            "heads": jax.tree.map(lambda x: x.astype(dtype), heads),
+        }
+
+    llama = Llama(decoding_config(arch), dtype, shards=1)
+    engine = Engine(llama, drafter, Tree.chain(drafter.n_heads))
+    return engine, jax.eval_shape(variables, jax.random.key(0))
+
+
+def arguments(engine: Any, variables: Any, batch: int, tokens: int) -> tuple[Any, ...]:
+    """What `prefill` takes for prompts of so many tokens, as shapes."""
+    import jax
+    import jax.numpy as jnp
+
+    from medusa_jax.decoding.generate import power_of_two, slot_ladder
+    from medusa_jax.decoding.sampling import Sampling, row_keys
+
+    def per_row(dtype: Any, *more: int) -> Any:
+        return jax.ShapeDtypeStruct((batch, *more), dtype)
+
+    keys = jax.eval_shape(row_keys, per_row(jnp.uint32), per_row(jnp.int32))
+    real = per_row(jnp.float32)
+    sampling = Sampling(real, per_row(jnp.int32), real, real, keys)
+    slots = slot_ladder(engine, tokens, tokens)[0]
+    ids = per_row(jnp.int32)
+    prompt, output = (per_row(jnp.int32, n) for n in (power_of_two(tokens, 1), 64))
+    stops = per_row(jnp.int32, 1, 1)
+    return engine, slots, variables, prompt, ids, ids, stops, sampling, output
+
+
+def temporary_bytes(arch: Any, drafter: str, batch: int, tokens: int) -> int:
+    """Temporaries of the compiled `prefill`.
+
+    In float32, which every backend computes in: in bfloat16 there are at most as many bytes on
+    an accelerator, but XLA for CPU would convert the weights.
+    """
+    import jax.numpy as jnp
+
+    from medusa_jax.decoding.generate import prefill
+
+    shapes = arguments(*engine_of(arch, drafter, jnp.float32), batch, tokens)
+    memory = prefill.lower(*shapes).compile().memory_analysis()
+    if memory is None:
+        raise UserError("this backend does not report the memory of a compiled program")
+    return int(memory.temp_size_in_bytes)
+
+
+def measure(
+    shape: str, lengths: Sequence[int], batch: int = 1, drafter: str = "hydra"
+) -> dict[str, Any]:
+    """Bytes for prompts of these lengths: weights and caches in bfloat16, and temporaries."""
+    import jax
+    import jax.numpy as jnp
+
+    from medusa_jax.config import LlamaConfig
+    from medusa_jax.decoding.generate import prefill
+
+    if batch < 1 or min(lengths) < 1:
+        raise UserError("--batch and --tokens are 1 or more")
+    arch, rows = LlamaConfig(*SHAPES[shape]), []
+    for tokens in lengths:
+        shapes = arguments(*engine_of(arch, drafter, jnp.bfloat16), batch, tokens)
+        state = jax.eval_shape(lambda *rest, s=shapes: prefill(*s[:2], *rest), *shapes[2:])
+        with announced(f"compiling prefill of {tokens:,} tokens"):
+            temporaries = temporary_bytes(arch, drafter, batch, tokens)
+        found = {
+            "weights": _size(shapes[2]),
+            "caches": _size((state.cache, state.drafter)),
+            "temporaries": temporaries,
+        }
+        total = {"total": sum(found.values())}
+        rows.append({"tokens": tokens, "slots": shapes[1]} | found | total)
+    return {"shape": shape, "batch": batch, "drafter": drafter, "rows": rows}
+
+
+def _size(tree: Any) -> int:
+    import jax
+
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def memory_table(found: dict[str, Any]) -> str:
+    """The rows as a Markdown table, in GiB."""
+    header = ("tokens", "cache slots", "weights", "caches", "temporaries", "together")
+    cells = []
+    for r in found["rows"]:
+        sizes = (r[name] / 2**30 for name in ("weights", "caches", "temporaries", "total"))
+        cells.append((f"{r['tokens']:,}", f"{r['slots']:,}", *(f"{x:.2f}" for x in sizes)))
+    return markdown_table(header, cells)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Measure and print."""
+    from medusa_jax.console import use_compilation_cache
+
+    lengths = numbers(flags.tokens, "--tokens")
+    use_compilation_cache()
+    found = measure(flags.shape, lengths, flags.batch, flags.drafter)
+    if flags.json:
+        print(json.dumps(found))
+        return 0
+    print(memory_table(found))
+    print(
+        f"\nGiB; {found['shape']} with {found['drafter']} heads, batch {found['batch']}; weights "
+        f"and caches in bfloat16, temporaries as compiled in float32"
+    )
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`python -m medusa_jax recipes`: training recipes side by side, see `command.py`."""

@@ -1,0 +1,112 @@
+"""The arms of the study: what each trains, on what, at which rates."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.config import (
+    Config,
+    DataConfig,
+    HeadsConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+
+HEADS_RATE, BACKBONE_RATE = 2e-3, 5e-4  # the paper's two-stage recipe
+
+
+def arms() -> dict[str, tuple[str, list[dict[str, Any]]]]:
+    """Name -> (what it is, its runs one after another as fields that differ from `recipe`).
+
+    A run's "share" is its part of all steps; "heads" is the run whose heads it starts from.
+    """
+    lora = {"lora.rank": 32, "train.stage": "medusa2"}
+    joint = lora | {"optim.lr": BACKBONE_RATE, "train.lambda_0": 0.2}
+    first = {"train.stage": "medusa1", "optim.lr": HEADS_RATE, "share": 1 / 3}
+    second = joint | {"share": 2 / 3, "heads": 0}
+    heads = {"train.stage": "medusa1", "optim.lr": HEADS_RATE, "share": 1.0}
+    direct = lora | {
+        "optim.lr": HEADS_RATE, "optim.heads_lr_multiplier": 1.0, "train.lambda_0": 1.0,
+        "share": 1.0,
+    }  # fmt: skip
+    return {
+        "baseline": ("the backbone as it is", []),
+        "direct": ("backbone and heads at one rate, fresh heads, lambda_0 = 1", [direct]),
+        "medusa1": ("heads alone", [heads]),
+        "medusa2": ("two stages: heads, then both (lambda_0 = 0.2, rates 1 : 4)", [first, second]),
+        "medusa2-sine": (
+            "both from the start, lambda_0 rising to 0.2 as a sine",
+            [joint | {"share": 1.0, "train.lambda_0_schedule": "sine"}],
+        ),
+        "medusa2-kl": (
+            "two stages, KL to the original in place of the labels",
+            [first, second | {"train.backbone_loss": "kl"}],
+        ),
+        "medusa1-self": (
+            "heads alone, on the backbone's own continuations",
+            [heads | {"data": "self"}],
+        ),
+        "medusa1-nf4": ("heads alone, on a 4-bit backbone", [heads | {"model.quantise": "nf4"}]),
+        "medusa1-8bit": (
+            "heads alone, AdamW with 8-bit moments",
+            [heads | {"optim.name": "adamw8bit"}],
+        ),
+    }  # fmt: skip
+
+
+def recipe(flags: argparse.Namespace, seed: int, data: Path) -> Config:
+    """What all arms share."""
+    return Config(
+        model=ModelConfig(path=flags.model),
+        heads=HeadsConfig(n_heads=4, n_layers=1, lm_head="low_rank", rank=flags.rank),
+        data=DataConfig(
+            source=str(data), format="tokens", seq_len=flags.length, packing="first_fit", seed=seed
+        ),
+        optim=OptimConfig(warmup_steps=20, schedule="cosine"),
+        lora=LoraConfig(rank=0),
+        train=TrainConfig(
+            batch_size=flags.batch_size, dtype=flags.dtype, remat=False, loss_chunk=128,
+            log_every=20, save_every=10**9, keep_checkpoints=1, seed=seed,
+        ),
+        mesh=(1, 1, 1),
+    )  # fmt: skip
+
+
+def train_arm(
+    flags: argparse.Namespace,
+    seed: int,
+    runs: list[dict[str, Any]],
+    folder: Path,
+    out: Path,
+) -> tuple[str, str, float]:
+    """Runs of one arm -> (model directory, heads directory, last mean loss of the heads)."""
+    from medusa_jax.commands.train import override
+    from medusa_jax.training.trainer import train
+
+    done: list[tuple[str, str]] = []
+    last: dict[str, Any] = {}
+    for number, fields in enumerate(runs):
+        cfg = recipe(flags, seed, out / fields.get("data", "new"))
+        cfg.workdir = str(folder / f"run{number}")
+        cfg.train.steps = max(round(flags.steps * fields["share"]), 2)
+        for name, value in fields.items():
+            if "." in name:
+                override(cfg, name, str(value))
+        if cfg.train.stage == "medusa1":
+            # Runs on the frozen backbone share its hidden states, whatever their seed.
+            cfg.data.cache_features = "float32"
+            cfg.data.features_path = str(out / "features")
+        if "heads" in fields:
+            cfg.train.heads_path = done[fields["heads"]][1]
+        os.makedirs(cfg.workdir, exist_ok=True)
+        last = train(cfg) or last
+        export = f"{cfg.workdir}/export"
+        both = os.path.exists(f"{export}/config.json")
+        done.append((export, f"{export}/heads") if both else (flags.model, export))
+    loss = float(np.mean(last["loss"])) if last else float("nan")
+    return (*done[-1], loss)

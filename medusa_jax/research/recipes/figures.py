@@ -1,0 +1,112 @@
+"""The study's figures: quality, agreement, accepted length; the table and the curves."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.heads.layers import later
+from medusa_jax.research.recipes.arms import arms
+
+
+def make_judge(rows: Any, limit: int) -> Callable[[Any, Any], tuple[float, np.ndarray]]:
+    """(configuration, parameters) -> (perplexity, most likely next tokens) of the held-out rows."""
+    import jax
+    import jax.numpy as jnp
+
+    from medusa_jax.heads import Base
+    from medusa_jax.model.llama import Llama
+    from medusa_jax.training import losses
+
+    batches = [rows.batch(i, 8) for i in range(0, min(limit, rows.rows) - 7, 8)]
+    if not batches:
+        raise UserError("the held-out text has fewer than 8 rows")
+
+    def judge(config: Any, params: Any) -> tuple[float, np.ndarray]:
+        @jax.jit
+        def one(params: Any, batch: Any) -> Any:
+            base = Base(Llama(config), params)
+            logits = base.lm_head(base.forward(*losses.rows(batch)))
+            mask = losses.pair_mask(batch["counted"], batch["segment_ids"], 1)
+            label = later(batch["tokens"], 1)[..., None]
+            logp = jnp.take_along_axis(jax.nn.log_softmax(logits), label, -1)[..., 0]
+            return jnp.sum(logp * mask), jnp.sum(mask), jnp.argmax(logits, -1), mask
+
+        total, count, best = 0.0, 0, []
+        for batch in batches:
+            logp, n, argmax, mask = one(params, batch)
+            total, count = total + float(logp), count + int(n)
+            best.append(np.asarray(argmax)[np.asarray(mask)])
+        return float(np.exp(-total / count)), np.concatenate(best)
+
+    return judge
+
+
+def accepted(model: Any, prompts: list[list[int]], tree: str, n_new: int) -> float:
+    """Tokens appended per step over all prompts, greedy, in batches of 8."""
+    from medusa_jax.api.results import Options
+
+    appended = steps = 0
+    for first in range(0, len(prompts), 8):
+        part = prompts[first : first + 8]
+        for result in model.generate(part, Options(max_new_tokens=n_new), tree=tree):
+            steps += result.steps
+            histogram = result.acceptance_histogram
+            appended += sum((i + 1) * n for i, n in enumerate(histogram))
+    return appended / max(steps, 1)
+
+
+def recipe_table(
+    flags: argparse.Namespace, figures: dict[str, list[dict[str, float]]]
+) -> str:
+    """Markdown: mean and standard deviation over the seeds."""
+    columns = ("perplexity", "agreement", "accepted_new", "accepted_old", "heads_loss")
+
+    def cell(rows: list[dict[str, float]], column: str) -> str:
+        values = [row[column] for row in rows if column in row]
+        if not values:
+            return "-"
+        spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+        return f"{np.mean(values):.3f}{spread}"
+
+    about = (
+        f"{flags.steps} steps of {flags.batch_size} x {flags.length} tokens per arm, {flags.seeds} seeds "
+        f"(mean ± standard deviation), tree {flags.tree}, greedy."
+    )
+    header = (
+        "arm", "what", "perplexity (original text)", "greedy agreement", "accepted, new text",
+        "accepted, original text", "heads' last loss",
+    )  # fmt: skip
+    cells = [
+        (name, arms()[name][0], *(cell(rows, column) for column in columns))
+        for name, rows in figures.items()
+    ]
+    return f"{about}\n\n{markdown_table(header, cells)}\n"
+
+
+def loss_curve(out: Path, arm: str, seeds: int) -> tuple[list[int], list[float]]:
+    """Steps and training losses (mean over heads and seeds) of an arm of one run."""
+    runs = []
+    for seed in range(seeds):
+        lines = (out / f"{arm}-{seed}" / "run0" / "log.jsonl").read_text().splitlines()
+        kept = [r for r in map(json.loads, lines) if r["kind"] == "train"]
+        runs.append({r["step"]: float(np.mean(r["loss"])) for r in kept})
+    steps = sorted(set.intersection(*[set(run) for run in runs]))
+    return steps, [float(np.mean([run[step] for run in runs])) for step in steps]
+
+
+def draw(out: Path, names: Sequence[str], seeds: int) -> None:
+    """curves.png: the losses of arms that train heads alone on the new text."""
+    from medusa_jax.plots import Chart, draw_lines
+
+    alike = [n for n in names if [r.get("share") for r in arms()[n][1]] == [1.0]]
+    alike = [n for n in alike if n.startswith("medusa1") and "self" not in n]
+    if alike:
+        lines = {name: loss_curve(out, name, seeds) for name in alike}
+        draw_lines([Chart("training loss, mean of the heads", "step", lines)],
+                   path=out / "curves.png")  # fmt: skip

@@ -1,0 +1,202 @@
+"""`python -m medusa_jax walk`: one decode step with its real numbers, as Markdown.
+
+What `decoding/step.py` does on the device, printed part by part: the drafted tree, the mask, the
+target tokens, the accepted path, the cache's rows and what is appended. `docs/one_step.md` is the
+output for the demo in float64.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.commands.flags import add_model, command, load_model, run_command
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.tables import markdown_table
+
+EXAMPLES = """examples:
+  python -m medusa_jax walk --dtype float64
+  python -m medusa_jax walk --prompt "import os" --tree cartesian:3,2 --step 4
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = command("python -m medusa_jax walk", "One decode step, part by part.", EXAMPLES)
+    add_model(p)
+    p.add_argument("--prompt", default="def parse(")
+    p.add_argument("--tree", default="cartesian:2,2,1", help="as for decode.py")
+    p.add_argument("--step", type=int, default=2, help="which step to show (default: 2)")
+    p.set_defaults(no_repeat_ngram_size=0)
+    return p
+
+
+def take_steps(model: Any, prompt: str, n: int) -> dict[str, Any]:
+    """Decode n - 1 steps greedily, then the n-th part by part; everything on the host."""
+    import jax
+
+    from medusa_jax.api import Options
+    from medusa_jax.decoding import generate as loop
+    from medusa_jax.decoding import step as parts
+    from medusa_jax.heads import Base
+
+    engine = model.engine()
+    request = model.request([prompt], [Options(max_new_tokens=n * engine.tree.path_length)])
+    state, _ = loop.begin(engine, model.variables, request)
+    state, _ = loop.decode_loop(engine, model.variables, state, np.int32(n - 1))
+
+    @jax.jit
+    def one(variables: Any, state: loop.DecodeState) -> dict[str, Any]:
+        base, heads, tree = (
+            Base(engine.llama, variables["base"]),
+            variables["heads"],
+            engine.tree,
+        )
+        drafts = parts.draft(engine, heads, base, state, tree)
+        verified = parts.verify(engine, base, state, tree, drafts)
+        accepted = engine.rule.accept(verified)
+        emitted_BL = parts.emitted_tokens(verified, accepted)
+        after = parts.commit(engine, heads, base, state, verified, accepted, emitted_BL)
+        return {
+            "nodes": verified.nodes_BM[0],
+            "positions": verified.positions_BM[0],
+            "targets": verified.logits_BMV[0].argmax(-1),
+            "path": accepted.path_BL[0],
+            "n": accepted.n_B[0],
+            "emitted": emitted_BL[0],
+            "length": (state.length_B[0], after.length_B[0]),
+            "root": (state.root_B[0], after.root_B[0]),
+            "text": state.tokens_BO[0],
+            "n_new": state.n_new_B[0],
+            "running": state.status_B[0] == loop.RUNNING,
+        }
+
+    found = jax.tree.map(np.asarray, one(model.variables, state))
+    if not found["running"]:
+        raise UserError(f"the text ends before step {n}: ask for an earlier --step")
+    return found
+
+
+def describe(model: Any, prompt: str, n: int) -> str:
+    """The step as Markdown."""
+    found, tree = take_steps(model, prompt, n), model.tree
+    M, accepted = tree.n_nodes, int(found["n"])
+    length, after = (int(x) for x in found["length"])
+    path = found["path"][: accepted + 1].tolist()
+    backend = model.tokenizer.backend
+
+    def show(token: Any) -> str:
+        """A token as its vocabulary writes it, its id behind it."""
+        return f"`{backend.id_to_token(int(token))}` ({int(token)})"
+
+    def named(node: int) -> str:
+        return "root" if node == 0 else str(list(tree.choices[node - 1]))
+
+    text = prompt + model.tokenizer.decode(found["text"][: int(found["n_new"])].tolist())
+    drafted = markdown_table(
+        ["node", "path of ranks", "parent", "depth", "position", "token"],
+        [
+            (v, named(v), tree.parent_M[v] if v else "-", tree.depth_M[v],
+             found["positions"][v], show(found["nodes"][v]))
+            for v in range(M)
+        ],
+    )  # fmt: skip
+    mask = markdown_table(
+        [
+            "node sees",
+            f"text, slots 0 to {length - 1}",
+            *(f"slot {length + v}" for v in range(M)),
+        ],
+        [(v, "x", *("x" if seen else "" for seen in tree.mask_MM[v])) for v in range(M)],
+    )
+    verdicts = []
+    for v in range(M):
+        if v == 0:
+            verdict = "the root, chosen by the step before"
+        else:
+            wanted = found["targets"][tree.parent_M[v]] == found["nodes"][v]
+            verdict = "its parent's target token" if wanted else "not its parent's target"
+        kept = "kept" if v in path else ""
+        row = (v, show(found["nodes"][v]), show(found["targets"][v]), verdict, kept)
+        verdicts.append(row)
+    verified = markdown_table(
+        ["node", "token", "target token behind it", "the draft is", "accepted path"],
+        verdicts,
+    )
+    rows = markdown_table(
+        ["slot", "candidate written to it", "after the commit"],
+        [
+            (
+                length + i,
+                f"node {i}",
+                f"node {path[i]}"
+                if i <= accepted
+                else "free, overwritten by the next step",
+            )
+            for i in range(M)
+        ],
+    )
+    emitted = ", ".join(show(t) for t in found["emitted"][: accepted + 1])
+    return f"""# One decode step
+
+Step {n} behind the prompt `{prompt}`, greedy, {model.drafter.heads.drafter} heads, {M} nodes, {model.dtype}.
+The text so far, {length} positions in the cache and the root behind them:
+
+```
+{text}
+```
+
+## Draft
+
+The root is {show(found["root"][0])}, at position {length}. Every other node is one of its head's best
+guesses behind it: path `[0, 1]` is the second guess of head 2 behind the first guess of head 1.
+
+{drafted}
+
+## Verify
+
+One backbone pass over all {M} nodes: node v is written to slot {length} + v and sees the text, its
+ancestors and itself.
+
+{mask}
+
+The *target token* of a node is what plain decoding would emit behind it.
+
+{verified}
+
+## Accept
+
+The longest path on which every draft is its parent's target token: nodes {path}, that is {accepted}
+{"draft" if accepted == 1 else "drafts"}. The target token of its last node is the bonus token, {show(found["root"][1])}.
+
+## Commit
+
+The accepted rows move to the front of the range, the length grows from {length} to {after}, the bonus
+token is the next root.
+
+{rows}
+
+## Append
+
+{accepted + 1} {"token" if accepted == 0 else "tokens"} in one pass of the backbone: {emitted}.
+"""
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Decode and print."""
+    if flags.step < 1:
+        raise UserError(f"--step is at least 1, not {flags.step}")
+    model = load_model(flags, needs_heads=True, tree=flags.tree)
+    print(describe(model, flags.prompt, flags.step), end="")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,6 @@
+"""The draft tree, and how it is fitted to what draft heads guess."""
+
+from medusa_jax.tree.files import auto_tree, load_tree_file, parse_tree, tree_of_size
+from medusa_jax.tree.tree import Choice, Tree
+
+__all__ = ["Choice", "Tree", "auto_tree", "load_tree_file", "parse_tree", "tree_of_size"]

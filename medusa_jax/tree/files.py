@@ -1,0 +1,92 @@
+"""Trees by name: what `--tree` means, and the tree file that lies beside the heads."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from medusa_jax.errors import UserError
+from medusa_jax.tree.tree import Tree
+
+# The size that a calibrated order is cut to on an accelerator that it was not fitted to.
+ACCELERATOR_NODES = 64
+
+
+def load_tree_file(path: str | Path) -> dict:
+    """A tree file: a JSON list of choices, or an object with `choices` (and evidence).
+
+    Raises:
+      UserError: not readable, not JSON, or neither of the two forms.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"cannot read the tree file {path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"tree file {path} is not valid JSON: {error}") from error
+    if isinstance(data, list):
+        data = {"choices": data}
+    if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
+        raise UserError(f"tree file {path} must be a list of choices or hold 'choices'")
+    return data
+
+
+def tree_of_size(growth: Sequence[Sequence[int]], n_nodes: int) -> Tree:
+    """The first `n_nodes - 1` choices of a growth order (best first), plus the root."""
+    if not 1 <= n_nodes <= len(growth) + 1:
+        raise UserError(
+            f"a tree of {n_nodes} nodes was asked for; the calibrated order has 1 to "
+            f"{len(growth) + 1} (run `python -m medusa_jax calibrate` for more)"
+        )
+    return Tree.from_choices(growth[: n_nodes - 1])
+
+
+def auto_tree(calibrated: dict, platform: str) -> Tree:
+    """The calibrated tree as it is on the platform it was fitted to, cut anew elsewhere.
+
+    A CPU takes the file's own size whatever it was fitted to; an accelerator's step is bound
+    by reading weights, where 64 nodes cost little more than one (Medusa 2.3.3).
+
+    Args:
+      platform: "cpu", "gpu" or "tpu", as `jax.default_backend()` names it.
+    """
+    if platform in ("cpu", calibrated.get("platform")):
+        return Tree.from_choices(calibrated["choices"])
+    growth = calibrated.get("growth", calibrated["choices"])
+    return tree_of_size(growth, min(ACCELERATOR_NODES, len(growth) + 1))
+
+
+def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu") -> Tree:
+    """The tree that a `--tree` value names.
+
+    Args:
+      spec: "none", "auto", a number of nodes (root included), "cartesian:2,3", "chain:4" or
+        the path of a JSON file.
+      calibrated: content of the tree file that lies beside the heads, for "auto" (its
+        `choices`) and a number (the first nodes of its `growth`).
+      platform: where the tree is to run, see `auto_tree`.
+    """
+    kind, _, rest = spec.partition(":")
+    try:
+        if spec == "none":
+            return Tree.none()
+        if kind == "chain":
+            return Tree.chain(int(rest))
+        if kind == "cartesian":
+            return Tree.cartesian([int(w) for w in rest.split(",")])
+    except ValueError as error:
+        raise UserError(
+            f"--tree {spec!r}: write chain:4 or cartesian:2,3 with whole numbers"
+        ) from error
+    if spec == "auto" or spec.isdecimal():
+        if calibrated is None:
+            raise UserError(
+                f"--tree {spec} needs a calibrated tree beside the heads: run "
+                "`python -m medusa_jax calibrate`, or give cartesian:.., chain:.. or a file"
+            )
+        if spec == "auto":
+            return auto_tree(calibrated, platform)
+        return tree_of_size(calibrated.get("growth", calibrated["choices"]), int(spec))
+    try:
+        return Tree.from_choices(load_tree_file(spec)["choices"])
+    except UserError as error:
+        raise UserError(f"{spec}: {error}") from error

@@ -1,0 +1,144 @@
+"""Fitting the tree to the heads and to the device (Medusa 2.3.3).
+
+From one teacher-forced pass over the model's own output, record at every position the tuple of
+ranks that the true next tokens have under heads 1..K. The share of positions whose tuple begins
+with a path is the worth of that node; adding nodes by worth gives the best tree of every size.
+Measured step latency then says which size yields most tokens per second.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from medusa_jax.tree.tree import Choice, Tree
+
+# Ranks at or beyond this count as a miss: no tree worth having goes so wide.
+MISS = 64
+
+
+def head_accuracies(tuples_NK: np.ndarray, n_ranks: int = 10) -> np.ndarray:
+    """a_k^(i): how often the i-th guess of head k is the right one, [K, n_ranks]."""
+    return np.stack([(tuples_NK == i).mean(axis=0) for i in range(n_ranks)], axis=1)
+
+
+def chain_length(tuples_NK: np.ndarray) -> float:
+    """Tokens per step if the first guess of every head were drafted, one behind the other."""
+    return 1.0 + float(np.cumprod(tuples_NK == 0, axis=1).mean(axis=0).sum())
+
+
+def product_growth(accuracy_KR: np.ndarray, n_choices: int) -> list[Choice]:
+    """Nodes by the product of accuracies along their path: the paper's estimate.
+
+    The accuracies are taken as independent; ranks with accuracy 0 are left out.
+    """
+    K, R = accuracy_KR.shape
+    heap: list[tuple[float, int, Choice]] = []
+
+    def push_children(path: Choice, worth: float) -> None:
+        if len(path) < K:
+            for rank in range(R):
+                child = worth * float(accuracy_KR[len(path), rank])
+                if child > 0:
+                    heapq.heappush(heap, (-child, len(path) + 1, (*path, rank)))
+
+    push_children((), 1.0)
+    growth: list[Choice] = []
+    while heap and len(growth) < n_choices:
+        negative, _, path = heapq.heappop(heap)
+        growth.append(path)
+        push_children(path, -negative)
+    return growth
+
+
+def path_counts(tuples_NK: np.ndarray) -> Counter[Choice]:
+    """How many of the recorded tuples begin with each path (paths without a miss)."""
+    counts: Counter[Choice] = Counter()
+    for ranks, n in Counter(map(tuple, tuples_NK.tolist())).items():
+        for depth in range(1, len(ranks) + 1):
+            if ranks[depth - 1] >= MISS:
+                break
+            counts[ranks[:depth]] += n
+    return counts
+
+
+def joint_growth(tuples_NK: np.ndarray, n_choices: int) -> list[Choice]:
+    """Nodes by how often the true continuation runs through them, no independence assumed.
+
+    A node is never worth more than its parent, so the n best nodes always form a tree, and no
+    tree of n nodes is worth more.
+    """
+    counts = path_counts(tuples_NK)
+    return sorted(counts, key=lambda path: (-counts[path], len(path), path))[:n_choices]
+
+
+def expected_tokens(tuples_NK: np.ndarray, tree: Tree) -> float:
+    """1 + the summed worth of the tree's nodes, taking step starts as uniform (2.3.3)."""
+    counts = path_counts(tuples_NK)
+    return 1 + sum(counts[c] for c in tree.choices) / len(tuples_NK)
+
+
+def replay(texts: Sequence[np.ndarray], tree: Tree) -> tuple[int, int]:
+    """(tokens, steps) of the accept walk over recorded tuples.
+
+    A step that accepts n drafts starts the next one n + 1 positions further, so starts are not
+    uniform over positions: this is what decoding will measure.
+
+    Args:
+      texts: rank tuples [positions, K] of each text, in order.
+    """
+    nodes = set(tree.choices)
+    steps = tokens = 0
+    for tuples in texts:
+        at = 0
+        while at < len(tuples):
+            path: Choice = ()
+            for rank in tuples[at].tolist():
+                if (*path, rank) not in nodes:
+                    break
+                path = (*path, rank)
+            gain = min(len(path) + 1, len(tuples) - at)
+            steps, tokens, at = steps + 1, tokens + gain, at + gain
+    return tokens, steps
+
+
+def replayed_tokens(texts: Sequence[np.ndarray], tree: Tree) -> float:
+    """Mean accepted length of the tree in a replay of these texts."""
+    tokens, steps = replay(texts, tree)
+    return tokens / max(steps, 1)
+
+
+def held_out_tokens(
+    texts: Sequence[np.ndarray],
+    grow: Callable[[np.ndarray], list[Choice]],
+    sizes: Sequence[int],
+) -> list[float]:
+    """Mean accepted length of the best tree of every size, on texts it was not grown from.
+
+    Two folds of whole texts: each half is replayed with the trees of the other half. Counted on
+    its own texts a large tree looks better than it is, since its last nodes were seen once.
+
+    Args:
+      texts: rank tuples [positions, K] of each text, two at least.
+      grow: best choices first, from tuples [positions, K].
+      sizes: numbers of nodes, root included.
+    """
+    folds = texts[::2], texts[1::2]
+    growths = [grow(np.concatenate(fold)) for fold in folds]
+    found = []
+    for size in sizes:
+        runs = [
+            replay(fold, Tree.from_choices(growth[: size - 1]))
+            for fold, growth in zip(folds, reversed(growths))
+        ]
+        tokens, steps = (sum(column) for column in zip(*runs))
+        found.append(tokens / max(steps, 1))
+    return found
+
+
+def best_size(
+    sizes: Sequence[int], tokens: Sequence[float], seconds: Sequence[float]
+) -> int:
+    """The size with the most tokens per second: argmax E[tokens] / t_step(M)."""
+    return int(sizes[int(np.argmax(np.array(tokens) / np.array(seconds)))])

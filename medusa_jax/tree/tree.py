@@ -1,0 +1,196 @@
+"""The draft tree as compile-time constants (Medusa 2.1.2 and 2.3.3).
+
+A tree is a set of *choices*: each is a path of ranks, `[0, 2]` meaning "the best guess of head
+1, then the third-best guess of head 2". The root, which is the token already chosen by the
+backbone, is added. The empty tree has the root alone and is autoregressive decoding.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from medusa_jax.errors import UserError
+
+Choice = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A static tree; hashed on its choices, so it can be a static argument of `jax.jit`.
+
+    Build it with `from_choices`, `cartesian`, `chain` or `none`. Nodes are ordered by depth,
+    then by path; node 0 is the root. All arrays are numpy constants.
+
+    Example: `from_choices([[0], [1], [0, 0], [0, 2]])` has five nodes,
+      node        0     1    2    3      4
+      path        root  [0]  [1]  [0,0]  [0,2]
+      parent_M    0     0    0    1      1
+      depth_M     0     1    1    2      2
+      rank_M      0     0    1    0      2
+    """
+
+    choices: tuple[Choice, ...]
+
+    @classmethod
+    def from_choices(cls, choices: Iterable[Sequence[int]]) -> "Tree":
+        """Validate and order a list of paths.
+
+        Raises:
+          UserError: a path is empty, negative, given twice, or its prefix is missing.
+        """
+        paths: list[Choice] = []
+        for path in choices:
+            if not isinstance(path, list | tuple) or not all(
+                isinstance(r, int | np.integer) and not isinstance(r, bool) for r in path
+            ):
+                raise UserError(f"a tree choice is a list of whole numbers, not {path!r}")
+            if not path:
+                raise UserError(
+                    "a tree choice is empty: the root is added by itself, remove it"
+                )
+            if min(path) < 0:
+                raise UserError(f"tree choice {list(path)} holds a negative rank")
+            paths.append(tuple(int(r) for r in path))
+        known = set(paths)
+        if len(known) < len(paths):
+            twice = next(list(p) for p in paths if paths.count(p) > 1)
+            raise UserError(f"tree choice {twice} is given twice")
+        for path in paths:
+            if len(path) > 1 and path[:-1] not in known:
+                raise UserError(
+                    f"tree choice {list(path)} needs its prefix {list(path[:-1])}: add it"
+                )
+        return cls(tuple(sorted(known, key=lambda p: (len(p), p))))
+
+    @classmethod
+    def none(cls) -> "Tree":
+        """The root alone: plain autoregressive decoding."""
+        return cls(())
+
+    @classmethod
+    def chain(cls, depth: int) -> "Tree":
+        """One candidate per head (blockwise parallel decoding)."""
+        if depth < 0:
+            raise UserError(f"a chain is 0 or more nodes deep, not {depth}")
+        return cls.cartesian([1] * depth)
+
+    @classmethod
+    def cartesian(cls, widths: Sequence[int]) -> "Tree":
+        """Every combination of the top s_k guesses of head k (Medusa 2.1.2).
+
+        Widths s_1, ..., s_K give sum_k prod_{i<=k} s_i nodes behind the root.
+        """
+        if any(w < 1 for w in widths):
+            raise UserError(f"cartesian widths must be at least 1, not {list(widths)}")
+        paths: list[Sequence[int]] = []
+        for depth in range(1, len(widths) + 1):
+            paths += itertools.product(*(range(w) for w in widths[:depth]))
+        return cls.from_choices(paths)
+
+    @property
+    def n_nodes(self) -> int:
+        """M: nodes, the root included."""
+        return len(self.choices) + 1
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node: how many heads the tree uses."""
+        return max((len(c) for c in self.choices), default=0)
+
+    @property
+    def path_length(self) -> int:
+        """L: nodes on the longest path, the root included."""
+        return self.depth + 1
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank used: heads must give `max_rank + 1` candidates."""
+        return max((max(c) for c in self.choices), default=0)
+
+    @cached_property
+    def parent_M(self) -> np.ndarray:
+        """Index of each node's parent; the root is its own."""
+        index = {c: i + 1 for i, c in enumerate(self.choices)} | {(): 0}
+        return np.array([0] + [index[c[:-1]] for c in self.choices], np.int32)
+
+    @cached_property
+    def depth_M(self) -> np.ndarray:
+        """Depth of each node, 0 for the root: position = length + depth."""
+        return np.array([0] + [len(c) for c in self.choices], np.int32)
+
+    @cached_property
+    def rank_M(self) -> np.ndarray:
+        """Rank of each node among the guesses of its head (0 for the root)."""
+        return np.array([0] + [c[-1] for c in self.choices], np.int32)
+
+    @cached_property
+    def mask_MM(self) -> np.ndarray:
+        """True where the row's node sees the column's node: its ancestors and itself."""
+        mask = np.eye(self.n_nodes, dtype=bool)
+        for node in range(1, self.n_nodes):  # parents come first
+            mask[node] |= mask[self.parent_M[node]]
+        return mask
+
+    @cached_property
+    def ancestors_ML(self) -> np.ndarray:
+        """Nodes on the way from the root to each node; the node itself fills the rest.
+
+        For the example of the class: row 4 is [0, 1, 4], row 2 is [0, 2, 2].
+        """
+        rows = np.tile(
+            np.arange(self.n_nodes, dtype=np.int32)[:, None], (1, self.path_length)
+        )
+        for node in range(self.n_nodes):
+            walk = node
+            for depth in range(self.depth_M[node], -1, -1):
+                rows[node, depth] = walk
+                walk = self.parent_M[walk]
+        return rows
+
+    @cached_property
+    def children_MC(self) -> np.ndarray:
+        """Children of each node in order of rank; 0, the root, fills the rest.
+
+        For the example of the class: row 0 is [1, 2], row 1 is [3, 4], the others are [0, 0].
+        """
+        lists = [np.flatnonzero(self.parent_M[1:] == v) + 1 for v in range(self.n_nodes)]
+        rows = np.zeros((self.n_nodes, max(1, max(map(len, lists)))), np.int32)
+        for node, children in enumerate(lists):
+            rows[node, : len(children)] = children
+        return rows
+
+    def width(self, depth: int) -> int:
+        """The most children that a node at this depth has."""
+        return int((self.children_MC[self.level(depth)] > 0).sum(-1).max())
+
+    @property
+    def dense(self) -> "Tree":
+        """The same shape with the ranks of every family made 0, 1, 2, ...
+
+        Nodes keep their order. Example: [[0], [3], [3, 2]] becomes [[0], [1], [1, 0]].
+        """
+        renamed: dict[Choice, Choice] = {(): ()}
+        for node, choice in enumerate(self.choices, 1):
+            family = self.children_MC[self.parent_M[node]].tolist()
+            renamed[choice] = (*renamed[choice[:-1]], family.index(node))
+        return Tree(tuple(renamed[c] for c in self.choices))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the j-th child of every node has rank j."""
+        return self.dense == self
+
+    def level(self, depth: int) -> np.ndarray:
+        """Nodes at one depth, in order."""
+        return np.flatnonzero(self.depth_M == depth)
+
+    def check_depth(self, n_heads: int) -> None:
+        """Raise UserError when the tree is deeper than there are heads."""
+        deep = next((list(c) for c in self.choices if len(c) > n_heads), None)
+        if deep is not None:
+            raise UserError(
+                f"tree choice {deep} is {len(deep)} deep, but there are only {n_heads} heads"
+            )

@@ -1,0 +1,106 @@
+"""`decode.py --chat` at the terminal: history, Ctrl-C, Ctrl-D, a context that fills up."""
+
+import builtins
+import json
+
+import pytest
+from tiny_model import CONTEXT, write_model, write_tokenizer
+
+from medusa_jax.api import Model
+from medusa_jax.commands.decode import main
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}u{{ m['content'] }}."
+    "{% else %}a{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    write_tokenizer(path)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture
+def talk(directory, capsys, monkeypatch):
+    """Say these things (exceptions are raised); returns status, stdout, stderr and prompts."""
+
+    def run(*said, flags=(), during=None):
+        script, prompts = iter(said), []
+        true_stream = Model.stream
+
+        def stream(self, given, options, **engine_options):
+            prompts.append(self.tokenizer.decode(given[0]))
+            for n, piece in enumerate(true_stream(self, given, options, **engine_options)):
+                if during is not None and (len(prompts), n) == during:
+                    raise KeyboardInterrupt
+                yield piece
+
+        def listen(_):
+            word = next(script, EOFError())
+            if isinstance(word, BaseException):
+                raise word
+            return word
+
+        monkeypatch.setattr(Model, "stream", stream)
+        monkeypatch.setattr(builtins, "input", listen)
+        capsys.readouterr()
+        given = ["--model", str(directory), "--drafter", str(directory / "heads")]
+        given += ["--tree", "chain:2", "--max_new_tokens", "6", "--chat", *flags]
+        status = main(given)
+        return status, *capsys.readouterr(), prompts
+
+    return run
+
+
+def test_replies_see_the_whole_conversation(talk):
+    status, out, err, prompts = talk("in", "the hat", "")
+    first, second = out.splitlines()
+    assert status == 0 and "Ctrl-C" in err
+    assert prompts == ["uin.a", f"uin.a{first}uthe hat.a"]
+    assert first and second
+
+
+def test_reset_forgets_and_exit_ends(talk):
+    status, _, _, prompts = talk("in", "/reset", "the", "/exit", "never said")
+    assert status == 0 and prompts == ["uin.a", "uthe.a"]
+
+
+def test_ctrl_c_stops_the_reply_and_not_the_chat(talk):
+    whole = talk("in")[1].splitlines()[0]
+    status, out, err, prompts = talk("in", "the", during=(1, 1))
+    # What had been shown before stays part of the conversation.
+    assert len(prompts) == 2
+    shown = prompts[1].removeprefix("uin.a").removesuffix("uthe.a")
+    assert status == 0 and "(stopped)" in err
+    assert shown and out.startswith(shown) and whole.startswith(shown) and shown != whole
+
+
+def test_ctrl_c_at_the_prompt_goes_on(talk):
+    status, _, err, prompts = talk(KeyboardInterrupt(), "in")
+    assert status == 0 and prompts == ["uin.a"] and err.count("Ctrl-D") == 2
+
+
+def test_old_turns_are_forgotten_when_the_context_is_full(talk):
+    long = "abc " * 8  # about 16 tokens
+    status, _, err, prompts = talk(*[long + str(i) for i in range(8)])
+    assert status == 0 and "oldest turns are forgotten" in err
+    assert len(prompts) == 8 and all(len(p) < 2 * CONTEXT for p in prompts)
+
+
+def test_a_turn_that_cannot_fit_is_refused_and_the_chat_goes_on(talk):
+    status, _, err, prompts = talk("d" * 200, "in")
+    assert status == 0 and "shorten it" in err and prompts == ["uin.a"]
+
+
+def test_without_a_template_there_is_no_chat(tmp_path, capsys):
+    write_model(tmp_path)
+    given = ["--model", str(tmp_path), "--drafter", "none", "--chat"]
+    assert main(given) == 2
+    assert "no chat template" in capsys.readouterr().err

@@ -1,0 +1,229 @@
+"""calibrate, distill and bench on a tiny model: files, figures, resuming, bad input."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from tiny_model import write_model
+
+from medusa_jax.api import Model
+from medusa_jax.commands import bench, calibrate, distill, sweep, ties
+from medusa_jax.config import DataConfig
+from medusa_jax.training.data import TokenRows
+from medusa_jax.tree import Tree
+
+PROMPTS = ["the cat", "a b c", "in the", "abc"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model directory with heads, and a file of prompts."""
+    directory = tmp_path_factory.mktemp("model")
+    config, _ = write_model(directory)
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    return directory, prompts, config
+
+
+def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    out = tmp_path / "tree.json"
+    code = calibrate.main(
+        [
+            f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+            f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4", "--rounds=2",
+            f"--plots={tmp_path}/plots",
+        ]
+    )  # fmt: skip
+    assert code == 0
+    found = json.loads(out.read_text())
+    ladder = found["evidence"]["ladder"]
+    assert [row["nodes"] for row in ladder] == [1, 2, 4]
+    assert ladder[0]["tokens_per_step"] == 1 and ladder[0]["step_latency_ratio"] == 1
+    assert ladder[1]["tokens_per_step"] <= ladder[2]["tokens_per_step"]
+    speeds = [row["tokens_per_step"] / row["step_seconds"] for row in ladder]
+    assert found["nodes"] == ladder[int(np.argmax(speeds))]["nodes"]
+    assert len(found["choices"]) == found["nodes"] - 1
+    assert Tree.from_choices(found["growth"]).n_nodes == len(found["growth"]) + 1
+    assert np.shape(found["evidence"]["head_accuracies"])[0] == 3
+    assert (found["temperature"], found["batch"], found["platform"]) == (0, 1, "cpu")
+    assert "<- best" in capsys.readouterr().out
+    assert {p.name for p in (tmp_path / "plots").iterdir()} == {"tree.png", "curves.png"}
+
+
+def test_calibrate_by_the_paper_s_product(files, tmp_path):
+    directory, prompts, _ = files
+    out = tmp_path / "tree.json"
+    arguments = [
+        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+        f"--out={out}", "--max_new_tokens=30", "--sizes=1,3", "--rounds=1",
+        "--values=product", "--temperature=0.9",
+    ]  # fmt: skip
+    assert calibrate.main(arguments) == 0
+    found = json.loads(out.read_text())
+    assert (found["values"], found["acceptance"]) == ("product", "sampled")
+
+
+def test_distill_writes_a_training_set_of_the_model_s_own_text(files, tmp_path):
+    directory, prompts, config = files
+    arguments = [
+        f"--model={directory}", f"--prompts={prompts}", f"--out={tmp_path}",
+        "--max_new_tokens=12", "--batch_size=3", "--temperature=0.7",
+    ]  # fmt: skip
+    assert distill.main(arguments) == 0
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == len(PROMPTS)
+    tokens, counted = np.load(tmp_path / "tokens.npy"), np.load(tmp_path / "counted.npy")
+    assert counted.sum() == sum(len(s["token_ids"]) for s in samples)
+    assert tokens[~counted].tolist() == [i for s in samples for i in s["prompt_ids"]]
+    cfg = DataConfig(seq_len=32, packing="first_fit")
+    assert TokenRows(str(tmp_path), cfg, config.vocab_size).rows >= 1
+
+    # Stopped in mid-line and started again: the same file.
+    whole = (tmp_path / "samples.jsonl").read_bytes()
+    (tmp_path / "samples.jsonl").write_bytes(whole[: len("\n".join(lines[:3])) + 9])
+    assert distill.main(arguments) == 0
+    assert (tmp_path / "samples.jsonl").read_bytes() == whole
+
+
+def test_bench_prints_a_table_and_writes_answers(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    arguments = [
+        f"--model={directory}", f"--drafters={directory}/heads", f"--prompts={prompts}",
+        f"--out={tmp_path}", "--trees=chain:2,cartesian:2x2", "--limit=2",
+        "--max_new_tokens=20", "--repeats=1",
+    ]  # fmt: skip
+    assert bench.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| medusa |") == 2 and "autoregressive loop" in printed
+    facts = json.loads((tmp_path / "bench.json").read_text())
+    for row in facts["rows"]:
+        appended = sum((i + 1) * n for i, n in enumerate(row["acceptance_histogram"]))
+        assert appended == row["tokens"]
+        assert row["speedup"] > 0 and row["end_to_end_speedup"] > 0
+        assert row["step_latency_ratio"] > 0
+    lines = (tmp_path / "medusa-7.jsonl").read_text().splitlines()
+    answer = json.loads(lines[0])["choices"][0]
+    assert sum(answer["accept_lengths"]) == answer["new_tokens"][0] - 1
+
+
+def test_bench_by_batch_fits_a_tree_to_each(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    heads = tmp_path / "heads"
+    shutil.copytree(directory / "heads", heads)
+    arguments = [
+        f"--model={directory}", f"--drafters={heads}", f"--prompts={prompts}",
+        f"--out={tmp_path}", "--batches=1,3", "--most_nodes=2", "--limit=4",
+        "--max_new_tokens=12", "--repeats=1", "--dtype=float32",
+    ]  # fmt: skip
+    assert bench.main(arguments) == 2
+    assert "calibrate" in capsys.readouterr().err
+    ladder = [{"nodes": 1, "tokens_per_step": 1.0}, {"nodes": 2, "tokens_per_step": 99.0}]
+    tree = {"choices": [], "growth": [[0]], "evidence": {"ladder": ladder}}
+    (heads / "tree.json").write_text(json.dumps(tree))
+    assert bench.main(arguments) == 0
+    assert capsys.readouterr().out.count(" of ") == 2
+    facts = json.loads((tmp_path / "batches-medusa.json").read_text())
+    one, three = facts["rows"]
+    assert (one["batch"], three["batch"]) == (1, 3)
+    # So good a guess is always worth a second node.
+    assert one["tree_nodes"] == three["tree_nodes"] == 2
+    # 4 prompts: four groups of one, two groups of three (two prompts come again).
+    assert (one["texts"], three["texts"]) == (4, 6)
+    assert (one["tokens"], three["tokens"]) == (4 * 11, 6 * 11)
+    for row in facts["rows"]:
+        assert row["speedup"] > 0 and row["divergences"] == 0
+    assert one["against_first_batch"] == 1
+
+
+def test_cache_check_reads_what_the_text_asks_for(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    arguments = [
+        f"--model={directory}", f"--drafters={directory}/heads", f"--prompts={prompts}",
+        f"--out={tmp_path}", "--cache_check",
+    ]  # fmt: skip
+    assert bench.main(arguments) == 0
+    found = json.loads((tmp_path / "cache_check.json").read_text())
+    bytes_of = {case: row["bytes"] for case, row in found.items()}
+    # The model is so tiny that the longer list of output tokens shows; slots would show more.
+    assert bytes_of["large"] < 1.3 * bytes_of["small"]
+    assert (
+        bytes_of["preallocated"] > 2 * bytes_of["small"]
+    )  # the measure sees the difference
+    assert "4096, preallocated" in capsys.readouterr().out
+
+
+def test_sweep_measures_every_rule_and_draws(files, tmp_path, capsys):
+    directory, prompts, _ = files
+    arguments = [
+        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+        f"--out={tmp_path}", "--tree=chain:2", "--max_new_tokens=16",
+        "--epsilons=0.01,0.8", "--temperatures=0,1.0",
+    ]  # fmt: skip
+    assert sweep.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| typical, T 0.7 |") == 2 and "typical (lossy)" in printed
+    facts = json.loads((tmp_path / "sweep.json").read_text())
+    low, high = facts["thresholds"]
+    assert (low["epsilon"], low["delta"]) == (0.01, 0.1)
+    # A lower threshold lets more drafts pass.
+    assert low["mean_accepted_length"] > high["mean_accepted_length"] >= 1
+    rows = {(r["acceptance"], r["temperature"]): r for r in facts["temperatures"]}
+    greedy = facts["greedy"]
+    assert len(rows) == 6 and greedy["mean_log_probability"] < 0
+    for rule in sweep.RULES:  # at temperature 0 all rules are greedy decoding
+        cold = rows[rule, 0.0]
+        assert cold["mean_accepted_length"] == greedy["mean_accepted_length"]
+        assert cold["mean_log_probability"] == greedy["mean_log_probability"]
+    pictures = {p.name for p in tmp_path.iterdir() if p.suffix == ".png"}
+    assert pictures == {"thresholds.png", "temperatures.png"}
+    assert sweep.main([*arguments, "--temperature=0"]) == 2
+
+
+def test_ties_reports_divergences_and_judges_them(files, tmp_path, capsys, monkeypatch):
+    directory, prompts, _ = files
+    out = tmp_path / "ties.json"
+    arguments = [
+        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+        f"--out={out}", "--tree=chain:2", "--max_new_tokens=40", "--dtype=float32",
+    ]  # fmt: skip
+    assert ties.main(arguments) == 0
+    facts = json.loads(out.read_text())
+    assert facts["prompts"] == 4 and facts["not_explained"] == 0
+    assert facts["tokens_compared"] <= 160 and "per token" in capsys.readouterr().out
+
+    # A decoder with a defect: plain decoding of another prompt.
+    plain = Model.generate
+
+    def wrong(self, batch, options, ids=None, **kwargs):
+        if kwargs:  # the plain side is given a tree
+            batch = [[*b[:-1], 5] for b in batch]
+        return plain(self, batch, options, ids, **kwargs)
+
+    monkeypatch.setattr(Model, "generate", wrong)
+    assert ties.main(arguments) == 1
+    facts = json.loads(out.read_text())
+    assert facts["not_explained"] > 0 and "NO" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command, arguments, words",
+    [
+        (calibrate, ["--prompts=missing.jsonl", "--out=x.json"], "missing.jsonl"),
+        (calibrate, ["--prompts={p}", "--out=x.json", "--sizes=a"], "--sizes"),
+        (distill, ["--prompts=missing.jsonl", "--out=x"], "missing.jsonl"),
+        (sweep, ["--epsilons=a,b"], "--epsilons"),
+        (ties, ["--prompts=missing.jsonl"], "missing.jsonl"),
+        (bench, ["--prompts=missing.jsonl", "--out=x"], "missing.jsonl"),
+        (bench, ["--prompts={p}", "--out=x", "--model=nowhere/at/all"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(
+    command, arguments, words, files, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert command.main([a.format(p=files[1]) for a in arguments]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert words in lines[-1] and lines[-1].startswith("error: ")

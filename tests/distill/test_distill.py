@@ -1,0 +1,299 @@
+"""Self-distillation: conversations turn by turn, files, and a run that is killed and resumed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tiny_model import write_model
+
+from medusa_jax.commands import distill
+from medusa_jax.config import DataConfig
+from medusa_jax.distill import writer
+from medusa_jax.distill.conversation import Converse
+from medusa_jax.distill.seeds import Seed, mode_for, read_seed
+from medusa_jax.errors import UserError
+from medusa_jax.interop import chat, hf
+from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.training.prepare import Encoder
+
+# Letters the tiny tokenizer knows: "u" and "a" name the speakers.
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}u {{ m.content }}\n"
+    "{% elif m.role == 'assistant' %}a{% generation %} {{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny chat model that ends some of its answers by itself."""
+    directory = tmp_path_factory.mktemp("chat")
+    config, params = write_model(directory)
+    params["lm_head"]["kernel"][:, 2] *= 14
+    hf.save_backbone(str(directory), config, params, "float32")
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    return load_tokenizer(str(model))
+
+
+def test_seeds_of_every_shape():
+    turns = ["hi", "and", " "]
+    assert read_seed(3, {"turns": turns}) == Seed(3, turns=("hi", "and"))
+    said = [("system", "s"), ("gpt", "cut"), ("human", "a"), ("gpt", "b"), ("human", "c")]
+    share = {"conversations": [{"from": who, "value": text} for who, text in said]}
+    assert read_seed(0, share) == Seed(0, system="s", turns=("a", "c"))
+    messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "x"}, 5]
+    assert read_seed(1, {"messages": messages}) == Seed(1, turns=("a",))
+    assert read_seed(2, {"prompt": "a"}) == Seed(2, "a", turns=("a",))
+    assert read_seed(2, {"prompt": "a", "prompt_ids": [4, 5]}) == Seed(2, [4, 5])
+    for nothing in (None, [], {}, {"prompt": 3}, {"prompt_ids": ["x"]}):
+        assert read_seed(4, nothing) == Seed(4)
+
+
+def test_modes():
+    prompts, talks = [Seed(0, "a", turns=("a",))], [Seed(0, turns=("a",)), Seed(1)]
+    assert mode_for(prompts, "auto") == "continue"
+    assert mode_for(talks, "auto") == "multi_turn"
+    assert mode_for(prompts, "self_talk") == "self_talk"
+    for seeds, mode in ((talks, "continue"), ([Seed(0, [4])], "multi_turn"), (talks, "x")):
+        with pytest.raises(UserError, match="--mode"):
+            mode_for(seeds, mode)
+
+
+class Script:
+    """Stands for the engine: says the lines it is given and remembers what it was asked."""
+
+    def __init__(self, tokenizer, lines):
+        self.tokenizer, self.lines, self.asked = tokenizer, lines, []
+
+    def __call__(self, prompts, numbers, stops):
+        results = []
+        for i, (ids, number) in enumerate(zip(prompts, numbers)):
+            stop = stops[i] if stops else ""
+            self.asked.append(
+                (number, self.tokenizer.decode(ids, skip_special=False), stop)
+            )
+            text, finish = self.lines[number].pop(0)
+            said = [*self.tokenizer.encode(text), *([2] if finish == "stop" else [])]
+            results.append(
+                SimpleNamespace(token_ids=said, text=text, finish_reason=finish, steps=1)
+            )
+        return results
+
+
+def converse(tokenizer, lines, self_talk=False, turns=3, context=200):
+    script = Script(tokenizer, lines)
+    return Converse(tokenizer, context, script, "", self_talk, turns), script
+
+
+def contents(record):
+    return [m["content"] for m in record["messages"]]
+
+
+def test_multi_turn_asks_the_seed_s_turns_over_its_own_answers(tokenizer):
+    lines = {
+        0: [("yes", "stop"), (" no ", "stop")],
+        1: [("ab", "length")],
+        3: [("", "stop")],
+    }
+    talk, script = converse(tokenizer, lines)
+    seeds = [Seed(0, system="s", turns=("hi", "and")), Seed(1, turns=("abc", "more")),
+             Seed(2), Seed(3, turns=("x",))]  # fmt: skip
+    records = talk(seeds)
+    assert contents(records[0]) == ["s", "hi", "yes", "and", "no"]
+    assert "cut" not in records[0] and "problem" not in records[0]
+    assert contents(records[1]) == ["abc", "ab"] and records[1]["cut"]
+    assert "cut off (length)" in records[1]["problem"]
+    assert not records[2]["answers"] and "no user turn" in records[2]["problem"]
+    assert contents(records[3]) == ["x"] and records[3]["problem"] == "an empty answer"
+    assert script.asked[0][1] == "<s>s\nu hi\na"
+    assert script.asked[-1] == (0, "<s>s\nu hi\na yes</s>u and\na", "")
+
+
+def test_most_turns_and_the_context(tokenizer):
+    lines = {0: [("b", "stop")] * 5}
+    talk, _ = converse(tokenizer, lines, turns=2)
+    assert contents(talk([Seed(0, turns=("x", "y", "z"))])[0]) == ["x", "b", "y", "b"]
+    talk, _ = converse(tokenizer, {0: [("b", "stop")] * 5}, context=14)
+    record = talk([Seed(0, turns=("x", "more of it", "z"))])[0]
+    assert contents(record) == ["x", "b"] and record["problem"] == "the context is full"
+
+
+def test_self_talk_writes_the_user_s_turns_too(tokenizer):
+    lines = {
+        0: [
+            ("yes", "stop"),
+            ("why", "stop"),
+            ("so", "stop"),
+            ("ok", "stop"),
+            ("x", "stop"),
+        ],
+        1: [("yes", "stop"), ("endless", "length")],
+    }
+    talk, script = converse(tokenizer, lines, self_talk=True)
+    records = talk([Seed(0, turns=("hi", "unused")), Seed(1, turns=("hi",))])
+    assert contents(records[0]) == ["hi", "yes", "why", "so", "ok", "x"]
+    assert [m["role"] for m in records[0]["messages"]] == ["user", "assistant"] * 3
+    assert contents(records[1]) == ["hi", "yes"]
+    assert "no further user turn" in records[1]["problem"]
+    # The model goes on right behind the words that open a user's turn.
+    assert script.asked[2] == (0, "<s>u hi\na yes</s>u", "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "opening", "stop"),
+    [
+        ("zephyr", "yes</s>\n<|user|>\n", ""),
+        ("vicuna", "yes</s>USER:", "ASSISTANT:"),
+        ("mistral", "yes</s>[INST]", "[/INST]"),
+    ],
+)
+def test_where_a_user_s_turn_opens(tokenizer, monkeypatch, name, opening, stop):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    seen = []
+    real = chat._tokenize
+    monkeypatch.setattr(
+        chat, "_tokenize", lambda t, text: seen.append(text) or real(t, text)
+    )
+    assert chat.encode_user_opening(tokenizer, talk, name)[1] == stop
+    assert seen[0].endswith(opening)
+
+
+def test_an_answer_that_was_cut_does_not_teach_to_stop(tokenizer):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    encode = Encoder(tokenizer, DataConfig(), "x.jsonl")
+    ids, whole = encode(json.dumps({"messages": messages}))[1][0]
+    _, cut = encode(json.dumps({"messages": messages, "cut": True}))[1][0]
+    at = [i for i, (a, b) in enumerate(zip(whole, cut)) if a != b]
+    assert [ids[i] for i in at] == [2] and (whole[at[0]], cut[at[0]]) == (1, 0)
+
+
+def flags_for(model, out, seeds, *more):
+    return [
+        f"--model={model}", f"--prompts={seeds}", f"--out={out}", "--batch_size=4",
+        "--max_new_tokens=12", "--temperature=0.8", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory):
+    """Forty conversations of one to three user turns, and one line that is broken."""
+    rng = np.random.default_rng(0)
+    words = ["the", "cat", "in", "a", "bar", "is", "there", "and", "there", "are", "abc"]
+    lines = [
+        json.dumps({"turns": [" ".join(rng.choice(words, 3)) for _ in range(1 + i % 3)]})
+        for i in range(40)
+    ]
+    file = tmp_path_factory.mktemp("seeds") / "seeds.jsonl"
+    file.write_text("\n".join([*lines[:20], "{broken", *lines[20:]]))
+    return file
+
+
+def test_a_run_writes_conversations_with_provenance(model, seeds, tmp_path, capsys):
+    assert distill.main(flags_for(model, tmp_path, seeds)) == 0
+    lines = [json.loads(x) for x in (tmp_path / "messages.jsonl").read_text().splitlines()]
+    assert [line["seed"] for line in lines] == list(range(41))
+    answers = [a for line in lines for a in line["answers"]]
+    assert {a["finish"] for a in answers} >= {"stop", "length"}
+    assert any(len(line["answers"]) > 1 for line in lines)  # several turns happen
+    found = json.loads((tmp_path / "provenance.json").read_text())
+    assert found["mode"] == "multi_turn" and found["seeds"] == 41
+    assert found["answer_tokens"] == sum(a["tokens"] for a in answers)
+    assert found["unusable_seeds"]["the seed has no user turn"] == 1
+    assert "1 seeds gave no sample: the seed has no user turn" in capsys.readouterr().err
+    # What training makes of it: every usable line is a sample.
+    encode = Encoder(load_tokenizer(str(model)), DataConfig(format="messages"), "m.jsonl")
+    used = [not encode(json.dumps(line))[0] for line in lines]
+    assert used == [bool(line["answers"]) for line in lines]
+
+
+def test_news_come_within_a_batch(model, seeds, tmp_path, capsys, monkeypatch):
+    """Where there is no terminal: tokens from the first chunk of the first batch on."""
+    monkeypatch.setattr(writer, "NEWS_SECONDS", 0.0)
+    assert distill.main(flags_for(model, tmp_path, seeds, "--limit=8")) == 0
+    news = [line for line in capsys.readouterr().err.splitlines() if "of 8 seeds" in line]
+    first = re.match(r"0 of 8 seeds, (\d+) tokens, \d+ tokens/s$", news[0])
+    assert first and int(first[1]) > 0
+    counts = [int(re.search(r"(\d+) tokens,", line)[1]) for line in news]
+    assert counts == sorted(counts)
+    found = json.loads((tmp_path / "provenance.json").read_text())
+    assert counts[-1] == found["answer_tokens"] and "minutes left" in news[-1]
+
+
+def test_another_setting_is_not_mixed_in(model, seeds, tmp_path, capsys):
+    short = flags_for(model, tmp_path, seeds, "--limit=4")
+    assert distill.main(short) == 0
+    before = (tmp_path / "messages.jsonl").read_bytes()
+    assert distill.main([*short, "--temperature=0.9"]) == 2
+    said = capsys.readouterr().err
+    assert "temperature 0.8, now it is 0.9" in said
+    assert (tmp_path / "messages.jsonl").read_bytes() == before
+
+
+def test_killed_and_resumed_it_gives_the_same_file(model, seeds, tmp_path):
+    """SIGKILL in the middle; then the end of the file is torn as a kill in a write would."""
+    whole = flags_for(model, tmp_path / "whole", seeds, "--mode=self_talk")
+    assert distill.main(whole) == 0
+    cut = flags_for(model, tmp_path / "cut", seeds, "--mode=self_talk")
+    path = tmp_path / "cut" / "messages.jsonl"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    command = [sys.executable, "-m", "medusa_jax", "distill", *cut]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 90
+    while time.monotonic() < limit and process.poll() is None:
+        if path.exists() and path.read_bytes().count(b"\n") >= 8:
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    _, said = process.communicate()
+    done = path.read_bytes()
+    assert 8 <= done.count(b"\n") < 41, said
+    path.write_bytes(done[:-7])
+    assert distill.main(cut) == 0
+    assert path.read_bytes() == (tmp_path / "whole" / "messages.jsonl").read_bytes()
+
+
+def test_heads_do_not_change_the_text(tmp_path, seeds):
+    """Also in mid-run: half without, half with heads."""
+    directory = tmp_path / "model"
+    write_model(directory)
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    plain = flags_for(directory, tmp_path / "plain", seeds, "--limit=8", "--temperature=0")
+    assert distill.main(plain) == 0
+    texts = (tmp_path / "plain" / "messages.jsonl").read_text().splitlines()
+    fast = [*flags_for(directory, tmp_path / "plain", seeds, "--limit=8", "--temperature=0"),
+            f"--drafter={directory}/heads", "--tree=chain:3"]  # fmt: skip
+    (tmp_path / "plain" / "messages.jsonl").write_text("\n".join(texts[:4]) + "\n")
+    assert distill.main(fast) == 0
+    again = (tmp_path / "plain" / "messages.jsonl").read_text().splitlines()
+    without = [[json.loads(x)["messages"] for x in lines] for lines in (texts, again)]
+    assert without[0] == without[1]
+    found = json.loads((tmp_path / "plain" / "provenance.json").read_text())
+    assert found["tree_nodes"] == 4 and found["mean_accepted_length"] >= 1
+
+
+def test_a_quantised_teacher_is_named(tmp_path, capsys):
+    distill.warn_if_quantised(str(tmp_path))
+    assert not capsys.readouterr().err
+    quantised = {"quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    distill.warn_if_quantised(str(tmp_path))
+    said = capsys.readouterr().err
+    assert "is quantised (awq)" in said and "unquantised" in said

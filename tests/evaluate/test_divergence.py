@@ -1,0 +1,130 @@
+"""The tie report: three passes over one position, and which divergences rounding explains."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from planted import decoder, forward_logits, random_params, tiny_config
+
+from medusa_jax.api import Options
+from medusa_jax.decoding.sampling import gumbel, row_keys
+from medusa_jax.evaluate import divergence
+from medusa_jax.evaluate.likelihood import log_probabilities
+from medusa_jax.heads import Base
+from medusa_jax.tree import Tree
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+TREE = Tree.from_choices([[0], [1], [0, 0]])
+TEXT = [3, 5, 1, 0, 7, 7, 2]
+
+
+class OneBackbone:
+    """What the report needs of a `Model`."""
+
+    no_repeat_ngram_size = 0
+
+    def __init__(self, dtype):
+        self.config = tiny_config(vocab_size=17)
+        self.params = random_params(self.config, 2)
+        llama, base = decoder(self.config, self.params, dtype)
+        self.base = Base(llama, base)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    import jax
+
+    with jax.enable_x64(True):
+        return OneBackbone(jnp.float64)
+
+
+def padded(text):
+    tokens = np.zeros((1, 64), np.int32)
+    tokens[0, : len(text)] = text
+    return tokens
+
+
+def test_the_three_passes_are_one_in_float64(exact):
+    got = divergence.three_passes(TREE, exact.base, padded(TEXT), np.int32(len(TEXT)))
+    expected = forward_logits(exact.config, exact.params, TEXT)[-1]
+    for logits_V in np.asarray(got):
+        assert_close(logits_V, expected)
+
+
+def test_in_bfloat16_they_differ_a_little():
+    model = OneBackbone(jnp.bfloat16)
+    got = np.asarray(
+        divergence.three_passes(TREE, model.base, padded(TEXT), np.int32(len(TEXT)))
+    )
+    expected = forward_logits(model.config, model.params, TEXT)[-1]
+    assert np.abs(got - expected).max() > 0
+    assert_close(got, np.broadcast_to(expected, got.shape), 16, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_gap_and_position(exact, temperature):
+    option = Options(temperature=temperature, seed=4)
+    prompt, theirs = TEXT[:3], TEXT[3:]
+    ours = [*theirs[:2], 9, 9]
+    found = divergence.find_divergence(exact, prompt, ours, theirs, option, 6, TREE)
+    assert (found.position, found.ours, found.theirs) == (2, 9, 7)
+    scores = forward_logits(exact.config, exact.params, TEXT[:5])[-1]
+    if temperature:
+        key = row_keys(jnp.array([4], jnp.uint32), jnp.array([6]))
+        noise = gumbel(key, jnp.array([[5]]), 17, jnp.float64)
+        scores = scores / np.float32(temperature) + np.asarray(noise)[0, 0]
+    best = np.sort(scores)[-2:]
+    assert_close(best[0] + found.gap, best[1])
+    # In float64 nothing excuses it.
+    assert_close(best[1] + found.noise_band, best[1])
+    assert not found.is_tie
+    assert (
+        divergence.find_divergence(exact, prompt, theirs, theirs, option, 6, TREE) is None
+    )
+
+
+def test_what_counts_as_a_tie():
+    def found(gap, band, cut=False):
+        return divergence.Divergence(0, 1, 2, gap, band, cut)
+
+    assert found(0.2, 0.1).is_tie and not found(0.21, 0.1).is_tie
+    assert found(5.0, 0.0, cut=True).is_tie and found(0.0, 0.0).is_tie
+
+
+def test_the_band_is_the_largest_of_the_positions_up_to_the_divergence(exact, monkeypatch):
+    """Passes that agree by chance where the texts part do not hide the noise beside it."""
+    asked = []
+
+    def passes(tree, base, tokens, length):
+        asked.append(int(length))
+        moved = {6: 0.0, 4: 0.25}.get(int(length), 0.125)
+        logits = np.zeros((3, 17))
+        logits[:, 7], logits[:, 9] = 2.0, [1.75, 1.75 + moved, 1.75]
+        return jnp.asarray(logits)
+
+    monkeypatch.setattr(divergence, "three_passes", passes)
+    option = Options(temperature=0.0)
+    found = divergence.find_divergence(
+        exact, TEXT[:3], [0, 7, 7, 9], [0, 7, 7, 7], option, 0, TREE
+    )
+    assert asked == [6, 5, 4, 3, 2, 1] and found.noise_band == 0.25
+    assert found.gap == 0.25 and found.is_tie
+
+
+def test_a_filters_cut_within_the_noise_is_told(exact, monkeypatch):
+    """The passes disagree on whether a token is kept."""
+    logits = np.zeros((3, 17))
+    logits[:, 9], logits[:, 7] = 2.0, [2.0 + 1e-9, 2.0, 2.0 - 1e-9]
+    monkeypatch.setattr(divergence, "three_passes", lambda *_: jnp.asarray(logits))
+    option = Options(temperature=1.0, top_k=1)
+    found = divergence.find_divergence(exact, [1], [9], [7], option, 0, TREE)
+    assert found.at_cut and found.is_tie
+
+
+def test_log_probabilities_are_those_of_the_forward_pass(exact):
+    got = log_probabilities(exact, TEXT[:3], TEXT[3:])
+    logits = forward_logits(exact.config, exact.params, TEXT)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = [log_p[t - 1, TEXT[t]] for t in range(3, len(TEXT))]
+    assert_close(got, np.array(expected))

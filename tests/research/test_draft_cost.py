@@ -1,0 +1,64 @@
+"""The cost of drafting, from shapes alone, against the figures of the literature."""
+
+import json
+
+import pytest
+
+from medusa_jax.errors import UserError
+from medusa_jax.research import draft_cost
+
+# Percent of one backbone pass, 7B, weights read once.
+EXPECTED = {
+    "medusa": 9.0,
+    "amphista": 17.0,
+    "amphista, rank 256": 9.5,
+    "hydra++ (layers tied, as released)": 19.0,
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return draft_cost.measure("7b", 512, list(EXPECTED))
+
+
+def test_shares_of_a_backbone_pass(found):
+    assert {row["drafter"] for row in found["rows"]} == {*EXPECTED}
+    for row in found["rows"]:
+        expected = EXPECTED[row["drafter"]]
+        assert abs(100 * row["weights_share"] - expected) < 0.5
+        # Counted by XLA: activations on both sides, tied layers as often as they are used.
+        assert abs(100 * row["share"] - expected) < 2.5
+    assert abs(found["backbone_weight_bytes"] / 4 / 6.61e9 - 1) < 0.01
+
+
+def test_layers_cost_alike():
+    """Four layers, compiled, cost what one and two promise."""
+    from medusa_jax.config import LlamaConfig
+
+    tree, arch = draft_cost.paper_tree(), LlamaConfig(512, 128, 4, 4, 4, 32, 256, 1024)
+    whole, promised = (
+        cost(arch, tree, 128) for cost in (draft_cost.pass_cost, draft_cost.backbone_cost)
+    )
+    assert whole[1] == promised[1]
+    assert abs(whole[0] / promised[0] - 1) < 0.02
+
+
+def test_the_tree_has_the_levels_of_the_published_one():
+    tree = draft_cost.paper_tree()
+    assert tree.n_nodes == 64 and tree.depth == 4
+    assert [len(tree.level(d)) for d in range(5)] == [1, 10, 28, 23, 2]
+    parents = [len({int(tree.parent_M[n]) for n in tree.level(d)}) for d in range(1, 5)]
+    assert parents == [1, 10, 10, 1]
+
+
+def test_command(monkeypatch, capsys, found):
+    monkeypatch.setattr(draft_cost, "measure", lambda *_: found)
+    assert draft_cost.main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
+    assert draft_cost.main([]) == 0
+    assert "| amphista, rank 256 | 0.64 B |" in capsys.readouterr().out
+
+
+def test_a_cache_smaller_than_the_tree():
+    with pytest.raises(UserError, match="--slots 32 does not hold a tree of 64 nodes"):
+        draft_cost.measure("7b", 32)

@@ -1,0 +1,192 @@
+"""The like-for-like comparison: its tables, its claims about order, a tiny run of the whole."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_model import write_model
+
+from medusa_jax.errors import UserError
+from medusa_jax.research.family import picture, report
+from medusa_jax.research.family.command import main, refuse_other
+
+PROJECT = Path(__file__).parents[2]
+
+
+def found(lengths, drafter="x"):
+    """What one measured seed holds, for trees of 8 and 64 nodes."""
+    decoded = [
+        {
+            "nodes": nodes, "mean_accepted_length": length, "draft_share": 0.125,
+            "divergences": 0, "prompts": 4, "step_seconds": 1e-3, "draft_seconds": 1.25e-4,
+        }
+        for nodes, length in zip((8, 64), lengths)
+    ]  # fmt: skip
+    return {"drafter": drafter, "parameters": 2_050_000, "top1": [0.5, 0.25],
+            "top5": [0.75, 0.5], "chain": 1.625, "decoded": decoded}  # fmt: skip
+
+
+RUNS = {
+    "medusa": [found((1.5, 2.0)), found((1.7, 2.2))],
+    "hydra": [found((1.8, 1.9)), found((1.6, 2.1))],
+    "amphista": [found((1.9, 2.5)), found((1.9, 2.5))],
+}
+
+
+SPEEDS = {
+    name: [{"nodes": n, "speedup": 1.25, "step_latency_ratio": 1.5} for n in (8, 64)]
+    for name in RUNS
+}
+
+
+def test_table():
+    text = report.family_table(RUNS, SPEEDS)
+    assert "| medusa | 2.05 M | 0.500 0.250 | 0.750 0.500 | 1.625 ± 0.000 |" in text
+    row = "| medusa | 8 | 1.600 ± 0.141 | 12.5 ± 0.0% | 0 of 8 |"
+    assert row in text
+    assert text.count("| 64 |") == 6 and "| hydra | 64 | 1.50x | 1.25x |" in text
+    one = report.family_table({"medusa": RUNS["medusa"][:1]}, {"medusa": SPEEDS["medusa"]})
+    assert "| medusa | 8 | 1.500 | 12.5% |" in one
+
+
+def test_orders():
+    lines = report.orders(RUNS).splitlines()
+    assert lines == [
+        "- medusa < hydra with 8 nodes: undecided, 0.100 ± 0.283 in 2 seeds",
+        "- medusa < hydra with 64 nodes: does not hold, -0.100 ± 0.000 in 2 seeds",
+        "- medusa < amphista with 8 nodes: holds, 0.300 ± 0.141 in 2 seeds",
+        "- medusa < amphista with 64 nodes: holds, 0.400 ± 0.141 in 2 seeds",
+    ]
+    assert report.orders({"hydra": RUNS["hydra"]}) == ""
+
+
+def test_claim():
+    """Less accepted and yet faster, as fast."""
+    both = {"hydrapp": [found((2.0, 2.5))], "amphista": [found((1.9, 2.5))]}
+    speeds = {name: [dict(row) for row in SPEEDS["medusa"]] for name in both}
+    assert report.claim({"hydrapp": both["hydrapp"]}, speeds) == ""
+    first, second = report.claim(both, speeds).splitlines()
+    assert "8 nodes: -5.0% in accepted length, +0.0% in speed" in first
+    assert "does not hold" in first and "does not hold" in second
+    speeds["amphista"][0]["speedup"] = 1.5
+    assert "+20.0% in speed: that it is faster holds" in report.claim(both, speeds)
+
+
+def test_a_training_with_other_settings_is_not_taken_for_this_one(tmp_path):
+    asked = {room: {} for room in ("heads", "data", "optim", "lora")}
+    asked["train"] = {"steps": 1200, "eval_every": 150, "dtype": "bfloat16"}
+    found = asked | {"train": {"steps": 1200, "eval_every": 75, "dtype": "bfloat16"}}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    refuse_other(tmp_path, asked)  # how often it was watched does not matter
+    asked["train"]["steps"] = 400
+    with pytest.raises(
+        UserError, match=r"was trained with train.steps 1200 \(asked: 400\)"
+    ):
+        refuse_other(tmp_path, asked)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"no readable config.json"):
+        refuse_other(tmp_path, asked)
+
+
+def test_curves_are_the_held_out_records_in_order(tmp_path):
+    records = [
+        {"step": 1, "kind": "train", "top1": [0.5, 0.0]},
+        {"step": 2, "kind": "train", "top1": [1.0, 0.5]},
+        {"step": 2, "kind": "eval", "top1": [0.1, 0.2], "loss": [1.0, 2.0]},
+        {"step": 4, "kind": "eval", "top1": [0.3, 0.2]},
+    ]
+    lines = "".join(json.dumps(r) + "\n" for r in records)
+    (tmp_path / "log.jsonl").write_text(lines)
+    expected = [
+        {"step": 2, "top1": [0.1, 0.2], "trained_top1": [0.75, 0.25]},
+        {"step": 4, "top1": [0.3, 0.2], "trained_top1": []},
+    ]
+    assert report.curve(tmp_path) == expected
+    assert report.curve(tmp_path / "nowhere") == []
+
+
+def test_convergence():
+    """Means over heads and seeds, what the last stretch gained, accuracy on training text."""
+
+    def records(*means):
+        return [
+            {"step": 5 * i, "top1": [m + 0.1, m - 0.1], "trained_top1": [m, m + 0.5]}
+            for i, m in enumerate(means, 1)
+        ]
+
+    text = report.convergence({"hydra": [records(0.2, 0.5), records(0.4, 0.5)]})
+    head, _, row = text.splitlines()
+    assert "step | 5 | 10 |" in head
+    assert row == "| hydra | 0.300 | 0.500 | 0.2000 ± 0.1414 | 0.750 |"
+    assert report.convergence({"hydra": [[]]}) == ""
+
+
+def test_plot(tmp_path):
+    curves = {"medusa": [[{"step": 2, "top1": [0.1, 0.2]}]]}
+    path = picture.draw_drafters(RUNS, SPEEDS, curves, tmp_path / "family.svg")
+    text = path.read_text()
+    assert all(
+        word in text for word in ("mean accepted length", "amphista", "training step")
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--drafters=medusa,hydro"], "there is no configs/demo_hydro.py"),
+        (["--nodes=8,many"], "--nodes is a list like 8,64, not '8,many'"),
+        (["--seeds=0"], "--seeds at least 1"),
+        (["--speed=9"], "unknown flag --speed=9"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, words, monkeypatch, capsys):
+    monkeypatch.chdir(PROJECT)
+    code = main(["--model=m", "--data=d", "--calibration=c", *arguments])
+    error = capsys.readouterr().err
+    assert code == 2 and words in error and len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_tiny_family(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(PROJECT)
+    config, _ = write_model(tmp_path / "model")
+    data = tmp_path / "data"
+    data.mkdir()
+    rng = np.random.default_rng(0)
+    np.save(data / "tokens.npy", rng.integers(3, config.vocab_size, 600).astype(np.uint16))
+    np.save(data / "doc_starts.npy", np.arange(0, 600, 30))
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": text}) + "\n" for text in ("the cat", "abc", "in the")]
+    prompts.write_text("".join(lines))
+    arguments = [
+        f"--model={tmp_path}/model", f"--data={data}", f"--eval_data={data}",
+        f"--calibration={prompts}", f"--prompts={prompts}", "--drafters=medusa,hydrapp,amphista",
+        "--seeds=2", "--steps=2", "--n_heads=3", "--rank=4", "--nodes=4", "--limit=2",
+        "--max_new_tokens=24", "--repeats=1", f"--out={tmp_path}/out",
+        "--config.data.seq_len=32", "--config.train.loss_chunk=16",
+        "--config.data.eval_samples=4",
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    first = json.loads((tmp_path / "out" / "family.json").read_text())
+    assert sorted(first["runs"]) == ["amphista", "hydrapp", "medusa"]
+    for name, runs in first["runs"].items():
+        assert len(runs) == len(first["curves"][name]) == 2
+        assert first["curves"][name][0][-1]["step"] == 2
+        for run in runs:
+            [row] = run["decoded"]
+            assert run["drafter"] == name and row["nodes"] == 4
+            assert row["mean_accepted_length"] >= 1 and row["divergences"] == 0
+            assert 0 < row["draft_share"] < 5
+            assert len(run["top1"]) == 3 and run["top1"] <= run["top5"]
+    assert "| held-out top-1 at step | 1 | 2 |" in (tmp_path / "out/family.md").read_text()
+    assert (tmp_path / "out" / "family.png").stat().st_size > 1000
+    capsys.readouterr()
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert said.err.count("not trained again") == said.err.count("not measured again") == 6
+    again = json.loads((tmp_path / "out" / "family.json").read_text())
+    for kept in ("runs", "curves"):  # only the race is run again
+        assert again[kept] == first[kept]
+    assert main([*arguments, "--config.optim.lr=0.5"]) == 2
+    assert "optim.lr 0.003 (asked: 0.5)" in capsys.readouterr().err

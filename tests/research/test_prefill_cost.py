@@ -1,0 +1,45 @@
+"""The memory of reading a prompt, from shapes alone."""
+
+import json
+
+import pytest
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.research import prefill_cost
+
+SMALL = (512, 128, 1, 4, 2, 32, 256, 8192)
+
+
+def test_temporaries_do_not_grow_with_the_prompt():
+    """Through a drafter with a layer of its own; four times the tokens, a few numbers each."""
+    arch = LlamaConfig(*SMALL)
+    short, long = (
+        prefill_cost.temporary_bytes(arch, "hydrapp", 2, tokens) for tokens in (1024, 4096)
+    )
+    assert long - short < 2 * (4096 - 1024) * 32
+    assert short < 2 * 512 * 4 * (3 * 256 + 12 * 128 + 2 * 4 * 512)
+
+
+def test_command(monkeypatch, capsys):
+    """A prompt that is no power of two, and a cache with room for the tree behind it."""
+    monkeypatch.setitem(prefill_cost.SHAPES, "7b", SMALL)
+    assert prefill_cost.main(["--tokens", "500", "--batch", "2", "--json"]) == 0
+    (row,) = (found := json.loads(capsys.readouterr().out))["rows"]
+    assert row["slots"] == 512
+    assert row["caches"] == 2 * (1 * 2 * 2 * 32 * 512 + 128) * 2
+    monkeypatch.setattr(prefill_cost, "measure", lambda *_: found)
+    assert prefill_cost.main([]) == 0
+    assert "| 500 | 512 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--tokens", "1k"], "--tokens is a list like 1,4,8, not '1k'"),
+        (["--batch", "0"], "--batch and --tokens are 1 or more"),
+        (["--drafter", "x"], "unknown drafter 'x': there are"),
+    ],
+)
+def test_bad_input(flags, sentence, capsys):
+    assert prefill_cost.main(flags) == 2
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""The rooms and their arrows: what `docs/design.md` says of who may import whom, held to."""
+
+import ast
+from pathlib import Path
+
+import medusa_jax
+
+PACKAGE = Path(medusa_jax.__file__).parent
+
+# A room may import the rooms before it; rooms of one line do not import each other.
+FLOORS = [
+    {"errors", "config"},
+    {"console", "sharding"},
+    {"tree", "plots"},
+    {"model"},
+    {"heads"},
+    {"interop"},
+    {"decoding", "training"},
+    {"api"},
+    {"evaluate", "distill"},
+    {"commands"},
+    {"research"},
+    {"demo"},
+]
+# Entries and the names that the package shows import on first use.
+DOORS = {"__init__", "__main__"}
+
+
+def floor_of(room):
+    return next(i for i, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def imports(file):
+    """Modules of the package that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "medusa_jax":
+            names = [f"medusa_jax.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            inside = PACKAGE.joinpath(*module.split(".")[1:])
+            # `from room import file` is an arrow to the file, `from file import name` to it.
+            files = [a.name for a in node.names if (inside / f"{a.name}.py").exists()]
+            names = [f"{module}.{file}" for file in files]
+            names += [module] if len(files) < len(node.names) else []
+        else:
+            continue
+        for name in names:
+            if name.startswith("medusa_jax."):
+                yield name.split(".")[1:]
+
+
+def files():
+    for file in sorted(PACKAGE.rglob("*.py")):
+        room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room not in DOORS:
+            yield room, file
+
+
+def test_every_file_stands_in_a_room():
+    assert {room for room, _ in files()} == set().union(*FLOORS)
+
+
+def test_arrows_go_one_way():
+    wrong = []
+    for room, file in files():
+        for target, *_ in imports(file):
+            if target != room and floor_of(target) >= floor_of(room):
+                wrong.append(f"{file.relative_to(PACKAGE)} -> {target}")
+    assert not wrong, wrong
+
+
+def test_no_circle_inside_a_room():
+    """Files of one package do not import each other in a ring, not even inside functions."""
+    arrows = {}
+    for _, file in files():
+        name = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+        arrows[name.removesuffix(".__init__")] = {
+            ".".join(parts) for parts in imports(file)
+        }
+    done, path = set(), []
+
+    def visit(name):
+        if name in path:
+            raise AssertionError(" -> ".join([*path[path.index(name) :], name]))
+        if name in arrows and name not in done:
+            path.append(name)
+            for target in arrows[name]:
+                visit(target)
+            path.pop()
+            done.add(name)
+
+    for name in arrows:
+        visit(name)

@@ -1,0 +1,139 @@
+"""Tree growth equals exhaustive search, and replaying the walk predicts what decoding measures."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import decoder
+
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.decoding.generate import Engine, Request, generate
+from medusa_jax.decoding.ranks import rank_tuples
+from medusa_jax.decoding.sampling import row_keys
+from medusa_jax.heads import Base, make_drafter
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.tree import Tree
+from medusa_jax.tree import growth as fit
+
+
+def all_trees(ranks: int, depth: int, size: int) -> list[Tree]:
+    """Every prefix-closed set of `size` paths."""
+    paths = [
+        p for d in range(1, depth + 1) for p in itertools.product(range(ranks), repeat=d)
+    ]
+    trees = []
+    for chosen in itertools.combinations(paths, size):
+        if all(len(p) == 1 or p[:-1] in chosen for p in chosen):
+            trees.append(Tree.from_choices(chosen))
+    return trees
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_joint_growth_equals_exhaustive_search(size: int) -> None:
+    rng = np.random.default_rng(size)
+    tuples = rng.choice([0, 1, 2, fit.MISS], p=[0.45, 0.25, 0.1, 0.2], size=(300, 3))
+    best = max(fit.expected_tokens(tuples, tree) for tree in all_trees(3, 3, size))
+    grown = Tree.from_choices(fit.joint_growth(tuples, size))
+    assert fit.expected_tokens(tuples, grown) == pytest.approx(best, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_product_growth_equals_exhaustive_search(size: int) -> None:
+    accuracy = np.array([[0.5, 0.2, 0.1], [0.4, 0.25, 0.05], [0.3, 0.1, 0.1]])
+
+    def worth(tree: Tree) -> float:
+        return sum(
+            float(np.prod([accuracy[d, r] for d, r in enumerate(path)]))
+            for path in tree.choices
+        )
+
+    best = max(worth(tree) for tree in all_trees(3, 3, size))
+    assert worth(Tree.from_choices(fit.product_growth(accuracy, size))) == pytest.approx(
+        best
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 30))
+def test_every_prefix_of_a_growth_is_a_tree(seed: int, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    tuples = rng.integers(0, 4, size=(50, 3)) * rng.choice([1, fit.MISS], size=(50, 3))
+    growth = fit.joint_growth(np.minimum(tuples, fit.MISS), size)
+    for n in range(len(growth) + 1):
+        Tree.from_choices(growth[:n])  # raises if a prefix is missing
+
+
+def test_paper_s_expectation_on_a_hand_made_case() -> None:
+    # Four positions; rank tuples of heads 1 and 2. Tree: [0], [1], [0,0].
+    tuples = np.array([[0, 0], [0, 1], [1, 0], [fit.MISS, 0]])
+    tree = Tree.from_choices([[0], [1], [0, 0]])
+    # [0] is right at 2 of 4 positions, [1] at 1, [0,0] at 1: 1 + (2 + 1 + 1) / 4.
+    assert fit.expected_tokens(tuples, tree) == 2.0
+    # Replay: position 0 accepts two drafts and moves on by 3, position 3 accepts none.
+    assert fit.replayed_tokens([tuples], tree) == 2.0
+    assert fit.head_accuracies(tuples, 2).tolist() == [[0.5, 0.25], [0.75, 0.25]]
+
+
+def test_trees_are_counted_on_texts_they_were_not_grown_from() -> None:
+    """Two texts with nothing in common: each one's tree is worth nothing on the other."""
+    texts = [np.full((30, 2), 0), np.full((30, 2), 5)]
+
+    def grow(tuples: np.ndarray) -> list:
+        return fit.joint_growth(tuples, 4)
+
+    assert fit.held_out_tokens(texts, grow, [1, 3]) == [1.0, 1.0]
+    assert fit.replayed_tokens(texts, Tree.from_choices([[0], [0, 0]])) == 60 / (10 + 30)
+    # The first fold has texts 0 and 2, the second text 1; all alike, all three drafts fit.
+    assert fit.held_out_tokens([texts[0]] * 3, grow, [1, 2, 3]) == [1.0, 2.0, 3.0]
+
+
+def test_best_size_weighs_tokens_against_latency() -> None:
+    assert fit.best_size([1, 4, 8], [1.0, 2.0, 2.4], [1.0, 1.2, 2.0]) == 4
+    assert fit.best_size([1, 4, 8], [1.0, 2.0, 2.4], [1.0, 3.0, 3.0]) == 1
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("temperature, ngram", [(0.0, 0), (0.9, 0), (0.0, 4), (0.9, 4)])
+def test_replay_gives_the_steps_that_decoding_takes(temperature: float, ngram: int) -> None:
+    """Ranks recorded teacher-forced are those that drafting meets: in float64 all of them.
+
+    Heads start as the LM head, so on a model that repeats tokens some drafts are right.
+    """
+    config = LlamaConfig(
+        vocab_size=11, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=24,
+        max_position=256,
+    )  # fmt: skip
+    params = jax.tree.map(lambda x: 1.5 * x, init_params(config, jax.random.key(4)))
+    llama, base_params = decoder(config, params)
+    drafter = make_drafter(HeadsConfig(n_heads=2), config)
+    heads = drafter.init(jax.random.key(0), Base(Llama(config), params))
+    tree = Tree.cartesian([3, 2])
+    acceptance = "sampled" if temperature else "greedy"
+    engine = Engine(llama, drafter, tree, acceptance, no_repeat_ngram_size=ngram)
+    request = Request([[1, 2, 3]], [100], temperature=[temperature], seed=[5])
+    out = generate(engine, {"base": base_params, "heads": heads}, request)
+    text = [1, 2, 3, *np.asarray(out.tokens_BO)[0, :100].tolist()]
+    noise = None
+    if temperature:
+        keys = row_keys(jnp.array([5], jnp.uint32), jnp.array([0], jnp.int32))
+        noise = (keys, jnp.array([temperature], jnp.float32))
+    [ranks] = np.asarray(
+        jax.jit(rank_tuples, static_argnums=(0, 6))(
+            drafter, heads, Base(llama, base_params), np.array([text]),
+            np.array([len(text)]), noise, ngram,
+        )
+    )  # fmt: skip
+    nodes, root, appended = set(tree.choices), 3, []
+    while root < len(text) - 1:
+        path: tuple[int, ...] = ()
+        while len(path) < 2 and (*path, int(ranks[root - 1, len(path)])) in nodes:
+            path = (*path, int(ranks[root - 1, len(path)]))
+        appended.append(min(len(path) + 1, len(text) - 1 - root))  # the limit cuts the last
+        root += appended[-1]
+    [histogram] = np.asarray(out.histogram_BL).tolist()
+    assert sum(histogram[1:]) > 10, "the case must accept drafts to show anything"
+    assert np.bincount(appended, minlength=4)[1:].tolist() == histogram
