@@ -40,7 +40,7 @@ def peak(monkeypatch):
     for module, name in (
         (tensors, "_place"),
         (placing, "_prepared"),
-        (placing, "place_head"),
+        (placing, "_in_tiles"),
         (export, "quantise_backbone"),
     ):
         monkeypatch.setattr(module, name, most.watching(getattr(module, name)))
@@ -68,9 +68,8 @@ def test_loading_takes_the_model_and_one_layer(directory, peak, dtype, leaf):
 
 def test_33b_in_bfloat16_loads_on_80_gb():
     """By arithmetic: all of Vicuna-33B as it decodes, one layer as it is stored, a cache of 4k."""
-    config = runpy.run_path(str(ROOT / "configs" / "vicuna33b.py"))[
-        "get_config"
-    ]().model.arch
+    recipe = runpy.run_path(str(ROOT / "configs" / "vicuna33b.py"))
+    config = recipe["get_config"]().model.arch
     key = jax.eval_shape(lambda: jax.random.key(0))
 
     def prepared(key):

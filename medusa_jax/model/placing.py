@@ -18,6 +18,8 @@ from medusa_jax.sharding import param_shardings
 
 Params = dict[str, Any]
 
+_in_tiles = jax.jit(tile_kernels)
+
 
 def decoder(config: LlamaConfig, dtype: Any, mesh: Mesh) -> Llama:
     """The backbone that reads what `place_part` gives."""
@@ -38,9 +40,7 @@ def place_part(config: LlamaConfig, part: Params, dtype: Any, mesh: Mesh) -> Par
 
 def place_head(part: Params, dtype: Any, mesh: Mesh) -> Params:
     """A stored part of the draft heads, in `dtype` already: tiled on one CPU device."""
-    if not _tiled(dtype, mesh):
-        return part
-    return jax.block_until_ready(jax.jit(tile_kernels)(part))
+    return jax.block_until_ready(_in_tiles(part)) if _tiled(dtype, mesh) else part
 
 
 def _tiled(dtype: Any, mesh: Mesh) -> bool:
