@@ -83,7 +83,7 @@ def test_files_that_pages_name_are_there(page):
         there = [p for p in places if p.exists()]
         assert there, f"{page.name} names {path}"
         if name:
-            assert re.search(rf"(def|class) {name}\b", there[0].read_text()), (
+            assert re.search(rf"^ *(def |class |){name}\b", there[0].read_text(), re.M), (
                 f"{path}: {name}"
             )
 
