@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from medusa_jax.errors import UserError
 
 
-def say(line: str) -> None:
+def inform(line: str) -> None:
     """A line for the person at the terminal, beside what the program prints as its result."""
     print(line, file=sys.stderr, flush=True)
 
@@ -17,7 +17,7 @@ def say(line: str) -> None:
 @contextmanager
 def announced(what: str, after: float = 2.0) -> Iterator[None]:
     """Says "`what` ..." if the block takes longer than `after` seconds."""
-    timer = threading.Timer(after, lambda: say(f"{what} ..."))
+    timer = threading.Timer(after, lambda: inform(f"{what} ..."))
     timer.daemon = True
     timer.start()
     try:
@@ -43,11 +43,13 @@ def warn_if_accelerator_unused() -> None:
     if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
         return
     if os.path.exists("/dev/nvidia0"):
-        say(
+        inform(
             "warning: this machine has a GPU but JAX uses the CPU: pip install 'jax[cuda12]'"
         )
     elif os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):
-        say("warning: this machine has a TPU but JAX uses the CPU: pip install 'jax[tpu]'")
+        inform(
+            "warning: this machine has a TPU but JAX uses the CPU: pip install 'jax[tpu]'"
+        )
 
 
 def run_main(main: Callable[[], int]) -> int:
@@ -55,7 +57,7 @@ def run_main(main: Callable[[], int]) -> int:
     try:
         return main()
     except UserError as error:
-        say(f"error: {error}")
+        inform(f"error: {error}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -66,7 +68,7 @@ def run_main(main: Callable[[], int]) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
             raise
         first = (str(error).splitlines() or ["out of memory"])[0]
-        say(
+        inform(
             f"error: out of device memory ({first}); use a smaller --dtype, batch, "
             "context or tree, or a --mesh over more devices"
         )

@@ -148,7 +148,7 @@ def test_losses_and_their_gradients(stage, more):
     ints = jnp.zeros((B, 16), jnp.int32)
     batch = {"tokens": ints, "positions": ints, "segment_ids": ints + 1}
     batch["counted"] = ints == 0
-    counts = jnp.ones((len(made.aheads),))
+    counts = jnp.ones((len(made.offsets),))
 
     def loss(params):
         return made.loss(params, frozen, losses.StepInputs(batch, counts, key))[0]

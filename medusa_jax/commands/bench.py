@@ -24,7 +24,7 @@ from medusa_jax.commands.flags import (
     numbers,
     run_command,
 )
-from medusa_jax.console import say
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
 from medusa_jax.evaluate.tables import markdown_table
@@ -174,7 +174,7 @@ def run(flags: argparse.Namespace) -> int:
             f"autoregressive loop {t['our_autoregressive_tokens_per_second']:.0f} "
             f"(prefill included in both): {t['ratio']:.1f}x"
         )
-    say(f"wrote {out}/bench.json, bench.md and the answers")
+    inform(f"wrote {out}/bench.json, bench.md and the answers")
     return 0
 
 
@@ -203,7 +203,7 @@ def run_batches(
         facts = {"drafter": drafter, "dtype": str(model.dtype), "rows": rows}
         (out / f"batches-{drafter}.json").write_text(json.dumps(facts, indent=1) + "\n")
         print(f"{drafter}\n\n{batch_table(rows)}\n")
-    say(f"wrote {out}/batches-*.json")
+    inform(f"wrote {out}/batches-*.json")
     return 0
 
 
@@ -235,7 +235,7 @@ def run_cache_check(
         for case, row in found.items()
     ]
     print(markdown_table(header, cells))
-    say(f"wrote {out}/cache_check.json")
+    inform(f"wrote {out}/cache_check.json")
     return 0
 
 

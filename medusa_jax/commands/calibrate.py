@@ -22,7 +22,7 @@ from medusa_jax.commands.flags import (
     parse_mesh,
     run_command,
 )
-from medusa_jax.console import say
+from medusa_jax.console import inform
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 EXAMPLES = """examples:
@@ -83,7 +83,7 @@ def run(flags: argparse.Namespace) -> int:
         )
     if flags.plots:
         draw(found, Path(flags.plots))
-    say(f"wrote {out}: {found['nodes']} nodes for {found['device']}")
+    inform(f"wrote {out}: {found['nodes']} nodes for {found['device']}")
     return 0
 
 

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from medusa_jax.api import Model, Options
-from medusa_jax.console import announced, say
+from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import encode_prompt, template_source
 
@@ -30,15 +30,15 @@ class Chat:
 
     def run(self) -> int:
         """Read, reply, repeat; returns the exit status."""
-        say(HELP)
+        inform(HELP)
         while True:
             try:
                 text = input("> ").strip()
             except EOFError:
-                say("")
+                inform("")
                 return 0
             except KeyboardInterrupt:
-                say(f"\n({HELP})")
+                inform(f"\n({HELP})")
                 continue
             if text == "/exit":
                 return 0
@@ -48,7 +48,7 @@ class Chat:
                 try:
                     self.reply(text)
                 except UserError as error:  # the conversation goes on without this turn
-                    say(f"error: {error}")
+                    inform(f"error: {error}")
 
     def reply(self, text: str) -> str:
         """Answer one user turn; Ctrl-C ends the answer, not the chat.
@@ -65,7 +65,7 @@ class Chat:
             self.messages.pop()
             if isinstance(error, UserError):
                 raise
-            say("(stopped)")
+            inform("(stopped)")
             return ""
         shown = ""
         ended = ""
@@ -79,12 +79,12 @@ class Chat:
                     sys.stdout.write(piece.text)
                     sys.stdout.flush()
         except KeyboardInterrupt:
-            say("\n(stopped)")
+            inform("\n(stopped)")
         else:
             sys.stdout.write("\n")
             sys.stdout.flush()
             if ended == "context":
-                say("(the context is full)")
+                inform("(the context is full)")
         self.messages.append({"role": "assistant", "content": shown})
         return shown
 
@@ -108,5 +108,5 @@ class Chat:
                 f"{context}: shorten it"
             )
         if forgotten:
-            say(f"(the context is full: the {forgotten} oldest turns are forgotten)")
+            inform(f"(the context is full: the {forgotten} oldest turns are forgotten)")
         return ids

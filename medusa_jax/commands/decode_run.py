@@ -15,7 +15,7 @@ from medusa_jax.commands.flags import load_model, parse_mesh
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.console import (
     announced,
-    say,
+    inform,
     use_compilation_cache,
     warn_if_accelerator_unused,
 )
@@ -79,9 +79,11 @@ def run(flags: argparse.Namespace) -> int:
     if flags.json:
         print(json.dumps(facts, ensure_ascii=False), flush=True)
         return 0
-    say(summary(facts))
+    inform(summary(facts))
     if results[0].finish_reason == "context":
-        say(f"note: stopped at the model's context of {model.config.max_position} tokens")
+        inform(
+            f"note: stopped at the model's context of {model.config.max_position} tokens"
+        )
     return 0
 
 
@@ -159,10 +161,10 @@ def stream_to_terminal(
         from medusa_jax.plots import draw_accepted_text
 
         draw_accepted_text(segments, flags.save_drafts)
-        say(f"wrote {flags.save_drafts}")
+        inform(f"wrote {flags.save_drafts}")
     if flags.show_drafts:
         legend = " ".join(f"\x1b[{c}m{d}\x1b[0m" for d, c in enumerate(COLOURS, 1))
-        say(
+        inform(
             f"accepted drafts by tree depth: {legend}; plain = chosen by the backbone itself"
         )
     return results

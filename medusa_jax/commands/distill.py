@@ -37,7 +37,7 @@ from medusa_jax.commands.flags import (
     parse_mesh,
     run_command,
 )
-from medusa_jax.console import say
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 
 EXAMPLES = """examples:
@@ -99,7 +99,7 @@ def warn_if_quantised(model: str | None) -> None:
             trained_as = content.get("config", {}).get("model", {})
             found = found or trained_as.get("quantise")
     if found:
-        say(
+        inform(
             f"warning: {model} is quantised ({found}): heads would learn the quantised model's "
             "answers; the paper advises to distil from the unquantised one (2.3.2)"
         )
@@ -143,7 +143,7 @@ def run(flags: argparse.Namespace) -> int:
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
     lines = files.finished_lines(path, flags.batch_size, len(seeds))
     if lines:
-        say(f"{len(lines)} of {len(seeds)} seeds are answered already")
+        inform(f"{len(lines)} of {len(seeds)} seeds are answered already")
     start, before = time.perf_counter(), len(lines)
     news = News(len(seeds), len(lines))
     write_all(Writer(model, flags, mode, options, news), path, seeds, lines)
@@ -156,12 +156,12 @@ def run(flags: argparse.Namespace) -> int:
     engine = {"drafter": flags.drafter, "tree_nodes": model.tree.n_nodes}
     provenance = settings | engine | found | {"date": date.today().isoformat()}
     files.write_text(out / "provenance.json", json.dumps(provenance, indent=1) + "\n")
-    say(
+    inform(
         f"{found['samples']} samples, {found['answer_tokens']} tokens of the model's own, "
         f"{speed:.0f} tokens/s; in {path}"
     )
     for problem, n in found.get("unusable_seeds", {}).items():
-        say(f"{n} seeds gave no sample: {problem}")
+        inform(f"{n} seeds gave no sample: {problem}")
     return 0
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from medusa_jax.console import run_main, say
+from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -79,7 +79,7 @@ def load_model(
         **more,
     )
     if wanted is None and name == "none":
-        say("no --drafter is given: plain decoding, without drafts")
+        inform("no --drafter is given: plain decoding, without drafts")
     return model
 
 

@@ -23,7 +23,7 @@ from medusa_jax.commands.flags import (
     numbers,
     run_command,
 )
-from medusa_jax.console import announced, say
+from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
 from medusa_jax.evaluate.tables import markdown_table
@@ -117,7 +117,7 @@ def run(flags: argparse.Namespace) -> int:
     print()
     print(temperature_table(by_temperature))
     draw(facts, out)
-    say(f"wrote {out}/sweep.json, thresholds.png and temperatures.png")
+    inform(f"wrote {out}/sweep.json, thresholds.png and temperatures.png")
     return 0
 
 

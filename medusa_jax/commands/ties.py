@@ -22,7 +22,7 @@ from medusa_jax.commands.flags import (
     load_model,
     run_command,
 )
-from medusa_jax.console import say
+from medusa_jax.console import inform
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
 from medusa_jax.evaluate.tables import markdown_table
 
@@ -84,7 +84,7 @@ def run(flags: argparse.Namespace) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(facts, indent=1) + "\n")
     print(divergence_table(facts))
-    say(f"wrote {out}")
+    inform(f"wrote {out}")
     return 1 if facts["not_explained"] else 0
 
 

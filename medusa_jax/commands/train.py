@@ -139,16 +139,16 @@ def load_config(path: str) -> Config:
 def override(cfg: Config, path: str, text: str) -> None:
     """Set the field at `path` ("optim.lr") to `text`, read as the field's type."""
     owner: Any = cfg
-    *rooms, last = path.split(".")
-    for depth, name in enumerate([*rooms, last]):
+    *groups, last = path.split(".")
+    for depth, name in enumerate([*groups, last]):
         if not dataclasses.is_dataclass(owner) or not hasattr(owner, name):
             names = [f"--config.{n}" for n in field_names(cfg)]
             near = _nearest("--config." + path, names)
-            group = ".".join(["config", *rooms[:depth]])
+            group = ".".join(["config", *groups[:depth]])
             fields = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
             known = f" ({group} has {', '.join(f.name for f in fields)})" if fields else ""
             raise UserError(f"unknown field --config.{path}; {near}{known}")
-        if depth < len(rooms):
+        if depth < len(groups):
             owner = getattr(owner, name)
     kind = typing.get_type_hints(type(owner))[last]
     if dataclasses.is_dataclass(kind):

@@ -20,7 +20,7 @@ import numpy as np
 
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
-from medusa_jax.console import run_main, say
+from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Base, make_drafter
 from medusa_jax.interop import hf
@@ -46,14 +46,14 @@ def naive_stage(stage: Stage, cfg: Config) -> Stage:
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype))
     objective = head_objective(cfg, drafter)
-    zeros = jnp.zeros((len(stage.aheads),))
+    zeros = jnp.zeros((len(stage.offsets),))
     empty = losses.Sums(*[zeros] * len(losses.Sums._fields))
 
     def loss(params: Any, frozen: Any, inputs: losses.StepInputs) -> tuple[jax.Array, Any]:
         base = Base(llama, frozen["backbone"])
         return equation_1(params["heads"], base, objective, inputs.batch), empty
 
-    return Stage(stage.aheads, loss, stage.init, stage.lambda_0)
+    return Stage(stage.offsets, loss, stage.init, stage.lambda_0)
 
 
 def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
             except Exception as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
-                say(f"{kind}: out of device memory")
+                inform(f"{kind}: out of device memory")
                 continue
             mib = [r[f"{x}_bytes"] / 2**20 for x in ("temporary", "argument", "peak")]
             print(f"| {kind} | {r['seconds']:.4f} | {tokens / r['seconds']:,.0f} | "

@@ -309,7 +309,7 @@ def stream(
     state, ladder = begin(engine, variables, request)
     seen = jax.tree.map(jnp.copy, progress_of(state))
     ended_B = np.zeros(len(request.prompts), bool)
-    rung = 0
+    size = 0
     while True:
         state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
         wanted_B = yield seen
@@ -321,9 +321,9 @@ def stream(
         if not running_B.any():
             return
         longest = np.asarray(seen.length_B)[running_B].max()
-        if longest + engine.tree.n_nodes > ladder[rung] and rung + 1 < len(ladder):
-            rung += 1
-            state = grow(engine, ladder[rung], state)
+        if longest + engine.tree.n_nodes > ladder[size] and size + 1 < len(ladder):
+            size += 1
+            state = grow(engine, ladder[size], state)
         seen = ahead
 
 

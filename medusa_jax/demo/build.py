@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.console import run_main, say
+from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
 
 # Seeds behind this line are for calibration only.
@@ -97,9 +97,9 @@ def stage(name: str, done: Path, command: Sequence[str]) -> None:
       UserError: the command failed.
     """
     if done.exists():
-        say(f"{name}: {done} is there, skipped")
+        inform(f"{name}: {done} is there, skipped")
         return
-    say(f"{name}: {' '.join(command)}")
+    inform(f"{name}: {' '.join(command)}")
     code = subprocess.run([sys.executable, *command]).returncode
     if code or not done.exists():
         raise UserError(f"stage '{name}' failed (exit status {code}); its command is above")
@@ -247,7 +247,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
     }
     (target / "provenance.json").write_text(json.dumps(made, indent=1) + "\n")
     size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
-    say(f"installed in {target}: {size / 1e6:.1f} MB")
+    inform(f"installed in {target}: {size / 1e6:.1f} MB")
 
 
 def install_heads(trained: Path, out: Path, config: LlamaConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.console import announced, say
+from medusa_jax.console import announced, inform
 from medusa_jax.distill.conversation import Converse
 
 # Two lines about progress are at least so many seconds apart where there is no terminal.
@@ -60,7 +60,7 @@ class News:
             if answered := self.done - self.before:
                 left = (now - self.start) / answered * (self.total - self.done) / 60
                 line += f", {left:.0f} minutes left"
-            say(line)
+            inform(line)
 
 
 class Writer:

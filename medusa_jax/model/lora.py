@@ -73,25 +73,25 @@ def init_lora(config: LlamaConfig, key: jax.Array, rank: int) -> Params:
     """Fresh float32 adapters: A uniform in +-1/sqrt(in) (as peft draws it), B zero."""
     lora: Params = {}
     for i, (path, (n_in, n_out)) in enumerate(adapted_layers(config).items()):
-        room = lora
+        module = lora
         for name in path.split("/"):
-            room = room.setdefault(name, {})
+            module = module.setdefault(name, {})
         bound = n_in**-0.5
         a = jax.random.uniform(
             jax.random.fold_in(key, i), (n_in, rank), jnp.float32, -bound, bound
         )
-        room |= {"a": a, "b": jnp.zeros((rank, n_out))}
+        module |= {"a": a, "b": jnp.zeros((rank, n_out))}
     return lora
 
 
 def scaled(lora: Params, cfg: LoraConfig) -> Params:
     """The collection as layers read it: B times alpha / rank, and the dropout's keep rate."""
 
-    def walk(room: Params) -> Params:
-        if "a" not in room:
-            return {name: walk(inner) for name, inner in room.items()}
-        b = room["b"] * (cfg.alpha / cfg.rank)
-        return {"a": room["a"], "b": b, "keep": jnp.asarray(1.0 - cfg.dropout)}
+    def walk(module: Params) -> Params:
+        if "a" not in module:
+            return {name: walk(inner) for name, inner in module.items()}
+        b = module["b"] * (cfg.alpha / cfg.rank)
+        return {"a": module["a"], "b": b, "keep": jnp.asarray(1.0 - cfg.dropout)}
 
     return walk(lora)
 
@@ -102,10 +102,10 @@ def with_dropout(lora: Params, key: jax.Array) -> Params:
     All from one call: a key folded for each layer is a program of its own for each layer.
     """
     treedef: Any
-    leaves, treedef = jax.tree.flatten(lora, is_leaf=lambda room: "a" in room)
+    leaves, treedef = jax.tree.flatten(lora, is_leaf=lambda module: "a" in module)
     seeds = jax.random.bits(key, (len(leaves), 2), jnp.uint32)
     return treedef.unflatten([
-        room | {"seed": seed} for room, seed in zip(leaves, seeds, strict=True)
+        module | {"seed": seed} for module, seed in zip(leaves, seeds, strict=True)
     ])  # fmt: skip
 
 
@@ -123,11 +123,11 @@ def merge(
             dataclasses.replace(config, tie_embeddings=False),
         )
 
-    def walk(room: Params, adapter: Params) -> Params:
+    def walk(module: Params, adapter: Params) -> Params:
         if "a" in adapter:
             product = jnp.dot(adapter["a"], adapter["b"], precision=lax.Precision.HIGHEST)
-            kernel = room["kernel"].astype(jnp.float32) + product * (cfg.alpha / cfg.rank)
-            return room | {"kernel": kernel}
-        return room | {name: walk(room[name], inner) for name, inner in adapter.items()}
+            kernel = module["kernel"].astype(jnp.float32) + product * (cfg.alpha / cfg.rank)
+            return module | {"kernel": kernel}
+        return module | {name: walk(module[name], inner) for name, inner in adapter.items()}
 
     return config, walk(params, lora)

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from medusa_jax.model.barrier import not_before
 from medusa_jax.model.product import product
 
 Params = dict[str, Any]
@@ -85,7 +85,7 @@ def quantised_product(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.
     The float kernel exists while it is used, in each pass anew: kept from the forward pass, or
     made ahead of time, those of all layers would exist at once.
     """
-    return product(x, dequantise(_after(x, codes), scales, x.dtype))
+    return product(x, dequantise(not_before(codes, x), scales, x.dtype))
 
 
 def _quantised_fwd(x: jax.Array, codes: jax.Array, scales: jax.Array) -> Any:
@@ -96,26 +96,19 @@ def _quantised_fwd(x: jax.Array, codes: jax.Array, scales: jax.Array) -> Any:
 def _quantised_bwd(stored: tuple[jax.Array, ...], dy: jax.Array) -> Any:
     codes, scales, kind = stored
     dy = dy.astype(kind.dtype)
-    kernel = dequantise(_after(dy, codes), scales, kind.dtype)
+    kernel = dequantise(not_before(codes, dy), scales, kind.dtype)
     return product(dy, kernel.T).astype(kind.dtype), None, None
 
 
 quantised_product.defvjp(_quantised_fwd, _quantised_bwd)
 
 
-def _after(x: jax.Array, codes: jax.Array) -> jax.Array:
-    """The codes, not available before x is."""
-    if jax.default_backend() == "cpu":  # XLA drops barriers there; 0 x it cannot fold
-        return codes + (0.0 * x[(0,) * x.ndim]).astype(codes.dtype)
-    return lax.optimization_barrier((codes, x))[0]
-
-
 def quantise_backbone(params: Params, kind: str) -> Params:
     """The same tree with every layer's kernels quantised, one at a time."""
 
-    def walk(room: Params, path: str) -> Params:
+    def walk(module: Params, path: str) -> Params:
         out = {}
-        for name, inner in room.items():
+        for name, inner in module.items():
             here = f"{path}/{name}" if path else name
             if isinstance(inner, dict):
                 out[name] = walk(inner, here)

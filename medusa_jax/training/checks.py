@@ -29,8 +29,8 @@ CHOICES = {
 def check_choices(cfg: Config) -> None:
     """Refuses a name that no field knows, with the nearest one that it does."""
     for path, allowed in CHOICES.items():
-        room, name = path.split(".")
-        value = getattr(getattr(cfg, room), name)
+        group, name = path.split(".")
+        value = getattr(getattr(cfg, group), name)
         if value not in allowed:
             near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
             raise UserError(

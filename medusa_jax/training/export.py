@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.config import Config, LlamaConfig
-from medusa_jax.console import say
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.model import lora
@@ -94,7 +94,7 @@ def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> dict
     try:
         tokenizer = load_tokenizer(folder)
     except UserError as error:  # the weights must not be lost for want of a tokenizer
-        say(f"the export has no tokenizer: {error}")
+        inform(f"the export has no tokenizer: {error}")
         return {}
     eos = sorted(tokenizer.eos_ids | model_eos_ids)
     ids = {

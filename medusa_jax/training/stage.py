@@ -34,7 +34,7 @@ class Stage:
     Variables are dicts of groups ("backbone", "lora", "heads"), as `partition.TABLE` names them.
 
     Attributes:
-      aheads: how many tokens ahead each of the losses looks; the backbone's own loss looks 1.
+      offsets: how many tokens ahead each of the losses looks; the backbone's own loss looks 1.
       loss: what a step minimises.
       init: (key, groups that are there already) -> the trained groups that are not.
       lambda_0: step -> weight of the heads' loss, where it is one of two terms.
@@ -43,7 +43,7 @@ class Stage:
       ranks: (params, frozen, batch) -> rank of each head's label [B, T, K], if there are heads.
     """
 
-    aheads: tuple[int, ...]
+    offsets: tuple[int, ...]
     loss: LossFn
     init: Callable[[jax.Array, PyTree], PyTree]
     lambda_0: Callable[[jax.Array], jax.Array]
@@ -65,13 +65,13 @@ def make_stage(cfg: Config, steps: int, mesh: Mesh | None = None) -> Stage:
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     init = partial(fresh_groups, cfg, drafter)
     objective = head_objective(cfg, drafter)
-    aheads = tuple(k + 2 for k in range(drafter.n_heads))
+    offsets = tuple(k + 2 for k in range(drafter.n_heads))
     ranks = partial(label_ranks, backbone, objective)
     if trained == {"heads"}:
         loss, hidden = heads_stage(backbone, objective), backbone.hidden_states
-        return Stage(aheads, loss, init, lambda_0, hidden, ranks)
+        return Stage(offsets, loss, init, lambda_0, hidden, ranks)
     return Stage(
-        (1, *aheads), joint_stage(backbone, objective), init, lambda_0, None, ranks
+        (1, *offsets), joint_stage(backbone, objective), init, lambda_0, None, ranks
     )
 
 

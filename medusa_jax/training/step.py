@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from medusa_jax.config import Config
 from medusa_jax.console import announced
-from medusa_jax.model.remat import after
+from medusa_jax.model.barrier import not_before
 from medusa_jax.sharding import PyTree, batch_sharding, param_shardings, replicated
 from medusa_jax.training import losses
 from medusa_jax.training.optim.optimizer import keep_if
@@ -40,7 +40,7 @@ def make_step(
     """
 
     def step(state: TrainState, frozen: PyTree, batch: PyTree) -> tuple[TrainState, PyTree]:
-        counts_K = losses.pair_counts(batch, stage.aheads)
+        counts_K = losses.pair_counts(batch, stage.offsets)
         lambda_0 = stage.lambda_0(state.step)
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         gradient = jax.value_and_grad(stage.loss, has_aux=True)
@@ -68,7 +68,7 @@ def make_step(
         norm = optax.tree.norm(grads)
         ok = jnp.isfinite(loss) & jnp.isfinite(norm)
         # Or the moments of all parameters are unpacked before the first gradient is there.
-        before = after(state.opt, norm)
+        before = not_before(state.opt, norm)
         updates, opt = optimizer.update(grads, before, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = summary(stage, sums, counts_K) | {
@@ -92,7 +92,7 @@ def summary(stage: Stage, sums: losses.Sums, counts_K: jax.Array) -> dict[str, j
     """
     n = jnp.maximum(counts_K, 1.0)
     means = {"loss": sums.nll / n, "top1": sums.top1 / n, "top5": sums.top5 / n}
-    if stage.aheads[0] != 1 or len(stage.aheads) == 1:
+    if stage.offsets[0] != 1 or len(stage.offsets) == 1:
         return means
     own = {f"lm_{name}": x[0] for name, x in means.items()}
     first = jax.tree.map(lambda x: x[0], sums)

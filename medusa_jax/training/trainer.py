@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config
-from medusa_jax.console import announced, say
+from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import PyTree, make_mesh, replicated
 from medusa_jax.training import checks, estimate, export, losses
@@ -22,7 +22,7 @@ from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import features, prepare
 from medusa_jax.training.data.pipeline import batches
 from medusa_jax.training.data.rows import TokenRows
-from medusa_jax.training.log.progress import Progress
+from medusa_jax.training.log.run_log import RunLog
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.setup import Setup, load_setup
@@ -52,7 +52,7 @@ class Evaluator:
         @jax.jit
         def sums(params: PyTree, frozen: PyTree, batch: PyTree) -> PyTree:
             batch = jax.tree.map(lambda x: x[0], batch)
-            counts = losses.pair_counts(batch, stage.aheads)
+            counts = losses.pair_counts(batch, stage.offsets)
             _, out = stage.loss(params, frozen, losses.StepInputs(batch, counts))
             return out, counts
 
@@ -147,7 +147,7 @@ def train(cfg: Config) -> dict[str, Any]:
         counters = (np.int32(meta["step"]), np.int32(meta["updates"]))
         step, updates = jax.device_put(counters, replicated(mesh))
         state, best = TrainState(step, updates, params, opt), meta["best"]
-        say(f"resuming from step {meta['step']} of {steps} in {cfg.workdir}")
+        inform(f"resuming from step {meta['step']} of {steps} in {cfg.workdir}")
     elif jax.process_index() == 0:
         export.write_json(os.path.join(cfg.workdir, "config.json"), dataclasses.asdict(cfg))
     run = Run(cfg, mesh, stage, setup, rows, checkpoints, steps, best)
@@ -186,7 +186,7 @@ class Run:
         start = int(np.asarray(state.step))
         tokens = train.batch_size * self.cfg.data.seq_len
         primary = jax.process_index() == 0
-        self.progress = Progress(
+        self.progress = RunLog(
             self.cfg.workdir, start, self.steps, tokens, primary, train.curves, train.wandb,
             dataclasses.asdict(self.cfg),
         )  # fmt: skip
@@ -215,14 +215,14 @@ class Run:
                         if save:
                             self.save(n, state)
                 if self.stop and not end:
-                    say(
+                    inform(
                         f"stopped by SIGTERM after step {n}; the same command goes on from there"
                     )
                     return last
             export.result(
                 self.cfg, self.setup, state.params, "export", self.recipe(self.steps)
             )
-            say(f"done: {self.steps} steps; the result is in {self.cfg.workdir}/export")
+            inform(f"done: {self.steps} steps; the result is in {self.cfg.workdir}/export")
             return last
         finally:
             if main:
@@ -238,7 +238,7 @@ class Run:
         self.bad_in_row = self.bad_in_row + 1 if skipped else 0
         self.bad += skipped
         if skipped:
-            say(
+            inform(
                 f"step {n}: loss or gradient is not finite, update skipped ({self.bad} in all)"
             )
         due = n % self.cfg.train.log_every == 0 or n in (1, self.steps)

@@ -39,7 +39,7 @@ def test_every_weight_has_a_gradient_and_the_start_can_be_improved(name):
         "segment_ids": jnp.ones((2, 16), jnp.int32),
         "counted": jnp.ones((2, 16), bool),
     }
-    counts = losses.pair_counts(batch, stage.aheads)
+    counts = losses.pair_counts(batch, stage.offsets)
     key = jax.random.key(0)
     start = jax.jit(stage.init)(key, frozen)
     rng = np.random.default_rng(1)

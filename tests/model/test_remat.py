@@ -11,7 +11,7 @@ from medusa_jax.config import LoraConfig
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.model.quantise import quantise_backbone
-from medusa_jax.model.remat import after, rematerialised
+from medusa_jax.model.remat import rematerialised
 
 
 def test_after_changes_nothing():

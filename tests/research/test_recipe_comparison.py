@@ -1,4 +1,4 @@
-"""The study on a tiny model: every kind of arm runs, is measured and is not run twice."""
+"""The study on a tiny model: every kind of variant runs, is measured and is not run twice."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from tiny_model import write_model
 
 from medusa_jax.model import quantise
-from medusa_jax.research.recipes import arms, command, figures, text
+from medusa_jax.research.recipes import command, figures, text, variants
 
 
 @pytest.mark.slow
@@ -21,18 +21,18 @@ def test_arms_end_in_a_table(tmp_path, monkeypatch, capsys):
     text.write_tokens(tmp_path / "old", pieces)
     args = [
         f"--original={tmp_path}/old", f"--model={tmp_path}/model", f"--out={tmp_path}/out",
-        "--arms=baseline,medusa1,medusa2", "--steps=4", "--seeds=1",
+        "--variants=baseline,medusa1,medusa2", "--steps=4", "--seeds=1",
         "--length=32", "--rank=8", "--distill=4", "--prompts=2", "--new_tokens=8", "--rows=8",
     ]  # fmt: skip
     assert command.main(args) == 0
     said = capsys.readouterr().out
-    for arm in ("baseline", "medusa1", "medusa2"):
-        assert f"| {arm} |" in said
+    for variant in ("baseline", "medusa1", "medusa2"):
+        assert f"| {variant} |" in said
     results = {
         name: json.loads((tmp_path / "out" / f"{name}-0" / "result.json").read_text())
         for name in ("baseline", "medusa1", "medusa2")
     }
-    # Heads alone leave the backbone as it was, the other arm does not.
+    # Heads alone leave the backbone as it was, the other variant does not.
     assert results["medusa1"]["agreement"] == 1.0
     assert results["medusa1"]["perplexity"] == results["baseline"]["perplexity"]
     assert results["medusa2"]["perplexity"] != results["baseline"]["perplexity"]
@@ -44,9 +44,9 @@ def test_arms_end_in_a_table(tmp_path, monkeypatch, capsys):
     assert not counted[:8].any() and counted[8:32].all()
 
     def refuse(*_):
-        raise AssertionError("a finished arm ran again")
+        raise AssertionError("a finished variant ran again")
 
-    monkeypatch.setattr(command, "train_arm", refuse)
+    monkeypatch.setattr(command, "train_variant", refuse)
     assert command.main(args) == 0 and capsys.readouterr().out == said
     assert (tmp_path / "out" / "table.md").read_text() == said
 
@@ -56,13 +56,13 @@ def test_every_arm_names_fields_that_exist(tmp_path):
     from medusa_jax.training.partition import trained_groups
 
     flags = command.parser().parse_args(["--original=x", f"--out={tmp_path}"])
-    for name, (_, runs) in arms.arms().items():
+    for name, (_, runs) in variants.variants().items():
         shares = [fields["share"] for fields in runs]
         assert not runs or sum(shares) == 1.0, (
             name
-        )  # all arms make the same number of steps
+        )  # all variants make the same number of steps
         for fields in runs:
-            cfg = arms.recipe(flags, 0, tmp_path)
+            cfg = variants.recipe(flags, 0, tmp_path)
             for field, value in fields.items():
                 if "." in field:
                     override(cfg, field, str(value))
@@ -75,5 +75,5 @@ def test_bad_input(tmp_path, capsys):
     assert command.main(args) == 2
     assert "no tokens.npy" in capsys.readouterr().err
     text.write_tokens(tmp_path, [np.arange(9)])
-    assert command.main([*args, "--arms=medusa3"]) == 2
-    assert "unknown arm 'medusa3'" in capsys.readouterr().err
+    assert command.main([*args, "--variants=medusa3"]) == 2
+    assert "unknown variant 'medusa3'" in capsys.readouterr().err

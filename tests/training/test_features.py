@@ -96,7 +96,7 @@ def test_a_cached_step_does_not_run_the_backbone(tokens, tmp_path, setup):
     heads = stage.init(jax.random.key(1), frozen)
     from medusa_jax.training import losses
 
-    counts = losses.pair_counts(batch, stage.aheads)
+    counts = losses.pair_counts(batch, stage.offsets)
     loss, _ = stage.loss(heads, poisoned, losses.StepInputs(batch, counts))
     assert np.isfinite(float(loss))
     without = {name: x for name, x in batch.items() if name != "hidden"}

@@ -271,19 +271,19 @@ def test_a_head_costs_less_than_a_tenth_of_one_set_of_logits(teacher):
         params = jax.eval_shape(
             lambda p: drafter.init(jax.random.key(0), Base(llama, p)), base_params
         )
-        aheads = tuple(range(2, K + 2))
+        offsets = tuple(range(2, K + 2))
 
         def loss(params, base_params, batch):
             base = Base(llama, base_params)
             if streamed:
-                inputs = losses.StepInputs(batch, losses.pair_counts(batch, aheads))
+                inputs = losses.StepInputs(batch, losses.pair_counts(batch, offsets))
                 objective = losses.HeadObjective(drafter, 64, 0.8, targets)
                 return losses.head_loss(params, base, objective, inputs)[0]
             rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
             hidden = llama.apply({"params": base_params}, *rows, method="forward")
             features = drafter.features(params, base, jax.lax.stop_gradient(hidden), *rows)
             logits = [drafter.head_logits(params, base, k, features[k]) for k in range(K)]
-            labels = [later(batch["tokens"], a)[..., None] for a in aheads]
+            labels = [later(batch["tokens"], a)[..., None] for a in offsets]
             return sum(
                 jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), y, -1))
                 for x, y in zip(logits, labels)

@@ -16,7 +16,7 @@ from medusa_jax.interop import hf
 from medusa_jax.model.llama import init_params
 from medusa_jax.training import trainer
 from medusa_jax.training.data.rows import TokenRows
-from medusa_jax.training.log.progress import finite
+from medusa_jax.training.log.run_log import finite
 
 POISON = 63
 STAGES = ("backbone", "medusa1", "medusa2", "lora", "native")

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.console import run_main, say
+from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.research.family.measure import measure_one, race
@@ -116,9 +116,9 @@ def train_one(
     ]  # fmt: skip
     if done.exists():
         refuse_other(run, dataclasses.asdict(train.parse(arguments)))
-        say(f"{name}, seed {seed}: {done} is there, not trained again")
+        inform(f"{name}, seed {seed}: {done} is there, not trained again")
         return run
-    say(f"{name}, seed {seed}: train.py {' '.join(arguments)}")
+    inform(f"{name}, seed {seed}: train.py {' '.join(arguments)}")
     if train.main(arguments) or not done.exists():
         raise UserError(f"training {name} with seed {seed} failed; its command is above")
     return run
@@ -137,11 +137,11 @@ def refuse_other(run: Path, asked: dict[str, Any]) -> None:
             f"{run} holds heads, but no readable config.json: {error}"
         ) from error
     different = []
-    for room in ("heads", "data", "optim", "lora", "train"):
-        for name, value in asked[room].items():
-            there = found.get(room, {}).get(name, value)
+    for group in ("heads", "data", "optim", "lora", "train"):
+        for name, value in asked[group].items():
+            there = found.get(group, {}).get(name, value)
             if name not in NO_MATTER and there != value:
-                different.append(f"{room}.{name} {there} (asked: {value})")
+                different.append(f"{group}.{name} {there} (asked: {value})")
     if different:
         raise UserError(
             f"{run} was trained with {', '.join(different)}; remove it or use another --out"
@@ -195,7 +195,7 @@ def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
     (out / "family.md").write_text(text)
     print(text)
     draw_drafters(runs, speeds, curves, out / "family.png")
-    say(f"wrote {out}/family.md, family.json and family.png")
+    inform(f"wrote {out}/family.md, family.json and family.png")
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.console import say
+from medusa_jax.console import inform
 
 
 def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> float:
@@ -80,7 +80,7 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
     if kept.exists():
         found: dict[str, Any] = json.loads(kept.read_text())
         if found["settings"] == settings:
-            say(f"{kept} is there, not measured again")
+            inform(f"{kept} is there, not measured again")
             return found
     model = load(flags.model, str(run / "export"), tree="none")
     questions = read_questions(flags.prompts, flags.limit)

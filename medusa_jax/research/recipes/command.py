@@ -1,13 +1,13 @@
 """`python -m medusa_jax recipes`: what each training recipe costs in quality and brings in length.
 
-The shape of the paper's table 2 on a small backbone. All arms train with the same number of
+The shape of the paper's table 2 on a small backbone. All variants train with the same number of
 steps on text unlike the backbone's own (the README texts of the installed packages), so quality
-can be lost. An arm is measured by
+can be lost. A variant is measured by
 
     perplexity   of the original's held-out text
     agreement    share of its positions where the trained backbone's most likely next token is
                  still the original's (teacher-forced)
-    accepted     mean accepted length of greedy decoding, one tree for all arms, on prompts from
+    accepted     mean accepted length of greedy decoding, one tree for all variants, on prompts from
                  the new text and from the original's
 
 Finished runs leave a result.json and are not repeated, so the command can be stopped at will.
@@ -24,30 +24,32 @@ import numpy as np
 import medusa_jax
 from medusa_jax.commands.flags import command, run_command
 from medusa_jax.config import DataConfig
-from medusa_jax.console import say, use_compilation_cache
+from medusa_jax.console import inform, use_compilation_cache
 from medusa_jax.errors import UserError
-from medusa_jax.research.recipes.arms import arms, train_arm
 from medusa_jax.research.recipes.figures import accepted, draw, make_judge, recipe_table
 from medusa_jax.research.recipes.text import old_prompts, prepare_text
+from medusa_jax.research.recipes.variants import train_variant, variants
 
 DEMO = Path(medusa_jax.__file__).parent / "demo" / "backbone"
 EXAMPLES = """examples:
   python -m medusa_jax recipes --original work/demo/heldout --out work/study
   python -m medusa_jax recipes --original work/demo/heldout --out work/study \\
-      --steps 40 --seeds 1 --arms baseline,medusa1,medusa2   (a quick look)
+      --steps 40 --seeds 1 --variants baseline,medusa1,medusa2   (a quick look)
 """
 
 
 def study(flags: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """All arms and seeds; returns their figures, which are also in the result files."""
+    """All variants and seeds; returns their figures, which are also in the result files."""
     from medusa_jax.api.load import load
     from medusa_jax.training.data.rows import TokenRows
 
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
-    names = flags.arms.split(",") if flags.arms else list(arms())
-    if unknown := [n for n in names if n not in arms()]:
-        raise UserError(f"unknown arm {unknown[0]!r}: there are {', '.join(arms())}")
+    names = flags.variants.split(",") if flags.variants else list(variants())
+    if unknown := [n for n in names if n not in variants()]:
+        raise UserError(
+            f"unknown variant {unknown[0]!r}: there are {', '.join(variants())}"
+        )
     original = load(flags.model, "none", dtype=flags.dtype, tree="none")
     layout = DataConfig(seq_len=flags.length, packing="concat")
     rows = TokenRows(flags.original, layout, original.config.vocab_size, shuffle=False)
@@ -63,7 +65,7 @@ def study(flags: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     perplexity, reference = quality(flags.model)
     figures: dict[str, list[dict[str, float]]] = {}
     for name in names:
-        runs = arms()[name][1]
+        runs = variants()[name][1]
         for seed in range(flags.seeds if runs else 1):
             folder = out / f"{name}-{seed}"
             file = folder / "result.json"
@@ -73,8 +75,8 @@ def study(flags: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
             row = {"perplexity": perplexity, "agreement": 1.0}
             row |= {"accepted_new": 1.0, "accepted_old": 1.0}
             if runs:
-                say(f"--- {name}, seed {seed}")
-                path, heads, loss = train_arm(flags, seed, runs, folder, out)
+                inform(f"--- {name}, seed {seed}")
+                path, heads, loss = train_variant(flags, seed, runs, folder, out)
                 ppl, best = quality(path)
                 row = {"perplexity": ppl, "agreement": float(np.mean(best == reference))}
                 model = load(
@@ -97,8 +99,8 @@ def parser() -> argparse.ArgumentParser:
                    help="token directory of held-out text of the backbone's own kind")  # fmt: skip
     p.add_argument("--out", required=True, help="results, runs and table.md go there")
     p.add_argument("--model", default=str(DEMO), help="backbone (default: the demo's)")
-    p.add_argument("--arms", default="", help=f"default all: {','.join(arms())}")
-    p.add_argument("--steps", type=int, default=300, help="per arm (default: 300)")
+    p.add_argument("--variants", default="", help=f"default all: {','.join(variants())}")
+    p.add_argument("--steps", type=int, default=300, help="per variant (default: 300)")
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--batch_size", type=int, default=4)
     p.add_argument("--length", type=int, default=256, help="tokens per row (default: 256)")
@@ -121,7 +123,7 @@ def run(flags: argparse.Namespace) -> int:
             f"{flags.original} has no tokens.npy; for the demo: python -m "
             "medusa_jax demo_corpus --out work/demo makes work/demo/heldout"
         )
-    use_compilation_cache()  # arms and seeds share most programs
+    use_compilation_cache()  # variants and seeds share most programs
     figures = study(flags)
     draw(Path(flags.out), list(figures), flags.seeds)
     print(recipe_table(flags, figures), end="")

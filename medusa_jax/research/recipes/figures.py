@@ -11,7 +11,7 @@ import numpy as np
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.layers import later
-from medusa_jax.research.recipes.arms import arms
+from medusa_jax.research.recipes.variants import variants
 
 
 def make_judge(rows: Any, limit: int) -> Callable[[Any, Any], tuple[float, np.ndarray]]:
@@ -75,25 +75,25 @@ def recipe_table(
         return f"{np.mean(values):.3f}{spread}"
 
     about = (
-        f"{flags.steps} steps of {flags.batch_size} x {flags.length} tokens per arm, {flags.seeds} seeds "
+        f"{flags.steps} steps of {flags.batch_size} x {flags.length} tokens per variant, {flags.seeds} seeds "
         f"(mean ± standard deviation), tree {flags.tree}, greedy."
     )
     header = (
-        "arm", "what", "perplexity (original text)", "greedy agreement", "accepted, new text",
+        "variant", "what", "perplexity (original text)", "greedy agreement", "accepted, new text",
         "accepted, original text", "heads' last loss",
     )  # fmt: skip
     cells = [
-        (name, arms()[name][0], *(cell(rows, column) for column in columns))
+        (name, variants()[name][0], *(cell(rows, column) for column in columns))
         for name, rows in figures.items()
     ]
     return f"{about}\n\n{markdown_table(header, cells)}\n"
 
 
-def loss_curve(out: Path, arm: str, seeds: int) -> tuple[list[int], list[float]]:
-    """Steps and training losses (mean over heads and seeds) of an arm of one run."""
+def loss_curve(out: Path, variant: str, seeds: int) -> tuple[list[int], list[float]]:
+    """Steps and training losses (mean over heads and seeds) of a variant of one run."""
     runs = []
     for seed in range(seeds):
-        lines = (out / f"{arm}-{seed}" / "run0" / "log.jsonl").read_text().splitlines()
+        lines = (out / f"{variant}-{seed}" / "run0" / "log.jsonl").read_text().splitlines()
         kept = [r for r in map(json.loads, lines) if r["kind"] == "train"]
         runs.append({r["step"]: float(np.mean(r["loss"])) for r in kept})
     steps = sorted(set.intersection(*[set(run) for run in runs]))
@@ -101,10 +101,10 @@ def loss_curve(out: Path, arm: str, seeds: int) -> tuple[list[int], list[float]]
 
 
 def draw(out: Path, names: Sequence[str], seeds: int) -> None:
-    """curves.png: the losses of arms that train heads alone on the new text."""
+    """curves.png: the losses of variants that train heads alone on the new text."""
     from medusa_jax.plots import Chart, draw_lines
 
-    alike = [n for n in names if [r.get("share") for r in arms()[n][1]] == [1.0]]
+    alike = [n for n in names if [r.get("share") for r in variants()[n][1]] == [1.0]]
     alike = [n for n in alike if n.startswith("medusa1") and "self" not in n]
     if alike:
         lines = {name: loss_curve(out, name, seeds) for name in alike}

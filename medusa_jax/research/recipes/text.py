@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.console import say
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 
 
@@ -53,7 +53,7 @@ def prepare_text(flags: argparse.Namespace, model: Any, out: Path) -> list[list[
     if not (out / "new" / "tokens.npy").exists():
         write_tokens(out / "new", train)
     if not (out / "self" / "tokens.npy").exists():
-        say(f"the backbone continues {min(flags.distill, len(train))} prompts itself")
+        inform(f"the backbone continues {min(flags.distill, len(train))} prompts itself")
         own = []
         for first in range(0, min(flags.distill, len(train)), 32):
             prompts = [p[:prompt].tolist() for p in train[first : first + 32]]

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config
-from medusa_jax.console import say
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.data.rows import TokenRows
@@ -161,10 +161,10 @@ def cached(
     )
     missing = found.missing
     if not missing:
-        say(f"hidden states: {found.bytes / 2**30:.2f} GiB read from {directory}")
+        inform(f"hidden states: {found.bytes / 2**30:.2f} GiB read from {directory}")
         return found
     os.makedirs(directory, exist_ok=True)
-    with alone(directory):
+    with exclusive(directory):
         missing = found.missing  # another run may have written them meanwhile
         if missing:
             announce(found, missing)
@@ -174,7 +174,7 @@ def cached(
 
 
 @contextlib.contextmanager
-def alone(directory: str) -> Iterator[None]:
+def exclusive(directory: str) -> Iterator[None]:
     """One process at a time; the lock ends with its process, however that ends."""
     from filelock import FileLock, Timeout
 
@@ -182,7 +182,7 @@ def alone(directory: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        say(f"hidden states: another run is writing {directory}, waiting for it")
+        inform(f"hidden states: another run is writing {directory}, waiting for it")
         lock.acquire()
     try:
         yield
@@ -208,7 +208,7 @@ def announce(found: CachedRows, missing: list[int]) -> None:
     free = shutil.disk_usage(found.directory).free
     done = len(found.shards) - len(missing)
     there = f", {done} of {len(found.shards)} files are there" if done else ""
-    say(
+    inform(
         f"hidden states: {found.rows} rows x {T} x {D} in {found.kind} = "
         f"{found.bytes / 2**30:.2f} GiB in {found.directory} ({free / 2**30:.1f} GiB "
         f"free{there})"
@@ -254,4 +254,4 @@ def compute(
             found.write(shard, batches(shard))
             if bar.disable and time.monotonic() - told > 60:
                 told = time.monotonic()
-                say(f"hidden states: {i} of {len(missing)} files written")
+                inform(f"hidden states: {i} of {len(missing)} files written")

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from medusa_jax.config import Config, DataConfig
-from medusa_jax.console import announced, say
+from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
@@ -97,9 +97,9 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
         raise UserError(
             f"none of the {len(records)} samples of {source} can be used: {reasons}"
         )
-    say(f"{source}: {len(records) - skipped.total()} of {len(records)} samples used")
+    inform(f"{source}: {len(records) - skipped.total()} of {len(records)} samples used")
     if skipped:
-        say(f"{source}: {skipped.total()} samples skipped ({reasons})")
+        inform(f"{source}: {skipped.total()} samples skipped ({reasons})")
     new = directory + ".new"
     shutil.rmtree(new, ignore_errors=True)
     os.makedirs(new)

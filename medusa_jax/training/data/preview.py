@@ -92,15 +92,15 @@ def pairs_line(cfg: Config, counted: list[bool]) -> str:
     from medusa_jax.training import losses
 
     backbone = cfg.train.stage == "backbone"
-    aheads = (1,) if backbone else tuple(k + 2 for k in range(cfg.heads.n_heads))
+    offsets = (1,) if backbone else tuple(k + 2 for k in range(cfg.heads.n_heads))
     counted_1T = np.array([counted], bool)
     batch: Any = {
         "tokens": np.zeros_like(counted_1T, np.int32),
         "counted": counted_1T,
         "segment_ids": np.ones_like(counted_1T, np.int32),
     }
-    numbers = " ".join(f"{int(n)}" for n in losses.pair_counts(batch, aheads))
-    what = "next-token targets" if backbone else f"targets of heads 1 ... {len(aheads)}"
+    numbers = " ".join(f"{int(n)}" for n in losses.pair_counts(batch, offsets))
+    what = "next-token targets" if backbone else f"targets of heads 1 ... {len(offsets)}"
     return f"{what}: {numbers}"
 
 

@@ -19,9 +19,9 @@ def equation_1(
     drafter = objective.drafter
     hidden_BTD = jax.lax.stop_gradient(hidden_states(base, batch))
     features_KBTD = drafter.features(params, base, hidden_BTD, *rows(batch))
-    aheads = range(2, drafter.n_heads + 2)
-    labels = [later(batch["tokens"], a) for a in aheads]
-    masks = [pair_mask(batch["counted"], batch["segment_ids"], a) for a in aheads]
+    offsets = range(2, drafter.n_heads + 2)
+    labels = [later(batch["tokens"], a) for a in offsets]
+    masks = [pair_mask(batch["counted"], batch["segment_ids"], a) for a in offsets]
     labels_KBT, mask_KBT = jnp.stack(labels), jnp.stack(masks)
     logits_KBTV = jnp.stack(
         [drafter.head_logits(params, base, k, f) for k, f in enumerate(features_KBTD)]

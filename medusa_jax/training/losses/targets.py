@@ -37,8 +37,8 @@ def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> j
     return mask
 
 
-def pair_counts(batch: Batch, aheads: tuple[int, ...]) -> jax.Array:
-    """Number of counted pairs per distance, float32 [len(aheads)].
+def pair_counts(batch: Batch, offsets: tuple[int, ...]) -> jax.Array:
+    """Number of counted pairs per distance, float32 [len(offsets)].
 
     Over a batch with leading microbatch axes this is the count that every microbatch divides
     by, so that accumulation weighs all pairs alike.
@@ -46,5 +46,5 @@ def pair_counts(batch: Batch, aheads: tuple[int, ...]) -> jax.Array:
     T = batch["tokens"].shape[-1]
     counted = batch["counted"].reshape(-1, T)
     segments = batch["segment_ids"].reshape(-1, T)
-    counts = [jnp.sum(pair_mask(counted, segments, ahead)) for ahead in aheads]
+    counts = [jnp.sum(pair_mask(counted, segments, ahead)) for ahead in offsets]
     return jnp.stack(counts).astype(jnp.float32)

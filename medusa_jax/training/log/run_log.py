@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.console import say
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.training.log.curves import draw_run, read_log
 
@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
     return f"{s // 3600}h{s % 3600 // 60:02d}m"
 
 
-class Progress:
+class RunLog:
     """Writes records of a run; lines of later steps than `start` are dropped from the log.
 
     With several processes only one of them (`write`) does so.
@@ -74,14 +74,14 @@ class Progress:
         self._write(step, "train", record)
         left = duration((self.total - step) / self.rate) if self.rate else "?"
         speed = f"{self.rate * self.tokens_per_step:,.0f} tokens/s"
-        say(f"step {step}/{self.total}  {_summary(record)}  {speed}  {left} left")
+        inform(f"step {step}/{self.total}  {_summary(record)}  {speed}  {left} left")
 
     def evaluation(self, step: int, record: dict[str, Any]) -> None:
         """An evaluation record."""
         if self.file is None:
             return
         self._write(step, "eval", record)
-        say(f"step {step}/{self.total}  held-out {_summary(record)}")
+        inform(f"step {step}/{self.total}  held-out {_summary(record)}")
         self.draw()
 
     def draw(self) -> None:
@@ -92,7 +92,7 @@ class Progress:
         try:
             draw_run(read_log(log), log.with_name("curves.png"))
         except (UserError, OSError) as error:
-            say(f"no curves.png: {error}")
+            inform(f"no curves.png: {error}")
             self.curves = False
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The arms of the study: what each trains, on what, at which rates."""
+"""The variants of the study: what each trains, on what, at which rates."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ from medusa_jax.config import (
 HEADS_RATE, BACKBONE_RATE = 2e-3, 5e-4  # the paper's two-stage recipe
 
 
-def arms() -> dict[str, tuple[str, list[dict[str, Any]]]]:
+def variants() -> dict[str, tuple[str, list[dict[str, Any]]]]:
     """Name -> (what it is, its runs one after another as fields that differ from `recipe`).
 
     A run's "share" is its part of all steps; "heads" is the run whose heads it starts from.
@@ -60,7 +60,7 @@ def arms() -> dict[str, tuple[str, list[dict[str, Any]]]]:
 
 
 def recipe(flags: argparse.Namespace, seed: int, data: Path) -> Config:
-    """What all arms share."""
+    """What all variants share."""
     return Config(
         model=ModelConfig(path=flags.model),
         heads=HeadsConfig(n_heads=4, n_layers=1, lm_head="low_rank", rank=flags.rank),
@@ -77,14 +77,14 @@ def recipe(flags: argparse.Namespace, seed: int, data: Path) -> Config:
     )  # fmt: skip
 
 
-def train_arm(
+def train_variant(
     flags: argparse.Namespace,
     seed: int,
     runs: list[dict[str, Any]],
     folder: Path,
     out: Path,
 ) -> tuple[str, str, float]:
-    """Runs of one arm -> (model directory, heads directory, last mean loss of the heads)."""
+    """Runs of one variant -> (model directory, heads directory, last mean loss of the heads)."""
     from medusa_jax.commands.train import override
     from medusa_jax.training.trainer import train
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from medusa_jax.errors import UserError
-from medusa_jax.training.log import progress
+from medusa_jax.training.log import run_log
 from medusa_jax.training.log.curves import read_log, series
-from medusa_jax.training.log.progress import Progress, duration
+from medusa_jax.training.log.run_log import RunLog, duration
 
 
 def test_durations():
@@ -19,13 +19,13 @@ def test_durations():
 
 
 def test_a_resumed_log_drops_what_came_after_the_checkpoint(tmp_path):
-    log = Progress(str(tmp_path), 0, 10, 8)
+    log = RunLog(str(tmp_path), 0, 10, 8)
     for step in range(1, 6):
         log.train(step, {"loss": [1.0 / step], "lr": 0.1})
     log.close()
     with open(tmp_path / "log.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 6, "lo')  # cut off by a kill
-    log = Progress(str(tmp_path), 3, 10, 8)
+    log = RunLog(str(tmp_path), 3, 10, 8)
     log.train(4, {"loss": [9.0], "lr": 0.1})
     log.close()
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").open()]
@@ -33,7 +33,7 @@ def test_a_resumed_log_drops_what_came_after_the_checkpoint(tmp_path):
 
 
 def test_time_aside_does_not_count(tmp_path):
-    log = Progress(str(tmp_path), 0, 10, 8)
+    log = RunLog(str(tmp_path), 0, 10, 8)
     with log.aside():
         time.sleep(0.2)
     log.train(1, {"loss": 1.0})
@@ -59,7 +59,7 @@ def test_curves_by_head():
 
 
 def log_some(workdir, **options):
-    log = Progress(str(workdir), 0, 10, 8, **options)
+    log = RunLog(str(workdir), 0, 10, 8, **options)
     for step in range(1, 6):
         log.train(step, {"loss": [1.0 / step, 2.0], "top1": [0.1, 0.2], "lr": 0.1})
     log.evaluation(5, {"loss": [0.3, 0.9], "top1": [0.5, 0.2], "accepted_length_tree": 1.6})
@@ -82,7 +82,7 @@ def test_a_run_goes_on_without_pictures(tmp_path, capsys, monkeypatch):
     def fails(*_):
         raise UserError("drawing charts needs matplotlib")
 
-    monkeypatch.setattr(progress, "draw_run", fails)
+    monkeypatch.setattr(run_log, "draw_run", fails)
     log_some(tmp_path, curves=True).close()
     assert capsys.readouterr().err.count("no curves.png: drawing charts needs") == 1
 
@@ -122,4 +122,4 @@ def test_weights_and_biases_only_when_asked_for(tmp_path, monkeypatch):
 def test_weights_and_biases_that_are_not_there(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
-        Progress(str(tmp_path), 0, 10, 8, wandb="mine")
+        RunLog(str(tmp_path), 0, 10, 8, wandb="mine")
