@@ -24,10 +24,10 @@ def barred_tokens(text: Sequence[int], n: int) -> list[int]:
     return sorted({text[end] for end in ends if tuple(text[end - n + 1 : end]) == tail})
 
 
-def without_barred(logits_PV: jax.Array, text: Sequence[int], n: int) -> jax.Array:
+def without_barred(logits_BV: jax.Array, text: Sequence[int], n: int) -> jax.Array:
     """Logits of one position, minus infinity for what is barred behind `text` (n = 0: nothing)."""
     barred = barred_tokens(text, n) if n else []
-    return logits_PV.at[:, jnp.array(barred, int)].set(-jnp.inf) if barred else logits_PV
+    return logits_BV.at[:, jnp.array(barred, int)].set(-jnp.inf) if barred else logits_BV
 
 
 def texts_behind(

@@ -125,11 +125,11 @@ def score_gap(
 
 
 def perturbed(
-    logits_PV: jax.Array, position: int, option: Options, request: int
+    logits_BV: jax.Array, position: int, option: Options, request: int
 ) -> jax.Array:
     """What plain decoding takes the argmax of, for logits [P, V] of one position."""
     if option.temperature == 0:
-        return logits_PV
+        return logits_BV
     one = lambda value, kind: jnp.asarray(np.array([value], kind))  # noqa: E731
     sampling = Sampling(
         temperature_B=one(option.temperature, np.float32),
@@ -139,9 +139,9 @@ def perturbed(
         key_B=row_keys(one(option.seed % 2**32, np.uint32), one(request, np.int32)),
     )
     at_11 = one(position, np.int32)[:, None]
-    noise_11V = gumbel(sampling.key_B, at_11, logits_PV.shape[-1], logits_PV.dtype)
-    return filtered(logits_PV[None], sampling)[0] + jnp.broadcast_to(
-        noise_11V[0], logits_PV.shape
+    noise_11V = gumbel(sampling.key_B, at_11, logits_BV.shape[-1], logits_BV.dtype)
+    return filtered(logits_BV[None], sampling)[0] + jnp.broadcast_to(
+        noise_11V[0], logits_BV.shape
     )
 
 

@@ -84,26 +84,26 @@ def find_divergence(
         three_passes(tree, model.base, padded, np.int32(length))
         for length in range(len(text), max(len(text) - POSITIONS, 0), -1)
     ]
-    logits_PV = without_barred(passes[0], text, model.no_repeat_ngram_size)
-    scores_PV = np.asarray(perturbed(logits_PV, len(text), option, request), np.float64)
+    logits_BV = without_barred(passes[0], text, model.no_repeat_ngram_size)
+    scores_BV = np.asarray(perturbed(logits_BV, len(text), option, request), np.float64)
     pair = [ours[first], theirs[first]]
-    kept_PV = np.isfinite(scores_PV)
+    kept_BV = np.isfinite(scores_BV)
     moved = max(movement(np.asarray(x, np.float64), pair) for x in passes)
-    best = np.sort(scores_PV[1])[-2:]
+    best = np.sort(scores_BV[1])[-2:]
     return Divergence(
         position=first,
         ours=pair[0],
         theirs=pair[1],
         gap=float(best[1] - best[0]),
         noise_band=float(moved / (option.temperature or 1.0)),
-        at_cut=bool((kept_PV != kept_PV[:1])[:, pair].any()),
+        at_cut=bool((kept_BV != kept_BV[:1])[:, pair].any()),
     )
 
 
-def movement(logits_PV: np.ndarray, also: Sequence[int]) -> float:
+def movement(logits_BV: np.ndarray, also: Sequence[int]) -> float:
     """How far apart two passes put a token's logit, at most: of the ten best and of `also`."""
-    near = [*np.argsort(logits_PV[1])[-10:], *also]
-    return float(np.ptp(logits_PV[:, near], axis=0).max())
+    near = [*np.argsort(logits_BV[1])[-10:], *also]
+    return float(np.ptp(logits_BV[:, near], axis=0).max())
 
 
 @partial(jax.jit, static_argnums=0)

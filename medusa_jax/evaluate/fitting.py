@@ -90,14 +90,14 @@ def fit_tree(
         product of head accuracies.
     """
     texts = rank_texts(model, prompts, options)
-    tuples_NK = np.concatenate(texts)
+    tuples_PK = np.concatenate(texts)
 
-    def grow(tuples_NK: np.ndarray) -> list[Choice]:
+    def grow(tuples_PK: np.ndarray) -> list[Choice]:
         if worth == "joint":
-            return growth.joint_growth(tuples_NK, GROWTH)
-        return growth.product_growth(growth.head_accuracies(tuples_NK), GROWTH)
+            return growth.joint_growth(tuples_PK, GROWTH)
+        return growth.product_growth(growth.head_accuracies(tuples_PK), GROWTH)
 
-    choices = grow(tuples_NK)
+    choices = grow(tuples_PK)
     sizes = sorted({1, *(s for s in sizes if s <= len(choices) + 1)})
     trees = [Tree.from_choices(choices[: s - 1]) for s in sizes]
     acceptance = "sampled" if options.temperature > 0 else "greedy"
@@ -134,8 +134,8 @@ def fit_tree(
         "date": date.today().isoformat(),
         "evidence": {
             "prompts": len(prompts),
-            "positions": len(tuples_NK),
-            "head_accuracies": np.round(growth.head_accuracies(tuples_NK), 4).tolist(),
+            "positions": len(tuples_PK),
+            "head_accuracies": np.round(growth.head_accuracies(tuples_PK), 4).tolist(),
             "ladder": ladder,
         },
     }

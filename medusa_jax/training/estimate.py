@@ -54,14 +54,14 @@ def accepted_lengths(ranks: np.ndarray) -> dict[str, float]:
     Example, K = 2, four positions: (0, 0) (0, 3) (1, 0) (0, 0) give a chain of
     1 + 3/4 + 2/4 = 2.25.
     """
-    tuples_NK = ranks.reshape(-1, ranks.shape[-1])
-    tuples_NK = tuples_NK[tuples_NK[:, 0] >= 0]
-    if len(tuples_NK) < 2:
+    tuples_PK = ranks.reshape(-1, ranks.shape[-1])
+    tuples_PK = tuples_PK[tuples_PK[:, 0] >= 0]
+    if len(tuples_PK) < 2:
         return {}
     # Rows come in order, so at most the text that this cut runs through is in both halves.
-    first, second = np.array_split(tuples_NK, 2)
+    first, second = np.array_split(tuples_PK, 2)
     tree = Tree.from_choices(joint_growth(first, TREE_NODES - 1))
     return {
-        "accepted_length_chain": chain_length(tuples_NK),
+        "accepted_length_chain": chain_length(tuples_PK),
         "accepted_length_tree": float(expected_tokens(second, tree)),
     }

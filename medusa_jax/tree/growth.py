@@ -18,14 +18,14 @@ from medusa_jax.tree.tree import Choice, Tree
 MISS = 64
 
 
-def head_accuracies(tuples_NK: np.ndarray, n_ranks: int = 10) -> np.ndarray:
+def head_accuracies(tuples_PK: np.ndarray, n_ranks: int = 10) -> np.ndarray:
     """a_k^(i): how often the i-th guess of head k is the right one, [K, n_ranks]."""
-    return np.stack([(tuples_NK == i).mean(axis=0) for i in range(n_ranks)], axis=1)
+    return np.stack([(tuples_PK == i).mean(axis=0) for i in range(n_ranks)], axis=1)
 
 
-def chain_length(tuples_NK: np.ndarray) -> float:
+def chain_length(tuples_PK: np.ndarray) -> float:
     """Tokens per step if the first guess of every head were drafted, one behind the other."""
-    return 1.0 + float(np.cumprod(tuples_NK == 0, axis=1).mean(axis=0).sum())
+    return 1.0 + float(np.cumprod(tuples_PK == 0, axis=1).mean(axis=0).sum())
 
 
 def product_growth(accuracy_KR: np.ndarray, n_choices: int) -> list[Choice]:
@@ -52,10 +52,10 @@ def product_growth(accuracy_KR: np.ndarray, n_choices: int) -> list[Choice]:
     return growth
 
 
-def path_counts(tuples_NK: np.ndarray) -> Counter[Choice]:
+def path_counts(tuples_PK: np.ndarray) -> Counter[Choice]:
     """How many of the recorded tuples begin with each path (paths without a miss)."""
     counts: Counter[Choice] = Counter()
-    for ranks, n in Counter(map(tuple, tuples_NK.tolist())).items():
+    for ranks, n in Counter(map(tuple, tuples_PK.tolist())).items():
         for depth in range(1, len(ranks) + 1):
             if ranks[depth - 1] >= MISS:
                 break
@@ -63,20 +63,20 @@ def path_counts(tuples_NK: np.ndarray) -> Counter[Choice]:
     return counts
 
 
-def joint_growth(tuples_NK: np.ndarray, n_choices: int) -> list[Choice]:
+def joint_growth(tuples_PK: np.ndarray, n_choices: int) -> list[Choice]:
     """Nodes by how often the true continuation runs through them, no independence assumed.
 
     A node is never worth more than its parent, so the n best nodes always form a tree, and no
     tree of n nodes is worth more.
     """
-    counts = path_counts(tuples_NK)
+    counts = path_counts(tuples_PK)
     return sorted(counts, key=lambda path: (-counts[path], len(path), path))[:n_choices]
 
 
-def expected_tokens(tuples_NK: np.ndarray, tree: Tree) -> float:
+def expected_tokens(tuples_PK: np.ndarray, tree: Tree) -> float:
     """1 + the summed worth of the tree's nodes, taking step starts as uniform (2.3.3)."""
-    counts = path_counts(tuples_NK)
-    return 1 + sum(counts[c] for c in tree.choices) / len(tuples_NK)
+    counts = path_counts(tuples_PK)
+    return 1 + sum(counts[c] for c in tree.choices) / len(tuples_PK)
 
 
 def replay(texts: Sequence[np.ndarray], tree: Tree) -> tuple[int, int]:

@@ -20,7 +20,7 @@ def test_after_changes_nothing():
         "codes": jnp.arange(3, dtype=jnp.uint8),
         "m": jnp.eye(2) > 0,
     }
-    got = jax.jit(after)(tree, jnp.float32(7))
+    got = jax.jit(not_before)(tree, jnp.float32(7))
     jax.tree.map(np.testing.assert_array_equal, got, tree)
     assert [x.dtype for x in jax.tree.leaves(got)] == [
         x.dtype for x in jax.tree.leaves(tree)

@@ -87,10 +87,10 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
     fitted = read_questions(flags.calibration, flags.calibration_limit)
     prompts = [prompt_of(question) for question in fitted]
     options = Options(max_new_tokens=flags.max_new_tokens)
-    tuples_NK = np.concatenate(rank_texts(model, prompts, options))
+    tuples_PK = np.concatenate(rank_texts(model, prompts, options))
     decoded = []
     for size in (int(n) for n in flags.nodes.split(",")):
-        tree = Tree.from_choices(growth.joint_growth(tuples_NK, size - 1))
+        tree = Tree.from_choices(growth.joint_growth(tuples_PK, size - 1))
         # Speeds are the race's: here once is enough.
         row = drafting_row(model, questions, tree, options, repeats=1)
         [step] = step_seconds(model, [tree], model.encode(prompts[0]))
@@ -105,10 +105,10 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
         "settings": settings,
         "drafter": model.drafter.heads.drafter,
         "parameters": sum(x.size for x in jax.tree.leaves(model.variables["heads"])),
-        "top1": (tuples_NK == 0).mean(axis=0).tolist(),
-        "top5": (tuples_NK < 5).mean(axis=0).tolist(),
-        "chain": growth.chain_length(tuples_NK),
-        "positions": len(tuples_NK),
+        "top1": (tuples_PK == 0).mean(axis=0).tolist(),
+        "top5": (tuples_PK < 5).mean(axis=0).tolist(),
+        "chain": growth.chain_length(tuples_PK),
+        "positions": len(tuples_PK),
         "decoded": decoded,
         "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
     }

@@ -111,10 +111,10 @@ def convergence(curves: dict[str, list[list[dict[str, Any]]]]) -> str:
     )
     cells = []
     for name, found in curves.items():
-        top1_SN = [[statistics.mean(r["top1"]) for r in records] for records in found]
-        gains = [row[-1] - row[-2] for row in top1_SN]
+        top1 = [[statistics.mean(r["top1"]) for r in records] for records in found]
+        gains = [row[-1] - row[-2] for row in top1]
         trained = [statistics.mean(records[-1]["trained_top1"]) for records in found]
-        means = (f"{x:.3f}" for x in np.mean(top1_SN, axis=0))
+        means = (f"{x:.3f}" for x in np.mean(top1, axis=0))
         cells.append((name, *means, spread(gains, 4), f"{statistics.mean(trained):.3f}"))
     return markdown_table(list(map(str, header)), cells)
 
