@@ -9,6 +9,7 @@ from planted import random_params, tiny_config
 
 from medusa_jax.config import LoraConfig
 from medusa_jax.model import lora
+from medusa_jax.model.barrier import not_before
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.model.remat import rematerialised
