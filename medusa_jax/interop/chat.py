@@ -8,11 +8,9 @@ behind an assistant turn counts: the model has to learn to stop.
 """
 
 import difflib
-import functools
-import json
+import os
 import re
 import secrets
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +52,10 @@ MESSAGE_ROLES = {
     "system": "system",
     "developer": "system",
 }
+
+
+# What templates may read beside the messages.
+SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class SampleError(UserError):
@@ -280,17 +282,20 @@ def render(
       SampleError: the template refuses the conversation.
       UserError: the template itself is broken.
     """
+    # Importing transformers without torch would print a notice.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-    specials = {"bos_token": "", "eos_token": "", "unk_token": "", "pad_token": ""}
-    # A mark that no content can contain, because it did not exist when the content was written.
-    mark = f"\x00{secrets.token_hex(8)}\x00"
+    specials: dict[str, Any] = dict.fromkeys(SPECIALS, "") | special_texts
     try:
-        marked = _compile(source).render(
-            messages=messages,
+        # Annotated as str; these are the texts and, with a mask asked for, their spans.
+        rendered: Any = render_jinja_template(
+            [messages],
+            chat_template=source,
+            return_assistant_tokens_mask=bool(MARKED.search(source)),
             add_generation_prompt=add_generation_prompt,
-            _generation_mark=mark,
-            **(specials | special_texts),
+            **specials,
         )
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"the chat template is broken: {error}") from error
@@ -299,49 +304,8 @@ def render(
         raise SampleError(
             f"the chat template refuses the conversation: {first_line}"
         ) from error
-    pieces = marked.split(mark)
-    text, spans = pieces[0], []
-    # Pieces alternate: outside, inside, outside, ...
-    for i, piece in enumerate(pieces[1:], start=1):
-        if i % 2:
-            spans.append((len(text), len(text) + len(piece)))
-        text += piece
-    return text, spans
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(source: str) -> Any:
-    """A sandboxed template with the helpers that published chat templates expect."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """Puts the mark before and behind what {% generation %} encloses."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> list[Any]:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            mark = nodes.ContextReference()
-            read = nodes.Getitem(mark, nodes.Const("_generation_mark"), "load")
-            return [
-                nodes.Output([read], lineno=line),
-                *body,
-                nodes.Output([read], lineno=line),
-            ]
-
-    def raise_exception(message: str) -> None:
-        raise ValueError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+    [text], spans = rendered
+    return text, spans[0] if spans else []
 
 
 def _spans_by_prefix(
