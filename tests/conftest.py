@@ -29,13 +29,17 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-@pytest.fixture(autouse=True)
-def _restore_x64():
+def restored_x64():
     """`load(dtype="float64")` switches the whole process; the next test must not notice."""
     before = jax.config.jax_enable_x64
     yield
     if jax.config.jax_enable_x64 != before:
         jax.config.update("jax_enable_x64", before)
+
+
+# The fixtures of a module load, too, before those of its first test are asked for.
+_after_a_test = pytest.fixture(restored_x64, autouse=True)
+_after_a_module = pytest.fixture(restored_x64, autouse=True, scope="module")
 
 
 @pytest.fixture(autouse=True, scope="module")

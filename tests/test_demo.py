@@ -1,6 +1,7 @@
 """The bundled demo: its size, its figures' honesty, and exactness on real text."""
 
 import json
+from functools import cache
 
 import pytest
 
@@ -10,7 +11,7 @@ from medusa_jax.api import DEMO
 from medusa_jax.heads import DRAFTERS
 
 
-@pytest.fixture(scope="module")
+@cache
 def prompts() -> list[list[int]]:
     lines = (DEMO / "prompts.jsonl").read_text().splitlines()
     return [json.loads(line)["prompt_ids"] for line in lines]
@@ -32,22 +33,20 @@ def greedy_and_sampled(n: int) -> list[Options]:
     return [Options(max_new_tokens=n, temperature=t) for t in (0.0, 0.8)]
 
 
-@pytest.fixture(scope="module")
-def plain(prompts) -> list[list[int]]:
+@cache
+def plain_texts() -> list[list[int]]:
     """What plain decoding gives for two prompts."""
     model = medusa_jax.load(drafter="none", dtype="float64", tree="none")
-    return [r.token_ids for r in model.generate(prompts[3:5], greedy_and_sampled(40))]
+    return [r.token_ids for r in model.generate(prompts()[3:5], greedy_and_sampled(40))]
 
 
 @pytest.mark.parametrize(
     ("name", "tree"), [("medusa", "64"), *((n, "8") for n in DRAFTERS)]
 )
-def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(
-    prompts, plain, name, tree
-):
+def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(name, tree):
     model = medusa_jax.load(drafter=name, dtype="float64", tree=tree)
-    results = model.generate(prompts[3:5], greedy_and_sampled(40))
-    assert [r.token_ids for r in results] == plain
+    results = model.generate(prompts()[3:5], greedy_and_sampled(40))
+    assert [r.token_ids for r in results] == plain_texts()
     for result in results:
         assert (result.new_tokens - 1) / result.steps > 1.5
 
@@ -64,10 +63,10 @@ def test_tree_beside_the_heads_is_the_one_its_evidence_names(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["medusa", "hydra"])
 @pytest.mark.parametrize("tree", ["auto", "64"])
-def test_fifty_prompts_by_two_hundred_tokens_without_a_mismatch(prompts, name, tree):
+def test_fifty_prompts_by_two_hundred_tokens_without_a_mismatch(name, tree):
     model = medusa_jax.load(drafter=name, dtype="float64", tree=tree)
-    assert len(prompts) >= 50
-    for prompt in prompts[:50]:
+    assert len(prompts()) >= 50
+    for prompt in prompts()[:50]:
         ours = model.generate([prompt], Options(max_new_tokens=200))[0]
         plain = model.generate([prompt], Options(max_new_tokens=200), tree="none")[0]
         assert ours.token_ids == plain.token_ids
