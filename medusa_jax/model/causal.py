@@ -142,14 +142,15 @@ def attend_long_backward(kept: Any, d_out_BGTRH: jax.Array) -> tuple[Any, ...]:
     T, scale = q_BGTRH.shape[2], q_BGTRH.shape[-1] ** -0.5
     dtype, wide = q_BGTRH.dtype, norm_BGTR1.dtype
     nothing = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), sees)
-    own_BGTR1 = jnp.sum(d_out_BGTRH.astype(wide) * out_BGTRH, axis=-1, keepdims=True)
-    q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, own_BGTR1 = whole_blocks(
-        q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, own_BGTR1
+    # The mean of d_weight under the weights, without them (Dao et al. 2022, equation 4).
+    mean_BGTR1 = jnp.sum(d_out_BGTRH.astype(wide) * out_BGTRH, axis=-1, keepdims=True)
+    q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, mean_BGTR1 = whole_blocks(
+        q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, mean_BGTR1
     )
 
     def row(d_kv: Any, i: jax.Array) -> tuple[Any, jax.Array]:
-        q, d_out, norm, own = (
-            block(x, i) for x in (q_BGTRH, d_out_BGTRH, norm_BGTR1, own_BGTR1)
+        q, d_out, norm, mean = (
+            block(x, i) for x in (q_BGTRH, d_out_BGTRH, norm_BGTR1, mean_BGTR1)
         )
 
         def pair(j: jax.Array, carry: Any) -> Any:
@@ -158,7 +159,7 @@ def attend_long_backward(kept: Any, d_out_BGTRH: jax.Array) -> tuple[Any, ...]:
             visible_BQS = sees.visible(i * BLOCK, BLOCK, j * BLOCK, BLOCK)
             weight = jnp.exp(scores(q, k, visible_BQS) - norm)
             d_weight = dot(folded(d_out), v, 3, 3).reshape(weight.shape)
-            d_score = folded((weight * (d_weight - own) * scale).astype(dtype))
+            d_score = folded((weight * (d_weight - mean) * scale).astype(dtype))
             d_k = dot(d_score, folded(q), 2, 2)
             d_v = dot(folded(weight.astype(dtype)), folded(d_out), 2, 2)
             d_q += dot(d_score, k, 3, 2).reshape(q.shape)
