@@ -103,8 +103,9 @@ Pair = tuple[jax.Array, jax.Array]
 # Who sees what: a mask [B, T, S] over the slots of a cache, or the order of a text.
 Sees = jax.Array | Causal
 
-# Tokens behind a cache that are scored against all its slots at once; a tree has no more nodes.
-FEW = 64
+# So many tokens of a text, an accepted path, are scored against all slots of a cache at once, as
+# the nodes of a tree are; more, those of a prompt, against the slots that count.
+FEW = 16
 
 
 def write_both(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:

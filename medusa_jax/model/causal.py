@@ -1,5 +1,6 @@
 """Causal attention within a text and behind a cached one; memory grows with its length only."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,13 +94,20 @@ def short_part(
 
 
 def long_part(
-    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
-) -> Part:
-    """Blocks of queries over blocks of keys, one pair at a time (Dao et al. 2022, algorithm 1)."""
+    q_BGTRH: jax.Array,
+    k_BGTH: jax.Array,
+    v_BGTH: jax.Array,
+    sees: Causal,
+    of_block: Callable[[Part], Any] = lambda part: part,
+) -> Any:
+    """Blocks of queries over blocks of keys, one pair at a time (Dao et al. 2022, algorithm 1).
+
+    Returns what `of_block` makes of each block of queries, put together.
+    """
     T = q_BGTRH.shape[2]
     q_BGTRH, k_BGTH, v_BGTH, sees = whole_blocks(q_BGTRH, k_BGTH, v_BGTH, sees)
 
-    def row(i: jax.Array) -> Part:
+    def row(i: jax.Array) -> Any:
         q_BGQRH = block(q_BGTRH, i)
 
         def pair(j: jax.Array) -> Part:
@@ -108,7 +116,8 @@ def long_part(
 
         # A query's own block first, so that it has a score to begin with.
         first = oldest_block(i, sees)
-        return lax.fori_loop(first, i, lambda j, part: merged(part, pair(j)), pair(i))
+        of_keys = lax.fori_loop(first, i, lambda j, part: merged(part, pair(j)), pair(i))
+        return of_block(of_keys)
 
     parts = lax.map(row, jnp.arange(q_BGTRH.shape[2] // BLOCK))
     return jax.tree.map(lambda x: joined(x)[:, :, :T], parts)
@@ -123,16 +132,19 @@ def attend_long(
     The backward pass scores every pair again, so that only the output and one number for each
     query are kept for it (Dao et al. 2022, algorithm 4).
     """
-    return finished(long_part(q_BGTRH, k_BGTH, v_BGTH, sees), q_BGTRH.dtype)
+    return attend_long_forward(q_BGTRH, k_BGTH, v_BGTH, sees)[0]
 
 
 def attend_long_forward(
     q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
 ) -> tuple[jax.Array, Any]:
     """The output, and what the backward pass reads."""
-    part = long_part(q_BGTRH, k_BGTH, v_BGTH, sees)
-    out_BGTRH = finished(part, q_BGTRH.dtype)
-    norm_BGTR1 = part.top_BGTR1 + jnp.log(part.total_BGTR1)
+
+    def of_block(part: Part) -> tuple[jax.Array, jax.Array]:
+        norm_BGQR1 = part.top_BGTR1 + jnp.log(part.total_BGTR1)
+        return finished(part, q_BGTRH.dtype), norm_BGQR1
+
+    out_BGTRH, norm_BGTR1 = long_part(q_BGTRH, k_BGTH, v_BGTH, sees, of_block)
     return out_BGTRH, (q_BGTRH, k_BGTH, v_BGTH, sees, out_BGTRH, norm_BGTR1)
 
 
@@ -142,14 +154,15 @@ def attend_long_backward(kept: Any, d_out_BGTRH: jax.Array) -> tuple[Any, ...]:
     T, scale = q_BGTRH.shape[2], q_BGTRH.shape[-1] ** -0.5
     dtype, wide = q_BGTRH.dtype, norm_BGTR1.dtype
     nothing = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), sees)
-    own_BGTR1 = jnp.sum(d_out_BGTRH.astype(wide) * out_BGTRH, axis=-1, keepdims=True)
-    q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, own_BGTR1 = whole_blocks(
-        q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, own_BGTR1
+    # The mean of d_weight under the weights, without them (Dao et al. 2022, equation 4).
+    mean_BGTR1 = jnp.sum(d_out_BGTRH.astype(wide) * out_BGTRH, axis=-1, keepdims=True)
+    q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, mean_BGTR1 = whole_blocks(
+        q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, mean_BGTR1
     )
 
     def row(d_kv: Any, i: jax.Array) -> tuple[Any, jax.Array]:
-        q, d_out, norm, own = (
-            block(x, i) for x in (q_BGTRH, d_out_BGTRH, norm_BGTR1, own_BGTR1)
+        q, d_out, norm, mean = (
+            block(x, i) for x in (q_BGTRH, d_out_BGTRH, norm_BGTR1, mean_BGTR1)
         )
 
         def pair(j: jax.Array, carry: Any) -> Any:
@@ -158,7 +171,7 @@ def attend_long_backward(kept: Any, d_out_BGTRH: jax.Array) -> tuple[Any, ...]:
             visible_BQS = sees.visible(i * BLOCK, BLOCK, j * BLOCK, BLOCK)
             weight = jnp.exp(scores(q, k, visible_BQS) - norm)
             d_weight = dot(folded(d_out), v, 3, 3).reshape(weight.shape)
-            d_score = folded((weight * (d_weight - own) * scale).astype(dtype))
+            d_score = folded((weight * (d_weight - mean) * scale).astype(dtype))
             d_k = dot(d_score, folded(q), 2, 2)
             d_v = dot(folded(weight.astype(dtype)), folded(d_out), 2, 2)
             d_q += dot(d_score, k, 3, 2).reshape(q.shape)

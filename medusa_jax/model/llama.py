@@ -1,8 +1,8 @@
 """The backbone: a Llama-family transformer as a pure function of its parameters.
 
 One module serves training (`forward`: causal, packed segments, no cache) and decoding
-(`decode`: T tokens per row after a cached prefix, seeing each other through a static mask,
-which is the lower triangle for a prompt and the tree's ancestor mask for a draft tree).
+(`decode`: T tokens per row after a cached prefix, seeing each other by a static mask,
+which is the tree's ancestor mask for a draft tree, or in the order of the text for a prompt).
 """
 
 import dataclasses

@@ -42,6 +42,27 @@ def test_blocks_of_queries_give_what_one_attention_gives(T):
     )
 
 
+def test_memory_of_a_gradient_grows_with_the_length_of_the_row():
+    """Temporaries, forward and backward, in units of one float64 array of the queries' size."""
+
+    def temporaries(T):
+        shapes = [
+            jax.ShapeDtypeStruct((1, *s), jnp.float64) for s in ((T, 4, 8), (2, T, 8))
+        ]
+        segments = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+        def total(q, k, v, segments):
+            return attend_causal(q, k, v, Causal(segments)).sum()
+
+        run = jax.jit(jax.grad(total, (0, 1, 2)))
+        memory = run.lower(*shapes, shapes[1], segments).compile().memory_analysis()
+        return memory.temp_size_in_bytes / (T * 4 * 8 * 8)
+
+    short, long = temporaries(1024), temporaries(8192)
+    assert long < short
+    assert long < 10
+
+
 @pytest.mark.parametrize("window, first", [(0, 0), (70, 0), (70, 190)])
 @pytest.mark.parametrize("T", [3, 300])
 def test_a_text_behind_a_cache_sees_it_and_itself(T, window, first, monkeypatch):
