@@ -15,6 +15,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
 from medusa_jax.interop.hub import resolve
+from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.tensors import optional_json, read_json
 from medusa_jax.model.llama import init_params
 
@@ -244,7 +245,7 @@ def save_backbone(
     dtype: Any = "bfloat16",
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Write `config.json` and `model.safetensors` that transformers (and we) can load.
+    """Write `config.json` and weights that transformers (and we) can load, see `save_weights`.
 
     Args:
       extra: further fields for config.json, such as `bos_token_id` and `eos_token_id`.
@@ -254,14 +255,17 @@ def save_backbone(
     """
     kind = np.dtype(dtype).name
     raw = config_to_hf(config) | {"dtype": kind, "torch_dtype": kind}
-    arrays = {}
+    leaves, transposed = {}, {}
     for path, leaf in tensor_files.flatten(params).items():
-        name, transposed = locate(path)
-        array = tensor_files.host_array(leaf, dtype)
-        arrays[name] = array.T if transposed else array
+        name, is_transposed = locate(path)
+        leaves[name], transposed[name] = leaf, is_transposed
+
+    def read(name: str) -> np.ndarray:
+        array = tensor_files.host_array(leaves[name], dtype)
+        return array.T if transposed[name] else array
+
     os.makedirs(directory, exist_ok=True)
-    file = os.path.join(directory, "model.safetensors")
-    tensor_files.save_safetensors(file, arrays, {"format": "pt"})
+    save_weights(directory, leaves, read, dtype)
     tensor_files.save_json(os.path.join(directory, "config.json"), raw | (extra or {}))
 
 

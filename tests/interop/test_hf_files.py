@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.interop import hf, hub, tensors
+from medusa_jax.interop import hf, hub, shards, tensors
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 
@@ -384,3 +384,56 @@ def test_hub_prefers_safetensors(monkeypatch, tmp_path):
     (tmp_path / "model.safetensors").touch()
     hub.resolve("some/model")
     assert asked == ["*.safetensors", "pytorch_model*.bin", "*.safetensors"]
+
+
+def weights_in(path):
+    return {
+        name: t.read((slice(None),) * len(t.shape))
+        for name, t in tensors.open_checkpoint(path).items()
+    }
+
+
+def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
+    """One file, then shards, other shards, one file again: each time the directory is the model's
+    last state, nothing of the one before is left, and both forms hold the same tensors."""
+    path = str(tmp_path)
+    params = [init_params(TINY, jax.random.key(i)) for i in range(3)]
+    hf.save_backbone(path, TINY, params[0], "float32")
+    whole = weights_in(path)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 4000)
+    hf.save_backbone(path, TINY, params[0], "float32")
+    index = json.loads((tmp_path / shards.INDEX).read_text())
+    first = set(index["weight_map"].values())
+    assert len(first) > 2 and all((tmp_path / f).stat().st_size < 40_000 for f in first)
+    assert f"model-00001-of-{len(first):05d}.safetensors" in first
+    jax.tree.map(np.testing.assert_array_equal, weights_in(path), whole)
+    hf.save_backbone(path, TINY, params[1], "float32")
+    assert not first & {file.name for file in tmp_path.iterdir()}
+    _, read = hf.load_backbone(path, make_mesh())
+    jax.tree.map(np.testing.assert_array_equal, read, params[1])
+    monkeypatch.setattr(shards, "SHARD_BYTES", 10**9)
+    hf.save_backbone(path, TINY, params[2], "float32")
+    names = sorted(file.name for file in tmp_path.glob("model*"))
+    assert names == ["model.safetensors"]
+    _, read = hf.load_backbone(path, make_mesh())
+    jax.tree.map(np.testing.assert_array_equal, read, params[2])
+
+
+def test_a_write_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
+    """The disk is full at the second shard of the second model."""
+    path = str(tmp_path)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 4000)
+    hf.save_backbone(path, TINY, init_params(TINY, jax.random.key(0)), "float32")
+    before = weights_in(path)
+    save, written = tensors.save_safetensors, []
+
+    def full(file, *rest):
+        if written:
+            raise UserError(f"{file} could not be written: disk full")
+        written.append(file)
+        save(file, *rest)
+
+    monkeypatch.setattr(tensors, "save_safetensors", full)
+    with pytest.raises(UserError, match="disk full"):
+        hf.save_backbone(path, TINY, init_params(TINY, jax.random.key(1)), "float32")
+    jax.tree.map(np.testing.assert_array_equal, weights_in(path), before)

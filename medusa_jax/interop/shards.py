@@ -1,0 +1,62 @@
+"""A model's weights as safetensors: one file, or shards of 5 GB with an index."""
+
+import glob
+import math
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.interop import tensors as tensor_files
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+
+
+def save_weights(
+    directory: str, leaves: dict[str, Any], read: Callable[[str], np.ndarray], dtype: Any
+) -> None:
+    """Write a model's tensors as Hugging Face loaders expect them.
+
+    A directory holds the old weights or the new ones at every moment: shards get names of their
+    own, and the index, or the single file, is put in place last. The host holds one shard.
+
+    Args:
+      leaves: key -> anything with a shape.
+      read: key -> the array to store.
+      dtype: what it is stored in.
+
+    Raises:
+      UserError: the disk is full or the directory cannot be written.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    itemsize = np.dtype(dtype).itemsize
+    # Beside shards that an index names, others need names that it does not.
+    taken = os.path.exists(os.path.join(directory, INDEX))
+    stem = f"model-{secrets.token_hex(4)}" if taken else "model"
+    plan = split_state_dict_into_shards_factory(
+        leaves,
+        get_storage_size=lambda leaf: math.prod(leaf.shape) * itemsize,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=SHARD_BYTES,
+    )
+    files = plan.filename_to_tensors
+    if not plan.is_sharded:
+        files = {WEIGHTS: list(leaves)}
+    for name, keys in files.items():
+        path = os.path.join(directory, name)
+        arrays = {key: read(key) for key in keys}
+        tensor_files.save_safetensors(path, arrays, {"format": "pt"})
+    index = os.path.join(directory, INDEX)
+    if plan.is_sharded:
+        content = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        tensor_files.save_json(index, content)
+    elif taken:
+        os.remove(index)
+    for path in glob.glob(os.path.join(glob.escape(directory), "model*.safetensors")):
+        if os.path.basename(path) not in files:
+            os.remove(path)
