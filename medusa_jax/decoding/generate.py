@@ -13,16 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from medusa_jax.decoding.acceptance.targets import target_tokens
-from medusa_jax.decoding.repeats import without_repeats
+from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.sampling import Sampling, row_keys
-from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
-from medusa_jax.decoding.step import decode_loop, decode_step, emit, write_tokens
+from medusa_jax.decoding.state import (
+    DecodeState,
+    Engine,
+    Progress,
+    progress_of,
+    text_slots,
+)
+from medusa_jax.decoding.step import decode_loop, decode_step
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
-from medusa_jax.heads.drafter import Base
-from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import pin_state
 
 __all__ = [
@@ -49,118 +51,6 @@ __all__ = [
 
 MIN_SLOTS = 128
 MIN_PROMPT = 16
-# Tokens of a prompt that are read at once: enough for the arithmetic to outweigh reading the
-# weights on any device, few enough for their activations to be small beside the weights.
-PIECE = 512
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def prefill(
-    engine: Engine,
-    slots: int,
-    variables: dict[str, Any],
-    prompt_BT: jax.Array,
-    prompt_length_B: jax.Array,
-    limit_B: jax.Array,
-    stop_BQW: jax.Array,
-    sampling: Sampling,
-    output: jax.Array,
-) -> DecodeState:
-    """Read the prompts and emit the first token of every row.
-
-    Long prompts are read in pieces of `PIECE` tokens, each behind the ones before it: the memory
-    that this takes beside the cache does not grow with the prompt.
-
-    Args:
-      slots: cache slots to allocate, at least T.
-      prompt_BT: token ids, right-padded, T at most one piece or whole pieces; `prompt_length_B`
-        of a row count (at least 1).
-      limit_B: most tokens to emit, at least 1.
-      stop_BQW: token sequences that end a row, as `pack_stops` gives them.
-      output: an array of zeros [B, O] with O >= max(limit) + L.
-    """
-    B, T = prompt_BT.shape
-    piece = min(T, PIECE)
-    if T % piece:
-        raise ValueError(f"{T} prompt tokens are no multiple of a piece of {piece}")
-    config, dtype = engine.llama.config, engine.llama.dtype
-    base = Base(engine.llama, variables["base"])
-    zero_B = jnp.zeros((B,), jnp.int32)
-    last_B1 = (prompt_length_B - 1)[:, None]
-    text_BS = None
-    if engine.no_repeat_ngram_size:
-        text_BS = jnp.zeros((B, text_slots(engine, slots)), prompt_BT.dtype)
-        text_BS = text_BS.at[:, :T].set(prompt_BT)
-
-    def first_token(hidden_B1D: jax.Array) -> jax.Array:
-        logits_B1V = base.lm_head(hidden_B1D)
-        if text_BS is not None:
-            logits_B1V = without_repeats(
-                logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram_size
-            )
-        drawn = engine.rule.noise is not None
-        return target_tokens(logits_B1V, last_B1, sampling if drawn else None)[:, 0]
-
-    def read(i: Any, carry: tuple[KVCache, Any, jax.Array]) -> Any:
-        """Piece i of every prompt; the first token of the rows that end in it."""
-        cache, drafter, root_B = carry
-        begin = i * piece
-        position_BT = jnp.broadcast_to(begin + jnp.arange(piece)[None, :], (B, piece))
-        tokens_BT = lax.dynamic_slice_in_dim(prompt_BT, begin, piece, axis=1)
-        hidden_BTD, cache = base.decode(tokens_BT, position_BT, cache, zero_B + begin)
-        here_B1 = jnp.clip(last_B1 - begin, 0, piece - 1)
-        last_B1D = jnp.take_along_axis(hidden_BTD, here_B1[..., None], axis=1)
-        is_last_BT = position_BT == last_B1
-        ends_B = jnp.any(is_last_BT, axis=1)
-        if piece == T:
-            root_B = first_token(last_B1D)
-        else:
-            root_B = lax.cond(
-                jnp.any(ends_B),
-                lambda: jnp.where(ends_B, first_token(last_B1D), root_B),
-                lambda: root_B,
-            )
-        next_BT = lax.dynamic_slice_in_dim(following_BT, begin, piece, axis=1)
-        next_BT = jnp.where(is_last_BT, root_B[:, None], next_BT)
-        rows = (
-            hidden_BTD,
-            next_BT,
-            position_BT,
-            jnp.clip(prompt_length_B - begin, 0, piece),
-        )
-        drafter = engine.drafter.commit(variables["heads"], base, drafter, *rows)
-        return cache, drafter, root_B
-
-    following_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)
-    sizes = (config.n_layers, B, slots, config.n_kv_heads, config.head_dim)
-    drafter = engine.drafter.start(B, slots, dtype)
-    carry = (KVCache.zeros(*sizes, dtype), drafter, zero_B)
-    if piece == T:
-        cache, drafter, root_B = read(0, carry)
-    else:  # only as far as the longest prompt goes
-        pieces = -(-jnp.max(prompt_length_B) // piece)
-        cache, drafter, root_B = lax.fori_loop(0, pieces, read, carry)
-    if text_BS is not None:
-        text_BS = write_tokens(text_BS, root_B[:, None], prompt_length_B)
-    state = DecodeState(
-        cache=cache,
-        drafter=drafter,
-        sampling=sampling,
-        tokens_BO=output,
-        depth_BO=output.astype(jnp.int8),
-        n_new_B=zero_B,
-        limit_B=limit_B,
-        stop_BQW=stop_BQW,
-        length_B=prompt_length_B,
-        root_B=root_B,
-        status_B=jnp.full((B,), RUNNING, jnp.int32),
-        steps_B=zero_B,
-        histogram_BL=jnp.zeros((B, engine.tree.path_length), jnp.int32),
-        text_BS=text_BS,
-    )
-    padded = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
-    state, _ = emit(state, padded, zero_B + 1)
-    return pin_state(engine.llama.mesh, state)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -179,11 +69,6 @@ def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
         text_BS=text_BS,
     )
     return pin_state(engine.llama.mesh, grown)
-
-
-def text_slots(engine: Engine, slots: int) -> int:
-    """Room for the text: what the cache holds, the root, and a whole path behind it."""
-    return slots + engine.tree.path_length
 
 
 def power_of_two(n: int, least: int) -> int:

@@ -97,3 +97,8 @@ def progress_of(state: DecodeState) -> Progress:
     return Progress(
         **{name: getattr(state, name) for name in Progress.__dataclass_fields__}
     )
+
+
+def text_slots(engine: Engine, slots: int) -> int:
+    """Room for the text: what the cache holds, the root, and a whole path behind it."""
+    return slots + engine.tree.path_length

@@ -24,6 +24,7 @@ from planted import (
 from medusa_jax import model
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import prefill as reading
 from medusa_jax.decoding import ranks as decoding_ranks
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.stopping import pack_stops
@@ -222,9 +223,9 @@ def prefilled(engine, variables, monkeypatch, piece):
         np.array([20, 8, 1, 17], np.int32),
     )
     limit = jnp.full((4,), 30, jnp.int32)
-    monkeypatch.setattr(loop, "PIECE", piece)
+    monkeypatch.setattr(reading, "PIECE", piece)
     read = jax.jit(
-        lambda variables: loop.prefill.__wrapped__(
+        lambda variables: reading.prefill.__wrapped__(
             engine, slots, variables, jnp.asarray(prompt), jnp.asarray(length), limit,
             jnp.asarray(pack_stops([()] * 4)), sampling_of(4), jnp.zeros((4, 64), jnp.int32),
         )
