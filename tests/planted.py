@@ -88,12 +88,14 @@ class Planted(Drafter):
     def start(self, batch, slots, dtype):
         return jnp.zeros((batch,), jnp.int32)
 
-    def commit(self, params, base, state, hidden_BTD, next_tokens_BT, positions_BT, n_B):
+    def commit(
+        self, params, backbone, state, hidden_BTD, next_tokens_BT, positions_BT, n_B
+    ):
         last_B1 = jnp.maximum(n_B - 1, 0)[:, None]
         root_B = jnp.take_along_axis(positions_BT, last_B1, axis=1)[:, 0] + 1
         return jnp.where(n_B > 0, root_B, state).astype(jnp.int32)
 
-    def propose(self, params, base, state, root_B, tree, rank_scores):
+    def propose(self, params, backbone, state, root_B, tree, rank_scores):
         if tree.depth == 0:
             return root_B[:, None]
         depth_M, M = jnp.asarray(tree.depth_M), tree.n_nodes

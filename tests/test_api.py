@@ -247,7 +247,7 @@ def test_the_context_ends_in_mid_generation(model):
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "tiles"), ("bfloat16", "kernel")])
 def test_kernels_are_in_tiles_on_a_cpu(dtype, name):
     variables = medusa_jax.load(drafter="medusa", dtype=dtype).variables
-    assert name in variables["base"]["layers_0"]["mlp"]["gate_up_proj"]
+    assert name in variables["backbone"]["layers_0"]["mlp"]["gate_up_proj"]
     assert name in variables["heads"]["heads_0"]["layers_0"]
 
 

@@ -58,8 +58,8 @@ def largest_part(config, itemsize):
 def test_loading_takes_the_model_and_one_layer(directory, peak, dtype, leaf):
     """Tiled, and fused only; bfloat16 from a float32 file."""
     model = medusa_jax.load(directory, directory + "/heads", tree="none", dtype=dtype)
-    base = model.variables["base"]
-    assert set(base["layers_0"]["self_attn"]["qkv_proj"]) == {leaf}
+    backbone = model.variables["backbone"]
+    assert set(backbone["layers_0"]["self_attn"]["qkv_proj"]) == {leaf}
     held = shard_bytes(model.variables)
     layer = largest_part(model.config, model.dtype.itemsize)
     assert held > LAYERS * layer

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "training"))
 import training_setup
 
 from medusa_jax.config import HeadsConfig, LoraConfig
-from medusa_jax.heads import DRAFTERS, Base, drafter_class, make_drafter
+from medusa_jax.heads import DRAFTERS, Backbone, drafter_class, make_drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, init_params, prepare
 from medusa_jax.model.placing import decoder
@@ -77,9 +77,9 @@ def test_the_backbone(form, tied):
     start_B, triangle = jnp.zeros((B,), jnp.int32), jnp.tri(T, dtype=bool)
 
     def run(params):
-        base = Base(llama, params)
-        hidden, _ = base.decode(tokens, positions, cache, start_B, triangle)
-        one, _ = base.decode(
+        backbone = Backbone(llama, params)
+        hidden, _ = backbone.decode(tokens, positions, cache, start_B, triangle)
+        one, _ = backbone.decode(
             tokens[:1, :1],
             positions[:1, :1],
             jax.tree.map(lambda x: x[:1], cache),
@@ -87,8 +87,8 @@ def test_the_backbone(form, tied):
             triangle[:1, :1],
         )
         if form in ("stored", "int8"):
-            hidden += base.forward(tokens, positions, segments)
-        return base.lm_head(hidden), one
+            hidden += backbone.forward(tokens, positions, segments)
+        return backbone.lm_head(hidden), one
 
     check(run, params)
 
@@ -98,25 +98,27 @@ def test_the_backbone(form, tied):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_drafter(name, lm_head, tiled):
     config = tiny_config(d_model=64, vocab_size=64)
-    base = Base(Llama(config), init_params(config, jax.random.key(0)))
+    backbone = Backbone(Llama(config), init_params(config, jax.random.key(0)))
     sizes = {"drafter": name, "n_heads": 3, "lm_head": lm_head, "rank": 64}
     drafter = make_drafter(
         dataclasses.replace(drafter_class(name).Config(), **sizes), config
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
-    params = jax.eval_shape(lambda k: drafter.init(k, base), key)
+    params = jax.eval_shape(lambda k: drafter.init(k, backbone), key)
     params = jax.eval_shape(tile_kernels, params) if tiled else params
     hidden, tokens, positions, segments = rows_of(config)
     tree, n_B = Tree.cartesian([2, 2, 1]), jnp.full((B,), 2, jnp.int32)
 
     def decode(params):
         state = drafter.start(B, SLOTS, jnp.float32)
-        state = drafter.commit(params, base, state, hidden, tokens, positions, n_B)
-        return drafter.propose(params, base, state, n_B, tree, lambda depth, logits: logits)
+        state = drafter.commit(params, backbone, state, hidden, tokens, positions, n_B)
+        return drafter.propose(
+            params, backbone, state, n_B, tree, lambda depth, logits: logits
+        )
 
     def train(params):
-        features = drafter.features(params, base, hidden, tokens, positions, segments)
-        return [drafter.head_logits(params, base, k, features[k]) for k in range(3)]
+        features = drafter.features(params, backbone, hidden, tokens, positions, segments)
+        return [drafter.head_logits(params, backbone, k, features[k]) for k in range(3)]
 
     check(decode, params)
     check(train, params)

@@ -29,7 +29,7 @@ import medusa_jax
 from medusa_jax import Options, UserError
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model import placing
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import init_sharded, make_mesh, param_shardings, path_string, spec_for
@@ -45,12 +45,12 @@ config = tiny_config(vocab_size=24, n_heads=4, n_kv_heads=4, d_ff=24)
 wrong = []
 for shape in ((1, 2, 4), (2, 2, 2)):
     mesh = make_mesh(shape)
-    base = init_sharded(mesh, lambda key: init_params(config, key), jax.random.key(0))
+    backbone = init_sharded(mesh, lambda key: init_params(config, key), jax.random.key(0))
     drafter = make_drafter(HeadsConfig(n_heads=2, lm_head="low_rank", rank=8), config)
     heads = init_sharded(
-        mesh, lambda key: drafter.init(key, Base(Llama(config), base)), jax.random.key(1)
+        mesh, lambda key: drafter.init(key, Backbone(Llama(config), backbone)), jax.random.key(1)
     )
-    for tree in (base, heads):
+    for tree in (backbone, heads):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             spec = spec_for(path_string(path))
             cut = [d // (mesh.shape[a] if a else 1) for d, a in zip(leaf.shape, spec)]
@@ -93,7 +93,7 @@ for shape in ((1, 1, 1), (1, 1, 2), (2, 2, 2), (1, 8, 1), (8, 1, 1)):
                           model.request(prompts, options))
     keys = state.cache.layers[0][0]
     report["keys"][str(shape)] = keys.addressable_shards[0].data.shape[:2]
-    kernel = model.variables["base"]["layers_0"]["mlp"]["gate_up_proj"]["kernel"]
+    kernel = model.variables["backbone"]["layers_0"]["mlp"]["gate_up_proj"]["kernel"]
     shard = kernel.addressable_shards[0].data.shape
     assert kernel.size == np.prod(shard) * shape[1] * shape[2], (kernel.shape, shard)
 

@@ -9,7 +9,7 @@ from planted import random_params, tiny_config
 from tokenizers import Tokenizer, decoders, models
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.model.llama import Llama
 
@@ -52,9 +52,9 @@ def write_model(directory: Path, bos: bool = True, seed: int = 0, **fields):
         params["lm_head"]["kernel"][:, special] *= 0.1
     params = jax.tree.map(lambda x: x.astype(np.float32), params)
     hf.save_backbone(str(directory), config, params, "float32")
-    base = Base(Llama(config), params)
+    backbone = Backbone(Llama(config), params)
     heads = HeadsConfig(n_heads=3, lm_head="shared")
-    head_params = make_drafter(heads, config).init(jax.random.key(0), base)
+    head_params = make_drafter(heads, config).init(jax.random.key(0), backbone)
     record = heads_io.describe_base(config, params)
     heads_io.save_heads(
         str(directory / "heads"), heads, head_params, base=record, recipe={}

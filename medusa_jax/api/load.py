@@ -81,7 +81,7 @@ def load(
         marks.see(config, part)
         return place_part(config, part, number, devices)
 
-    config, base = hf.load_backbone(directory, devices, kind, place)
+    config, backbone = hf.load_backbone(directory, devices, kind, place)
     calibrated = None
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Any = {}
@@ -106,7 +106,7 @@ def load(
         eos_ids = sorted(text_to_ids.eos_ids | declared_eos_ids(directory))
     return Model(
         config,
-        {"base": base, "heads": head_params},
+        {"backbone": backbone, "heads": head_params},
         text_to_ids,
         make_drafter(heads, config),
         dtype=number,

@@ -14,7 +14,7 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Base, Drafter
+from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.model.placing import decoder
 from medusa_jax.tree import Tree, parse_tree
@@ -29,7 +29,7 @@ class Model:
     Attributes:
       config: shape of the backbone.
       drafter: the draft heads.
-      variables: {"base": the backbone's parameters, "heads": the draft heads'}, as
+      variables: {"backbone": the backbone's parameters, "heads": the draft heads'}, as
         `model/placing.py` makes them.
       tokenizer: text to ids and back.
       tree: the default draft tree.
@@ -67,9 +67,9 @@ class Model:
         self._warm: set[Any] = set()
 
     @property
-    def base(self) -> Base:
+    def backbone(self) -> Backbone:
         """The backbone as drafters see it."""
-        return Base(self.llama, self.variables["base"])
+        return Backbone(self.llama, self.variables["backbone"])
 
     def parse_tree(self, spec: str | Tree | None) -> Tree:
         """The tree a `--tree` value names, checked against the heads that are there."""

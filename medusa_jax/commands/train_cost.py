@@ -22,7 +22,7 @@ from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.interop import hf
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -50,8 +50,8 @@ def naive_stage(stage: Stage, cfg: Config) -> Stage:
     empty = losses.Sums(*[zeros] * len(losses.Sums._fields))
 
     def loss(params: Any, frozen: Any, inputs: losses.StepInputs) -> tuple[jax.Array, Any]:
-        base = Base(llama, frozen["backbone"])
-        return equation_1(params["heads"], base, objective, inputs.batch), empty
+        backbone = Backbone(llama, frozen["backbone"])
+        return equation_1(params["heads"], backbone, objective, inputs.batch), empty
 
     return Stage(stage.offsets, loss, stage.init, stage.lambda_0)
 

@@ -13,7 +13,7 @@ from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine, text_slots
 from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import RUNNING
-from medusa_jax.heads.drafter import Base
+from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import pin_state
 
@@ -52,7 +52,7 @@ def prefill(
     if T % piece:
         raise ValueError(f"{T} prompt tokens are no multiple of a piece of {piece}")
     config, dtype = engine.llama.config, engine.llama.dtype
-    base = Base(engine.llama, variables["base"])
+    backbone = Backbone(engine.llama, variables["backbone"])
     zero_B = jnp.zeros((B,), jnp.int32)
     last_B1 = (prompt_length_B - 1)[:, None]
     text_BS = None
@@ -61,7 +61,7 @@ def prefill(
         text_BS = text_BS.at[:, :T].set(prompt_BT)
 
     def first_token(hidden_B1D: jax.Array) -> jax.Array:
-        logits_B1V = base.lm_head(hidden_B1D)
+        logits_B1V = backbone.lm_head(hidden_B1D)
         if text_BS is not None:
             logits_B1V = without_repeats(
                 logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram_size
@@ -75,7 +75,7 @@ def prefill(
         begin = i * piece
         position_BT = jnp.broadcast_to(begin + jnp.arange(piece)[None, :], (B, piece))
         tokens_BT = lax.dynamic_slice_in_dim(prompt_BT, begin, piece, axis=1)
-        hidden_BTD, cache = base.decode(tokens_BT, position_BT, cache, zero_B + begin)
+        hidden_BTD, cache = backbone.decode(tokens_BT, position_BT, cache, zero_B + begin)
         here_B1 = jnp.clip(last_B1 - begin, 0, piece - 1)
         last_B1D = jnp.take_along_axis(hidden_BTD, here_B1[..., None], axis=1)
         is_last_BT = position_BT == last_B1
@@ -96,7 +96,7 @@ def prefill(
             position_BT,
             jnp.clip(prompt_length_B - begin, 0, piece),
         )
-        drafter = engine.drafter.commit(variables["heads"], base, drafter, *rows)
+        drafter = engine.drafter.commit(variables["heads"], backbone, drafter, *rows)
         return cache, drafter, root_B
 
     following_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import gumbel
-from medusa_jax.heads import Base, Drafter
+from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.tree.growth import MISS
 
@@ -18,7 +18,7 @@ CHUNK = 64
 def rank_tuples(
     drafter: Drafter,
     head_params: Any,
-    base: Base,
+    backbone: Backbone,
     tokens_BT: jax.Array,
     length_B: jax.Array,
     noise: tuple[jax.Array, jax.Array] | None = None,
@@ -29,7 +29,7 @@ def rank_tuples(
     As `label_ranks`; MISS where a token is beyond the text.
 
     Args:
-      base: the backbone with stored or prepared parameters.
+      backbone: the backbone with stored or prepared parameters.
       noise: (row keys [B], temperature [B]): rank by logits + T g[position] as sampled
         decoding does.
       no_repeat_ngram_size: what decoding bars: the first head's guesses follow a root that is
@@ -39,7 +39,7 @@ def rank_tuples(
     position_BT = jnp.broadcast_to(jnp.arange(T)[None, :], (B, T))
     segment_BT = (position_BT < length_B[:, None]).astype(jnp.int32)
     rows = (tokens_BT, position_BT, segment_BT)
-    features_KBTD = drafter.features(head_params, base, base.forward(*rows), *rows)
+    features_KBTD = drafter.features(head_params, backbone, backbone.forward(*rows), *rows)
 
     def score(k: int, logits_BCV: jax.Array, positions_BC: jax.Array) -> jax.Array:
         if no_repeat_ngram_size and k == 0:
@@ -50,12 +50,12 @@ def rank_tuples(
             )
         if noise is None:
             return logits_BCV
-        V, dtype = base.llama.config.vocab_size, logits_BCV.dtype
+        V, dtype = backbone.llama.config.vocab_size, logits_BCV.dtype
         g_BCV = gumbel(noise[0], positions_BC + k + 2, V, dtype)
         return logits_BCV + noise[1][:, None, None].astype(dtype) * g_BCV
 
     ranks_BTK = label_ranks(
-        drafter, head_params, base, features_KBTD, tokens_BT, CHUNK, score
+        drafter, head_params, backbone, features_KBTD, tokens_BT, CHUNK, score
     )
     ahead_11K = jnp.arange(2, drafter.n_heads + 2)[None, None, :]
     label_BTK = position_BT[..., None] + ahead_11K

@@ -11,7 +11,7 @@ from medusa_jax.decoding.acceptance import Accepted, Verified
 from medusa_jax.decoding.repeats import texts_behind, without_repeats
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.stopping import RUNNING, completes_stop, count_until_end
-from medusa_jax.heads.drafter import Base
+from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import pin_state
 
@@ -23,19 +23,19 @@ def decode_step(
 
     Args:
       engine: compile-time constants.
-      variables: {"base": prepared backbone parameters, "heads": head parameters}.
+      variables: {"backbone": prepared backbone parameters, "heads": head parameters}.
       state: rows in flight, with room for M more slots in every running row.
       tree: the tree's arrays, by default the engine's own as constants. Property tests pass
         traced arrays instead, so that one compilation serves many trees.
     """
     tree = engine.tree if tree is None else tree
-    base = Base(engine.llama, variables["base"])
+    backbone = Backbone(engine.llama, variables["backbone"])
     heads = variables["heads"]
-    drafts = draft(engine, heads, base, state, tree)
-    verified = verify(engine, base, state, tree, drafts)
+    drafts = draft(engine, heads, backbone, state, tree)
+    verified = verify(engine, backbone, state, tree, drafts)
     accepted = engine.rule.accept(verified)
     emitted_BL = emitted_tokens(verified, accepted)
-    state = commit(engine, heads, base, state, verified, accepted, emitted_BL)
+    state = commit(engine, heads, backbone, state, verified, accepted, emitted_BL)
     return append(state, emitted_BL, accepted.n_B + 1)
 
 
@@ -53,7 +53,9 @@ class Drafts(NamedTuple):
     logits: dict[int, jax.Array]
 
 
-def draft(engine: Engine, heads: Any, base: Base, state: DecodeState, tree: Any) -> Drafts:
+def draft(
+    engine: Engine, heads: Any, backbone: Backbone, state: DecodeState, tree: Any
+) -> Drafts:
     """Every node's token, by its rank among its head's guesses behind the root (2.1.1)."""
     # g[pos] of the position behind the root and on: a child at depth d sits at length + d, so
     # its target token and its rank as a draft are decided by noise_BLV[:, d - 1].
@@ -82,24 +84,24 @@ def draft(engine: Engine, heads: Any, base: Base, state: DecodeState, tree: Any)
         return logits + scaled_BV.reshape(scaled_BV.shape[0], *middle, scaled_BV.shape[1])
 
     nodes_BM = engine.drafter.propose(
-        heads, base, state.drafter, state.root_B, tree, rank_scores
+        heads, backbone, state.drafter, state.root_B, tree, rank_scores
     )
     return Drafts(nodes_BM.astype(jnp.int32), noise_BLV, ranked)
 
 
 def verify(
-    engine: Engine, base: Base, state: DecodeState, tree: Any, drafts: Drafts
+    engine: Engine, backbone: Backbone, state: DecodeState, tree: Any, drafts: Drafts
 ) -> Verified:
     """One backbone pass over all nodes under the tree's mask (Medusa 2.1.2, figure 2)."""
     positions_BM = state.length_B[:, None] + jnp.asarray(tree.depth_M)[None, :]
-    hidden_BMD, cache = base.decode(
+    hidden_BMD, cache = backbone.decode(
         drafts.nodes_BM,
         positions_BM,
         state.cache,
         state.length_B,
         jnp.asarray(tree.mask_MM),
     )
-    logits_BMV = base.lm_head(hidden_BMD)
+    logits_BMV = backbone.lm_head(hidden_BMD)
     if state.text_BS is not None:
         texts = texts_behind(state.text_BS, state.length_B, drafts.nodes_BM, tree)
         logits_BMV = without_repeats(logits_BMV, *texts, engine.no_repeat_ngram_size)
@@ -132,7 +134,7 @@ def emitted_tokens(verified: Verified, accepted: Accepted) -> jax.Array:
 def commit(
     engine: Engine,
     heads: Any,
-    base: Base,
+    backbone: Backbone,
     state: DecodeState,
     verified: Verified,
     accepted: Accepted,
@@ -145,7 +147,7 @@ def commit(
     hidden_BLD = jnp.take_along_axis(verified.hidden_BMD, path_BL[..., None], axis=1)
     position_BL = jnp.take_along_axis(verified.positions_BM, path_BL, axis=1)
     drafter = engine.drafter.commit(
-        heads, base, state.drafter, hidden_BLD, emitted_BL, position_BL, taken_B
+        heads, backbone, state.drafter, hidden_BLD, emitted_BL, position_BL, taken_B
     )
     cache = verified.cache
     if path_BL.shape[1] > 1:

@@ -14,7 +14,7 @@ from medusa_jax.api import Model, Options, Result
 from medusa_jax.decoding.generate import MIN_PROMPT, power_of_two
 from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
-from medusa_jax.heads import Base
+from medusa_jax.heads import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree import Tree
 
@@ -117,7 +117,7 @@ def score_gap(
     T = len(text)
     padded = np.zeros((1, power_of_two(T, MIN_PROMPT)), np.int32)
     padded[0, :T] = text
-    logits_1V = _logits_behind(model.base, padded, np.int32(T))[0]
+    logits_1V = _logits_behind(model.backbone, padded, np.int32(T))[0]
     logits_1V = without_barred(logits_1V, text, model.no_repeat_ngram_size)
     scores_1V = perturbed(logits_1V, T, option, request)
     best = np.sort(np.asarray(scores_1V[0], np.float64))[-2:]
@@ -146,12 +146,14 @@ def perturbed(
 
 
 @jax.jit
-def _logits_behind(base: Base, tokens_1T: jax.Array, length: jax.Array) -> jax.Array:
+def _logits_behind(
+    backbone: Backbone, tokens_1T: jax.Array, length: jax.Array
+) -> jax.Array:
     """Logits [1, 1, V] behind the first `length` tokens, in one pass; the rest is padding."""
-    config, T = base.llama.config, tokens_1T.shape[1]
+    config, T = backbone.llama.config, tokens_1T.shape[1]
     cache = KVCache.zeros(
-        config.n_layers, 1, T, config.n_kv_heads, config.head_dim, base.llama.dtype
+        config.n_layers, 1, T, config.n_kv_heads, config.head_dim, backbone.llama.dtype
     )
     position_1T, start_1 = jnp.arange(T)[None, :], jnp.zeros((1,), jnp.int32)
-    hidden_1TD, _ = base.decode(tokens_1T, position_1T, cache, start_1)
-    return base.lm_head(lax.dynamic_slice_in_dim(hidden_1TD, length - 1, 1, axis=1))
+    hidden_1TD, _ = backbone.decode(tokens_1T, position_1T, cache, start_1)
+    return backbone.lm_head(lax.dynamic_slice_in_dim(hidden_1TD, length - 1, 1, axis=1))

@@ -26,7 +26,7 @@ from medusa_jax.console import announced
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.evaluate.compare import perturbed
-from medusa_jax.heads.drafter import Base
+from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree import Tree
 
@@ -81,7 +81,7 @@ def find_divergence(
     padded = np.zeros((1, power_of_two(len(text) + tree.n_nodes, 64)), np.int32)
     padded[0, : len(text)] = text
     passes = [
-        three_passes(tree, model.base, padded, np.int32(length))
+        three_passes(tree, model.backbone, padded, np.int32(length))
         for length in range(len(text), max(len(text) - POSITIONS, 0), -1)
     ]
     logits_BV = without_barred(passes[0], text, model.no_repeat_ngram_size)
@@ -108,23 +108,23 @@ def movement(logits_BV: np.ndarray, also: Sequence[int]) -> float:
 
 @partial(jax.jit, static_argnums=0)
 def three_passes(
-    tree: Tree, base: Base, tokens_1S: jax.Array, length: jax.Array
+    tree: Tree, backbone: Backbone, tokens_1S: jax.Array, length: jax.Array
 ) -> jax.Array:
     """Logits [3, V] behind the first `length` tokens, each by a pass of another shape.
 
     One pass over all tokens; the last token alone behind a cached prefix; M tokens there, the
     last one as the root of `tree`. S must leave room for M slots behind the text.
     """
-    config, S = base.llama.config, tokens_1S.shape[1]
+    config, S = backbone.llama.config, tokens_1S.shape[1]
 
     def empty() -> KVCache:
         return KVCache.zeros(
-            config.n_layers, 1, S, config.n_kv_heads, config.head_dim, base.llama.dtype
+            config.n_layers, 1, S, config.n_kv_heads, config.head_dim, backbone.llama.dtype
         )
 
     position_1S = jnp.arange(S)[None, :]
     start = jnp.zeros((1,), jnp.int32)
-    hidden_1SD, cache = base.decode(tokens_1S, position_1S, empty(), start)
+    hidden_1SD, cache = backbone.decode(tokens_1S, position_1S, empty(), start)
     last_111 = jnp.broadcast_to(length - 1, (1, 1, 1))
     hidden: list[Any] = [jnp.take_along_axis(hidden_1SD, last_111, axis=1)[:, 0]]
     root_11 = lax.dynamic_slice_in_dim(tokens_1S, length - 1, 1, axis=1)
@@ -136,9 +136,9 @@ def three_passes(
     ):
         nodes_1M = jnp.broadcast_to(root_11, (1, len(depth_M)))
         at_1M = before_1[:, None] + jnp.asarray(depth_M)[None, :]
-        out, _ = base.decode(nodes_1M, at_1M, cache, before_1, jnp.asarray(mask_MM))
+        out, _ = backbone.decode(nodes_1M, at_1M, cache, before_1, jnp.asarray(mask_MM))
         hidden.append(out[:, 0])
-    return base.lm_head(jnp.concatenate(hidden))
+    return backbone.lm_head(jnp.concatenate(hidden))
 
 
 def divergences(

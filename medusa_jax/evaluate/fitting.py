@@ -52,7 +52,7 @@ def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[n
         found = ranks(
             model.drafter,
             model.variables["heads"],
-            model.base,
+            model.backbone,
             jnp.asarray(padded),
             jnp.array([len(ids)], jnp.int32),
             noise,

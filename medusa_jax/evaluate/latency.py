@@ -103,7 +103,7 @@ def read_bandwidth(megabytes: int = 256, rounds: int = 7) -> float:
 def bytes_per_token(model: Model, length: int) -> int:
     """Bytes that one autoregressive step must read: all weights but the embedding table, the
     cached keys and values of `length` positions, and one row of the embedding."""
-    weights = dict(model.variables["base"])
+    weights = dict(model.variables["backbone"])
     embedding = weights.pop("embed_tokens")["embedding"]
     total = sum(x.nbytes for x in jax.tree.leaves(weights))
     c = model.config

@@ -8,7 +8,7 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.decoding.generate import power_of_two
-from medusa_jax.heads.drafter import Base
+from medusa_jax.heads.drafter import Backbone
 
 
 def log_probabilities(
@@ -21,15 +21,15 @@ def log_probabilities(
     text = [*prompt, *tokens]
     padded = np.zeros((1, power_of_two(len(text), 64)), np.int32)
     padded[0, : len(text)] = text
-    return np.asarray(_log_p(model.base, padded))[0, len(prompt) - 1 : len(text) - 1]
+    return np.asarray(_log_p(model.backbone, padded))[0, len(prompt) - 1 : len(text) - 1]
 
 
 @jax.jit
-def _log_p(base: Base, tokens_BT: jax.Array) -> jax.Array:
+def _log_p(backbone: Backbone, tokens_BT: jax.Array) -> jax.Array:
     """log p of token t + 1 at t [B, T]; the last column means nothing."""
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    hidden_BTD = base.forward(tokens_BT, positions_BT, jnp.ones_like(tokens_BT))
-    logits_BTV = base.lm_head(hidden_BTD)
+    hidden_BTD = backbone.forward(tokens_BT, positions_BT, jnp.ones_like(tokens_BT))
+    logits_BTV = backbone.lm_head(hidden_BTD)
     next_BT1 = jnp.roll(tokens_BT, -1, axis=1)[..., None]
     own_BT = jnp.take_along_axis(logits_BTV, next_BT1, axis=-1)[..., 0]
     return own_BT - jax.nn.logsumexp(logits_BTV, axis=-1)

@@ -10,9 +10,16 @@ import pkgutil
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Base, Drafter
+from medusa_jax.heads.drafter import Backbone, Drafter
 
-__all__ = ["DRAFTERS", "Base", "Drafter", "drafter_class", "make_drafter", "whole_config"]
+__all__ = [
+    "DRAFTERS",
+    "Backbone",
+    "Drafter",
+    "drafter_class",
+    "make_drafter",
+    "whole_config",
+]
 
 
 def _find() -> dict[str, type[Drafter]]:

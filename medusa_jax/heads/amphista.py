@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Base, Drafter, Params, RankScores, fill_by_rank
+from medusa_jax.heads.drafter import Backbone, Drafter, Params, RankScores, fill_by_rank
 from medusa_jax.heads.layers import (
     CausalLayer,
     LayerState,
@@ -126,7 +126,7 @@ class Amphista(Drafter):
         """Which stage head k (0-based) reads: with K = 4 and two stages 0, 0, 1, 1."""
         return max(-(-(k + 1) * self.heads.stages // self.n_heads) - 1, 0)
 
-    def init(self, key: jax.Array, base: Base) -> Params:
+    def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """Every part passes on what it reads, so that heads start as the LM head (nearly)."""
         h, D = self.heads, self.llama.d_model
         stage_keys, block_keys, pe_key = (
@@ -136,7 +136,9 @@ class Amphista(Drafter):
         )
         params: Params = {}
         for s in range(h.stages):
-            stage = CausalLayer.start(stage_keys[s], self._stage_shape, base, h.stage_norm)
+            stage = CausalLayer.start(
+                stage_keys[s], self._stage_shape, backbone, h.stage_norm
+            )
             if h.sampled_token:
                 stage["fc"] = {"kernel": jnp.eye(2 * D, D)}  # [I ; 0]
             params[f"stages_{s}"] = stage
@@ -151,11 +153,16 @@ class Amphista(Drafter):
             params["position_encoding"] = {"embedding": encoding}
         mlp = ResBlock(jnp.float32).init(key, jnp.zeros((1, D)))["params"]
         layers = {f"layers_{j}": mlp for j in range(h.n_layers)}
-        start = lm_head_start(h, base)
+        start = lm_head_start(h, backbone)
         return params | {f"heads_{k}": layers | start for k in range(self.n_heads)}
 
     def _stages(
-        self, params: Params, base: Base, x_BTD: jax.Array, next_BTD: jax.Array, run: Any
+        self,
+        params: Params,
+        backbone: Backbone,
+        x_BTD: jax.Array,
+        next_BTD: jax.Array,
+        run: Any,
     ) -> list[Any]:
         """Equation 1: what `run` gives for every stage, its output first.
 
@@ -163,7 +170,7 @@ class Amphista(Drafter):
           x_BTD, next_BTD: h_t and e_{t+1}.
           run: (s, module of the layer, its variables, its input) -> (output, anything).
         """
-        h, dtype = self.heads, base.llama.dtype
+        h, dtype = self.heads, backbone.llama.dtype
         module = CausalLayer(self._stage_shape, dtype, h.stage_norm)
         fc, out = Linear(self.llama.d_model, False, dtype), []
         x: Any = x_BTD
@@ -205,7 +212,7 @@ class Amphista(Drafter):
     def features(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         hidden_BTD: jax.Array,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
@@ -216,18 +223,18 @@ class Amphista(Drafter):
             rows = (x, positions_BT, segment_ids_BT)
             return module.apply(variables, *rows, method="forward"), None
 
-        next_BTD = later(base.embed(tokens_BT), 1)
-        given = self._stages(params, base, hidden_BTD, next_BTD, run)
+        next_BTD = later(backbone.embed(tokens_BT), 1)
+        given = self._stages(params, backbone, hidden_BTD, next_BTD, run)
         contexts = [context for context, _ in given] or [hidden_BTD]
         B, T, D = hidden_BTD.shape
         flat = [x.reshape(B * T, D) for x in contexts]
-        mixed = self.mix(params, flat, base.llama.dtype, dropout_key)
+        mixed = self.mix(params, flat, backbone.llama.dtype, dropout_key)
         return jnp.moveaxis(mixed.reshape(B, T, self.n_heads, D), 2, 0)
 
     def head_logits(
-        self, params: Params, base: Base, k: int, features: jax.Array
+        self, params: Params, backbone: Backbone, k: int, features: jax.Array
     ) -> jax.Array:
-        return lm_head_logits(self.heads, params[f"heads_{k}"], base, features)
+        return lm_head_logits(self.heads, params[f"heads_{k}"], backbone, features)
 
     def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
         return LayerState.zeros(self.llama, self.heads.stages, batch, slots, dtype)
@@ -238,7 +245,7 @@ class Amphista(Drafter):
     def commit(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         state: LayerState,
         hidden_BTD: jax.Array,
         next_tokens_BT: jax.Array,
@@ -249,14 +256,16 @@ class Amphista(Drafter):
             rows = (x, positions_BT, state.cache.layers[s], state.length_B)
             return module.apply(variables, *rows, method="decode")
 
-        given = self._stages(params, base, hidden_BTD, base.embed(next_tokens_BT), run)
+        given = self._stages(
+            params, backbone, hidden_BTD, backbone.embed(next_tokens_BT), run
+        )
         contexts = [context for context, _ in given] or [hidden_BTD]
         return state.taken([cache for _, cache in given], contexts, n_B)
 
     def propose(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         state: LayerState,
         root_B: jax.Array,
         tree: Tree,
@@ -264,9 +273,9 @@ class Amphista(Drafter):
     ) -> jax.Array:
         """All heads but only as many LM heads as the tree is deep; the root is in the state."""
         contexts = [state.context_BSD[:, s] for s in range(state.context_BSD.shape[1])]
-        x_BKD = self.mix(params, contexts, base.llama.dtype)
+        x_BKD = self.mix(params, contexts, backbone.llama.dtype)
         features = [x_BKD[:, k] for k in range(tree.depth)]
-        logits = self.logits_of_first(params, base, features)
+        logits = self.logits_of_first(params, backbone, features)
         return fill_by_rank(tree, logits, root_B, rank_scores)
 
 

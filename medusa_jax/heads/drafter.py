@@ -28,7 +28,7 @@ RankScores = Callable[[int, jax.Array], jax.Array]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Base:
+class Backbone:
     """The backbone with its parameters.
 
     Drafters use its embedding and its LM head; the passes over text are for the decode loop and
@@ -73,7 +73,7 @@ class Base:
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-    """Base class of all drafters. Hashable: a static argument of `jax.jit`.
+    """Backbone class of all drafters. Hashable: a static argument of `jax.jit`.
 
     A new drafter is one file in this package with one subclass that has a `name`; the registry
     finds it by that. Parameters of head k lie under "heads_{k}", its hidden layers there under
@@ -111,7 +111,7 @@ class Drafter:
         """How many layers of a head have parameters of their own."""
         return self.heads.n_layers
 
-    def init(self, key: jax.Array, base: Base) -> Params:
+    def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """Fresh float32 parameters."""
         raise NotImplementedError
 
@@ -120,7 +120,7 @@ class Drafter:
     def features(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         hidden_BTD: jax.Array,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
@@ -136,19 +136,19 @@ class Drafter:
         raise NotImplementedError
 
     def head_logits(
-        self, params: Params, base: Base, k: int, features: jax.Array
+        self, params: Params, backbone: Backbone, k: int, features: jax.Array
     ) -> jax.Array:
         """Logits [..., V] of head k (0-based, static) from its features [..., D]."""
         raise NotImplementedError
 
     def logits_of_first(
-        self, params: Params, base: Base, features: Sequence[jax.Array]
+        self, params: Params, backbone: Backbone, features: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Logits [B, V] of the first heads, one for each of the features [B, D]."""
         if features and self.heads.lm_head == "shared":  # one pass over the LM head for all
-            logits_BKV = base.lm_head(jnp.stack(features, axis=1))
+            logits_BKV = backbone.lm_head(jnp.stack(features, axis=1))
             return [logits_BKV[:, k] for k in range(len(features))]
-        return [self.head_logits(params, base, k, f) for k, f in enumerate(features)]
+        return [self.head_logits(params, backbone, k, f) for k, f in enumerate(features)]
 
     # Decoding.
 
@@ -159,7 +159,7 @@ class Drafter:
     def commit(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         state: Any,
         hidden_BTD: jax.Array,
         next_tokens_BT: jax.Array,
@@ -181,7 +181,7 @@ class Drafter:
     def propose(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         state: Any,
         root_B: jax.Array,
         tree: Tree,

@@ -21,7 +21,7 @@ from jax import lax
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Base, Drafter, Params, RankScores
+from medusa_jax.heads.drafter import Backbone, Drafter, Params, RankScores
 from medusa_jax.heads.layers import (
     ResBlock,
     later,
@@ -127,10 +127,10 @@ class Hydra(Drafter):
     def stored_layers(self) -> int:
         return min(self.heads.n_layers, 2) if self.heads.tie_layers else self.heads.n_layers
 
-    def init(self, key: jax.Array, base: Base) -> Params:
+    def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """All W = 0, the LM heads those of the backbone, R as `skip` says."""
         D = self.llama.d_model
-        start = lm_head_start(self.heads, base, self.heads.lm_bias)
+        start = lm_head_start(self.heads, backbone, self.heads.lm_bias)
         later_block = ResBlock(jnp.float32).init(key, jnp.zeros((1, D)))["params"]
         params = {}
         for k, head_key in enumerate(jax.random.split(key, self.n_heads)):
@@ -167,14 +167,14 @@ class Hydra(Drafter):
     def features(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         hidden_BTD: jax.Array,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        embedded_BTD, dtype = base.embed(tokens_BT), base.llama.dtype
+        embedded_BTD, dtype = backbone.embed(tokens_BT), backbone.llama.dtype
         x, out = hidden_BTD.astype(dtype), []
         for k in range(self.n_heads):
             x = jnp.concatenate([x, later(embedded_BTD, k + 1)], axis=-1)
@@ -183,9 +183,9 @@ class Hydra(Drafter):
         return jnp.stack(out)
 
     def head_logits(
-        self, params: Params, base: Base, k: int, features: jax.Array
+        self, params: Params, backbone: Backbone, k: int, features: jax.Array
     ) -> jax.Array:
-        return lm_head_logits(self.heads, params[f"heads_{k}"], base, features)
+        return lm_head_logits(self.heads, params[f"heads_{k}"], backbone, features)
 
     def start(self, batch: int, slots: int, dtype: Any) -> Any:
         return jnp.zeros((batch, self.llama.d_model), dtype)
@@ -193,7 +193,7 @@ class Hydra(Drafter):
     def commit(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         state: Any,
         hidden_BTD: jax.Array,
         next_tokens_BT: jax.Array,
@@ -209,7 +209,7 @@ class Hydra(Drafter):
     def propose(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         state: Any,
         root_B: jax.Array,
         tree: Tree,
@@ -220,14 +220,14 @@ class Hydra(Drafter):
         The rows of a level are gathered from those of the level above by constants, so shapes
         are static and nothing loops over nodes.
         """
-        dtype = base.llama.dtype
+        dtype = backbone.llama.dtype
         tokens = [root_B[:, None]]  # per depth, all its nodes
         x_BPW = self.context(state).astype(dtype)[:, None, :]
         for k, level in enumerate(Level.of(tree)):
-            embedded_BPD = base.embed(tokens[-1][:, level.nodes_P])
+            embedded_BPD = backbone.embed(tokens[-1][:, level.nodes_P])
             x_BPW = jnp.concatenate([x_BPW[:, level.rows_P], embedded_BPD], axis=-1)
             features_BPD = self.mlp(params, k, x_BPW, dtype)
-            logits_BPV = self.head_logits(params, base, k, features_BPD)
+            logits_BPV = self.head_logits(params, backbone, k, features_BPD)
             scores_BPV = rank_scores(k + 1, logits_BPV)
             _, best_BPR = lax.top_k(scores_BPV, int(level.rank_C.max()) + 1)
             tokens.append(best_BPR[:, level.parent_C, level.rank_C])

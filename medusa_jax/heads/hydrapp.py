@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from medusa_jax.heads.drafter import Base, Params
+from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.hydra import Hydra, HydraConfig
 from medusa_jax.heads.layers import CausalLayer, LayerState
 
@@ -34,20 +34,20 @@ class HydraPP(Hydra):
     name = "hydrapp"
     Config = HydraPPConfig
 
-    def init(self, key: jax.Array, base: Base) -> Params:
+    def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """Hydra's start, and a prefix layer that passes on what it reads (nearly)."""
         heads_key, prefix_key = jax.random.split(key)
-        prefix = CausalLayer.start(prefix_key, self.llama, base)
-        return super().init(heads_key, base) | {"prefix": prefix}
+        prefix = CausalLayer.start(prefix_key, self.llama, backbone)
+        return super().init(heads_key, backbone) | {"prefix": prefix}
 
-    def _prefix(self, params: Params, base: Base, method: str, *args: Any) -> Any:
-        layer = CausalLayer(self.llama, base.llama.dtype)
+    def _prefix(self, params: Params, backbone: Backbone, method: str, *args: Any) -> Any:
+        layer = CausalLayer(self.llama, backbone.llama.dtype)
         return layer.apply({"params": params["prefix"]}, *args, method=method)
 
     def features(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         hidden_BTD: jax.Array,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
@@ -55,8 +55,10 @@ class HydraPP(Hydra):
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         rows = (positions_BT, segment_ids_BT)
-        context_BTD = self._prefix(params, base, "forward", hidden_BTD, *rows)
-        return super().features(params, base, context_BTD, tokens_BT, *rows, dropout_key)
+        context_BTD = self._prefix(params, backbone, "forward", hidden_BTD, *rows)
+        return super().features(
+            params, backbone, context_BTD, tokens_BT, *rows, dropout_key
+        )
 
     def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
         return LayerState.zeros(self.llama, 1, batch, slots, dtype)
@@ -67,7 +69,7 @@ class HydraPP(Hydra):
     def commit(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         state: LayerState,
         hidden_BTD: jax.Array,
         next_tokens_BT: jax.Array,
@@ -75,7 +77,7 @@ class HydraPP(Hydra):
         n_B: jax.Array,
     ) -> LayerState:
         rows = (hidden_BTD, positions_BT, state.cache.layers[0], state.length_B)
-        context_BTD, layer = self._prefix(params, base, "decode", *rows)
+        context_BTD, layer = self._prefix(params, backbone, "decode", *rows)
         return state.taken([layer], [context_BTD], n_B)
 
     def context(self, state: LayerState) -> jax.Array:

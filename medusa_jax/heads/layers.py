@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.heads.drafter import Base, Params
+from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.model.attention import FEW, Sees
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Linear, RMSNorm
@@ -53,7 +53,7 @@ def take_last(rows_BTD: jax.Array, n_B: jax.Array, old_BD: jax.Array) -> jax.Arr
 # LM heads: where the logits of a draft head come from (`HeadsConfig.lm_head`).
 
 
-def lm_head_start(heads: HeadsConfig, base: Base, bias: bool = False) -> Params:
+def lm_head_start(heads: HeadsConfig, backbone: Backbone, bias: bool = False) -> Params:
     """Parameters of one LM head at the start: {} if it is shared with the backbone.
 
     "own" is a copy of the backbone's, "low_rank" its best approximation of that rank
@@ -61,10 +61,10 @@ def lm_head_start(heads: HeadsConfig, base: Base, bias: bool = False) -> Params:
     """
     if heads.lm_head == "shared":
         return {}
-    if base.llama.config.tie_embeddings:
-        lm_head_DV = base.params["embed_tokens"]["embedding"].T.astype(jnp.float32)
+    if backbone.llama.config.tie_embeddings:
+        lm_head_DV = backbone.params["embed_tokens"]["embedding"].T.astype(jnp.float32)
     else:
-        lm_head_DV = base.params["lm_head"]["kernel"].astype(jnp.float32)
+        lm_head_DV = backbone.params["lm_head"]["kernel"].astype(jnp.float32)
     if heads.lm_head == "own":
         start = {"kernel": lm_head_DV}
     else:
@@ -78,7 +78,7 @@ def lm_head_start(heads: HeadsConfig, base: Base, bias: bool = False) -> Params:
 
 
 def lm_head_logits(
-    heads: HeadsConfig, head_params: Params, base: Base, features: jax.Array
+    heads: HeadsConfig, head_params: Params, backbone: Backbone, features: jax.Array
 ) -> jax.Array:
     """Features [..., D] -> logits [..., V] of one head, float32 or wider.
 
@@ -86,11 +86,11 @@ def lm_head_logits(
       head_params: the parameters of the head, its LM head (unless shared) under "lm_head".
     """
     if heads.lm_head == "shared":
-        return base.lm_head(features)
-    own, dtype = head_params["lm_head"], base.llama.dtype
+        return backbone.lm_head(features)
+    own, dtype = head_params["lm_head"], backbone.llama.dtype
     wide = at_least_f32(dtype)
     if heads.lm_head == "own":
-        linear = Linear(base.llama.config.vocab_size, "bias" in own, dtype)
+        linear = Linear(backbone.llama.config.vocab_size, "bias" in own, dtype)
         out: Any = linear.apply({"params": own}, features)
         return out.astype(wide)
 
@@ -153,7 +153,7 @@ class CausalLayer(nn.Module):
 
     @classmethod
     def start(
-        cls, key: jax.Array, config: LlamaConfig, base: Base, out_norm: bool = True
+        cls, key: jax.Array, config: LlamaConfig, backbone: Backbone, out_norm: bool = True
     ) -> Params:
         """Fresh parameters that pass on what the layer reads, if that is like hidden states.
 
@@ -168,7 +168,9 @@ class CausalLayer(nn.Module):
         for room, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
             layer[room][name] = jax.tree.map(jnp.zeros_like, layer[room][name])
         if out_norm:
-            size = jnp.sqrt(jnp.mean(base.params["norm"]["scale"].astype(jnp.float32) ** 2))
+            size = jnp.sqrt(
+                jnp.mean(backbone.params["norm"]["scale"].astype(jnp.float32) ** 2)
+            )
             params["norm"] = {"scale": jnp.broadcast_to(size, (config.d_model,))}
         return params
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.heads.drafter import Base, Drafter, Params, RankScores, fill_by_rank
+from medusa_jax.heads.drafter import Backbone, Drafter, Params, RankScores, fill_by_rank
 from medusa_jax.heads.layers import ResBlock, lm_head_logits, lm_head_start, take_last
 from medusa_jax.tree import Tree
 
@@ -18,9 +18,12 @@ class Medusa(Drafter):
 
     name = "medusa"
 
-    def init(self, key: jax.Array, base: Base) -> Params:
+    def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """W1 = 0 and W2 = the backbone's LM head: every head starts as the LM head itself."""
-        probe, start = jnp.zeros((1, self.llama.d_model)), lm_head_start(self.heads, base)
+        probe, start = (
+            jnp.zeros((1, self.llama.d_model)),
+            lm_head_start(self.heads, backbone),
+        )
         block = ResBlock(jnp.float32).init(key, probe)["params"]
         layers = {f"layers_{j}": block for j in range(self.heads.n_layers)}
         return {f"heads_{k}": layers | start for k in range(self.n_heads)}
@@ -35,21 +38,21 @@ class Medusa(Drafter):
     def features(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         hidden_BTD: jax.Array,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        dtype = base.llama.dtype
+        dtype = backbone.llama.dtype
         heads = range(self.n_heads)
         return jnp.stack([self._features(params, k, hidden_BTD, dtype) for k in heads])
 
     def head_logits(
-        self, params: Params, base: Base, k: int, features: jax.Array
+        self, params: Params, backbone: Backbone, k: int, features: jax.Array
     ) -> jax.Array:
-        return lm_head_logits(self.heads, params[f"heads_{k}"], base, features)
+        return lm_head_logits(self.heads, params[f"heads_{k}"], backbone, features)
 
     def start(self, batch: int, slots: int, dtype: Any) -> jax.Array:
         """The last accepted hidden state [B, D]."""
@@ -58,7 +61,7 @@ class Medusa(Drafter):
     def commit(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         state: jax.Array,
         hidden_BTD: jax.Array,
         next_tokens_BT: jax.Array,
@@ -70,14 +73,15 @@ class Medusa(Drafter):
     def propose(
         self,
         params: Params,
-        base: Base,
+        backbone: Backbone,
         state: jax.Array,
         root_B: jax.Array,
         tree: Tree,
         rank_scores: RankScores,
     ) -> jax.Array:
         features = [
-            self._features(params, k, state, base.llama.dtype) for k in range(tree.depth)
+            self._features(params, k, state, backbone.llama.dtype)
+            for k in range(tree.depth)
         ]
-        logits = self.logits_of_first(params, base, features)
+        logits = self.logits_of_first(params, backbone, features)
         return fill_by_rank(tree, logits, root_B, rank_scores)

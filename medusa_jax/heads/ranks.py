@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.heads.drafter import Base, Drafter
+from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.layers import later
 from medusa_jax.tree.growth import MISS
 
@@ -19,7 +19,7 @@ ScoreFn = Callable[[int, jax.Array, jax.Array], jax.Array]
 def label_ranks(
     drafter: Drafter,
     params: Any,
-    base: Base,
+    backbone: Backbone,
     features_KBTD: jax.Array,
     tokens_BT: jax.Array,
     chunk: int,
@@ -50,7 +50,7 @@ def label_ranks(
 
         def one(xs: tuple[jax.Array, ...], k: int = k) -> jax.Array:
             features_BCD, labels_BC, positions_BC = xs
-            scores_BCV = drafter.head_logits(params, base, k, features_BCD)
+            scores_BCV = drafter.head_logits(params, backbone, k, features_BCD)
             if score is not None:
                 scores_BCV = score(k, scores_BCV, positions_BC)
             own_BC1 = jnp.take_along_axis(scores_BCV, labels_BC[..., None], axis=-1)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Base, drafter_class, make_drafter
+from medusa_jax.heads import Backbone, drafter_class, make_drafter
 from medusa_jax.interop import hf
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.hub import HEAD_FILES, resolve
@@ -166,7 +166,7 @@ def abstract_heads(heads: HeadsConfig, llama: LlamaConfig) -> Any:
     drafter = make_drafter(heads, llama)
 
     def init(key: jax.Array) -> Any:
-        return drafter.init(key, Base(Llama(llama), init_params(llama, key)))
+        return drafter.init(key, Backbone(Llama(llama), init_params(llama, key)))
 
     return jax.eval_shape(init, jax.random.key(0))
 

@@ -105,7 +105,7 @@ def pass_cost(config: Any, tree: Any, slots: int) -> tuple[float, float]:
     import jax
     import jax.numpy as jnp
 
-    from medusa_jax.heads import Base
+    from medusa_jax.heads import Backbone
     from medusa_jax.model.cache import KVCache
     from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
 
@@ -115,11 +115,11 @@ def pass_cost(config: Any, tree: Any, slots: int) -> tuple[float, float]:
         return prepare(init_params(config, key), config, jnp.float32)
 
     def run(params: Any, cache: Any, tokens_1M: Any, start_1: Any) -> Any:
-        base = Base(llama, params)
+        backbone = Backbone(llama, params)
         positions_1M = start_1[:, None] + jnp.asarray(tree.depth_M)[None]
         mask_MM = jnp.asarray(tree.mask_MM)
-        hidden, cache = base.decode(tokens_1M, positions_1M, cache, start_1, mask_MM)
-        return base.lm_head(hidden), cache
+        hidden, cache = backbone.decode(tokens_1M, positions_1M, cache, start_1, mask_MM)
+        return backbone.lm_head(hidden), cache
 
     params = jax.eval_shape(weights, jax.random.key(0))
     sizes = (config.n_layers, 1, slots, config.n_kv_heads, config.head_dim)
@@ -147,7 +147,7 @@ def draft_bytes(heads: Any, arch: Any, tree: Any, slots: int) -> tuple[float, fl
     import jax
     import jax.numpy as jnp
 
-    from medusa_jax.heads import Base, make_drafter
+    from medusa_jax.heads import Backbone, make_drafter
     from medusa_jax.model.llama import Llama, init_params
 
     config = dataclasses.replace(arch, n_layers=0)
@@ -155,24 +155,24 @@ def draft_bytes(heads: Any, arch: Any, tree: Any, slots: int) -> tuple[float, fl
     L, D = tree.path_length, arch.d_model
 
     def init(key: jax.Array) -> Any:
-        base = init_params(config, key)
-        return drafter.init(key, Base(llama, base)), base
+        backbone = init_params(config, key)
+        return drafter.init(key, Backbone(llama, backbone)), backbone
 
     def run(
         params: Any, base_params: Any, state: Any, hidden: Any, ids: Any, n: Any
     ) -> Any:
-        base = Base(llama, base_params)
-        state = drafter.commit(params, base, state, hidden, ids, ids, n)
+        backbone = Backbone(llama, base_params)
+        state = drafter.commit(params, backbone, state, hidden, ids, ids, n)
         return state, drafter.propose(
-            params, base, state, ids[:, 0], tree, lambda depth, logits: logits
+            params, backbone, state, ids[:, 0], tree, lambda depth, logits: logits
         )
 
-    params, base = jax.eval_shape(init, jax.random.key(0))
+    params, backbone = jax.eval_shape(init, jax.random.key(0))
     state = jax.eval_shape(lambda: drafter.start(1, slots, jnp.float32))
     hidden = jax.ShapeDtypeStruct((1, L, D), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, L), jnp.int32)
     n = jax.ShapeDtypeStruct((1,), jnp.int32)
-    total = _bytes(run, params, base, state, hidden, ids, n)
+    total = _bytes(run, params, backbone, state, hidden, ids, n)
     count = sum(x.size for x in jax.tree.leaves(params))
     return total, float(_size(params)), count
 

@@ -46,7 +46,7 @@ def engine_of(arch: Any, drafter_name: str, dtype: Any) -> tuple[Any, Any]:
     import jax
 
     from medusa_jax.decoding.generate import Engine
-    from medusa_jax.heads import DRAFTERS, Base, make_drafter
+    from medusa_jax.heads import DRAFTERS, Backbone, make_drafter
     from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
     from medusa_jax.tree import Tree
 
@@ -56,9 +56,9 @@ def engine_of(arch: Any, drafter_name: str, dtype: Any) -> tuple[Any, Any]:
 
     def variables(key: jax.Array) -> Any:
         params = init_params(arch, key)
-        heads = drafter.init(key, Base(Llama(arch), params))
+        heads = drafter.init(key, Backbone(Llama(arch), params))
         return {
-            "base": prepare(params, arch, dtype),
+            "backbone": prepare(params, arch, dtype),
             "heads": jax.tree.map(lambda x: x.astype(dtype), heads),
         }
 

@@ -40,7 +40,7 @@ def take_steps(model: Any, prompt: str, n: int) -> dict[str, Any]:
     from medusa_jax.api import Options
     from medusa_jax.decoding import generate as loop
     from medusa_jax.decoding import step as parts
-    from medusa_jax.heads import Base
+    from medusa_jax.heads import Backbone
 
     engine = model.engine()
     request = model.request([prompt], [Options(max_new_tokens=n * engine.tree.path_length)])
@@ -49,16 +49,16 @@ def take_steps(model: Any, prompt: str, n: int) -> dict[str, Any]:
 
     @jax.jit
     def one(variables: Any, state: loop.DecodeState) -> dict[str, Any]:
-        base, heads, tree = (
-            Base(engine.llama, variables["base"]),
+        backbone, heads, tree = (
+            Backbone(engine.llama, variables["backbone"]),
             variables["heads"],
             engine.tree,
         )
-        drafts = parts.draft(engine, heads, base, state, tree)
-        verified = parts.verify(engine, base, state, tree, drafts)
+        drafts = parts.draft(engine, heads, backbone, state, tree)
+        verified = parts.verify(engine, backbone, state, tree, drafts)
         accepted = engine.rule.accept(verified)
         emitted_BL = parts.emitted_tokens(verified, accepted)
-        after = parts.commit(engine, heads, base, state, verified, accepted, emitted_BL)
+        after = parts.commit(engine, heads, backbone, state, verified, accepted, emitted_BL)
         return {
             "nodes": verified.nodes_BM[0],
             "positions": verified.positions_BM[0],

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.heads import Base, Drafter
+from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.training import losses
 from medusa_jax.tree import Tree
@@ -34,15 +34,17 @@ TREE_NODES = 64
 
 
 def head_ranks(
-    params: Params, drafter: Drafter, base: Base, hidden_BTD: jax.Array, batch: losses.Batch,
+    params: Params, drafter: Drafter, backbone: Backbone, hidden_BTD: jax.Array, batch: losses.Batch,
     chunk: int,
 ) -> jax.Array:  # fmt: skip
     """Rank of the true token under each head, [B, T, K] int32; -1 where a pair does not count.
 
     Logits exist for `chunk` positions of one head at a time.
     """
-    features_KBTD = drafter.features(params, base, hidden_BTD, *losses.rows(batch))
-    ranks_BTK = label_ranks(drafter, params, base, features_KBTD, batch["tokens"], chunk)
+    features_KBTD = drafter.features(params, backbone, hidden_BTD, *losses.rows(batch))
+    ranks_BTK = label_ranks(
+        drafter, params, backbone, features_KBTD, batch["tokens"], chunk
+    )
     counted = (batch["counted"], batch["segment_ids"])
     counted_BT = losses.pair_mask(*counted, drafter.n_heads + 1)
     return jnp.where(counted_BT[..., None], ranks_BTK, -1)

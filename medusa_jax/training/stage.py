@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config
-from medusa_jax.heads import Base, Drafter, make_drafter
+from medusa_jax.heads import Backbone, Drafter, make_drafter
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree
@@ -57,40 +57,40 @@ def make_stage(cfg: Config, steps: int, mesh: Mesh | None = None) -> Stage:
     With a mesh the rows of a microbatch are split over its devices all through the step.
     """
     trained = set(trained_groups(cfg))
-    backbone = Backbone(cfg, mesh)
+    grouped = GroupedBackbone(cfg, mesh)
     lambda_0 = heads_weight(cfg.train.lambda_0_schedule, cfg.train.lambda_0, steps)
     if "heads" not in trained:
-        loss, init = backbone_stage(backbone), partial(fresh_groups, cfg, None)
+        loss, init = backbone_stage(grouped), partial(fresh_groups, cfg, None)
         return Stage((1,), loss, init, lambda_0)
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     init = partial(fresh_groups, cfg, drafter)
     objective = head_objective(cfg, drafter)
     offsets = tuple(k + 2 for k in range(drafter.n_heads))
-    ranks = partial(label_ranks, backbone, objective)
+    ranks = partial(label_ranks, grouped, objective)
     if trained == {"heads"}:
-        loss, hidden = heads_stage(backbone, objective), backbone.hidden_states
+        loss, hidden = heads_stage(grouped, objective), grouped.hidden_states
         return Stage(offsets, loss, init, lambda_0, hidden, ranks)
     return Stage(
-        (1, *offsets), joint_stage(backbone, objective), init, lambda_0, None, ranks
+        (1, *offsets), joint_stage(grouped, objective), init, lambda_0, None, ranks
     )
 
 
-class Backbone:
+class GroupedBackbone:
     """The backbone under training, put together from its groups of variables."""
 
     def __init__(self, cfg: Config, mesh: Mesh | None):
         self.cfg = cfg
-        # Nothing is recomputed in a backward pass that does not reach the backbone.
+        # Nothing is recomputed in a backward pass that does not reach the grouped.
         remat = cfg.train.remat and set(trained_groups(cfg)) != {"heads"}
         dtype = jnp.dtype(cfg.train.dtype)
         self.llama = Llama(cfg.model.arch, dtype, remat=remat, mesh=mesh)
 
-    def base(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Base:
+    def backbone(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
         """The backbone with its adapters, if it has some."""
         adapters = groups.get("lora")
         if adapters is not None and dropout_key is not None and self.cfg.lora.dropout:
             adapters = lora.with_dropout(adapters, dropout_key)
-        return Base(self.llama, groups["backbone"], adapters)
+        return Backbone(self.llama, groups["backbone"], adapters)
 
     def with_adapters(self, params: PyTree) -> PyTree:
         """Adapters scaled once, before the losses take gradients chunk by chunk."""
@@ -98,15 +98,17 @@ class Backbone:
             return params
         return params | {"lora": lora.scaled(params["lora"], self.cfg.lora)}
 
-    def original(self, frozen: PyTree) -> Base | None:
+    def original(self, frozen: PyTree) -> Backbone | None:
         """The teacher: the backbone as it was, adapters and dropout off."""
         if self.cfg.train.backbone_loss != "kl":
             return None
-        return Base(self.llama, frozen["teacher" if "teacher" in frozen else "backbone"])
+        return Backbone(
+            self.llama, frozen["teacher" if "teacher" in frozen else "backbone"]
+        )
 
     def hidden_states(self, frozen: PyTree, batch: PyTree) -> jax.Array:
-        """[B, T, D] of a frozen backbone."""
-        return self.base(frozen).forward(*losses.rows(batch))
+        """[B, T, D] of a frozen grouped."""
+        return self.backbone(frozen).forward(*losses.rows(batch))
 
 
 def head_objective(cfg: Config, drafter: Drafter) -> HeadObjective:
@@ -116,58 +118,60 @@ def head_objective(cfg: Config, drafter: Drafter) -> HeadObjective:
     return HeadObjective(drafter, t.loss_chunk, t.lambda_decay, targets)
 
 
-def backbone_stage(backbone: Backbone) -> LossFn:
+def backbone_stage(grouped: GroupedBackbone) -> LossFn:
     """A language model, or adapters of one."""
 
     def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
-        def base_of(p: PyTree) -> Base:
-            return backbone.base(frozen | p, inputs.dropout_key)
+        def backbone_of(p: PyTree) -> Backbone:
+            return grouped.backbone(frozen | p, inputs.dropout_key)
 
-        chunk, original = backbone.cfg.train.loss_chunk, backbone.original(frozen)
-        params = backbone.with_adapters(params)
-        return losses.backbone_loss(params, base_of, inputs, chunk, original)
+        chunk, original = grouped.cfg.train.loss_chunk, grouped.original(frozen)
+        params = grouped.with_adapters(params)
+        return losses.backbone_loss(params, backbone_of, inputs, chunk, original)
 
     return loss
 
 
-def heads_stage(backbone: Backbone, objective: HeadObjective) -> LossFn:
-    """Medusa-1: heads on a frozen backbone."""
+def heads_stage(grouped: GroupedBackbone, objective: HeadObjective) -> LossFn:
+    """Medusa-1: heads on a frozen grouped."""
 
     def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
-        return losses.head_loss(params["heads"], backbone.base(frozen), objective, inputs)
+        return losses.head_loss(
+            params["heads"], grouped.backbone(frozen), objective, inputs
+        )
 
     return loss
 
 
-def joint_stage(backbone: Backbone, objective: HeadObjective) -> LossFn:
+def joint_stage(grouped: GroupedBackbone, objective: HeadObjective) -> LossFn:
     """Medusa-2: the backbone, or its adapters, together with the heads."""
 
     def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
         key = inputs.dropout_key
         adapter_key, head_key = (None, None) if key is None else jax.random.split(key)
 
-        def split(p: PyTree) -> tuple[PyTree, Base]:
-            return p["heads"], backbone.base(frozen | p, adapter_key)
+        def split(p: PyTree) -> tuple[PyTree, Backbone]:
+            return p["heads"], grouped.backbone(frozen | p, adapter_key)
 
-        params = backbone.with_adapters(params)
-        inputs, original = inputs._replace(dropout_key=head_key), backbone.original(frozen)
+        params = grouped.with_adapters(params)
+        inputs, original = inputs._replace(dropout_key=head_key), grouped.original(frozen)
         return losses.joint_loss(params, split, objective, inputs, original)
 
     return loss
 
 
 def label_ranks(
-    backbone: Backbone,
+    grouped: GroupedBackbone,
     objective: HeadObjective,
     params: PyTree,
     frozen: PyTree,
     batch: PyTree,
 ) -> jax.Array:
     """Rank of each head's label [B, T, K], -1 where a pair does not count."""
-    base = backbone.base(frozen | backbone.with_adapters(params))
-    hidden_BTD = losses.hidden_states(base, batch)
+    backbone = grouped.backbone(frozen | grouped.with_adapters(params))
+    hidden_BTD = losses.hidden_states(backbone, batch)
     drafter, chunk = objective.drafter, objective.chunk
-    return estimate.head_ranks(params["heads"], drafter, base, hidden_BTD, batch, chunk)
+    return estimate.head_ranks(params["heads"], drafter, backbone, hidden_BTD, batch, chunk)
 
 
 def fresh_groups(
@@ -182,6 +186,6 @@ def fresh_groups(
         adapter_key = jax.random.fold_in(key, 2)
         out["lora"] = lora.init_lora(arch, adapter_key, cfg.lora.rank)
     if drafter is not None and "heads" not in given:
-        base = Base(Llama(arch), backbone)
-        out["heads"] = drafter.init(jax.random.fold_in(key, 1), base)
+        backbone = Backbone(Llama(arch), backbone)
+        out["heads"] = drafter.init(jax.random.fold_in(key, 1), backbone)
     return out

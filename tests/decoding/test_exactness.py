@@ -76,10 +76,12 @@ def reference(shape, seed, acceptance, ngram=0):
     prompts = [rng.integers(0, vocab, n).tolist() for n in rng.integers(1, 12, rows)]
     extra = sampling_fields(rows, seed) if acceptance == "sampled" else {}
     request = loop.Request(prompts, LIMITS[:rows], **extra)
-    _, llama, base = model(shape, seed)
+    _, llama, backbone = model(shape, seed)
     drafter = planted(config_of(shape))
     plain = loop.Engine(llama, drafter, Tree.none(), acceptance, no_repeat_ngram_size=ngram)
-    return request, texts_of(loop.generate(plain, {"base": base, "heads": {}}, request))
+    return request, texts_of(
+        loop.generate(plain, {"backbone": backbone, "heads": {}}, request)
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_any_tree_gives_the_autoregressive_text(shape, acceptance, ngram):
     @given(trees(M, DEPTH), st.integers(0, 4))
     def check(tree, seed):
         nonlocal zeros
-        _, llama, base = model(shape, seed)
+        _, llama, backbone = model(shape, seed)
         request, expected = reference(shape, seed, acceptance, ngram)
         engine = loop.Engine(
             llama,
@@ -113,7 +115,7 @@ def test_any_tree_gives_the_autoregressive_text(shape, acceptance, ngram):
         )
         known = [p + t for p, t in zip(request.prompts, expected)]
         heads = planted_params(known, vocab, seed + tree.rank_M.sum())
-        variables = {"base": base, "heads": heads}
+        variables = {"backbone": backbone, "heads": heads}
         state, _ = loop.begin(engine, variables, request)
         progress = decode_traced(engine, variables, state, TreeArrays.of(tree))
         assert texts_of(progress) == expected
@@ -164,11 +166,11 @@ def test_sampled_plain_loop_is_the_argmax_of_perturbed_forward_logits(shape):
 
 def drafted(shape, seed, request, known, tree, acceptance="sampled", **fields):
     """Text of a request with a planted drafter that knows `known` continuations."""
-    _, llama, base = model(shape, seed)
+    _, llama, backbone = model(shape, seed)
     engine = loop.Engine(llama, planted(config_of(shape)), tree, acceptance, **fields)
     full = [p + t for p, t in zip(request.prompts, known)]
     heads = planted_params(full, shape[0], seed)
-    progress = loop.generate(engine, {"base": base, "heads": heads}, request)
+    progress = loop.generate(engine, {"backbone": backbone, "heads": heads}, request)
     check_counts(progress)
     return progress
 
@@ -218,10 +220,12 @@ def test_extreme_parameters(fields, is_greedy):
     """Where one token is left, sampling is greedy; where all are alike, drafts still fit."""
     shape, tree = SHAPES[1], Tree.chain(2)
     greedy, [greedy_text] = reference(shape, 1, "greedy")
-    _, llama, base = model(shape, 1)
+    _, llama, backbone = model(shape, 1)
     request = loop.Request(greedy.prompts, [NEW], seed=[3], **fields)
     plain = loop.Engine(llama, planted(config_of(shape)), Tree.none(), "sampled")
-    [expected] = texts_of(loop.generate(plain, {"base": base, "heads": {}}, request))
+    [expected] = texts_of(
+        loop.generate(plain, {"backbone": backbone, "heads": {}}, request)
+    )
     progress = drafted(shape, 1, request, [expected], tree)
     assert texts_of(progress) == [expected]
     assert (np.asarray(progress.histogram_BL).sum(0)[1:] > 0).all()  # drafts were accepted
@@ -234,10 +238,10 @@ def test_finished_rows_stay_as_they_are():
     """A row that ends early keeps its text and counters while its mates go on."""
     shape, tree = SHAPES[0], Tree.cartesian([2, 1])
     request, expected = reference(shape, 2, "greedy")
-    _, llama, base = model(shape, 2)
+    _, llama, backbone = model(shape, 2)
     engine = loop.Engine(llama, planted(config_of(shape)), tree)
     known = [p + t for p, t in zip(request.prompts, expected)]
-    variables = {"base": base, "heads": planted_params(known, shape[0], 0)}
+    variables = {"backbone": backbone, "heads": planted_params(known, shape[0], 0)}
     seen = {}
     for progress in loop.stream(engine, variables, request, chunk_steps=1):
         for row in np.flatnonzero(np.asarray(progress.status_B) != loop.RUNNING):
@@ -258,13 +262,17 @@ def test_float32_differs_only_at_ties():
     parted = 0
     for seed in range(4):
         params = random_params(config, seed)
-        llama, base = decoder(config, params, jnp.float32)
+        llama, backbone = decoder(config, params, jnp.float32)
         request = loop.Request([[1, 2, 3]], [NEW])
         plain = loop.Engine(llama, planted(config), Tree.none())
-        [expected] = texts_of(loop.generate(plain, {"base": base, "heads": {}}, request))
+        [expected] = texts_of(
+            loop.generate(plain, {"backbone": backbone, "heads": {}}, request)
+        )
         heads = planted_params([[1, 2, 3, *expected]], config.vocab_size, seed)
         engine = loop.Engine(llama, planted(config), tree)
-        [got] = texts_of(loop.generate(engine, {"base": base, "heads": heads}, request))
+        [got] = texts_of(
+            loop.generate(engine, {"backbone": backbone, "heads": heads}, request)
+        )
         if got == expected:
             continue
         parted += 1
@@ -283,10 +291,12 @@ class Noting(Planted):
         hidden = jnp.zeros((batch, self.llama.d_model), dtype)
         return super().start(batch, slots, dtype), hidden, jnp.zeros((batch,), jnp.int32)
 
-    def commit(self, params, base, state, hidden_BTD, next_tokens_BT, positions_BT, n_B):
+    def commit(
+        self, params, backbone, state, hidden_BTD, next_tokens_BT, positions_BT, n_B
+    ):
         position, *noted = state
         position = super().commit(
-            params, base, position, hidden_BTD, next_tokens_BT, positions_BT, n_B
+            params, backbone, position, hidden_BTD, next_tokens_BT, positions_BT, n_B
         )
         rows, last = jnp.arange(n_B.shape[0]), jnp.maximum(n_B - 1, 0)
         new = hidden_BTD[rows, last], next_tokens_BT[rows, last].astype(jnp.int32)
@@ -296,8 +306,8 @@ class Noting(Planted):
         ]
         return position, *kept
 
-    def propose(self, params, base, state, root_B, tree, rank_scores):
-        return super().propose(params, base, state[0], root_B, tree, rank_scores)
+    def propose(self, params, backbone, state, root_B, tree, rank_scores):
+        return super().propose(params, backbone, state[0], root_B, tree, rank_scores)
 
 
 def test_the_drafter_is_given_the_accepted_positions():
@@ -308,10 +318,10 @@ def test_the_drafter_is_given_the_accepted_positions():
     )
     config = config_of(shape)
     request, expected = reference(shape, 1, "greedy")
-    params, llama, base = model(shape, 1)
+    params, llama, backbone = model(shape, 1)
     known = [p + t for p, t in zip(request.prompts, expected)]
     engine = loop.Engine(llama, Noting(planted(config).heads, config), tree)
-    variables = {"base": base, "heads": planted_params(known, shape[0], 2)}
+    variables = {"backbone": backbone, "heads": planted_params(known, shape[0], 2)}
     tokens = np.zeros((3, 64), np.int32)
     for row, text in enumerate(known):
         tokens[row, : len(text)] = text
@@ -335,8 +345,8 @@ def test_the_drafter_is_given_the_accepted_positions():
 class Noise(Planted):
     """Drafts by the noise alone, as if its logits were flat."""
 
-    def propose(self, params, base, state, root_B, tree, rank_scores):
-        flat = jnp.zeros((root_B.shape[0], self.llama.vocab_size), base.llama.dtype)
+    def propose(self, params, backbone, state, root_B, tree, rank_scores):
+        flat = jnp.zeros((root_B.shape[0], self.llama.vocab_size), backbone.llama.dtype)
         drafts = [jnp.argmax(rank_scores(d + 1, flat), -1) for d in range(tree.depth)]
         return jnp.stack([root_B, *drafts], axis=1)
 
@@ -346,10 +356,10 @@ def test_drafts_are_ranked_by_the_noise_of_their_own_positions():
     config = config_of(SHAPES[0])
     params = random_params(config, 0)
     params["lm_head"]["kernel"][:] = 0
-    llama, base = decoder(config, params)
+    llama, backbone = decoder(config, params)
     engine = loop.Engine(
         llama, Noise(planted(config).heads, config), Tree.chain(3), "sampled"
     )
     request = loop.Request([[1, 2], [3]], [21, 21], temperature=[0.7, 2.0])
-    progress = loop.generate(engine, {"base": base, "heads": {}}, request)
+    progress = loop.generate(engine, {"backbone": backbone, "heads": {}}, request)
     assert np.asarray(progress.histogram_BL).tolist() == [[0, 0, 0, 5]] * 2

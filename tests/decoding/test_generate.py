@@ -47,21 +47,23 @@ def request_of(limits, stops=()):
 
 @cache
 def plain_texts():
-    config, llama, base = model()
+    config, llama, backbone = model()
     engine = loop.Engine(llama, planted(config), Tree.none(), "sampled")
-    progress = loop.generate(engine, {"base": base, "heads": {}}, request_of([NEW] * ROWS))
+    progress = loop.generate(
+        engine, {"backbone": backbone, "heads": {}}, request_of([NEW] * ROWS)
+    )
     check_counts(progress)
     return texts_of(progress)
 
 
 def all_accepted(tree=CHAIN):
     """An engine and variables whose drafts along the chain are always right."""
-    config, llama, base = model()
+    config, llama, backbone = model()
     heads = planted_params([[1, 2, 3, *t] for t in plain_texts()], VOCAB, 0)
     heads["pick_BS"][:] = 0.999  # the deepest node
     heads = jax.tree.map(jnp.asarray, heads)
     engine = loop.Engine(llama, planted(config), tree, "sampled")
-    return engine, {"base": base, "heads": heads}
+    return engine, {"backbone": backbone, "heads": heads}
 
 
 def cut(text, eos=(), sequences=(), limit=NEW):
@@ -197,24 +199,24 @@ def test_the_next_chunk_is_under_way_before_the_last_is_looked_at(monkeypatch):
 
 def test_the_cache_grows_under_the_text():
     """A prompt of 100 and 380 tokens more: 128, 256 and 512 slots, batch of two, ragged."""
-    config, llama, base = model()
+    config, llama, backbone = model()
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, 100).tolist(), rng.integers(0, VOCAB, 30).tolist()]
     request = loop.Request(prompts, [380, 300], temperature=[1.2, 1.2], seed=[1, 1])
     plain = loop.Engine(llama, planted(config), Tree.none(), "sampled")
     # The reference has all slots from the start.
-    state, ladder = loop.begin(plain, {"base": base, "heads": {}}, request)
+    state, ladder = loop.begin(plain, {"backbone": backbone, "heads": {}}, request)
     assert ladder == [128, 256, 512]
     state = loop.grow(plain, 512, state)
     _, progress = loop.decode_loop(
-        plain, {"base": base, "heads": {}}, state, np.int32(10**6)
+        plain, {"backbone": backbone, "heads": {}}, state, np.int32(10**6)
     )
     expected = texts_of(progress)
     assert [len(t) for t in expected] == [380, 300]
     tree = Tree.from_choices([[0], [1], [0, 0], [1, 1], [1, 1, 0]])
     engine = loop.Engine(llama, planted(config), tree, "sampled")
     known = [p + t for p, t in zip(prompts, expected)]
-    variables = {"base": base, "heads": planted_params(known, VOCAB, 0, slots=512)}
+    variables = {"backbone": backbone, "heads": planted_params(known, VOCAB, 0, slots=512)}
     progress = loop.generate(engine, variables, request)
     assert texts_of(progress) == expected
     check_counts(progress)
@@ -284,9 +286,11 @@ def test_power_of_two(n):
 def test_bfloat16_runs():
     """No promise of identity there, but of whole, well-formed texts."""
     config = tiny_config(vocab_size=VOCAB)
-    llama, base = decoder(config, random_params(config, 1), jnp.bfloat16)
+    llama, backbone = decoder(config, random_params(config, 1), jnp.bfloat16)
     heads = planted_params([[1, 2, 3]], VOCAB, 0)
     engine = loop.Engine(llama, planted(config), CHAIN, "sampled")
-    progress = loop.generate(engine, {"base": base, "heads": heads}, request_of([NEW]))
+    progress = loop.generate(
+        engine, {"backbone": backbone, "heads": heads}, request_of([NEW])
+    )
     assert len(texts_of(progress)[0]) == NEW
     check_counts(progress)

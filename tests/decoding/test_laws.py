@@ -49,7 +49,7 @@ def model():
     """A tiny backbone, and heads that agree with it now and then."""
     config = tiny_config(vocab_size=V, n_layers=1)
     params = random_params(config, 3, scale=0.8)
-    llama, base = decoder(config, params)
+    llama, backbone = decoder(config, params)
     drafter = make_drafter(HeadsConfig(n_heads=2, lm_head="own"), config)
     rng = np.random.default_rng(0)
     kernel = params["lm_head"]["kernel"]
@@ -61,7 +61,7 @@ def model():
         for k in range(2)
     }
     heads = jax.tree.map(jnp.asarray, heads)
-    return config, params, llama, drafter, {"base": base, "heads": heads}
+    return config, params, llama, drafter, {"backbone": backbone, "heads": heads}
 
 
 @cache

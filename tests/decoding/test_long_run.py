@@ -94,7 +94,7 @@ def test_a_hundred_thousand_tokens(dtype):
             histogram = np.zeros(DEPTH + 1, int)
             while done < TOKENS / len(BATCHES) / len(MODES):
                 which = runs % len(models)
-                llama, base = backbones[which]
+                llama, backbone = backbones[which]
                 prompts = [
                     rng.integers(0, VOCAB, n).tolist() for n in rng.integers(1, 16, batch)
                 ]
@@ -102,13 +102,15 @@ def test_a_hundred_thousand_tokens(dtype):
                 seeds = rng.integers(0, 2**31, batch).tolist()
                 request = loop.Request(prompts, [NEW] * batch, seed=seeds, **fields)
                 plain = loop.Engine(llama, planted(config), Tree.none(), acceptance)
-                variables = {"base": base, "heads": {}}
+                variables = {"backbone": backbone, "heads": {}}
                 expected = texts_of(run(plain, variables, request, Tree.none()))
                 known = [p + t for p, t in zip(prompts, expected)]
                 heads = planted_params(known, VOCAB, int(rng.integers(2**31)))
                 engine = loop.Engine(llama, planted(config), shape, acceptance)
                 tree = random_tree(rng, NODES, DEPTH)
-                progress = run(engine, {"base": base, "heads": heads}, request, tree)
+                progress = run(
+                    engine, {"backbone": backbone, "heads": heads}, request, tree
+                )
                 check_counts(progress)
                 histogram += np.asarray(progress.histogram_BL).sum(0)
                 for row, (got, want) in enumerate(zip(texts_of(progress), expected)):

@@ -25,7 +25,7 @@ from planted import (
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.repeats import barred_tokens, texts_behind, without_repeats
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
@@ -96,11 +96,13 @@ def fields(acceptance):
 def reference(seed, acceptance, n=N):
     """What the plain loop emits, n-grams of size n barred."""
     request = loop.Request(PROMPTS, LIMITS, **fields(acceptance))
-    _, llama, base = model(seed)
+    _, llama, backbone = model(seed)
     plain = loop.Engine(
         llama, planted(CONFIG), Tree.none(), acceptance, no_repeat_ngram_size=n
     )
-    return request, texts_of(loop.generate(plain, {"base": base, "heads": {}}, request))
+    return request, texts_of(
+        loop.generate(plain, {"backbone": backbone, "heads": {}}, request)
+    )
 
 
 @pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
@@ -133,14 +135,14 @@ def test_the_text_grows_with_the_cache():
     """150 tokens behind prompts of 5 and 120: the cache of 128 slots doubles on the way."""
     config = tiny_config(vocab_size=60)
     params = random_params(config, 3)
-    llama, base = decoder(config, params)
+    llama, backbone = decoder(config, params)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 4, n).tolist() for n in (5, 120)]
     request = loop.Request(prompts, [150, 150])
 
     def decode(tree, heads):
         engine = loop.Engine(llama, planted(config), tree, no_repeat_ngram_size=2)
-        variables = {"base": base, "heads": heads}
+        variables = {"backbone": backbone, "heads": heads}
         *_, streamed = loop.stream(engine, variables, request, 5)
         texts = texts_of(loop.generate(engine, variables, request))
         assert texts_of(streamed) == texts
@@ -157,14 +159,14 @@ def test_the_text_grows_with_the_cache():
 
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])
 def test_other_rules_never_give_a_barred_token(acceptance):
-    params, llama, base = model(0)
+    params, llama, backbone = model(0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
     engine = loop.Engine(
         llama, drafter, Tree.cartesian([2, 2]), acceptance, no_repeat_ngram_size=N
     )
     request = loop.Request(PROMPTS, LIMITS, temperature=[1.0, 0.5, 0.0])
-    heads = drafter.init(jax.random.key(0), Base(Llama(CONFIG, jnp.float64), params))
-    progress = loop.generate(engine, {"base": base, "heads": heads}, request)
+    heads = drafter.init(jax.random.key(0), Backbone(Llama(CONFIG, jnp.float64), params))
+    progress = loop.generate(engine, {"backbone": backbone, "heads": heads}, request)
     for prompt, text in zip(PROMPTS, texts_of(progress)):
         old = grams(prompt, N)
         new = grams([*prompt, *text], N)[len(old) :]
@@ -178,7 +180,7 @@ class Tempted(Planted):
     `barred_BS` of its parameters: that token for a root at this position, or -1.
     """
 
-    def propose(self, params, base, state, root_B, tree, rank_scores):
+    def propose(self, params, backbone, state, root_B, tree, rank_scores):
         at_B1 = state[:, None]
         true_B1 = jnp.take_along_axis(params["text_BS"], at_B1 + 1, axis=1)
         barred_B1 = jnp.take_along_axis(params["barred_BS"], at_B1, axis=1)
@@ -189,7 +191,7 @@ class Tempted(Planted):
 
 
 def test_what_is_barred_behind_the_root_is_not_drafted():
-    _, llama, base = model(0)
+    _, llama, backbone = model(0)
     request, expected = reference(0, "greedy")
     known = [p + t for p, t in zip(PROMPTS, expected)]
     barred = np.full((len(known), 256), -1)
@@ -200,7 +202,7 @@ def test_what_is_barred_behind_the_root_is_not_drafted():
     heads = planted_params(known, CONFIG.vocab_size, 0) | {"barred_BS": barred}
     drafter = Tempted(planted(CONFIG).heads, CONFIG)
     engine = loop.Engine(llama, drafter, Tree.chain(1), no_repeat_ngram_size=N)
-    progress = loop.generate(engine, {"base": base, "heads": heads}, request)
+    progress = loop.generate(engine, {"backbone": backbone, "heads": heads}, request)
     assert texts_of(progress) == expected
     # Every draft is accepted; a last step may be cut by the limit.
     histogram = np.asarray(progress.histogram_BL)
@@ -208,7 +210,9 @@ def test_what_is_barred_behind_the_root_is_not_drafted():
 
 
 def test_without_bars_nothing_is_carried():
-    _, llama, base = model(0)
+    _, llama, backbone = model(0)
     engine = loop.Engine(llama, planted(CONFIG), Tree.none())
-    state, _ = loop.begin(engine, {"base": base, "heads": {}}, loop.Request([[1]], [4]))
+    state, _ = loop.begin(
+        engine, {"backbone": backbone, "heads": {}}, loop.Request([[1]], [4])
+    )
     assert state.text_BS is None and len(jax.tree.leaves(state.text_BS)) == 0

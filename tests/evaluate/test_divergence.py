@@ -10,7 +10,7 @@ from medusa_jax.api import Options
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.evaluate import divergence
 from medusa_jax.evaluate.likelihood import log_probabilities
-from medusa_jax.heads import Base
+from medusa_jax.heads import Backbone
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -27,8 +27,8 @@ class OneBackbone:
     def __init__(self, dtype):
         self.config = tiny_config(vocab_size=17)
         self.params = random_params(self.config, 2)
-        llama, base = decoder(self.config, self.params, dtype)
-        self.base = Base(llama, base)
+        llama, backbone = decoder(self.config, self.params, dtype)
+        self.backbone = Backbone(llama, backbone)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def padded(text):
 
 
 def test_the_three_passes_are_one_in_float64(exact):
-    got = divergence.three_passes(TREE, exact.base, padded(TEXT), np.int32(len(TEXT)))
+    got = divergence.three_passes(TREE, exact.backbone, padded(TEXT), np.int32(len(TEXT)))
     expected = forward_logits(exact.config, exact.params, TEXT)[-1]
     for logits_V in np.asarray(got):
         assert_close(logits_V, expected)
@@ -55,7 +55,7 @@ def test_the_three_passes_are_one_in_float64(exact):
 def test_in_bfloat16_they_differ_a_little():
     model = OneBackbone(jnp.bfloat16)
     got = np.asarray(
-        divergence.three_passes(TREE, model.base, padded(TEXT), np.int32(len(TEXT)))
+        divergence.three_passes(TREE, model.backbone, padded(TEXT), np.int32(len(TEXT)))
     )
     expected = forward_logits(model.config, model.params, TEXT)[-1]
     assert np.abs(got - expected).max() > 0
@@ -96,7 +96,7 @@ def test_the_band_is_the_largest_of_the_positions_up_to_the_divergence(exact, mo
     """Passes that agree by chance where the texts part do not hide the noise beside it."""
     asked = []
 
-    def passes(tree, base, tokens, length):
+    def passes(tree, backbone, tokens, length):
         asked.append(int(length))
         moved = {6: 0.0, 4: 0.25}.get(int(length), 0.125)
         logits = np.zeros((3, 17))

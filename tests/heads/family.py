@@ -11,7 +11,7 @@ import numpy as np
 from planted import random_params, tiny_config
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
@@ -28,7 +28,7 @@ WILD = Tree.from_choices(
 def stored_base(**fields):
     """A backbone with stored (unfused) parameters; V = 23, D = 16, two layers."""
     config = tiny_config(**fields)
-    return Base(Llama(config, jnp.float64), random_params(config, 0))
+    return Backbone(Llama(config, jnp.float64), random_params(config, 0))
 
 
 def small_heads(drafter, **fields):
@@ -38,10 +38,10 @@ def small_heads(drafter, **fields):
     )
 
 
-def drafter_of(heads, base, seed=0, scale=0.3):
+def drafter_of(heads, backbone, seed=0, scale=0.3):
     """A drafter, its parameters at the start, and ones in which every part matters."""
-    drafter = make_drafter(heads, base.llama.config)
-    start = jax.jit(drafter.init, static_argnums=())(jax.random.key(seed), base)
+    drafter = make_drafter(heads, backbone.llama.config)
+    start = jax.jit(drafter.init, static_argnums=())(jax.random.key(seed), backbone)
     rng = np.random.default_rng(seed)
     noisy = jax.tree.map(
         lambda x: np.asarray(x + scale * rng.standard_normal(x.shape), np.float64), start
@@ -61,10 +61,10 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def numpy_lm_head(head, base, x):
+def numpy_lm_head(head, backbone, x):
     """Logits of a head on [..., D], whatever its kind."""
     if "lm_head" not in head:
-        return x @ base.params["lm_head"]["kernel"]
+        return x @ backbone.params["lm_head"]["kernel"]
     own = head["lm_head"]
     kernel = own["kernel"] if "kernel" in own else own["down"] @ own["up"]
     return x @ kernel + own.get("bias", 0)
@@ -106,7 +106,7 @@ def count(params):
     return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params))
 
 
-def proposed_logits(drafter, base, tree):
+def proposed_logits(drafter, backbone, tree):
     """(params, state, root_B, follow_BK) -> node tokens and the logits of every depth.
 
     With `follow_BK` the tokens of a chain are forced: depth d holds follow[:, d - 1].
@@ -122,16 +122,16 @@ def proposed_logits(drafter, base, tree):
             wanted = jax.nn.one_hot(follow_BK[:, depth - 1], logits.shape[-1]) * 1e6
             return logits + (wanted if logits.ndim == 2 else wanted[:, None, :])
 
-        nodes = drafter.propose(params, base, state, root_B, tree, scores)
+        nodes = drafter.propose(params, backbone, state, root_B, tree, scores)
         return nodes, [seen[d] for d in sorted(seen)]
 
     return jax.jit(run)
 
 
-def committed(drafter, base, params, rows, n_B):
+def committed(drafter, backbone, params, rows, n_B):
     """The state after the first n positions of each row, taken in with one call."""
     hidden, tokens, positions, _ = rows
     state = drafter.start(hidden.shape[0], 64, jnp.float64)
     following = np.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
-    commit = jax.jit(lambda *args: drafter.commit(params, base, *args))
+    commit = jax.jit(lambda *args: drafter.commit(params, backbone, *args))
     return commit(state, hidden, following, positions, np.asarray(n_B, np.int32))

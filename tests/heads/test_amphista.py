@@ -62,10 +62,10 @@ ABLATIONS = {
 
 @cache
 def problem(ablation="whole", **fields):
-    base = stored_base()
+    backbone = stored_base()
     fields = {"lm_head": "low_rank", "rank": 5} | ABLATIONS[ablation] | fields
-    drafter, start, params = drafter_of(AmphistaConfig(**fields), base, scale=0.12)
-    return base, drafter, start, params
+    drafter, start, params = drafter_of(AmphistaConfig(**fields), backbone, scale=0.12)
+    return backbone, drafter, start, params
 
 
 def numpy_mix(params, drafter, contexts):
@@ -93,15 +93,15 @@ def numpy_mix(params, drafter, contexts):
     return x_KD
 
 
-def numpy_contexts(params, drafter, base, hidden_TD, next_T):
+def numpy_contexts(params, drafter, backbone, hidden_TD, next_T):
     """Equation 1 for one text: what each stage gave, each [T, D]."""
-    embedding = base.params["embed_tokens"]["embedding"]
+    embedding = backbone.params["embed_tokens"]["embedding"]
     x, out = hidden_TD, []
     for s in range(drafter.heads.stages):
         stage = params[f"stages_{s}"]
         if drafter.heads.sampled_token:
             x = np.concatenate([x, embedding[next_T]], axis=1) @ stage["fc"]["kernel"]
-        x = numpy_layer(stage["layers_0"], base.llama.config, x)
+        x = numpy_layer(stage["layers_0"], backbone.llama.config, x)
         if drafter.heads.stage_norm:
             x = numpy_norm(stage["norm"], x)
         out.append(x)
@@ -110,18 +110,18 @@ def numpy_contexts(params, drafter, base, hidden_TD, next_T):
 
 @pytest.mark.parametrize("ablation", ABLATIONS)
 def test_features_and_proposals_are_those_of_the_paper(ablation):
-    base, drafter, _, params = problem(ablation)
+    backbone, drafter, _, params = problem(ablation)
     hidden, tokens, *rest = family.random_rows(np.random.default_rng(0), T=7)
     rows = (hidden, tokens, *rest)
     n, root = [3, 6], np.array([tokens[0, 3], tokens[1, 6]])
 
     @jax.jit
     def run(params):
-        features = drafter.features(params, base, *rows)
+        features = drafter.features(params, backbone, *rows)
         state = drafter.start(2, 64, jnp.float64)
         following = np.roll(tokens, -1, axis=1)
         state = drafter.commit(
-            params, base, state, hidden, following, rest[0], jnp.array(n)
+            params, backbone, state, hidden, following, rest[0], jnp.array(n)
         )
         seen = []
 
@@ -129,20 +129,20 @@ def test_features_and_proposals_are_those_of_the_paper(ablation):
             seen.append(logits)
             return logits
 
-        nodes = drafter.propose(params, base, state, root, family.WILD, scores)
+        nodes = drafter.propose(params, backbone, state, root, family.WILD, scores)
         return features, nodes, seen
 
     features, nodes, logits = run(params)
     for b in range(2):
         following = np.roll(tokens[b], -1)
-        contexts = numpy_contexts(params, drafter, base, hidden[b], following)
+        contexts = numpy_contexts(params, drafter, backbone, hidden[b], following)
         for t in range(6):
             x_KD = numpy_mix(params, drafter, [x[t] for x in contexts])
             assert_close(features[:, b, t], x_KD)
         x_KD = numpy_mix(params, drafter, [x[n[b] - 1] for x in contexts])
         order = []
         for k in range(4):
-            expected = numpy_lm_head(params[f"heads_{k}"], base, x_KD[k])
+            expected = numpy_lm_head(params[f"heads_{k}"], backbone, x_KD[k])
             assert_close(logits[k][b], expected)
             order.append(np.argsort(-expected))
         by_rank = [order[len(c) - 1][c[-1]] for c in family.WILD.choices]
@@ -156,8 +156,8 @@ def test_the_block_is_bidirectional():
         ("whole", np.ones((4, 4))),
         ("without auto-embedding", np.eye(4)),
     ):
-        base, drafter, _, params = problem(ablation)
-        run = jax.jit(lambda p, d=drafter, b=base: d.features(p, b, *rows))
+        backbone, drafter, _, params = problem(ablation)
+        run = jax.jit(lambda p, d=drafter, b=backbone: d.features(p, b, *rows))
         before, moved = run(params), np.zeros((4, 4))
         for k in range(4):
             head = params[f"heads_{k}"]
@@ -170,13 +170,13 @@ def test_the_block_is_bidirectional():
 
 def test_the_adaptation_layers_are_causal():
     """The gradient of stage outputs at t by hidden states: all up to t, none beyond."""
-    base, drafter, _, params = problem("without auto-embedding")
+    backbone, drafter, _, params = problem("without auto-embedding")
     hidden, *rest = family.random_rows(np.random.default_rng(0), B=1, T=6)
 
     @jax.jit
     def reach(hidden):
         def features(hidden):  # of one head of each stage
-            return drafter.features(params, base, hidden, *rest)[1:3, 0].sum(-1)
+            return drafter.features(params, backbone, hidden, *rest)[1:3, 0].sum(-1)
 
         return jnp.abs(jax.jacrev(features)(hidden)[:, :, 0]).max(-1)
 
@@ -200,10 +200,10 @@ def test_heads_read_their_stage():
 
 
 def test_heads_start_as_the_lm_head_behind_a_norm():
-    base, drafter, start, _ = problem(position_encoding=False, lm_head="own")
+    backbone, drafter, start, _ = problem(position_encoding=False, lm_head="own")
     rows = family.random_rows(np.random.default_rng(0))
-    features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
-    size = np.sqrt((base.params["norm"]["scale"] ** 2).mean())
+    features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
+    size = np.sqrt((backbone.params["norm"]["scale"] ** 2).mean())
     once = numpy_norm({"scale": size}, rows[0])
     twice = numpy_norm({"scale": size}, once)
     normed = np.stack([once, once, twice, twice])  # of both heads of each stage
@@ -211,9 +211,9 @@ def test_heads_start_as_the_lm_head_behind_a_norm():
 
 
 def test_dropout_needs_a_key():
-    base, drafter, _, params = problem(dropout=0.5)
+    backbone, drafter, _, params = problem(dropout=0.5)
     rows = family.random_rows(np.random.default_rng(0))
-    run = jax.jit(lambda key: drafter.features(params, base, *rows, key))
+    run = jax.jit(lambda key: drafter.features(params, backbone, *rows, key))
     one, two = run(jax.random.key(0)), run(jax.random.key(1))
     assert np.array_equal(run(None), run(None)) and not np.array_equal(one, two)
     assert 0.4 < float((one == 0).mean()) < 0.6

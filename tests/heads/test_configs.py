@@ -8,7 +8,7 @@ import pytest
 
 from medusa_jax.commands.train import load_config
 from medusa_jax.config import LlamaConfig
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import checks
 
@@ -21,7 +21,7 @@ def parameters(cfg, llama):
     drafter = make_drafter(cfg.heads, llama)
 
     def init(key):
-        return drafter.init(key, Base(Llama(llama), init_params(llama, key)))
+        return drafter.init(key, Backbone(Llama(llama), init_params(llama, key)))
 
     return family.count(jax.eval_shape(init, jax.random.key(0)))
 

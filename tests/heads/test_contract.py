@@ -29,7 +29,7 @@ from medusa_jax.decoding import ranks as decoding_ranks
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
-from medusa_jax.heads import DRAFTERS, Base, layers, make_drafter
+from medusa_jax.heads import DRAFTERS, Backbone, layers, make_drafter
 from medusa_jax.interop import heads_io
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -41,28 +41,30 @@ NAMES = sorted(DRAFTERS)
 
 @cache
 def noisy(name, lm_head="low_rank"):
-    base = family.stored_base()
-    drafter, _, params = family.drafter_of(family.small_heads(name, lm_head=lm_head), base)
-    return base, drafter, params
+    backbone = family.stored_base()
+    drafter, _, params = family.drafter_of(
+        family.small_heads(name, lm_head=lm_head), backbone
+    )
+    return backbone, drafter, params
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_reads_the_features_that_training_gave(name):
     """Ragged commits, some of them empty, some behind others: head by head the same logits."""
-    base, drafter, params = noisy(name)
+    backbone, drafter, params = noisy(name)
     K, B, T = 4, 3, 16
     rng = np.random.default_rng(1)
     hidden, tokens, positions, segments = family.random_rows(rng, B, T)
 
     @jax.jit
     def trained(params):
-        features = drafter.features(params, base, hidden, tokens, positions, segments)
+        features = drafter.features(params, backbone, hidden, tokens, positions, segments)
         assert features.shape == (K, B, T, family.D)
-        return [drafter.head_logits(params, base, k, features[k]) for k in range(K)]
+        return [drafter.head_logits(params, backbone, k, features[k]) for k in range(K)]
 
     expected = trained(params)
-    propose = family.proposed_logits(drafter, base, Tree.chain(K))
-    commit = jax.jit(lambda state, *rows: drafter.commit(params, base, state, *rows))
+    propose = family.proposed_logits(drafter, backbone, Tree.chain(K))
+    commit = jax.jit(lambda state, *rows: drafter.commit(params, backbone, state, *rows))
     state, length = drafter.start(B, 64, jnp.float64), np.zeros(B, int)
     for width, n in ((8, [5, 3, 1]), (4, [2, 0, 4]), (4, [1, 4, 0])):
         at = length[:, None] + np.arange(width)[None]
@@ -85,12 +87,12 @@ def test_decoding_reads_the_features_that_training_gave(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_packed_into_a_row_do_not_see_each_other(name):
-    base, drafter, params = noisy(name)
+    backbone, drafter, params = noisy(name)
     rng = np.random.default_rng(2)
     hidden, tokens, positions, segments = family.random_rows(rng, 1, 14)
     packed_segments = np.where(np.arange(14) < 6, 1, 2)[None].astype(np.int32)
     packed_positions = np.where(np.arange(14) < 6, np.arange(14), np.arange(14) - 6)[None]
-    features = jax.jit(lambda h, t, p, s: drafter.features(params, base, h, t, p, s))
+    features = jax.jit(lambda h, t, p, s: drafter.features(params, backbone, h, t, p, s))
     packed = features(hidden, tokens, packed_positions.astype(np.int32), packed_segments)
     alone = features(hidden[:, 6:], tokens[:, 6:], positions[:, :8], segments[:, :8])
     for k in range(4):  # as far as tokens up to t + k + 1 are there
@@ -101,9 +103,9 @@ def test_texts_packed_into_a_row_do_not_see_each_other(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_features_look_no_further_than_decoding_will(name):
     """Row t of head k is a function of hidden states up to t and tokens up to t + k + 1."""
-    base, drafter, params = noisy(name)
+    backbone, drafter, params = noisy(name)
     rows = family.random_rows(np.random.default_rng(3), 1, 10)
-    run = jax.jit(lambda *r: drafter.features(params, base, *r))
+    run = jax.jit(lambda *r: drafter.features(params, backbone, *r))
     before, t = run(*rows), 4
     for k in range(4):
         hidden, tokens, positions, segments = (x.copy() for x in rows)
@@ -117,17 +119,17 @@ def test_features_look_no_further_than_decoding_will(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_heads_deeper_than_the_tree_are_not_read(name):
     """What a separable drafter of fewer heads proposes is what the whole one does."""
-    base, drafter, params = noisy(name)
+    backbone, drafter, params = noisy(name)
     if not drafter.separable:
         pytest.skip("its heads need each other")
     rows = family.random_rows(np.random.default_rng(4))
-    few = make_drafter(dataclasses.replace(drafter.heads, n_heads=2), base.llama.config)
+    few = make_drafter(dataclasses.replace(drafter.heads, n_heads=2), backbone.llama.config)
     less = {k: v for k, v in params.items() if k not in ("heads_2", "heads_3")}
     tree, root = Tree.cartesian([3, 2]), np.array([1, 2], np.int32)
     nodes = []
     for d, p in ((drafter, params), (few, less)):
-        state = family.committed(d, base, p, rows, [4, 6])
-        nodes.append(family.proposed_logits(d, base, tree)(p, state, root)[0])
+        state = family.committed(d, backbone, p, rows, [4, 6])
+        nodes.append(family.proposed_logits(d, backbone, tree)(p, state, root)[0])
     np.testing.assert_array_equal(*nodes)
 
 
@@ -136,9 +138,9 @@ def test_files_are_strict(name, tmp_path):
     """A round trip, a key too few, a layer too many; fewer heads where heads can be parted."""
     from safetensors.numpy import load_file, save_file
 
-    base, drafter, params = noisy(name, "shared")
+    backbone, drafter, params = noisy(name, "shared")
     params = jax.tree.map(np.float32, params)
-    config, path = base.llama.config, str(tmp_path)
+    config, path = backbone.llama.config, str(tmp_path)
     record = {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
     heads_io.save_heads(path, drafter.heads, params, base=record, recipe={})
     heads, loaded, _ = heads_io.load_heads(path, config, make_mesh())
@@ -185,20 +187,23 @@ def request_of(acceptance):
 
 @cache
 def plain_texts(acceptance):
-    config, _, llama, base = seven()
+    config, _, llama, backbone = seven()
     drafter = make_drafter(HeadsConfig(), config)
     engine = loop.Engine(llama, drafter, Tree.none(), acceptance)
     return texts_of(
-        loop.generate(engine, {"base": base, "heads": {}}, request_of(acceptance))
+        loop.generate(engine, {"backbone": backbone, "heads": {}}, request_of(acceptance))
     )
 
 
 @cache
 def engine_of(name, acceptance):
-    config, params, llama, base = seven()
-    stored = Base(Llama(config, jnp.float64), params)
+    config, params, llama, backbone = seven()
+    stored = Backbone(Llama(config, jnp.float64), params)
     drafter, _, heads = family.drafter_of(family.small_heads(name), stored, seed=3)
-    return loop.Engine(llama, drafter, WIDE, acceptance), {"base": base, "heads": heads}
+    return loop.Engine(llama, drafter, WIDE, acceptance), {
+        "backbone": backbone,
+        "heads": heads,
+    }
 
 
 @pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
@@ -272,7 +277,7 @@ def test_typical_acceptance(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_calibration_predicts_what_decoding_accepts(name):
     """Replaying teacher-forced ranks gives the number of steps that decoding takes."""
-    _, _, llama, base = seven()
+    _, _, llama, backbone = seven()
     engine, variables = engine_of(name, "greedy")
     progress = loop.generate(engine, variables, request_of("greedy"))
     texts = [p + t for p, t in zip(PROMPTS, plain_texts("greedy"))]
@@ -280,7 +285,11 @@ def test_calibration_predicts_what_decoding_accepts(name):
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text
     ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=0)(
-        engine.drafter, variables["heads"], Base(llama, base), tokens, jnp.array(lengths)
+        engine.drafter,
+        variables["heads"],
+        Backbone(llama, backbone),
+        tokens,
+        jnp.array(lengths),
     )
     nodes = set(engine.tree.choices)
     for row, (prompt, text) in enumerate(zip(PROMPTS, texts)):
@@ -298,11 +307,11 @@ def test_calibration_predicts_what_decoding_accepts(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_rejection_finds_the_logits_that_children_came_from(name):
     """Children of a node are the best tokens of the row that `parents_logits` gives for it."""
-    base, drafter, params = noisy(name)
+    backbone, drafter, params = noisy(name)
     tree = family.WILD.dense
     rows = family.random_rows(np.random.default_rng(6))
-    state = family.committed(drafter, base, params, rows, [4, 6])
-    nodes, logits = family.proposed_logits(drafter, base, tree)(
+    state = family.committed(drafter, backbone, params, rows, [4, 6])
+    nodes, logits = family.proposed_logits(drafter, backbone, tree)(
         params, state, np.array([1, 2], np.int32)
     )
     draft_logits = dict(enumerate(logits, start=1))

@@ -12,7 +12,7 @@ from family import drafter_of, numpy_lm_head, silu, stored_base
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.heads.hydra import HydraConfig, Level
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.tree import Tree
@@ -32,7 +32,7 @@ def parameters(heads, llama):
     drafter = make_drafter(heads, llama)
 
     def init(key):
-        return drafter.init(key, Base(Llama(llama), init_params(llama, key)))
+        return drafter.init(key, Backbone(Llama(llama), init_params(llama, key)))
 
     return family.count(jax.eval_shape(init, jax.random.key(0)))
 
@@ -44,14 +44,14 @@ def test_parameter_counts(size, billions):
 
 @cache
 def problem(**fields):
-    base = stored_base()
+    backbone = stored_base()
     heads = HydraConfig(**{"n_layers": 2, "rank": 5} | fields)
-    return base, *drafter_of(heads, base)
+    return backbone, *drafter_of(heads, backbone)
 
 
-def numpy_features(params, k, context, tokens, base):
+def numpy_features(params, k, context, tokens, backbone):
     """Head k (0-based) for one position: b_t [D] and the k + 1 tokens behind it."""
-    embedding = base.params["embed_tokens"]["embedding"]
+    embedding = backbone.params["embed_tokens"]["embedding"]
     x = np.concatenate([context, *(embedding[t] for t in tokens)])
     head = params[f"heads_{k}"]
     first = head["layers_0"]
@@ -78,13 +78,13 @@ KINDS = [("own", "identity"), ("shared", "fixed"), ("low_rank", "random")]
 
 @pytest.mark.parametrize(("lm_head", "skip"), KINDS)
 def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
-    base, drafter, _, params = problem(lm_head=lm_head, skip=skip)
+    backbone, drafter, _, params = problem(lm_head=lm_head, skip=skip)
     rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0))
 
     @jax.jit
     def both(params):
-        features = drafter.features(params, base, *rows)
-        logits = [drafter.head_logits(params, base, k, features[k]) for k in range(4)]
+        features = drafter.features(params, backbone, *rows)
+        logits = [drafter.head_logits(params, backbone, k, features[k]) for k in range(4)]
         return features, jnp.stack(logits)
 
     features, logits = both(params)
@@ -92,19 +92,21 @@ def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
         for t in range(12 - k - 1):
             for b in range(2):
                 following = tokens[b, t + 1 : t + k + 2]
-                x = numpy_features(params, k, hidden[b, t], following, base)
+                x = numpy_features(params, k, hidden[b, t], following, backbone)
                 assert_close(features[k, b, t], x)
-                assert_close(logits[k, b, t], numpy_lm_head(params[f"heads_{k}"], base, x))
+                assert_close(
+                    logits[k, b, t], numpy_lm_head(params[f"heads_{k}"], backbone, x)
+                )
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
 @pytest.mark.parametrize("tree", [family.WILD, Tree.cartesian([2, 2, 1])])
 def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
     """Every node's token is a rank of the scores that its own ancestors give."""
-    base, drafter, _, params = problem(lm_head=lm_head)
+    backbone, drafter, _, params = problem(lm_head=lm_head)
     rng = np.random.default_rng(5)
     rows = family.random_rows(rng)
-    state = family.committed(drafter, base, params, rows, [3, 12])
+    state = family.committed(drafter, backbone, params, rows, [3, 12])
     noise = rng.standard_normal((4, 2, 23))
 
     @jax.jit
@@ -112,7 +114,7 @@ def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
         def scores(depth, logits):
             return logits + noise[depth - 1][:, None, :]
 
-        return drafter.propose(params, base, state, root, tree, scores)
+        return drafter.propose(params, backbone, state, root, tree, scores)
 
     root = np.array([4, 0], np.int32)
     got = np.asarray(propose(state, root))
@@ -120,21 +122,21 @@ def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
 
         def logits_of(path, b=b, context=rows[0][b, last]):
             k = len(path) - 1
-            x = numpy_features(params, k, context, path, base)
-            return numpy_lm_head(params[f"heads_{k}"], base, x) + noise[k, b]
+            x = numpy_features(params, k, context, path, backbone)
+            return numpy_lm_head(params[f"heads_{k}"], backbone, x) + noise[k, b]
 
         assert got[b].tolist() == numpy_tree(tree, logits_of, root[b])
 
 
 def test_no_loop_over_nodes_is_left_in_the_program():
     """The drafted program has the same products whatever the width of the tree."""
-    base, drafter, _, params = problem(lm_head="own")
+    backbone, drafter, _, params = problem(lm_head="own")
     state = drafter.start(2, 64, jnp.float64)
 
     def products(tree):
         def run(params):
             return drafter.propose(
-                params, base, state, jnp.zeros(2, jnp.int32), tree, lambda d, x: x
+                params, backbone, state, jnp.zeros(2, jnp.int32), tree, lambda d, x: x
             )
 
         return str(jax.make_jaxpr(run)(params)).count("dot_general")
@@ -155,22 +157,22 @@ def test_levels_worked_example():
 
 
 def test_heads_start_as_the_lm_head_or_at_random():
-    base, drafter, start, _ = problem(lm_head="own")
+    backbone, drafter, start, _ = problem(lm_head="own")
     rows = family.random_rows(np.random.default_rng(0))
-    features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
+    features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
     for k in range(4):
         assert_close(features[k], rows[0])
-        logits = drafter.head_logits(start, base, k, features[k])
+        logits = drafter.head_logits(start, backbone, k, features[k])
         # Fresh parameters are float32.
-        assert_close(logits, base.lm_head(jnp.asarray(rows[0])), dtype="float32")
+        assert_close(logits, backbone.lm_head(jnp.asarray(rows[0])), dtype="float32")
     _, drafter, start, _ = problem(skip="random")
-    features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
+    features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
     assert not np.allclose(features[0], rows[0], atol=0.1)
     assert not np.asarray(start["heads_1"]["layers_0"]["linear"]["kernel"]).any()
 
 
 def test_tied_layers_are_one_layer_applied_again():
-    base, tied, _, params = problem(n_layers=4, tie_layers=True)
+    backbone, tied, _, params = problem(n_layers=4, tie_layers=True)
     assert sorted(params["heads_0"]) == ["layers_0", "layers_1", "lm_head"]
     _, loose, *_ = problem(n_layers=4)
     copies = {
@@ -179,16 +181,16 @@ def test_tied_layers_are_one_layer_applied_again():
     }
     rows = family.random_rows(np.random.default_rng(0))
     features = [
-        jax.jit(lambda p, d=d: d.features(p, base, *rows))(p)
+        jax.jit(lambda p, d=d: d.features(p, backbone, *rows))(p)
         for d, p in ((tied, params), (loose, copies))
     ]
     np.testing.assert_array_equal(*features)
 
 
 def test_dropout_needs_a_key_and_leaves_the_mean():
-    base, drafter, _, params = problem(dropout=0.5, n_layers=1)
+    backbone, drafter, _, params = problem(dropout=0.5, n_layers=1)
     rows = family.random_rows(np.random.default_rng(0))
-    run = jax.jit(lambda key: drafter.features(params, base, *rows, key))
+    run = jax.jit(lambda key: drafter.features(params, backbone, *rows, key))
     assert np.array_equal(run(None), run(None))
     one, two = run(jax.random.key(0)), run(jax.random.key(1))
     assert not np.array_equal(one, two)

@@ -29,46 +29,46 @@ def test_parameter_counts(size, tied, untied):
 
 @cache
 def problem():
-    base = stored_base()
+    backbone = stored_base()
     heads = HydraPPConfig(n_layers=3, lm_head="low_rank", rank=5)
-    drafter, start, params = drafter_of(heads, base, scale=0.2)
-    return base, drafter, start, params
+    drafter, start, params = drafter_of(heads, backbone, scale=0.2)
+    return backbone, drafter, start, params
 
 
-def numpy_context(params, base, hidden_TD):
+def numpy_context(params, backbone, hidden_TD):
     """b_0 ... b_t of one text."""
     prefix = params["prefix"]
-    out = numpy_layer(prefix["layers_0"], base.llama.config, hidden_TD)
+    out = numpy_layer(prefix["layers_0"], backbone.llama.config, hidden_TD)
     return numpy_norm(prefix["norm"], out)
 
 
 def test_features_are_those_of_the_paper():
-    base, drafter, _, params = problem()
+    backbone, drafter, _, params = problem()
     rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0))
-    features = jax.jit(lambda p: drafter.features(p, base, *rows))(params)
+    features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(params)
     for b in range(2):
-        context = numpy_context(params, base, hidden[b])
+        context = numpy_context(params, backbone, hidden[b])
         for k in range(4):
             for t in range(12 - k - 1):
                 following = tokens[b, t + 1 : t + k + 2]
-                x = numpy_features(params, k, context[t], following, base)
+                x = numpy_features(params, k, context[t], following, backbone)
                 assert_close(features[k, b, t], x)
 
 
 def test_a_tree_is_drafted_from_the_last_accepted_context():
-    base, drafter, _, params = problem()
+    backbone, drafter, _, params = problem()
     rows = hidden, *_ = family.random_rows(np.random.default_rng(5))
     n, root = [3, 12], np.array([4, 0], np.int32)
-    state = family.committed(drafter, base, params, rows, n)
-    propose = family.proposed_logits(drafter, base, family.WILD)
+    state = family.committed(drafter, backbone, params, rows, n)
+    propose = family.proposed_logits(drafter, backbone, family.WILD)
     nodes, logits = propose(params, state, root)
     for b in range(2):
-        context = numpy_context(params, base, hidden[b, : n[b]])[-1]
+        context = numpy_context(params, backbone, hidden[b, : n[b]])[-1]
 
         def logits_of(path, context=context):
             k = len(path) - 1
-            x = numpy_features(params, k, context, path, base)
-            return numpy_lm_head(params[f"heads_{k}"], base, x)
+            x = numpy_features(params, k, context, path, backbone)
+            return numpy_lm_head(params[f"heads_{k}"], backbone, x)
 
         assert nodes[b].tolist() == numpy_tree(family.WILD, logits_of, root[b])
         assert_close(logits[0][b, 0], logits_of([root[b]]))
@@ -76,10 +76,10 @@ def test_a_tree_is_drafted_from_the_last_accepted_context():
 
 def test_the_cache_holds_accepted_positions_only():
     """What lies behind n leaves no trace: another filling of it, the same later contexts."""
-    base, drafter, _, params = problem()
+    backbone, drafter, _, params = problem()
     rng = np.random.default_rng(1)
     hidden, tokens, positions, _ = family.random_rows(rng, T=8)
-    commit = jax.jit(lambda state, *rows: drafter.commit(params, base, state, *rows))
+    commit = jax.jit(lambda state, *rows: drafter.commit(params, backbone, state, *rows))
     contexts = []
     for filling in (0.0, 50.0):
         state = drafter.start(2, 64, jnp.float64)
@@ -95,9 +95,9 @@ def test_the_cache_holds_accepted_positions_only():
 
 
 def test_the_prefix_layer_starts_as_a_norm_that_keeps_the_size():
-    base, drafter, start, _ = problem()
+    backbone, drafter, start, _ = problem()
     rows = hidden, *_ = family.random_rows(np.random.default_rng(0))
-    features = jax.jit(lambda p: drafter.features(p, base, *rows))(start)
-    size = np.sqrt((base.params["norm"]["scale"] ** 2).mean())
+    features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
+    size = np.sqrt((backbone.params["norm"]["scale"] ** 2).mean())
     expected = numpy_norm({"scale": size}, hidden)
     assert_close(features[3], expected, dtype="float32")  # the type of fresh parameters

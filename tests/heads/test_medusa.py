@@ -14,7 +14,7 @@ from planted import TreeArrays, decoder, random_params, texts_of, tiny_config, t
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
@@ -26,14 +26,14 @@ KINDS = ["own", "shared", "low_rank"]
 
 def stored_base(seed=0, **fields):
     config = tiny_config(**fields)
-    return Base(Llama(config, jnp.float64), random_params(config, seed))
+    return Backbone(Llama(config, jnp.float64), random_params(config, seed))
 
 
-def heads_of(base, seed=0, **fields):
+def heads_of(backbone, seed=0, **fields):
     """A drafter and parameters that are no longer those of initialisation."""
     heads = HeadsConfig(**({"n_heads": 3, "rank": 5} | fields))
-    drafter = make_drafter(heads, base.llama.config)
-    params = drafter.init(jax.random.key(seed), base)
+    drafter = make_drafter(heads, backbone.llama.config)
+    params = drafter.init(jax.random.key(seed), backbone)
     rng = np.random.default_rng(seed)
     noisy = jax.tree.map(lambda x: x + 0.3 * rng.standard_normal(x.shape), params)
     return drafter, params, noisy
@@ -43,16 +43,20 @@ def heads_of(base, seed=0, **fields):
 @pytest.mark.parametrize("n_layers", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_head_starts_as_the_lm_head(kind, n_layers, tied):
-    base = stored_base(tie_embeddings=tied)
-    drafter, params, _ = heads_of(base, lm_head=kind, n_layers=n_layers, n_heads=2, rank=16)
+    backbone = stored_base(tie_embeddings=tied)
+    drafter, params, _ = heads_of(
+        backbone, lm_head=kind, n_layers=n_layers, n_heads=2, rank=16
+    )
     hidden = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4, 16)))
     ids = jnp.ones((1, 4), jnp.int32)
-    features = drafter.features(params, base, hidden, ids, ids, ids)
+    features = drafter.features(params, backbone, hidden, ids, ids, ids)
     assert features.shape == (2, 1, 4, 16)
     for k in range(2):
-        logits = drafter.head_logits(params, base, k, features[k])
+        logits = drafter.head_logits(params, backbone, k, features[k])
         assert logits.dtype == jnp.float64
-        assert_close(logits, base.lm_head(hidden), dtype="float32")  # of fresh parameters
+        assert_close(
+            logits, backbone.lm_head(hidden), dtype="float32"
+        )  # of fresh parameters
 
 
 @pytest.mark.parametrize(
@@ -74,16 +78,18 @@ def test_parameters_and_their_names(kind, expected):
 
 
 def test_low_rank_starts_as_the_best_approximation():
-    base = stored_base()
-    _, params, _ = heads_of(base, lm_head="low_rank", rank=5)
+    backbone = stored_base()
+    _, params, _ = heads_of(backbone, lm_head="low_rank", rank=5)
     start = params["heads_0"]["lm_head"]
-    error = np.linalg.norm(base.params["lm_head"]["kernel"] - start["down"] @ start["up"])
-    singular = np.linalg.svd(base.params["lm_head"]["kernel"], compute_uv=False)
+    error = np.linalg.norm(
+        backbone.params["lm_head"]["kernel"] - start["down"] @ start["up"]
+    )
+    singular = np.linalg.svd(backbone.params["lm_head"]["kernel"], compute_uv=False)
     best = np.sqrt((singular[5:] ** 2).sum())
     assert_close(error, best, dtype="float32")  # the type of fresh parameters
 
 
-def numpy_logits(params, base, k, hidden):
+def numpy_logits(params, backbone, k, hidden):
     """Head k on [D] by the paper's equation."""
     x = np.asarray(hidden)
     head = jax.tree.map(np.asarray, params[f"heads_{k}"])
@@ -91,7 +97,7 @@ def numpy_logits(params, base, k, hidden):
         y = x @ head[f"layers_{j}"]["kernel"] + head[f"layers_{j}"]["bias"]
         x = x + y / (1 + np.exp(-y))
     if "lm_head" not in head:
-        return x @ base.params["lm_head"]["kernel"]
+        return x @ backbone.params["lm_head"]["kernel"]
     own = head["lm_head"]
     return x @ (own["kernel"] if "kernel" in own else own["down"] @ own["up"])
 
@@ -99,8 +105,8 @@ def numpy_logits(params, base, k, hidden):
 @pytest.mark.parametrize("kind", KINDS)
 def test_proposals_are_the_ranks_of_each_heads_scores(kind):
     """Against a numpy head and a numpy sort, with noise added to the scores of each depth."""
-    base = stored_base()
-    drafter, _, params = heads_of(base, lm_head=kind, n_layers=2)
+    backbone = stored_base()
+    drafter, _, params = heads_of(backbone, lm_head=kind, n_layers=2)
     rng = np.random.default_rng(1)
     noise = rng.standard_normal((4, 2, 23))
 
@@ -109,7 +115,7 @@ def test_proposals_are_the_ranks_of_each_heads_scores(kind):
         def scores(depth, logits):
             return logits + noise[depth]
 
-        return drafter.propose(params, base, hidden, root, tree, scores)
+        return drafter.propose(params, backbone, hidden, root, tree, scores)
 
     @SETTINGS
     @given(trees(9, 3), st.integers(0, 2**20))
@@ -121,7 +127,7 @@ def test_proposals_are_the_ranks_of_each_heads_scores(kind):
         for row in range(2):
             order = {}
             for k in range(3):
-                scores = numpy_logits(params, base, k, hidden[row]) + noise[k + 1, row]
+                scores = numpy_logits(params, backbone, k, hidden[row]) + noise[k + 1, row]
                 order[k + 1] = np.argsort(-scores)
             expected = [order[len(path)][path[-1]] for path in tree.choices]
             assert got[row, 1:].tolist() == expected
@@ -131,12 +137,12 @@ def test_proposals_are_the_ranks_of_each_heads_scores(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_deeper_than_the_tree_are_not_even_needed(kind):
-    base = stored_base()
-    drafter, _, params = heads_of(base, lm_head=kind)
+    backbone = stored_base()
+    drafter, _, params = heads_of(backbone, lm_head=kind)
     hidden, root = jnp.ones((1, 16)), jnp.array([3])
 
     def propose(params, tree):
-        return drafter.propose(params, base, hidden, root, tree, lambda depth, x: x)
+        return drafter.propose(params, backbone, hidden, root, tree, lambda depth, x: x)
 
     for depth in range(4):
         few = {f"heads_{k}": params[f"heads_{k}"] for k in range(depth)}
@@ -150,15 +156,17 @@ def test_heads_deeper_than_the_tree_are_not_even_needed(kind):
 
 
 def test_commit_keeps_the_last_accepted_row():
-    base = stored_base()
-    drafter, _, params = heads_of(base)
+    backbone = stored_base()
+    drafter, _, params = heads_of(backbone)
     rng = np.random.default_rng(0)
     state = drafter.start(4, 128, jnp.float32)
     assert state.shape == (4, 16) and not np.asarray(state).any()
     state = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
     hidden = jnp.asarray(rng.standard_normal((4, 5, 16)), jnp.float32)
     ids = jnp.zeros((4, 5), jnp.int32)
-    after = drafter.commit(params, base, state, hidden, ids, ids, jnp.array([0, 1, 3, 5]))
+    after = drafter.commit(
+        params, backbone, state, hidden, ids, ids, jnp.array([0, 1, 3, 5])
+    )
     expected = [state[0], hidden[1, 0], hidden[2, 2], hidden[3, 4]]
     np.testing.assert_array_equal(after, np.stack(expected))
     assert drafter.grow(state, 256) is state
@@ -172,7 +180,7 @@ def test_real_heads_decode_the_autoregressive_text(kind, temperature):
     config = tiny_config()
     params = random_params(config, 2)
     llama, prepared = decoder(config, params)
-    drafter, start, _ = heads_of(Base(Llama(config), params), lm_head=kind, rank=16)
+    drafter, start, _ = heads_of(Backbone(Llama(config), params), lm_head=kind, rank=16)
     acceptance = "sampled" if temperature else "greedy"
     request = loop.Request(
         [[1, 1, 1, 1], [5]], [30, 22], temperature=[temperature] * 2, seed=[3, 3]
@@ -184,7 +192,7 @@ def test_real_heads_decode_the_autoregressive_text(kind, temperature):
     ):
         engine = loop.Engine(llama, drafter, tree, acceptance)
         heads = jax.tree.map(lambda x: x.astype(jnp.float64), start)
-        progress = loop.generate(engine, {"base": prepared, "heads": heads}, request)
+        progress = loop.generate(engine, {"backbone": prepared, "heads": heads}, request)
         texts.append(texts_of(progress))
         lengths.append(np.asarray(progress.steps_B).sum())
     assert texts[0] == texts[1]

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.interop import heads_io, hf, tensors
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
@@ -21,7 +21,7 @@ LLAMA = LlamaConfig(
 
 @pytest.fixture(scope="module")
 def base():
-    return Base(Llama(LLAMA), init_params(LLAMA, jax.random.key(0)))
+    return Backbone(Llama(LLAMA), init_params(LLAMA, jax.random.key(0)))
 
 
 def make(base, **fields):

@@ -32,12 +32,12 @@ SLOTS, CHUNK, NODES = 40, 4, 8
 
 
 @partial(jax.jit, static_argnums=0)
-def cached(llama, base, tokens, positions, cache, start, mask):
+def cached(llama, backbone, tokens, positions, cache, start, mask):
     def run(module):
         hidden, after = module.decode(tokens, positions, cache, start, mask)
         return module.lm_head(hidden), after
 
-    return llama.apply({"params": base}, method=run)
+    return llama.apply({"params": backbone}, method=run)
 
 
 def empty_cache(config, batch):
@@ -48,7 +48,7 @@ def empty_cache(config, batch):
     return jax.tree.map(lambda x: x + 50.0, zeros)
 
 
-def read_in_chunks(llama, base, config, texts, chunk=CHUNK):
+def read_in_chunks(llama, backbone, config, texts, chunk=CHUNK):
     """Ragged prefixes, read in chunks of unequal useful length; each row its own start.
 
     A chunk is padded to `chunk` tokens; the padding is overwritten by the next one.
@@ -66,7 +66,7 @@ def read_in_chunks(llama, base, config, texts, chunk=CHUNK):
             useful.append(n)
         positions = done[:, None] + np.arange(chunk)[None]
         mask = np.tril(np.ones((chunk, chunk), bool))
-        out, cache = cached(llama, base, tokens, positions, cache, done, mask)
+        out, cache = cached(llama, backbone, tokens, positions, cache, done, mask)
         for row, n in enumerate(useful):
             logits[row] += list(np.asarray(out)[row, :n])
         done = done + np.array(useful, np.int32)
@@ -78,7 +78,7 @@ def test_cached_passes_over_any_tree_equal_the_full_pass(family):
     """Every node's logits are those behind prefix + its path, as plain text."""
     config = tiny_config(**FAMILIES[family])
     params = random_params(config, 0)
-    llama, base = decoder(config, params)
+    llama, backbone = decoder(config, params)
 
     @SETTINGS
     @given(trees(NODES, 3), st.integers(0, 2**20))
@@ -87,10 +87,10 @@ def test_cached_passes_over_any_tree_equal_the_full_pass(family):
         texts = [
             rng.integers(0, config.vocab_size, n).tolist() for n in rng.integers(1, 25, 2)
         ]
-        cache, start, prefix_logits = read_in_chunks(llama, base, config, texts)
+        cache, start, prefix_logits = read_in_chunks(llama, backbone, config, texts)
         nodes = rng.integers(0, config.vocab_size, (2, NODES)).astype(np.int32)
         positions = start[:, None] + tree.depth_M[None]
-        out, _ = cached(llama, base, nodes, positions, cache, start, tree.mask_MM)
+        out, _ = cached(llama, backbone, nodes, positions, cache, start, tree.mask_MM)
         for row, text in enumerate(texts):
             expected = forward_logits(config, params, text)
             assert_close(prefix_logits[row], expected)
@@ -108,10 +108,10 @@ def test_one_token_at_a_time_is_the_full_pass(family):
     """Plain decoding has an attention of its own; rows of unequal progress, junk in the cache."""
     config = tiny_config(**FAMILIES[family])
     params = random_params(config, 0)
-    llama, base = decoder(config, params)
+    llama, backbone = decoder(config, params)
     rng = np.random.default_rng(7)
     texts = [rng.integers(0, config.vocab_size, n).tolist() for n in (14, 9, 1)]
-    *_, logits = read_in_chunks(llama, base, config, texts, chunk=1)
+    *_, logits = read_in_chunks(llama, backbone, config, texts, chunk=1)
     for row, text in enumerate(texts):
         assert_close(logits[row], forward_logits(config, params, text))
 

@@ -9,7 +9,7 @@ import pytest
 from closeness import assert_close
 
 from medusa_jax.config import LlamaConfig, LoraConfig
-from medusa_jax.heads import Base
+from medusa_jax.heads import Backbone
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
 
@@ -32,9 +32,9 @@ def setup(tie, seed=0):
 @partial(jax.jit, static_argnums=0)
 def logits(config, params, adapters=None):
     ids = jnp.arange(20).reshape(2, 10)
-    base = Base(Llama(config), params, adapters)
+    backbone = Backbone(Llama(config), params, adapters)
     rows = (ids, jnp.broadcast_to(jnp.arange(10), (2, 10)), jnp.ones((2, 10), jnp.int32))
-    return base.lm_head(base.forward(*rows))
+    return backbone.lm_head(backbone.forward(*rows))
 
 
 def paths(tree):

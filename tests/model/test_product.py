@@ -9,7 +9,7 @@ from planted import decoder, random_params, tiny_config
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.model.product import MANY_ROWS, TILE, product, tile_kernels, tiled_product
 from medusa_jax.tree import Tree
@@ -68,15 +68,15 @@ def test_what_is_put_in_tiles():
 def test_drafts_and_text_are_those_of_plain_kernels(heads, vocab):
     config = CONFIG if vocab == 70 else tiny_config(**vars(CONFIG) | {"vocab_size": vocab})
     params = random_params(config, 0)
-    llama, base = decoder(config, params)
+    llama, backbone = decoder(config, params)
     drafter = make_drafter(heads, config)
-    start = drafter.init(jax.random.key(0), Base(llama, base))
+    start = drafter.init(jax.random.key(0), Backbone(llama, backbone))
     rng = np.random.default_rng(1)
     heads_params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(np.shape(x)), start)
-    plain = {"base": base, "heads": heads_params}
+    plain = {"backbone": backbone, "heads": heads_params}
     tiled = tile_kernels(plain)
-    assert "tiles" in tiled["base"]["layers_0"]["mlp"]["gate_up_proj"]
-    assert ("tiles" in tiled["base"]["lm_head"]) == (vocab != 70)
+    assert "tiles" in tiled["backbone"]["layers_0"]["mlp"]["gate_up_proj"]
+    assert ("tiles" in tiled["backbone"]["lm_head"]) == (vocab != 70)
     engine = loop.Engine(llama, drafter, Tree.cartesian([2, 2]))
     prompts = [rng.integers(0, vocab, n).tolist() for n in (128, 3)]
     request = loop.Request(prompts, [30, 40])

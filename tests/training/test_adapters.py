@@ -12,7 +12,7 @@ from test_trainer import host, pieces, records, run
 from training_setup import tiny_config
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Base
+from medusa_jax.heads import Backbone
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
@@ -41,8 +41,8 @@ def model(tokens, tmp_path_factory):
 def logits(arch, params, adapters=None):
     ids = jnp.arange(24).reshape(2, 12)
     rows = (ids, jnp.broadcast_to(jnp.arange(12), (2, 12)), jnp.ones((2, 12), jnp.int32))
-    base = Base(Llama(arch), params, adapters)
-    return base.lm_head(base.forward(*rows))
+    backbone = Backbone(Llama(arch), params, adapters)
+    return backbone.lm_head(backbone.forward(*rows))
 
 
 def test_only_adapters_and_heads_move(tokens):
@@ -71,22 +71,23 @@ def test_only_adapters_and_heads_move(tokens):
 
 def test_kl_to_the_original_by_hand():
     """Mean over the counted tokens only; its gradient; the labels play no part in it."""
-    _, base, drafter, heads, batch = heads_problem()
+    _, backbone, drafter, heads, batch = heads_problem()
     moved = jax.tree.map(
-        lambda x: x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape), base.params
+        lambda x: x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape),
+        backbone.params,
     )
     counts = losses.pair_counts(batch, (1, 2, 3, 4))
 
     def loss(params):
-        split = lambda p: (heads, Base(base.llama, p))  # noqa: E731
+        split = lambda p: (heads, Backbone(backbone.llama, p))  # noqa: E731
         inputs = losses.StepInputs(batch, counts, lambda_0=jnp.float32(0.0))
         objective = losses.HeadObjective(drafter, 5, 0.8)
-        return losses.joint_loss(params, split, objective, inputs, base)[0]
+        return losses.joint_loss(params, split, objective, inputs, backbone)[0]
 
     def plain(params):
         p, q = (
             jax.nn.log_softmax(b.lm_head(b.forward(*losses.rows(batch))))
-            for b in (base, Base(base.llama, params))
+            for b in (backbone, Backbone(backbone.llama, params))
         )
         mask = losses.pair_mask(batch["counted"], batch["segment_ids"], 1)
         return jnp.sum(jnp.sum(jnp.exp(p) * (p - q), -1) * mask) / jnp.sum(mask)

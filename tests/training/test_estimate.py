@@ -7,7 +7,7 @@ import pytest
 from training_setup import tiny_arch, tiny_config
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import estimate, losses
@@ -20,9 +20,9 @@ from medusa_jax.tree.growth import MISS
 @pytest.mark.parametrize("chunk", [4, 5, 64])
 def test_ranks_are_those_of_the_labels(chunk):
     arch = tiny_arch()
-    base = Base(Llama(arch), init_params(arch, jax.random.key(1)))
+    backbone = Backbone(Llama(arch), init_params(arch, jax.random.key(1)))
     drafter = make_drafter(HeadsConfig(n_heads=2), arch)
-    params = drafter.init(jax.random.key(2), base)
+    params = drafter.init(jax.random.key(2), backbone)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: x + 0.5 * rng.standard_normal(x.shape), params)
     batch = {
@@ -35,10 +35,10 @@ def test_ranks_are_those_of_the_labels(chunk):
     @jax.jit
     def both(params, batch):
         rows = losses.rows(batch)
-        hidden = base.forward(*rows)
-        features = drafter.features(params, base, hidden, *rows)
-        plain = [drafter.head_logits(params, base, k, features[k]) for k in range(2)]
-        ranks = estimate.head_ranks(params, drafter, base, hidden, batch, chunk)
+        hidden = backbone.forward(*rows)
+        features = drafter.features(params, backbone, hidden, *rows)
+        plain = [drafter.head_logits(params, backbone, k, features[k]) for k in range(2)]
+        ranks = estimate.head_ranks(params, drafter, backbone, hidden, batch, chunk)
         return ranks, jnp.stack(plain)
 
     found, logits_KBTV = (np.asarray(x) for x in both(params, batch))

@@ -16,7 +16,7 @@ from training_setup import tiny_arch, tiny_config
 
 from medusa_jax.config import HeadsConfig, OptimConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.heads.layers import later
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.model.llama import Llama, init_params
@@ -29,15 +29,15 @@ from medusa_jax.training.step import microbatches
 
 
 def split_on(llama):
-    return lambda p: (p["heads"], Base(llama, p["backbone"]))
+    return lambda p: (p["heads"], Backbone(llama, p["backbone"]))
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 def test_joint_loss_is_equation_2(lm_head):
     """L_LM + lambda_0 sum_k 0.8^k L_k, and the gradients of all that both terms read."""
-    _, base, drafter, heads, batch = heads_problem(lm_head=lm_head)
-    params = {"backbone": base.params, "heads": heads}
-    split = split_on(base.llama)
+    _, backbone, drafter, heads, batch = heads_problem(lm_head=lm_head)
+    params = {"backbone": backbone.params, "heads": heads}
+    split = split_on(backbone.llama)
     counts = losses.pair_counts(batch, (1, 2, 3, 4))
 
     def streamed(params):
@@ -47,11 +47,11 @@ def test_joint_loss_is_equation_2(lm_head):
         )
 
     def plain(params):
-        heads, base = split(params)
-        hidden = base.forward(*losses.rows(batch))
-        features = drafter.features(heads, base, hidden, *losses.rows(batch))
-        logits = [base.lm_head(hidden)]
-        logits += [drafter.head_logits(heads, base, k, features[k]) for k in range(3)]
+        heads, backbone = split(params)
+        hidden = backbone.forward(*losses.rows(batch))
+        features = drafter.features(heads, backbone, hidden, *losses.rows(batch))
+        logits = [backbone.lm_head(hidden)]
+        logits += [drafter.head_logits(heads, backbone, k, features[k]) for k in range(3)]
         total = 0.0
         for k, x in enumerate(logits):
             mask = losses.pair_mask(batch["counted"], batch["segment_ids"], k + 1)
@@ -155,7 +155,7 @@ def test_a_plain_description_of_heads_loads_their_first_stage(tokens, tmp_path):
     params = init_params(cfg.model.arch, jax.random.key(3))
     cfg.heads = HeadsConfig(drafter="hydra", n_heads=2)
     drafter = make_drafter(cfg.heads, cfg.model.arch)
-    heads = drafter.init(jax.random.key(4), Base(Llama(cfg.model.arch), params))
+    heads = drafter.init(jax.random.key(4), Backbone(Llama(cfg.model.arch), params))
     base = heads_io.describe_base(cfg.model.arch, params)
     heads_io.save_heads(str(tmp_path), drafter.heads, heads, base=base, recipe={})
     cfg.train.heads_path = str(tmp_path)
@@ -221,9 +221,11 @@ def test_added_layers_change_nothing_until_they_have_learnt():
 
     @partial(jax.jit, static_argnums=0)
     def logits(arch, params):
-        base = Base(Llama(arch), params)
+        backbone = Backbone(Llama(arch), params)
         positions = np.broadcast_to(np.arange(12, dtype=np.int32), (2, 12))
-        return base.lm_head(base.forward(tokens, positions, np.ones((2, 12), np.int32)))
+        return backbone.lm_head(
+            backbone.forward(tokens, positions, np.ones((2, 12), np.int32))
+        )
 
     plain = logits(arch, params)
     assert_close(logits(deeper, more), plain)

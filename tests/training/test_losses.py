@@ -8,7 +8,7 @@ from closeness import assert_close
 from training_setup import tiny_arch
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.heads.layers import later
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
@@ -133,9 +133,9 @@ def test_logits_are_taken_of_what_counts_only(answers, walked):
 def heads_problem(K=3, T=12, B=2, lm_head="own"):
     arch = tiny_arch()
     llama = Llama(arch)
-    base = Base(llama, init_params(arch, jax.random.key(1)))
+    backbone = Backbone(llama, init_params(arch, jax.random.key(1)))
     drafter = make_drafter(HeadsConfig(n_heads=K, lm_head=lm_head, rank=4), arch)
-    params = drafter.init(jax.random.key(2), base)
+    params = drafter.init(jax.random.key(2), backbone)
     noise = jax.random.key(3)
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(noise, x.shape), params)
     rng = np.random.default_rng(0)
@@ -145,22 +145,22 @@ def heads_problem(K=3, T=12, B=2, lm_head="own"):
         "segment_ids": jnp.asarray(np.repeat([[1] * 8 + [2] * (T - 8)], B, 0), jnp.int32),
         "counted": jnp.asarray(rng.random((B, T)) < 0.8),
     }
-    return arch, base, drafter, params, batch
+    return arch, backbone, drafter, params, batch
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
 def test_head_loss_is_equation_1(lm_head):
     """lambda_k = 0.8^k, each head's mean over its own pairs, head k on token t + k + 1."""
-    _, base, drafter, params, batch = heads_problem(lm_head=lm_head)
+    _, backbone, drafter, params, batch = heads_problem(lm_head=lm_head)
     counts = losses.pair_counts(batch, (2, 3, 4))
 
     def plain(params):
         rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
-        hidden = base.llama.apply({"params": base.params}, *rows, method="forward")
-        features = drafter.features(params, base, hidden, *rows)
+        hidden = backbone.llama.apply({"params": backbone.params}, *rows, method="forward")
+        features = drafter.features(params, backbone, hidden, *rows)
         total = 0.0
         for k in range(3):
-            logp = jax.nn.log_softmax(drafter.head_logits(params, base, k, features[k]))
+            logp = jax.nn.log_softmax(drafter.head_logits(params, backbone, k, features[k]))
             terms = []
             for b in range(2):
                 for t in range(12 - k - 2):
@@ -175,9 +175,9 @@ def test_head_loss_is_equation_1(lm_head):
 
     def streamed(params):
         objective = losses.HeadObjective(drafter, 5, 0.8)
-        return losses.head_loss(params, base, objective, losses.StepInputs(batch, counts))[
-            0
-        ]
+        return losses.head_loss(
+            params, backbone, objective, losses.StepInputs(batch, counts)
+        )[0]
 
     value, grads = jax.jit(jax.value_and_grad(streamed))(params)
     expected, expected_grads = jax.value_and_grad(plain)(params)
@@ -186,17 +186,17 @@ def test_head_loss_is_equation_1(lm_head):
 
 def test_a_teacher_is_the_backbones_own_distribution():
     """label_weight CE(text) + teacher_weight CE(backbone at t + k), per counted pair."""
-    _, base, drafter, params, batch = heads_problem()
+    _, backbone, drafter, params, batch = heads_problem()
     counts = losses.pair_counts(batch, (2, 3, 4))
     rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
 
     def plain(params):
-        hidden = base.llama.apply({"params": base.params}, *rows, method="forward")
-        features = drafter.features(params, base, hidden, *rows)
-        teacher = jax.nn.softmax(base.lm_head(hidden))
+        hidden = backbone.llama.apply({"params": backbone.params}, *rows, method="forward")
+        features = drafter.features(params, backbone, hidden, *rows)
+        teacher = jax.nn.softmax(backbone.lm_head(hidden))
         total = 0.0
         for k in range(3):
-            logp = jax.nn.log_softmax(drafter.head_logits(params, base, k, features[k]))
+            logp = jax.nn.log_softmax(drafter.head_logits(params, backbone, k, features[k]))
             mask = losses.pair_mask(batch["counted"], batch["segment_ids"], k + 2)
             for b, t in zip(*np.nonzero(np.asarray(mask))):
                 label = -logp[b, t, batch["tokens"][b, t + k + 2]]
@@ -207,9 +207,9 @@ def test_a_teacher_is_the_backbones_own_distribution():
     def streamed(params):
         targets = losses.HeadTargets(label_weight=0.1, teacher_weight=0.7, noise=9.0)
         objective = losses.HeadObjective(drafter, 5, 1.0, targets)
-        return losses.head_loss(params, base, objective, losses.StepInputs(batch, counts))[
-            0
-        ]
+        return losses.head_loss(
+            params, backbone, objective, losses.StepInputs(batch, counts)
+        )[0]
 
     value, grads = jax.jit(jax.value_and_grad(streamed))(params)
     expected, expected_grads = jax.value_and_grad(plain)(params)
@@ -217,34 +217,34 @@ def test_a_teacher_is_the_backbones_own_distribution():
 
 
 def test_labels_may_weigh_less_without_a_teacher():
-    _, base, drafter, params, batch = heads_problem()
+    _, backbone, drafter, params, batch = heads_problem()
     counts = losses.pair_counts(batch, (2, 3, 4))
 
     def loss(weight):
         targets = losses.HeadTargets(label_weight=weight)
         objective = losses.HeadObjective(drafter, 5, 0.8, targets)
-        return losses.head_loss(params, base, objective, losses.StepInputs(batch, counts))[
-            0
-        ]
+        return losses.head_loss(
+            params, backbone, objective, losses.StepInputs(batch, counts)
+        )[0]
 
     assert_close(loss(0.25), 0.25 * loss(1.0))
 
 
 def test_noise_on_hidden_states_needs_a_key():
     """Uniform in +-noise / sqrt(L d) (Hydra 6.1), and only where the heads read."""
-    _, base, drafter, params, batch = heads_problem()
+    _, backbone, drafter, params, batch = heads_problem()
     counts, seen = losses.pair_counts(batch, (2, 3, 4)), []
 
     class Watched(type(drafter)):
-        def features(self, params, base, hidden_BTD, *rest):
+        def features(self, params, backbone, hidden_BTD, *rest):
             seen.append(hidden_BTD)
-            return super().features(params, base, hidden_BTD, *rest)
+            return super().features(params, backbone, hidden_BTD, *rest)
 
     watched = Watched(drafter.heads, drafter.llama)
     for noise, key in ((0.0, jax.random.key(0)), (6.0, None), (6.0, jax.random.key(0))):
         targets = losses.HeadTargets(noise=noise)
         objective = losses.HeadObjective(watched, 5, 1.0, targets)
-        losses.head_loss(params, base, objective, losses.StepInputs(batch, counts, key))
+        losses.head_loss(params, backbone, objective, losses.StepInputs(batch, counts, key))
     clean, evaluated, noisy = seen
     np.testing.assert_array_equal(clean, evaluated)
     difference = np.asarray(noisy - clean)
@@ -269,20 +269,24 @@ def test_a_head_costs_less_than_a_tenth_of_one_set_of_logits(teacher):
     def peak(K, streamed):
         drafter = make_drafter(HeadsConfig(n_heads=K), arch)
         params = jax.eval_shape(
-            lambda p: drafter.init(jax.random.key(0), Base(llama, p)), base_params
+            lambda p: drafter.init(jax.random.key(0), Backbone(llama, p)), base_params
         )
         offsets = tuple(range(2, K + 2))
 
         def loss(params, base_params, batch):
-            base = Base(llama, base_params)
+            backbone = Backbone(llama, base_params)
             if streamed:
                 inputs = losses.StepInputs(batch, losses.pair_counts(batch, offsets))
                 objective = losses.HeadObjective(drafter, 64, 0.8, targets)
-                return losses.head_loss(params, base, objective, inputs)[0]
+                return losses.head_loss(params, backbone, objective, inputs)[0]
             rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
             hidden = llama.apply({"params": base_params}, *rows, method="forward")
-            features = drafter.features(params, base, jax.lax.stop_gradient(hidden), *rows)
-            logits = [drafter.head_logits(params, base, k, features[k]) for k in range(K)]
+            features = drafter.features(
+                params, backbone, jax.lax.stop_gradient(hidden), *rows
+            )
+            logits = [
+                drafter.head_logits(params, backbone, k, features[k]) for k in range(K)
+            ]
             labels = [later(batch["tokens"], a)[..., None] for a in offsets]
             return sum(
                 jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), y, -1))

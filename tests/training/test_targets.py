@@ -17,7 +17,7 @@ from closeness import assert_close
 from training_setup import tiny_arch
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import DRAFTERS, Base, make_drafter
+from medusa_jax.heads import DRAFTERS, Backbone, make_drafter
 from medusa_jax.heads.layers import later
 from medusa_jax.heads.medusa import Medusa
 from medusa_jax.model.llama import Llama, init_params
@@ -45,50 +45,53 @@ def row(tokens=TOKENS):
 
 
 @pytest.fixture(scope="module")
-def base():
+def backbone():
     arch = tiny_arch(n_layers=2)
     params = init_params(arch, jax.random.key(1))
-    return Base(Llama(arch), jax.tree.map(lambda x: 2 * x, params))
+    return Backbone(Llama(arch), jax.tree.map(lambda x: 2 * x, params))
 
 
-def trained(kind, base):
+def trained(kind, backbone):
     """A drafter whose parameters have left their start: nothing is zero, everything matters."""
-    params = kind.init(jax.random.key(2), base)
+    params = kind.init(jax.random.key(2), backbone)
     rng = np.random.default_rng(0)
     noise = jax.tree.map(lambda x: 0.3 * rng.standard_normal(x.shape), params)
     return jax.tree.map(lambda x, n: x + n.astype(x.dtype), params, noise)
 
 
-def registered(name, base):
+def registered(name, backbone):
     heads = HeadsConfig(drafter=name, n_heads=K, n_layers=2, lm_head="low_rank", rank=8)
-    drafter = make_drafter(heads, base.llama.config)
-    return drafter, trained(drafter, base)
+    drafter = make_drafter(heads, backbone.llama.config)
+    return drafter, trained(drafter, backbone)
 
 
-def teacher_forced(drafter, params, base):
+def teacher_forced(drafter, params, backbone):
     """batch -> logits [T, V] of every head, backbone included, as the loss computes them."""
 
     @jax.jit
     def run(batch):
         rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
-        features = drafter.features(params, base, base.forward(*rows), *rows)
+        features = drafter.features(params, backbone, backbone.forward(*rows), *rows)
         heads = range(drafter.n_heads)
-        return [drafter.head_logits(params, base, k, features[k])[0] for k in heads]
+        return [drafter.head_logits(params, backbone, k, features[k])[0] for k in heads]
 
     return run
 
 
 @pytest.mark.parametrize("name", sorted(DRAFTERS))
-def test_the_loss_is_over_the_hand_written_pairs(name, base):
-    drafter, params = registered(name, base)
+def test_the_loss_is_over_the_hand_written_pairs(name, backbone):
+    drafter, params = registered(name, backbone)
     counts = losses.pair_counts(row(), (2, 3, 4))
     assert counts.tolist() == [len(PAIRS[k]) for k in (1, 2, 3)]
     total, sums = jax.jit(
         lambda p: losses.head_loss(
-            p, base, losses.HeadObjective(drafter, 5, 0.8), losses.StepInputs(row(), counts)
+            p,
+            backbone,
+            losses.HeadObjective(drafter, 5, 0.8),
+            losses.StepInputs(row(), counts),
         )
     )(params)
-    logits = teacher_forced(drafter, params, base)(row())
+    logits = teacher_forced(drafter, params, backbone)(row())
     expected = 0.0
     for k in (1, 2, 3):
         logp = jax.nn.log_softmax(logits[k - 1])
@@ -100,9 +103,9 @@ def test_the_loss_is_over_the_hand_written_pairs(name, base):
     assert_close(total, expected)
 
 
-def check_no_head_reads_the_future(drafter, params, base):
+def check_no_head_reads_the_future(drafter, params, backbone):
     """Changing the label, or anything behind it, must not move the logits that guess it."""
-    run = teacher_forced(drafter, params, base)
+    run = teacher_forced(drafter, params, backbone)
     before, t = run(row()), 1
     for k in range(drafter.n_heads):
         label = t + k + 2
@@ -119,8 +122,8 @@ def check_no_head_reads_the_future(drafter, params, base):
 
 
 @pytest.mark.parametrize("name", sorted(DRAFTERS))
-def test_no_head_reads_the_future(name, base):
-    check_no_head_reads_the_future(*registered(name, base), base)
+def test_no_head_reads_the_future(name, backbone):
+    check_no_head_reads_the_future(*registered(name, backbone), backbone)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +133,19 @@ class ReadsItsLabel(Medusa):
     name = ""
 
     def features(
-        self, params, base, hidden_BTD, tokens_BT, positions_BT, segment_ids_BT, key=None
+        self,
+        params,
+        backbone,
+        hidden_BTD,
+        tokens_BT,
+        positions_BT,
+        segment_ids_BT,
+        key=None,
     ):
         rows = (hidden_BTD, tokens_BT, positions_BT, segment_ids_BT)
-        features = super().features(params, base, *rows, key)
+        features = super().features(params, backbone, *rows, key)
         labels = [later(tokens_BT, k + 2) for k in range(self.n_heads)]
-        return features + 0.01 * jnp.stack([base.embed(label) for label in labels])
+        return features + 0.01 * jnp.stack([backbone.embed(label) for label in labels])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +154,9 @@ class ReadsTheNextState(Medusa):
 
     name = ""
 
-    def features(self, params, base, hidden_BTD, *rest):
+    def features(self, params, backbone, hidden_BTD, *rest):
         hidden_BTD = hidden_BTD + 0.1 * jnp.roll(hidden_BTD, -K - 1, axis=1)
-        return super().features(params, base, hidden_BTD, *rest)
+        return super().features(params, backbone, hidden_BTD, *rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,13 +165,13 @@ class ReadsTheNeighbour(Medusa):
 
     name = ""
 
-    def features(self, params, base, hidden_BTD, *rest):
+    def features(self, params, backbone, hidden_BTD, *rest):
         hidden_BTD = hidden_BTD + 0.1 * jnp.roll(hidden_BTD, 1, axis=1)
-        return super().features(params, base, hidden_BTD, *rest)
+        return super().features(params, backbone, hidden_BTD, *rest)
 
 
 @pytest.mark.parametrize("kind", [ReadsItsLabel, ReadsTheNextState, ReadsTheNeighbour])
-def test_the_check_finds_a_head_that_cheats(kind, base):
-    drafter = kind(HeadsConfig(n_heads=K, lm_head="shared"), base.llama.config)
+def test_the_check_finds_a_head_that_cheats(kind, backbone):
+    drafter = kind(HeadsConfig(n_heads=K, lm_head="shared"), backbone.llama.config)
     with pytest.raises(AssertionError):
-        check_no_head_reads_the_future(drafter, trained(drafter, base), base)
+        check_no_head_reads_the_future(drafter, trained(drafter, backbone), backbone)

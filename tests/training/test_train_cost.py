@@ -12,16 +12,16 @@ from medusa_jax.training.losses.reference import equation_1
 
 
 def test_the_naive_loss_is_the_same_loss():
-    _, base, drafter, params, batch = heads_problem()
+    _, backbone, drafter, params, batch = heads_problem()
     counts = losses.pair_counts(batch, (2, 3, 4))
 
     objective = losses.HeadObjective(drafter, 5, 0.8)
 
     def chunked(p):
-        return losses.head_loss(p, base, objective, losses.StepInputs(batch, counts))[0]
+        return losses.head_loss(p, backbone, objective, losses.StepInputs(batch, counts))[0]
 
     def naive(p):
-        return equation_1(p, base, objective, batch)
+        return equation_1(p, backbone, objective, batch)
 
     a, b = (jax.jit(jax.value_and_grad(f))(params) for f in (chunked, naive))
     assert_close(a, b)

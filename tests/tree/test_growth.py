@@ -14,7 +14,7 @@ from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding.generate import Engine, Request, generate
 from medusa_jax.decoding.ranks import rank_tuples
 from medusa_jax.decoding.sampling import row_keys
-from medusa_jax.heads import Base, make_drafter
+from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.tree import Tree
 from medusa_jax.tree import growth as fit
@@ -110,12 +110,12 @@ def test_replay_gives_the_steps_that_decoding_takes(temperature: float, ngram: i
     params = jax.tree.map(lambda x: 1.5 * x, init_params(config, jax.random.key(4)))
     llama, base_params = decoder(config, params)
     drafter = make_drafter(HeadsConfig(n_heads=2), config)
-    heads = drafter.init(jax.random.key(0), Base(Llama(config), params))
+    heads = drafter.init(jax.random.key(0), Backbone(Llama(config), params))
     tree = Tree.cartesian([3, 2])
     acceptance = "sampled" if temperature else "greedy"
     engine = Engine(llama, drafter, tree, acceptance, no_repeat_ngram_size=ngram)
     request = Request([[1, 2, 3]], [100], temperature=[temperature], seed=[5])
-    out = generate(engine, {"base": base_params, "heads": heads}, request)
+    out = generate(engine, {"backbone": base_params, "heads": heads}, request)
     text = [1, 2, 3, *np.asarray(out.tokens_BO)[0, :100].tolist()]
     noise = None
     if temperature:
@@ -123,7 +123,7 @@ def test_replay_gives_the_steps_that_decoding_takes(temperature: float, ngram: i
         noise = (keys, jnp.array([temperature], jnp.float32))
     [ranks] = np.asarray(
         jax.jit(rank_tuples, static_argnums=(0, 6))(
-            drafter, heads, Base(llama, base_params), np.array([text]),
+            drafter, heads, Backbone(llama, base_params), np.array([text]),
             np.array([len(text)]), noise, ngram,
         )
     )  # fmt: skip

@@ -28,9 +28,9 @@ def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> 
 
     @jax.jit
     def many(variables: Any, hidden_1LD: jax.Array) -> jax.Array:
-        from medusa_jax.heads import Base
+        from medusa_jax.heads import Backbone
 
-        base = Base(model.llama, variables["base"])
+        backbone = Backbone(model.llama, variables["backbone"])
 
         def one(i: jax.Array, carry: Any) -> Any:
             state, nodes_1M = carry
@@ -38,9 +38,9 @@ def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> 
             moved = hidden_1LD * (1 + 1e-6 * ids_1L[..., None].astype(dtype))
             position_1L = i + jnp.arange(L)[None, :]
             rows = (moved.astype(dtype), ids_1L, position_1L, jnp.ones((1,), jnp.int32))
-            state = drafter.commit(variables["heads"], base, state, *rows)
+            state = drafter.commit(variables["heads"], backbone, state, *rows)
             nodes = drafter.propose(
-                variables["heads"], base, state, ids_1L[:, 0], tree, lambda depth, x: x
+                variables["heads"], backbone, state, ids_1L[:, 0], tree, lambda depth, x: x
             )
             return state, nodes.astype(jnp.int32)
 

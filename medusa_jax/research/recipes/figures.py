@@ -19,7 +19,7 @@ def make_judge(rows: Any, limit: int) -> Callable[[Any, Any], tuple[float, np.nd
     import jax
     import jax.numpy as jnp
 
-    from medusa_jax.heads import Base
+    from medusa_jax.heads import Backbone
     from medusa_jax.model.llama import Llama
     from medusa_jax.training import losses
 
@@ -30,8 +30,8 @@ def make_judge(rows: Any, limit: int) -> Callable[[Any, Any], tuple[float, np.nd
     def judge(config: Any, params: Any) -> tuple[float, np.ndarray]:
         @jax.jit
         def one(params: Any, batch: Any) -> Any:
-            base = Base(Llama(config), params)
-            logits = base.lm_head(base.forward(*losses.rows(batch)))
+            backbone = Backbone(Llama(config), params)
+            logits = backbone.lm_head(backbone.forward(*losses.rows(batch)))
             mask = losses.pair_mask(batch["counted"], batch["segment_ids"], 1)
             label = later(batch["tokens"], 1)[..., None]
             logp = jnp.take_along_axis(jax.nn.log_softmax(logits), label, -1)[..., 0]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.heads import Base, Drafter
+from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.heads.layers import later
 from medusa_jax.training.losses.streamed import (
     Sums,
@@ -24,7 +24,7 @@ from medusa_jax.training.losses.targets import Batch, delay, pair_mask, rows
 
 Params = Any
 # Splits a tree of variables into head parameters and the backbone they sit on.
-Split = Callable[[Params], tuple[Params, Base]]
+Split = Callable[[Params], tuple[Params, Backbone]]
 
 
 class HeadTargets(NamedTuple):
@@ -79,11 +79,11 @@ class StepInputs(NamedTuple):
 
 def next_token_sums(
     params: Params,
-    base_of: Callable[[Params], Base],
+    backbone_of: Callable[[Params], Backbone],
     hidden_BTD: jax.Array,
     batch: Batch,
     chunk: int,
-    original: Base | None = None,
+    original: Backbone | None = None,
 ) -> Sums:
     """The backbone's own loss, from its hidden states [B, T, D].
 
@@ -96,7 +96,7 @@ def next_token_sums(
         teacher_BTD = original.forward(*rows(batch))
 
     def logits(p: Params, hidden: jax.Array) -> Any:
-        return base_of(p).lm_head(hidden)
+        return backbone_of(p).lm_head(hidden)
 
     mask_BT = pair_mask(batch["counted"], batch["segment_ids"], 1)
     labels_BT = later(batch["tokens"], 1)
@@ -113,17 +113,17 @@ def next_token_mean(sums: Sums, count: jax.Array) -> jax.Array:
 
 def backbone_loss(
     params: Params,
-    base_of: Callable[[Params], Base],
+    backbone_of: Callable[[Params], Backbone],
     inputs: StepInputs,
     chunk: int,
-    original: Base | None = None,
+    original: Backbone | None = None,
 ) -> tuple[jax.Array, Sums]:
     """Next-token cross-entropy of packed rows; counts are `pair_counts(batch, (1,))`.
 
     Returns: L_LM, and the sums (leading axis of size 1).
     """
-    hidden_BTD = base_of(params).forward(*rows(inputs.batch))
-    sums = next_token_sums(params, base_of, hidden_BTD, inputs.batch, chunk, original)
+    hidden_BTD = backbone_of(params).forward(*rows(inputs.batch))
+    sums = next_token_sums(params, backbone_of, hidden_BTD, inputs.batch, chunk, original)
     return next_token_mean(sums, inputs.counts_K[0]), jax.tree.map(lambda s: s[None], sums)
 
 
@@ -142,15 +142,15 @@ def heads_sums(
     Returns: that loss, and the sums per head, each [K].
     """
     drafter, targets, batch = objective.drafter, objective.targets, inputs.batch
-    heads, base = split(params)
+    heads, backbone = split(params)
     read_BTD, dropout_key = hidden_BTD, inputs.dropout_key
     if targets.noise and dropout_key is not None:
         dropout_key, noise_key = jax.random.split(dropout_key)
         read_BTD += hidden_noise(noise_key, hidden_BTD, targets.noise)
-    features_KBTD = drafter.features(heads, base, read_BTD, *rows(batch), dropout_key)
+    features_KBTD = drafter.features(heads, backbone, read_BTD, *rows(batch), dropout_key)
     teacher, teacher_BTD, weight = None, None, targets.label_weight
     if targets.teacher_weight:
-        frozen: Base = lax.stop_gradient(base)
+        frozen: Backbone = lax.stop_gradient(backbone)
         teacher = Teacher(frozen.lm_head, targets.teacher_weight, targets.label_weight)
         teacher_BTD = delay(hidden_BTD, 1)  # the hidden state right before the target
         weight = 1.0  # both are the teacher's to weigh
@@ -158,8 +158,8 @@ def heads_sums(
     for k in range(drafter.n_heads):
 
         def logits(p: Params, features: jax.Array, k: int = k) -> jax.Array:
-            heads, base = split(p)
-            return drafter.head_logits(heads, base, k, features)
+            heads, backbone = split(p)
+            return drafter.head_logits(heads, backbone, k, features)
 
         ahead = k + 2
         mask_BT = pair_mask(batch["counted"], batch["segment_ids"], ahead)
@@ -180,15 +180,15 @@ def hidden_noise(key: jax.Array, hidden_BTD: jax.Array, alpha: float) -> jax.Arr
     return scale * jax.random.uniform(key, hidden_BTD.shape, hidden_BTD.dtype, -1, 1)
 
 
-def hidden_states(base: Base, batch: Batch) -> jax.Array:
+def hidden_states(backbone: Backbone, batch: Batch) -> jax.Array:
     """[B, T, D] of a backbone that does not change: from the batch if they were cached."""
     if "hidden" in batch:  # data.cache_features
-        return batch["hidden"].astype(base.llama.dtype)
-    return base.forward(*rows(batch))
+        return batch["hidden"].astype(backbone.llama.dtype)
+    return backbone.forward(*rows(batch))
 
 
 def head_loss(
-    params: Params, base: Base, objective: HeadObjective, inputs: StepInputs
+    params: Params, backbone: Backbone, objective: HeadObjective, inputs: StepInputs
 ) -> tuple[jax.Array, Sums]:
     """Medusa-1 (Medusa 2.2.1, equation 1): L = sum_k lambda_k L_k.
 
@@ -196,8 +196,8 @@ def head_loss(
 
     Returns: L, and the sums per head, each [K].
     """
-    hidden_BTD = lax.stop_gradient(hidden_states(base, inputs.batch))
-    return heads_sums(params, lambda p: (p, base), hidden_BTD, objective, inputs)
+    hidden_BTD = lax.stop_gradient(hidden_states(backbone, inputs.batch))
+    return heads_sums(params, lambda p: (p, backbone), hidden_BTD, objective, inputs)
 
 
 def joint_loss(
@@ -205,7 +205,7 @@ def joint_loss(
     split: Split,
     objective: HeadObjective,
     inputs: StepInputs,
-    original: Base | None = None,
+    original: Backbone | None = None,
 ) -> tuple[jax.Array, Sums]:
     """Medusa-2 (Medusa 2.2.2, equation 2): L = L_LM + lambda_0 sum_k lambda_k L_k.
 

@@ -3,28 +3,28 @@
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.heads import Base
+from medusa_jax.heads import Backbone
 from medusa_jax.heads.layers import later
 from medusa_jax.training.losses.objectives import HeadObjective, Params, hidden_states
 from medusa_jax.training.losses.targets import Batch, pair_mask, rows
 
 
 def equation_1(
-    params: Params, base: Base, objective: HeadObjective, batch: Batch
+    params: Params, backbone: Backbone, objective: HeadObjective, batch: Batch
 ) -> jax.Array:
     """L = sum_k lambda_k L_k, L_k = -log p_t^(k)(y_{t+k+1}), the logits of all heads at once.
 
     The same value as `objectives.head_loss` with labels alone, K x B x T x V logits in memory.
     """
     drafter = objective.drafter
-    hidden_BTD = jax.lax.stop_gradient(hidden_states(base, batch))
-    features_KBTD = drafter.features(params, base, hidden_BTD, *rows(batch))
+    hidden_BTD = jax.lax.stop_gradient(hidden_states(backbone, batch))
+    features_KBTD = drafter.features(params, backbone, hidden_BTD, *rows(batch))
     offsets = range(2, drafter.n_heads + 2)
     labels = [later(batch["tokens"], a) for a in offsets]
     masks = [pair_mask(batch["counted"], batch["segment_ids"], a) for a in offsets]
     labels_KBT, mask_KBT = jnp.stack(labels), jnp.stack(masks)
     logits_KBTV = jnp.stack(
-        [drafter.head_logits(params, base, k, f) for k, f in enumerate(features_KBTD)]
+        [drafter.head_logits(params, backbone, k, f) for k, f in enumerate(features_KBTD)]
     )
     logp_KBTV = jax.nn.log_softmax(logits_KBTV)
     nll_KBT = -jnp.take_along_axis(logp_KBTV, labels_KBT[..., None], axis=-1)[..., 0]
