@@ -40,6 +40,7 @@ def plain_texts() -> list[list[int]]:
     return [r.token_ids for r in model.generate(prompts()[3:5], greedy_and_sampled(40))]
 
 
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "tree"), [("medusa", "64"), *((n, "8") for n in DRAFTERS)]
 )
@@ -61,6 +62,7 @@ def test_tree_beside_the_heads_is_the_one_its_evidence_names(name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["medusa", "hydra"])
 @pytest.mark.parametrize("tree", ["auto", "64"])
 def test_fifty_prompts_by_two_hundred_tokens_without_a_mismatch(name, tree):

@@ -15,7 +15,7 @@ from medusa_jax.interop import hf, tensors
 from medusa_jax.model import placing
 from medusa_jax.model.llama import init_params, prepare
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import dry, export
+from medusa_jax.training import dry, setup
 from medusa_jax.training.setup import load_setup
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))
@@ -41,7 +41,7 @@ def peak(monkeypatch):
         (tensors, "_place"),
         (placing, "_prepared"),
         (placing, "_in_tiles"),
-        (export, "quantise_backbone"),
+        (setup, "quantise_backbone"),
     ):
         monkeypatch.setattr(module, name, most.watching(getattr(module, name)))
     return most

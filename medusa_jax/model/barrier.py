@@ -24,3 +24,9 @@ def not_before(tree: PyTree, done: jax.Array) -> PyTree:
         return lax.optimization_barrier((tree, done))[0]
 
     return lax.platform_dependent(tree, done, cpu=add_nothing, default=barrier)
+
+
+def one_of_all(*trees: PyTree) -> jax.Array:
+    """A number that is worked out when all arrays of the trees are: a `done` for `not_before`."""
+    firsts = [x[(0,) * x.ndim].astype(jnp.float32) for x in jax.tree.leaves(trees)]
+    return jnp.sum(jnp.stack(firsts))

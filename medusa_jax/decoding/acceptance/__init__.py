@@ -12,10 +12,14 @@ from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified
 
 __all__ = ["RULES", "Accepted", "Rule", "Verified"]
 
-# In the order of their promises: lossless first.
-RULES: dict[str, Rule] = {
-    value.name: value
-    for file in pkgutil.iter_modules(__path__)
-    for value in vars(importlib.import_module(f"{__name__}.{file.name}")).values()
-    if isinstance(value, Rule)
-}
+
+def _find() -> dict[str, Rule]:
+    """The rules of this package's files, by name."""
+    found: dict[str, Rule] = {}
+    for file in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{file.name}")
+        found |= {x.name: x for x in vars(module).values() if isinstance(x, Rule)}
+    return dict(sorted(found.items()))
+
+
+RULES: dict[str, Rule] = _find()

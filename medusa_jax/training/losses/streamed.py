@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from medusa_jax.model.barrier import not_before, one_of_all
+
 Params = Any
 LogitsFn = Callable[[Params, jax.Array], jax.Array]
 
@@ -297,6 +299,8 @@ def _streamed_fwd(
         d_params, d_features = list(carry.params), list(carry.features_K)
         now = packed.rows.chunk(i, chunk)
         law, found = _law(walk.teacher, now.teacher_BTD), []
+        # One head's logits at a time: left alone, XLA holds those of all heads.
+        done: jax.Array | None = None
         for k, head in enumerate(walk.heads):
 
             def weighted(
@@ -307,8 +311,11 @@ def _streamed_fwd(
                 return weight_K[k] * sums.loss, sums
 
             gradient = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)
-            mine = [params[j] for j in head.reads]
-            (_, of_k), (dp, df) = gradient(mine, now.features_K[k])
+            mine, features = [params[j] for j in head.reads], now.features_K[k]
+            if done is not None:
+                features = not_before(features, done)
+            (_, of_k), (dp, df) = gradient(mine, features)
+            done = one_of_all(dp, df, of_k)
             for j, g in zip(head.reads, dp):
                 d_params[j] += g
             d_features[k] = lax.dynamic_update_slice_in_dim(
