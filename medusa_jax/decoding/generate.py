@@ -151,7 +151,7 @@ def begin(
     # Rounded up, so that requests of similar limits share one compilation.
     output = jnp.zeros((B, power_of_two(int(limits.max()) + L, 64)), jnp.int32)
     state = prefill(
-        engine,
+        engine.depth_only,
         ladder[0],
         variables,
         jnp.asarray(prompt_BT),
@@ -177,7 +177,7 @@ def finish(
     forever = np.int32(np.iinfo(np.int32).max)
     for slots in ladder:
         if slots > ladder[0]:
-            state = grow(engine, slots, state)
+            state = grow(engine.depth_only, slots, state)
         state, progress = decode_loop(engine, variables, state, forever)
     return progress
 
@@ -200,7 +200,7 @@ def stream(
         wanted_B = yield seen
         if wanted_B is not None and (wanted_B & ~ended_B).any():
             ended_B = ended_B | wanted_B
-            status_B = end_rows(engine, state.status_B, jnp.asarray(ended_B))
+            status_B = end_rows(engine.depth_only, state.status_B, jnp.asarray(ended_B))
             state = state.replace(status_B=status_B)
         running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B
         if not running_B.any():
@@ -208,7 +208,7 @@ def stream(
         longest = np.asarray(seen.length_B)[running_B].max()
         if longest + engine.tree.n_nodes > ladder[size] and size + 1 < len(ladder):
             size += 1
-            state = grow(engine, ladder[size], state)
+            state = grow(engine.depth_only, ladder[size], state)
         seen = ahead
 
 
@@ -226,9 +226,9 @@ def warm_up(engine: Engine, variables: dict[str, Any], request: Request) -> None
     """
     state, ladder = begin(engine, variables, request)
     jax.tree.map(jnp.copy, progress_of(state))
-    end_rows(engine, state.status_B, jnp.zeros((len(request.prompts),), bool))
+    end_rows(engine.depth_only, state.status_B, jnp.zeros((len(request.prompts),), bool))
     for slots in ladder:
         if slots > ladder[0]:
-            state = grow(engine, slots, state)
+            state = grow(engine.depth_only, slots, state)
         state, progress = decode_loop(engine, variables, state, np.int32(0))
     jax.block_until_ready(progress)

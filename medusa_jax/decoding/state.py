@@ -1,6 +1,6 @@
 """What decoding knows: the engine, fixed when it is compiled, and the state of the rows in flight."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -40,6 +40,12 @@ class Engine:
     def rule(self) -> Rule:
         """The acceptance rule."""
         return RULES[self.acceptance]
+
+    @property
+    def depth_only(self) -> "Engine":
+        """The engine as it reads prompts and grows caches: of the tree it knows the depth, so that
+        trees of one depth share these programs."""
+        return replace(self, tree=Tree.chain(self.tree.depth))
 
 
 class DecodeState(struct.PyTreeNode):

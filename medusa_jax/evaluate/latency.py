@@ -69,7 +69,7 @@ def step_seconds(
 
     def run(engine: Engine) -> float:
         state, _ = begin(engine, model.variables, request)
-        state = jax.block_until_ready(grow(engine, slots, state))
+        state = jax.block_until_ready(grow(engine.depth_only, slots, state))
         start = time.perf_counter()
         _, progress = decode_loop(engine, model.variables, state, np.int32(n_steps))
         jax.block_until_ready(progress)
@@ -145,7 +145,7 @@ def cache_check(
         request = Request(prompts=[list(prompt)], limits=[needed - len(prompt) - M])
         state, ladder = begin(engine, model.variables, request)
         assert ladder[0] == small and ladder[-1] == needed
-        return grow(engine, slots, state) if slots else state
+        return grow(engine.depth_only, slots, state) if slots else state
 
     times: dict[str, list[float]] = {case: [] for case in cases}
     found: dict[str, dict[str, float]] = {}

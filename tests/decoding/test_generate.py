@@ -253,6 +253,19 @@ def test_warming_up_leaves_nothing_behind():
     assert texts_of(progress) == [cut(t, (6,))[0] for t in plain_texts()]
 
 
+def test_trees_of_one_depth_read_prompts_with_one_program():
+    engine, variables = all_accepted()
+    request = request_of([2] * ROWS)
+    loop.begin(engine, variables, request)
+    programs = loop.prefill._cache_size()
+    wide, _ = all_accepted(Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]]))
+    loop.begin(wide, variables, request)
+    assert loop.prefill._cache_size() == programs
+    deeper, _ = all_accepted(Tree.chain(2))
+    loop.begin(deeper, variables, request)
+    assert loop.prefill._cache_size() == programs + 1
+
+
 def test_requests_that_cannot_be_are_refused():
     engine, variables = all_accepted()
     for prompts, limits in (([[]], [3]), ([[1], []], [3, 3]), ([[1]], [0])):
