@@ -6,11 +6,12 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Nearly all of the tests' time is compilation. Without XLA's costly passes, and with its older code
-# generator for fusions, it takes a quarter. What is set from outside counts (`.ci/run` also compiles
+# generator for fusions, in one piece a program, it takes a fifth. What is set from outside counts (`.ci/run` also compiles
 # as users do).
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["XLA_FLAGS"] = (
-    f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+    + os.environ.get("XLA_FLAGS", "")
 )
 # Workers, subprocesses and later runs share what was compiled.
 if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
