@@ -3,8 +3,11 @@
 The kernels keep no scores, forward or backward, as our own (`causal.py`) does; they are faster on
 their devices. Prompts are not whole rows: a piece looks back at a cache of which a part counts,
 and both kernels lay the diagonal of their causal mask from the first key, so pieces use our own.
+
+The library's kernels have not run on their devices yet; MEDUSA_JAX_ATTENTION=own goes without them.
 """
 
+import os
 from typing import Any, Literal
 
 import jax
@@ -29,6 +32,8 @@ def kernel_for(platform: str, dtype: Any, T: int, H: int) -> Kernel:
     Args:
       platform: "cpu", "cuda", "rocm" or "tpu".
     """
+    if os.environ.get("MEDUSA_JAX_ATTENTION") == "own":
+        return "own"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return "own"
     if platform == "cuda" and T % 2 == 0 and T <= CUDNN_LONGEST and H % 8 == 0 and H <= 128:

@@ -42,6 +42,12 @@ def test_choice(platform, dtype, T, H, expected):
     assert kernels.kernel_for(platform, dtype, T, H) == expected
 
 
+def test_the_librarys_kernels_can_be_switched_off(monkeypatch):
+    assert kernels.kernel_for("cuda", jnp.bfloat16, 1024, 128) == "cudnn"
+    monkeypatch.setenv("MEDUSA_JAX_ATTENTION", "own")
+    assert kernels.kernel_for("cuda", jnp.bfloat16, 1024, 128) == "own"
+
+
 def rows(window, B=2, T=256, N=2, G=1, H=128):
     """Queries, keys and values [B, T, heads, H], and packed segments of which 0 is padding."""
     rng = np.random.default_rng(window)
