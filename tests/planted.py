@@ -20,7 +20,7 @@ from medusa_jax.tree import Tree
 
 def tiny_config(**fields) -> LlamaConfig:
     """Two layers, four query heads on two key/value heads."""
-    small = LlamaConfig(23, 16, 1, 4, 2, 6, 20, max_position=512)
+    small = LlamaConfig(23, 16, 2, 4, 2, 6, 20, max_position=512)
     return dataclasses.replace(small, **fields)
 
 
