@@ -68,7 +68,7 @@ def test_adapters_on_a_quantised_backbone(dropout):
     grad = jax.jit(jax.grad(loss), static_argnums=1)
     plain, again = grad(adapters, False), grad(adapters, True)
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain)) > 0.1
-    assert_close(again, plain)
+    assert_close(again, plain, 1024)  # sums over all tokens, in other orders
 
 
 def temporaries(layers, remat):
