@@ -26,13 +26,20 @@ def announced(what: str, after: float = 2.0) -> Iterator[None]:
         timer.cancel()
 
 
+def cache_directory(name: str) -> str:
+    """Where this project keeps files of one kind between runs, for this user."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(
+        os.path.expanduser("~"), ".cache"
+    )
+    return os.path.join(root, "medusa_jax", name)
+
+
 def use_compilation_cache() -> None:
     """Keep compiled programs between runs, unless the user has set a place of their own."""
     import jax
 
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        cache = os.path.join(os.path.expanduser("~"), ".cache", "medusa_jax", "compiled")
-        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_compilation_cache_dir", cache_directory("compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 

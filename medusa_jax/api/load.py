@@ -71,7 +71,7 @@ def load(
             'dtype float64 needs 64-bit types: call jax.config.update("jax_enable_x64", True) '
             "before anything is loaded, or set JAX_ENABLE_X64=1"
         )
-    directory = _model_directory(model)
+    directory = _model_directory(model, kind)
     heads_directory = _heads_directory(model, drafter or default_drafter(model))
     devices = make_mesh(mesh)
     text_to_ids = load_tokenizer(tokenizer or directory)
@@ -123,10 +123,10 @@ def default_drafter(model: str | None) -> str:
     return "hydra" if model is None else "none"
 
 
-def _model_directory(model: str | None) -> str:
+def _model_directory(model: str | None, dtype: str) -> str:
     """Where the backbone lies, before anything else is looked for."""
     if model is not None:
-        return resolve(model)
+        return resolve(model, dtype=dtype)
     if not (DEMO / "backbone" / "config.json").exists():
         raise UserError("this installation has no demo model: give --model")
     return str(DEMO / "backbone")

@@ -215,7 +215,7 @@ def load_backbone(
       UserError: unreadable, or keys that do not fit the configuration (all are checked before
         anything is read).
     """
-    directory = resolve(path)
+    directory = resolve(path, dtype=dtype)
     config = read_config(directory)
     stored = tensor_files.open_checkpoint(directory)
     layers = {

@@ -2,8 +2,10 @@
 
 import os
 import re
+from typing import Any
 
 from medusa_jax.errors import UserError
+from medusa_jax.interop.gguf import converted
 from medusa_jax.interop.tensors import optional_json
 
 MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
@@ -12,24 +14,27 @@ HEAD_FILES = ["heads.json", "heads.safetensors", "tree.json", "config.json"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 
 
-def resolve(path_or_id: str, files: list[str] | None = None) -> str:
+def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = "float32") -> str:
     """A local directory for a path or a hub id (`owner/name`, optionally `@revision`).
 
-    Downloads safetensors weights where there are any, else .bin; with `HF_HUB_OFFLINE=1` only
-    what is in the cache is used.
+    A GGUF file is converted, once. Of a repository, safetensors weights are downloaded where
+    there are any, else .bin; with `HF_HUB_OFFLINE=1` only what is in the cache is used.
 
     Args:
       files: glob patterns to fetch instead of a model's configuration, tokenizer and weights.
+      dtype: what the weights of a GGUF file are converted to.
 
     Raises:
       UserError: neither a directory nor a repository that can be read.
     """
     if os.path.isdir(path_or_id):
         return path_or_id
+    if path_or_id.endswith(".gguf"):
+        return converted(path_or_id, dtype if files is None else None)
     repo, _, revision = path_or_id.partition("@")
     if os.path.exists(path_or_id):
         raise UserError(
-            f"{path_or_id} is a file; give the directory that holds config.json"
+            f"{path_or_id} is a file; give the directory that holds config.json, or a .gguf file"
         )
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         raise UserError(

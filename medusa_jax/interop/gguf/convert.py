@@ -1,0 +1,103 @@
+"""A GGUF file as a directory in Hugging Face form, made once and kept in the user's cache."""
+
+import hashlib
+import os
+import shutil
+from typing import Any
+
+import filelock
+import numpy as np
+
+from medusa_jax.console import announced, cache_directory
+from medusa_jax.errors import UserError
+from medusa_jax.interop.gguf.architecture import hf_config, named_tensors, values
+from medusa_jax.interop.gguf.reader import read_gguf
+from medusa_jax.interop.gguf.vocabulary import (
+    build_tokenizer,
+    special_ids,
+    tokenizer_settings,
+)
+from medusa_jax.interop.shards import save_weights
+from medusa_jax.interop.tensors import save_json
+
+# Part of every conversion's name: raise it when a file would be converted differently.
+VERSION = 1
+
+
+def converted(path: str, dtype: Any = None, sha256: str = "") -> str:
+    """The directory that a GGUF file becomes; it is made if it is not in the cache.
+
+    Keyed by the file's bytes and the type, so a file that has moved is found and one that has
+    changed is converted anew. A directory appears when it is complete.
+
+    Args:
+      dtype: what the weights are stored in; None leaves them out, for who needs configuration
+        or tokenizer only.
+      sha256: what the file's checksum must be, if that is known.
+
+    Raises:
+      UserError: a file that cannot be read, is damaged, or holds something unknown; the disk
+        is full.
+    """
+    digest = checksum(path)
+    if sha256 and digest != sha256:
+        raise UserError(
+            f"{path} is not the file that is known by this name: its sha256 is {digest}, not "
+            f"{sha256}"
+        )
+    # Blocks unpack to float32, so that float64 has nothing more to say.
+    stored = None if dtype is None else np.dtype(dtype)
+    stored = np.dtype(np.float32) if stored == np.float64 else stored
+    key = f"{digest[:24]}-{VERSION}-{stored.name if stored else 'texts'}"
+    directory = os.path.join(cache_directory("gguf"), key)
+    if os.path.isdir(directory):
+        return directory
+    try:
+        os.makedirs(os.path.dirname(directory), exist_ok=True)
+        # Held by one process at a time; whoever waited finds the directory made.
+        with filelock.FileLock(f"{directory}.lock"):
+            if not os.path.isdir(directory):
+                with announced(f"converting {path}, once"):
+                    _make(path, stored, directory)
+    except OSError as error:
+        raise UserError(f"{directory} could not be written: {error}") from error
+    return directory
+
+
+def checksum(path: str) -> str:
+    """The sha256 of a file, in hexadecimal digits."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _make(path: str, dtype: np.dtype | None, directory: str) -> None:
+    """Convert under another name, then rename; what an interrupted attempt left is removed."""
+    temporary = f"{directory}.new"
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.makedirs(temporary)
+    try:
+        _convert(path, dtype, temporary)
+        os.rename(temporary, directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _convert(path: str, dtype: np.dtype | None, directory: str) -> None:
+    file = read_gguf(path)
+    config = hf_config(file)
+    tensors = named_tensors(file, config)
+    ids = special_ids(file)
+    build_tokenizer(file).save(os.path.join(directory, "tokenizer.json"))
+    save_json(os.path.join(directory, "tokenizer_config.json"), tokenizer_settings(file))
+    save_json(os.path.join(directory, "config.json"), config | ids)
+    save_json(os.path.join(directory, "generation_config.json"), ids)
+    if dtype is not None:
+        save_weights(
+            directory,
+            tensors,
+            lambda name: values(tensors[name], config).astype(dtype),
+            dtype,
+        )

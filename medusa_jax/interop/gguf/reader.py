@@ -1,0 +1,273 @@
+"""What a GGUF file says: metadata, and tensors in blocks that are unpacked when they are read.
+
+The header is read here, because `gguf.GGUFReader` looks past the end of a truncated file without
+noticing (a damaged length of an array keeps it busy for ever) and takes four seconds for a
+vocabulary of 49,152. Block types and what they hold are the `gguf` package's.
+
+Layout (version 2 and 3): magic, version, number of tensors, number of metadata entries; entries of
+key, type and value; for each tensor name, dimensions (the fastest first), block type and offset;
+the tensors, aligned.
+"""
+
+import functools
+import math
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.errors import UserError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"} | {
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+STRING, ARRAY = 8, 9
+MOST_DIMENSIONS = 4
+
+
+@dataclass(frozen=True)
+class BlockTensor:
+    """A tensor as it lies in the file.
+
+    Attributes:
+      shape: the slowest dimension first, as NumPy and Hugging Face files have it.
+      kind: its block type, a `gguf.GGMLQuantizationType`.
+      blocks: its bytes, one row of the tensor a row.
+    """
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    kind: Any
+    blocks: np.ndarray
+
+    def unpacked(self) -> np.ndarray:
+        """The values in float32.
+
+        Raises:
+          UserError: some are not finite, which no model has.
+        """
+        values = _package().dequantize(self.blocks, self.kind).reshape(self.shape)
+        if not np.isfinite(values).all():
+            raise UserError(
+                f"{self.file} is damaged: tensor {self.name!r} holds values that are no numbers"
+            )
+        return values.astype(np.float32, copy=False)
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """A file's metadata by key, and its tensors by name."""
+
+    path: str
+    metadata: dict[str, Any]
+    tensors: dict[str, BlockTensor]
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A count from the metadata; `default` where the file does not say.
+
+        Raises:
+          UserError: no such key and no default, or a value that is no count.
+        """
+        value = self._get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UserError(f"{self.path}: {key} is {value!r}, not a count")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number from the metadata, else as `whole`."""
+        value = self._get(key, default)
+        if (
+            not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or isinstance(value, bool)
+            or value <= 0
+        ):
+            raise UserError(f"{self.path}: {key} is {value!r}, not a positive number")
+        return float(value)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string from the metadata, else as `whole`."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise UserError(f"{self.path}: {key} is {value!r}, not a string")
+        return value
+
+    def items(self, key: str, kind: type, default: list | None = None) -> list:
+        """A list of `kind` from the metadata, else as `whole`."""
+        value = self._get(key, default)
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise UserError(f"{self.path}: {key} is no list of {kind.__name__}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A yes or no from the metadata."""
+        return bool(self.metadata.get(key, default))
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise UserError(f"{self.path} does not say {key}")
+        return value
+
+
+def read_gguf(path: str) -> GGUFFile:
+    """Read the header of a GGUF file; the tensors are mapped into memory.
+
+    Raises:
+      UserError: unreadable, truncated or damaged, of another version, with blocks of a type
+        that the `gguf` package does not unpack; or that package is not installed.
+    """
+    try:
+        if os.path.getsize(path) < 24:
+            raise UserError(f"{path} is truncated: it is shorter than a GGUF header")
+        data = np.memmap(path, np.uint8, "r")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    cursor = _Cursor(path, data)
+    magic = bytes(cursor.take(4, "the header"))
+    if magic != MAGIC:
+        raise UserError(f"{path} is no GGUF file: it begins with {magic!r}, not {MAGIC!r}")
+    version = cursor.scalar("I", "the header")
+    if version not in VERSIONS:
+        # A big-endian file shows its version in the upper bytes.
+        kind = "big-endian" if version & 0xFFFF == 0 else f"of version {version}"
+        raise UserError(
+            f"{path} is a GGUF file {kind}; versions 2 and 3, little-endian, are read"
+        )
+    n_tensors = cursor.scalar("Q", "the header")
+    n_entries = cursor.scalar("Q", "the header")
+    metadata: dict[str, Any] = {}
+    for _ in range(n_entries):
+        key = cursor.string("a metadata key")
+        if key in metadata:
+            raise UserError(f"{path} is damaged: the metadata key {key!r} occurs twice")
+        metadata[key] = cursor.value(cursor.scalar("I", key), key)
+    described = [_describe(cursor) for _ in range(n_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise UserError(f"{path} is damaged: general.alignment is {alignment!r}")
+    start = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, BlockTensor] = {}
+    for name, shape, number, offset in described:
+        if name in tensors:
+            raise UserError(f"{path} is damaged: tensor {name!r} occurs twice")
+        tensors[name] = _map_tensor(path, data, name, shape, number, start + offset)
+    return GGUFFile(path, metadata, tensors)
+
+
+class _Cursor:
+    """A place in the header that never runs over the file's end."""
+
+    def __init__(self, path: str, data: np.ndarray) -> None:
+        self.path, self.data, self.at = path, data, 0
+
+    def take(self, size: int, what: str) -> np.ndarray:
+        if size > len(self.data) - self.at:
+            raise UserError(f"{self.path} is truncated or damaged: it ends inside {what}")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def scalar(self, code: str, what: str) -> Any:
+        raw = self.take(struct.calcsize(f"<{code}"), what).tobytes()
+        return struct.unpack(f"<{code}", raw)[0]
+
+    def string(self, what: str) -> str:
+        raw = self.take(self.scalar("Q", what), what).tobytes()
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.path} is damaged: {what} is no UTF-8 text") from error
+
+    def value(self, kind: int, key: str) -> Any:
+        what = f"the metadata {key!r}"
+        if kind == STRING:
+            return self.string(what)
+        if kind in SCALARS:
+            return self.scalar(SCALARS[kind], what)
+        if kind != ARRAY:
+            raise UserError(f"{self.path} is damaged: {what} is of unknown type {kind}")
+        of, count = self.scalar("I", what), self.scalar("Q", what)
+        if of == STRING:
+            # Each takes eight bytes at least, so that a wrong count ends here and not later.
+            if count * 8 > len(self.data) - self.at:
+                raise UserError(
+                    f"{self.path} is truncated or damaged: it ends inside {what}"
+                )
+            return [self.string(what) for _ in range(count)]
+        if of not in SCALARS:
+            raise UserError(f"{self.path}: {what} is a list of unknown type {of}")
+        kind_of = np.dtype(SCALARS[of]).newbyteorder("<")
+        return self.take(count * kind_of.itemsize, what).view(kind_of).tolist()
+
+
+def _describe(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """(name, shape, block type, offset) of the next tensor."""
+    name = cursor.string("a tensor's name")
+    what = f"the description of tensor {name!r}"
+    dimensions = cursor.scalar("I", what)
+    if not 1 <= dimensions <= MOST_DIMENSIONS:
+        raise UserError(
+            f"{cursor.path} is damaged: tensor {name!r} has {dimensions} dimensions"
+        )
+    shape = tuple(cursor.scalar("Q", what) for _ in range(dimensions))[::-1]
+    return name, shape, cursor.scalar("I", what), cursor.scalar("Q", what)
+
+
+def _map_tensor(
+    path: str, data: np.ndarray, name: str, shape: tuple[int, ...], number: int, start: int
+) -> BlockTensor:
+    """The tensor whose blocks begin at byte `start`."""
+    package = _package()
+    try:
+        kind = package.GGMLQuantizationType(number)
+    except ValueError as error:
+        raise UserError(
+            f"{path}: tensor {name!r} is stored in blocks of type {number}, which the installed "
+            "gguf package does not know"
+        ) from error
+    per_block, block_bytes = package.GGML_QUANT_SIZES[kind]
+    if not _can_unpack(kind):
+        raise UserError(
+            f"{path}: tensor {name!r} is stored in blocks of type {kind.name}, which the gguf "
+            "package does not unpack"
+        )
+    if shape[-1] % per_block or not math.prod(shape):
+        raise UserError(
+            f"{path} is damaged: tensor {name!r} of shape {list(shape)} is not made of blocks of "
+            f"{per_block} ({kind.name})"
+        )
+    row = shape[-1] // per_block * block_bytes
+    rows = math.prod(shape[:-1])
+    if start + rows * row > len(data):
+        raise UserError(f"{path} is truncated or damaged: it ends inside tensor {name!r}")
+    blocks = data[start : start + rows * row].reshape(rows, row)
+    return BlockTensor(path, name, shape, kind, blocks)
+
+
+@functools.cache
+def _can_unpack(kind: Any) -> bool:
+    """Whether the package has a way from this block type to numbers; asked with one block."""
+    package = _package()
+    block = np.zeros((1, package.GGML_QUANT_SIZES[kind][1]), np.uint8)
+    try:
+        package.dequantize(block, kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserError(
+            "GGUF files are read with the gguf package: pip install gguf"
+        ) from error
+    return gguf

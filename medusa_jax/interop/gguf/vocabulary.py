@@ -1,0 +1,226 @@
+"""From GGUF metadata to a tokenizer in Hugging Face form.
+
+A file holds the vocabulary, merges or scores, and the name of the way in which text is split
+before merging (`tokenizer.ggml.pre`); each name here stands for what the published tokenizer.json
+of its models does.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop.gguf.reader import GGUFFile
+
+# tokenizer.ggml.token_type
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How text is cut into the pieces that merges stay inside of.
+
+    Attributes:
+      pattern: a regular expression whose matches are pieces; "" = GPT-2's.
+      single_digits: digits stand alone, cut off before anything else is looked at.
+      normal_form: characters are composed (Unicode NFC) first.
+      whole_words: a piece that is a token stays one, whatever the merges would make of it.
+      adds_bos: where the file does not say whether texts begin with the BOS.
+    """
+
+    pattern: str = ""
+    single_digits: bool = False
+    normal_form: bool = False
+    whole_words: bool = False
+    adds_bos: bool = False
+
+
+# Words with one character before them, numbers, punctuation, line ends, other blanks.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = Splitting()
+SMOLLM = Splitting(single_digits=True)
+LLAMA3 = Splitting(rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}", whole_words=True, adds_bos=True)
+QWEN2 = Splitting(rf"{_WORDS}|\p{{N}}|{_REST}", normal_form=True)
+SPLITTINGS = {
+    "gpt-2": GPT2,
+    "smollm": SMOLLM,
+    "starcoder": SMOLLM,
+    "refact": SMOLLM,
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "qwen2": QWEN2,
+    "deepseek-r1-qwen": QWEN2,
+}
+
+SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+# What ends a text, a turn, and a message to a tool.
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def build_tokenizer(file: GGUFFile) -> Any:
+    """The file's tokenizer as a `tokenizers.Tokenizer`.
+
+    Raises:
+      UserError: a kind of tokenizer or of splitting that is not known here; parts that are
+        missing or do not fit together.
+    """
+    import tokenizers
+
+    tokens = file.items("tokenizer.ggml.tokens", str)
+    kinds = file.items("tokenizer.ggml.token_type", int, [NORMAL] * len(tokens))
+    if len(kinds) != len(tokens):
+        raise UserError(
+            f"{file.path} is damaged: {len(tokens)} tokens and the types of {len(kinds)}"
+        )
+    model = file.text("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise UserError(
+            f"{file.path}: tokenizer kind {model!r} is not supported (there are: gpt2, llama)"
+        )
+    try:
+        if model == "gpt2":
+            backend = _byte_level(file, tokens, _splitting(file))
+        else:
+            backend = _sentencepiece(file, tokens, kinds)
+        for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+            backend.add_tokens(
+                [
+                    tokenizers.AddedToken(token, normalized=False, special=special)
+                    for token, its_kind in zip(tokens, kinds)
+                    if its_kind == kind and token
+                ]
+            )
+    except UserError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(
+            f"{file.path} is damaged: its tokenizer does not fit together ({error})"
+        ) from error
+    return backend
+
+
+def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
+    """`tokenizer_config.json`: special tokens, BOS, chat template."""
+    tokens = file.items("tokenizer.ggml.tokens", str)
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name, key in SPECIAL_TOKENS.items():
+        number = _token_id(file, key, len(tokens))
+        if number is not None:
+            settings[name] = tokens[number]
+    sentencepiece = file.text("tokenizer.ggml.model") == "llama"
+    adds_bos = sentencepiece or _splitting(file).adds_bos
+    settings["add_bos_token"] = file.flag("tokenizer.ggml.add_bos_token", adds_bos)
+    template = file.text("tokenizer.chat_template", "")
+    return settings | ({"chat_template": template} if template else {})
+
+
+def special_ids(file: GGUFFile) -> dict[str, Any]:
+    """`bos_token_id` and `eos_token_id` as config.json and generation_config.json have them."""
+    size = len(file.items("tokenizer.ggml.tokens", str))
+    ends = [_token_id(file, key, size) for key in ENDS]
+    return {
+        "bos_token_id": _token_id(file, "bos_token_id", size),
+        "eos_token_id": sorted({number for number in ends if number is not None}) or None,
+    }
+
+
+def _token_id(file: GGUFFile, key: str, size: int) -> int | None:
+    """A token id of the metadata, None where the file has none."""
+    key = f"tokenizer.ggml.{key}"
+    if key not in file.metadata:
+        return None
+    number = file.whole(key)
+    if number >= size:
+        raise UserError(
+            f"{file.path} is damaged: {key} is {number}, of a vocabulary of {size}"
+        )
+    return number
+
+
+def _splitting(file: GGUFFile) -> Splitting:
+    """Raises UserError where the file names none, or one that is not known here."""
+    name = file.text("tokenizer.ggml.pre")
+    if name not in SPLITTINGS:
+        raise UserError(
+            f"{file.path}: pre-tokenizer {name!r} is not supported (there are: "
+            f"{', '.join(SPLITTINGS)})"
+        )
+    return SPLITTINGS[name]
+
+
+def _byte_level(file: GGUFFile, tokens: list[str], splitting: Splitting) -> Any:
+    """Byte-level byte-pair encoding, GPT-2's and its descendants'."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    merges = []
+    for merge in file.items("tokenizer.ggml.merges", str):
+        left, blank, right = merge.partition(" ")
+        if not blank:
+            raise UserError(f"{file.path} is damaged: the merge {merge!r} is no pair")
+        merges.append((left, right))
+    model = models.BPE(_ids(tokens), merges, ignore_merges=splitting.whole_words)
+    backend = Tokenizer(model)
+    if splitting.normal_form:
+        backend.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if splitting.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if splitting.pattern:
+        steps.append(pre_tokenizers.Split(Regex(splitting.pattern), "isolated"))
+    gpt2 = not splitting.pattern
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
+    """SentencePiece's byte-pair encoding: the neighbours with the best score are merged first.
+
+    A blank is "▁", one is put before a text, and characters without a token become bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = file.items("tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise UserError(
+            f"{file.path} is damaged: {len(tokens)} tokens and the scores of {len(scores)}"
+        )
+    normal = {t: s for t, s, kind in zip(tokens, scores, kinds) if kind == NORMAL}
+    merges = [
+        (-score, token[:i], token[i:])
+        for token, score in normal.items()
+        for i in range(1, len(token))
+        if token[:i] in normal and token[i:] in normal
+    ]
+    unknown = _token_id(file, "unknown_token_id", len(tokens))
+    model = models.BPE(
+        _ids(tokens),
+        [(left, right) for _, left, right in sorted(merges)],
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = Tokenizer(model)
+    prefixed = file.flag("tokenizer.ggml.add_space_prefix", True)
+    blanks = normalizers.Replace(" ", "▁")
+    steps = [normalizers.Prepend("▁"), blanks] if prefixed else [blanks]
+    backend.normalizer = normalizers.Sequence(steps)
+    text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    first = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    backend.decoder = decoders.Sequence(text + first)
+    return backend
+
+
+def _ids(tokens: list[str]) -> dict[str, int]:
+    """Token -> id; the first of two that are spelt the same."""
+    ids: dict[str, int] = {}
+    for number, token in enumerate(tokens):
+        ids.setdefault(token, number)
+    return ids
