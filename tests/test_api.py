@@ -244,11 +244,23 @@ def test_the_context_ends_in_mid_generation(model):
     check_result(model, long, CONTEXT)
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("float32", "tiles"), ("bfloat16", "kernel")])
-def test_kernels_are_in_tiles_on_a_cpu(dtype, name):
-    variables = medusa_jax.load(drafter="medusa", dtype=dtype).variables
-    assert name in variables["backbone"]["layers_0"]["mlp"]["gate_up_proj"]
-    assert name in variables["heads"]["heads_0"]["layers_0"]
+def test_int8_weights_are_a_model_of_their_own():
+    """Lossless against plain decoding with the same weights, in a quarter of the bytes."""
+    model, small = (medusa_jax.load(weights=weights) for weights in (None, "int8"))
+    kernels = [m.variables["backbone"]["layers_0"]["mlp"] for m in (model, small)]
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(k)) for k in kernels]
+    assert sizes[1] < 0.27 * sizes[0]
+    options = Options(max_new_tokens=NEW)
+    drafted, plain = (
+        small.generate(["def main("], options, tree=tree) for tree in ("chain:3", "none")
+    )
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    assert drafted[0].steps < plain[0].steps
+
+
+def test_weights_that_are_not_there():
+    with pytest.raises(UserError, match="bfloat16 or int8, not 'int3'"):
+        medusa_jax.load(weights="int3")
 
 
 def test_compiling_is_timed_once(model):

@@ -12,6 +12,7 @@ FLOORS = [
     {"errors", "config"},
     {"console", "sharding"},
     {"tree", "plots"},
+    {"native"},
     {"model"},
     {"heads"},
     {"interop"},

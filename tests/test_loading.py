@@ -14,6 +14,7 @@ import medusa_jax
 from medusa_jax.interop import hf, tensors
 from medusa_jax.model import placing
 from medusa_jax.model.llama import init_params, prepare
+from medusa_jax.model.stored import Panels
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, setup
 from medusa_jax.training.setup import load_setup
@@ -40,7 +41,7 @@ def peak(monkeypatch):
     for module, name in (
         (tensors, "_place"),
         (placing, "_prepared"),
-        (placing, "_in_tiles"),
+        (placing, "_in_form"),
         (setup, "quantise_backbone"),
     ):
         monkeypatch.setattr(module, name, most.watching(getattr(module, name)))
@@ -54,16 +55,32 @@ def largest_part(config, itemsize):
     return itemsize * (attention + 3 * c.d_model * c.d_ff + 2 * c.d_model)
 
 
-@pytest.mark.parametrize(("dtype", "leaf"), [("float32", "tiles"), ("bfloat16", "kernel")])
-def test_loading_takes_the_model_and_one_layer(directory, peak, dtype, leaf):
-    """Tiled, and fused only; bfloat16 from a float32 file."""
-    model = medusa_jax.load(directory, directory + "/heads", tree="none", dtype=dtype)
+@pytest.mark.parametrize(
+    ("products", "dtype", "weights"),
+    [
+        ("plain", "float32", None),
+        ("plain", "bfloat16", None),
+        ("native", "float32", None),
+        ("native", "float32", "bfloat16"),
+    ],
+)
+def test_loading_takes_the_model_and_one_layer(
+    directory, peak, products, dtype, weights, monkeypatch
+):
+    """Fused only, and in panels; bfloat16 from a float32 file."""
+    monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", products)
+    model = medusa_jax.load(
+        directory, directory + "/heads", tree="none", dtype=dtype, weights=weights
+    )
     backbone = model.variables["backbone"]
-    assert set(backbone["layers_0"]["self_attn"]["qkv_proj"]) == {leaf}
+    kernel = backbone["layers_0"]["self_attn"]["qkv_proj"]["kernel"]
+    assert isinstance(kernel, Panels) == (products == "native")
     held = shard_bytes(model.variables)
-    layer = largest_part(model.config, model.dtype.itemsize)
+    itemsize = 2 if weights else model.dtype.itemsize
+    layer = largest_part(model.config, itemsize)
     assert held > LAYERS * layer
-    assert held <= peak.bytes <= held + 1.2 * layer
+    read = largest_part(model.config, model.dtype.itemsize)
+    assert held <= peak.bytes <= held + 1.2 * read
 
 
 def test_33b_in_bfloat16_loads_on_80_gb():

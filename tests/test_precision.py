@@ -21,8 +21,8 @@ from medusa_jax.heads import DRAFTERS, Backbone, drafter_class, make_drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, init_params, prepare
 from medusa_jax.model.placing import decoder
-from medusa_jax.model.product import tile_kernels
 from medusa_jax.model.quantise import quantise_backbone
+from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import losses
 from medusa_jax.training.stage import make_stage
@@ -60,16 +60,16 @@ def rows_of(config):
     return jnp.zeros((B, T, config.d_model)), ints, ints, ints + 1
 
 
-@pytest.mark.parametrize("form", ["stored", "fused", "tiled", "int8"])
+@pytest.mark.parametrize("form", ["stored", "fused", "coded", "int8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_backbone(form, tied):
     config = tiny_config(d_model=64, tie_embeddings=tied)
     params, llama = init_params(config, jax.random.key(0)), Llama(config)
-    if form in ("fused", "tiled"):
-        llama = decoder(config, jnp.float32, make_mesh())
+    if form in ("fused", "coded"):
+        llama = decoder(config, jnp.float32, make_mesh(), Storage())
         params = prepare(params, config, jnp.float32)
-    if form == "tiled":
-        params = tile_kernels(params)
+    if form == "coded":
+        params = store(params, Storage(weights="int8"))
     if form == "int8":
         params = quantise_backbone(params, "int8")
     _, tokens, positions, segments = rows_of(config)
@@ -93,10 +93,10 @@ def test_the_backbone(form, tied):
     check(run, params)
 
 
-@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("weights", ["", "int8"])
 @pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_drafter(name, lm_head, tiled):
+def test_every_drafter(name, lm_head, weights):
     config = tiny_config(d_model=64, vocab_size=64)
     backbone = Backbone(Llama(config), init_params(config, jax.random.key(0)))
     sizes = {"drafter": name, "n_heads": 3, "lm_head": lm_head, "rank": 64}
@@ -105,7 +105,7 @@ def test_every_drafter(name, lm_head, tiled):
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(lambda k: drafter.init(k, backbone), key)
-    params = jax.eval_shape(tile_kernels, params) if tiled else params
+    params = jax.eval_shape(lambda p: store(p, Storage(weights=weights)), params)
     hidden, tokens, positions, segments = rows_of(config)
     tree, n_B = Tree.cartesian([2, 2, 1]), jnp.full((B,), 2, jnp.int32)
 

@@ -15,6 +15,7 @@ from medusa_jax.heads import DRAFTERS, make_drafter
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.hub import resolve, resolve_heads
 from medusa_jax.interop.tokenizer import declared_eos_ids, load_tokenizer
+from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree, load_tree_file, parse_tree
@@ -34,6 +35,7 @@ def load(
     *,
     tree: str | Tree = "auto",
     dtype: str | None = None,
+    weights: str | None = None,
     mesh: Sequence[int] = (1, 1, 1),
     tokenizer: str | None = None,
     all_heads: bool = True,
@@ -50,6 +52,8 @@ def load(
       tree: the default tree, as for `--tree`.
       dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. "float64"
         needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
+      weights: "bfloat16" or "int8" stores kernels so, which makes a step's bytes fewer; the
+        model is then the one with these rounded weights. By default they have the `dtype`.
       mesh: devices along data, fsdp, tensor.
       tokenizer: directory or hub id, if not beside the model.
       all_heads: False reads only the heads that `tree` uses.
@@ -76,10 +80,11 @@ def load(
     devices = make_mesh(mesh)
     text_to_ids = load_tokenizer(tokenizer or directory)
     marks, number = hf.Fingerprint(), jnp.dtype(kind)
+    storage = choose_storage(hf.read_config(directory), number, devices, weights)
 
     def place(config: LlamaConfig, part: Any) -> Any:
         marks.see(config, part)
-        return place_part(config, part, number, devices)
+        return place_part(config, part, number, devices, storage)
 
     config, backbone = hf.load_backbone(directory, devices, kind, place)
     calibrated = None
@@ -100,7 +105,7 @@ def load(
             kind,
             fingerprint=marks.digits(config),
             allow_other_base=allow_other_base,
-            convert=partial(place_head, dtype=number, mesh=devices),
+            convert=partial(place_head, storage=storage),
         )
     if eos_ids is None:
         eos_ids = sorted(text_to_ids.eos_ids | declared_eos_ids(directory))
@@ -111,6 +116,7 @@ def load(
         make_drafter(heads, config),
         dtype=number,
         mesh=devices,
+        storage=storage,
         tree=wanted,
         calibrated=calibrated,
         eos_ids=eos_ids,

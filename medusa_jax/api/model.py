@@ -17,6 +17,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.model.placing import decoder
+from medusa_jax.model.stored import Storage
 from medusa_jax.tree import Tree, parse_tree
 
 # Told the number of new tokens of every row [B] while a batch is being decoded.
@@ -34,6 +35,7 @@ class Model:
       tokenizer: text to ids and back.
       tree: the default draft tree.
       eos_ids: tokens that end a text, unless a request names others.
+      storage: the form that kernels are stored in.
       calibrated: content of the tree file beside the heads, or None.
       no_repeat_ngram_size: no n-gram of this size twice in prompt and text; 0 bars nothing.
     """
@@ -47,6 +49,7 @@ class Model:
         *,
         dtype: Any,
         mesh: jax.sharding.Mesh,
+        storage: Storage | None = None,
         tree: str | Tree | None = None,
         calibrated: dict | None = None,
         eos_ids: Sequence[int] | None = None,
@@ -59,12 +62,31 @@ class Model:
         self.drafter = drafter
         self.calibrated = calibrated
         self.eos_ids = tuple(sorted(tokenizer.eos_ids if eos_ids is None else eos_ids))
-        self.llama = decoder(config, dtype, mesh)
+        self.storage = storage or Storage()
+        self.llama = decoder(config, dtype, mesh, self.storage)
         self.variables = variables
         self.tree = Tree.chain(drafter.n_heads if variables["heads"] else 0)
         self.tree = self.parse_tree(tree)
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self._warm: set[Any] = set()
+
+    @property
+    def products(self) -> str:
+        """Whose products of few rows these are: "native", the kernels of our own, or "plain", XLA's."""
+        return "native" if self.storage.panel else "plain"
+
+    def guarantee(self, acceptance: str, options: Options) -> bool | str:
+        """How a drafted text is that of plain decoding: "bitwise", True (but for ties), or False.
+
+        "bitwise": every number behind a token is the same, bit for bit, in a tree and alone, so
+        that not even ties within rounding may differ. A nucleus (top_p) is summed up by XLA.
+        """
+        if not RULES[acceptance].lossless:
+            return False
+        plain_sum = acceptance == "greedy" or (
+            acceptance == "sampled" and options.top_p >= 1
+        )
+        return "bitwise" if self.llama.native and plain_sum else True
 
     @property
     def backbone(self) -> Backbone:

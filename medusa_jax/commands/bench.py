@@ -119,7 +119,7 @@ def run(flags: argparse.Namespace) -> int:
 
     from medusa_jax.api import DEMO
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.evaluate.latency import bytes_per_token, read_bandwidth
+    from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
     from medusa_jax.evaluate.speed import drafting_row, transformers_speed
 
     use_compilation_cache()

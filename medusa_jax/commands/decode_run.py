@@ -75,7 +75,7 @@ def run(flags: argparse.Namespace) -> int:
             )
     results[0].compile_seconds = compile_seconds
     acceptance = engine_options["acceptance"]
-    facts = describe(model, results[0], acceptance, options[0].seed, compared[0])
+    facts = describe(model, results[0], acceptance, options[0], compared[0])
     if flags.json:
         print(json.dumps(facts, ensure_ascii=False), flush=True)
         return 0
@@ -111,7 +111,7 @@ def run_file(
             for i, result, one in zip(ids, results, compared):
                 result.compile_seconds = compile_seconds
                 acceptance = engine_options["acceptance"]
-                facts = describe(model, result, acceptance, options[i].seed, one)
+                facts = describe(model, result, acceptance, options[i], one)
                 tqdm.write(json.dumps(facts, ensure_ascii=False), file=sys.stdout)
             sys.stdout.flush()
             bar.update(len(ids))
@@ -171,7 +171,11 @@ def stream_to_terminal(
 
 
 def describe(
-    model: Model, result: Result, acceptance: str, seed: int, compared: Comparison | None
+    model: Model,
+    result: Result,
+    acceptance: str,
+    options: Options,
+    compared: Comparison | None,
 ) -> dict[str, Any]:
     """The object that --json prints."""
     device = jax.devices()[0]
@@ -191,10 +195,12 @@ def describe(
         "drafter": model.drafter.heads.drafter if model.tree.depth else "none",
         "tree_nodes": model.tree.n_nodes,
         "acceptance": acceptance,
-        "lossless": RULES[acceptance].lossless,
+        "lossless": model.guarantee(acceptance, options),
         "guarantee": RULES[acceptance].guarantee,
-        "seed": seed,
+        "seed": options.seed,
         "dtype": str(model.dtype),
+        "weights": model.storage.weights or str(model.dtype),
+        "products": model.products,
         "device": f"{device.platform}: {device.device_kind}",
     }
     if compared is not None:
@@ -208,7 +214,7 @@ def summary(facts: dict[str, Any]) -> str:
         f"{facts['new_tokens']} tokens in {facts['steps']} steps, mean accepted length "
         f"{facts['mean_accepted_length']:.2f}, {facts['tokens_per_second']:.0f} tokens/s "
         f"({facts['drafter']}, {facts['tree_nodes']} nodes, {facts['acceptance']}, "
-        f"{facts['guarantee'].partition(':')[0]}, {facts['dtype']}, "
+        f"{facts['guarantee'].partition(':')[0]}, {precision(facts)}, "
         f"{facts['device'].split(':')[0]}"
     )
     if facts["compile_seconds"] >= 0.1:
@@ -222,6 +228,12 @@ def summary(facts: dict[str, Any]) -> str:
             f"latency, {same}"
         )
     return line
+
+
+def precision(facts: dict[str, Any]) -> str:
+    """What is computed in, and how weights are stored if otherwise."""
+    same = facts["weights"] == facts["dtype"]
+    return facts["dtype"] if same else f"{facts['dtype']}, {facts['weights']} weights"
 
 
 def _difference(facts: dict[str, Any]) -> str:

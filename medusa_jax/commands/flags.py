@@ -8,6 +8,7 @@ from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+WEIGHTS = ("bfloat16", "int8")
 
 
 def command(name: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -21,7 +22,7 @@ def command(name: str, description: str, examples: str) -> argparse.ArgumentPars
 
 
 def add_model(p: argparse.ArgumentParser, drafter: str = "") -> None:
-    """--model, --dtype, --allow_other_base and --drafter, whose default may be given."""
+    """--model, --dtype, --weights, --allow_other_base and --drafter, whose default may be given."""
     p.add_argument("--model", help="directory or hub id of a model (default: the demo)")
     default = drafter or "hydra for the demo, none for another model"
     p.add_argument(
@@ -33,9 +34,15 @@ def add_model(p: argparse.ArgumentParser, drafter: str = "") -> None:
 
 
 def add_base(p: argparse.ArgumentParser) -> None:
-    """--dtype and --allow_other_base."""
+    """--dtype, --weights and --allow_other_base."""
     p.add_argument(
         "--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere"
+    )
+    p.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        help="type to store kernels in: fewer bytes to read in a step, of a rounded model "
+        "(default: the dtype)",
     )
     p.add_argument(
         "--allow_other_base",
@@ -74,6 +81,7 @@ def load_model(
         flags.model,
         name,
         dtype=flags.dtype,
+        weights=flags.weights,
         no_repeat_ngram_size=flags.no_repeat_ngram_size,
         allow_other_base=flags.allow_other_base,
         **more,

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model
@@ -85,30 +84,6 @@ def step_seconds(
         for i, engine in enumerate(engines):
             times[i].append(run(engine))
     return [statistics.median(t) for t in times]
-
-
-def read_bandwidth(megabytes: int = 256, rounds: int = 7) -> float:
-    """Bytes per second at which this device reads memory: the median of summing an array."""
-    x = jnp.ones((megabytes * 2**20 // 4,), jnp.float32)
-    total = jax.jit(lambda x: jnp.sum(x.reshape(64, -1), axis=1))
-    total(x).block_until_ready()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        total(x).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return x.nbytes / statistics.median(times)
-
-
-def bytes_per_token(model: Model, length: int) -> int:
-    """Bytes that one autoregressive step must read: all weights but the embedding table, the
-    cached keys and values of `length` positions, and one row of the embedding."""
-    weights = dict(model.variables["backbone"])
-    embedding = weights.pop("embed_tokens")["embedding"]
-    total = sum(x.nbytes for x in jax.tree.leaves(weights))
-    c = model.config
-    cached = 2 * c.n_layers * c.n_kv_heads * c.head_dim * length * embedding.dtype.itemsize
-    return total + cached + c.d_model * embedding.dtype.itemsize
 
 
 def cache_check(

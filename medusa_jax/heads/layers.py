@@ -11,11 +11,12 @@ from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.model.attention import FEW, Sees
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.layers import Linear, RMSNorm
+from medusa_jax.model.layers import Linear, RMSNorm, kernel_of
 from medusa_jax.model.llama import Block
 from medusa_jax.model.parts import Causal
-from medusa_jax.model.product import at_least_f32, product, tiled_product
+from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
+from medusa_jax.model.stored import multiply
 
 
 class ResBlock(nn.Module):
@@ -26,12 +27,8 @@ class ResBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         D = x.shape[-1]
-        if self.has_variable("params", "tiles"):
-            tiles: Any = self.get_variable("params", "tiles")
-            y = tiled_product(x, tiles.astype(self.dtype)).astype(self.dtype)
-        else:
-            kernel = self.param("kernel", nn.initializers.zeros, (D, D)).astype(self.dtype)
-            y = product(x, kernel).astype(self.dtype)
+        kernel = kernel_of(self, nn.initializers.zeros, (D, D))
+        y = multiply(x, kernel, self.dtype).astype(self.dtype)
         bias = self.param("bias", nn.initializers.zeros, (D,)).astype(self.dtype)
         return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
 
@@ -94,12 +91,8 @@ def lm_head_logits(
         out: Any = linear.apply({"params": own}, features)
         return out.astype(wide)
 
-    def times(x: jax.Array, name: str) -> jax.Array:
-        if f"{name}_tiles" in own:
-            return tiled_product(x, own[f"{name}_tiles"].astype(dtype))
-        return product(x, own[name].astype(dtype))
-
-    logits = times(times(features, "down").astype(dtype), "up")
+    low_rank = multiply(features, own["down"], dtype).astype(dtype)
+    logits = multiply(low_rank, own["up"], dtype)
     if "bias" in own:
         logits += jnp.broadcast_to(own["bias"].astype(wide), logits.shape)
     return logits

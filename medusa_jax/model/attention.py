@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import lax
 
 from medusa_jax.config import LlamaConfig
@@ -17,6 +18,7 @@ from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.parts import Causal
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rotate
+from medusa_jax.native import attend_native, rotate_native
 
 
 def attend(
@@ -100,8 +102,22 @@ def attend_one(
 
 Pair = tuple[jax.Array, jax.Array]
 
-# Who sees what: a mask [B, T, S] over the slots of a cache, or the order of a text.
-Sees = jax.Array | Causal
+
+class Paths(struct.PyTreeNode):
+    """What a new token sees by the kernel of `native`: the cached text and the path to itself.
+
+    Attributes:
+      mask_TT: [t, s] is True where new token s lies on the path to t, itself included.
+      window: of these positions, only the last `window`; 0: all.
+    """
+
+    mask_TT: jax.Array
+    window: int = struct.field(pytree_node=False, default=0)
+
+
+# Who sees what: a mask [B, T, S] over the slots of a cache, paths through the new tokens behind it,
+# or the order of a text.
+Sees = jax.Array | Paths | Causal
 
 # So many tokens of a text, an accepted path, are scored against all slots of a cache at once, as
 # the nodes of a tree are; more, those of a prompt, against the slots that count.
@@ -129,6 +145,7 @@ class Attention(nn.Module):
     config: LlamaConfig
     dtype: Any
     shards: int
+    native: bool = False
 
     @nn.compact
     def __call__(
@@ -159,10 +176,12 @@ class Attention(nn.Module):
         k_BTGH = k.reshape(B, T, c.n_kv_heads, c.head_dim)
         v_BTGH = v.reshape(B, T, c.n_kv_heads, c.head_dim)
         if c.qk_norm:
-            q_BTNH = RMSNorm(c.rms_eps, self.dtype, name="q_norm")(q_BTNH)
-            k_BTGH = RMSNorm(c.rms_eps, self.dtype, name="k_norm")(k_BTGH)
-        q_BTNH = rotate(q_BTNH, *rope)
-        k_BGTH = rotate(k_BTGH, *rope).transpose(0, 2, 1, 3)
+            norm = functools.partial(RMSNorm, c.rms_eps, self.dtype, self.native)
+            q_BTNH = norm(name="q_norm")(q_BTNH)
+            k_BTGH = norm(name="k_norm")(k_BTGH)
+        turn = rotate_native if self.native else rotate
+        q_BTNH = turn(q_BTNH, *rope)
+        k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         if cache is None:
             assert isinstance(sees, Causal)
@@ -172,6 +191,11 @@ class Attention(nn.Module):
             new = (k_BGTH, v_BGTH)
             if isinstance(sees, Causal):
                 out_BTD = attend_behind(q_BTNH, new, cache, start_B, sees.window)
+                cache = write_behind(cache, new, start_B, out_BTD)
+            elif isinstance(sees, Paths):
+                out_BTD = attend_native(
+                    q_BTNH, new, cache, start_B, sees.mask_TT, sees.window
+                )
                 cache = write_behind(cache, new, start_B, out_BTD)
             elif T == 1:
                 out_BTD = attend_one(q_BTNH, new, cache, start_B, sees)

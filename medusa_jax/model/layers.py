@@ -8,15 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.model.lora import add_adapter
-from medusa_jax.model.product import at_least_f32, product, tiled_product
+from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.quantise import quantised_product
+from medusa_jax.model.stored import multiply
+from medusa_jax.native import norm_native
 
 
 class Linear(nn.Module):
     """y = x W (+ b), kernel [in, out]; computed in `dtype`, accumulated in float32 or wider.
 
-    Where the variables say so, W is quantised (`model/quantise.py`) or in tiles
-    (`model/product.py`), and x passes through a low-rank adapter as well (`model/lora.py`).
+    Where the variables say so, W is quantised (`model/quantise.py`) or stored in another form
+    (`model/stored.py`), and x passes through a low-rank adapter as well (`model/lora.py`).
     """
 
     features: int
@@ -36,13 +38,10 @@ class Linear(nn.Module):
                 self.get_variable("params", name) for name in ("codes", "scales")
             ]
             y = quantised_product(x, *stored)
-        elif self.has_variable("params", "tiles"):
-            tiles: Any = self.get_variable("params", "tiles")
-            y = tiled_product(x, tiles.astype(self.dtype)).reshape(*x.shape[:-1], *width)
         else:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
-            kernel = self.param("kernel", init, (x.shape[-1], *width)).astype(self.dtype)
-            y = product(x, kernel)
+            kernel = kernel_of(self, init, (x.shape[-1], *width))
+            y = multiply(x, kernel, self.dtype).reshape(*x.shape[:-1], *width)
         y = add_adapter(self, x, y)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, width)
@@ -50,15 +49,25 @@ class Linear(nn.Module):
         return y.astype(self.dtype)
 
 
+def kernel_of(module: nn.Module, init: Any, shape: tuple[int, ...]) -> Any:
+    """The module's `kernel`, in whatever form it is stored; made by `init` if there is none."""
+    if module.has_variable("params", "kernel"):
+        return module.get_variable("params", "kernel")
+    return module.param("kernel", init, shape)
+
+
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale, the mean square taken in float32 or wider."""
+    """x / rms(x) * scale, the mean square taken in float32 or wider; `native` by that kernel."""
 
     eps: float
     dtype: Any = jnp.float32
+    native: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        if self.native:
+            return norm_native(x, scale, self.eps)
         wide = x.astype(at_least_f32(self.dtype))
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return jnp.broadcast_to(scale.astype(self.dtype), x.shape) * wide.astype(self.dtype)

@@ -6,6 +6,7 @@ which is the tree's ancestor mask for a draft tree, or in the order of the text 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.model.attention import FEW, Attention, Sees
+from medusa_jax.model.attention import FEW, Attention, Paths, Sees
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.lora import Adapter
@@ -57,6 +58,7 @@ class Block(nn.Module):
     config: LlamaConfig
     dtype: Any
     shards: int = 0
+    native: bool = False
 
     @nn.compact
     def __call__(
@@ -68,11 +70,12 @@ class Block(nn.Module):
         start_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         c = self.config
-        normed = RMSNorm(c.rms_eps, self.dtype, name="input_layernorm")(x_BTD)
-        attention = Attention(c, self.dtype, self.shards, name="self_attn")
+        norm = functools.partial(RMSNorm, c.rms_eps, self.dtype, self.native)
+        normed = norm(name="input_layernorm")(x_BTD)
+        attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")
         out, cache = attention(normed, rope, sees, cache, start_B)
         x_BTD = x_BTD + out
-        normed = RMSNorm(c.rms_eps, self.dtype, name="post_attention_layernorm")(x_BTD)
+        normed = norm(name="post_attention_layernorm")(x_BTD)
         return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), cache
 
 
@@ -86,6 +89,8 @@ class Llama(nn.Module):
       shards: 0 for stored (unfused) parameters; n for parameters that `prepare` fused for a
         tensor axis of n devices.
       mesh: the devices that rows are split over; None leaves them where they are.
+      native: norms, and the attention of few new tokens, are by the kernels of `native` (float32
+        on one CPU device): what a token comes to does not depend on how many others there are.
     """
 
     config: LlamaConfig
@@ -93,6 +98,7 @@ class Llama(nn.Module):
     remat: bool = False
     shards: int = 0
     mesh: Mesh | None = None
+    native: bool = False
 
     def setup(self) -> None:
         c = self.config
@@ -100,8 +106,10 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embed(
             c.vocab_size, c.d_model, dtype=self.dtype, embedding_init=init
         )
-        self.layers = [Block(c, self.dtype, self.shards) for _ in range(c.n_layers)]
-        self.norm = RMSNorm(c.rms_eps, self.dtype)
+        self.layers = [
+            Block(c, self.dtype, self.shards, self.native) for _ in range(c.n_layers)
+        ]
+        self.norm = RMSNorm(c.rms_eps, self.dtype, self.native)
         if not c.tie_embeddings:
             self.head = Linear(c.vocab_size, False, self.dtype, name="lm_head")
         else:
@@ -155,12 +163,17 @@ class Llama(nn.Module):
         Returns: hidden states after the final norm [B, T, D], and the cache with the new rows.
         """
         T, S, window = tokens_BT.shape[1], cache.slots, self.config.sliding_window
+        sees: tuple[Sees, Sees]
         if self_mask_TT is None and T > FEW:
-            sees: tuple[Sees, Sees] = (Causal(), Causal(window=window))
+            sees = (Causal(), Causal(window=window))
             hidden_BTD, layers = self._run(tokens_BT, positions_BT, sees, cache, start_B)
             return hidden_BTD, KVCache(layers=tuple(layers))
         if self_mask_TT is None:
             self_mask_TT = jnp.asarray(np.tril(np.ones((T, T), bool)))
+        if self.native:
+            sees = (Paths(self_mask_TT), Paths(self_mask_TT, window))
+            hidden_BTD, layers = self._run(tokens_BT, positions_BT, sees, cache, start_B)
+            return hidden_BTD, KVCache(layers=tuple(layers))
         slot_S = jnp.arange(S)
         offset_BS = slot_S[None, :] - start_B[:, None]
         # Column of each slot in the new tokens' own mask; slots outside it are clipped away.

@@ -9,47 +9,55 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.llama import Llama, decoding_config, prepare
-from medusa_jax.model.product import tile_kernels
+from medusa_jax.model.stored import Storage, store
+from medusa_jax.native import library
 from medusa_jax.sharding import param_shardings
 
 Params = dict[str, Any]
 
-_in_tiles = jax.jit(tile_kernels)
+_in_form = jax.jit(store, static_argnums=1)
 
 
-def decoder(config: LlamaConfig, dtype: Any, mesh: Mesh) -> Llama:
+def decoder(config: LlamaConfig, dtype: Any, mesh: Mesh, storage: Storage) -> Llama:
     """The backbone that reads what `place_part` gives."""
-    return Llama(decoding_config(config), dtype, shards=mesh.shape["tensor"], mesh=mesh)
+    kernels = library() if storage.panel and dtype == jnp.float32 else None
+    return Llama(
+        decoding_config(config),
+        dtype,
+        shards=mesh.shape["tensor"],
+        mesh=mesh,
+        native=kernels is not None and kernels.attends(config.head_dim),
+    )
 
 
-def place_part(config: LlamaConfig, part: Params, dtype: Any, mesh: Mesh) -> Params:
-    """A stored part of the backbone, fused and placed; tiled on one CPU device.
+def place_part(
+    config: LlamaConfig, part: Params, dtype: Any, mesh: Mesh, storage: Storage
+) -> Params:
+    """A stored part of the backbone, fused, placed, and its kernels in the form of `storage`.
 
     Waits for the device: a part that is still being read from cannot be let go of.
     """
     [(name, inner)] = part.items()
     # All layers are one program, and one name serves the table for all.
     known = "layers_0" if name.startswith("layers_") else name
-    out = jax.block_until_ready(_prepared({known: inner}, config, dtype, mesh))
+    out = jax.block_until_ready(_prepared({known: inner}, config, dtype, mesh, storage))
     return {name if entry == known else entry: value for entry, value in out.items()}
 
 
-def place_head(part: Params, dtype: Any, mesh: Mesh) -> Params:
-    """A stored part of the draft heads, in `dtype` already: tiled on one CPU device."""
-    return jax.block_until_ready(_in_tiles(part)) if _tiled(dtype, mesh) else part
+def place_head(part: Params, storage: Storage) -> Params:
+    """A stored part of the draft heads, in its type already: kernels in the form of `storage`."""
+    return jax.block_until_ready(_in_form(part, storage))
 
 
-def _tiled(dtype: Any, mesh: Mesh) -> bool:
-    on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    return on_cpu and dtype.itemsize > 2  # 16-bit products are not the library's anyway
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _prepared(part: Params, config: LlamaConfig, dtype: Any, mesh: Mesh) -> Params:
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _prepared(
+    part: Params, config: LlamaConfig, dtype: Any, mesh: Mesh, storage: Storage
+) -> Params:
     out = prepare(part, config, dtype, mesh.shape["tensor"])
     out = jax.lax.with_sharding_constraint(out, param_shardings(mesh, out))
-    return tile_kernels(out) if _tiled(dtype, mesh) else out
+    return store(out, storage)

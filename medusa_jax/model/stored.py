@@ -1,0 +1,106 @@
+"""The forms in which kernels are stored for decoding, and the product with each.
+
+A decoding step is bound by reading the weights, so what counts is how many bytes they are and
+whether they are read in one go:
+
+    an array [inputs, outputs]   as trained; the product is XLA's
+    Panels                       as the kernels of `native` read them, on one CPU device: in the
+                                 type of the model, in bfloat16, or in int8
+    Codes                        int8 [inputs, outputs], where there are no panels
+
+int8 has one scale for each output, as in `model/quantise.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from medusa_jax.model.product import product
+from medusa_jax.model.quantise import quantise
+from medusa_jax.native import in_panels, panel_product, panel_scales
+
+Params = dict[str, Any]
+
+# What `--weights` may say, beside nothing: the type that the model computes in.
+WEIGHTS = ("bfloat16", "int8")
+# The names of what multiplies: kernels, and the factors of low-rank LM heads.
+KERNELS = ("kernel", "down", "up")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How kernels are stored.
+
+    Attributes:
+      panel: outputs of a panel of `Panels`; 0: [inputs, outputs].
+      weights: their type; "" is that of the model.
+    """
+
+    panel: int = 0
+    weights: str = ""
+
+
+class Panels(struct.PyTreeNode):
+    """A kernel in panels of words (`native.in_panels`), and for int8 its scales [n * panel].
+
+    Attributes:
+      outputs: how many of the panels' columns count.
+      per_word: weights in a word.
+    """
+
+    panels: jax.Array
+    scales: jax.Array | None
+    outputs: int = struct.field(pytree_node=False)
+    per_word: int = struct.field(pytree_node=False)
+
+
+class Codes(struct.PyTreeNode):
+    """An int8 kernel [inputs, outputs] with a scale [outputs] for each output."""
+
+    codes: jax.Array
+    scales: jax.Array
+
+
+def multiply(x: jax.Array, kernel: Any, dtype: Any) -> jax.Array:
+    """x [..., inputs] times a kernel in any form, computed in `dtype`, float32 or wider sums."""
+    if isinstance(kernel, Panels):
+        k = kernel
+        return panel_product(x.astype(dtype), k.panels, k.outputs, k.per_word, k.scales)
+    if isinstance(kernel, Codes):
+        # Codes are exact in 16 bits, so that the scales may wait for the float32 sums.
+        y = product(x, kernel.codes.astype(dtype))
+        return y * jnp.broadcast_to(kernel.scales, y.shape)
+    return product(x, kernel.astype(dtype))
+
+
+def store(params: Any, storage: Storage) -> Any:
+    """The same tree with its kernels in the form of `storage`; all else stays as it is."""
+    if not isinstance(params, dict):
+        return params
+    return {
+        name: _stored(value, storage)
+        if name in KERNELS and hasattr(value, "ndim")
+        else store(value, storage)
+        for name, value in params.items()
+    }
+
+
+def _stored(kernel: jax.Array, storage: Storage) -> Any:
+    flat = kernel.reshape(kernel.shape[0], -1)  # a fused kernel [inputs, 1, outputs], too
+    scales = None
+    if storage.weights == "int8":
+        coded = quantise(flat, "int8")
+        flat, scales = coded["codes"], coded["scales"][0] / 127
+    elif storage.weights:
+        flat = flat.astype(storage.weights)
+    if storage.panel:
+        if scales is not None:
+            scales = panel_scales(scales, storage.panel)
+        words = in_panels(flat, storage.panel)
+        return Panels(words, scales, kernel[0].size, 4 // flat.dtype.itemsize)
+    if scales is not None:
+        return Codes(flat, scales)
+    return flat.reshape(kernel.shape)

@@ -1,0 +1,11 @@
+"""Kernels of our own for XLA on a CPU: optional, and compiled on the machine they run on."""
+
+from medusa_jax.native.attention import attend_native as attend_native
+from medusa_jax.native.library import Library as Library
+from medusa_jax.native.library import library as library
+from medusa_jax.native.product import in_panels as in_panels
+from medusa_jax.native.product import panel_product as panel_product
+from medusa_jax.native.product import panel_scales as panel_scales
+from medusa_jax.native.rows import norm_native as norm_native
+from medusa_jax.native.rows import read_native as read_native
+from medusa_jax.native.rows import rotate_native as rotate_native

@@ -1,0 +1,113 @@
+"""Compiling the kernels and giving them to XLA.
+
+Not at installation: a wheel is built for no machine in particular, and XLA's interface is that of
+the jaxlib that is installed here. So the first decoding process on a machine that has a C++ compiler
+compiles them for this processor (a few seconds) and keeps them in the user's cache directory.
+Without a compiler everything works as it does with them, by XLA's own products.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jaxlib
+
+from medusa_jax.console import announced, cache_directory
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
+HANDLERS = tuple(
+    f"medusa_{name}" for name in ("product", "attend", "norm", "rotate", "read")
+)
+# For this processor, in the words of x86 compilers and of those for ARM; vectors as wide as it has.
+MACHINE = (
+    ("-march=native", "-mprefer-vector-width=512"),
+    ("-march=native",),
+    ("-mcpu=native",),
+)
+
+
+@dataclass(frozen=True)
+class Library:
+    """The compiled kernels, known to XLA under their names.
+
+    Attributes:
+      panel: outputs of a panel, see `native/product.py`.
+      path: where it lies.
+    """
+
+    panel: int
+    path: str
+
+    def attends(self, head_dim: int) -> bool:
+        """Whether attention has an instance for heads of this size."""
+        return bool(ctypes.CDLL(self.path).medusa_attends(head_dim))
+
+
+@functools.cache
+def library() -> Library | None:
+    """The kernels for this machine, compiled if they are not yet; None where that cannot be."""
+    try:
+        path = _compiled()
+        loaded = ctypes.CDLL(str(path)) if path else None
+    except OSError:  # no place to write, or a file that this system does not load
+        return None
+    if loaded is None:
+        return None
+    for name in HANDLERS:
+        handler = jax.ffi.pycapsule(getattr(loaded, name))
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    return Library(loaded.medusa_panel_width(), str(path))
+
+
+def _compiled() -> Path | None:
+    """The shared object in the cache directory, made if it is missing."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    compiler = compiler or shutil.which("clang++")
+    sources = sorted(SOURCES.glob("*.cc")) + sorted(SOURCES.glob("*.h"))
+    marks = [jaxlib.__version__, platform.machine(), _processor()]
+    digest = hashlib.sha256("\n".join(marks).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    path = Path(cache_directory("native")) / f"kernels-{digest.hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    if compiler is None:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        announced("compiling kernels for this processor, once"),
+        tempfile.TemporaryDirectory(dir=path.parent) as scratch,
+    ):
+        made = Path(scratch) / path.name
+        for machine in MACHINE:
+            command = [
+                *shlex.split(compiler), *FLAGS, *machine, "-isystem", jax.ffi.include_dir(),
+                str(SOURCES / "kernels.cc"), "-o", str(made),
+            ]  # fmt: skip
+            if subprocess.run(command, capture_output=True).returncode == 0:
+                made.replace(path)  # at once: another process may be reading
+                return path
+    return None
+
+
+def _processor() -> str:
+    """What tells processors apart that one home directory may serve."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(
+        sorted(
+            {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+        )
+    )

@@ -1,0 +1,177 @@
+"""The native kernels against NumPy, and that a row comes out the same bit for bit in any company."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from planted import planted, planted_params, random_params, random_tree, tiny_config
+
+from medusa_jax.decoding import generate as loop
+from medusa_jax.model.cache import KVCache
+from medusa_jax.model.llama import prepare
+from medusa_jax.model.placing import decoder
+from medusa_jax.model.rope import rotate
+from medusa_jax.model.stored import Storage, multiply, store
+from medusa_jax.native import (
+    attend_native,
+    library,
+    norm_native,
+    read_native,
+    rotate_native,
+)
+from medusa_jax.sharding import make_mesh
+from medusa_jax.tree import Tree
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+# Attention has instances for heads of whole vectors, whatever their width here.
+CONFIG = tiny_config(
+    vocab_size=70, d_model=48, n_heads=4, n_kv_heads=2, head_dim=32, d_ff=64, qk_norm=True
+)
+
+
+# Rows that fill the registers and not, inputs that fill words and not, outputs that fill panels and not.
+@pytest.mark.parametrize("weights", ["", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [(1, 1, 1), (2, 3, 5), (5, 64, 64), (7, 65, 33), (13, 50, 150), (30, 67, 97)],
+)
+def test_a_product_in_panels(rows, inputs, outputs, weights):
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.float32)
+    kernel = jnp.asarray(rng.standard_normal((inputs, outputs)), jnp.float32)
+    [panels] = store({"kernel": kernel}, Storage(library().panel, weights)).values()
+    [plain] = store({"kernel": kernel}, Storage(0, weights)).values()
+    got = multiply(x, panels, jnp.float32)
+    exact = (
+        np.asarray(plain.codes, np.float64) * np.asarray(plain.scales)
+        if weights == "int8"
+        else plain
+    )
+    assert_close(
+        got, np.asarray(x, np.float64) @ np.asarray(exact, np.float64), dtype="float32"
+    )
+    for row in {0, rows // 2, rows - 1}:  # alone, and among the others
+        alone = multiply(x[row : row + 1], panels, jnp.float32)
+        np.testing.assert_array_equal(alone[0], got[row])
+
+
+def reference_attention(q, k, v, visible):
+    """One query [H] over keys and values [S, H] that it sees, in float64."""
+    score = np.where(visible, k @ q / np.sqrt(q.size), -np.inf)
+    weight = np.exp(score - score.max())
+    return weight @ v / weight.sum()
+
+
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_attention_along_paths(window, groups):
+    rng = np.random.default_rng(groups)
+    B, N, H, S = 2, 3, 32, 40
+    tree = Tree.cartesian([2, 2])
+    T, start = tree.n_nodes, np.array([29, 3])
+    q, k, v = (rng.standard_normal((B, n, T, H)) for n in (N, groups, groups))
+    cache = [rng.standard_normal((B, groups, S, H)) for _ in range(2)]
+    f32 = [jnp.asarray(x, jnp.float32) for x in (q.swapaxes(1, 2), k, v, *cache)]
+    got = attend_native(
+        f32[0], tuple(f32[1:3]), tuple(f32[3:]), jnp.asarray(start),
+        jnp.asarray(tree.mask_MM), window,
+    ).reshape(B, T, N, H)  # fmt: skip
+    for b in range(B):
+        for t in range(T):
+            position = start[b] + np.concatenate([np.arange(-start[b], 0), tree.depth_M])
+            visible = np.concatenate([np.ones(start[b], bool), tree.mask_MM[t]])
+            if window:
+                visible &= position > start[b] + tree.depth_M[t] - window
+            for n in range(N):
+                g = n // (N // groups)
+                keys, values = (
+                    np.concatenate([old[b, g, : start[b]], new[b, g]])
+                    for old, new in zip(cache, (k, v))
+                )
+                want = reference_attention(q[b, n, t], keys, values, visible)
+                assert_close(got[b, t, n], want, dtype="float32")
+
+
+@pytest.mark.parametrize("width", [5, 64, 70])
+def test_norm_and_sum(width):
+    rng = np.random.default_rng(0)
+    x, scale = rng.standard_normal((50, width)), rng.standard_normal(width)
+    want = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+    got = norm_native(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
+    assert_close(got, want, dtype="float32")
+    alone = norm_native(
+        jnp.asarray(x[7], jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5
+    )
+    np.testing.assert_array_equal(alone, got[7])
+    many = jnp.arange(200_000, dtype=jnp.float32) % 3
+    assert float(read_native(many)) == float(np.asarray(many).sum())
+
+
+def test_rotation():
+    rng = np.random.default_rng(0)
+    x, angle = rng.standard_normal((2, 40, 3, 12)), rng.standard_normal((2, 40, 1, 12))
+    f32 = [jnp.asarray(a, jnp.float32) for a in (x, np.cos(angle), np.sin(angle))]
+    assert_close(rotate_native(*f32), rotate(*f32))
+
+
+@pytest.fixture(scope="module")
+def model():
+    params = random_params(CONFIG, 0)
+    storage = Storage(library().panel)
+    llama = decoder(CONFIG, jnp.float32, make_mesh(), storage)
+    assert llama.native
+    return llama, jax.jit(lambda p: store(prepare(p, CONFIG, jnp.float32), storage))(params)
+
+
+def test_every_number_is_that_of_one_token_at_a_time(model):
+    """Hidden states, logits and the cache of T tokens in a batch, bit for bit, for rows enough that
+    XLA sums up in another order."""
+    llama, params = model
+
+    @jax.jit
+    def run(tokens_BT, start_B, cache):
+        T = tokens_BT.shape[1]
+        positions_BT = start_B[:, None] + jnp.arange(T)[None]
+        args = (tokens_BT, positions_BT, cache, start_B, jnp.tri(T, dtype=bool))
+        hidden, cache = llama.apply({"params": params}, *args, method="decode")
+        return hidden, llama.apply({"params": params}, hidden, method="lm_head"), cache
+
+    B, T = 3, 24
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 70, (B, T)))
+    empty = KVCache.zeros(2, B, 64, 2, 32, jnp.float32)
+    single, one_by_one = empty, []
+    for t in range(T):
+        *out, single = run(tokens[:, t : t + 1], jnp.full((B,), t), single)
+        one_by_one.append(out)
+    for size in (2, 12, 24):
+        several = empty
+        for t in range(0, T, size):
+            hidden, logits, several = run(
+                tokens[:, t : t + size], jnp.full((B,), t), several
+            )
+            for i in range(size):
+                np.testing.assert_array_equal(hidden[:, i], one_by_one[t + i][0][:, 0])
+                np.testing.assert_array_equal(logits[:, i], one_by_one[t + i][1][:, 0])
+        jax.tree.map(np.testing.assert_array_equal, several, single)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_are_equal_bit_for_bit(model, temperature):
+    """With a tree and without, greedy and sampled, in float32: no mismatch, and none explained."""
+    llama, backbone = model
+    rng = np.random.default_rng(0)
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    request = loop.Request(prompts, [120] * 3, temperature=[temperature] * 3)
+    rule = "sampled" if temperature else "greedy"
+
+    def text(tree, texts):
+        variables = {"backbone": backbone, "heads": planted_params(texts, 70, 0)}
+        engine = loop.Engine(llama, planted(CONFIG), tree, rule)
+        return loop.generate(engine, variables, request)
+
+    plain = np.asarray(text(Tree.none(), prompts).tokens_BO)
+    texts = [[*prompt, *row] for prompt, row in zip(prompts, plain[:, :120].tolist())]
+    drafted = text(random_tree(rng, 12, 4), texts)
+    np.testing.assert_array_equal(np.asarray(drafted.tokens_BO)[:, :120], plain[:, :120])
+    assert np.asarray(drafted.histogram_BL)[:, 1:].sum() > 0
