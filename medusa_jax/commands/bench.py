@@ -121,6 +121,7 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.evaluate.latency import bytes_per_token, read_bandwidth
     from medusa_jax.evaluate.speed import drafting_row, transformers_speed
+    from medusa_jax.interop.hub import resolve
 
     use_compilation_cache()
     questions = read_questions(flags.prompts, flags.limit)
@@ -142,7 +143,7 @@ def run(flags: argparse.Namespace) -> int:
                 file.writelines(json.dumps(a) + "\n" for a in row.pop("answers"))
             rows.append(row)
     if flags.transformers:
-        path = flags.model or str(DEMO / "backbone")
+        path = resolve(flags.model or str(DEMO / "backbone"))
         asked = (questions, flags.max_new_tokens)
         facts["transformers"] = transformers_speed(path, model, *asked)
     bandwidth = read_bandwidth()
