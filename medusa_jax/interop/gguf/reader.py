@@ -27,7 +27,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"} | {
     11: "q",
     12: "d",
 }
-STRING, ARRAY = 8, 9
+FLOAT32, STRING, ARRAY = 6, 8, 9
 MOST_DIMENSIONS = 4
 
 
@@ -53,7 +53,8 @@ class BlockTensor:
         Raises:
           UserError: some are not finite, which no model has.
         """
-        values = _package().dequantize(self.blocks, self.kind).reshape(self.shape)
+        with np.errstate(all="ignore"):  # what a damaged scale makes of its block
+            values = _package().dequantize(self.blocks, self.kind).reshape(self.shape)
         if not np.isfinite(values).all():
             raise UserError(
                 f"{self.file} is damaged: tensor {self.name!r} holds values that are no numbers"
@@ -189,6 +190,9 @@ class _Cursor:
         what = f"the metadata {key!r}"
         if kind == STRING:
             return self.string(what)
+        if kind == FLOAT32:
+            # 1e-05, as its publisher wrote it, and not 9.999999747378752e-06.
+            return float(str(np.float32(self.scalar("f", what))))
         if kind in SCALARS:
             return self.scalar(SCALARS[kind], what)
         if kind != ARRAY:
