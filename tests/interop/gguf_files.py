@@ -10,7 +10,7 @@ gguf = pytest.importorskip("gguf")
 D, F, HEADS, KV_HEADS, LAYERS = 32, 48, 4, 2, 2
 
 CHUNKS = [
-    "The quick brown fox", "don't you'll WE'VE", "naïve café", "Straße", "Быстрая лиса", "Η γλώσσα",
+    "The quick brown fox", "don't you'll WE'VE", "naïve café", "Straße", "Быстрая лиса", "γλώσσα μου",
     "اللغة العربية", "हिन्दी भाषा", "快速的棕色狐狸", "日本語のテキスト", "한국어", "def f(x):\n    return x**2\n",
     "for (int i=0;i<10;++i) {", "</div>\n", "a\tb\t\tc", "🙂", "👩‍👩‍👧‍👦", "🇫🇷", "½ Ⅷ ٣", "...!?", "--flag=value",
     "https://example.org/a?b=1", "e\u0301",
