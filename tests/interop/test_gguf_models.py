@@ -203,8 +203,9 @@ def test_a_file_is_converted_once(tmp_path, tokenizer_json, cache, monkeypatch):
     assert converted(other, "float32") not in (first, half)
 
 
-def test_tables_alone_take_no_weights(tmp_path, tokenizer_json):
-    directory = converted(tiny(tmp_path / "a.gguf", tokenizer_json))
+def test_a_tokenizer_alone_takes_no_weights(tmp_path, tokenizer_json, cache):
+    load_tokenizer(tiny(tmp_path / "a.gguf", tokenizer_json))
+    [directory] = [entry for entry in cache.iterdir() if entry.is_dir()]
     assert "tokenizer.json" in os.listdir(directory)
     assert not [name for name in os.listdir(directory) if "safetensors" in name]
 
@@ -224,8 +225,10 @@ def test_an_attempt_that_fails_leaves_nothing(tmp_path, tokenizer_json, cache, m
     digest = convert.checksum(path)
     left = cache / f"{digest[:24]}-{convert.VERSION}-float32.new"
     left.mkdir()
-    (left / "model.safetensors").write_text("half of it")
-    assert len(open_checkpoint(converted(path, "float32"))) == 2 + 9 * LAYERS
+    (left / "chat_template.jinja").write_text("half of it")
+    directory = converted(path, "float32")
+    assert "chat_template.jinja" not in os.listdir(directory)
+    assert len(open_checkpoint(directory)) == 2 + 9 * LAYERS
     assert not left.exists()
 
 
