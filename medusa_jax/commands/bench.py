@@ -50,7 +50,10 @@ def parser() -> argparse.ArgumentParser:
                    help="JSONL: prompt/prompt_ids, or Spec-Bench questions with turns (first "
                    "turn); an optional 'continuation_ids' is the real text")  # fmt: skip
     add_limit(p, 50)
-    p.add_argument("--model", help="directory or hub id of a model (default: the demo)")
+    p.add_argument(
+        "--model",
+        help="directory, .gguf file, hub id or name of a model (default: the demo)",
+    )
     add_base(p)
     p.add_argument("--drafters", help="comma-separated names or directories (default: hydra for "
                    "the demo, none for another model)")  # fmt: skip

@@ -3,6 +3,9 @@
 import json
 import math
 import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -208,6 +211,29 @@ def test_a_tokenizer_alone_takes_no_weights(tmp_path, tokenizer_json, cache):
     [directory] = [entry for entry in cache.iterdir() if entry.is_dir()]
     assert "tokenizer.json" in os.listdir(directory)
     assert not [name for name in os.listdir(directory) if "safetensors" in name]
+
+
+def test_processes_that_start_together_convert_once(tmp_path, tokenizer_json, monkeypatch):
+    """Threads stand for them: each has a lock of its own on the same file."""
+    path = tiny(tmp_path / "a.gguf", tokenizer_json)
+    made, really = [], convert._convert
+
+    def counted(*args):
+        made.append(args)
+        time.sleep(0.2)
+        really(*args)
+
+    monkeypatch.setattr(convert, "_convert", counted)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(converted, [path] * 4, ["float32"] * 4))
+    assert (len(found), len(made)) == (1, 1)
+
+
+def test_without_the_package(tmp_path, tokenizer_json, monkeypatch):
+    path = tiny(tmp_path / "a.gguf", tokenizer_json)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match="pip install gguf"):
+        converted(path, "float32")
 
 
 def test_an_attempt_that_fails_leaves_nothing(tmp_path, tokenizer_json, cache, monkeypatch):

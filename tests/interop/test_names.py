@@ -134,3 +134,21 @@ def test_decode_by_name(tiny, capsys):
         assert decode.main([*given, "--chat", chat]) == 0
         asked[chat] = json.loads(capsys.readouterr().out)["prompt_tokens"]
     assert facts["prompt_tokens"] == asked["none"] + 2
+
+
+def test_a_model_that_should_speak_but_has_no_template(
+    tiny, tmp_path, byte_level_dir, capsys
+):
+    """Its prompts are read as they stand; who asks for the template is told."""
+    metadata = byte_level_metadata((byte_level_dir / "tokenizer.json").read_text())
+    tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"]))
+    path = tmp_path / "Tiny-Instruct.gguf"
+    write(path, metadata | shape_metadata("llama"), tensors)
+    given = ["--model", str(path), "--prompt", "Hello", "--max_new_tokens", "2", "--json"]
+    counts = []
+    for more in ([], ["--chat", "none"]):
+        assert decode.main([*given, *more]) == 0
+        counts.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
+    assert counts[0] == counts[1]
+    assert decode.main([*given, "--chat"]) == 2
+    assert "no chat template" in capsys.readouterr().err

@@ -109,10 +109,9 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     if arch == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    window = file.whole(f"{arch}.attention.sliding_window", 0)
-    if window and arch == "llama":
-        config |= {"model_type": "mistral", "sliding_window": window}
-        config["architectures"] = ["MistralForCausalLM"]
+        if window := file.whole("llama.attention.sliding_window", 0):
+            config |= {"model_type": "mistral", "sliding_window": window}
+            config["architectures"] = ["MistralForCausalLM"]
     return config
 
 
