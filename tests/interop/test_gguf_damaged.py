@@ -1,9 +1,11 @@
 """Damaged GGUF files: always one clear error, and soon."""
 
 import struct
+from pathlib import Path
 
+import numpy as np
 import pytest
-from gguf_files import byte_level_metadata, llama_tensors, shape_metadata, write
+from gguf_files import byte_level_metadata, gguf, llama_tensors, shape_metadata, write
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -90,6 +92,18 @@ def test_the_first_bytes(whole, at, what, message):
     data, _, path, out = whole
     with pytest.raises(UserError, match=message):
         convert(data[:at] + what + data[at + len(what) :], path, out)
+
+
+@pytest.mark.parametrize("shape", [(63, 2), (64, 0)])
+def test_a_shape_that_is_not_made_of_blocks(shape, tmp_path):
+    tensor = (np.ones((2, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
+    path = tmp_path / "a.gguf"
+    data = Path(write(path, {}, {"x": tensor})).read_bytes()
+    right = struct.pack("<QQ", 64, 2)
+    assert data.count(right) == 1
+    path.write_bytes(data.replace(right, struct.pack("<QQ", *shape)))
+    with pytest.raises(UserError, match=r"'x' of shape .* is not made of blocks of 32"):
+        read_gguf(str(path))
 
 
 def test_a_key_or_tensor_that_occurs_twice(whole):

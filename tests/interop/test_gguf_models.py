@@ -272,6 +272,9 @@ REFUSED = {
     "rope_freqs.weight are scaled in a way": {
         "tensors": {"rope_freqs__weight": np.array([1, 2, 3, 8], np.float32)}
     },
+    "rope_freqs.weight are scaled in a way that is": {
+        "tensors": {"rope_freqs__weight": np.ones(3, np.float32)}
+    },
     "tensor 'blk.1.attn_q.weight' is missing": {
         "tensors": {"blk__1__attn_q__weight": None}
     },

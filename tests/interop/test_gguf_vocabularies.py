@@ -107,6 +107,14 @@ def test_user_defined_tokens_stay_whole_and_visible(trained, tmp_path):
     assert ours.decode(ids) == "a<think>b"
 
 
+def test_of_two_tokens_spelt_the_same_the_first_counts(trained, tmp_path):
+    metadata = byte_level_metadata(trained["gpt-2"].to_str())
+    first = metadata["tokenizer.ggml.tokens"].index("a")
+    metadata["tokenizer.ggml.tokens"] += ["a"]
+    metadata["tokenizer.ggml.token_type"] += [1]
+    assert read(tmp_path / "a.gguf", metadata).encode("a").ids == [first]
+
+
 def sentencepiece_metadata(model, **changes):
     pieces = range(model.get_piece_size())
 

@@ -1,6 +1,7 @@
 """A GGUF file as a directory in Hugging Face form, made once and kept in the user's cache."""
 
 import hashlib
+import json
 import os
 import shutil
 from typing import Any
@@ -95,7 +96,8 @@ def _convert(path: str, dtype: np.dtype | None, directory: str) -> None:
         raise UserError(
             f"{path} is damaged: {n_tokens} tokens, but embeddings of {config['vocab_size']}"
         )
-    build_tokenizer(file).save(os.path.join(directory, "tokenizer.json"))
+    tokenizer = json.loads(build_tokenizer(file).to_str())
+    save_json(os.path.join(directory, "tokenizer.json"), tokenizer)
     save_json(os.path.join(directory, "tokenizer_config.json"), tokenizer_settings(file))
     save_json(os.path.join(directory, "config.json"), config | ids)
     save_json(os.path.join(directory, "generation_config.json"), ids)

@@ -104,8 +104,9 @@ def build_tokenizer(file: GGUFFile) -> Any:
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception
+        problem = " ".join(str(error).split())
         raise UserError(
-            f"{file.path} is damaged: its tokenizer does not fit together ({error})"
+            f"{file.path} is damaged: its tokenizer does not fit together ({problem})"
         ) from error
     return backend
 
