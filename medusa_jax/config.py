@@ -59,7 +59,7 @@ class HeadsConfig:
 
 @dataclass
 class ModelConfig:
-    """Which backbone: a directory or hub id, or (path empty) `arch`, initialised at random."""
+    """Which backbone: a directory, GGUF file, hub id or name, or (path empty) `arch` at random."""
 
     path: str = ""
     # Empty = the tokenizer that lies beside the model.

@@ -14,6 +14,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, make_drafter
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.hub import resolve, resolve_heads
+from medusa_jax.interop.names import named
 from medusa_jax.interop.tokenizer import declared_eos_ids, load_tokenizer
 from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.placing import place_head, place_part
@@ -21,6 +22,7 @@ from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree, load_tree_file, parse_tree
 
 DEMO = Path(__file__).parents[1] / "demo"
+MODELS = Path(__file__).parents[1] / "models"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -46,9 +48,11 @@ def load(
     """Load a backbone and its draft heads. Without arguments: the bundled demo.
 
     Args:
-      model: directory or hub id of a Llama-family model; None is the demo.
-      drafter: a name from the registry (the demo's heads of that kind), a directory or a hub
-        id with heads, or "none"; by default "hydra" for the demo and "none" for another model.
+      model: directory, GGUF file, name (`interop/names.py`) or hub id of a Llama-family model;
+        None is the demo.
+      drafter: a name from the registry (the heads of that kind that come with the demo or with
+        a model called by name), a directory or a hub id with heads, or "none"; by default what
+        `default_drafter` says.
       tree: the default tree, as for `--tree`.
       dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. "float64"
         needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
@@ -125,8 +129,13 @@ def load(
 
 
 def default_drafter(model: str | None) -> str:
-    """The heads that go with a model when none are named: the demo has some, others do not."""
-    return "hydra" if model is None else "none"
+    """The heads that go with a model when none are named: those of the demo, those that a name
+    brings with it, else "none".
+    """
+    if model is None:
+        return "hydra"
+    row = named(model)
+    return row.drafter if row and (MODELS / row.heads / row.drafter).is_dir() else "none"
 
 
 def _model_directory(model: str | None, dtype: str) -> str:
@@ -144,17 +153,19 @@ def _heads_directory(model: str | None, drafter: str) -> str | None:
         return None
     if drafter not in DRAFTERS:
         return resolve_heads(drafter)
-    if model is not None:
+    row = named(model)
+    if model is not None and row is None:
         raise UserError(
             f"--drafter {drafter} names the demo's heads, which do not fit {model}: give "
             "the directory or hub id of heads trained for it, or --drafter none"
         )
-    if not (DEMO / drafter).is_dir():
+    folder = (MODELS / row.heads if row else DEMO) / drafter
+    if not folder.is_dir():
         raise UserError(
-            f"no {drafter} heads are bundled with the demo: give --drafter the directory of "
-            "heads trained for it"
+            f"no {drafter} heads are bundled with {model or 'the demo'}: give --drafter the "
+            "directory of heads trained for it"
         )
-    return str(DEMO / drafter)
+    return str(folder)
 
 
 def _calibrated_tree(heads_directory: str) -> dict[str, Any] | None:

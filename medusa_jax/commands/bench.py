@@ -50,7 +50,10 @@ def parser() -> argparse.ArgumentParser:
                    help="JSONL: prompt/prompt_ids, or Spec-Bench questions with turns (first "
                    "turn); an optional 'continuation_ids' is the real text")  # fmt: skip
     add_limit(p, 50)
-    p.add_argument("--model", help="directory or hub id of a model (default: the demo)")
+    p.add_argument(
+        "--model",
+        help="directory, .gguf file, hub id or name of a model (default: the demo)",
+    )
     add_base(p)
     p.add_argument("--drafters", help="comma-separated names or directories (default: hydra for "
                    "the demo, none for another model)")  # fmt: skip
@@ -121,6 +124,7 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
     from medusa_jax.evaluate.speed import drafting_row, transformers_speed
+    from medusa_jax.interop.hub import resolve
 
     use_compilation_cache()
     questions = read_questions(flags.prompts, flags.limit)
@@ -142,7 +146,7 @@ def run(flags: argparse.Namespace) -> int:
                 file.writelines(json.dumps(a) + "\n" for a in row.pop("answers"))
             rows.append(row)
     if flags.transformers:
-        path = flags.model or str(DEMO / "backbone")
+        path = resolve(flags.model or str(DEMO / "backbone"))
         asked = (questions, flags.max_new_tokens)
         facts["transformers"] = transformers_speed(path, model, *asked)
     bandwidth = read_bandwidth()

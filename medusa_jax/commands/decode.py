@@ -11,6 +11,8 @@ EXAMPLES = """examples:
   python decode.py --prompt "import os" --show_drafts --compare
   python decode.py --prompt "class Stack:" --temperature 0.8 --seed 3 --tree chain:3
   python decode.py --model lmsys/vicuna-7b-v1.5 --drafter path/to/heads --prompt "Hello"
+  python decode.py --model smollm2 --prompt "What is the capital of France?"
+  python decode.py --model path/to/model.Q4_K_M.gguf --chat none --prompt "Once upon"
   python decode.py --prompt "def add(a, b):" --compare --json
   python decode.py --prompts_file requests.jsonl --batch_size 16 > answers.jsonl
   python decode.py --model lmsys/vicuna-7b-v1.5 --drafter path/to/heads --chat vicuna
@@ -23,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
         "decode.py", "Generate text with draft heads (speculative decoding).", EXAMPLES
     )
     add_model(p)
-    add_generation(p)
+    add_generation(p, temperature=None)
     add = p.add_argument
     add("--prompt", help="text to continue ('-' reads standard input)")
     add(
@@ -48,7 +50,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--top_k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
     add(
-        "--top_p", type=float, default=1.0, help="keep the likeliest tokens up to this mass"
+        "--top_p",
+        type=float,
+        help="keep the likeliest tokens up to this mass (default: what a model's name brings, "
+        "else 1)",
     )
     add(
         "--min_p",
@@ -83,7 +88,8 @@ def parser() -> argparse.ArgumentParser:
         const="",
         metavar="TEMPLATE",
         help="wrap the prompt in the tokenizer's chat template (or a shipped one by name); "
-        "without a prompt: talk, Ctrl-C stops a reply, Ctrl-D ends",
+        "without a prompt: talk, Ctrl-C stops a reply, Ctrl-D ends; the default for a model whose "
+        "name says instruct, which 'none' turns off",
     )
     add(
         "--show_drafts",

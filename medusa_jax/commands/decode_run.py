@@ -23,6 +23,7 @@ from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.interop.chat import encode_prompt, stop_ids
+from medusa_jax.interop.names import speaks
 
 # Accepted drafts by depth: green, cyan, blue, magenta, yellow; the verifier's own tokens plain.
 COLOURS = (32, 36, 34, 35, 33)
@@ -30,7 +31,8 @@ COLOURS = (32, 36, 34, 35, 33)
 
 def run(flags: argparse.Namespace) -> int:
     """Decode what the flags ask for; returns the exit status."""
-    talking = flags.chat is not None and flags.prompt is None and flags.prompts_file is None
+    template = chosen_template(flags)
+    talking = template is not None and flags.prompt is None and flags.prompts_file is None
     prompts, options = ([], []) if talking else read_requests(flags)
     if flags.acceptance not in ("auto", *RULES):
         known = ", ".join(("auto", *RULES))
@@ -47,12 +49,14 @@ def run(flags: argparse.Namespace) -> int:
         all_heads=False,
     )
     engine_options = {"acceptance": flags.acceptance}
-    if talking:
-        own = ending_turns(model, Options(**shared_options(flags)), flags.chat)
-        return Chat(model, own, flags.chat, engine_options).run()
-    if flags.chat is not None:
-        options = [ending_turns(model, own, flags.chat) for own in options]
-    prompts = [chat_prompt(model, p, flags.chat) for p in prompts]
+    if template is not None and talking:
+        own = ending_turns(model, Options(**shared_options(flags)), template)
+        return Chat(model, own, template, engine_options).run()
+    if flags.chat is None and not model.tokenizer.chat_template:
+        template = None
+    if template is not None:
+        options = [ending_turns(model, own, template) for own in options]
+    prompts = [chat_prompt(model, p, template) for p in prompts]
     sampled = any(o.temperature > 0 for o in options)
     # Named, so that greedy batches of a file that also samples run the same program.
     engine_options["acceptance"] = model.engine(
@@ -116,6 +120,13 @@ def run_file(
             sys.stdout.flush()
             bar.update(len(ids))
     return 0
+
+
+def chosen_template(flags: argparse.Namespace) -> str | None:
+    """The chat template that prompts go through: "" is the tokenizer's own, None is none."""
+    if flags.chat is None and speaks(flags.model):
+        return ""
+    return None if flags.chat == "none" else flags.chat
 
 
 def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | list[int]:

@@ -23,8 +23,11 @@ def command(name: str, description: str, examples: str) -> argparse.ArgumentPars
 
 def add_model(p: argparse.ArgumentParser, drafter: str = "") -> None:
     """--model, --dtype, --weights, --allow_other_base and --drafter, whose default may be given."""
-    p.add_argument("--model", help="directory or hub id of a model (default: the demo)")
-    default = drafter or "hydra for the demo, none for another model"
+    p.add_argument(
+        "--model",
+        help="directory, .gguf file, hub id or name (smollm2) of a model (default: the demo)",
+    )
+    default = drafter or "hydra for the demo, what a name brings, none for another model"
     p.add_argument(
         "--drafter",
         default=drafter or None,
@@ -107,14 +110,19 @@ def add_limit(p: argparse.ArgumentParser, limit: int) -> None:
     )
 
 
-def add_generation(p: argparse.ArgumentParser, temperature: float = 0.0) -> None:
-    """--max_new_tokens, --temperature, --seed and --no_repeat_ngram_size."""
+def add_generation(p: argparse.ArgumentParser, temperature: float | None = 0.0) -> None:
+    """--max_new_tokens, --temperature, --seed and --no_repeat_ngram_size.
+
+    Args:
+      temperature: the default; None leaves it to the model's name.
+    """
+    default = "what a model's name brings, else 0" if temperature is None else temperature
     p.add_argument("--max_new_tokens", type=int, default=200)
     p.add_argument(
         "--temperature",
         type=float,
         default=temperature,
-        help="0 is greedy (default: %(default)s)",
+        help=f"0 is greedy (default: {default})",
     )
     p.add_argument("--seed", type=int, default=0)
     add_no_repeat(p)

@@ -9,15 +9,20 @@ from typing import Any
 from medusa_jax.api import Options
 from medusa_jax.commands.flags import token_ids
 from medusa_jax.errors import UserError
+from medusa_jax.interop.names import named
 
 
 def shared_options(flags: argparse.Namespace) -> dict[str, Any]:
-    """The options that the flags set for every request."""
+    """The options that the flags, and the model's name where they are silent, set for every
+    request.
+    """
+    row = named(flags.model)
+    brought = row.sampling if row else {}
     return {
         "max_new_tokens": flags.max_new_tokens,
-        "temperature": flags.temperature,
+        "temperature": _first(flags.temperature, brought.get("temperature"), 0.0),
         "top_k": flags.top_k,
-        "top_p": flags.top_p,
+        "top_p": _first(flags.top_p, brought.get("top_p"), 1.0),
         "min_p": flags.min_p,
         "seed": flags.seed,
         "stop": tuple(flags.stop),
@@ -28,6 +33,11 @@ def shared_options(flags: argparse.Namespace) -> dict[str, Any]:
         "epsilon": flags.epsilon,
         "delta": flags.delta,
     }
+
+
+def _first(*values: float | None) -> float:
+    """The first that is said at all."""
+    return next(value for value in values if value is not None)
 
 
 def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:

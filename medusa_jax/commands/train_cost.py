@@ -24,6 +24,7 @@ from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.interop import hf
+from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import checks, losses
@@ -63,8 +64,8 @@ def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
     program first; 0 where the backend keeps none (the CPU).
     """
     mesh = make_mesh(cfg.mesh)
-    if os.path.isdir(cfg.model.path):
-        cfg.model.arch = hf.read_config(cfg.model.path)
+    if is_here(cfg.model.path):
+        cfg.model.arch = hf.read_config(resolve(cfg.model.path, ["config.json"]))
     cfg.model.path = ""  # shapes and random weights
     checks.fit_accumulation(cfg, mesh)
     checks.check(cfg, mesh)

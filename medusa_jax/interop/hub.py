@@ -1,4 +1,4 @@
-"""Paths and hub ids: whatever the user names becomes a local directory, or a clear refusal."""
+"""Paths, names, hub ids: whatever the user calls becomes a local directory, or a clear refusal."""
 
 import os
 import re
@@ -6,6 +6,7 @@ from typing import Any
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop.gguf import converted
+from medusa_jax.interop.names import NAMES, file_of, named
 from medusa_jax.interop.tensors import optional_json
 
 MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
@@ -15,7 +16,8 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 
 
 def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = "float32") -> str:
-    """A local directory for a path or a hub id (`owner/name`, optionally `@revision`).
+    """A local directory for a path, a name of `NAMES` or a hub id (`owner/name`, optionally
+    `@revision`).
 
     A GGUF file is converted, once. Of a repository, safetensors weights are downloaded where
     there are any, else .bin; with `HF_HUB_OFFLINE=1` only what is in the cache is used.
@@ -29,8 +31,11 @@ def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = "float
     """
     if os.path.isdir(path_or_id):
         return path_or_id
-    if path_or_id.endswith(".gguf"):
-        return converted(path_or_id, dtype if files is None else None)
+    kind = dtype if files is None else None
+    if row := named(path_or_id):
+        return converted(file_of(path_or_id), kind, row.sha256)
+    if path_or_id.lower().endswith(".gguf"):
+        return converted(path_or_id, kind)
     repo, _, revision = path_or_id.partition("@")
     if os.path.exists(path_or_id):
         raise UserError(
@@ -38,7 +43,8 @@ def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = "float
         )
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         raise UserError(
-            f"{path_or_id!r} is no directory, nor a hub id of the form owner/name"
+            f"{path_or_id!r} is no directory, nor a hub id of the form owner/name, a .gguf "
+            f"file or a name ({', '.join(NAMES)})"
         )
     if files is not None:
         return _snapshot(repo, revision, files)
@@ -46,6 +52,11 @@ def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = "float
     if not any(name.endswith(".safetensors") for name in os.listdir(directory)):
         directory = _snapshot(repo, revision, [*MODEL_FILES, "pytorch_model*.bin"])
     return directory
+
+
+def is_here(path_or_id: str) -> bool:
+    """Whether `resolve` needs no network for it."""
+    return path_or_id in NAMES or os.path.exists(path_or_id)
 
 
 def resolve_heads(path_or_id: str) -> str:

@@ -1,7 +1,6 @@
 """A run without weights or data: compile the real step from shapes, say what it needs."""
 
 import math
-import os
 import time
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
+from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import PyTree, make_mesh, param_shardings
@@ -35,10 +35,10 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     Raises:
       UserError: sizes that do not fit together.
     """
-    if os.path.isdir(cfg.model.path):
+    if is_here(cfg.model.path):
         from medusa_jax.interop.hf import read_config
 
-        cfg.model.arch = read_config(cfg.model.path)
+        cfg.model.arch = read_config(resolve(cfg.model.path, ["config.json"]))
     mesh = make_mesh(cfg.mesh)
     checks.fit_accumulation(cfg, mesh)
     checks.check(cfg, mesh)

@@ -80,13 +80,13 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         raise UserError(
             f"{file.path}: {heads} query heads and {kv_heads} key/value heads do not fit"
         )
-    rotated = file.whole(f"{arch}.rope.dimension_count", width // heads)
-    head_dim = file.whole(f"{arch}.attention.key_length", rotated)
+    head_dim = file.whole(f"{arch}.attention.key_length", width // heads)
     value_dim = file.whole(f"{arch}.attention.value_length", head_dim)
-    if not head_dim == value_dim == rotated:
+    rotated = file.whole(f"{arch}.rope.dimension_count", head_dim)
+    if not head_dim == value_dim == rotated or head_dim % 2:
         raise UserError(
             f"{file.path}: heads of {head_dim} keys and {value_dim} values, {rotated} of them "
-            "rotated, are not supported: all three must be equal"
+            "rotated, are not supported: all three must be equal and even"
         )
     embedding = file.tensors.get("token_embd.weight")
     config: dict[str, Any] = {
@@ -109,10 +109,9 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     if arch == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    window = file.whole(f"{arch}.attention.sliding_window", 0)
-    if window and arch == "llama":
-        config |= {"model_type": "mistral", "sliding_window": window}
-        config["architectures"] = ["MistralForCausalLM"]
+        if window := file.whole("llama.attention.sliding_window", 0):
+            config |= {"model_type": "mistral", "sliding_window": window}
+            config["architectures"] = ["MistralForCausalLM"]
     return config
 
 
@@ -137,18 +136,21 @@ def _llama3_scaling(divisors: BlockTensor, config: dict[str, Any]) -> dict[str, 
     and c = original context / wavelength, 1 where c > h, s where c < l, between them
     1 / ((1 - m) / s + m) with m = (c - l) / (h - l).
     """
-    found = divisors.unpacked().ravel()
+    unsupported = UserError(
+        f"{divisors.file}: the rotary frequencies in {FREQUENCY_DIVISORS} are scaled in a way that "
+        "is not supported (only Llama 3's is)"
+    )
+    if divisors.shape != (config["head_dim"] // 2,):
+        raise unsupported
+    found = divisors.unpacked()
     factor = float(found.max())
     low, high, context = LLAMA3_SCALING.values()
     exponents = np.arange(0, config["head_dim"], 2) / config["head_dim"]
     c = context / (2 * math.pi * config["rope_theta"] ** exponents)
     m = np.clip((c - low) / (high - low), 0.0, 1.0)
     expected = 1 / ((1 - m) / factor + m)
-    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-3):
-        raise UserError(
-            f"{divisors.file}: the rotary frequencies in {FREQUENCY_DIVISORS} are scaled in a way "
-            "that is not supported (only Llama 3's is)"
-        )
+    if not np.allclose(found, expected, rtol=1e-3):
+        raise unsupported
     return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
 
 

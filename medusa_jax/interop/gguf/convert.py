@@ -1,6 +1,7 @@
 """A GGUF file as a directory in Hugging Face form, made once and kept in the user's cache."""
 
 import hashlib
+import json
 import os
 import shutil
 from typing import Any
@@ -15,13 +16,14 @@ from medusa_jax.interop.gguf.reader import read_gguf
 from medusa_jax.interop.gguf.vocabulary import (
     build_tokenizer,
     special_ids,
+    token_texts,
     tokenizer_settings,
 )
 from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.tensors import save_json
 
 # Part of every conversion's name: raise it when a file would be converted differently.
-VERSION = 1
+VERSION = 2
 
 
 def converted(path: str, dtype: Any = None, sha256: str = "") -> str:
@@ -90,7 +92,12 @@ def _convert(path: str, dtype: np.dtype | None, directory: str) -> None:
     config = hf_config(file)
     tensors = named_tensors(file, config)
     ids = special_ids(file)
-    build_tokenizer(file).save(os.path.join(directory, "tokenizer.json"))
+    if (n_tokens := len(token_texts(file))) > config["vocab_size"]:
+        raise UserError(
+            f"{path} is damaged: {n_tokens} tokens, but embeddings of {config['vocab_size']}"
+        )
+    tokenizer = json.loads(build_tokenizer(file).to_str())
+    save_json(os.path.join(directory, "tokenizer.json"), tokenizer)
     save_json(os.path.join(directory, "tokenizer_config.json"), tokenizer_settings(file))
     save_json(os.path.join(directory, "config.json"), config | ids)
     save_json(os.path.join(directory, "generation_config.json"), ids)

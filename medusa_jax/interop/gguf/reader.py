@@ -27,7 +27,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"} | {
     11: "q",
     12: "d",
 }
-STRING, ARRAY = 8, 9
+FLOAT32, STRING, ARRAY = 6, 8, 9
 MOST_DIMENSIONS = 4
 
 
@@ -53,7 +53,8 @@ class BlockTensor:
         Raises:
           UserError: some are not finite, which no model has.
         """
-        values = _package().dequantize(self.blocks, self.kind).reshape(self.shape)
+        with np.errstate(all="ignore"):  # what a damaged scale makes of its block
+            values = _package().dequantize(self.blocks, self.kind).reshape(self.shape)
         if not np.isfinite(values).all():
             raise UserError(
                 f"{self.file} is damaged: tensor {self.name!r} holds values that are no numbers"
@@ -127,7 +128,8 @@ def read_gguf(path: str) -> GGUFFile:
     try:
         if os.path.getsize(path) < 24:
             raise UserError(f"{path} is truncated: it is shorter than a GGUF header")
-        data = np.memmap(path, np.uint8, "r")
+        # Slices of a plain view cost a third of those of a memmap.
+        data = np.memmap(path, np.uint8, "r").view(np.ndarray)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     cursor = _Cursor(path, data)
@@ -189,17 +191,15 @@ class _Cursor:
         what = f"the metadata {key!r}"
         if kind == STRING:
             return self.string(what)
+        if kind == FLOAT32:
+            # 1e-05, as its publisher wrote it, and not 9.999999747378752e-06.
+            return float(str(np.float32(self.scalar("f", what))))
         if kind in SCALARS:
             return self.scalar(SCALARS[kind], what)
         if kind != ARRAY:
             raise UserError(f"{self.path} is damaged: {what} is of unknown type {kind}")
         of, count = self.scalar("I", what), self.scalar("Q", what)
         if of == STRING:
-            # Each takes eight bytes at least, so that a wrong count ends here and not later.
-            if count * 8 > len(self.data) - self.at:
-                raise UserError(
-                    f"{self.path} is truncated or damaged: it ends inside {what}"
-                )
             return [self.string(what) for _ in range(count)]
         if of not in SCALARS:
             raise UserError(f"{self.path}: {what} is a list of unknown type {of}")

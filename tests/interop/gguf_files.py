@@ -1,0 +1,108 @@
+"""Small GGUF files, written by the `gguf` package, and texts that are hard to split."""
+
+import json
+
+import numpy as np
+import pytest
+
+gguf = pytest.importorskip("gguf")
+
+D, F, HEADS, KV_HEADS, LAYERS = 32, 48, 4, 2, 2
+
+CHUNKS = [
+    "The quick brown fox", "don't you'll WE'VE", "naïve café", "Straße", "Быстрая лиса", "γλώσσα μου",
+    "اللغة العربية", "हिन्दी भाषा", "快速的棕色狐狸", "日本語のテキスト", "한국어", "def f(x):\n    return x**2\n",
+    "for (int i=0;i<10;++i) {", "</div>\n", "a\tb\t\tc", "🙂", "👩‍👩‍👧‍👦", "🇫🇷", "½ Ⅷ ٣", "...!?", "--flag=value",
+    "https://example.org/a?b=1", "e\u0301",
+]  # fmt: skip
+BLANKS = ["", " ", "  ", "     ", "\n", "\n\n", " \n ", "\t", "\u00a0"]
+
+
+def strings(count, special=()):
+    """Words of six scripts, code, numbers, emoji and `special` texts, with blanks between them."""
+    rng = np.random.default_rng(0)
+    texts = []
+    for _ in range(count):
+        parts = []
+        for _ in range(rng.integers(1, 9)):
+            digits = str(rng.integers(0, 10 ** rng.integers(1, 9)))
+            parts += [rng.choice([*CHUNKS, *special, digits, digits]), rng.choice(BLANKS)]
+        texts.append("".join(parts))
+    return texts
+
+
+def write(path, metadata, tensors, arch="llama"):
+    """A GGUF file; a tensor is an array of float32, or (array, block type to store it in)."""
+    writer = gguf.GGUFWriter(str(path), arch)
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    for key, value in metadata.items():
+        add[type(value)](key, value)
+    for name, tensor in tensors.items():
+        array, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
+        if kind is not None and array.dtype != np.uint8:
+            array = gguf.quantize(array, kind)
+        writer.add_tensor(name, array, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def shape_metadata(arch, **changes):
+    """What a file of the test's sizes says of its shape; `None` takes a key out."""
+    keys = {
+        "block_count": LAYERS,
+        "context_length": 64,
+        "embedding_length": D,
+        "feed_forward_length": F,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 500.0,
+        **changes,
+    }
+    return {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
+
+
+def byte_level_metadata(tokenizer_json, pre="gpt-2", **changes):
+    """The vocabulary of a tokenizer.json as a GGUF file has it, its special tokens as such."""
+    raw = json.loads(tokenizer_json)
+    vocab = raw["model"]["vocab"]
+    special = {token["content"] for token in raw["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.get)
+    keys = {
+        "ggml.model": "gpt2",
+        "ggml.pre": pre,
+        "ggml.tokens": tokens,
+        "ggml.token_type": [3 if token in special else 1 for token in tokens],
+        "ggml.merges": [" ".join(merge) for merge in raw["model"]["merges"]],
+        **changes,
+    }
+    return {f"tokenizer.{key}": value for key, value in keys.items() if value is not None}
+
+
+def llama_tensors(vocab_size):
+    """Random tensors of a tied llama model of the test's sizes, by their GGUF names."""
+    rng = np.random.default_rng(0)
+    K = D // HEADS * KV_HEADS
+    shapes = {"token_embd.weight": (vocab_size, D), "output_norm.weight": (D,)}
+    for i in range(LAYERS):
+        shapes |= {
+            f"blk.{i}.attn_norm.weight": (D,),
+            f"blk.{i}.attn_q.weight": (D, D),
+            f"blk.{i}.attn_k.weight": (K, D),
+            f"blk.{i}.attn_v.weight": (K, D),
+            f"blk.{i}.attn_output.weight": (D, D),
+            f"blk.{i}.ffn_norm.weight": (D,),
+            f"blk.{i}.ffn_gate.weight": (F, D),
+            f"blk.{i}.ffn_up.weight": (F, D),
+            f"blk.{i}.ffn_down.weight": (D, F),
+        }
+    return {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}

@@ -1,0 +1,120 @@
+"""Tensors of every block type, written here and read back."""
+
+import numpy as np
+import pytest
+from gguf_files import gguf, write
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop.gguf.reader import read_gguf
+
+Kind = gguf.GGMLQuantizationType
+# The largest error, in shares of twice the largest value of a block of 32. A type that counts
+# from -8 to 7 is a whole step off at the upper end.
+ROUNDING = {
+    "F32": 0.0,
+    "F16": 2**-12,
+    "BF16": 2**-9,
+    "Q8_0": 0.51 / 254,
+    "Q5_0": 1.01 / 32,
+    "Q5_1": 0.51 / 31,
+    "Q4_0": 1.01 / 16,
+    "Q4_1": 0.51 / 15,
+}
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_within_the_rounding_of_the_type(name, tmp_path):
+    values = np.random.default_rng(0).normal(size=(6, 96)).astype(np.float32)
+    path = write(tmp_path / "a.gguf", {}, {"x": (values, Kind[name]), "y": values[:, 0]})
+    file = read_gguf(path)
+    assert file.tensors["x"].shape == (6, 96)
+    error = np.abs(file.tensors["x"].unpacked() - values).reshape(-1, 32)
+    largest = np.abs(values).reshape(-1, 32).max(1, keepdims=True)
+    assert (error <= ROUNDING[name] * 2 * largest).all()
+    assert error.max() > 0 or name == "F32"
+    np.testing.assert_array_equal(file.tensors["y"].unpacked(), values[:, 0])
+
+
+def pack_scales(scales, mins):
+    """Eight scales and eight minima of six bits, as Q4_K and Q5_K hold them."""
+    low = (scales[:4] | (scales[4:] >> 4) << 6), (mins[:4] | (mins[4:] >> 4) << 6)
+    return np.concatenate([*low, (scales[4:] & 15) | (mins[4:] & 15) << 4])
+
+
+def pack_k(bits, quants, scales, mins):
+    """A block of Q4_K (`bits` 4) or Q5_K (5): x = 0.5 scale quant - 0.25 min, by groups of 32."""
+    groups = quants.reshape(4, 2, 32)
+    low = (groups[:, 0] & 15) | (groups[:, 1] & 15) << 4
+    high = (quants.reshape(8, 32) >> 4 << np.arange(8)[:, None]).sum(0)
+    numbers = np.array([0.5, 0.25], np.float16).view(np.uint8)
+    parts = [
+        numbers,
+        pack_scales(scales, mins),
+        *([high] if bits == 5 else []),
+        low.ravel(),
+    ]
+    return np.concatenate(parts).astype(np.uint8)
+
+
+def pack_6(quants, scales):
+    """A block of Q6_K: x = 0.5 scale (quant - 32), by groups of 16."""
+    q = quants.reshape(2, 4, 32)
+    low = np.stack(
+        [q[:, 0] & 15 | (q[:, 2] & 15) << 4, q[:, 1] & 15 | (q[:, 3] & 15) << 4], 1
+    )
+    high = (q >> 4 << 2 * np.arange(4)[:, None]).sum(1)
+    number = np.array([0.5], np.float16).view(np.uint8)
+    bytes_ = [low.ravel(), high.ravel(), scales.astype(np.int8).view(np.uint8), number]
+    return np.concatenate(bytes_).astype(np.uint8)
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_k_blocks_hold_what_was_packed(bits, tmp_path):
+    rng = np.random.default_rng(bits)
+    rows, expected = [], []
+    for _ in range(4):
+        quants = rng.integers(0, 2**bits, 256)
+        if bits == 6:
+            scales = rng.integers(-128, 128, 16)
+            rows.append(pack_6(quants, scales))
+            expected.append(0.5 * np.repeat(scales, 16) * (quants - 32))
+        else:
+            scales, mins = rng.integers(0, 64, (2, 8))
+            rows.append(pack_k(bits, quants, scales, mins))
+            expected.append(
+                0.5 * np.repeat(scales, 32) * quants - 0.25 * np.repeat(mins, 32)
+            )
+    blocks = np.stack(rows).reshape(2, -1)
+    path = write(tmp_path / "a.gguf", {}, {"x": (blocks, Kind[f"Q{bits}_K"])})
+    tensor = read_gguf(path).tensors["x"]
+    assert tensor.shape == (2, 512)
+    np.testing.assert_array_equal(tensor.unpacked(), np.reshape(expected, (2, 512)))
+
+
+def test_every_type_as_transformers_unpacks_it(tmp_path):
+    """Random blocks of every type that both know, those left out whose numbers are not finite."""
+    torch = pytest.importorskip("torch")
+    theirs = pytest.importorskip("transformers.integrations.gguf.dequant")
+    rng = np.random.default_rng(0)
+    for number in theirs.GGML_BLOCK:
+        kind = Kind(number)
+        _, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks = rng.integers(0, 256, (400, size), np.uint8)
+        with np.errstate(all="ignore"):
+            finite = np.isfinite(gguf.dequantize(blocks, kind)).all(1)
+        blocks = blocks[finite][:64]
+        path = write(tmp_path / "a.gguf", {}, {"x": (blocks, kind)})
+        ours = read_gguf(path).tensors["x"].unpacked()
+        expected = theirs.dequantize(torch.from_numpy(blocks), number).numpy()
+        np.testing.assert_allclose(
+            ours, expected.reshape(ours.shape), rtol=1e-6, err_msg=kind.name
+        )
+        assert len(blocks) == 64
+
+
+def test_a_type_without_numbers_is_refused_by_name(tmp_path):
+    path = write(tmp_path / "a.gguf", {}, {"x": np.arange(8, dtype=np.int32)})
+    with pytest.raises(
+        UserError, match=f"{path}: tensor 'x' .* of type I32, which the gguf"
+    ):
+        read_gguf(path)

@@ -1,0 +1,327 @@
+"""Whole GGUF files as models: every family, told from the same model saved for Hugging Face."""
+
+import json
+import math
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+from gguf_files import (
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    D,
+    F,
+    byte_level_metadata,
+    gguf,
+    llama_tensors,
+    shape_metadata,
+    write,
+)
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.interop import hf
+from medusa_jax.interop.gguf import convert
+from medusa_jax.interop.gguf.convert import converted
+from medusa_jax.interop.tensors import open_checkpoint
+from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.model.llama import init_params
+
+# family of the file, fields of the configuration, keys of the metadata
+CASES = {
+    "llama": ("llama", {}, {}),
+    "llama_tied": ("llama", {"tie_embeddings": True}, {}),
+    "llama_biases": (
+        "llama",
+        {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+        {},
+    ),
+    "llama_own_head_size": (
+        "llama",
+        {"head_dim": 12},
+        {"rope.dimension_count": 12, "attention.key_length": 12},
+    ),
+    "llama_linear_rope": (
+        "llama",
+        {"rope_scaling": "linear", "rope_factor": 2.5},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 2.5},
+    ),
+    "llama_linear_rope_of_old": (
+        "llama",
+        {"rope_scaling": "linear", "rope_factor": 2.0},
+        {"rope.scale_linear": 2.0},
+    ),
+    "llama_llama3_rope": (
+        "llama",
+        {
+            "rope_scaling": "llama3",
+            "rope_factor": 8.0,
+            "rope_low_freq_factor": 1.0,
+            "rope_high_freq_factor": 4.0,
+            "rope_original_max_position": 8192,
+            "rope_theta": 500000.0,
+        },
+        {"rope.freq_base": 500000.0},
+    ),
+    "mistral_window": ("llama", {"sliding_window": 7}, {"attention.sliding_window": 7}),
+    "qwen2": ("qwen2", {"qkv_bias": True}, {}),
+    "qwen3": (
+        "qwen3",
+        {"qk_norm": True, "head_dim": 16, "tie_embeddings": True},
+        {"attention.key_length": 16, "attention.value_length": 16},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "medusa_jax" / "gguf"
+
+
+@pytest.fixture
+def tokenizer_json(byte_level_dir):
+    return (byte_level_dir / "tokenizer.json").read_text()
+
+
+def interleaved(array, heads):
+    """Rows as llama.cpp orders them: of each head 0, H/2, 1, H/2 + 1, ..."""
+    rows = np.arange(len(array)).reshape(heads, 2, -1)
+    return array[rows.transpose(0, 2, 1).ravel()]
+
+
+def llama3_divisors(c):
+    """One divisor a rotary frequency, as the paper's code (`apply_scaling`) finds them."""
+    found = []
+    for i in range(c.head_dim // 2):
+        wavelength = 2 * math.pi * c.rope_theta ** (2 * i / c.head_dim)
+        if wavelength < c.rope_original_max_position / c.rope_high_freq_factor:
+            found.append(1.0)
+        elif wavelength > c.rope_original_max_position / c.rope_low_freq_factor:
+            found.append(c.rope_factor)
+        else:
+            smooth = c.rope_original_max_position / wavelength - c.rope_low_freq_factor
+            smooth /= c.rope_high_freq_factor - c.rope_low_freq_factor
+            found.append(1 / ((1 - smooth) / c.rope_factor + smooth))
+    return np.array(found, np.float32)
+
+
+def save_both(case, folder, tokenizer_json):
+    """One random model as a Hugging Face directory and as a GGUF file; (directory, file)."""
+    arch, fields, keys = CASES[case]
+    metadata = byte_level_metadata(tokenizer_json)
+    sizes = {"vocab_size": len(metadata["tokenizer.ggml.tokens"]), "d_model": D, "d_ff": F}
+    sizes |= {"n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": KV_HEADS, "head_dim": 8}
+    sizes |= {"max_position": 64, "rope_theta": 500.0, "rms_eps": 1e-5}
+    config = LlamaConfig(**(sizes | fields))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: rng.normal(size=x.shape).astype(np.float32),
+        jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0)),
+    )
+    hf.save_backbone(str(folder / "hf"), config, params, "float32")
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), LAYERS)
+    tensors = {}
+    for name, tensor in open_checkpoint(str(folder / "hf")).items():
+        array = tensor.read(tuple(slice(None) for _ in tensor.shape))
+        heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
+        if arch == "llama" and heads:
+            array = interleaved(array, heads)
+        tensors[names.get_name(name, (".weight", ".bias"))] = array
+    assert None not in tensors
+    tensors = {
+        f"{name}{'' if name.endswith(('.weight', '.bias')) else '.weight'}": array
+        for name, array in tensors.items()
+    }
+    if config.rope_scaling == "llama3":
+        tensors["rope_freqs.weight"] = llama3_divisors(config)
+    metadata |= shape_metadata(arch, **keys)
+    return str(folder / "hf"), write(folder / "model.gguf", metadata, tensors, arch)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_is_the_model_that_was_saved(case, tmp_path, tokenizer_json):
+    directory, path = save_both(case, tmp_path, tokenizer_json)
+    ours = converted(path, "float32")
+    assert hf.read_config(ours) == hf.read_config(directory)
+    stored, expected = open_checkpoint(ours), open_checkpoint(directory)
+    assert stored.keys() == expected.keys()
+    for name, tensor in expected.items():
+        everything = tuple(slice(None) for _ in tensor.shape)
+        np.testing.assert_array_equal(
+            stored[name].read(everything), tensor.read(everything), err_msg=name
+        )
+
+
+def tiny(path, tokenizer_json, shape=None, vocabulary=None, **changes):
+    """A tied llama file; `changes` replace tensors, None takes one out."""
+    metadata = byte_level_metadata(tokenizer_json, **(vocabulary or {}))
+    tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"]))
+    tensors |= {name.replace("__", "."): array for name, array in changes.items()}
+    tensors = {name: array for name, array in tensors.items() if array is not None}
+    return write(path, metadata | shape_metadata("llama", **(shape or {})), tensors)
+
+
+def test_what_a_model_says_beside_its_weights(tmp_path, tokenizer_json):
+    """Special ids, the ends of texts and turns, BOS, chat template."""
+    said = {
+        "ggml.bos_token_id": 0,
+        "ggml.eos_token_id": 1,
+        "ggml.eot_token_id": 2,
+        "ggml.add_bos_token": True,
+        "chat_template": "{{ messages[0]['content'] }}",
+    }
+    path = tiny(tmp_path / "a.gguf", tokenizer_json, vocabulary=said)
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.bos_id, tokenizer.adds_bos) == (0, True)
+    assert tokenizer.eos_ids == {1, 2}
+    assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
+    assert tokenizer.special_texts["eos_token"] == "<|end_of_text|>"
+    assert hf.generation_config(path)["eos_token_id"] == [1, 2]
+    silent = load_tokenizer(tiny(tmp_path / "b.gguf", tokenizer_json))
+    assert (silent.bos_id, silent.eos_ids, silent.chat_template) == (None, frozenset(), "")
+
+
+def test_a_file_is_converted_once(tmp_path, tokenizer_json, cache, monkeypatch):
+    """By its bytes and the type: a copy elsewhere is the same file, a changed one is another."""
+    path = tiny(tmp_path / "a.gguf", tokenizer_json)
+    first = converted(path, "float32")
+    os.rename(path, tmp_path / "b.gguf")
+    monkeypatch.setattr(convert, "read_gguf", None)
+    assert converted(str(tmp_path / "b.gguf"), "float32") == first
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
+    half = converted(str(tmp_path / "b.gguf"), "bfloat16")
+    assert half != first
+    assert {t.dtype for t in open_checkpoint(half).values()} == {"bfloat16"}
+    assert converted(str(tmp_path / "b.gguf"), "float64") == first
+    other = tiny(
+        tmp_path / "c.gguf", tokenizer_json, output_norm__weight=np.zeros(D, np.float32)
+    )
+    assert converted(other, "float32") not in (first, half)
+
+
+def test_a_tokenizer_alone_takes_no_weights(tmp_path, tokenizer_json, cache):
+    load_tokenizer(tiny(tmp_path / "a.gguf", tokenizer_json))
+    [directory] = [entry for entry in cache.iterdir() if entry.is_dir()]
+    assert "tokenizer.json" in os.listdir(directory)
+    assert not [name for name in os.listdir(directory) if "safetensors" in name]
+
+
+def test_processes_that_start_together_convert_once(tmp_path, tokenizer_json, monkeypatch):
+    """Threads stand for them: each has a lock of its own on the same file."""
+    path = tiny(tmp_path / "a.gguf", tokenizer_json)
+    made, really = [], convert._convert
+
+    def counted(*args):
+        made.append(args)
+        time.sleep(0.2)
+        really(*args)
+
+    monkeypatch.setattr(convert, "_convert", counted)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(converted, [path] * 4, ["float32"] * 4))
+    assert (len(found), len(made)) == (1, 1)
+
+
+def test_without_the_package(tmp_path, tokenizer_json, monkeypatch):
+    path = tiny(tmp_path / "a.gguf", tokenizer_json)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match="pip install gguf"):
+        converted(path, "float32")
+
+
+def test_an_attempt_that_fails_leaves_nothing(tmp_path, tokenizer_json, cache, monkeypatch):
+    path = tiny(tmp_path / "a.gguf", tokenizer_json)
+
+    def full(*args):
+        raise UserError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "save_weights", full)
+        with pytest.raises(UserError, match="disk is full"):
+            converted(path, "float32")
+    assert not [name for name in os.listdir(cache) if not name.endswith(".lock")]
+    # What a killed process left is not taken for a conversion, and is cleared away.
+    digest = convert.checksum(path)
+    left = cache / f"{digest[:24]}-{convert.VERSION}-float32.new"
+    left.mkdir()
+    (left / "chat_template.jinja").write_text("half of it")
+    directory = converted(path, "float32")
+    assert "chat_template.jinja" not in os.listdir(directory)
+    assert len(open_checkpoint(directory)) == 2 + 9 * LAYERS
+    assert not left.exists()
+
+
+REFUSED = {
+    "architecture 'bert' is not supported": {"arch": "bert"},
+    "a mixture of experts": {"shape": {"expert_count": 8}},
+    "does not say llama.block_count": {"shape": {"block_count": None}},
+    "llama.block_count is 'two', not a count": {"shape": {"block_count": "two"}},
+    "llama.rope.freq_base is nan": {"shape": {"rope.freq_base": math.nan}},
+    "3 query heads and 2 key/value heads do not fit": {
+        "shape": {"attention.head_count": 3}
+    },
+    "rotated, are not supported": {"shape": {"rope.dimension_count": 4}},
+    "rope scaling 'yarn' is not supported": {"shape": {"rope.scaling.type": "yarn"}},
+    "rope_freqs.weight are scaled in a way": {
+        "tensors": {"rope_freqs__weight": np.array([1, 2, 3, 8], np.float32)}
+    },
+    "rope_freqs.weight are scaled in a way that is": {
+        "tensors": {"rope_freqs__weight": np.ones(3, np.float32)}
+    },
+    "tensor 'blk.1.attn_q.weight' is missing": {
+        "tensors": {"blk__1__attn_q__weight": None}
+    },
+    r"tensor 'output_norm.weight' has shape \[4\]": {
+        "tensors": {"output_norm__weight": np.ones(4, np.float32)}
+    },
+    "no place for tensor 'blk.0.extra.weight'": {
+        "tensors": {"blk__0__extra__weight": np.ones(4, np.float32)}
+    },
+    "pre-tokenizer 'mpt' is not supported": {"vocabulary": {"ggml.pre": "mpt"}},
+    "does not say tokenizer.ggml.pre": {"vocabulary": {"ggml.pre": None}},
+    "tokenizer kind 'bert' is not supported": {"vocabulary": {"ggml.model": "bert"}},
+    "eos_token_id is 4000, of a vocabulary": {"vocabulary": {"ggml.eos_token_id": 4000}},
+    "the types of 2": {"vocabulary": {"ggml.token_type": [1, 1]}},
+    "its tokenizer does not fit together": {"vocabulary": {"ggml.merges": ["q !x"]}},
+    "the merge 'x' is no pair": {"vocabulary": {"ggml.merges": ["x"]}},
+    "tokens, but embeddings of 7": {
+        "tensors": {"token_embd__weight": np.ones((7, D), np.float32)}
+    },
+    "tokens is no list of str": {"vocabulary": {"ggml.tokens": [1, 2]}},
+    "holds values that are no numbers": {
+        "tensors": {"output_norm__weight": np.full(D, np.inf, np.float32)}
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_read_is_named(message, tmp_path, tokenizer_json, cache):
+    changes = dict(REFUSED[message])
+    arch = changes.pop("arch", None)
+    tensors = changes.pop("tensors", {})
+    path = tmp_path / "a.gguf"
+    if arch:
+        write(path, byte_level_metadata(tokenizer_json), {}, arch)
+    elif changes.get("vocabulary", {}).get("ggml.tokens"):
+        metadata = byte_level_metadata(tokenizer_json, **changes["vocabulary"])
+        write(path, metadata | shape_metadata("llama"), llama_tensors(2))
+    else:
+        tiny(path, tokenizer_json, **changes, **tensors)
+    with pytest.raises(UserError, match=f"{path}.*{message}"):
+        converted(str(path), "float32")
+    assert not [name for name in os.listdir(cache) if not name.endswith(".lock")]
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.gguf cannot be read: No such file"):
+        hf.resolve(str(tmp_path / "nowhere.gguf"))
+    (tmp_path / "text.gguf").write_text(json.dumps({"a": "long enough for a header"}))
+    with pytest.raises(UserError, match="is no GGUF file: it begins with"):
+        hf.resolve(str(tmp_path / "text.gguf"))

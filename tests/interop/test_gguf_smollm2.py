@@ -1,0 +1,143 @@
+"""SmolLM2-135M-Instruct from its GGUF file against transformers reading the same file."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf_files import strings
+
+import medusa_jax
+from medusa_jax import Options
+from medusa_jax.interop.chat import encode_prompt, render_prompt
+from medusa_jax.interop.names import NAMES, file_of
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec(NAMES["smollm2"].package) is None,
+        reason=f"needs {NAMES['smollm2'].install}",
+    ),
+]
+
+LENGTHS = (32, 64, 100, 150, 200, 300, 450, 600)
+NEW = 64
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that reverses a list.",
+    "A train travels 120 km in 90 minutes. How fast is it in km/h?",
+    "List five vegetables.",
+    "Translate to Spanish: good morning, my friends.",
+    "Who wrote Hamlet, and when?",
+]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<file_sep>"]
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return medusa_jax.load("smollm2", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def their_tokenizer():
+    folder, file = os.path.split(file_of("smollm2"))
+    return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    folder, file = os.path.split(file_of("smollm2"))
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, dtype=torch.float32
+    ).eval()
+
+
+def test_logits(ours, theirs):
+    prose = Path(__file__).parents[2] / "docs" / "design.md"
+    text = ours.encode(prose.read_text())
+    worst = 0.0
+    for i, length in enumerate(LENGTHS):
+        prompt = np.array([text[i * 700 : i * 700 + length]])
+        with torch.no_grad():
+            expected = theirs(torch.tensor(prompt)).logits[0].numpy()
+        tokens_BT = jnp.asarray(prompt, jnp.int32)
+        positions_BT = jnp.arange(length)[None]
+        hidden_BTD = ours.backbone.forward(
+            tokens_BT, positions_BT, jnp.ones_like(tokens_BT)
+        )
+        logits = np.asarray(ours.backbone.lm_head(hidden_BTD))[0]
+        assert logits.shape == expected.shape == (length, 49152)
+        worst = max(worst, np.abs(logits - expected).max() / np.abs(expected).max())
+    print(f"largest relative difference of logits: {worst:.2e}")
+    assert worst < 1e-4
+
+
+def test_greedy_text(ours, theirs):
+    prompts = [encode_prompt(ours.tokenizer, question) for question in QUESTIONS]
+    results = ours.generate(prompts, Options(max_new_tokens=NEW))
+    tokens = 0
+    for prompt, result in zip(prompts, results):
+        with torch.no_grad():
+            whole = theirs.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),
+                max_new_tokens=NEW,
+                do_sample=False,
+                eos_token_id=2,
+                pad_token_id=2,
+            )[0].tolist()
+        new = [token for token in whole[len(prompt) :] if token != 2]
+        assert ours.tokenizer.decode(result.token_ids) == ours.tokenizer.decode(new)
+        tokens += len(new)
+    assert tokens > 200
+
+
+def test_token_ids(ours, their_tokenizer):
+    """Their reader knows GPT-2's splitting only; the model's own puts each digit apart first, so
+    that blanks before a digit are one token. With that step before theirs all are equal.
+    """
+    from tokenizers import pre_tokenizers
+
+    texts = strings(1000, SPECIAL)
+    own = [ours.tokenizer.encode(text) for text in texts]
+    backend = their_tokenizer.backend_tokenizer
+
+    def encode(text):
+        return backend.encode(text, add_special_tokens=False).ids
+
+    differ = [text for text, ids in zip(texts, own) if encode(text) != ids]
+    print(f"{len(differ)} of {len(texts)} strings differ without the model's own splitting")
+    assert all(any(c.isnumeric() for c in text) for text in differ)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    assert [encode(text) for text in texts] == own
+    for text, ids in zip(texts, own):
+        assert ours.tokenizer.decode(ids, skip_special=False) == text
+
+
+def test_chat_template(ours, their_tokenizer):
+    conversations = [
+        [{"role": "user", "content": "Hello"}],
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "1 + 1?"},
+            {"role": "assistant", "content": "2"},
+            {"role": "user", "content": "  and twice that?\n"},
+        ],
+    ]
+    for messages in conversations:
+        expected = their_tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        assert render_prompt(ours.tokenizer, messages) == expected
+        ids = their_tokenizer(expected, add_special_tokens=False)["input_ids"]
+        assert encode_prompt(ours.tokenizer, messages) == ids
+    assert ours.eos_ids == (2,)

@@ -1,0 +1,188 @@
+"""Tokenizers of GGUF files against those that they were written from."""
+
+import pytest
+from gguf_files import byte_level_metadata, strings, write
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop.gguf.reader import read_gguf
+from medusa_jax.interop.gguf.vocabulary import build_tokenizer, tokenizer_settings
+
+# Regular expressions as the published tokenizer.json files have them.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+TEXTS = strings(300)
+
+
+def published(kind):
+    """An untrained tokenizer that splits as the published ones of its kind do."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE())
+    step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    steps = [step]
+    if kind == "smollm":
+        steps = [pre_tokenizers.Digits(individual_digits=True), step]
+    if kind in ("llama-bpe", "qwen2"):
+        pattern = Regex(LLAMA3 if kind == "llama-bpe" else QWEN2)
+        step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        steps = [pre_tokenizers.Split(pattern, "isolated"), step]
+    if kind == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """One tokenizer a kind. All have merges across digits and blanks, learnt by GPT-2's rule."""
+    from tokenizers import pre_tokenizers, trainers
+
+    def train(kind):
+        tokenizer = published(kind)
+        splitting, tokenizer.pre_tokenizer = (
+            tokenizer.pre_tokenizer,
+            published("gpt-2").pre_tokenizer,
+        )
+        trainer = trainers.BpeTrainer(
+            vocab_size=900,
+            special_tokens=["<|end|>", "<|turn|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(TEXTS, trainer)
+        tokenizer.pre_tokenizer = splitting
+        return tokenizer
+
+    return {kind: train(kind) for kind in ("gpt-2", "smollm", "llama-bpe", "qwen2")}
+
+
+def read(path, metadata):
+    return build_tokenizer(read_gguf(write(path, metadata, {})))
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+def test_byte_level_kinds_split_as_published(kind, trained, tmp_path):
+    theirs = trained[kind]
+    ours = read(tmp_path / "a.gguf", byte_level_metadata(theirs.to_str(), kind))
+    texts = [*TEXTS, "a<|end|>b <|turn|>\n", "", " ", "  12  345\n\n\n6", "e\u0301"]
+    assert [ours.encode(t).ids for t in texts] == [theirs.encode(t).ids for t in texts]
+    ids = [ours.encode(text).ids for text in texts]
+    assert [ours.decode(i) for i in ids] == [theirs.decode(i) for i in ids]
+
+
+def test_the_kinds_differ(trained, tmp_path):
+    """The test above could not tell them apart if they did not."""
+    metadata = byte_level_metadata(trained["gpt-2"].to_str())
+    seen = {}
+    for kind in ("gpt-2", "smollm", "llama-bpe", "qwen2"):
+        metadata["tokenizer.ggml.pre"] = kind
+        ours = read(tmp_path / f"{kind}.gguf", metadata)
+        seen[kind] = str([ours.encode(text).ids for text in TEXTS])
+    assert len(set(seen.values())) == 4
+
+
+def test_a_whole_word_of_the_vocabulary_needs_no_merges(trained, tmp_path):
+    """Llama 3's vocabulary has words that no merges lead to."""
+    for kind, whole in (("llama-bpe", True), ("qwen2", False)):
+        metadata = byte_level_metadata(trained[kind].to_str(), kind)
+        metadata["tokenizer.ggml.tokens"] += ["Ġxyzzyq"]
+        metadata["tokenizer.ggml.token_type"] += [1]
+        ours = read(tmp_path / f"{kind}.gguf", metadata)
+        last = len(metadata["tokenizer.ggml.tokens"]) - 1
+        assert (last in ours.encode("an xyzzyq").ids) == whole
+
+
+def test_user_defined_tokens_stay_whole_and_visible(trained, tmp_path):
+    metadata = byte_level_metadata(trained["gpt-2"].to_str())
+    metadata["tokenizer.ggml.tokens"] += ["<think>", "[PAD9]"]
+    metadata["tokenizer.ggml.token_type"] += [4, 5]  # user-defined, unused
+    ours = read(tmp_path / "a.gguf", metadata)
+    number = len(metadata["tokenizer.ggml.tokens"]) - 2
+    ids = ours.encode("a<think>b<|end|>").ids
+    assert number in ids
+    assert ours.decode(ids) == "a<think>b"
+
+
+def test_of_two_tokens_spelt_the_same_the_first_counts(trained, tmp_path):
+    metadata = byte_level_metadata(trained["gpt-2"].to_str())
+    first = metadata["tokenizer.ggml.tokens"].index("a")
+    metadata["tokenizer.ggml.tokens"] += ["a"]
+    metadata["tokenizer.ggml.token_type"] += [1]
+    assert read(tmp_path / "a.gguf", metadata).encode("a").ids == [first]
+
+
+def sentencepiece_metadata(model, **changes):
+    pieces = range(model.get_piece_size())
+
+    def kind(i):
+        marks = (model.is_unknown(i), model.is_control(i), model.is_byte(i))
+        return {
+            (True, False, False): 2,
+            (False, True, False): 3,
+            (False, False, True): 6,
+        }.get(marks, 1)
+
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in pieces],
+        "tokenizer.ggml.scores": [model.get_score(i) for i in pieces],
+        "tokenizer.ggml.token_type": [kind(i) for i in pieces],
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(sentencepiece_dir):
+    spm = pytest.importorskip("sentencepiece")
+    return spm.SentencePieceProcessor(str(sentencepiece_dir / "tokenizer.model"))
+
+
+def test_sentencepiece_is_sentencepiece(sentencepiece_model, tmp_path):
+    """Blanks, byte fallback, every text with its blank before it; special tokens beside."""
+    metadata = sentencepiece_metadata(sentencepiece_model)
+    ours = read(tmp_path / "a.gguf", metadata)
+    texts = [*TEXTS, "Hello, how are you?", "  two blanks", "polite  answers ", "▁"]
+    for text in texts:
+        ids = sentencepiece_model.encode(text)
+        assert ours.encode(text).ids == ids
+        assert ours.decode(ids) == sentencepiece_model.decode(ids)
+    assert ours.encode("</s>").ids == [2]
+
+
+def test_sentencepiece_without_a_blank_before_the_text(sentencepiece_model, tmp_path):
+    metadata = sentencepiece_metadata(sentencepiece_model)
+    metadata["tokenizer.ggml.add_space_prefix"] = False
+    ours = read(tmp_path / "a.gguf", metadata)
+    assert ours.decode(ours.encode(" a").ids) == " a"
+    with_blank = read(tmp_path / "b.gguf", sentencepiece_metadata(sentencepiece_model))
+    assert ours.encode(" user").ids == with_blank.encode("user").ids
+
+
+def test_who_begins_with_the_bos(sentencepiece_model, trained, tmp_path):
+    """What the file says; else SentencePiece and Llama 3 do, others do not."""
+
+    def adds(metadata, said=None):
+        more = {} if said is None else {"tokenizer.ggml.add_bos_token": said}
+        file = read_gguf(write(tmp_path / "a.gguf", metadata | more, {}))
+        return tokenizer_settings(file)["add_bos_token"]
+
+    assert adds(sentencepiece_metadata(sentencepiece_model))
+    assert not adds(sentencepiece_metadata(sentencepiece_model), False)
+    for kind, expected in (("llama-bpe", True), ("qwen2", False)):
+        metadata = byte_level_metadata(trained[kind].to_str(), kind)
+        assert adds(metadata) == expected
+        assert adds(metadata, not expected) != expected
+
+
+def test_scores_that_are_missing(sentencepiece_model, tmp_path):
+    metadata = sentencepiece_metadata(sentencepiece_model)
+    metadata["tokenizer.ggml.scores"] = [0.0]
+    with pytest.raises(UserError, match="the scores of 1"):
+        read(tmp_path / "a.gguf", metadata)
