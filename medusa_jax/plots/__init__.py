@@ -1,6 +1,7 @@
-"""Pictures: draft trees, the curves they are chosen by, text coloured by accepted depth."""
+"""Pictures: draft trees, the curves they are chosen by, rooflines, text coloured by accepted depth."""
 
 from medusa_jax.plots.charts import Chart, draw_curves, draw_lines
+from medusa_jax.plots.roofline import draw_roofline
 from medusa_jax.plots.text import accepted_text_svg, draw_accepted_text
 from medusa_jax.plots.tree import draw_tree, tree_layout
 
@@ -10,6 +11,7 @@ __all__ = [
     "draw_accepted_text",
     "draw_curves",
     "draw_lines",
+    "draw_roofline",
     "draw_tree",
     "tree_layout",
 ]
