@@ -14,6 +14,7 @@ import medusa_jax
 from medusa_jax.commands.flags import generation_options, load_model
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate import scores
 from medusa_jax.evaluate.questions import MT_BENCH, read_questions, spread
 from medusa_jax.evaluate.tables import markdown_table
 
@@ -37,14 +38,15 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
     """Answer the file with every drafter and tree, print the table, write the files."""
     import jax
 
-    from medusa_jax.evaluate import answering, scores
+    from medusa_jax.evaluate import answering
     from medusa_jax.evaluate.conversation import find_template
 
     questions = spread(read_questions(flags.questions), flags.limit)
     options = generation_options(flags)
     if flags.max_prompt_tokens < 0:
         raise UserError("--max_prompt_tokens is 1 or more")
-    if any(q["references"] for q in questions) and not scores.has_rouge():
+    wanted = {scores.kind_of(question) for question in questions}
+    if scores.ROUGE in wanted and not scores.has_rouge():
         inform("without ROUGE, which needs rouge-score: pip install 'medusa-jax[rouge]'")
     rows: list[dict[str, Any]] = []
     for name in names:
@@ -133,11 +135,11 @@ def write_answers(answered: Sequence[Any], name: str, out: Path) -> None:
 
 def question_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of `answering.category_rows` as Markdown; scores of plain decoding in brackets."""
-    names = [n for n in ("exact_match", "rouge1", "rouge2", "rougeL")
-             if any(n in r["scores"] for r in rows)]  # fmt: skip
+    known = (scores.EXACT_MATCH, *scores.ROUGES)
+    names = [name for name in known if any(name in r["scores"] for r in rows)]
     header = (
         "drafter", "nodes", "category", "questions", "mean accepted length", "step latency",
-        "speed-up", "off length / latency", "off it, step timed apart", "speed-up by Spec-Bench",
+        "speed-up", "off length / latency", "off it, with a step timed apart", "speed-up by Spec-Bench",
         "diverged", "prompts cut", *names,
     )  # fmt: skip
     cells = [
@@ -149,8 +151,8 @@ def question_table(rows: Sequence[dict[str, Any]]) -> str:
             f"{r['mean_accepted_length']:.2f}",
             f"{r['step_latency_ratio']:.2f}x",
             f"{r['speedup']:.2f}x",
-            f"{100 * r['difference']:+.1f}%",
-            f"{100 * r['difference_apart']:+.1f}%",
+            off(r["difference"]),
+            off(r["difference_apart"]),
             f"{r['spec_bench_speedup']:.2f}x",
             f"{r['divergences']} of {r['turns']}",
             r["cut"],
@@ -161,11 +163,16 @@ def question_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(header, cells)
 
 
+def off(share: float) -> str:
+    """A difference in percent; one that rounds to nothing has no minus in front."""
+    return f"{round(100 * share, 1) + 0.0:+.1f}%"
+
+
 def score_cell(name: str, found: dict[str, float] | None) -> str:
     """ "12.34 (12.31)": of the drafted texts and of plain decoding's."""
     if found is None:
         return "-"
-    scale = 100 if name == "exact_match" else 1
+    scale = 100 if name == scores.EXACT_MATCH else 1
     return f"{scale * found['drafted']:.2f} ({scale * found['plain']:.2f})"
 
 

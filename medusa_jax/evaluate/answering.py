@@ -116,11 +116,16 @@ def category_row(
     apart = step_ratio(model, answered, tree, options, repeats)
     return row | {
         "step_latency_ratio_apart": apart,
-        "difference": row["speedup"] / (length / row["step_latency_ratio"]) - 1,
-        "difference_apart": row["speedup"] / (length / apart) - 1,
+        "difference": off(row["speedup"], length, row["step_latency_ratio"]),
+        "difference_apart": off(row["speedup"], length, apart),
         "cut": sum(one.cut for one in answered),
         "scores": score(answered),
     }
+
+
+def off(speedup: float, length: float, ratio: float) -> float:
+    """speedup / (length / ratio) - 1; 0 where answers end at once, without a step."""
+    return speedup * ratio / length - 1 if length else 0.0
 
 
 def step_ratio(
@@ -137,7 +142,7 @@ def step_ratio(
     acceptance = "sampled" if options.temperature > 0 else "greedy"
     with_tree, without = step_seconds(
         model, [tree, Tree.none()], middle, acceptance=acceptance,
-        temperature=options.temperature, rounds=max(3, rounds),
+        temperature=options.temperature, rounds=max(7, rounds),
     )  # fmt: skip
     return with_tree / without
 
@@ -152,14 +157,14 @@ def score(answered: Sequence[Answered]) -> dict[str, dict[str, float]]:
     """
     found: dict[str, list[tuple[float, float]]] = {}
     for one in answered:
-        references = one.question["references"]
-        if len(references) != 1 or len(one.turns) != 1 or not references[0]:
+        kind = scores.kind_of(one.question)
+        if not kind:
             continue
-        [turn], [right] = one.turns, references
+        [turn], [right] = one.turns, one.question["references"]
         texts = turn.drafted.text, turn.autoregressive.text
-        if scores.is_numeric(references):
+        if kind == scores.EXACT_MATCH:
             ours, theirs = (scores.exact_match(text, right) for text in texts)
-            found.setdefault("exact_match", []).append((ours, theirs))
+            found.setdefault(kind, []).append((ours, theirs))
         elif scores.has_rouge():
             both = [scores.rouge(text, right) for text in texts]
             for name in scores.ROUGES:

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+EXACT_MATCH, ROUGE = "exact_match", "rouge"
 ROUGES = ("rouge1", "rouge2", "rougeL")
 
 
@@ -20,9 +21,13 @@ def final_number(text: str) -> float | None:
     return None if number is None else float(number.replace(",", ""))
 
 
-def is_numeric(references: Sequence[Sequence[str]]) -> bool:
-    """Whether a question's references end with GSM8K's mark."""
-    return len(references) == 1 and any("####" in one for one in references[0])
+def kind_of(question: dict[str, Any]) -> str:
+    """ "exact_match" where a reference ends with GSM8K's mark, "rouge" for other references, ""
+    where there are none or the question has several turns (those are for judges)."""
+    if len(question["turns"]) != 1 or not any(question["references"]):
+        return ""
+    [right] = question["references"]
+    return EXACT_MATCH if any("####" in one for one in right) else ROUGE
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:

@@ -8,6 +8,7 @@ from medusa_jax.api import Options
 from medusa_jax.evaluate import answering
 from medusa_jax.evaluate.answers import answer_line, spec_bench_speedup
 from medusa_jax.evaluate.conversation import PLAIN
+from medusa_jax.evaluate.speed import pooled
 from medusa_jax.tree import Tree
 
 QUESTION = {"question_id": 7, "category": "qa", "turns": ["one", "two"], "frame": None}
@@ -73,3 +74,16 @@ def test_a_later_turn_stands_behind_the_drafted_answer(monkeypatch):
     )
     assert asked == [("one", [0]), ("one\n\ndrafted\n\ntwo", [0]), ("one", [1]),
                      ("one\n\ndrafted\n\ntwo", [1])]  # fmt: skip
+
+
+def test_answers_that_end_at_once_have_figures():
+    """Prefill gave the end-of-text token: no step was made, nothing is divided by zero."""
+    one = turn(1)
+    one.identical, one.first_divergence = True, None
+    for side in (one.drafted, one.autoregressive):
+        side.text, side.new_tokens, side.steps = "", 1, 0
+        side.acceptance_histogram = [0] * len(side.acceptance_histogram)
+    found = pooled([one])
+    assert (found["mean_accepted_length"], found["speedup"]) == (0, 0)
+    assert answering.off(found["speedup"], 0.0, 2.0) == 0
+    assert answering.off(1.5, 3.0, 2.2) == pytest.approx(0.1)

@@ -26,8 +26,20 @@ def test_exact_match():
     assert scores.exact_match("it is 72 dollars.", ["x = <<1+1=2>>2\n#### 72"]) == 1
     assert scores.exact_match("72 or 73", ["#### 72"]) == 0
     assert scores.exact_match("no number", ["none #### no"]) == 0
-    assert scores.is_numeric([["a", "#### 3"]])
-    assert not scores.is_numeric([["3"]]) and not scores.is_numeric([["#### 3"], ["b"]])
+
+
+@pytest.mark.parametrize(
+    "turns, references, kind",
+    [
+        (["a"], [["x", "#### 3"]], "exact_match"),
+        (["a"], [["3"]], "rouge"),
+        (["a"], [], ""),
+        (["a"], [[]], ""),
+        (["a", "b"], [["x"], ["y"]], ""),
+    ],
+)
+def test_what_a_question_is_scored_by(turns, references, kind):
+    assert scores.kind_of({"turns": turns, "references": references}) == kind
 
 
 def test_rouge_by_hand():

@@ -144,10 +144,8 @@ def run(flags: argparse.Namespace) -> int:
     print(f"\n{report.chip_table(on)}")
     if flags.measure:
         measured, fits = measure(flags, config, out)
-        roofs, size = (
-            {g: fit.roof for g, fit in fits.items()},
-            measured["bytes_of_a_number"],
-        )
+        roofs = {group: fit.roof for group, fit in fits.items()}
+        size = measured["bytes_of_a_number"]
         predicted = predictions(measured["device"], roofs, size, out / "measured")
         facts["measured"] = measured | {"predicted": predicted}
     (out / "roofline.json").write_text(json.dumps(facts, indent=1) + "\n")
