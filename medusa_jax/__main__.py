@@ -20,6 +20,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "research.prefill_cost",
         "memory of reading a prompt, on published shapes",
     ),
+    "roofline": (
+        "research.roofline.command",
+        "speed-up that a chip allows: predicted from shapes, or from timings",
+    ),
     "family": ("research.family.command", "train and measure all drafters like for like"),
     "recipes": ("research.recipes.command", "training recipes: what each costs and brings"),
     "walk": ("research.walk", "one decode step with its real numbers"),

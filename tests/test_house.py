@@ -10,7 +10,7 @@ PACKAGE = Path(medusa_jax.__file__).parent
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
     {"errors", "config"},
-    {"console", "sharding"},
+    {"chips", "console", "sharding"},
     {"tree", "plots"},
     {"native"},
     {"model"},

@@ -14,6 +14,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from medusa_jax.commands.bench_questions import add_questions, run_questions
 from medusa_jax.commands.flags import (
     add_base,
     add_generation,
@@ -34,6 +35,7 @@ EXAMPLES = """examples:
   python -m medusa_jax bench --limit 8 --trees auto,8,64 --out work/bench
   python -m medusa_jax bench --batches 1,2,4,6,8 --limit 24 --max_new_tokens 128
   python -m medusa_jax bench --cache_check
+  python -m medusa_jax bench --questions question.jsonl --limit 0 --max_new_tokens 1024
   python -m medusa_jax bench --model path/to/model --drafters path/to/heads,none \\
       --prompts question.jsonl --transformers
 """
@@ -77,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="instead: step time and bytes at 64 tokens of context, 4096 against 128 slots",
     )
+    add_questions(p)
     p.add_argument("--out", default="work/bench", help="directory for results")
     return p
 
@@ -127,9 +130,11 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.interop.hub import resolve
 
     use_compilation_cache()
-    questions = read_questions(flags.prompts, flags.limit)
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
+    if flags.questions:
+        return run_questions(flags, drafter_names(flags), out)
+    questions = read_questions(flags.prompts, flags.limit)
     if flags.cache_check:
         return run_cache_check(flags, questions, out)
     if flags.batches:

@@ -1,7 +1,6 @@
 """What decode.py does once its flags are parsed."""
 
 import argparse
-import dataclasses
 import json
 import sys
 from typing import Any
@@ -22,7 +21,8 @@ from medusa_jax.console import (
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.compare import Comparison, compare
-from medusa_jax.interop.chat import encode_prompt, stop_ids
+from medusa_jax.evaluate.conversation import ending_turns
+from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.names import speaks
 
 # Accepted drafts by depth: green, cyan, blue, magenta, yellow; the verifier's own tokens plain.
@@ -134,14 +134,6 @@ def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | list[i
     if isinstance(prompt, str) and template is None:
         return prompt
     return encode_prompt(model.tokenizer, prompt, template or "")
-
-
-def ending_turns(model: Model, options: Options, template: str) -> Options:
-    """Options whose text ends where the chat template ends a turn, unless they say where."""
-    if options.eos_ids is not None:
-        return options
-    ends = {*model.eos_ids, *stop_ids(model.tokenizer, template)}
-    return dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
 
 
 def stream_to_terminal(

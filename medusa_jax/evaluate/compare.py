@@ -29,6 +29,8 @@ class Comparison:
     autoregressive_seconds: float
     identical: bool
     first_divergence: dict[str, Any] | None
+    prefill_seconds: float
+    autoregressive_prefill_seconds: float
 
     @property
     def speedup(self) -> float:
@@ -81,9 +83,10 @@ def compare(
             model.generate(prompts, options, ids, tree=tree, **engine_options)
         )
         runs["plain"].append(model.generate(prompts, options, ids, tree=Tree.none()))
-    seconds = {
-        k: statistics.median(r[0].decode_seconds for r in v) for k, v in runs.items()
-    }
+    seconds, prefill = (
+        {k: statistics.median(getattr(r[0], what) for r in v) for k, v in runs.items()}
+        for what in ("decode_seconds", "prefill_seconds")
+    )
     comparisons = []
     for row, (ours, theirs) in enumerate(zip(runs["drafted"][0], runs["plain"][0])):
         divergence = None
@@ -100,7 +103,14 @@ def compare(
             divergence = {"position": first, "gap": gap}
         comparisons.append(
             Comparison(
-                ours, theirs, seconds["drafted"], seconds["plain"], identical, divergence
+                ours,
+                theirs,
+                seconds["drafted"],
+                seconds["plain"],
+                identical,
+                divergence,
+                prefill["drafted"],
+                prefill["plain"],
             )
         )
     return comparisons

@@ -1,6 +1,14 @@
-"""Question files: our JSONL of prompts, and Spec-Bench's of turns."""
+"""Question files as they are published, read into one form, and our own JSONL of prompts.
 
+Every record keeps its fields and gets those that `read_questions` names. What a file is shows in
+the fields of its first record (`FORMATS`).
+"""
+
+import gzip
 import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,46 +16,183 @@ from medusa_jax.errors import UserError
 
 DEMO_PROMPTS = Path(__file__).parents[1] / "demo" / "prompts.jsonl"
 
+Record = dict[str, Any]
 
-def read_prompts(path: str, limit: int = 0) -> list[dict[str, Any]]:
-    """Records of a JSONL file, each with `prompt` or `prompt_ids`."""
-    try:
-        with open(path) as file:
-            lines = [line for line in file if line.strip()]
-        records = [json.loads(line) for line in lines[: limit or None]]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the prompts in {path}: {error}") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSONL: {error}") from error
-    if not all(
-        isinstance(r, dict) and ("prompt" in r or "prompt_ids" in r) for r in records
-    ):
+# Amphista A.2.1: "'Article: '+'Original Text'+'Summary: '", zero-shot and in no chat template.
+ARTICLE = ("Article: ", "Summary: ")
+# The categories of MT-bench, which Spec-Bench counts as one task.
+MT_BENCH = (
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
+)  # fmt: skip
+
+
+def read_prompts(path: str, limit: int = 0) -> list[Record]:
+    """Records of a JSONL file, each with `prompt` or `prompt_ids`; the first `limit`, 0 is all."""
+    records = read_records(path)[: limit or None]
+    if not _are_prompts(records):
         raise UserError(f"every line of {path} needs 'prompt' or 'prompt_ids'")
-    if not records:
-        raise UserError(f"{path} holds no prompts")
     return records
 
 
-def read_questions(path: str, limit: int) -> list[dict[str, Any]]:
-    """Questions with `prompt`, an id and a category, from our JSONL or Spec-Bench's."""
-    try:
-        with open(path) as file:
-            first = json.loads(file.readline() or "{}")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"cannot read the questions in {path}: {error}") from error
-    if "turns" in first:
-        with open(path) as file:
-            records = [json.loads(line) for line in file if line.strip()][:limit]
-        records = [r | {"prompt": r["turns"][0]} for r in records]
-    else:
-        records = read_prompts(path, limit)
-    for i, record in enumerate(records):
-        record.setdefault("question_id", i)
-        record.setdefault("category", record.get("file", "all"))
-    return records
+def _are_prompts(records: Sequence[Record]) -> bool:
+    return all("prompt" in r or "prompt_ids" in r for r in records)
 
 
-def prompt_of(question: dict[str, Any]) -> str | list[int]:
+def read_questions(path: str, limit: int = 0) -> list[Record]:
+    """The first `limit` questions of a file (0 is all), each with
+
+    question_id, category: as in the file; else its number and the name of the data set.
+    turns: what the user says, turn by turn; [] where a record gives `prompt_ids` alone.
+    prompt: the first turn, in its frame.
+    frame: texts before and behind the turn, for data sets that are asked without a chat template.
+    references: for each turn the answers that are right; [] where the file has none.
+
+    Raises:
+      UserError: not readable, or in no form that is known.
+    """
+    records = read_records(path)[: limit or None]
+    forms = (form for form in FORMATS if all(name in records[0] for name in form.fields))
+    form = next(forms, OWN if _are_prompts(records) else None)
+    if form is None:
+        known = "; ".join(f"{form.name}: {', '.join(form.fields)}" for form in FORMATS)
+        raise UserError(
+            f"{path} is in no known form; by fields of a record: {known}; prompts: 'prompt' or "
+            "'prompt_ids' in every line"
+        )
+    questions = []
+    for number, record in enumerate(records):
+        if missing := [name for name in form.fields if name not in record]:
+            raise UserError(f"{path}: record {number} lacks {', '.join(missing)}")
+        found: Record = {
+            "question_id": number,
+            "category": form.name,
+            "frame": None,
+            "references": [],
+        }
+        found |= record | form.adapt(record)
+        if found["turns"]:
+            found["prompt"] = framed(found, found["turns"][0])
+        questions.append(found)
+    return questions
+
+
+def prompt_of(question: Record) -> str | list[int]:
     """A question's prompt, as ids where they are given."""
     prompt: str | list[int] = question.get("prompt_ids") or question["prompt"]
     return prompt
+
+
+def framed(question: Record, turn: str) -> str:
+    """A turn between the texts of its question's frame."""
+    before, behind = question["frame"] or ("", "")
+    return f"{before}{turn}{behind}"
+
+
+def spread(questions: Sequence[Record], limit: int) -> list[Record]:
+    """`limit` questions (0 is all) from all categories alike, in the order of the file.
+
+    Files hold one category behind the other: the first 50 of Spec-Bench are all MT-bench's.
+    """
+    by_category: dict[str, list[int]] = defaultdict(list)
+    for i, question in enumerate(questions):
+        by_category[question["category"]].append(i)
+    order = sorted(
+        (place, i) for own in by_category.values() for place, i in enumerate(own)
+    )
+    return [questions[i] for i in sorted(i for _, i in order[: limit or None])]
+
+
+def read_records(path: str) -> list[Record]:
+    """Records of a .jsonl, .json (a list), .parquet or gzipped file.
+
+    Raises:
+      UserError: not readable, no records, or records that are no objects.
+    """
+    try:
+        records = _parquet(path) if path.endswith(".parquet") else _json(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSONL: {error}") from error
+    if not records:
+        raise UserError(f"{path} holds no prompts")
+    if not all(isinstance(record, dict) for record in records):
+        raise UserError(f"{path}: every record has to be a JSON object")
+    return records
+
+
+def _json(path: str) -> list[Any]:
+    data = Path(path).read_bytes()
+    text = (gzip.decompress(data) if path.endswith(".gz") else data).decode()
+    if text.lstrip().startswith("["):
+        found: list[Any] = json.loads(text)
+        return found
+    # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
+def _parquet(path: str) -> list[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path} is not a parquet file: {error}") from error
+    return rows
+
+
+def _conversation(record: Record) -> Record:
+    """Spec-Bench and MT-bench; a reference is a text, or a list of them, for each turn."""
+    given = record.get("reference") or []
+    references = [[one] if isinstance(one, str) else list(one) for one in given]
+    return {"turns": list(record["turns"]), "references": references}
+
+
+def _instruction(record: Record) -> Record:
+    """AlpacaEval; its `output` is another model's answer, to be judged against, no reference."""
+    text = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
+    return {"turns": [text], "category": record.get("dataset", "alpaca_eval")}
+
+
+def _article(text: str, summary: str) -> Callable[[Record], Record]:
+    def adapt(record: Record) -> Record:
+        asked = {"turns": [record[text]], "frame": ARTICLE}
+        return asked | {"references": [[record[summary]]]}
+
+    return adapt
+
+
+def _own(record: Record) -> Record:
+    """Our own; `file` says which of the demo's sources a prompt is from."""
+    turns = [record["prompt"]] if "prompt" in record else []
+    category = record.get("category", record.get("file", "all"))
+    return {"turns": turns, "category": category, "frame": ("", "")}
+
+
+@dataclass(frozen=True)
+class Format:
+    """A published form: the fields that tell it, and what a record says in our terms."""
+
+    name: str
+    fields: tuple[str, ...]
+    adapt: Callable[[Record], Record]
+
+
+FORMATS = (
+    Format("all", ("turns",), _conversation),
+    Format(
+        "humaneval",
+        ("task_id", "prompt", "entry_point"),
+        lambda r: {"turns": [r["prompt"]]},
+    ),
+    Format(
+        "gsm8k",
+        ("question", "answer"),
+        lambda r: {"turns": [r["question"]], "references": [[r["answer"]]]},
+    ),
+    Format("cnn_dm", ("article", "highlights"), _article("article", "highlights")),
+    Format("xsum", ("document", "summary"), _article("document", "summary")),
+    Format("alpaca_eval", ("instruction",), _instruction),
+)
+OWN = Format("prompts", (), _own)

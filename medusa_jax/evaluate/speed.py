@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from medusa_jax.api import Model, Options
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.answers import answer_line
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.questions import prompt_of
 from medusa_jax.evaluate.repetition import mean_repeated_ngram_share
@@ -35,75 +36,59 @@ def drafting_row(
         compared += compare(
             model, [prompt_of(question)], options, tree=tree, repeats=repeats
         )
-    steps = sum(c.drafted.steps for c in compared)
-    appended = sum(c.drafted.new_tokens - 1 for c in compared)
-    plain_tokens = sum(c.autoregressive.new_tokens - 1 for c in compared)
-    seconds = sum(c.decode_seconds for c in compared)
-    plain_seconds = sum(c.autoregressive_seconds for c in compared)
-    plain_steps = sum(c.autoregressive.steps for c in compared)
-    length = appended / max(1, steps)
-    ratio = (seconds / max(1, steps)) / (plain_seconds / max(1, plain_steps))
-    speedup = (plain_seconds / plain_tokens) / (seconds / appended)
+    figures = pooled(compared)
     outputs = [c.drafted.token_ids for c in compared]
     real = [q["continuation_ids"] for q in questions if "continuation_ids" in q]
     pairs = list(zip(outputs, real))
     whole = [sum(r.prefill_seconds + r.decode_seconds for r in side) for side in (
         [c.autoregressive for c in compared], [c.drafted for c in compared]
     )]  # fmt: skip
-    end_to_end = (whole[0] / plain_tokens) / (whole[1] / appended)
-    histogram = np.sum([c.drafted.acceptance_histogram for c in compared], axis=0)
+    plain_tokens = sum(c.autoregressive.new_tokens - 1 for c in compared)
+    end_to_end = (whole[0] / plain_tokens) / (whole[1] / figures["tokens"])
+    ideal = figures["mean_accepted_length"] / figures["step_latency_ratio"]
+    name = f"{model.drafter.heads.drafter}-{tree.n_nodes}"
     return {
         "drafter": model.drafter.heads.drafter if tree.depth else "none",
         "tree_nodes": tree.n_nodes,
         "temperature": options.temperature,
         "prompts": len(compared),
-        "tokens": appended,
-        "mean_accepted_length": length,
-        "acceptance_histogram": histogram.tolist(),
-        "step_latency_ratio": ratio,
-        "speedup": speedup,
+        **figures,
         "speedup_median_prompt": statistics.median(c.speedup for c in compared),
         # With prefill and all host work, single runs; against tokens per step / step latency.
         "end_to_end_speedup": end_to_end,
-        "efficiency": end_to_end / (length / ratio),
-        "tokens_per_second": appended / seconds,
-        "autoregressive_tokens_per_second": plain_tokens / plain_seconds,
-        "divergences": sum(not c.identical for c in compared),
-        "divergence_gaps": [c.first_divergence for c in compared if c.first_divergence],
+        "efficiency": end_to_end / ideal,
         "repeated_4grams": mean_repeated_ngram_share(outputs),
         "repeated_4grams_real": mean_repeated_ngram_share([r[: len(o)] for o, r in pairs])
         if pairs
         else None,
-        "answers": [
-            spec_bench_answer(question, c, f"{model.drafter.heads.drafter}-{tree.n_nodes}")
-            for question, c in zip(questions, compared)
-        ],
+        "answers": [answer_line(q, [c], name) for q, c in zip(questions, compared)],
     }
 
 
-def spec_bench_answer(
-    question: dict[str, Any], compared: Comparison, name: str
-) -> dict[str, Any]:
-    """One line of Spec-Bench's answer files."""
-    result = compared.drafted
-    accepted = [
-        n + 1 for n, count in enumerate(result.acceptance_histogram) for _ in range(count)
-    ]
+def pooled(compared: Sequence[Comparison]) -> dict[str, Any]:
+    """Tokens, seconds and their ratios over all comparisons together; decoding alone.
+
+    Tokens are counted in the texts, steps in the acceptance histograms of the device.
+    """
+    drafted, plain = [c.drafted for c in compared], [c.autoregressive for c in compared]
+    histogram = np.sum([r.acceptance_histogram for r in drafted], axis=0)
+    steps, plain_steps = (max(1, sum(r.steps for r in side)) for side in (drafted, plain))
+    appended, plain_tokens = (
+        sum(r.new_tokens - 1 for r in side) for side in (drafted, plain)
+    )
+    seconds = sum(c.decode_seconds for c in compared)
+    plain_seconds = sum(c.autoregressive_seconds for c in compared)
+    both = appended and plain_tokens
     return {
-        "question_id": question["question_id"],
-        "category": question["category"],
-        "model_id": name,
-        "choices": [
-            {
-                "index": 0,
-                "turns": [result.text],
-                "decoding_steps": [result.steps],
-                "new_tokens": [result.new_tokens],
-                "wall_time": [compared.decode_seconds],
-                "accept_lengths": accepted,
-            }
-        ],
-        "tstamp": time.time(),
+        "tokens": appended,
+        "mean_accepted_length": float(histogram @ np.arange(1, len(histogram) + 1)) / steps,
+        "acceptance_histogram": histogram.tolist(),
+        "step_latency_ratio": (seconds / steps) / (plain_seconds / plain_steps),
+        "speedup": (plain_seconds / plain_tokens) / (seconds / appended) if both else 0.0,
+        "tokens_per_second": appended / seconds,
+        "autoregressive_tokens_per_second": plain_tokens / plain_seconds,
+        "divergences": sum(not c.identical for c in compared),
+        "divergence_gaps": [c.first_divergence for c in compared if c.first_divergence],
     }
 
 

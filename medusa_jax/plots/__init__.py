@@ -1,6 +1,8 @@
-"""Pictures: draft trees, the curves they are chosen by, text coloured by accepted depth."""
+"""Pictures: draft trees, the curves they are chosen by, rooflines, bars, text coloured by accepted depth."""
 
+from medusa_jax.plots.bars import draw_bars
 from medusa_jax.plots.charts import Chart, draw_curves, draw_lines
+from medusa_jax.plots.roofline import draw_roofline
 from medusa_jax.plots.text import accepted_text_svg, draw_accepted_text
 from medusa_jax.plots.tree import draw_tree, tree_layout
 
@@ -8,8 +10,10 @@ __all__ = [
     "Chart",
     "accepted_text_svg",
     "draw_accepted_text",
+    "draw_bars",
     "draw_curves",
     "draw_lines",
+    "draw_roofline",
     "draw_tree",
     "tree_layout",
 ]

@@ -81,7 +81,10 @@ class Chart:
 
 
 # Distinct on light and dark ground, and in print by marker.
-LINE_STYLES = (("#3a87c8", "o"), (ACCENT, "s"), ("#3f9b58", "^"), ("#9568c4", "D"))
+LINE_STYLES = (
+    ("#3a87c8", "o"), (ACCENT, "s"), ("#3f9b58", "^"), ("#9568c4", "D"),
+    ("#c9a227", "v"), ("#c0392b", "P"), ("#17a2a2", "X"), ("#8a6d5b", "*"),
+)  # fmt: skip
 
 
 def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:

@@ -17,13 +17,8 @@ from medusa_jax.commands.flags import command, run_command
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.research.shapes import SHAPES
 
-# Heads, width, MLP width and layers of Vicuna (Llama-1) models.
-SHAPES = {
-    "7b": (32, 4096, 11008, 32),
-    "13b": (40, 5120, 13824, 40),
-    "33b": (52, 6656, 17920, 60),
-}
 # Nodes per depth: those of the 64-node tree that Medusa, Hydra and Amphista publish figures for.
 # Which node hangs where matters only to Hydra, by how many of a level have children.
 LEVELS = ((10, 1), (28, 10), (23, 10), (2, 1))
@@ -182,11 +177,7 @@ def measure(shape: str, slots: int, names: Sequence[str] | None = None) -> dict[
 
     Compiled in float32, which every backend counts alike; the shares hold for any type.
     """
-    from medusa_jax.config import LlamaConfig
-
-    n_heads, width, d_ff, n_layers = SHAPES[shape]
-    arch = LlamaConfig(32000, width, n_layers, n_heads, n_heads, 128, d_ff, 2048)
-    tree = paper_tree()
+    arch, tree = SHAPES[shape], paper_tree()
     if slots < tree.n_nodes:
         raise UserError(f"--slots {slots} does not hold a tree of {tree.n_nodes} nodes")
     rows = []

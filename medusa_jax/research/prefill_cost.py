@@ -14,12 +14,8 @@ from medusa_jax.commands.flags import command, numbers, run_command
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.research.shapes import SHAPES
 
-# Vocabulary, width, layers, heads, key/value heads, head size, MLP width, context.
-SHAPES = {
-    "7b": (32000, 4096, 32, 32, 32, 128, 11008, 2048),
-    "llama3.1-8b": (128256, 4096, 32, 32, 8, 128, 14336, 131072),
-}
 EXAMPLES = """examples:
   python -m medusa_jax prefill_cost
   python -m medusa_jax prefill_cost --shape llama3.1-8b --tokens 131072
@@ -112,12 +108,11 @@ def measure(
     import jax
     import jax.numpy as jnp
 
-    from medusa_jax.config import LlamaConfig
     from medusa_jax.decoding.generate import prefill
 
     if batch < 1 or min(lengths) < 1:
         raise UserError("--batch and --tokens are 1 or more")
-    arch, rows = LlamaConfig(*SHAPES[shape]), []
+    arch, rows = SHAPES[shape], []
     for tokens in lengths:
         shapes = arguments(*engine_of(arch, drafter, jnp.bfloat16), batch, tokens)
         state = jax.eval_shape(lambda *rest, s=shapes: prefill(*s[:2], *rest), *shapes[2:])

@@ -7,14 +7,13 @@ import pytest
 from medusa_jax.config import LlamaConfig
 from medusa_jax.research import prefill_cost
 
-SMALL = (512, 128, 1, 4, 2, 32, 256, 8192)
+SMALL = LlamaConfig(512, 128, 1, 4, 2, 32, 256, 8192)
 
 
 def test_temporaries_do_not_grow_with_the_prompt():
     """Through a drafter with a layer of its own; four times the tokens, a few numbers each."""
-    arch = LlamaConfig(*SMALL)
     short, long = (
-        prefill_cost.temporary_bytes(arch, "hydrapp", 2, tokens) for tokens in (1024, 4096)
+        prefill_cost.temporary_bytes(SMALL, "hydrapp", 2, tokens) for tokens in (1024, 4096)
     )
     assert long - short < 2 * (4096 - 1024) * 32
     assert short < 2 * 512 * 4 * (3 * 256 + 12 * 128 + 2 * 4 * 512)

@@ -1,0 +1,179 @@
+"""A question file answered with a drafter and by plain decoding: figures by category and overall."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from medusa_jax.api import Model, Options
+from medusa_jax.evaluate import scores
+from medusa_jax.evaluate.answers import answer_line, spec_bench_speedup
+from medusa_jax.evaluate.compare import Comparison, compare
+from medusa_jax.evaluate.conversation import PLAIN, ending_turns, turn_prompt
+from medusa_jax.evaluate.latency import step_seconds
+from medusa_jax.evaluate.questions import MT_BENCH
+from medusa_jax.evaluate.speed import pooled
+from medusa_jax.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """A question with both sides' answers, turn by turn.
+
+    Attributes:
+      prompts: ids that each turn was answered from, the same on both sides.
+      cut: whether text of the question was left out.
+    """
+
+    question: dict[str, Any]
+    turns: list[Comparison]
+    prompts: list[list[int]]
+    cut: bool
+
+
+def answer_all(
+    model: Model,
+    questions: Sequence[dict[str, Any]],
+    tree: Tree,
+    options: Options,
+    *,
+    repeats: int,
+    template: str,
+    room: int,
+) -> list[Answered]:
+    """Answer every turn of every question with the tree and without, in turn.
+
+    A later turn stands behind the drafted answers to the turns before it, on both sides.
+
+    Args:
+      template, room: as for `conversation.turn_prompt`.
+    """
+    if template != PLAIN:
+        options = ending_turns(model, options, template)
+    found = []
+    for number, question in enumerate(
+        tqdm(questions, desc=f"{tree.n_nodes} nodes", unit="question", disable=None)
+    ):
+        turns: list[Comparison] = []
+        prompts: list[list[int]] = []
+        cut = False
+        for _ in question["turns"] or [""]:
+            answers = [turn.drafted.text for turn in turns]
+            prompt, shortened = turn_prompt(model, question, answers, template, room)
+            turns += compare(
+                model, [prompt], options, tree=tree, ids=[number], repeats=repeats
+            )
+            prompts.append(prompt)
+            cut = cut or shortened
+        found.append(Answered(question, turns, prompts, cut))
+    return found
+
+
+def category_rows(
+    model: Model, answered: Sequence[Answered], tree: Tree, options: Options, repeats: int
+) -> list[dict[str, Any]]:
+    """A row per category in the order of the file, MT-bench's eight together, and all."""
+    by_category: dict[str, list[Answered]] = {}
+    for one in answered:
+        by_category.setdefault(one.question["category"], []).append(one)
+    rows = dict(by_category)
+    talks = [one for name in MT_BENCH for one in by_category.get(name, ())]
+    if talks and len(talks) < len(answered):
+        rows["mt_bench"] = talks
+    if len(by_category) > 1:
+        rows["overall"] = list(answered)
+    return [
+        {"category": category} | category_row(model, own, tree, options, repeats)
+        for category, own in rows.items()
+    ]
+
+
+def category_row(
+    model: Model, answered: Sequence[Answered], tree: Tree, options: Options, repeats: int
+) -> dict[str, Any]:
+    """Figures of some questions: `speed.pooled`, Spec-Bench's speed-up, scores, and two checks.
+
+    Both are of Medusa's relation (B.1), speed-up = tokens per step / step latency ratio, and say
+    how far the speed-up is from the quotient. `difference` takes the latency from the answers
+    themselves: tokens are counted in the texts, steps by the device, and a token too many or too
+    few shows. `difference_apart` takes a step timed by itself, in the middle of a text of median
+    length: that other work or another length of text cost something shows.
+    """
+    compared = [turn for one in answered for turn in one.turns]
+    row: dict[str, Any] = {"questions": len(answered), "turns": len(compared)}
+    row |= pooled(compared)
+    lines = [
+        [answer_line(one.question, one.turns, "", plain=plain) for one in answered]
+        for plain in (False, True)
+    ]
+    drafted, plain = lines
+    row["spec_bench_speedup"] = spec_bench_speedup(
+        drafted, plain, lambda text: model.tokenizer.encode(text, add_bos=True)
+    )
+    length = row["mean_accepted_length"]
+    apart = step_ratio(model, answered, tree, options, repeats)
+    return row | {
+        "step_latency_ratio_apart": apart,
+        "difference": off(row["speedup"], length, row["step_latency_ratio"]),
+        "difference_apart": off(row["speedup"], length, apart),
+        "cut": sum(one.cut for one in answered),
+        "scores": score(answered),
+    }
+
+
+def off(speedup: float, length: float, ratio: float) -> float:
+    """speedup / (length / ratio) - 1; 0 where answers end at once, without a step."""
+    return speedup * ratio / length - 1 if length else 0.0
+
+
+def step_ratio(
+    model: Model, answered: Sequence[Answered], tree: Tree, options: Options, rounds: int
+) -> float:
+    """Seconds of a step with the tree over those of a plain step, in turn, behind the prompt and
+    half of the answer of median length."""
+    texts = [
+        prompt + turn.drafted.token_ids[: turn.drafted.new_tokens // 2]
+        for one in answered
+        for prompt, turn in zip(one.prompts, one.turns, strict=True)
+    ]
+    middle = sorted(texts, key=len)[len(texts) // 2]
+    acceptance = "sampled" if options.temperature > 0 else "greedy"
+    with_tree, without = step_seconds(
+        model, [tree, Tree.none()], middle, acceptance=acceptance,
+        temperature=options.temperature, rounds=max(7, rounds),
+    )  # fmt: skip
+    return with_tree / without
+
+
+def score(answered: Sequence[Answered]) -> dict[str, dict[str, float]]:
+    """Mean scores of both sides, of the questions that have references.
+
+    Exact match where a reference ends with GSM8K's mark, else ROUGE, if `rouge-score` is there;
+    conversations of several turns are for judges.
+
+    Returns: score -> {"drafted": ..., "plain": ..., "questions": how many were scored}.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for one in answered:
+        kind = scores.kind_of(one.question)
+        if not kind:
+            continue
+        [turn], [right] = one.turns, one.question["references"]
+        texts = turn.drafted.text, turn.autoregressive.text
+        if kind == scores.EXACT_MATCH:
+            ours, theirs = (scores.exact_match(text, right) for text in texts)
+            found.setdefault(kind, []).append((ours, theirs))
+        elif scores.has_rouge():
+            both = [scores.rouge(text, right) for text in texts]
+            for name in scores.ROUGES:
+                found.setdefault(name, []).append((both[0][name], both[1][name]))
+    return {
+        name: {
+            "drafted": statistics.fmean(ours for ours, _ in pairs),
+            "plain": statistics.fmean(theirs for _, theirs in pairs),
+            "questions": len(pairs),
+        }
+        for name, pairs in found.items()
+    }

@@ -1,0 +1,59 @@
+"""How right answers are: ROUGE against references, exact match of GSM8K's last number."""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+EXACT_MATCH, ROUGE = "exact_match", "rouge"
+ROUGES = ("rouge1", "rouge2", "rougeL")
+
+
+def final_number(text: str) -> float | None:
+    """The number behind GSM8K's "####", or else the last one of the text.
+
+    Example: "He pays $1,000. #### 1000" -> 1000.0; "so 3 of 10.5." -> 10.5.
+    """
+    _, marked, behind = text.rpartition("####")
+    found = NUMBER.findall(behind if marked else text)
+    number = found[0] if marked and found else found[-1] if found else None
+    return None if number is None else float(number.replace(",", ""))
+
+
+def kind_of(question: dict[str, Any]) -> str:
+    """ "exact_match" where a reference ends with GSM8K's mark, "rouge" for other references, ""
+    where there are none or the question has several turns (those are for judges)."""
+    if len(question["turns"]) != 1 or not any(question["references"]):
+        return ""
+    [right] = question["references"]
+    return EXACT_MATCH if any("####" in one for one in right) else ROUGE
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1.0 if the answer's number is that of a reference, else 0.0."""
+    number = final_number(answer)
+    right = {final_number(one) for one in references}
+    return float(number is not None and number in right)
+
+
+@cache
+def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(list(ROUGES), use_stemmer=True)
+
+
+def has_rouge() -> bool:
+    """Whether the optional package `rouge-score` is there."""
+    try:
+        _scorer()
+    except ImportError:
+        return False
+    return True
+
+
+def rouge(answer: str, references: Sequence[str]) -> dict[str, float]:
+    """F-measures of ROUGE-1, 2 and L in percent, each of its best reference; words stemmed."""
+    found = _scorer().score_multi(list(references), answer)
+    return {name: 100 * float(found[name].fmeasure) for name in ROUGES}

@@ -1,0 +1,1 @@
+"""Medusa's appendix G: what a step costs by the roofline, predicted and measured."""

@@ -1,0 +1,209 @@
+"""`python -m medusa_jax roofline`: appendix G of the Medusa paper as a tool.
+
+From the shape of a model and the peaks of a chip: operational intensity and latency of every
+matrix product of a step, and with a curve of tokens per step over tree sizes the speed-up that the
+roofline allows, over tree size, batch and length. Kernels are taken as ideal, so the figures are
+upper bounds. `--measure` times the products on this device, fits the same model to the timings
+and predicts with that.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from medusa_jax.chips import CHIPS, Chip, find_chip
+from medusa_jax.commands.flags import DTYPES, command, numbers, run_command
+from medusa_jax.config import LlamaConfig
+from medusa_jax.console import inform
+from medusa_jax.errors import UserError
+from medusa_jax.research.roofline import operators, predict, report
+from medusa_jax.research.shapes import SHAPES, find_shape
+
+EXAMPLES = """examples:
+  python -m medusa_jax roofline
+  python -m medusa_jax roofline --chip tpu-v5e --shape llama3-8b --batch 8 --whole_step
+  python -m medusa_jax roofline --chip h100 --shape path/to/model --curve path/to/heads/tree.json
+  python -m medusa_jax roofline --shape 7b --measure
+"""
+SHOWN = (1, 8, 16, 32, 48, 64, 80, 96, 128, 192, 256, 512)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags; the defaults are the paper's figures 21 to 23."""
+    p = command(
+        "python -m medusa_jax roofline",
+        "Latency, tokens per step and speed-up that the roofline predicts.",
+        EXAMPLES,
+    )
+    p.add_argument("--chip", default="a100", help=f"one of {', '.join(CHIPS)}")
+    p.add_argument("--shape", default="7b",
+                   help=f"{', '.join(SHAPES)}, or a config.json or its directory")  # fmt: skip
+    p.add_argument("--batch", type=int, default=1, help="rows (figure 21)")
+    p.add_argument("--length", type=int, default=1024, help="cached tokens")
+    p.add_argument("--nodes", type=int, default=64,
+                   help="size of the tree whose products are listed")  # fmt: skip
+    p.add_argument("--most_nodes", type=int, default=512, help="largest tree to predict")
+    p.add_argument("--batches", default="1,2,4,8,16,32,64", help="rows (figure 22)")
+    p.add_argument("--lengths", default="128,512,1024,2048,4096,8192",
+                   help="cached tokens (figure 23)")  # fmt: skip
+    p.add_argument("--length_batch", type=int, default=4, help="rows of figure 23")
+    p.add_argument("--curve", default="paper",
+                   help="tokens per step over nodes: the paper's fit, or a tree file that "
+                   "calibrate wrote")  # fmt: skip
+    p.add_argument("--whole_step", action="store_true",
+                   help="all layers, the LM head and the draft heads, not one block")  # fmt: skip
+    p.add_argument("--heads", type=int, default=4, help="Medusa heads of a whole step")
+    p.add_argument(
+        "--measure", action="store_true", help="time the products on this device"
+    )
+    p.add_argument("--measure_batches", default="1,4,16")
+    p.add_argument("--measure_lengths", default="128,512,2048")
+    p.add_argument("--measure_trees", default="4,16,32,64,80,128")
+    p.add_argument("--most_gflop", type=float, default=0,
+                   help="leave larger products out (default: 100 on a CPU, 20,000 elsewhere)")  # fmt: skip
+    p.add_argument("--most_gbyte", type=float, default=0,
+                   help="likewise, by bytes moved (default: 1 on a CPU, 8 elsewhere)")  # fmt: skip
+    p.add_argument("--dtype", choices=DTYPES[1:],
+                   help="of what is timed (default: float32 on CPU, bfloat16 elsewhere)")  # fmt: skip
+    p.add_argument(
+        "--rounds", type=int, default=5, help="stretches a timing is the median of"
+    )
+    p.add_argument("--out", default="work/roofline", help="directory for results")
+    return p
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Predict, measure if asked to, print the tables, write the files."""
+    config, chip = find_shape(flags.shape), find_chip(flags.chip)
+    batches = numbers(flags.batches, "--batches")
+    lengths = numbers(flags.lengths, "--lengths")
+    least = min(*batches, *lengths, flags.batch, flags.length, flags.length_batch)
+    if least < 1 or flags.nodes < 1 or flags.rounds < 1 or flags.heads < 0:
+        raise UserError("batches, lengths, --nodes and --rounds are 1 or more")
+    if flags.most_nodes < 64:
+        raise UserError("--most_nodes is 64 or more, the size of the paper's tree")
+    curve = (
+        predict.paper_acceleration
+        if flags.curve == "paper"
+        else predict.measured_acceleration(flags.curve)
+    )
+
+    def step(batch: int, length: int, size: int, queries: int) -> list[operators.Operator]:
+        sizes = (config, batch, queries, length)
+        if flags.whole_step:
+            return operators.step_operators(*sizes, flags.heads, size)
+        return operators.block_operators(*sizes, size)
+
+    def rows(roofs: predict.Roofs, batch: int, length: int, size: int) -> report.Rows:
+        nodes = range(1, flags.most_nodes + 1)
+        return predict.speedups(roofs, partial(step, batch, length, size), curve, nodes)
+
+    def predictions(
+        title: str, roofs: predict.Roofs, size: int, out: Path
+    ) -> dict[str, Any]:
+        one = rows(roofs, flags.batch, flags.length, size)
+        by_batch = {b: rows(roofs, b, flags.length, size) for b in batches}
+        by_length = {n: rows(roofs, flags.length_batch, n, size) for n in lengths}
+        what = "a whole step" if flags.whole_step else "one block"
+        title = f"{title}, {flags.shape}, {what}"
+        products = step(flags.batch, flags.length, size, flags.nodes)
+        print(
+            f"## {title}: batch {flags.batch}, length {flags.length}, {flags.nodes} nodes\n"
+        )
+        print(report.operator_table(products, roofs), end="\n\n")
+        print(report.size_table(one, SHOWN), end="\n\n")
+        print(report.best_table(f"batch (length {flags.length})", by_batch), end="\n\n")
+        print(report.best_table(f"length (batch {flags.length_batch})", by_length))
+        report.draw_predictions(one, by_batch, by_length, out, title)
+        return {
+            "operators": [
+                dataclasses.asdict(o) | {"intensity": o.intensity} for o in products
+            ],
+            "sizes": one,
+            "batches": by_batch,
+            "lengths": by_length,
+        }
+
+    out = Path(flags.out)
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {"date": date.today().isoformat(), "shape": flags.shape, "chip": flags.chip}
+    facts |= {"curve": flags.curve, "batch": flags.batch, "length": flags.length}
+    facts["predicted"] = predictions(
+        chip.title, predict.roofs_of(chip), operators.BF16, out
+    )
+
+    def on(other: Chip) -> report.Rows:
+        return rows(predict.roofs_of(other), flags.batch, flags.length, operators.BF16)
+
+    print(f"\n{report.chip_table(on)}")
+    if flags.measure:
+        measured, fits = measure(flags, config, out)
+        roofs = {group: fit.roof for group, fit in fits.items()}
+        size = measured["bytes_of_a_number"]
+        predicted = predictions(measured["device"], roofs, size, out / "measured")
+        facts["measured"] = measured | {"predicted": predicted}
+    (out / "roofline.json").write_text(json.dumps(facts, indent=1) + "\n")
+    inform(f"wrote {out}/roofline.json and the pictures")
+    return 0
+
+
+def measure(
+    flags: argparse.Namespace, config: LlamaConfig, out: Path
+) -> tuple[dict[str, Any], dict[str, predict.Fit]]:
+    """Time the products and fit: (what is to be kept, fits by group).
+
+    Draws measured.png and prints the fits.
+    """
+    import jax
+
+    from medusa_jax.research.roofline import measure as measuring
+
+    device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
+    dtype = flags.dtype or ("float32" if on_cpu else "bfloat16")
+    grid = [
+        numbers(getattr(flags, name), f"--{name}")
+        for name in ("measure_batches", "measure_lengths", "measure_trees")
+    ]
+    if min(map(min, grid)) < 1:
+        raise UserError("--measure_batches, _lengths and _trees are 1 or more")
+    records, left_out = measuring.measure(
+        config,
+        *grid,
+        dtype=dtype,
+        rounds=flags.rounds,
+        most_flops=1e9 * (flags.most_gflop or (100 if on_cpu else 20_000)),
+        most_bytes=1e9 * (flags.most_gbyte or (1 if on_cpu else 8)),
+    )
+    fits = measuring.fit_roofs(records)
+    title = f"{device.device_kind}, {flags.shape}, {dtype}"
+    report.draw_measured(records, fits, out / "measured.png", title)
+    print(
+        f"\n## {title}: {len(records)} timings, {left_out} points larger than the limits\n"
+    )
+    print(report.fit_table(fits), end="\n\n")
+    kept = {
+        "device": f"{device.platform}: {device.device_kind}",
+        "dtype": dtype,
+        "bytes_of_a_number": jax.numpy.dtype(dtype).itemsize,
+        "jax": jax.__version__,
+        "left_out": left_out,
+        "timings": records,
+        "fits": {group: dataclasses.asdict(fit) for group, fit in fits.items()},
+    }
+    return kept, fits
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Answer files: what each side took and said, and what a later turn stands behind."""
+
+from types import SimpleNamespace as Space
+
+import pytest
+
+from medusa_jax.api import Options
+from medusa_jax.evaluate import answering
+from medusa_jax.evaluate.answers import answer_line, spec_bench_speedup
+from medusa_jax.evaluate.conversation import PLAIN
+from medusa_jax.evaluate.speed import pooled
+from medusa_jax.tree import Tree
+
+QUESTION = {"question_id": 7, "category": "qa", "turns": ["one", "two"], "frame": None}
+
+
+def result(text, new_tokens, histogram):
+    return Space(
+        text=text,
+        new_tokens=new_tokens,
+        steps=sum(histogram),
+        acceptance_histogram=histogram,
+    )
+
+
+def turn(scale):
+    return Space(
+        drafted=result(" drafted\n", 6, [0, 1, 1]),
+        autoregressive=result("plain", 6, [5]),
+        decode_seconds=0.5 * scale,
+        autoregressive_seconds=1.0 * scale,
+        prefill_seconds=0.25,
+        autoregressive_prefill_seconds=0.125,
+    )
+
+
+def test_both_sides_with_their_own_text_and_whole_time():
+    turns = [turn(1), turn(2)]
+    drafted, plain = (answer_line(QUESTION, turns, "m", plain=p) for p in (False, True))
+    assert drafted["choices"][0] == {
+        "index": 0,
+        "turns": ["drafted", "drafted"],
+        "decoding_steps": [2, 2],
+        "new_tokens": [6, 6],
+        "wall_time": [0.75, 1.25],
+        "accept_lengths": [2, 3, 2, 3],
+    }
+    assert plain["choices"][0]["wall_time"] == [1.125, 2.125]
+    assert plain["choices"][0]["turns"] == ["plain", "plain"]
+    assert plain["choices"][0]["accept_lengths"] == [1] * 10
+    # 12 tokens in 2 seconds against 2 x (5 ids without the BOS) in 3.25.
+    speedup = spec_bench_speedup([drafted], [plain], lambda text: [0, *map(ord, text)])
+    assert speedup == pytest.approx((12 / 2) / (10 / 3.25))
+
+
+def test_a_later_turn_stands_behind_the_drafted_answer(monkeypatch):
+    """On both sides alike, and with the noise of its question."""
+    asked = []
+
+    def compare(model, prompts, options, *, tree, ids, repeats):
+        asked.append(("".join(map(chr, prompts[0])), ids))
+        return [turn(1)]
+
+    monkeypatch.setattr(answering, "compare", compare)
+    model = Space(encode=lambda text: [*map(ord, text)])
+    answering.answer_all(
+        model,
+        [QUESTION, QUESTION],
+        Tree.none(),
+        Options(),
+        repeats=1,
+        template=PLAIN,
+        room=99,
+    )
+    assert asked == [("one", [0]), ("one\n\ndrafted\n\ntwo", [0]), ("one", [1]),
+                     ("one\n\ndrafted\n\ntwo", [1])]  # fmt: skip
+
+
+def test_answers_that_end_at_once_have_figures():
+    """Prefill gave the end-of-text token: no step was made, nothing is divided by zero."""
+    one = turn(1)
+    one.identical, one.first_divergence = True, None
+    for side in (one.drafted, one.autoregressive):
+        side.text, side.new_tokens, side.steps = "", 1, 0
+        side.acceptance_histogram = [0] * len(side.acceptance_histogram)
+    found = pooled([one])
+    assert (found["mean_accepted_length"], found["speedup"]) == (0, 0)
+    assert answering.off(found["speedup"], 0.0, 2.0) == 0
+    assert answering.off(1.5, 3.0, 2.2) == pytest.approx(0.1)

@@ -1,0 +1,116 @@
+"""Question files as they are published."""
+
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from medusa_jax import UserError
+from medusa_jax.evaluate.questions import prompt_of, read_prompts, read_questions, spread
+
+TALK = {"question_id": 81, "category": "writing", "turns": ["one", "two"],
+        "reference": ["a", ["b", "c"]]}  # fmt: skip
+# A record as published -> what is asked, in what category, with what right answers.
+PUBLISHED = {
+    "spec_bench": (TALK, ["one", "two"], "writing", [["a"], ["b", "c"]]),
+    "alpaca_eval": (
+        {"instruction": "say hi", "output": "hi", "generator": "g", "dataset": "helpful_base"},
+        ["say hi"], "helpful_base", [],
+    ),
+    "humaneval": (
+        {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "t",
+         "canonical_solution": "    return 1\n"},
+        ["def f():\n"], "humaneval", [],
+    ),
+    "gsm8k": (
+        {"question": "1 + 1?", "answer": "two\n#### 2"}, ["1 + 1?"], "gsm8k",
+        [["two\n#### 2"]],
+    ),
+    "xsum": (
+        {"document": "long", "summary": "short", "id": "7"}, ["long"], "xsum", [["short"]]
+    ),
+    "cnn_dm": (
+        {"article": "long", "highlights": "short", "id": "7"}, ["long"], "cnn_dm",
+        [["short"]],
+    ),
+    "own": ({"prompt": "x", "file": "a.py"}, ["x"], "a.py", []),
+}  # fmt: skip
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_forms(name, tmp_path):
+    record, turns, category, references = PUBLISHED[name]
+    (found,) = read_questions(write(tmp_path / "q.jsonl", [record]))
+    assert (found["turns"], found["category"]) == (turns, category)
+    assert found["references"] == references
+    assert found["question_id"] == record.get("question_id", 0)
+    article = name in ("xsum", "cnn_dm")
+    asked = "Article: longSummary: " if article else turns[0]
+    assert prompt_of(found) == asked
+    assert (found["frame"] is None) == (not article and name != "own")
+
+
+def test_containers(tmp_path):
+    """A list, gzipped lines and parquet hold the same records as lines do."""
+    records = [PUBLISHED["cnn_dm"][0] | {"article": f"a\u2028{i}"} for i in range(3)]
+    want = read_questions(write(tmp_path / "q.jsonl", records))
+    (tmp_path / "q.json").write_text(json.dumps(records, ensure_ascii=False))
+    lines = "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    (tmp_path / "q.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    table = pyarrow.Table.from_pylist(records)
+    pyarrow.parquet.write_table(table, tmp_path / "q.parquet")
+    for name in ("q.json", "q.jsonl.gz", "q.parquet"):
+        assert read_questions(str(tmp_path / name)) == want
+    assert [q["question_id"] for q in read_questions(str(tmp_path / "q.json"), 2)] == [0, 1]
+
+
+def test_ids_and_limits_of_our_own_files(tmp_path):
+    path = write(tmp_path / "q.jsonl", [{"prompt_ids": [3, 4]}, {"prompt": "a"}])
+    assert [prompt_of(q) for q in read_questions(path)] == [[3, 4], "a"]
+    assert len(read_prompts(path, 1)) == 1 and len(read_prompts(path)) == 2
+
+
+def test_a_limit_takes_from_all_categories():
+    questions = [{"category": c, "n": n} for c in "abc" for n in range(4)]
+    questions += [{"category": "d", "n": 0}]
+    taken = [(q["category"], q["n"]) for q in spread(questions, 7)]
+    assert taken == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("c", 0), ("c", 1), ("d", 0)]
+    assert spread(questions, 0) == questions
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        (
+            '{"text": "x"}\n',
+            "is in no known form; by fields of a record: all: turns; human",
+        ),
+        ('{"turns": ["a"]}\n{"x": 1}\n', "record 1 lacks turns"),
+        ("[1]", "every record has to be a JSON object"),
+        ("", "holds no prompts"),
+        ("{", "is not JSONL"),
+    ],
+)
+def test_bad_files(text, sentence, tmp_path):
+    (tmp_path / "q.jsonl").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        read_questions(str(tmp_path / "q.jsonl"))
+
+
+def test_unreadable_files(tmp_path):
+    (tmp_path / "q.parquet").write_text("x")
+    (tmp_path / "q.jsonl.gz").write_text("x")
+    for name, sentence in (
+        ("q.parquet", "is not a parquet file"),
+        ("q.jsonl.gz", "cannot read"),
+        ("none.jsonl", "cannot read"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            read_questions(str(tmp_path / name))
