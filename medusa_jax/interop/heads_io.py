@@ -1,7 +1,7 @@
 """Draft heads on disk, in the project's own format: one directory with two files.
 
 `heads.safetensors` holds the parameters under their tree paths ("heads_0/layers_0/kernel"),
-shaped as in the tree. `heads.json` says what they are: {"format": 1, "heads": {the fields of
+shaped as in the tree, and the ids of a draft vocabulary as int32 under "draft_vocab/ids". `heads.json` says what they are: {"format": 1, "heads": {the fields of
 the drafter's Config}, "base": {"d_model", "vocab_size", "fingerprint"}, "recipe": {anything}}.
 """
 
@@ -11,23 +11,26 @@ import re
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, drafter_class, make_drafter
+from medusa_jax.heads import Backbone, drafter_class, make_drafter, vocabulary
 from medusa_jax.interop import hf
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.hub import HEAD_FILES, resolve
 from medusa_jax.interop.tensor import Tensors
 from medusa_jax.interop.tensors import read_json
 from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.sharding import replicated
 
 Params = dict[str, Any]
 
 FORMAT = 1
 WEIGHTS = "heads.safetensors"
 DESCRIPTION = "heads.json"
+IDS = f"{vocabulary.GROUP}/ids"
 
 
 def describe_base(config: LlamaConfig, params: Params) -> dict[str, Any]:
@@ -58,7 +61,8 @@ def save_heads(
     Args:
       base: `describe_base` of the backbone that the heads were trained on.
       recipe: whatever says how they came about; JSON values.
-      dtype: stored type; None keeps that of `params`.
+      params: with the ids under "draft_vocab", where there is a draft vocabulary.
+      dtype: stored type; None keeps that of `params`. Ids stay ids.
 
     Raises:
       UserError: the directory cannot be written.
@@ -66,8 +70,12 @@ def save_heads(
     for name in ("d_model", "vocab_size", "fingerprint"):
         if name not in base:
             raise ValueError(f"base lacks {name!r}")
-    flat = tensor_files.flatten(params)
+    flat = tensor_files.flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
     arrays = {name: tensor_files.host_array(leaf, dtype) for name, leaf in flat.items()}
+    if heads.draft_vocab:
+        ids = tensor_files.host_array(params[vocabulary.GROUP]["ids"], "int32")
+        vocabulary.check_ids(ids, heads, base["vocab_size"], directory)
+        arrays[IDS] = ids
     description = {
         "format": FORMAT,
         "heads": dataclasses.asdict(heads),
@@ -104,7 +112,8 @@ def load_heads(
       allow_other_base: accept heads trained on another backbone of the same sizes.
       convert: what becomes of each head before the next is read.
 
-    Returns: (their configuration, parameters, the whole of heads.json).
+    Returns: (their configuration, parameters, the whole of heads.json). The ids of a draft
+    vocabulary lie among the parameters, under "draft_vocab".
 
     Raises:
       UserError: unreadable; another format; made for another width, vocabulary or backbone;
@@ -144,10 +153,13 @@ def load_heads(
         match = re.match(r"heads_(\d+)/", name)
         return match is not None and heads.n_heads <= int(match[1]) < stored.n_heads
 
+    ids = _ids(weights, tensors, stored, llama.vocab_size)
     params = tensor_files.load_tree(
         abstract_heads(heads, llama), mesh, tensors, _same_name, dtype, weights, too_deep,
         convert,
     )  # fmt: skip
+    if ids is not None:
+        params[vocabulary.GROUP] = {"ids": jax.device_put(ids, replicated(mesh))}
     return heads, params, meta
 
 
@@ -161,12 +173,45 @@ def read_description(path: str) -> HeadsConfig:
     return _read_description(file, read_json(file))[0]
 
 
+def read_draft_vocab(path: str) -> np.ndarray | None:
+    """The ids of the draft vocabulary of heads in a directory; None where they score all tokens.
+
+    Raises:
+      UserError: unreadable; ids that are missing, or not what heads.json says.
+    """
+    file = os.path.join(path, DESCRIPTION)
+    stored, base = _read_description(file, read_json(file))
+    weights = os.path.join(path, WEIGHTS)
+    tensors = tensor_files.open_safetensors(weights)
+    return _ids(weights, tensors, stored, base.get("vocab_size", 0))
+
+
+def _ids(
+    weights: str, tensors: Tensors, stored: HeadsConfig, vocab_size: int
+) -> np.ndarray | None:
+    """Takes the ids out of the tensors of a file; they are no parameter."""
+    if not stored.draft_vocab:
+        return None
+    tensor = tensors.pop(IDS, None)
+    if tensor is None:
+        raise UserError(
+            f"key {IDS!r} is missing from {weights}: {DESCRIPTION} says that the heads score "
+            f"{stored.draft_vocab} tokens"
+        )
+    if tensor.dtype != "int32":
+        raise UserError(f"key {IDS!r} in {weights} is {tensor.dtype}, not int32")
+    ids = tensor.read(tuple(slice(0, n) for n in tensor.shape))
+    vocabulary.check_ids(ids, stored, vocab_size, weights)
+    return ids
+
+
 def abstract_heads(heads: HeadsConfig, llama: LlamaConfig) -> Any:
     """Shapes of a drafter's parameters, nothing computed."""
     drafter = make_drafter(heads, llama)
 
     def init(key: jax.Array) -> Any:
-        return drafter.init(key, Backbone(Llama(llama), init_params(llama, key)))
+        backbone = Backbone(Llama(llama), init_params(llama, key))
+        return drafter.init(key, vocabulary.stand_in(backbone, heads))
 
     return jax.eval_shape(init, jax.random.key(0))
 
