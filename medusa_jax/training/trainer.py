@@ -120,6 +120,7 @@ def train(cfg: Config) -> dict[str, Any]:
         limit = dataclasses.replace(cfg.data, max_samples=cfg.data.eval_samples)
         directory = prepare.token_directory(cfg, cfg.data.eval_source, limit)
         held_out = TokenRows(directory, cfg.data, vocab, shuffle=False)
+    checkpoints = Checkpoints(cfg.workdir, cfg.train.keep_checkpoints)
     if "heads" in trained_groups(cfg) and cfg.heads.draft_vocab:
         setup = with_draft_vocab(setup, mesh, partial(draft_vocab, cfg, rows))
 
@@ -137,7 +138,6 @@ def train(cfg: Config) -> dict[str, Any]:
         state = init_state(
             stage, optimizer, mesh, setup.frozen, cfg.train.seed, setup.start
         )
-    checkpoints = Checkpoints(cfg.workdir, cfg.train.keep_checkpoints)
     best = float("inf")
     if checkpoints.latest is not None:
         params, opt, data, meta = checkpoints.restore(state.params, state.opt)

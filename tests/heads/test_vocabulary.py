@@ -132,8 +132,8 @@ def plain_texts(acceptance, tied, n_gram):
 @pytest.mark.parametrize(
     "name, lm_head, acceptance, tied, n_gram",
     [(name, kind, "greedy", False, 0) for name, kind in EVERY]
-    + [(name, "shared", "sampled", True, 0) for name in NAMES]
-    + [("medusa", "shared", "sampled", True, 3), ("hydra", "own", "greedy", False, 4)],
+    + [(name, "shared", "sampled", True, 3) for name in NAMES]
+    + [("hydra", "own", "greedy", False, 4)],
 )
 def test_the_text_is_that_of_plain_decoding(name, lm_head, acceptance, tied, n_gram):
     """Though three tokens of seven are never drafted; the heads are right often all the same."""
