@@ -25,6 +25,8 @@ from medusa_jax.heads.drafter import Backbone, Params
 
 # The entry of the parameters, and the frozen group of a training run.
 GROUP = "draft_vocab"
+# How often a model writes each token [V], beside the text that was counted.
+COUNTS = "vocab_counts.npy"
 
 
 def for_drafting(backbone: Backbone, heads: Params) -> Backbone:

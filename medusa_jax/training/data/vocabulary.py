@@ -8,11 +8,10 @@ import numpy as np
 from medusa_jax.config import Config
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.heads.vocabulary import check_ids, covered, most_frequent
+from medusa_jax.heads.vocabulary import COUNTS, check_ids, covered, most_frequent
 from medusa_jax.training.data.rows import TokenRows
 
 FILE = "draft_vocab.npy"
-COUNTS = "vocab_counts.npy"
 
 
 def draft_vocab(cfg: Config, rows: TokenRows) -> np.ndarray:
