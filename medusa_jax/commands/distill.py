@@ -111,9 +111,9 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.api import Options
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.distill import files
-    from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.distill.seeds import mode_for, read_seeds
     from medusa_jax.distill.writer import News, Writer, write_all
+    from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.interop.chat import stop_ids, template_source
 
     if flags.batch_size < 1 or flags.max_turns < 1:
