@@ -234,7 +234,7 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.console import use_compilation_cache
 
     use_compilation_cache()
-    found = measure(flags.shape, flags.slots, draft_vocab=flags.draft_vocab)
+    found = measure(flags.shape, flags.slots, None, flags.draft_vocab)
     if flags.json:
         print(json.dumps(found))
         return 0
