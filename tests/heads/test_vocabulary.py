@@ -17,7 +17,7 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import ranks as decoding_ranks
 from medusa_jax.decoding.repeats import without_repeats
-from medusa_jax.decoding.sampling import gumbel
+from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Backbone, make_drafter, vocabulary
 from medusa_jax.interop import heads_io
@@ -147,16 +147,16 @@ def test_the_text_is_that_of_plain_decoding(name, lm_head, acceptance, tied, n_g
     assert len(drafted) > 5 and np.isin(drafted, FOUR).all()
 
 
-@pytest.mark.parametrize("n_gram", [0, 3])
+@pytest.mark.parametrize("n_gram", [0, 2])
 @pytest.mark.parametrize("temperature", [None, (0.7, 1.0)])
 def test_ranks_count_the_chosen_tokens_that_are_preferred(temperature, n_gram):
     """From the logits of all tokens by hand; a token outside is a miss, whatever its logit."""
     config, params, llama, prepared = seven()
     stored = Backbone(Llama(config, jnp.float64), params)
     (whole, of_all), (narrow, cut) = pair_of("medusa", "shared", stored, FOUR, seed=3)
-    B, T, K = 2, 20, 4
+    B, T, K = 2, 40, 4
     tokens = np.random.default_rng(0).integers(0, 7, (B, T), np.int32)
-    length = np.array([20, 13])
+    length = np.array([40, 33])
     keys = jax.vmap(jax.random.key)(jnp.arange(B))
     noise = None if temperature is None else (keys, jnp.array(temperature))
     ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=(0, 6))(
@@ -182,6 +182,40 @@ def test_ranks_count_the_chosen_tokens_that_are_preferred(temperature, n_gram):
                     expected = (scores[b, t, FOUR] > scores[b, t, label]).sum()
                 assert ranks[b, t, k] == expected
     assert (np.asarray(ranks) < MISS).sum() > 20
+
+
+@pytest.mark.parametrize("n_gram", [0, 2])
+@pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
+def test_ranks_predict_what_decoding_accepts(acceptance, n_gram):
+    """So noise and bars of a drafted token are its own, not those of its place among the logits."""
+    engine, variables = engine_of("medusa", "own", acceptance, n_gram=n_gram)
+    engine = dataclasses.replace(engine, tree=Tree.cartesian([1, 2, 1]))
+    request = request_of(acceptance)
+    progress = loop.generate(engine, variables, request)
+    texts = [p + t for p, t in zip(PROMPTS, texts_of(progress))]
+    tokens, lengths = np.zeros((3, 64), np.int32), np.array([len(t) for t in texts])
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    noise = None
+    if acceptance == "sampled":
+        keys = row_keys(jnp.array(request.seed, jnp.uint32), jnp.arange(3))
+        noise = (keys, jnp.array(request.temperature))
+    backbone = Backbone(engine.llama, variables["backbone"])
+    ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=(0, 6))(
+        engine.drafter, variables["heads"], backbone, tokens, lengths, noise, n_gram
+    )
+    for row, (prompt, text) in enumerate(zip(PROMPTS, texts)):
+        at, steps = len(prompt), 0
+        while at < len(text) - 1:  # the root stands at `at`
+            path = ()
+            for rank in np.asarray(ranks)[row, at - 1].tolist():
+                if (*path, rank) not in engine.tree.choices or at + len(path) + 1 >= len(
+                    text
+                ):
+                    break
+                path = (*path, rank)
+            at, steps = at + len(path) + 1, steps + 1
+        assert steps == int(progress.steps_B[row])
 
 
 @pytest.mark.parametrize("name", NAMES)
