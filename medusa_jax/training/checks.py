@@ -69,6 +69,10 @@ def check(cfg: Config, mesh: Mesh) -> None:
     for name, value in positive.items():
         if value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
+    if cfg.data.draft_vocab_from and not cfg.heads.draft_vocab:
+        raise UserError(
+            "data.draft_vocab_from is set, but heads.draft_vocab is 0: heads score all tokens"
+        )
     shards = row_shards(mesh)
     if t.batch_size % (t.accumulation * shards):
         raise UserError(

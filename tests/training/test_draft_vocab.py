@@ -202,6 +202,10 @@ def test_counts_that_are_none(tmp_path):
 
 def test_dry_run(capsys):
     cfg = tiny_config("", "medusa1")
+    cfg.data.draft_vocab_from = "counts.npy"
+    with pytest.raises(UserError, match=r"heads\.draft_vocab is 0"):
+        dry.dry_run(cfg)
+    cfg.data.draft_vocab_from = ""
     cfg.heads = HeadsConfig(n_heads=2, lm_head="own", draft_vocab=40)
     report = dry.dry_run(cfg)
     assert report["trainable_parameters"] == 2 * (16 * 16 + 16 + 16 * 40)
