@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.model.layers import Linear
 from medusa_jax.model.forms import choose_storage
+from medusa_jax.model.layers import Linear
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.research.roofline.operators import GROUPS, Operator, block_operators
