@@ -54,6 +54,8 @@ REQUIRED = (
 
 # Buffers that old versions stored and every version recomputes.
 HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+# Medusa heads merged into a model, which --drafter reads.
+HEADS = "medusa_head."
 
 
 def generation_config(path: str) -> dict[str, Any]:
@@ -229,7 +231,8 @@ def load_backbone(
 
     def ignore(name: str) -> bool:
         copy_of_embedding = config.tie_embeddings and name == "lm_head.weight"
-        return copy_of_embedding or bool(HARMLESS.search(name))
+        heads = name.startswith(HEADS)
+        return copy_of_embedding or heads or bool(HARMLESS.search(name))
 
     each = None if convert is None else partial(convert, config)
     params = tensor_files.load_tree(
