@@ -3,7 +3,15 @@
 decode.py, the notebooks, the evaluators and the tests all go through here.
 """
 
-from medusa_jax.api.load import DEMO, DTYPES, default_drafter, default_dtype, load
+from medusa_jax.api.load import (
+    DEMO,
+    DTYPES,
+    default_drafter,
+    default_dtype,
+    find_heads,
+    find_model,
+    load,
+)
 from medusa_jax.api.model import Model
 from medusa_jax.api.results import Options, Piece, Result, steps_of
 from medusa_jax.api.streaming import StoppingText
@@ -18,6 +26,8 @@ __all__ = [
     "StoppingText",
     "default_drafter",
     "default_dtype",
+    "find_heads",
+    "find_model",
     "load",
     "steps_of",
 ]

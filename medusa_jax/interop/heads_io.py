@@ -108,7 +108,7 @@ def load_heads(
         keys that contradict the description.
     """
     stored = open_heads(path) if isinstance(path, str) else path
-    _check_base(stored, llama, fingerprint, allow_other_base)
+    check_base(stored, llama, fingerprint, allow_other_base)
     drafter = make_drafter(stored.heads, llama)
     count = stored.heads.n_heads
     if n_heads is not None and not 1 <= n_heads <= count:
@@ -131,10 +131,14 @@ def load_heads(
     return heads, params, stored.meta
 
 
-def _check_base(
+def check_base(
     stored: StoredHeads, llama: LlamaConfig, fingerprint: str | None, allow_other: bool
 ) -> None:
-    """Heads go with the backbone they were trained on, as far as their files tell it."""
+    """Refuse heads that were trained on another backbone, as far as their files tell it.
+
+    Raises:
+      UserError: says how theirs differs.
+    """
     theirs, ours = stored.base, {"d_model": llama.d_model, "vocab_size": llama.vocab_size}
     if stored.layout == OWN and {name: theirs.get(name) for name in ours} != ours:
         raise UserError(

@@ -79,3 +79,24 @@ def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
             f"read ({type(error).__name__}: {first_line}): connect to the network and unset "
             f"HF_HUB_OFFLINE, {way_out}"
         ) from error
+
+
+def push(directory: str, repo: str) -> None:
+    """Upload a directory to a hub repository, which is made if it is not there (private).
+
+    Raises:
+      UserError: the hub refuses or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(folder_path=directory, repo_id=repo)
+    # As in `_snapshot`: what is raised has no stable type.
+    except Exception as error:
+        first_line = str(error).strip().split("\n")[0][:200]
+        raise UserError(
+            f"{directory} could not be uploaded to {repo} ({type(error).__name__}: {first_line})"
+            ": run `hf auth login`, then upload the directory again"
+        ) from error

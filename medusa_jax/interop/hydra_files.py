@@ -89,19 +89,7 @@ def open_hydra(
     )  # type: ignore[call-arg]
 
     def locate(path: str) -> tuple[str, bool]:
-        if path.startswith("prefix/"):
-            inner, transposed = locate_in_llama(path.removeprefix("prefix/"))
-            return f"{PREFIX}{inner.removeprefix('model.')}", transposed
-        match = re.fullmatch(
-            r"heads_(\d+)/(?:layers_(\d+)(?:/(linear|skip))?|lm_head)/(kernel|bias)", path
-        )
-        assert match is not None, path
-        k, j, part, leaf = match.groups()
-        leaf = {"kernel": "weight"}.get(leaf, leaf)
-        if j is None:
-            return f"hydra_lm_head.{k}{between}.{leaf}", leaf == "weight"
-        part = {"skip": "res_connection"}.get(part, "linear")
-        return f"hydra_mlp.{k}.{layers[int(j)]}.{part}.{leaf}", leaf == "weight"
+        return _key(path, layers, between), path.endswith("/kernel")
 
     copies = {f"{j}" for j in layers[2:]} if tied else set()
 
@@ -114,6 +102,37 @@ def open_hydra(
     return StoredHeads(
         source, directory, layout, heads, tensors, locate, ignore, meta=config
     )
+
+
+def keys_of(path: str, n_layers: int, plus: bool) -> list[str]:
+    """Where the authors' code keeps a parameter of tied heads: the keys of all its copies."""
+    numbers = [2 * j + 1 if plus else j for j in range(n_layers)]
+    between = ".1" if plus else ""
+    if "/layers_1/" not in path:
+        return [_key(path, numbers, between)]
+    return [_key(path, [numbers[0], number], between) for number in numbers[1:]]
+
+
+def _key(path: str, layers: list[int], between: str) -> str:
+    """A path of `heads/hydra.py` or `heads/hydrapp.py` -> key.
+
+    Args:
+      layers: the number of each layer's module.
+      between: what stands between the number of an LM head and its leaf.
+    """
+    if path.startswith("prefix/"):
+        inner, _ = locate_in_llama(path.removeprefix("prefix/"))
+        return f"{PREFIX}{inner.removeprefix('model.')}"
+    match = re.fullmatch(
+        r"heads_(\d+)/(?:layers_(\d+)(?:/(linear|skip))?|lm_head)/(kernel|bias)", path
+    )
+    assert match is not None, path
+    k, j, part, leaf = match.groups()
+    leaf = {"kernel": "weight"}.get(leaf, leaf)
+    if j is None:
+        return f"hydra_lm_head.{k}{between}.{leaf}"
+    part = {"skip": "res_connection"}.get(part, "linear")
+    return f"hydra_mlp.{k}.{layers[int(j)]}.{part}.{leaf}"
 
 
 def _same_weights(tensors: Tensors, layers: list[int], n_heads: int) -> bool:

@@ -278,11 +278,15 @@ def save_safetensors(
 
 def save_json(path: str, value: dict[str, Any]) -> None:
     """Write a JSON object, atomically."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a text file, atomically."""
 
     def write(temporary: str) -> None:
         with open(temporary, "w", encoding="utf-8") as f:
-            json.dump(value, f, indent=2, ensure_ascii=False)
-            f.write("\n")
+            f.write(text)
 
     write_atomically(path, write)
 
@@ -328,6 +332,18 @@ def flatten(tree: Any) -> dict[str, Any]:
     """A parameter tree as {"layers_0/mlp/up_proj/kernel": leaf}."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_string(key_path): leaf for key_path, leaf in leaves}
+
+
+def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `flatten`."""
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        *outer, last = path.split("/")
+        inner = tree
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = leaf
+    return tree
 
 
 def pick(names: Iterable[str], available: dict[str, Any]) -> list[str]:

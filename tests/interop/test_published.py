@@ -3,7 +3,6 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,48 +18,19 @@ from head_files import (
     normal,
     write,
 )
-from planted import random_params
+from our_heads import BASE, EMBEDDED, HIDDEN, load, our_logits
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.torch_writer import save_torch
-from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
-T = 5
-BASE = random_params(LLAMA, 0)
-HIDDEN = np.random.default_rng(5).standard_normal((T, D))
-TOKENS = np.random.default_rng(6).integers(0, V, 9)
 # As published: two heads said, whatever the file holds.
 V13 = {"base_model_name_or_path": "base", "medusa_num_heads": 2, "medusa_num_layers": 1}
 HYDRA = {"hydra_num_heads": 3, "hydra_num_layers": 3, "grounded_heads": True}
 HYDRA |= {"hidden_state_offset": 0}
-
-
-def load(path, **options):
-    options = {"dtype": "float64"} | options
-    return heads_io.load_heads(str(path), LLAMA, make_mesh(), **options)
-
-
-def our_logits(heads, params):
-    """[K, V] behind position T - 1 of the hidden states, the later tokens as they are."""
-    backbone = Backbone(Llama(LLAMA, jnp.float64), jax.tree.map(jnp.asarray, BASE))
-    drafter = make_drafter(heads, LLAMA)
-
-    def run(params):
-        n = len(TOKENS)
-        hidden = jnp.zeros((1, n, D)).at[0, :T].set(HIDDEN)
-        rows = (TOKENS[None], np.arange(n)[None], np.ones((1, n), np.int32))
-        features = drafter.features(params, backbone, hidden, *rows)[:, 0, T - 1]
-        heads = range(drafter.n_heads)
-        return jnp.stack(
-            [drafter.head_logits(params, backbone, k, features[k]) for k in heads]
-        )
-
-    return np.asarray(run(params))
 
 
 def fails(match, path, **options):
@@ -226,7 +196,6 @@ def test_vllm(tmp_path):
 @pytest.mark.parametrize("plus", [False, True])
 def test_hydra(plus, tmp_path):
     """Tied layers, LM heads with biases, tables that nothing reads; untied ones too."""
-    embedded = BASE["embed_tokens"]["embedding"][TOKENS[T : T + 3]]
     for tied in (True, False):
         state = hydra_state(plus=plus, tied=tied)
         folder = write(tmp_path, state, "hydra_lm_head.pt", HYDRA)
@@ -234,7 +203,7 @@ def test_hydra(plus, tmp_path):
         assert heads.drafter == ("hydrapp" if plus else "hydra")
         assert (heads.n_heads, heads.n_layers, heads.tie_layers) == (3, 3, tied)
         assert heads.lm_bias and ("layers_2" in params["heads_0"]) != tied
-        want = hydra_logits(state, HIDDEN, embedded, plus=plus)
+        want = hydra_logits(state, HIDDEN, EMBEDDED, plus=plus)
         assert_close(our_logits(heads, params), want, 512)
 
 
