@@ -1,7 +1,7 @@
 """The files of a backbone, of which converting heads needs a few tensors and never the whole."""
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import jax
 import numpy as np
@@ -12,7 +12,6 @@ from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fingerprint import Fingerprint, sampled
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.tensor import Tensors, whole
-from medusa_jax.model.llama import init_params
 
 
 @dataclass(frozen=True)
@@ -64,5 +63,4 @@ class BaseFiles:
 
     @cached_property
     def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        init = partial(init_params, self.config)
-        return tensor_files.flatten(jax.eval_shape(init, jax.random.key(0)))
+        return tensor_files.flatten(hf.abstract_params(self.config))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -69,6 +70,7 @@ class StoredHeads:
         return arrays
 
 
+@lru_cache(maxsize=16)
 def abstract_heads(heads: HeadsConfig, llama: LlamaConfig) -> Any:
     """Shapes of a drafter's parameters, nothing computed."""
     drafter = make_drafter(heads, llama)

@@ -122,7 +122,7 @@ def read_json(path: str) -> dict[str, Any]:
             value = json.load(f)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} should hold a JSON object, not a {type(value).__name__}")

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
+from medusa_jax.interop.sentencepiece_files import check_whole
 from medusa_jax.interop.tensors import optional_json
 
 BROKEN = "\ufffd"
@@ -95,7 +96,10 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     def text_of(name: str) -> str | None:
         value = settings.get(name)
-        return value.get("content") if isinstance(value, dict) else value
+        text = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(text, str | None):
+            raise UserError(f"{directory}: {name} should be text, not {str(value)[:80]!r}")
+        return text
 
     def id_of(name: str) -> int | None:
         token = text_of(name)
@@ -108,7 +112,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         bos_id = model["bos_token_id"]
     eos_ids = {id_of("eos_token")} | declared_eos_ids(directory)
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = {name: text for name in names if isinstance(text := text_of(name), str)}
+    special = {name: text for name in names if (text := text_of(name)) is not None}
     if bos_id is not None:
         special.setdefault("bos_token", backend.id_to_token(bos_id) or "")
     return Tokenizer(
@@ -138,13 +142,20 @@ def _backend(directory: str) -> Any:
 
         try:
             return tokenizers.Tokenizer.from_file(file)
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{file} cannot be read: {error}") from error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # The library raises bare Exception, and a panic of its Rust code is not even that.
+        except BaseException as error:
+            first_line = (str(error).splitlines() or [""])[0][:200]
+            raise UserError(f"{file} cannot be read: {first_line}") from error
     sources = ("tokenizer.model", "vocab.json", "vocab.txt")
     if not any(os.path.isfile(os.path.join(directory, name)) for name in sources):
         raise UserError(
             f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"
         )
+    pieces = os.path.join(directory, "tokenizer.model")
+    if os.path.isfile(pieces):
+        check_whole(pieces)
     # Importing transformers without torch would print a notice.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer, LlamaTokenizer
