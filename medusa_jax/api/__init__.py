@@ -13,7 +13,7 @@ from medusa_jax.api.load import (
     load,
 )
 from medusa_jax.api.model import Model
-from medusa_jax.api.results import Options, Piece, Result, steps_of
+from medusa_jax.api.results import Options, Piece, Result, accepted_lengths, steps_of
 from medusa_jax.api.streaming import StoppingText
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Piece",
     "Result",
     "StoppingText",
+    "accepted_lengths",
     "default_drafter",
     "default_dtype",
     "find_heads",

@@ -16,7 +16,12 @@ from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.stored_heads import StoredHeads
-from medusa_jax.interop.tokenizer import declared_eos_ids, load_tokenizer
+from medusa_jax.interop.tokenizer import (
+    NoTokenizer,
+    declared_eos_ids,
+    has_tokenizer,
+    load_tokenizer,
+)
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree, load_tree_file, parse_tree
@@ -54,7 +59,8 @@ def load(
       dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. "float64"
         needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
       mesh: devices along data, fsdp, tensor.
-      tokenizer: directory or hub id, if not beside the model.
+      tokenizer: directory or hub id, if not beside the model. A model without any takes
+        prompts as token ids and gives token ids.
       all_heads: False reads only the heads that `tree` uses.
       no_repeat_ngram_size: no n-gram of this size twice in prompt and text, 0 bars nothing; by
         default `no_repeat_ngram_size` of the model's generation_config.json, else 0.
@@ -77,7 +83,10 @@ def load(
     directory = find_model(model, kind)
     stored = find_heads(model, drafter or default_drafter(model))
     devices = make_mesh(mesh)
-    text_to_ids = load_tokenizer(tokenizer or directory)
+    if tokenizer or has_tokenizer(directory):
+        text_to_ids = load_tokenizer(tokenizer or directory)
+    else:
+        text_to_ids = NoTokenizer(directory)
     marks, number = hf.Fingerprint(), jnp.dtype(kind)
 
     def place(config: LlamaConfig, part: Any) -> Any:

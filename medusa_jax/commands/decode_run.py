@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -118,9 +119,9 @@ def run_file(
     return 0
 
 
-def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | list[int]:
-    """A prompt as text: messages (or, with --chat, a user's text) through the chat template."""
-    if isinstance(prompt, str) and template is None:
+def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | Sequence[int]:
+    """Messages (or, with --chat, a user's text) through the chat template; ids as they are."""
+    if isinstance(prompt, tuple) or (isinstance(prompt, str) and template is None):
         return prompt
     return encode_prompt(model.tokenizer, prompt, template or "")
 
@@ -184,6 +185,7 @@ def describe(
         "steps": result.steps,
         "mean_accepted_length": round(result.mean_accepted_length, 4),
         "acceptance_histogram": result.acceptance_histogram,
+        "accepted_lengths": result.accepted_lengths,
         "prefill_seconds": result.prefill_seconds,
         "decode_seconds": result.decode_seconds,
         "compile_seconds": result.compile_seconds,

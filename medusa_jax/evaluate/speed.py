@@ -86,9 +86,6 @@ def spec_bench_answer(
 ) -> dict[str, Any]:
     """One line of Spec-Bench's answer files."""
     result = compared.drafted
-    accepted = [
-        n + 1 for n, count in enumerate(result.acceptance_histogram) for _ in range(count)
-    ]
     return {
         "question_id": question["question_id"],
         "category": question["category"],
@@ -100,7 +97,7 @@ def spec_bench_answer(
                 "decoding_steps": [result.steps],
                 "new_tokens": [result.new_tokens],
                 "wall_time": [compared.decode_seconds],
-                "accept_lengths": accepted,
+                "accept_lengths": result.accepted_lengths,
             }
         ],
         "tstamp": time.time(),

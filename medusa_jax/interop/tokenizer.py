@@ -10,6 +10,8 @@ from medusa_jax.interop.sentencepiece_files import check_whole
 from medusa_jax.interop.tensors import optional_json
 
 BROKEN = "\ufffd"
+# What transformers makes a tokenizer of where there is no tokenizer.json.
+SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class Tokenizer:
@@ -125,6 +127,45 @@ def load_tokenizer(path: str) -> Tokenizer:
     )
 
 
+class NoTokenizer(Tokenizer):
+    """Stands for the tokenizer of a model that has none: prompts are token ids, texts empty.
+
+    Attributes:
+      directory: where there is none, for messages.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory, self.backend = directory, None
+        self.bos_id, self.adds_bos, self.vocab_size = None, False, 0
+        self.chat_template, self.special_texts = "", {}
+        self.eos_ids = self.special_ids = self.byte_ids = frozenset()
+
+    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+        raise self.missing("give prompts as token ids")
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        raise self.missing("text cannot be read")
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return ""
+
+    def token_to_id(self, token: str) -> int | None:
+        return None
+
+    def missing(self, so: str) -> UserError:
+        """The sentence; `so` is what follows from it."""
+        return UserError(
+            f"{self.directory} holds no tokenizer (tokenizer.json or tokenizer.model): {so}, or "
+            "name one with --tokenizer"
+        )
+
+
+def has_tokenizer(directory: str) -> bool:
+    """Whether a local directory holds a tokenizer's files, readable or not."""
+    names = ("tokenizer.json", *SOURCES)
+    return any(os.path.isfile(os.path.join(directory, name)) for name in names)
+
+
 def declared_eos_ids(directory: str) -> set[int]:
     """The EOS ids that a directory's config.json and generation_config.json name."""
     found: set[int] = set()
@@ -148,8 +189,7 @@ def _backend(directory: str) -> Any:
         except BaseException as error:
             first_line = (str(error).splitlines() or [""])[0][:200]
             raise UserError(f"{file} cannot be read: {first_line}") from error
-    sources = ("tokenizer.model", "vocab.json", "vocab.txt")
-    if not any(os.path.isfile(os.path.join(directory, name)) for name in sources):
+    if not has_tokenizer(directory):
         raise UserError(
             f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"
         )
