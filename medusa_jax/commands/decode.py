@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt", help="text to continue ('-' reads standard input)")
     add(
         "--prompts_file",
-        help="JSONL with prompt or messages, and optional per-request temperature, top_k, top_p, "
+        help="JSONL with prompt, prompt_ids or messages, and optional per-request temperature, top_k, top_p, "
         "min_p, seed, max_new_tokens, stop, eos_ids, stop_sequences; answers are JSON lines in the same order",
     )
     add("--batch_size", type=int, default=8, help="requests decoded at a time (default: 8)")

@@ -1,9 +1,11 @@
 """Hugging Face model directories: configuration and weights, in and out."""
 
+import math
 import os
 import re
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -54,6 +56,8 @@ REQUIRED = (
 
 # Buffers that old versions stored and every version recomputes.
 HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+# Medusa heads merged into a model, which --drafter reads.
+HEADS = "medusa_head."
 
 
 def generation_config(path: str) -> dict[str, Any]:
@@ -71,12 +75,12 @@ def read_config(path: str) -> LlamaConfig:
     file = os.path.join(path, "config.json")
     raw = read_json(file)
     family = raw.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(
             f"{file}: model_type {family!r} is not supported (there are: {', '.join(FAMILIES)})"
         )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    if quantised := raw.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UserError(
             f"{file}: quantization_config ({method}) is not supported; use the unquantised model"
         )
@@ -87,30 +91,28 @@ def read_config(path: str) -> LlamaConfig:
     if missing := [name for name in REQUIRED if raw.get(name) is None]:
         raise UserError(f"{file} does not say {', '.join(missing)}")
 
-    def get(name: str, default: Any = None) -> Any:
-        # An explicit null means "derive it", except for the window, where it means "none".
-        value = raw.get(name, FAMILIES[family].get(name))
-        return default if value is None else value
-
-    heads = raw["num_attention_heads"]
-    window, window_start = _sliding_window(file, family, raw, get("sliding_window", 0))
-    attention_bias = bool(get("attention_bias", False)) and family in ("llama", "qwen3")
+    # An explicit null means "derive it", and for Mistral's window "none".
+    said = FAMILIES[family] | raw
+    fields = _Fields(file, {name: v for name, v in said.items() if v is not None})
+    heads = fields.count("num_attention_heads")
+    window = _sliding_window(file, family, raw, fields)
+    attention_bias = fields.switch("attention_bias") and family in ("llama", "qwen3")
     config = LlamaConfig(
-        vocab_size=raw["vocab_size"],
-        d_model=raw["hidden_size"],
-        n_layers=raw["num_hidden_layers"],
+        vocab_size=fields.count("vocab_size"),
+        d_model=fields.count("hidden_size"),
+        n_layers=fields.count("num_hidden_layers"),
         n_heads=heads,
-        n_kv_heads=get("num_key_value_heads", heads),
-        head_dim=get("head_dim", raw["hidden_size"] // heads),
-        d_ff=raw["intermediate_size"],
-        max_position=get("max_position_embeddings"),
-        rms_eps=float(get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(get("tie_word_embeddings", False)),
-        sliding_window=window,
-        sliding_window_start_layer=window_start,
+        n_kv_heads=fields.count("num_key_value_heads", heads),
+        head_dim=fields.count("head_dim", fields.count("hidden_size") // heads),
+        d_ff=fields.count("intermediate_size"),
+        max_position=fields.count("max_position_embeddings"),
+        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        tie_embeddings=fields.switch("tie_word_embeddings"),
+        sliding_window=window[0],
+        sliding_window_start_layer=window[1],
         qkv_bias=attention_bias or family == "qwen2",
         out_bias=attention_bias,
-        mlp_bias=bool(get("mlp_bias", False)) and family == "llama",
+        mlp_bias=fields.switch("mlp_bias") and family == "llama",
         qk_norm=family == "qwen3",
         **_rope(file, raw),
     )
@@ -122,16 +124,58 @@ def read_config(path: str) -> LlamaConfig:
     return config
 
 
+@dataclass(frozen=True)
+class _Fields:
+    """Fields of a JSON file, each of the kind that it should be or a clear refusal."""
+
+    file: str
+    values: dict[str, Any]
+
+    def count(self, name: str, default: int = 0, least: int = 1) -> int:
+        """A whole number that an array could have as its size."""
+        value = self.values.get(name, default)
+        if type(value) is not int or not least <= value < 2**31:
+            raise self._wrong(name, f"a whole number from {least} on", value)
+        return value
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        """A number above 0."""
+        value = self.values.get(name, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self._wrong(name, "a number above 0", value)
+        return float(value)
+
+    def switch(self, name: str) -> bool:
+        """True or false; absent is false."""
+        value = self.values.get(name, False)
+        if type(value) is not bool:
+            raise self._wrong(name, "true or false", value)
+        return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        """An object; absent is empty."""
+        value = self.values.get(name) or {}
+        if not isinstance(value, dict):
+            raise self._wrong(name, "an object", value)
+        return value
+
+    def _wrong(self, name: str, kind: str, value: Any) -> UserError:
+        return UserError(f"{self.file}: {name} should be {kind}, not {str(value)[:80]!r}")
+
+
 def _rope(file: str, raw: dict[str, Any]) -> dict[str, Any]:
     """Fields of the rotary embedding.
 
     Up to transformers 4 they are `rope_theta` and `rope_scaling`, from 5 on `rope_parameters`
     holds both; where a file has the old and the new, transformers lets `rope_scaling` win.
     """
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    tables = _Fields(file, raw)
+    rope = tables.table("rope_scaling") or tables.table("rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", raw.get("rope_theta"))
-    fields: dict[str, Any] = {"rope_theta": float(10000.0 if theta is None else theta)}
+    found = {name: value for name, value in rope.items() if value is not None}
+    inner = _Fields(file, found if theta is None else found | {"rope_theta": theta})
+    fields: dict[str, Any] = {"rope_theta": inner.number("rope_theta", 10000.0)}
     rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotated not in (None, 1.0):
         raise UserError(f"{file}: partial_rotary_factor {rotated} is not supported")
@@ -152,30 +196,36 @@ def _rope(file: str, raw: dict[str, Any]) -> dict[str, Any]:
         }
     if missing := [name for name in names if rope.get(name) is None]:
         raise UserError(f"{file}: rope type {kind!r} without {', '.join(missing)}")
-    fields |= {ours: float(rope[theirs]) for theirs, ours in names.items()}
+    fields |= {ours: inner.number(theirs) for theirs, ours in names.items()}
     if kind == "llama3":
         fields["rope_original_max_position"] = int(fields["rope_original_max_position"])
     return fields | {"rope_scaling": kind}
 
 
 def _sliding_window(
-    file: str, family: str, raw: dict[str, Any], window: int
+    file: str, family: str, raw: dict[str, Any], fields: _Fields
 ) -> tuple[int, int]:
     """(window, first layer that uses it); (0, 0) for full attention everywhere."""
-    layers = raw["num_hidden_layers"]
-    if family == "mistral":
-        return window, 0
-    if family == "llama" or not raw.get("use_sliding_window", False):
+    layers = fields.count("num_hidden_layers")
+    if family == "llama":
         return 0, 0
-    window = raw.get("sliding_window", 4096) or 0
-    start = raw.get("max_window_layers", 28)
+    if family == "mistral":
+        return fields.count("sliding_window", least=0), 0
+    if not fields.switch("use_sliding_window"):
+        return 0, 0
+    window = 0
+    if raw.get("sliding_window", 4096) is not None:
+        window = fields.count("sliding_window", 4096, least=0)
+    start = fields.count("max_window_layers", 28, least=0)
     kinds = raw.get("layer_types")
     if kinds is not None:
+        if not isinstance(kinds, list):
+            raise UserError(f"{file}: layer_types should be a list")
         start = next(
             (i for i, kind in enumerate(kinds) if kind == "sliding_attention"), layers
         )
         expected = ["full_attention"] * start + ["sliding_attention"] * (layers - start)
-        if kinds != expected:
+        if len(kinds) != layers or kinds != expected:
             raise UserError(
                 f"{file}: layer_types is only supported as full_attention layers followed by "
                 "sliding_attention layers"
@@ -225,17 +275,24 @@ def load_backbone(
         raise UserError(
             f"{directory}: the weights hold {count} layers, config.json says {config.n_layers}"
         )
-    abstract = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+    abstract = abstract_params(config)
 
     def ignore(name: str) -> bool:
         copy_of_embedding = config.tie_embeddings and name == "lm_head.weight"
-        return copy_of_embedding or bool(HARMLESS.search(name))
+        heads = name.startswith(HEADS)
+        return copy_of_embedding or heads or bool(HARMLESS.search(name))
 
     each = None if convert is None else partial(convert, config)
     params = tensor_files.load_tree(
         abstract, mesh, stored, locate, dtype, directory, ignore, each
     )
     return config, params
+
+
+@lru_cache(maxsize=16)
+def abstract_params(config: LlamaConfig) -> Params:
+    """Shapes of a backbone's parameters, nothing computed."""
+    return jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
 
 
 def save_backbone(

@@ -21,7 +21,7 @@ def load_tree_file(path: str | Path) -> dict:
         data = json.loads(Path(path).read_text())
     except OSError as error:
         raise UserError(f"cannot read the tree file {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"tree file {path} is not valid JSON: {error}") from error
     if isinstance(data, list):
         data = {"choices": data}
