@@ -6,6 +6,7 @@ which is the tree's ancestor mask for a draft tree, or in the order of the text 
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -221,10 +222,14 @@ class Llama(nn.Module):
         return rematerialised(run)(variables, x_BTD, rope, sees)
 
 
+@partial(jax.jit, static_argnums=(0, 2))
 def init_params(
     config: LlamaConfig, key: jax.Array, param_dtype: Any = jnp.float32
 ) -> Params:
-    """Random parameters: embedding N(0, 0.02), kernels N(0, 1/fan_in)."""
+    """Random parameters: embedding N(0, 0.02), kernels N(0, 1/fan_in).
+
+    Under `jit`, so that the shapes of a model of 80 layers are traced once a process.
+    """
 
     def touch_all(module: Llama) -> jax.Array:
         one = jnp.ones((1, 1), jnp.int32)
