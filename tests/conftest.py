@@ -1,5 +1,6 @@
 """Tests run on the CPU, refuse silent rank promotion and keep compiled programs between runs."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -30,6 +31,8 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tracing makes so many small objects that Python looks for circles in them for an eighth of the time.
+gc.set_threshold(100_000, 50, 50)
 
 
 def restored_x64():
@@ -58,6 +61,7 @@ def _drop_programs():
         return
     if maps > 20_000:
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
