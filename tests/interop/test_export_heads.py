@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+from pathlib import Path
 
 import engines
 import jax
@@ -23,6 +24,7 @@ from medusa_jax.interop.convert import convert
 from medusa_jax.interop.export_heads import Export
 from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.stored_heads import abstract_heads
+from medusa_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -39,8 +41,6 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="module")
 def facts(base):
     """config.json of the backbone and its LM head [V, D] as stored."""
-    from pathlib import Path
-
     config = json.loads((Path(base.directory) / "config.json").read_text())
     return config, np.float64(base.lm_head().T)
 
@@ -146,8 +146,6 @@ def test_random_round_trips_are_exact(base, tmp_path):
 
 
 def test_a_fingerprint_needs_no_model(base):
-    from medusa_jax.sharding import make_mesh
-
     config, params = hf.load_backbone(base.directory, make_mesh())
     assert base.fingerprint() == hf.fingerprint(config, params)
 

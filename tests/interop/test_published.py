@@ -2,6 +2,7 @@
 
 import json
 
+import huggingface_hub
 import jax
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,7 @@ from head_files import (
     write,
 )
 from our_heads import BASE, EMBEDDED, HIDDEN, load, our_logits
+from safetensors.numpy import load_file, save_file
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop import heads_io, hf
@@ -73,8 +75,6 @@ def full_model(tmp_path):
     """v1.0: backbone and heads in one directory; the state of the heads alone is returned too."""
     params = jax.tree.map(np.float32, BASE)
     hf.save_backbone(str(tmp_path), LLAMA, params, "float32")
-    from safetensors.numpy import load_file, save_file
-
     state = medusa_state(3, prefix="medusa_head.")
     save_file(
         load_file(tmp_path / "model.safetensors") | state, tmp_path / "model.safetensors"
@@ -319,8 +319,6 @@ def test_from_the_hub_only_what_is_needed(tmp_path, monkeypatch):
     def snapshot(repo, revision, allow_patterns, ignore_patterns):
         asked.append(allow_patterns)
         return str(tmp_path)
-
-    import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     write(tmp_path, medusa_state(2), "medusa_lm_head.safetensors", V13)
