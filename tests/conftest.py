@@ -14,8 +14,9 @@ os.environ["XLA_FLAGS"] = (
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
     + os.environ.get("XLA_FLAGS", "")
 )
-# Which products are fastest is measured; a test that is about them says which.
+# Which products and which tree are fastest is measured; a test that is about them says which.
 os.environ.setdefault("MEDUSA_JAX_PRODUCTS", "plain")
+os.environ.setdefault("MEDUSA_JAX_TREES", "bundled")
 # Workers, subprocesses and later runs share what was compiled.
 if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))

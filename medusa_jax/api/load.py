@@ -1,13 +1,15 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 
+from medusa_jax.api import device_tree
 from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
@@ -26,7 +28,7 @@ from medusa_jax.interop.tokenizer import (
 from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.sharding import make_mesh
-from medusa_jax.tree import Tree, load_tree_file, parse_tree
+from medusa_jax.tree import Tree, load_tree_file, parse_tree, tree_of_size
 
 DEMO = Path(__file__).parents[1] / "demo"
 MODELS = Path(__file__).parents[1] / "models"
@@ -47,6 +49,7 @@ def load(
     weights: str | None = None,
     mesh: Sequence[int] = (1, 1, 1),
     tokenizer: str | None = None,
+    batch: int = 1,
     all_heads: bool = True,
     no_repeat_ngram_size: int | None = None,
     eos_ids: Sequence[int] | None = None,
@@ -68,6 +71,7 @@ def load(
       mesh: devices along data, fsdp, tensor.
       tokenizer: directory or hub id, if not beside the model. A model without any takes
         prompts as token ids and gives token ids.
+      batch: rows that will be decoded at a time, which "auto" fits the tree to.
       all_heads: False reads only the heads that `tree` uses.
       no_repeat_ngram_size: no n-gram of this size twice in prompt and text, 0 bars nothing; by
         default `no_repeat_ngram_size` of the model's generation_config.json, else 0.
@@ -102,7 +106,7 @@ def load(
         return place_part(config, part, number, devices, storage)
 
     config, backbone = hf.load_backbone(directory, devices, kind, place)
-    calibrated = None
+    calibrated, measured = None, None
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Any = {}
     if stored is None:
@@ -110,13 +114,19 @@ def load(
     else:
         calibrated = calibrated_tree(stored)
         there = stored.heads.n_heads
+        if tree == "auto" and _measures(calibrated):
+            marks_of_step = (config, stored.heads, kind, storage, mesh)
+            measured = device_tree.cache_file(calibrated, batch, *marks_of_step)
+            size = device_tree.kept_size(measured)
+            if size is not None:
+                tree, measured = tree_of_size(calibrated["growth"], size), None
         wanted = _choose_tree(tree, calibrated, there)
         wanted.check_depth(there)
         heads, head_params, _ = heads_io.load_heads(
             stored,
             config,
             devices,
-            None if all_heads else max(1, wanted.depth),
+            None if all_heads or measured else max(1, wanted.depth),
             kind,
             fingerprint=marks.digits(config),
             allow_other_base=allow_other_base,
@@ -124,7 +134,7 @@ def load(
         )
     if eos_ids is None:
         eos_ids = sorted(text_to_ids.eos_ids | declared_eos_ids(directory))
-    return Model(
+    loaded = Model(
         config,
         {"backbone": backbone, "heads": head_params},
         text_to_ids,
@@ -137,6 +147,19 @@ def load(
         eos_ids=eos_ids,
         no_repeat_ngram_size=_ngram_size(directory, no_repeat_ngram_size),
     )
+    if calibrated and measured:
+        found = device_tree.choose_on_device(loaded, calibrated, batch, measured)
+        loaded.tree = tree_of_size(calibrated["growth"], found["nodes"])
+    return loaded
+
+
+def _measures(calibrated: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """Whether "auto" is to be measured: the tree file says what each size gives, and nobody said no."""
+    asked = os.environ.get(device_tree.VARIABLE, "")
+    if asked not in ("", "bundled"):
+        raise UserError(f"{device_tree.VARIABLE} is bundled or not set, not {asked!r}")
+    sizes = device_tree.tokens_by_size(calibrated, jax.default_backend())
+    return bool(sizes) and asked != "bundled"
 
 
 def default_drafter(model: str | None) -> str:

@@ -38,8 +38,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--tree",
         default="auto",
-        help="auto, none, a number of nodes, cartesian:2,3, chain:4, "
-        "or a JSON file of choices (default: auto)",
+        help="auto (measured on this device at first use), bundled (the tree file's own choice), "
+        "none, a number of nodes, cartesian:2,3, chain:4, or a JSON file of choices (default: auto)",
     )
     add(
         "--acceptance",

@@ -47,8 +47,11 @@ def run(flags: argparse.Namespace) -> int:
         tree="none" if flags.drafter == "none" else flags.tree,
         mesh=parse_mesh(flags.mesh),
         tokenizer=flags.tokenizer,
+        batch=min(flags.batch_size, max(1, len(prompts))),
         all_heads=False,
     )
+    if flags.tree == "auto" and model.variables["heads"] and not model.tree.depth:
+        inform("plain decoding: no tree pays on this device")
     engine_options = {"acceptance": flags.acceptance}
     if template is not None and talking:
         own = ending_turns(model, Options(**shared_options(flags)), template)
