@@ -30,7 +30,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.delenv(device_tree.VARIABLE)
     cost, measured = dict.fromkeys(LADDER, 1.0), []
 
-    def seconds(engines, variables, prompt, *, batch, n_steps):
+    def seconds(engines, variables, prompt, *, batch, **how):
         nodes = [e.tree.n_nodes for e in engines]
         measured.append((*nodes, batch))
         return [cost[n] for n in nodes]

@@ -115,7 +115,13 @@ def load(
         calibrated = calibrated_tree(stored)
         there = stored.heads.n_heads
         if tree == "auto" and _measures(calibrated):
-            marks_of_step = (config, stored.heads, kind, storage, mesh)
+            marks_of_step = (
+                config,
+                stored.heads,
+                kind,
+                storage,
+                tuple(devices.shape.values()),
+            )
             measured = device_tree.cache_file(calibrated, batch, *marks_of_step)
             size = device_tree.kept_size(measured)
             if size is not None:
