@@ -16,7 +16,7 @@ from tiny_model import CONTEXT, write_model, write_tokenizer
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
-from medusa_jax.api import StoppingText, steps_of
+from medusa_jax.api import StoppingText, accepted_lengths, steps_of
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.evaluate.compare import compare, score_gap
@@ -50,6 +50,9 @@ def check_result(model, result, limit=NEW):
     appended = sum((i + 1) * n for i, n in enumerate(result.acceptance_histogram))
     assert result.steps == steps and appended == result.new_tokens - 1
     assert result.new_tokens == len(result.token_ids) == len(result.draft_depths) <= limit
+    lengths = result.accepted_lengths
+    histogram = [lengths.count(n + 1) for n in range(len(result.acceptance_histogram))]
+    assert len(lengths) == steps and histogram == result.acceptance_histogram
     if steps:
         assert result.mean_accepted_length == appended / steps
         assert result.tokens_per_second == (result.new_tokens - 1) / result.decode_seconds
@@ -451,7 +454,8 @@ def test_stopping_text_shows_nothing_that_a_stop_string_may_take_back(model):
 
 def test_steps_are_told_from_depths():
     assert steps_of([0, 1, 2, 0, 0, 1], 3) == [2, 0, 1]
-    assert steps_of([0], 2) == [0, 0]
+    assert accepted_lengths([0, 1, 2, 0, 0, 1]) == [3, 1, 1]
+    assert steps_of([0], 2) == [0, 0] and accepted_lengths([0]) == []
     assert steps_of([0, 0, 0, 1, 0], 2) == [2, 1]
 
 

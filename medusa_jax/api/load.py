@@ -1,25 +1,34 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 
+from medusa_jax.api import device_tree
 from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, make_drafter
 from medusa_jax.interop import heads_io, hf
-from medusa_jax.interop.hub import resolve, resolve_heads
+from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.names import named
-from medusa_jax.interop.tokenizer import declared_eos_ids, load_tokenizer
+from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.tokenizer import (
+    NoTokenizer,
+    declared_eos_ids,
+    has_tokenizer,
+    load_tokenizer,
+)
 from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.sharding import make_mesh
-from medusa_jax.tree import Tree, load_tree_file, parse_tree
+from medusa_jax.tree import Tree, load_tree_file, parse_tree, tree_of_size
 
 DEMO = Path(__file__).parents[1] / "demo"
 MODELS = Path(__file__).parents[1] / "models"
@@ -40,6 +49,7 @@ def load(
     weights: str | None = None,
     mesh: Sequence[int] = (1, 1, 1),
     tokenizer: str | None = None,
+    batch: int = 1,
     all_heads: bool = True,
     no_repeat_ngram_size: int | None = None,
     eos_ids: Sequence[int] | None = None,
@@ -51,15 +61,17 @@ def load(
       model: directory, GGUF file, name (`interop/names.py`) or hub id of a Llama-family model;
         None is the demo.
       drafter: a name from the registry (the heads of that kind that come with the demo or with
-        a model called by name), a directory or a hub id with heads, or "none"; by default what
-        `default_drafter` says.
+        a model called by name); a directory, a file or a hub id with heads, ours or published
+        ones (docs/formats.md); or "none". By default what `default_drafter` says.
       tree: the default tree, as for `--tree`.
       dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. "float64"
         needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
       weights: "bfloat16" or "int8" stores kernels so, which makes a step's bytes fewer; the
         model is then the one with these rounded weights. By default they have the `dtype`.
       mesh: devices along data, fsdp, tensor.
-      tokenizer: directory or hub id, if not beside the model.
+      tokenizer: directory or hub id, if not beside the model. A model without any takes
+        prompts as token ids and gives token ids.
+      batch: rows that will be decoded at a time, which "auto" fits the tree to.
       all_heads: False reads only the heads that `tree` uses.
       no_repeat_ngram_size: no n-gram of this size twice in prompt and text, 0 bars nothing; by
         default `no_repeat_ngram_size` of the model's generation_config.json, else 0.
@@ -79,10 +91,13 @@ def load(
             'dtype float64 needs 64-bit types: call jax.config.update("jax_enable_x64", True) '
             "before anything is loaded, or set JAX_ENABLE_X64=1"
         )
-    directory = _model_directory(model, kind)
-    heads_directory = _heads_directory(model, drafter or default_drafter(model))
+    directory = find_model(model, kind)
+    stored = find_heads(model, drafter or default_drafter(model))
     devices = make_mesh(mesh)
-    text_to_ids = load_tokenizer(tokenizer or directory)
+    if tokenizer or has_tokenizer(directory):
+        text_to_ids = load_tokenizer(tokenizer or directory)
+    else:
+        text_to_ids = NoTokenizer(directory)
     marks, number = hf.Fingerprint(), jnp.dtype(kind)
     storage = choose_storage(hf.read_config(directory), number, devices, weights)
 
@@ -91,21 +106,33 @@ def load(
         return place_part(config, part, number, devices, storage)
 
     config, backbone = hf.load_backbone(directory, devices, kind, place)
-    calibrated = None
+    calibrated, measured = None, None
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Any = {}
-    if heads_directory is None:
+    if stored is None:
         wanted = Tree.none() if tree == "auto" else tree
     else:
-        calibrated = _calibrated_tree(heads_directory)
-        there = heads_io.read_description(heads_directory).n_heads
+        calibrated = calibrated_tree(stored)
+        there = stored.heads.n_heads
+        if tree == "auto" and _measures(calibrated):
+            marks_of_step = (
+                config,
+                stored.heads,
+                kind,
+                storage,
+                tuple(devices.shape.values()),
+            )
+            measured = device_tree.cache_file(calibrated, batch, *marks_of_step)
+            size = device_tree.kept_size(measured)
+            if size is not None:
+                tree, measured = tree_of_size(calibrated["growth"], size), None
         wanted = _choose_tree(tree, calibrated, there)
         wanted.check_depth(there)
         heads, head_params, _ = heads_io.load_heads(
-            heads_directory,
+            stored,
             config,
             devices,
-            None if all_heads else max(1, wanted.depth),
+            None if all_heads or measured else max(1, wanted.depth),
             kind,
             fingerprint=marks.digits(config),
             allow_other_base=allow_other_base,
@@ -113,7 +140,7 @@ def load(
         )
     if eos_ids is None:
         eos_ids = sorted(text_to_ids.eos_ids | declared_eos_ids(directory))
-    return Model(
+    loaded = Model(
         config,
         {"backbone": backbone, "heads": head_params},
         text_to_ids,
@@ -126,6 +153,19 @@ def load(
         eos_ids=eos_ids,
         no_repeat_ngram_size=_ngram_size(directory, no_repeat_ngram_size),
     )
+    if calibrated and measured:
+        found = device_tree.choose_on_device(loaded, calibrated, batch, measured)
+        loaded.tree = tree_of_size(calibrated["growth"], found["nodes"])
+    return loaded
+
+
+def _measures(calibrated: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """Whether "auto" is to be measured: the tree file says what each size gives, and nobody said no."""
+    asked = os.environ.get(device_tree.VARIABLE, "")
+    if asked not in ("", "bundled"):
+        raise UserError(f"{device_tree.VARIABLE} is bundled or not set, not {asked!r}")
+    sizes = device_tree.tokens_by_size(calibrated, jax.default_backend())
+    return bool(sizes) and asked != "bundled"
 
 
 def default_drafter(model: str | None) -> str:
@@ -138,8 +178,15 @@ def default_drafter(model: str | None) -> str:
     return row.drafter if row and (MODELS / row.heads / row.drafter).is_dir() else "none"
 
 
-def _model_directory(model: str | None, dtype: str) -> str:
-    """Where the backbone lies, before anything else is looked for."""
+def find_model(model: str | None, dtype: str = "float32") -> str:
+    """Where the backbone lies, before anything else is looked for; None is the demo's.
+
+    Args:
+      dtype: what a GGUF file is converted to.
+
+    Raises:
+      UserError: nowhere.
+    """
     if model is not None:
         return resolve(model, dtype=dtype)
     if not (DEMO / "backbone" / "config.json").exists():
@@ -147,17 +194,21 @@ def _model_directory(model: str | None, dtype: str) -> str:
     return str(DEMO / "backbone")
 
 
-def _heads_directory(model: str | None, drafter: str) -> str | None:
-    """Where the heads lie that `drafter` names; None for "none"."""
+def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
+    """The heads that `drafter` names, described and not read; None for "none".
+
+    Raises:
+      UserError: there are none.
+    """
     if drafter == "none":
         return None
     if drafter not in DRAFTERS:
-        return resolve_heads(drafter)
+        return open_heads(drafter)
     row = named(model)
     if model is not None and row is None:
         raise UserError(
             f"--drafter {drafter} names the demo's heads, which do not fit {model}: give "
-            "the directory or hub id of heads trained for it, or --drafter none"
+            "the directory, file or hub id of heads trained for it, or --drafter none"
         )
     folder = (MODELS / row.heads if row else DEMO) / drafter
     if not folder.is_dir():
@@ -165,12 +216,12 @@ def _heads_directory(model: str | None, drafter: str) -> str | None:
             f"no {drafter} heads are bundled with {model or 'the demo'}: give --drafter the "
             "directory of heads trained for it"
         )
-    return str(folder)
+    return open_heads(str(folder))
 
 
-def _calibrated_tree(heads_directory: str) -> dict[str, Any] | None:
+def calibrated_tree(stored: StoredHeads) -> dict[str, Any] | None:
     """The tree file beside the heads, if there is one."""
-    file = Path(heads_directory) / "tree.json"
+    file = Path(stored.directory) / "tree.json"
     return load_tree_file(file) if file.exists() else None
 
 

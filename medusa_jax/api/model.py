@@ -15,7 +15,7 @@ from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, Drafter, no_drafter
-from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.model.placing import decoder
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree import Tree, parse_tree
@@ -174,6 +174,8 @@ class Model:
         Raises:
           UserError: a prompt that leaves no room in the context.
         """
+        if isinstance(self.tokenizer, NoTokenizer) and any(o.stop for o in options):
+            raise self.tokenizer.missing("stop strings cannot be found")
         encoded = [self.encode(p) for p in prompts]
         context = self.config.max_position
         for prompt in encoded:

@@ -132,6 +132,12 @@ def run(flags: argparse.Namespace) -> int:
     if flags.questions:
         return run_questions(flags, drafter_names(flags), out)
     questions = read_questions(flags.prompts, flags.limit)
+    if flags.model and flags.prompts == str(DEMO_PROMPTS):
+        # Their ids are of the demo's vocabulary, their texts are anybody's.
+        questions = [
+            {name: value for name, value in question.items() if not name.endswith("_ids")}
+            for question in questions
+        ]
     if flags.cache_check:
         return run_cache_check(flags, questions, out)
     if flags.batches:
