@@ -18,7 +18,7 @@ from medusa_jax.api.model import Model
 from medusa_jax.console import announced, cache_directory, processor
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.timing import engine_seconds
-from medusa_jax.tree import Tree, tree_of_size
+from medusa_jax.tree import tree_of_size
 from medusa_jax.tree.files import ACCELERATOR_NODES
 
 # "bundled": the file's own choice is taken and nothing is measured.
@@ -78,7 +78,7 @@ def choose_on_device(
       step, step latency ratio and speed-up, both against plain decoding in the same run.
     """
     tokens = tokens_by_size(calibrated, jax.default_backend())
-    plain = Engine(model.llama, model.drafter, Tree.none())
+    plain = model.engine(tree="none")
     rows: list[dict[str, Any]] = []
     best, lost = {"nodes": 1, "speedup": 1.0}, 0
     prompt = [min(1, model.config.vocab_size - 1)] * PROMPT

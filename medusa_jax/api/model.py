@@ -14,7 +14,7 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, Drafter
+from medusa_jax.heads import Backbone, Drafter, no_drafter
 from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.model.placing import decoder
 from medusa_jax.model.stored import Storage
@@ -128,10 +128,12 @@ class Model:
             raise UserError(f"unknown acceptance {acceptance!r}: there are {known}")
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")
+        tree = self.parse_tree(tree)
         return loop.Engine(
             self.llama,
-            self.drafter,
-            self.parse_tree(tree),
+            # Plain decoding pays for no layers that only drafts are made of.
+            self.drafter if tree.depth else no_drafter(self.config),
+            tree,
             acceptance,
             no_repeat_ngram_size=self.no_repeat_ngram_size,
         )

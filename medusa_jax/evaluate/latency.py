@@ -36,16 +36,7 @@ def step_seconds(
 
     See `decoding.timing.engine_seconds`.
     """
-    engines = [
-        Engine(
-            model.llama,
-            model.drafter,
-            tree,
-            acceptance,
-            no_repeat_ngram_size=model.no_repeat_ngram_size,
-        )
-        for tree in trees
-    ]
+    engines = [model.engine(tree, acceptance, temperature > 0) for tree in trees]
     return engine_seconds(
         engines, model.variables, prompt, batch=batch, temperature=temperature,
         n_steps=n_steps, rounds=rounds,

@@ -51,6 +51,22 @@ def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = "float
     return directory
 
 
+def gguf_file(path_or_name: str | None) -> str:
+    """The GGUF file that a path or a name of `NAMES` stands for; `resolve` says what becomes of it.
+
+    Raises:
+      UserError: it stands for something else.
+    """
+    if path_or_name is not None and named(path_or_name):
+        return file_of(path_or_name)
+    if path_or_name is None or not path_or_name.lower().endswith(".gguf"):
+        raise UserError(
+            f"{path_or_name or 'the demo'} is no GGUF file, which llama.cpp needs: give --model "
+            f"a .gguf file or a name ({', '.join(NAMES)})"
+        )
+    return path_or_name
+
+
 def is_here(path_or_id: str) -> bool:
     """Whether `resolve` needs no network for it."""
     return path_or_id in NAMES or os.path.exists(path_or_id)
