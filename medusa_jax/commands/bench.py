@@ -16,6 +16,7 @@ from typing import Any
 
 from medusa_jax.commands.bench_against import add_against, run_against
 from medusa_jax.commands.bench_questions import add_questions, run_questions
+from medusa_jax.commands.bench_shape import add_shape, run_shape
 from medusa_jax.commands.flags import (
     add_base,
     add_generation,
@@ -36,6 +37,7 @@ EXAMPLES = """examples:
   python -m medusa_jax bench --limit 8 --trees auto,8,64 --out work/bench
   python -m medusa_jax bench --batches 1,2,4,6,8 --limit 24 --max_new_tokens 128
   python -m medusa_jax bench --cache_check
+  python -m medusa_jax bench --shape llama-7b --random_weights
   python -m medusa_jax bench --questions question.jsonl --limit 0 --max_new_tokens 1024
   python -m medusa_jax bench --model path/to/model --drafters path/to/heads,none \\
       --prompts question.jsonl
@@ -78,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
         help="instead: step time and bytes at 64 tokens of context, 4096 against 128 slots",
     )
     add_against(p)
+    add_shape(p)
     add_questions(p)
     p.add_argument("--out", default="work/bench", help="directory for results")
     return p
@@ -129,6 +132,8 @@ def run(flags: argparse.Namespace) -> int:
     use_compilation_cache()
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
+    if flags.shape or flags.random_weights:
+        return run_shape(flags, out)
     if flags.questions:
         return run_questions(flags, drafter_names(flags), out)
     questions = read_questions(flags.prompts, flags.limit)

@@ -29,6 +29,7 @@ def engine_seconds(
     temperature: float = 0.0,
     n_steps: int = 16,
     rounds: int = 7,
+    one_by_one: Sequence[bool] = (),
     of: Callable[[list[float]], float] = statistics.median,
 ) -> list[float]:
     """Seconds of one decode step of each engine: draft, verify, accept, commit, append.
@@ -38,6 +39,8 @@ def engine_seconds(
     step costs what its slots ask for. Nothing ends a run before its last step, which is checked.
 
     Args:
+      one_by_one: for each engine whether the host dispatches its steps by themselves (without
+        waiting for the one before); by default none is.
       of: what is made of an engine's rounds.
 
     Raises:
@@ -58,21 +61,24 @@ def engine_seconds(
         temperature=[temperature] * batch,
     )
 
-    def run(engine: Engine) -> float:
+    def run(engine: Engine, in_one_go: int) -> float:
         state, _ = begin(engine, variables, request)
         state = jax.block_until_ready(grow(engine.depth_only, slots, state))
         start = time.perf_counter()
-        _, progress = decode_loop(engine, variables, state, np.int32(n_steps))
+        for _ in range(n_steps // in_one_go):
+            state, progress = decode_loop(engine, variables, state, np.int32(in_one_go))
         jax.block_until_ready(progress)
         seconds = time.perf_counter() - start
         made = np.asarray(progress.steps_B)
         assert (made == n_steps).all(), f"{made} steps were made, not {n_steps}"
         return seconds / n_steps
 
-    times: list[list[float]] = [[] for _ in trees]
-    for engine in engines:
-        run(engine)  # compile
+    portions = [1 if apart else n_steps for apart in one_by_one] or [n_steps] * len(engines)
+    cases = list(zip(engines, portions, strict=True))
+    times: list[list[float]] = [[] for _ in cases]
+    for case in cases:
+        run(*case)  # compile
     for _ in range(rounds):
-        for i, engine in enumerate(engines):
-            times[i].append(run(engine))
+        for i, case in enumerate(cases):
+            times[i].append(run(*case))
     return [of(t) for t in times]

@@ -53,6 +53,17 @@ def test_engines_in_one_table(arguments, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "bench.md").read_text() in printed
 
 
+@pytest.mark.parametrize("model", [None, "another"])
+def test_the_demo_s_prompts_are_ids_to_the_demo_alone(model, tmp_path, monkeypatch):
+    """Another model reads their texts with its own tokenizer."""
+    seen = []
+    monkeypatch.setattr(bench, "run_against", lambda *a: seen.extend(a[2]) or 0)
+    flags = [f"--model={model}"] if model else []
+    assert bench.main([*flags, "--against=llama.cpp", f"--out={tmp_path}"]) == 0
+    assert seen and all(("prompt_ids" in q) == (model is None) for q in seen)
+    assert all(q["prompt"] for q in seen)
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [
