@@ -48,6 +48,9 @@ class HeadsConfig:
 
     `lm_head` is where a head's logits come from: "own" (a full D x V matrix per head, as in the
     paper), "shared" (the backbone's LM head) or "low_rank" (D x rank x V per head).
+
+    `draft_vocab` is how many tokens a head scores, the most frequent ones (`heads/vocabulary.py`);
+    0 is all of them.
     """
 
     drafter: str = "medusa"
@@ -55,6 +58,7 @@ class HeadsConfig:
     n_layers: int = 1
     lm_head: str = "own"
     rank: int = 256
+    draft_vocab: int = 0
 
 
 @dataclass
@@ -106,6 +110,9 @@ class DataConfig:
     chat_template: str = ""
     max_samples: int = 0
     seed: int = 0
+    # Counts to choose heads.draft_vocab tokens by: the vocab_counts.npy that `distill` keeps, or its
+    # directory; empty = the counted tokens of `source`.
+    draft_vocab_from: str = ""
     # Print one sample with its counted tokens marked, train nothing.
     preview: bool = False
     # "float32" or "bfloat16": keep the frozen backbone's hidden states on disk, computed once

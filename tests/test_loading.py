@@ -6,11 +6,15 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from closeness import assert_close
 from live import Peak, shard_bytes
-from tiny_model import write_model
+from tiny_model import write_heads, write_model
 
 import medusa_jax
+from medusa_jax.errors import UserError
+from medusa_jax.heads.vocabulary import GROUP, for_drafting
 from medusa_jax.interop import hf, tensors
 from medusa_jax.model import placing
 from medusa_jax.model.llama import init_params, prepare
@@ -18,6 +22,7 @@ from medusa_jax.model.stored import Panels
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, setup
 from medusa_jax.training.setup import load_setup
+from medusa_jax.tree import Tree
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))
 from training_setup import ROOT, tiny_config
@@ -116,3 +121,34 @@ def test_a_part_is_that_part_of_the_whole(directory):
     for name in reversed(params):
         marks.see(config, {name: params[name]})
     assert marks.digits(config) == hf.fingerprint(config, params)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "products, weights", [("plain", None), ("native", None), ("plain", "int8")]
+)
+def test_a_shared_lm_head_is_read_in_columns(
+    products, weights, tied, tmp_path, monkeypatch
+):
+    """That of a draft vocabulary is a smaller kernel in the form of the others; the text stays."""
+    monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", products)
+    config, params = write_model(tmp_path, tie_embeddings=tied)
+    ids = np.arange(1, config.vocab_size, 2, dtype=np.int32)
+    write_heads(tmp_path / "few", config, params, ids)
+    form = {"dtype": "float32", "weights": weights}
+    model = medusa_jax.load(str(tmp_path), str(tmp_path / "few"), **form)
+    kernel = model.variables["heads"][GROUP]["lm_head"]["kernel"]
+    whole = model.variables["backbone"]["lm_head"]["kernel"]
+    assert type(kernel) is type(whole)
+    assert isinstance(kernel, Panels) == (products == "native")
+    x = np.random.default_rng(0).standard_normal((3, config.d_model)).astype(np.float32)
+    seen = for_drafting(model.backbone, model.variables["heads"])
+    logits = seen.lm_head(x)
+    assert logits.shape == (3, len(ids))
+    assert_close(logits, np.asarray(model.backbone.lm_head(x))[:, ids])
+    with pytest.raises(UserError, match=f"rank {len(ids)} exceeds the heads' draft vocab"):
+        model.parse_tree(Tree.from_choices([[len(ids)]]))
+    plain = medusa_jax.load(str(tmp_path), "none", **form)
+    options = medusa_jax.Options(max_new_tokens=12)
+    texts = [m.generate(["the cat"], [options])[0].token_ids for m in (model, plain)]
+    assert texts[0] == texts[1]

@@ -71,9 +71,13 @@ everything = [Options(max_new_tokens=20, temperature=t, seed=2) for t in tempera
 for shape in ((1, 1, 1), (1, 1, 2), (2, 2, 2), (1, 8, 1), (8, 1, 1)):
     peak = Peak()
     placing._prepared = peak.watching(prepared)
+    heads = "/few" if shape == (2, 2, 2) else "/heads"  # with a draft vocabulary of 20 of 40
     model = medusa_jax.load(
-        model_dir, model_dir + "/heads", tree="cartesian:2,1", dtype="float64", mesh=shape
+        model_dir, model_dir + heads, tree="cartesian:2,1", dtype="float64", mesh=shape
     )
+    if heads == "/few":
+        columns = model.variables["heads"]["draft_vocab"]["lm_head"]["kernel"]
+        report["columns"] = [columns.shape, columns.addressable_shards[0].data.shape]
     report["loaded"][str(shape)] = [peak.bytes, shard_bytes(model.variables)]
     loop.MIN_SLOTS = 16 if shape == (2, 2, 2) else 128  # there the cache grows on its way
     rows = 3 if shape == (1, 8, 1) else 8  # three are not divided, each device has all
@@ -106,10 +110,11 @@ print(json.dumps(report))
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    from tiny_model import write_model
+    from tiny_model import write_heads, write_model
 
     path = tmp_path_factory.mktemp("model")
-    write_model(path, n_kv_heads=4)
+    config, params = write_model(path, n_kv_heads=4)
+    write_heads(path / "few", config, params, range(1, 40, 2))
     command = [sys.executable, "-c", CHILD, str(path)]
     done = subprocess.run(
         command, env=environment(devices(8)), capture_output=True, text=True
@@ -120,6 +125,7 @@ def report(tmp_path_factory):
 
 def test_parameters_lie_where_the_table_says(report):
     assert report["devices"] == 8
+    assert report["columns"] == [[16, 20], [8, 10]]
     assert report["wrong"] == []
 
 

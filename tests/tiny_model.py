@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.model.llama import Llama
 
@@ -48,15 +49,23 @@ def write_model(directory: Path, bos: bool = True, seed: int = 0, **fields):
     sizes = {"vocab_size": size, "max_position": CONTEXT, "n_layers": 1}
     config = tiny_config(**(sizes | fields))
     params = random_params(config, seed)
-    for special in range(3):  # so rare that texts run to their limit
-        params["lm_head"]["kernel"][:, special] *= 0.1
+    tied = config.tie_embeddings
+    lm_head_VD = (
+        params["embed_tokens"]["embedding"] if tied else params["lm_head"]["kernel"].T
+    )
+    lm_head_VD[:3] *= 0.1  # specials are so rare that texts run to their limit
     params = jax.tree.map(lambda x: x.astype(np.float32), params)
     hf.save_backbone(str(directory), config, params, "float32")
-    backbone = Backbone(Llama(config), params)
-    heads = HeadsConfig(n_heads=3, lm_head="shared")
-    head_params = make_drafter(heads, config).init(jax.random.key(0), backbone)
-    record = heads_io.describe_base(config, params)
-    heads_io.save_heads(
-        str(directory / "heads"), heads, head_params, base=record, recipe={}
-    )
+    write_heads(directory / "heads", config, params)
     return config, params
+
+
+def write_heads(directory: Path, config, params, ids=()):
+    """Three untrained Medusa heads that share the LM head, over all tokens or those of `ids`."""
+    backbone = Backbone(Llama(config), params)
+    heads = HeadsConfig(n_heads=3, lm_head="shared", draft_vocab=len(ids))
+    head_params = make_drafter(heads, config).init(jax.random.key(0), backbone)
+    if len(ids):
+        head_params[GROUP] = {"ids": np.array(ids, np.int32)}
+    record = heads_io.describe_base(config, params)
+    heads_io.save_heads(str(directory), heads, head_params, base=record, recipe={})

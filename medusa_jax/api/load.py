@@ -8,12 +8,13 @@ from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from medusa_jax.api import device_tree
 from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import DRAFTERS, make_drafter
+from medusa_jax.heads import DRAFTERS, make_drafter, vocabulary
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.names import named
@@ -27,7 +28,8 @@ from medusa_jax.interop.tokenizer import (
 )
 from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.placing import place_head, place_part
-from medusa_jax.sharding import make_mesh
+from medusa_jax.model.stored import Storage
+from medusa_jax.sharding import make_mesh, param_shardings
 from medusa_jax.tree import Tree, load_tree_file, parse_tree, tree_of_size
 
 DEMO = Path(__file__).parents[1] / "demo"
@@ -100,9 +102,11 @@ def load(
         text_to_ids = NoTokenizer(directory)
     marks, number = hf.Fingerprint(), jnp.dtype(kind)
     storage = choose_storage(hf.read_config(directory), number, devices, weights)
+    drafting = _DraftHead(stored, devices, storage)
 
     def place(config: LlamaConfig, part: Any) -> Any:
         marks.see(config, part)
+        drafting.see(config, part)
         return place_part(config, part, number, devices, storage)
 
     config, backbone = hf.load_backbone(directory, devices, kind, place)
@@ -138,6 +142,7 @@ def load(
             allow_other_base=allow_other_base,
             convert=partial(place_head, storage=storage),
         )
+        head_params = drafting.beside(head_params)
     if eos_ids is None:
         eos_ids = sorted(text_to_ids.eos_ids | declared_eos_ids(directory))
     loaded = Model(
@@ -166,6 +171,36 @@ def _measures(calibrated: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
         raise UserError(f"{device_tree.VARIABLE} is bundled or not set, not {asked!r}")
     sizes = device_tree.tokens_by_size(calibrated, jax.default_backend())
     return bool(sizes) and asked != "bundled"
+
+
+class _DraftHead:
+    """The backbone's LM head for the tokens of a draft vocabulary, where heads share it.
+
+    Its columns are picked while the backbone is read, before kernels get the form in which they are
+    decoded, and get that form themselves: a smaller kernel, not a product with all columns.
+    """
+
+    def __init__(self, stored: StoredHeads | None, mesh: Mesh, storage: Storage) -> None:
+        self.mesh, self.storage = mesh, storage
+        self.part: Any = {}
+        self.ids_O = None
+        if stored is not None and stored.heads.lm_head == "shared":
+            self.ids_O = stored.ids
+
+    def see(self, config: LlamaConfig, part: Any) -> None:
+        """Look at a part of the backbone as it passes."""
+        if self.ids_O is None or vocabulary.lm_head_entry(config) not in part:
+            return
+        kernel_DO = vocabulary.scored_columns(config, part, self.ids_O)
+        found = {"lm_head": {"kernel": kernel_DO}}
+        found = jax.device_put(found, param_shardings(self.mesh, found))
+        self.part = place_head(found, self.storage)
+
+    def beside(self, heads: Any) -> Any:
+        """The parameters of the heads, with the LM head that they share."""
+        if self.ids_O is None:
+            return heads
+        return heads | {vocabulary.GROUP: heads[vocabulary.GROUP] | self.part}
 
 
 def default_drafter(model: str | None) -> str:

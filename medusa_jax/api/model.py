@@ -110,8 +110,10 @@ class Model:
         if tree.depth and headless:
             raise no_heads
         tree.check_depth(self.drafter.n_heads)
-        if tree.max_rank >= self.config.vocab_size:
-            raise UserError(f"tree rank {tree.max_rank} exceeds the vocabulary")
+        few = self.drafter.heads.draft_vocab
+        if tree.max_rank >= (few or self.config.vocab_size):
+            whose = f"heads' draft vocabulary of {few}" if few else "vocabulary"
+            raise UserError(f"tree rank {tree.max_rank} exceeds the {whose}")
         return tree
 
     def engine(

@@ -10,6 +10,7 @@ are prompts to go on with, or conversations whose user turns are asked again (se
     samples.jsonl     mode continue: {"prompt_ids": [...], "token_ids": [...]}
     tokens.npy, doc_starts.npy, counted.npy
                       mode continue: the same as a token directory; prompts are not counted
+    vocab_counts.npy  how often the model wrote each token [V]: what a draft vocabulary is chosen by
     settings.json     everything that decides the text
     provenance.json   settings, sizes and speed, written when all is done
 
@@ -112,6 +113,7 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.distill import files
     from medusa_jax.distill.seeds import mode_for, read_seeds
     from medusa_jax.distill.writer import News, Writer, write_all
+    from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.interop.chat import stop_ids, template_source
 
     if flags.batch_size < 1 or flags.max_turns < 1:
@@ -151,6 +153,8 @@ def run(flags: argparse.Namespace) -> int:
     found = files.sizes(mode, lines)
     if mode == "continue":
         files.write_token_directory(out, lines)
+    counts_V = files.vocab_counts(mode, lines, model, flags.chat_template)
+    files.write_array(out / COUNTS, counts_V)
     made = files.sizes(mode, lines[before:])["answer_tokens"]
     speed = made / max(seconds, 1e-9)
     engine = {"drafter": flags.drafter, "tree_nodes": model.tree.n_nodes}
@@ -160,6 +164,7 @@ def run(flags: argparse.Namespace) -> int:
         f"{found['samples']} samples, {found['answer_tokens']} tokens of the model's own, "
         f"{speed:.0f} tokens/s; in {path}"
     )
+    inform(f"{files.coverage(counts_V)}; counts in {out / COUNTS}")
     for problem, n in found.get("unusable_seeds", {}).items():
         inform(f"{n} seeds gave no sample: {problem}")
     return 0

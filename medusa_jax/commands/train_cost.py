@@ -31,7 +31,7 @@ from medusa_jax.training import checks, losses
 from medusa_jax.training.losses.reference import equation_1
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
-from medusa_jax.training.setup import load_setup
+from medusa_jax.training.setup import load_setup, with_draft_vocab
 from medusa_jax.training.stage import Stage, head_objective, make_stage
 from medusa_jax.training.step import (
     abstract_batch,
@@ -70,6 +70,10 @@ def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
     checks.fit_accumulation(cfg, mesh)
     checks.check(cfg, mesh)
     setup = load_setup(cfg, mesh)
+    if n := cfg.heads.draft_vocab:
+        if naive:
+            raise UserError("the naive loss scores all tokens: set heads.draft_vocab to 0")
+        setup = with_draft_vocab(setup, mesh, lambda: np.arange(n, dtype=np.int32))
     stage = make_stage(cfg, steps, mesh)
     if naive:
         stage = naive_stage(stage, cfg)

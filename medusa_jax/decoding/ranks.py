@@ -9,6 +9,7 @@ from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.heads.ranks import label_ranks
+from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.tree.growth import MISS
 
 # Positions of one head whose logits exist at a time.
@@ -39,20 +40,21 @@ def rank_tuples(
     position_BT = jnp.broadcast_to(jnp.arange(T)[None, :], (B, T))
     segment_BT = (position_BT < length_B[:, None]).astype(jnp.int32)
     rows = (tokens_BT, position_BT, segment_BT)
+    backbone = for_drafting(backbone, head_params)
     features_KBTD = drafter.features(head_params, backbone, backbone.forward(*rows), *rows)
 
-    def score(k: int, logits_BCV: jax.Array, positions_BC: jax.Array) -> jax.Array:
+    def score(k: int, logits_BCO: jax.Array, positions_BC: jax.Array) -> jax.Array:
         if no_repeat_ngram_size and k == 0:
             text_BCT = jnp.broadcast_to(tokens_BT[:, None, :], (*positions_BC.shape, T))
             last_BC = jnp.minimum(positions_BC + 1, T - 1)
-            logits_BCV = without_repeats(
-                logits_BCV, text_BCT, last_BC, no_repeat_ngram_size
+            logits_BCO = without_repeats(
+                logits_BCO, text_BCT, last_BC, no_repeat_ngram_size, backbone.places
             )
         if noise is None:
-            return logits_BCV
-        V, dtype = backbone.llama.config.vocab_size, logits_BCV.dtype
-        g_BCV = gumbel(noise[0], positions_BC + k + 2, V, dtype)
-        return logits_BCV + noise[1][:, None, None].astype(dtype) * g_BCV
+            return logits_BCO
+        V, dtype = backbone.llama.config.vocab_size, logits_BCO.dtype
+        g_BCO = backbone.of_scored(gumbel(noise[0], positions_BC + k + 2, V, dtype))
+        return logits_BCO + noise[1][:, None, None].astype(dtype) * g_BCO
 
     ranks_BTK = label_ranks(
         drafter, head_params, backbone, features_KBTD, tokens_BT, CHUNK, score

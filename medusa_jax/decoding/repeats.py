@@ -5,7 +5,7 @@ Behind a draft the text goes down the path to it, so every node has bars of its 
 text stays that of plain decoding with the same bars.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -53,12 +53,19 @@ def texts_behind(
 
 
 def without_repeats(
-    logits_BMV: jax.Array, text_BMS: jax.Array, last_BM: jax.Array, n: int
+    logits_BMV: jax.Array,
+    text_BMS: jax.Array,
+    last_BM: jax.Array,
+    n: int,
+    places: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Logits with minus infinity for what would complete an old n-gram behind each text.
 
     Example, n = 3: behind  a b c a b  the place of c matches: before it stands a b, as at the
     end of the text.
+
+    Args:
+      places: where among the logits a token stands, by default at its id.
     """
     B, M, S = text_BMS.shape
     index_11S = jnp.arange(S)[None, None, :]
@@ -68,7 +75,8 @@ def without_repeats(
             text_BMS, jnp.maximum(last_BM - back + 1, 0)[..., None], axis=-1
         )
         match_BMS &= jnp.roll(text_BMS, back, axis=-1) == tail_BM1
+    token_BMS = text_BMS if places is None else places(text_BMS)
     # What does not match is out of range, and dropped.
-    token_BMS = jnp.where(match_BMS, text_BMS, logits_BMV.shape[-1])
+    token_BMS = jnp.where(match_BMS, token_BMS, logits_BMV.shape[-1])
     row_B11, node_1M1 = jnp.arange(B)[:, None, None], jnp.arange(M)[None, :, None]
     return logits_BMV.at[row_B11, node_1M1, token_BMS].set(-jnp.inf, mode="drop")

@@ -12,6 +12,7 @@ from medusa_jax.decoding.repeats import texts_behind, without_repeats
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.stopping import RUNNING, completes_stop, count_until_end
 from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import pin_state
 
@@ -46,17 +47,20 @@ class Drafts(NamedTuple):
       nodes_BM: token ids of all nodes, the root first.
       noise_BLV: the rule's noise by depth, or None.
       logits: by depth the heads' logits that the drafts were ranked by.
+      ids_O: the tokens that they are of; None: all.
     """
 
     nodes_BM: jax.Array
     noise_BLV: jax.Array | None
     logits: dict[int, jax.Array]
+    ids_O: jax.Array | None
 
 
 def draft(
     engine: Engine, heads: Any, backbone: Backbone, state: DecodeState, tree: Any
 ) -> Drafts:
     """Every node's token, by its rank among its head's guesses behind the root (2.1.1)."""
+    backbone = for_drafting(backbone, heads)
     # g[pos] of the position behind the root and on: a child at depth d sits at length + d, so
     # its target token and its rank as a draft are decided by noise_BLV[:, d - 1].
     noise_BLV = None
@@ -69,24 +73,24 @@ def draft(
     def rank_scores(depth: int, logits: jax.Array) -> jax.Array:
         """Order of logits / T + g, as the verifier will see it (rows of T = 0: of the logits)."""
         if depth == 1 and state.text_BS is not None:  # the text behind the root is known
-            logits_B1V = logits.reshape(logits.shape[0], 1, -1)
+            logits_B1O = logits.reshape(logits.shape[0], 1, -1)
             text_B1S, last_B1 = state.text_BS[:, None], state.length_B[:, None]
-            barred_B1V = without_repeats(
-                logits_B1V, text_B1S, last_B1, engine.no_repeat_ngram_size
+            barred_B1O = without_repeats(
+                logits_B1O, text_B1S, last_B1, engine.no_repeat_ngram_size, backbone.places
             )
-            logits = barred_B1V.reshape(logits.shape)
+            logits = barred_B1O.reshape(logits.shape)
         ranked[depth] = logits
         if noise_BLV is None:
             return logits
         temperature_B1 = state.sampling.temperature_B[:, None].astype(logits.dtype)
-        scaled_BV = temperature_B1 * noise_BLV[:, depth - 1]
+        scaled_BO = temperature_B1 * backbone.of_scored(noise_BLV[:, depth - 1])
         middle = (1,) * (logits.ndim - 2)
-        return logits + scaled_BV.reshape(scaled_BV.shape[0], *middle, scaled_BV.shape[1])
+        return logits + scaled_BO.reshape(scaled_BO.shape[0], *middle, scaled_BO.shape[1])
 
     nodes_BM = engine.drafter.propose(
         heads, backbone, state.drafter, state.root_B, tree, rank_scores
     )
-    return Drafts(nodes_BM.astype(jnp.int32), noise_BLV, ranked)
+    return Drafts(nodes_BM.astype(jnp.int32), noise_BLV, ranked, backbone.ids_O)
 
 
 def verify(
@@ -116,6 +120,7 @@ def verify(
         length_B=state.length_B,
         noise_BLV=drafts.noise_BLV,
         draft_logits=drafts.logits,
+        draft_ids_O=drafts.ids_O,
     )
 
 

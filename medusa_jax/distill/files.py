@@ -11,6 +11,11 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.errors import UserError
+from medusa_jax.heads.vocabulary import covered
+from medusa_jax.interop import chat
+
+# Sizes of a draft vocabulary whose share of the text is told.
+DRAFT_SIZES = (2048, 4096, 8192, 16384)
 
 
 def settings_of(
@@ -97,10 +102,46 @@ def write_token_directory(directory: Path, samples: Sequence[dict[str, Any]]) ->
         "counted": np.array(counted, bool),
     }
     for name, array in arrays.items():
-        with open(directory / f".{name}.tmp", "wb") as file:
-            np.save(file, array)
-        os.replace(directory / f".{name}.tmp", directory / f"{name}.npy")
+        write_array(directory / f"{name}.npy", array)
     return int(arrays["counted"].sum())
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Complete or not there."""
+    new = path.with_name(f".{path.name}.tmp")
+    with open(new, "wb") as file:
+        np.save(file, array)
+    os.replace(new, path)
+
+
+def vocab_counts(
+    mode: str, lines: Sequence[dict[str, Any]], model: Any, template: str
+) -> np.ndarray:
+    """How often the model's own text has each token [V]: those that heads will be trained on."""
+    counts_V = np.zeros(model.config.vocab_size, np.int64)
+    for line in lines:
+        if mode == "continue":
+            own = line["token_ids"]
+        elif not line["answers"]:
+            continue
+        else:
+            try:
+                ids, counted = chat.encode_conversation(
+                    model.tokenizer, line["messages"], template, bool(line.get("cut"))
+                )
+            except chat.SampleError:
+                continue  # nothing of it can be trained on
+            own = [i for i, is_own in zip(ids, counted) if is_own]
+        np.add.at(counts_V, own, 1)
+    return counts_V
+
+
+def coverage(counts_V: np.ndarray) -> str:
+    """What the most frequent tokens cover, in a sentence."""
+    sizes = [n for n in DRAFT_SIZES if n < counts_V.size] or [counts_V.size]
+    shares = [f"{n} {100 * covered(counts_V, n):.2f}%" for n in sizes]
+    used = int((counts_V > 0).sum())
+    return f"{used} of {counts_V.size} tokens occur; the most frequent cover {', '.join(shares)}"
 
 
 def sizes(mode: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -80,11 +80,17 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
     heads = whole_config(heads)
     if heads.lm_head not in ("own", "shared", "low_rank"):
         raise UserError(f"heads.lm_head is own, shared or low_rank, not {heads.lm_head!r}")
-    widest = min(llama.d_model, llama.vocab_size)
+    if not 0 <= heads.draft_vocab <= llama.vocab_size:
+        raise UserError(
+            f"heads.draft_vocab is from 0 (all tokens) to the vocabulary's {llama.vocab_size}, "
+            f"not {heads.draft_vocab}"
+        )
+    outputs = heads.draft_vocab or llama.vocab_size
+    widest = min(llama.d_model, outputs)
     if heads.lm_head == "low_rank" and not 1 <= heads.rank <= widest:
         raise UserError(
             f"heads.rank {heads.rank} does not fit an LM head of {llama.d_model} x "
-            f"{llama.vocab_size}: low_rank takes 1 to {widest}"
+            f"{outputs}: low_rank takes 1 to {widest}"
         )
     drafter = drafter_class(heads.drafter)(heads, llama)
     drafter.check()

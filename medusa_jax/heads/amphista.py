@@ -276,7 +276,7 @@ class Amphista(Drafter):
         x_BKD = self.mix(params, contexts, backbone.llama.dtype)
         features = [x_BKD[:, k] for k in range(tree.depth)]
         logits = self.logits_of_first(params, backbone, features)
-        return fill_by_rank(tree, logits, root_B, rank_scores)
+        return fill_by_rank(tree, backbone, logits, root_B, rank_scores)
 
 
 @dataclass(unsafe_hash=True)

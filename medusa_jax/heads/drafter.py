@@ -19,8 +19,8 @@ from medusa_jax.tree import Tree
 
 Params = dict[str, Any]
 
-# Turns the logits of children at `depth` into the scores that rank them: [B, V] where all nodes
-# above share them, else [B, P, V] with one row per node at `depth` - 1 that has children, in the
+# Turns the logits of children at `depth` into the scores that rank them: [B, O] where all nodes
+# above share them, else [B, P, O] with one row per node at `depth` - 1 that has children, in the
 # order of the nodes (rejection sampling looks rows up by it). Greedy decoding ranks by the logits
 # themselves, sampling adds the noise of the children's position.
 RankScores = Callable[[int, jax.Array], jax.Array]
@@ -33,18 +33,44 @@ class Backbone:
 
     Drafters use its embedding and its LM head; the passes over text are for the decode loop and
     the calibrator. In training it may carry low-rank adapters (`model/lora.py`).
+
+    Attributes:
+      ids_O: the tokens that its LM head scores, rising (`heads/vocabulary.py`): logit j is that of
+        token ids[j]. None: all, and O is V.
     """
 
     llama: Llama = dataclasses.field(metadata={"static": True})
     params: Params
     lora: Params | None = None
+    ids_O: jax.Array | None = None
+
+    @property
+    def outputs(self) -> int:
+        """O, how many tokens its LM head scores."""
+        return self.llama.config.vocab_size if self.ids_O is None else self.ids_O.shape[0]
+
+    def tokens(self, places: jax.Array) -> jax.Array:
+        """Token ids of places among the logits."""
+        return places if self.ids_O is None else self.ids_O[places]
+
+    def places(self, tokens: jax.Array) -> jax.Array:
+        """Where among the logits these tokens stand; O, which is no place, for those not scored."""
+        if self.ids_O is None:
+            return tokens
+        place = jnp.searchsorted(self.ids_O, tokens)
+        found = self.ids_O[jnp.minimum(place, self.outputs - 1)] == tokens
+        return jnp.where(found, place, self.outputs)
+
+    def of_scored(self, x: jax.Array) -> jax.Array:
+        """What an array [..., V] holds for the tokens that are scored: [..., O]."""
+        return x if self.ids_O is None else x[..., self.ids_O]
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids [...] -> embeddings [..., D]."""
         return self._apply("embed", tokens)
 
     def lm_head(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [..., D] -> logits [..., V], float32 or wider."""
+        """Hidden states [..., D] -> logits [..., O], float32 or wider."""
         return self._apply("lm_head", hidden)
 
     def forward(
@@ -77,7 +103,11 @@ class Drafter:
 
     A new drafter is one file in this package with one subclass that has a `name`; the registry
     finds it by that. Parameters of head k lie under "heads_{k}", its hidden layers there under
-    "layers_{j}"; anything else may have any name.
+    "layers_{j}"; anything else may have any name but "draft_vocab".
+
+    Where heads have a draft vocabulary, `init`, `head_logits` and `propose` are given a backbone
+    whose LM head scores its tokens alone: V becomes O in all logits, and `best_tokens` leads back
+    to token ids.
 
     Attributes:
       heads: the kind and sizes of the heads.
@@ -138,16 +168,16 @@ class Drafter:
     def head_logits(
         self, params: Params, backbone: Backbone, k: int, features: jax.Array
     ) -> jax.Array:
-        """Logits [..., V] of head k (0-based, static) from its features [..., D]."""
+        """Logits [..., O] of head k (0-based, static) from its features [..., D]."""
         raise NotImplementedError
 
     def logits_of_first(
         self, params: Params, backbone: Backbone, features: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """Logits [B, V] of the first heads, one for each of the features [B, D]."""
+        """Logits [B, O] of the first heads, one for each of the features [B, D]."""
         if features and self.heads.lm_head == "shared":  # one pass over the LM head for all
-            logits_BKV = backbone.lm_head(jnp.stack(features, axis=1))
-            return [logits_BKV[:, k] for k in range(len(features))]
+            logits_BKO = backbone.lm_head(jnp.stack(features, axis=1))
+            return [logits_BKO[:, k] for k in range(len(features))]
         return [self.head_logits(params, backbone, k, f) for k, f in enumerate(features)]
 
     # Decoding.
@@ -194,20 +224,29 @@ class Drafter:
         raise NotImplementedError
 
 
+def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:
+    """Ids of the n best guesses [..., n], by scores [..., O]: the one way from logits to drafts."""
+    return backbone.tokens(lax.top_k(scores, n)[1])
+
+
 def fill_by_rank(
-    tree: Tree, logits: Sequence[jax.Array], root_B: jax.Array, rank_scores: RankScores
+    tree: Tree,
+    backbone: Backbone,
+    logits: Sequence[jax.Array],
+    root_B: jax.Array,
+    rank_scores: RankScores,
 ) -> jax.Array:
     """Node tokens [B, M] of heads that do not look at the path.
 
     Rank r of depth d is the (r+1)-th best guess of head d, whatever stands before it.
 
     Args:
-      logits: those of the first `tree.depth` heads, each [B, V].
+      logits: those of the first `tree.depth` heads, each [B, O].
     """
     if tree.depth == 0:
         return root_B[:, None]
-    scores = [rank_scores(k + 1, logits_BV) for k, logits_BV in enumerate(logits)]
-    _, best_BKR = lax.top_k(jnp.stack(scores, axis=1), tree.max_rank + 1)
+    scores = [rank_scores(k + 1, logits_BO) for k, logits_BO in enumerate(logits)]
+    best_BKR = best_tokens(backbone, jnp.stack(scores, axis=1), tree.max_rank + 1)
     # A gather by constants; slices of the top-k result would compile to a full sort.
     depth_M = jnp.maximum(jnp.asarray(tree.depth_M) - 1, 0)
     drafts_BM = best_BKR[:, depth_M, jnp.asarray(tree.rank_M)]

@@ -17,11 +17,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Drafter, Params, RankScores
+from medusa_jax.heads.drafter import Backbone, Drafter, Params, RankScores, best_tokens
 from medusa_jax.heads.layers import (
     ResBlock,
     later,
@@ -227,8 +226,8 @@ class Hydra(Drafter):
             embedded_BPD = backbone.embed(tokens[-1][:, level.nodes_P])
             x_BPW = jnp.concatenate([x_BPW[:, level.rows_P], embedded_BPD], axis=-1)
             features_BPD = self.mlp(params, k, x_BPW, dtype)
-            logits_BPV = self.head_logits(params, backbone, k, features_BPD)
-            scores_BPV = rank_scores(k + 1, logits_BPV)
-            _, best_BPR = lax.top_k(scores_BPV, int(level.rank_C.max()) + 1)
+            logits_BPO = self.head_logits(params, backbone, k, features_BPD)
+            scores_BPO = rank_scores(k + 1, logits_BPO)
+            best_BPR = best_tokens(backbone, scores_BPO, int(level.rank_C.max()) + 1)
             tokens.append(best_BPR[:, level.parent_C, level.rank_C])
         return jnp.concatenate(tokens, axis=1)

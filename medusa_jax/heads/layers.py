@@ -53,6 +53,7 @@ def take_last(rows_BTD: jax.Array, n_B: jax.Array, old_BD: jax.Array) -> jax.Arr
 def lm_head_start(heads: HeadsConfig, backbone: Backbone, bias: bool = False) -> Params:
     """Parameters of one LM head at the start: {} if it is shared with the backbone.
 
+    With a draft vocabulary the backbone is one whose LM head has its columns alone.
     "own" is a copy of the backbone's, "low_rank" its best approximation of that rank
     (truncated SVD, the singular values shared out between the two factors).
     """
@@ -77,7 +78,7 @@ def lm_head_start(heads: HeadsConfig, backbone: Backbone, bias: bool = False) ->
 def lm_head_logits(
     heads: HeadsConfig, head_params: Params, backbone: Backbone, features: jax.Array
 ) -> jax.Array:
-    """Features [..., D] -> logits [..., V] of one head, float32 or wider.
+    """Features [..., D] -> logits [..., O] of one head, float32 or wider.
 
     Args:
       head_params: the parameters of the head, its LM head (unless shared) under "lm_head".
@@ -87,7 +88,8 @@ def lm_head_logits(
     own, dtype = head_params["lm_head"], backbone.llama.dtype
     wide = at_least_f32(dtype)
     if heads.lm_head == "own":
-        linear = Linear(backbone.llama.config.vocab_size, "bias" in own, dtype)
+        outputs = heads.draft_vocab or backbone.llama.config.vocab_size
+        linear = Linear(outputs, "bias" in own, dtype)
         out: Any = linear.apply({"params": own}, features)
         return out.astype(wide)
 

@@ -84,4 +84,4 @@ class Medusa(Drafter):
             for k in range(tree.depth)
         ]
         logits = self.logits_of_first(params, backbone, features)
-        return fill_by_rank(tree, logits, root_B, rank_scores)
+        return fill_by_rank(tree, backbone, logits, root_B, rank_scores)

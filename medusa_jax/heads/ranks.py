@@ -12,7 +12,7 @@ from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.layers import later
 from medusa_jax.tree.growth import MISS
 
-# (head k, logits [B, C, V], their positions in the row [B, C]) -> scores that order the guesses.
+# (head k, logits [B, C, O], their positions in the row [B, C]) -> scores that order the guesses.
 ScoreFn = Callable[[int, jax.Array, jax.Array], jax.Array]
 
 
@@ -28,7 +28,7 @@ def label_ranks(
     """Rank of each true later token under each head: [B, T, K] int32, at most MISS.
 
     Entry [b, t, k] is the number of tokens that head k, at position t, prefers to the token at
-    t + k + 2. Where that lies beyond the row it means nothing: the caller knows which count.
+    t + k + 2, and MISS where that is outside its draft vocabulary. Where that lies beyond the row it means nothing: the caller knows which count.
     Logits exist for `chunk` positions of one head at a time.
 
     Args:
@@ -50,11 +50,14 @@ def label_ranks(
 
         def one(xs: tuple[jax.Array, ...], k: int = k) -> jax.Array:
             features_BCD, labels_BC, positions_BC = xs
-            scores_BCV = drafter.head_logits(params, backbone, k, features_BCD)
+            scores_BCO = drafter.head_logits(params, backbone, k, features_BCD)
             if score is not None:
-                scores_BCV = score(k, scores_BCV, positions_BC)
-            own_BC1 = jnp.take_along_axis(scores_BCV, labels_BC[..., None], axis=-1)
-            return jnp.minimum(jnp.sum(scores_BCV > own_BC1, axis=-1), MISS)
+                scores_BCO = score(k, scores_BCO, positions_BC)
+            place_BC = backbone.places(labels_BC)
+            scored_BC = place_BC < backbone.outputs
+            own_BC1 = jnp.take_along_axis(scores_BCO, place_BC[..., None], axis=-1)
+            rank_BC = jnp.sum(scores_BCO > own_BC1, axis=-1)
+            return jnp.where(scored_BC, jnp.minimum(rank_BC, MISS), MISS)
 
         labels = pieces(later(tokens_BT, k + 2))
         found = lax.map(one, (pieces(features_KBTD[k]), labels, positions))

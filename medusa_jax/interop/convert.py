@@ -36,6 +36,11 @@ def convert(
     if not (target == "merged" and export.stored.layout == ADAPTER):
         mark = None if allow_other_base else export.base.fingerprint()
         check_base(export.stored, export.base.config, mark, allow_other_base)
+    if export.stored.heads.draft_vocab and target != "native":
+        raise UserError(
+            f"{export.stored.source} scores a draft vocabulary of "
+            f"{export.stored.heads.draft_vocab} tokens, which --to native alone can say"
+        )
     TARGETS[target][0](export, out)
     tree = optional_json(os.path.join(export.stored.directory, "tree.json"))
     name = os.path.basename(os.path.normpath(out))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.errors import UserError
+from medusa_jax.heads import vocabulary
 from medusa_jax.interop import heads_io, hydra_files
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
@@ -114,9 +115,10 @@ def to_native(export: Export, out: str) -> None:
     if not isinstance(recipe, dict):
         recipe = {"converted_from": stored.layout, "config": stored.meta}
     tree = os.path.join(stored.directory, "tree.json")
-    heads_io.save_heads(
-        out, stored.heads, tensor_files.unflatten(export.params), base=record, recipe=recipe
-    )
+    params = tensor_files.unflatten(export.params)
+    if stored.ids is not None:
+        params[vocabulary.GROUP] = {"ids": stored.ids}
+    heads_io.save_heads(out, stored.heads, params, base=record, recipe=recipe)
     if os.path.isfile(tree):
         shutil.copy(tree, out)
 

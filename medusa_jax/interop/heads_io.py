@@ -3,7 +3,7 @@
 The own format is one directory with two files.
 
 `heads.safetensors` holds the parameters under their tree paths ("heads_0/layers_0/kernel"),
-shaped as in the tree. `heads.json` says what they are: {"format": 1, "heads": {the fields of
+shaped as in the tree, and the ids of a draft vocabulary as int32 under "draft_vocab/ids". `heads.json` says what they are: {"format": 1, "heads": {the fields of
 the drafter's Config}, "base": {"d_model", "vocab_size", "fingerprint"}, "recipe": {anything}}.
 """
 
@@ -11,16 +11,18 @@ import dataclasses
 import os
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import make_drafter
+from medusa_jax.heads import make_drafter, vocabulary
 from medusa_jax.interop import hf
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.own_heads import DESCRIPTION, FORMAT, OWN, WEIGHTS
+from medusa_jax.interop.own_heads import DESCRIPTION, FORMAT, IDS, OWN, WEIGHTS
 from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.stored_heads import StoredHeads, abstract_heads
+from medusa_jax.sharding import replicated
 
 Params = dict[str, Any]
 
@@ -53,7 +55,8 @@ def save_heads(
     Args:
       base: `describe_base` of the backbone that the heads were trained on.
       recipe: whatever says how they came about; JSON values.
-      dtype: stored type; None keeps that of `params`.
+      params: with the ids under "draft_vocab", where there is a draft vocabulary.
+      dtype: stored type; None keeps that of `params`. Ids stay ids.
 
     Raises:
       UserError: the directory cannot be written.
@@ -61,8 +64,12 @@ def save_heads(
     for name in ("d_model", "vocab_size", "fingerprint"):
         if name not in base:
             raise ValueError(f"base lacks {name!r}")
-    flat = tensor_files.flatten(params)
+    flat = tensor_files.flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
     arrays = {name: tensor_files.host_array(leaf, dtype) for name, leaf in flat.items()}
+    if heads.draft_vocab:
+        ids = tensor_files.host_array(params[vocabulary.GROUP]["ids"], "int32")
+        vocabulary.check_ids(ids, heads, base["vocab_size"], directory)
+        arrays[IDS] = ids
     description = {
         "format": FORMAT,
         "heads": dataclasses.asdict(heads),
@@ -101,7 +108,8 @@ def load_heads(
       convert: what becomes of each head before the next is read.
 
     Returns: (their configuration, parameters, what the description beside the weights says: all
-      of heads.json, or published heads' config.json).
+      of heads.json, or published heads' config.json). The ids of a draft vocabulary lie among
+      the parameters, under "draft_vocab".
 
     Raises:
       UserError: unreadable; another format; made for another width, vocabulary or backbone;
@@ -128,6 +136,10 @@ def load_heads(
         abstract_heads(heads, llama), mesh, stored.tensors, stored.locate, dtype,
         stored.source, not_read, convert,
     )  # fmt: skip
+    if stored.ids is not None:
+        vocabulary.check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
+        ids = jax.device_put(stored.ids, replicated(mesh))
+        params[vocabulary.GROUP] = {"ids": ids}
     return heads, params, stored.meta
 
 

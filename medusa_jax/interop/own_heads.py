@@ -8,9 +8,11 @@ import os
 import re
 from typing import Any
 
+import numpy as np
+
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import drafter_class
+from medusa_jax.heads import drafter_class, vocabulary
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensor import Tensors
@@ -21,6 +23,7 @@ OWN = "medusa_jax"
 FORMAT = 1
 WEIGHTS = "heads.safetensors"
 DESCRIPTION = "heads.json"
+IDS = f"{vocabulary.GROUP}/ids"
 
 
 def open_own(directory: str) -> StoredHeads:
@@ -34,10 +37,33 @@ def open_own(directory: str) -> StoredHeads:
     heads, base = _read_description(file, meta)
     weights = os.path.join(directory, WEIGHTS)
     tensors = tensor_files.open_safetensors(weights)
+    ids = _take_ids(weights, tensors, heads, base)
     _check_counts(weights, tensors, heads)
     return StoredHeads(
-        weights, directory, OWN, heads, tensors, _same_name, meta=meta, base=base
+        weights, directory, OWN, heads, tensors, _same_name, meta=meta, base=base, ids=ids
     )
+
+
+def _take_ids(
+    weights: str, tensors: Tensors, stored: HeadsConfig, base: dict[str, Any]
+) -> np.ndarray | None:
+    """Takes the ids of a draft vocabulary out of the tensors of a file; they are no parameter."""
+    if not stored.draft_vocab:
+        return None
+    tensor = tensors.pop(IDS, None)
+    if tensor is None:
+        raise UserError(
+            f"key {IDS!r} is missing from {weights}: {DESCRIPTION} says that the heads score "
+            f"{stored.draft_vocab} tokens"
+        )
+    if tensor.dtype != "int32":
+        raise UserError(f"key {IDS!r} in {weights} is {tensor.dtype}, not int32")
+    ids = tensor.read(tuple(slice(0, n) for n in tensor.shape))
+    size = base.get("vocab_size")
+    if type(size) is not int:
+        raise UserError(f"{DESCRIPTION} beside {weights}: base.vocab_size is {size!r}")
+    vocabulary.check_ids(ids, stored, size, weights)
+    return ids
 
 
 def _same_name(path: str) -> tuple[str, bool]:

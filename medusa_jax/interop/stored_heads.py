@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads import Backbone, make_drafter, vocabulary
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.tensor import Tensors, whole
 from medusa_jax.model.llama import Llama, init_params
@@ -36,6 +36,7 @@ class StoredHeads:
       ignore: keys that may be there and are not read.
       meta: what the description beside the weights says, {} if nothing.
       base: width, vocabulary and fingerprint of their backbone, as far as known.
+      ids: of their draft vocabulary, None where they score all tokens.
       beside: what else belongs to them that reading the heads alone would lose; "" if nothing.
     """
 
@@ -48,6 +49,7 @@ class StoredHeads:
     ignore: Callable[[str], bool] = _none
     meta: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
+    ids: np.ndarray | None = None
     beside: str = ""
 
     def read(self, llama: LlamaConfig) -> dict[str, np.ndarray]:
@@ -76,6 +78,7 @@ def abstract_heads(heads: HeadsConfig, llama: LlamaConfig) -> Any:
     drafter = make_drafter(heads, llama)
 
     def init(key: jax.Array) -> Any:
-        return drafter.init(key, Backbone(Llama(llama), init_params(llama, key)))
+        backbone = Backbone(Llama(llama), init_params(llama, key))
+        return drafter.init(key, vocabulary.stand_in(backbone, heads))
 
     return jax.eval_shape(init, jax.random.key(0))

@@ -49,6 +49,7 @@ _SAFETENSORS_DTYPES = {
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
+    "I32": "int32",
 }
 
 

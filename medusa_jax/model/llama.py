@@ -89,6 +89,7 @@ class Llama(nn.Module):
       shards: 0 for stored (unfused) parameters; n for parameters that `prepare` fused for a
         tensor axis of n devices.
       mesh: the devices that rows are split over; None leaves them where they are.
+      scored: outputs of the LM head, where they are some of the tokens only; 0: the vocabulary.
       native: norms, and the attention of few new tokens, are by the kernels of `native` (float32
         on one CPU device): what a token comes to does not depend on how many others there are.
     """
@@ -98,6 +99,7 @@ class Llama(nn.Module):
     remat: bool = False
     shards: int = 0
     mesh: Mesh | None = None
+    scored: int = 0
     native: bool = False
 
     def setup(self) -> None:
@@ -111,7 +113,8 @@ class Llama(nn.Module):
         ]
         self.norm = RMSNorm(c.rms_eps, self.dtype, self.native)
         if not c.tie_embeddings:
-            self.head = Linear(c.vocab_size, False, self.dtype, name="lm_head")
+            outputs = self.scored or c.vocab_size
+            self.head = Linear(outputs, False, self.dtype, name="lm_head")
         else:
             self.head_adapter = Adapter(name="lm_head")
 

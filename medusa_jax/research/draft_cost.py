@@ -37,6 +37,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
     p.add_argument("--slots", type=int, default=512, help="cache slots, text and tree")
+    p.add_argument(
+        "--draft_vocab", type=int, default=0, help="tokens that heads score, 0: all"
+    )
     p.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return p
 
@@ -143,6 +146,7 @@ def draft_bytes(heads: Any, arch: Any, tree: Any, slots: int) -> tuple[float, fl
     import jax.numpy as jnp
 
     from medusa_jax.heads import Backbone, make_drafter
+    from medusa_jax.heads.vocabulary import stand_in
     from medusa_jax.model.llama import Llama, init_params
 
     config = dataclasses.replace(arch, n_layers=0)
@@ -151,12 +155,10 @@ def draft_bytes(heads: Any, arch: Any, tree: Any, slots: int) -> tuple[float, fl
 
     def init(key: jax.Array) -> Any:
         backbone = init_params(config, key)
-        return drafter.init(key, Backbone(llama, backbone)), backbone
+        narrow = stand_in(Backbone(llama, backbone), heads)
+        return drafter.init(key, narrow), narrow
 
-    def run(
-        params: Any, base_params: Any, state: Any, hidden: Any, ids: Any, n: Any
-    ) -> Any:
-        backbone = Backbone(llama, base_params)
+    def run(params: Any, backbone: Any, state: Any, hidden: Any, ids: Any, n: Any) -> Any:
         state = drafter.commit(params, backbone, state, hidden, ids, ids, n)
         return state, drafter.propose(
             params, backbone, state, ids[:, 0], tree, lambda depth, logits: logits
@@ -172,7 +174,9 @@ def draft_bytes(heads: Any, arch: Any, tree: Any, slots: int) -> tuple[float, fl
     return total, float(_size(params)), count
 
 
-def measure(shape: str, slots: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+def measure(
+    shape: str, slots: int, names: Sequence[str] | None = None, draft_vocab: int = 0
+) -> dict[str, Any]:
     """Costs of all drafters (or the named ones) on a published shape.
 
     Compiled in float32, which every backend counts alike; the shares hold for any type.
@@ -184,6 +188,7 @@ def measure(shape: str, slots: int, names: Sequence[str] | None = None) -> dict[
     with announced("compiling one backbone pass"):
         whole, whole_read = backbone_cost(arch, tree, slots)
     for name, heads in drafters().items():
+        heads = dataclasses.replace(heads, draft_vocab=draft_vocab)
         if names is None or name in names:
             with announced(f"compiling {name}"):
                 cost, read, parameters = draft_bytes(heads, arch, tree, slots)
@@ -200,6 +205,7 @@ def measure(shape: str, slots: int, names: Sequence[str] | None = None) -> dict[
         "shape": shape,
         "tree_nodes": tree.n_nodes,
         "slots": slots,
+        "draft_vocab": draft_vocab,
         "backbone_bytes": whole,
         "backbone_weight_bytes": whole_read,
         "rows": rows,
@@ -228,7 +234,7 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.console import use_compilation_cache
 
     use_compilation_cache()
-    found = measure(flags.shape, flags.slots)
+    found = measure(flags.shape, flags.slots, None, flags.draft_vocab)
     if flags.json:
         print(json.dumps(found))
         return 0

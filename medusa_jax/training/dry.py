@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
+from medusa_jax.heads import vocabulary
 from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
@@ -99,11 +100,15 @@ def frozen_shapes(cfg: Config, key: Any) -> PyTree:
         kind = cfg.model.quantise
         return quantise_backbone(params, kind) if kind else params
 
-    if "backbone" not in trained_groups(cfg):
-        return {"backbone": jax.eval_shape(backbone, key)}
-    if cfg.train.backbone_loss == "kl":
-        return {"teacher": jax.eval_shape(backbone, key)}
-    return {}
+    trained, frozen = trained_groups(cfg), {}
+    if "backbone" not in trained:
+        frozen["backbone"] = jax.eval_shape(backbone, key)
+    elif cfg.train.backbone_loss == "kl":
+        frozen["teacher"] = jax.eval_shape(backbone, key)
+    if "heads" in trained and cfg.heads.draft_vocab:
+        ids_O = jax.ShapeDtypeStruct((cfg.heads.draft_vocab,), jnp.int32)
+        frozen[vocabulary.GROUP] = {"ids": ids_O}
+    return frozen
 
 
 def stored_bytes(tree: PyTree) -> int:
@@ -129,10 +134,8 @@ def _print(cfg: Config, r: dict[str, Any], frozen: PyTree, params: PyTree) -> No
                 )
                 times = f" (x {many})" if name.endswith("_0") else ""
                 for path, leaf in shapes:
-                    inner = "/".join(str(k.key) for k in path)
-                    print(
-                        f"  {title} {name}/{inner}{times}: {leaf.dtype}{list(leaf.shape)}"
-                    )
+                    inner = "/".join([name, *(str(k.key) for k in path)])
+                    print(f"  {title} {inner}{times}: {leaf.dtype}{list(leaf.shape)}")
 
     gib = 2**30
     micro, rows, length = r["batch"]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.config import Config, LlamaConfig
+from medusa_jax.heads import vocabulary
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.model import lora
@@ -39,8 +40,9 @@ def result(
         heads_directory = os.path.join(directory, "heads")
     if "heads" in params:
         assert base is not None
+        chosen = {k: setup.frozen[k] for k in (vocabulary.GROUP,) if k in setup.frozen}
         heads_io.save_heads(
-            heads_directory, cfg.heads, params["heads"], base=base, recipe=recipe
+            heads_directory, cfg.heads, params["heads"] | chosen, base=base, recipe=recipe
         )
 
 

@@ -1,21 +1,23 @@
 """The models that go into a training run."""
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
-from medusa_jax.heads import whole_config
+from medusa_jax.heads import vocabulary, whole_config
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
-from medusa_jax.sharding import PyTree, init_sharded
+from medusa_jax.sharding import PyTree, init_sharded, replicated
 from medusa_jax.training.partition import trained_groups
 
 
@@ -25,7 +27,8 @@ class Setup(NamedTuple):
     Attributes:
       arch: the backbone's shape.
       frozen: groups of variables that stay: "backbone" under heads or adapters (quantised, if
-        asked for), "teacher" where a trained backbone keeps a copy of itself.
+        asked for), "teacher" where a trained backbone keeps a copy of itself, "draft_vocab" with
+        the ids that heads score.
       start: trained groups that are not initialised afresh.
       base: how heads on the backbone as loaded name it; None if there is none yet.
     """
@@ -76,6 +79,18 @@ def load_setup(cfg: Config, mesh: Mesh) -> Setup:
             dtype = jnp.dtype(cfg.model.param_dtype)
             frozen["teacher"] = jax.tree.map(lambda x: jnp.array(x, dtype), params)
     return Setup(arch, frozen, start, base)
+
+
+def with_draft_vocab(setup: Setup, mesh: Mesh, choose: Callable[[], np.ndarray]) -> Setup:
+    """The setup with a draft vocabulary: that of the heads it starts from, else a chosen one."""
+    start, heads = dict(setup.start), dict(setup.start.get("heads", {}))
+    if vocabulary.GROUP in heads:
+        group = heads.pop(vocabulary.GROUP)
+        start["heads"] = heads
+    else:
+        group = {"ids": jax.device_put(choose(), replicated(mesh))}
+    frozen = setup.frozen | {vocabulary.GROUP: group}
+    return setup._replace(frozen=frozen, start=start)
 
 
 def more_layers(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config
-from medusa_jax.heads import Backbone, Drafter, make_drafter
+from medusa_jax.heads import Backbone, Drafter, make_drafter, vocabulary
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree
@@ -41,6 +41,7 @@ class Stage:
       hidden: (frozen, batch) -> hidden states of a frozen backbone, which the loss takes from
         the batch if they are in it.
       ranks: (params, frozen, batch) -> rank of each head's label [B, T, K], if there are heads.
+      draft_vocab: how many tokens the heads score, 0: all.
     """
 
     offsets: tuple[int, ...]
@@ -49,6 +50,7 @@ class Stage:
     lambda_0: Callable[[jax.Array], jax.Array]
     hidden: Callable[[PyTree, PyTree], jax.Array] | None = None
     ranks: Callable[[PyTree, PyTree, PyTree], jax.Array] | None = None
+    draft_vocab: int = 0
 
 
 def make_stage(cfg: Config, steps: int, mesh: Mesh | None = None) -> Stage:
@@ -69,10 +71,9 @@ def make_stage(cfg: Config, steps: int, mesh: Mesh | None = None) -> Stage:
     ranks = partial(label_ranks, grouped, objective)
     if trained == {"heads"}:
         loss, hidden = heads_stage(grouped, objective), grouped.hidden_states
-        return Stage(offsets, loss, init, lambda_0, hidden, ranks)
-    return Stage(
-        (1, *offsets), joint_stage(grouped, objective), init, lambda_0, None, ranks
-    )
+        return Stage(offsets, loss, init, lambda_0, hidden, ranks, cfg.heads.draft_vocab)
+    loss, offsets = joint_stage(grouped, objective), (1, *offsets)
+    return Stage(offsets, loss, init, lambda_0, None, ranks, cfg.heads.draft_vocab)
 
 
 class GroupedBackbone:
@@ -91,6 +92,13 @@ class GroupedBackbone:
         if adapters is not None and dropout_key is not None and self.cfg.lora.dropout:
             adapters = lora.with_dropout(adapters, dropout_key)
         return Backbone(self.llama, groups["backbone"], adapters)
+
+    def drafting(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
+        """The same as heads see it: with a draft vocabulary its LM head scores that alone."""
+        backbone = self.backbone(groups, dropout_key)
+        if vocabulary.GROUP not in groups:
+            return backbone
+        return vocabulary.narrowed(backbone, groups[vocabulary.GROUP]["ids"])
 
     def with_adapters(self, params: PyTree) -> PyTree:
         """Adapters scaled once, before the losses take gradients chunk by chunk."""
@@ -137,7 +145,7 @@ def heads_stage(grouped: GroupedBackbone, objective: HeadObjective) -> LossFn:
 
     def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
         return losses.head_loss(
-            params["heads"], grouped.backbone(frozen), objective, inputs
+            params["heads"], grouped.drafting(frozen), objective, inputs
         )
 
     return loss
@@ -150,12 +158,15 @@ def joint_stage(grouped: GroupedBackbone, objective: HeadObjective) -> LossFn:
         key = inputs.dropout_key
         adapter_key, head_key = (None, None) if key is None else jax.random.split(key)
 
+        def backbone_of(p: PyTree) -> Backbone:
+            return grouped.backbone(frozen | p, adapter_key)
+
         def split(p: PyTree) -> tuple[PyTree, Backbone]:
-            return p["heads"], grouped.backbone(frozen | p, adapter_key)
+            return p["heads"], grouped.drafting(frozen | p, adapter_key)
 
         params = grouped.with_adapters(params)
         inputs, original = inputs._replace(dropout_key=head_key), grouped.original(frozen)
-        return losses.joint_loss(params, split, objective, inputs, original)
+        return losses.joint_loss(params, backbone_of, split, objective, inputs, original)
 
     return loss
 
@@ -168,7 +179,7 @@ def label_ranks(
     batch: PyTree,
 ) -> jax.Array:
     """Rank of each head's label [B, T, K], -1 where a pair does not count."""
-    backbone = grouped.backbone(frozen | grouped.with_adapters(params))
+    backbone = grouped.drafting(frozen | grouped.with_adapters(params))
     hidden_BTD = losses.hidden_states(backbone, batch)
     drafter, chunk = objective.drafter, objective.chunk
     return estimate.head_ranks(params["heads"], drafter, backbone, hidden_BTD, batch, chunk)
@@ -187,5 +198,7 @@ def fresh_groups(
         out["lora"] = lora.init_lora(arch, adapter_key, cfg.lora.rank)
     if drafter is not None and "heads" not in given:
         backbone = Backbone(Llama(arch), backbone)
+        if cfg.heads.draft_vocab:
+            backbone = vocabulary.narrowed(backbone, given[vocabulary.GROUP]["ids"])
         out["heads"] = drafter.init(jax.random.fold_in(key, 1), backbone)
     return out

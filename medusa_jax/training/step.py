@@ -86,18 +86,23 @@ def make_step(
 def summary(stage: Stage, sums: losses.Sums, counts_K: jax.Array) -> dict[str, jax.Array]:
     """Means over the counted pairs: loss in nats, top-1 and top-5 accuracy, each [K].
 
+    With a draft vocabulary `inside` is the share of them whose token is in it; the loss is the mean
+    over these, the others are misses.
+
     Where heads train together with the backbone, its own figures are `lm_loss`, `lm_top1` and
     `lm_top5`, and `lm_objective` is its term L_LM as it is minimised (the KL, if that is
     asked for).
     """
     n = jnp.maximum(counts_K, 1.0)
-    means = {"loss": sums.nll / n, "top1": sums.top1 / n, "top5": sums.top5 / n}
+    scored = jnp.maximum(sums.scored, 1.0)
+    means = {"loss": sums.nll / scored, "top1": sums.top1 / n, "top5": sums.top5 / n}
+    inside = {"inside": sums.scored / n} if stage.draft_vocab else {}
     if stage.offsets[0] != 1 or len(stage.offsets) == 1:
-        return means
+        return means | inside
     own = {f"lm_{name}": x[0] for name, x in means.items()}
     first = jax.tree.map(lambda x: x[0], sums)
     own["lm_objective"] = losses.next_token_mean(first, counts_K[0])
-    return {name: x[1:] for name, x in means.items()} | own
+    return {name: x[1:] for name, x in (means | inside).items()} | own
 
 
 def state_shardings(mesh: Mesh, abstract: TrainState) -> TrainState:

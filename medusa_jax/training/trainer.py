@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,10 +23,11 @@ from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import features, prepare
 from medusa_jax.training.data.pipeline import batches
 from medusa_jax.training.data.rows import TokenRows
+from medusa_jax.training.data.vocabulary import draft_vocab
 from medusa_jax.training.log.run_log import RunLog
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
-from medusa_jax.training.setup import Setup, load_setup
+from medusa_jax.training.setup import Setup, load_setup, with_draft_vocab
 from medusa_jax.training.stage import Stage, make_stage
 from medusa_jax.training.step import (
     TrainState,
@@ -118,6 +120,9 @@ def train(cfg: Config) -> dict[str, Any]:
         limit = dataclasses.replace(cfg.data, max_samples=cfg.data.eval_samples)
         directory = prepare.token_directory(cfg, cfg.data.eval_source, limit)
         held_out = TokenRows(directory, cfg.data, vocab, shuffle=False)
+    checkpoints = Checkpoints(cfg.workdir, cfg.train.keep_checkpoints)
+    if "heads" in trained_groups(cfg) and cfg.heads.draft_vocab:
+        setup = with_draft_vocab(setup, mesh, partial(draft_vocab, cfg, rows))
 
     steps = total_steps(cfg, rows.rows)
     stage = make_stage(cfg, steps, mesh)
@@ -133,7 +138,6 @@ def train(cfg: Config) -> dict[str, Any]:
         state = init_state(
             stage, optimizer, mesh, setup.frozen, cfg.train.seed, setup.start
         )
-    checkpoints = Checkpoints(cfg.workdir, cfg.train.keep_checkpoints)
     best = float("inf")
     if checkpoints.latest is not None:
         params, opt, data, meta = checkpoints.restore(state.params, state.opt)

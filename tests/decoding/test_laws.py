@@ -26,6 +26,7 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import Accepted, targets
 from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.heads import make_drafter
+from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -47,12 +48,14 @@ def _small_caches(monkeypatch):
 
 
 @cache
-def model():
-    """A tiny backbone, and heads that agree with it now and then."""
+def model(ids=()):
+    """A tiny backbone, and heads that agree with it now and then; they score all tokens or `ids`."""
     config = tiny_config(vocab_size=V, n_layers=1)
     params = random_params(config, 3, scale=0.8)
     llama, backbone = decoder(config, params)
-    drafter = make_drafter(HeadsConfig(n_heads=2, lm_head="own"), config)
+    drafter = make_drafter(
+        HeadsConfig(n_heads=2, lm_head="own", draft_vocab=len(ids)), config
+    )
     rng = np.random.default_rng(0)
     kernel = params["lm_head"]["kernel"]
     heads = {
@@ -62,6 +65,10 @@ def model():
         }
         for k in range(2)
     }
+    if ids:
+        for head in heads.values():
+            head["lm_head"] = {"kernel": head["lm_head"]["kernel"][:, ids]}
+        heads[GROUP] = {"ids": np.array(ids, np.int32)}
     heads = jax.tree.map(jnp.asarray, heads)
     return config, params, llama, drafter, {"backbone": backbone, "heads": heads}
 
@@ -84,12 +91,12 @@ def joint_law(setting):
     return joint
 
 
-def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0):
+def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0, ids=()):
     """First three tokens of many rows, and how often drafts were accepted.
 
     mark: as many stops more that are never met, so that a patched function is compiled anew.
     """
-    _, _, llama, drafter, variables = model()
+    _, _, llama, drafter, variables = model(ids)
     engine = loop.Engine(llama, drafter, tree, acceptance)
     stops = [(100 + i,) for i in range(1 + mark)]
     fields = {k: [v] * ROWS for k, v in SETTINGS[setting].items()}
@@ -105,10 +112,14 @@ def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0):
     return np.concatenate(tokens), histogram / histogram.sum()
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("acceptance", ["sampled", "rejection"])
-def test_three_tokens_have_the_models_joint_law(acceptance, setting):
-    tokens, lengths = draws(acceptance, setting)
+@pytest.mark.parametrize(
+    "acceptance, setting, ids",
+    [(rule, setting, ()) for rule in ("sampled", "rejection") for setting in SETTINGS]
+    + [("rejection", "temperature", (0, 1, 3))],
+)
+def test_three_tokens_have_the_models_joint_law(acceptance, setting, ids):
+    """Also where the heads never draft one of the tokens."""
+    tokens, lengths = draws(acceptance, setting, ids=ids)
     counts, law = law_of(tokens, V), joint_law(setting)
     assert agrees(counts, law)
     assert total_variation(counts, law) < FAR

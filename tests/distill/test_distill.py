@@ -15,7 +15,7 @@ from tiny_model import write_model
 
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
-from medusa_jax.distill import writer
+from medusa_jax.distill import files, writer
 from medusa_jax.distill.conversation import Converse
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed
 from medusa_jax.errors import UserError
@@ -213,11 +213,32 @@ def test_a_run_writes_conversations_with_provenance(model, seeds, tmp_path, caps
     assert found["mode"] == "multi_turn" and found["seeds"] == 41
     assert found["answer_tokens"] == sum(a["tokens"] for a in answers)
     assert found["unusable_seeds"]["the seed has no user turn"] == 1
-    assert "1 seeds gave no sample: the seed has no user turn" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "1 seeds gave no sample: the seed has no user turn" in said
     # What training makes of it: every usable line is a sample.
     encode = Encoder(load_tokenizer(str(model)), DataConfig(format="messages"), "m.jsonl")
     used = [not encode(json.dumps(line))[0] for line in lines]
     assert used == [bool(line["answers"]) for line in lines]
+    # And which tokens it counts are those that a draft vocabulary is chosen by.
+    targets = [i for line in lines for ids, own in encode(json.dumps(line))[1]
+               for i, one in zip(ids, own) if one]  # fmt: skip
+    counts = np.load(tmp_path / "vocab_counts.npy")
+    np.testing.assert_array_equal(counts, np.bincount(targets, minlength=len(counts)))
+    assert f"{(counts > 0).sum()} of {len(counts)} tokens occur" in said
+
+
+def test_continuations_are_counted_without_their_prompts():
+    lines = [
+        {"prompt_ids": [1, 2], "token_ids": [0, 3, 3]},
+        {"prompt_ids": [1], "token_ids": [2]},
+    ]
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=5))
+    counts = files.vocab_counts("continue", lines, model, "")
+    assert counts.tolist() == [1, 0, 1, 2, 0]
+    counts = np.repeat([8, 1, 0], [1024, 2048, 3072])
+    assert files.coverage(counts) == (
+        "3072 of 6144 tokens occur; the most frequent cover 2048 90.00%, 4096 100.00%"
+    )
 
 
 def test_news_come_within_a_batch(model, seeds, tmp_path, capsys, monkeypatch):

@@ -1,9 +1,11 @@
 """The cost of drafting, from shapes alone, against the figures of the literature."""
 
+import dataclasses
 import json
 
 import pytest
 
+from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.research import draft_cost
 
@@ -33,14 +35,27 @@ def test_shares_of_a_backbone_pass(found):
 
 def test_layers_cost_alike():
     """Four layers, compiled, cost what one and two promise."""
-    from medusa_jax.config import LlamaConfig
-
     tree, arch = draft_cost.paper_tree(), LlamaConfig(512, 128, 4, 4, 4, 32, 256, 1024)
     whole, promised = (
         cost(arch, tree, 128) for cost in (draft_cost.pass_cost, draft_cost.backbone_cost)
     )
     assert whole[1] == promised[1]
     assert abs(whole[0] / promised[0] - 1) < 0.02
+
+
+def test_a_draft_vocabulary_is_what_heads_read():
+    """Four LM heads of 64 columns of 512, own or the backbone's."""
+    arch, tree = LlamaConfig(512, 128, 1, 4, 4, 32, 256, 1024), draft_cost.paper_tree()
+    blocks, columns = 4 * (128 * 128 + 128), 128 * 64
+    costs = {}
+    for kind, parameters in (("own", blocks + 4 * columns), ("shared", blocks)):
+        heads = HeadsConfig(n_heads=4, lm_head=kind)
+        whole = draft_cost.draft_bytes(heads, arch, tree, 128)
+        few = dataclasses.replace(heads, draft_vocab=64)
+        costs[kind] = draft_cost.draft_bytes(few, arch, tree, 128)
+        assert costs[kind][1:] == (4.0 * parameters, parameters)
+        assert costs[kind][0] < 0.75 * whole[0]
+    assert costs["own"][0] - costs["shared"][0] > 0.8 * 4 * 3 * columns
 
 
 def test_the_tree_has_the_levels_of_the_published_one():

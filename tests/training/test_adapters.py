@@ -79,10 +79,11 @@ def test_kl_to_the_original_by_hand():
     counts = losses.pair_counts(batch, (1, 2, 3, 4))
 
     def loss(params):
-        split = lambda p: (heads, Backbone(backbone.llama, p))  # noqa: E731
+        backbone_of = lambda p: Backbone(backbone.llama, p)  # noqa: E731
+        split = lambda p: (heads, backbone_of(p))  # noqa: E731
         inputs = losses.StepInputs(batch, counts, lambda_0=jnp.float32(0.0))
         objective = losses.HeadObjective(drafter, 5, 0.8)
-        return losses.joint_loss(params, split, objective, inputs, backbone)[0]
+        return losses.joint_loss(params, backbone_of, split, objective, inputs, backbone)[0]
 
     def plain(params):
         p, q = (

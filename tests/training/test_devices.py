@@ -3,6 +3,7 @@
 One child process with eight simulated CPU devices runs what needs them.
 """
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -54,12 +55,14 @@ def parts(name):
 
 
 def configurations(tokens, model):
-    """Heads on a backbone, a backbone with more layers, adapters with recomputed blocks."""
+    """Heads on a backbone, a backbone with more layers, adapters with recomputed blocks
+    and heads with a draft vocabulary."""
     heads = tiny_config(tokens, "medusa1", steps=STEPS, save_every=STEPS)
     deeper = tiny_config(tokens, "backbone", steps=STEPS, save_every=STEPS)
     deeper.model.add_layers = 1
     both = tiny_config(tokens, "medusa2", steps=STEPS, save_every=STEPS, remat=True)
     both.lora.rank = 4
+    both.heads = dataclasses.replace(both.heads, lm_head="shared", draft_vocab=40)
     for cfg in (heads, deeper, both):
         cfg.model.path, cfg.data.seq_len, cfg.optim.name = model, LENGTH, "adamw"
     return {"heads": heads, "deeper": deeper, "both": both}

@@ -43,7 +43,11 @@ def test_joint_loss_is_equation_2(lm_head):
     def streamed(params):
         inputs = losses.StepInputs(batch, counts, lambda_0=jnp.float32(0.3))
         return losses.joint_loss(
-            params, split, losses.HeadObjective(drafter, 5, 0.8), inputs
+            params,
+            lambda p: split(p)[1],
+            split,
+            losses.HeadObjective(drafter, 5, 0.8),
+            inputs,
         )
 
     def plain(params):

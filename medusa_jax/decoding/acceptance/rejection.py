@@ -53,6 +53,7 @@ def accept_rejection(
     sampling: Sampling,
     length_B: jax.Array,
     draft_logits: Mapping[int, jax.Array],
+    draft_ids_O: jax.Array | None = None,
 ) -> Accepted:
     """Walk down the tree, judging the children of the node that was accepted last.
 
@@ -61,8 +62,9 @@ def accept_rejection(
       logits_BMV: the verifier's logits at each node.
       tree: dense (`Tree.dense`): the j-th child has rank j.
       length_B: position of the root.
-      draft_logits: the heads' logits that children at depth d were drawn from: [B, V], or
-        [B, P, V] with one row for each node of depth d - 1 that has children, in order.
+      draft_logits: the heads' logits that children at depth d were drawn from: [B, O], or
+        [B, P, O] with one row for each node of depth d - 1 that has children, in order.
+      draft_ids_O: the tokens that these are of; the head gave all others no mass. None: all.
 
     Rows of temperature 0 take p as a point mass: greedy decoding.
     """
@@ -86,6 +88,9 @@ def accept_rejection(
         if width == 0:
             break
         log_q_BV = parents_logits(tree, depth, draft_logits, node_B)
+        if draft_ids_O is not None:
+            nothing_BV = jnp.full((B, V), -jnp.inf, log_q_BV.dtype)
+            log_q_BV = nothing_BV.at[:, draft_ids_O].set(log_q_BV)
         log_q_BV = log_q_BV.astype(log_p_BV.dtype) / scale_B1.astype(log_p_BV.dtype)
         u_BC = uniform(judge.key_B, length_B + depth + 1, tree.children_MC.shape[1])
         u_BC = u_BC.astype(log_p_BV.dtype)
@@ -128,7 +133,7 @@ def accept_rejection(
 def parents_logits(
     tree: Tree, depth: int, draft_logits: Mapping[int, jax.Array], node_B: jax.Array
 ) -> jax.Array:
-    """The head's logits [B, V] that the children of each row's node (of `depth`) came from."""
+    """The head's logits [B, O] that the children of each row's node (of `depth`) came from."""
     if depth + 1 not in draft_logits:
         raise ValueError(
             f"the drafter did not rank its guesses at depth {depth + 1} with rank_scores, so "
@@ -152,8 +157,8 @@ def normalised(log_weights_BV: jax.Array) -> jax.Array:
 
 
 def _rejection(v: Verified) -> Accepted:
-    rows = (v.nodes_BM, v.logits_BMV, v.tree, v.sampling, v.length_B, v.draft_logits)
-    return accept_rejection(*rows)
+    rows = (v.nodes_BM, v.logits_BMV, v.tree, v.sampling, v.length_B)
+    return accept_rejection(*rows, v.draft_logits, v.draft_ids_O)
 
 
 # Drafts are ranked by noise of another stream than the verifier's: they must be draws independent

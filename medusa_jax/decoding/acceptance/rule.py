@@ -39,6 +39,7 @@ class Verified(NamedTuple):
       length_B: position of the root.
       noise_BLV: the rule's own noise by depth, or None.
       draft_logits: by depth the heads' logits that the drafts were ranked by.
+      draft_ids_O: the tokens that these are of; None: all.
     """
 
     tree: Tree
@@ -51,6 +52,7 @@ class Verified(NamedTuple):
     length_B: jax.Array
     noise_BLV: jax.Array | None
     draft_logits: Mapping[int, jax.Array]
+    draft_ids_O: jax.Array | None = None
 
 
 # (rows' parameters, positions [B, L], V, dtype) -> noise [B, L, V].

@@ -29,8 +29,11 @@ def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> 
     @jax.jit
     def many(variables: Any, hidden_1LD: jax.Array) -> jax.Array:
         from medusa_jax.heads import Backbone
+        from medusa_jax.heads.vocabulary import for_drafting
 
-        backbone = Backbone(model.llama, variables["backbone"])
+        backbone = for_drafting(
+            Backbone(model.llama, variables["backbone"]), variables["heads"]
+        )
 
         def one(i: jax.Array, carry: Any) -> Any:
             state, nodes_1M = carry

@@ -83,6 +83,11 @@ class TokenRows:
         rows = [self._row(*divmod(i, self.rows)) for i in range(first, first + n)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
+    def counts(self, vocab_size: int) -> np.ndarray:
+        """How often each token is a target: [V]."""
+        targets = self.tokens if self.counted is None else self.tokens[self.counted != 0]
+        return np.bincount(targets, minlength=vocab_size)
+
     def numbers(self, first: int, n: int) -> np.ndarray:
         """Which packed rows `batch(first, n)` holds: numbers below `rows`, by epoch's order."""
         places = (divmod(i, self.rows) for i in range(first, first + n))

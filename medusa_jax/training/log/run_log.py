@@ -159,7 +159,7 @@ def finite(value: Any) -> Any:
 
 def _summary(record: dict[str, Any]) -> str:
     parts = []
-    for name in ("lm_loss", "loss", "top1", "top5", "accepted_length_tree", "lr"):
+    for name in ("lm_loss", "loss", "inside", "top1", "top5", "accepted_length_tree", "lr"):
         if name in record:
             value = record[name]
             text = (

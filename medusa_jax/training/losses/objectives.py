@@ -137,7 +137,12 @@ def heads_sums(
     """sum_k lambda_k L_k: each head's sum over its own count.
 
     k is 1-based as in the paper, head k looks k + 1 ahead. Everything is laid out by the token
-    that is guessed, so that all heads' guesses of a token meet the same label and teacher.
+    that is guessed, so that all heads' guesses of a token meet the same label and teacher. A token
+    outside the draft vocabulary teaches nothing; it counts all the same, as a miss.
+
+    Args:
+      split: gives the backbone as heads see it: with a draft vocabulary its LM head, and so the
+        teacher's distribution, is over that alone (`heads/vocabulary.py`).
 
     Returns: that loss, and the sums per head, each [K].
     """
@@ -154,6 +159,8 @@ def heads_sums(
         teacher = Teacher(frozen.lm_head, targets.teacher_weight, targets.label_weight)
         teacher_BTD = delay(hidden_BTD, 1)  # the hidden state right before the target
         weight = 1.0  # both are the teacher's to weigh
+    label_BT = backbone.places(batch["tokens"])
+    scored_BT = label_BT < backbone.outputs
     logits_K, features_K, mask_K, weight_K = [], [], [], []
     for k in range(drafter.n_heads):
 
@@ -165,12 +172,12 @@ def heads_sums(
         mask_BT = pair_mask(batch["counted"], batch["segment_ids"], ahead)
         logits_K.append(logits)
         features_K.append(delay(features_KBTD[k], ahead))
-        mask_K.append(delay(mask_BT, ahead))
+        mask_K.append(delay(mask_BT, ahead) & scored_BT)
         count = jnp.maximum(inputs.counts_K[k], 1.0)
         weight_K.append(weight * objective.lambda_k(k + 1) / count)
     return heads_cross_entropy(
-        logits_K, params, jnp.stack(weight_K), features_K, batch["tokens"], mask_K,
-        objective.chunk, teacher, teacher_BTD,
+        logits_K, params, jnp.stack(weight_K), features_K,
+        jnp.where(scored_BT, label_BT, 0), mask_K, objective.chunk, teacher, teacher_BTD,
     )  # fmt: skip
 
 
@@ -202,6 +209,7 @@ def head_loss(
 
 def joint_loss(
     params: Params,
+    backbone_of: Callable[[Params], Backbone],
     split: Split,
     objective: HeadObjective,
     inputs: StepInputs,
@@ -213,15 +221,15 @@ def joint_loss(
     `pair_counts(batch, (1, 2 ... K+1))`.
 
     Args:
+      backbone_of: the backbone of L_LM; that of `split` is as heads see it.
       original: the backbone as it was, whose distribution L_LM then has as its target.
 
     Returns: L, and the sums, each [1 + K]: the backbone's own first.
     """
     batch = inputs.batch
-    hidden_BTD = split(params)[1].forward(*rows(batch))
-    own = next_token_sums(
-        params, lambda p: split(p)[1], hidden_BTD, batch, objective.chunk, original
-    )
+    hidden_BTD = backbone_of(params).forward(*rows(batch))
+    chunk = objective.chunk
+    own = next_token_sums(params, backbone_of, hidden_BTD, batch, chunk, original)
     of_heads = inputs._replace(counts_K=inputs.counts_K[1:])
     heads_loss, heads = heads_sums(params, split, hidden_BTD, objective, of_heads)
     loss = next_token_mean(own, inputs.counts_K[0]) + inputs.lambda_0 * heads_loss

@@ -25,6 +25,7 @@ class Sums(NamedTuple):
       loss: what is minimised: `nll`, or what `Teacher` makes of it.
       nll: cross-entropy of the counted pairs in nats.
       top1, top5: counted pairs whose label is ranked first, among the first five.
+      scored: counted pairs whose label has a logit: all, but for a draft vocabulary.
       entropy: the teacher's, in nats: its cross-entropy less this is KL(teacher || student).
     """
 
@@ -32,6 +33,7 @@ class Sums(NamedTuple):
     nll: jax.Array
     top1: jax.Array
     top5: jax.Array
+    scored: jax.Array
     entropy: jax.Array
 
 
@@ -126,9 +128,10 @@ def heads_cross_entropy(
 def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[int]:
     """Which parameters the logits depend on; the others get no gradient accumulator."""
     jaxpr = jax.make_jaxpr(fn)(params, features).jaxpr
-    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {
-        id(v) for v in jaxpr.outvars
-    }
+    read = {id(v) for v in jaxpr.outvars}
+    for eqn in reversed(jaxpr.eqns):
+        if any(id(v) in read for v in eqn.outvars):
+            read |= {id(v) for v in eqn.invars}
     inputs = jaxpr.invars[: len(jax.tree.leaves(params))]
     return [i for i, v in enumerate(inputs) if id(v) in read]
 
@@ -161,6 +164,7 @@ def _chunk_sums(
     nll = jnp.sum(jnp.where(mask_BT, nll_BT, 0.0))
     top1 = jnp.sum((mask_BT & (rank_BT == 0)).astype(jnp.float32))
     top5 = jnp.sum((mask_BT & (rank_BT < 5)).astype(jnp.float32))
+    scored = jnp.sum(mask_BT.astype(jnp.float32))
     total, entropy = nll, jnp.zeros_like(nll)
     if teacher is not None:
         assert law is not None
@@ -168,7 +172,7 @@ def _chunk_sums(
         soft = jnp.sum(jnp.where(mask_BT, soft_BT, 0.0))
         total = teacher.label_weight * nll + teacher.weight * soft
         entropy = jnp.sum(jnp.where(mask_BT, law.entropy_BT, 0.0))
-    return Sums(total, nll, top1, top5, entropy)
+    return Sums(total, nll, top1, top5, scored, entropy)
 
 
 def _stacked(sums: list[Sums]) -> Sums:

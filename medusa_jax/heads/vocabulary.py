@@ -1,0 +1,118 @@
+"""Draft vocabulary: heads score only the tokens that the model writes often.
+
+Most of what a head reads is its LM head, and nearly all that a model writes comes from a small part
+of its vocabulary (FR-Spec, Zhao et al. 2025, arXiv 2502.14856; EAGLE-3 has the same as `d2t`). The
+chosen ids lie beside the heads, rising, under "draft_vocab" of their parameters:
+
+    ids        [O] int32; logit j of a head is that of token ids[j]
+    lm_head    {"kernel": [D, O]}: these columns of the backbone's LM head, where heads share it;
+               made when heads are loaded for decoding, never stored in files
+
+Verification goes over the whole vocabulary: a token that is not here is never drafted, and every
+lossless rule stays lossless.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads.drafter import Backbone, Params
+
+# The entry of the parameters, and the frozen group of a training run.
+GROUP = "draft_vocab"
+# How often a model writes each token [V], beside the text that was counted.
+COUNTS = "vocab_counts.npy"
+
+
+def for_drafting(backbone: Backbone, heads: Params) -> Backbone:
+    """The backbone as loaded heads draft with it: its LM head is the one that lies beside them.
+
+    Without a draft vocabulary it is the backbone itself. Heads with LM heads of their own leave it
+    without one.
+    """
+    if GROUP not in heads:
+        return backbone
+    vocab = heads[GROUP]
+    return _scoring(backbone, vocab["ids"], vocab.get("lm_head"))
+
+
+def narrowed(backbone: Backbone, ids_O: jax.Array) -> Backbone:
+    """The backbone as heads train on it: its LM head, and the adapter there, of these tokens."""
+    kernel_DO = scored_columns(backbone.llama.config, backbone.params, ids_O)
+    out = _scoring(backbone, ids_O, {"kernel": kernel_DO})
+    if out.lora is None or "lm_head" not in out.lora:
+        return out
+    adapter = out.lora["lm_head"]
+    lora = out.lora | {"lm_head": adapter | {"b": adapter["b"][:, ids_O]}}
+    return dataclasses.replace(out, lora=lora)
+
+
+def stand_in(backbone: Backbone, heads: HeadsConfig) -> Backbone:
+    """`narrowed` to the first ids, where sizes are all that matters."""
+    return (
+        narrowed(backbone, jnp.arange(heads.draft_vocab)) if heads.draft_vocab else backbone
+    )
+
+
+def scored_columns(config: LlamaConfig, params: Params, ids_O: Any) -> jax.Array:
+    """Columns of the LM head [D, O], of the tied one too.
+
+    Args:
+      params: stored parameters, or the entry of them that the LM head is in (`lm_head_entry`).
+    """
+    if config.tie_embeddings:
+        return params["embed_tokens"]["embedding"][ids_O].T
+    return params["lm_head"]["kernel"][:, ids_O]
+
+
+def lm_head_entry(config: LlamaConfig) -> str:
+    """The entry of stored parameters that the LM head is in."""
+    return "embed_tokens" if config.tie_embeddings else "lm_head"
+
+
+def _scoring(backbone: Backbone, ids_O: jax.Array, lm_head: Params | None) -> Backbone:
+    config = dataclasses.replace(backbone.llama.config, tie_embeddings=False)
+    params = {name: entry for name, entry in backbone.params.items() if name != "lm_head"}
+    if lm_head is not None:
+        params["lm_head"] = lm_head
+    llama = backbone.llama.clone(config=config, scored=ids_O.shape[0])
+    return Backbone(llama, params, backbone.lora, ids_O)
+
+
+def most_frequent(counts_V: np.ndarray, n: int) -> np.ndarray:
+    """The `n` tokens of the highest counts, by id; of equal ones those of the lower ids."""
+    return np.sort(np.argsort(-counts_V, kind="stable")[:n]).astype(np.int32)
+
+
+def covered(counts_V: np.ndarray, n: int) -> float:
+    """The share of all counts that the `n` highest make up."""
+    return float(np.sort(counts_V)[::-1][:n].sum() / max(counts_V.sum(), 1))
+
+
+def check_ids(ids: np.ndarray, heads: HeadsConfig, vocab_size: int, source: str) -> None:
+    """Refuse ids that are not `heads.draft_vocab` rising ones of the vocabulary.
+
+    Raises:
+      UserError: names the source and what is wrong.
+    """
+    if ids.shape != (heads.draft_vocab,):
+        raise UserError(
+            f"{source} holds draft vocabulary ids of shape {list(ids.shape)}, draft_vocab is "
+            f"{heads.draft_vocab}"
+        )
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
+        raise UserError(
+            f"{source} has the draft vocabulary id {wrong}, outside 0..{vocab_size - 1}"
+        )
+    if (fall := np.flatnonzero(np.diff(ids.astype(np.int64)) <= 0)).size:
+        first, second = ids[fall[0]], ids[fall[0] + 1]
+        raise UserError(
+            f"{source} has the draft vocabulary ids {first} and {second} in a row: each stands "
+            "there once, rising"
+        )

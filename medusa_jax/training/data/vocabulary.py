@@ -1,0 +1,64 @@
+"""Which tokens a run's heads score: the most frequent ones, chosen once and kept in its workdir."""
+
+import os
+
+import jax
+import numpy as np
+
+from medusa_jax.config import Config
+from medusa_jax.console import inform
+from medusa_jax.errors import UserError
+from medusa_jax.heads.vocabulary import COUNTS, check_ids, covered, most_frequent
+from medusa_jax.training.data.rows import TokenRows
+
+FILE = "draft_vocab.npy"
+
+
+def draft_vocab(cfg: Config, rows: TokenRows) -> np.ndarray:
+    """Ids of the `heads.draft_vocab` most frequent tokens, rising.
+
+    They are counted at the start of a run, which goes on with the same ones whatever the counts say
+    by then.
+
+    Raises:
+      UserError: counts that cannot be read or do not belong to the model.
+    """
+    vocab_size, n = cfg.model.arch.vocab_size, cfg.heads.draft_vocab
+    path = os.path.join(cfg.workdir, FILE)
+    if os.path.exists(path):
+        ids = np.load(path, allow_pickle=False)
+        check_ids(ids, cfg.heads, vocab_size, path)
+        return ids
+    own_counts_V = rows.counts(vocab_size)
+    source = cfg.data.draft_vocab_from
+    counts_V = read_counts(source, vocab_size) if source else own_counts_V
+    ids = most_frequent(counts_V, n)
+    if jax.process_index() == 0:
+        with open(path + ".new", "wb") as file:
+            np.save(file, ids)
+        os.replace(path + ".new", path)
+    inside = own_counts_V[ids].sum() / max(own_counts_V.sum(), 1)
+    inform(
+        f"heads score {n} of {vocab_size} tokens: {100 * inside:.2f}% of the counted text, "
+        f"{100 * covered(counts_V, n):.2f}% of what they were chosen by"
+    )
+    return ids
+
+
+def read_counts(source: str, vocab_size: int) -> np.ndarray:
+    """How often a text has each token [V], as `distill` keeps it.
+
+    Args:
+      source: the file, or the directory it lies in.
+    """
+    path = os.path.join(source, COUNTS) if os.path.isdir(source) else source
+    try:
+        counts_V = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"token counts {path} cannot be read: {error}") from error
+    if counts_V.shape != (vocab_size,) or counts_V.dtype.kind not in "iu":
+        raise UserError(
+            f"{path} holds {counts_V.dtype}{list(counts_V.shape)}, not the counts of a vocabulary "
+            f"of {vocab_size}"
+        )
+    return counts_V

@@ -1,0 +1,281 @@
+"""Draft vocabularies: heads that score some of the tokens draft as those that score all would, had
+these no other guesses, and what is emitted stays what plain decoding emits."""
+
+import dataclasses
+from functools import cache
+
+import family
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from planted import check_counts, decoder, random_params, texts_of, tiny_config
+from safetensors.numpy import load_file, save_file
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import ranks as decoding_ranks
+from medusa_jax.decoding.repeats import without_repeats
+from medusa_jax.decoding.sampling import gumbel
+from medusa_jax.errors import UserError
+from medusa_jax.heads import DRAFTERS, Backbone, make_drafter, vocabulary
+from medusa_jax.interop import heads_io
+from medusa_jax.interop.published import open_heads
+from medusa_jax.model.llama import Llama
+from medusa_jax.sharding import make_mesh
+from medusa_jax.tree import Tree
+from medusa_jax.tree.growth import MISS
+
+pytestmark = pytest.mark.usefixtures("x64")
+NAMES = sorted(DRAFTERS)
+KINDS = ("own", "shared", "low_rank")
+EVERY = [(name, kind) for name in NAMES for kind in KINDS]
+IDS = np.array([0, 2, 3, 7, 8, 11, 12, 16, 17, 19, 22], np.int32)  # of family.V = 23
+
+
+def pair_of(name, lm_head, backbone, ids, seed=0):
+    """(drafter, parameters) over all tokens and over `ids`, the second a cut of the first.
+
+    The second's parameters are as loaded for decoding: with the ids, and the LM head if shared.
+    """
+    heads = family.small_heads(name, lm_head=lm_head, rank=3)
+    drafter, params = family.drafter_of(heads, backbone, seed)
+    few = dataclasses.replace(drafter.heads, draft_vocab=len(ids))
+
+    def cut(path, leaf):
+        names = [key.key for key in path]
+        is_output = names[-2] == "lm_head" and names[-1] in ("kernel", "up", "bias")
+        return leaf[..., ids] if is_output else leaf
+
+    cut_params = jax.tree_util.tree_map_with_path(cut, params)
+    group = {"ids": jnp.asarray(ids)}
+    if lm_head == "shared":
+        config = backbone.llama.config
+        columns = vocabulary.scored_columns(config, backbone.params, ids)
+        group["lm_head"] = {"kernel": columns}
+    narrow = make_drafter(few, backbone.llama.config)
+    return (drafter, params), (narrow, cut_params | {vocabulary.GROUP: group})
+
+
+@pytest.mark.parametrize("name, lm_head", EVERY)
+def test_rank_r_is_the_whole_drafters_best_r_among_them(name, lm_head):
+    """With the same tokens before it, a node holds what is r-th of the chosen by the logits of all.
+
+    Hydra's logits depend on the tokens above: the whole drafter is led down the other's path.
+    """
+    backbone = family.stored_base()
+    (whole, params), (narrow, cut) = pair_of(name, lm_head, backbone, IDS)
+    tree, root = Tree.chain(4), np.array([1, 4], np.int32)
+    rows = family.random_rows(np.random.default_rng(5))
+    seen = vocabulary.for_drafting(backbone, cut)
+    state = family.committed(narrow, seen, cut, rows, [4, 6])
+    nodes, logits = family.proposed_logits(narrow, seen, family.WILD)(cut, state, root)
+    assert np.isin(nodes[:, 1:], IDS).all()
+    np.testing.assert_array_equal(nodes[:, 0], root)
+    chain = family.proposed_logits(whole, backbone, tree)
+    for leaf in range(1, family.WILD.n_nodes):
+        path = np.flatnonzero(family.WILD.mask_MM[leaf])[1:]
+        follow = np.zeros((2, 4), np.int32)
+        follow[:, : len(path)] = nodes[:, path]
+        _, of_all = chain(params, state, root, follow)
+        for depth, node in enumerate(path):
+            of_chosen = np.asarray(of_all[depth]).reshape(2, -1)[:, IDS]
+            best = IDS[np.argsort(-of_chosen, axis=-1)]
+            np.testing.assert_array_equal(
+                nodes[:, node], best[:, family.WILD.rank_M[node]], str((leaf, depth))
+            )
+    assert all(x.shape[-1] == len(IDS) for x in logits)
+
+
+# The engine's promise in float64: as in test_contract.py, with four tokens of seven.
+
+FOUR = np.array([1, 2, 4, 6], np.int32)
+WIDE = Tree.from_choices(
+    {(r,) for r in range(4)} | {(r, s) for r in range(4) for s in (0, 1, 3)}
+    | {(r, 0, 1) for r in range(4)} | {(1, 0, 1, 2)}
+)  # fmt: skip
+PROMPTS, LIMITS = [[1, 2, 3, 1, 2], [5], [0, 0, 6]], [30, 17, 24]
+
+
+def request_of(acceptance):
+    if acceptance == "greedy":
+        return loop.Request(PROMPTS, LIMITS)
+    return loop.Request(
+        PROMPTS, LIMITS, temperature=[1.0, 0.0, 0.7], top_p=[1.0, 1.0, 0.9], seed=[1, 2, 1]
+    )
+
+
+@cache
+def seven(tied=False):
+    config = tiny_config(vocab_size=7, tie_embeddings=tied)
+    params = random_params(config, 1)
+    return config, params, *decoder(config, params)
+
+
+def engine_of(name, lm_head, acceptance, tied=False, n_gram=0):
+    config, params, llama, backbone = seven(tied)
+    stored = Backbone(Llama(config, jnp.float64), params)
+    drafter, heads = pair_of(name, lm_head, stored, FOUR, seed=3)[1]
+    engine = loop.Engine(llama, drafter, WIDE, acceptance, n_gram)
+    return engine, {"backbone": backbone, "heads": heads}
+
+
+@cache
+def plain_texts(acceptance, tied, n_gram):
+    config, _, llama, backbone = seven(tied)
+    drafter = make_drafter(HeadsConfig(), config)
+    engine = loop.Engine(llama, drafter, Tree.none(), acceptance, n_gram)
+    variables = {"backbone": backbone, "heads": {}}
+    return texts_of(loop.generate(engine, variables, request_of(acceptance)))
+
+
+@pytest.mark.parametrize(
+    "name, lm_head, acceptance, tied, n_gram",
+    [(name, kind, "greedy", False, 0) for name, kind in EVERY]
+    + [(name, "shared", "sampled", True, 3) for name in NAMES]
+    + [("hydra", "own", "greedy", False, 4)],
+)
+def test_the_text_is_that_of_plain_decoding(name, lm_head, acceptance, tied, n_gram):
+    """Though three tokens of seven are never drafted; the heads are right often all the same."""
+    engine, variables = engine_of(name, lm_head, acceptance, tied, n_gram)
+    progress = loop.generate(engine, variables, request_of(acceptance))
+    texts = plain_texts(acceptance, tied, n_gram)
+    assert texts_of(progress) == texts
+    check_counts(progress)
+    assert (np.asarray(progress.histogram_BL).sum(0)[:2] > 0).all()
+    drafted = np.asarray(progress.tokens_BO)[np.asarray(progress.depth_BO) > 0]
+    assert len(drafted) > 5 and np.isin(drafted, FOUR).all()
+
+
+@pytest.mark.parametrize("n_gram", [0, 3])
+@pytest.mark.parametrize("temperature", [None, (0.7, 1.0)])
+def test_ranks_count_the_chosen_tokens_that_are_preferred(temperature, n_gram):
+    """From the logits of all tokens by hand; a token outside is a miss, whatever its logit."""
+    config, params, llama, prepared = seven()
+    stored = Backbone(Llama(config, jnp.float64), params)
+    (whole, of_all), (narrow, cut) = pair_of("medusa", "shared", stored, FOUR, seed=3)
+    B, T, K = 2, 20, 4
+    tokens = np.random.default_rng(0).integers(0, 7, (B, T), np.int32)
+    length = np.array([20, 13])
+    keys = jax.vmap(jax.random.key)(jnp.arange(B))
+    noise = None if temperature is None else (keys, jnp.array(temperature))
+    ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=(0, 6))(
+        narrow, cut, Backbone(llama, prepared), tokens, length, noise, n_gram
+    )
+    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    rows = (tokens, positions, (positions < length[:, None]).astype(np.int32))
+    features = whole.features(of_all, stored, stored.forward(*rows), *rows)
+    for k in range(K):
+        scores = whole.head_logits(of_all, stored, k, features[k])
+        if n_gram and k == 0:
+            text = np.broadcast_to(tokens[:, None, :], (B, T, T))
+            scores = without_repeats(scores, text, np.minimum(positions + 1, T - 1), n_gram)
+        if temperature:
+            g = gumbel(keys, positions + k + 2, 7, jnp.float64)
+            scores = scores + np.array(temperature)[:, None, None] * g
+        scores = np.asarray(scores)
+        for b in range(B):
+            for t in range(length[b] - k - 2):
+                label = tokens[b, t + k + 2]
+                expected = MISS
+                if label in FOUR:
+                    expected = (scores[b, t, FOUR] > scores[b, t, label]).sum()
+                assert ranks[b, t, k] == expected
+    assert (np.asarray(ranks) < MISS).sum() > 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_start_is_the_backbones_lm_head_there(name):
+    """Heads of every kind start from these columns, of a tied LM head as well."""
+    for kind, tied in (("own", False), ("low_rank", True), ("shared", True)):
+        config = tiny_config(tie_embeddings=tied)
+        backbone = Backbone(Llama(config, jnp.float64), random_params(config, 0))
+        heads = family.small_heads(name, lm_head=kind, rank=11, draft_vocab=len(IDS))
+        drafter = make_drafter(heads, config)
+        narrow = vocabulary.narrowed(backbone, IDS)
+        params = drafter.init(jax.random.key(0), narrow)
+        x = np.random.default_rng(1).standard_normal((3, family.D))
+        logits = drafter.head_logits(params, narrow, 2, x)
+        assert_close(logits, np.asarray(backbone.lm_head(x))[:, IDS], dtype=jnp.float32)
+
+
+# On disk.
+
+
+def saved(path, kind="low_rank", ids=IDS):
+    """Medusa heads with these ids in a directory, whatever they are; their file and configuration."""
+    backbone = family.stored_base()
+    _, (drafter, params) = pair_of("medusa", kind, backbone, IDS)
+    record = {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
+    heads_io.save_heads(
+        str(path), drafter.heads, params, base=record, recipe={}, dtype="bfloat16"
+    )
+    file = path / "heads.safetensors"
+    if ids is not IDS:
+        save_file(load_file(file) | {heads_io.IDS: ids}, file)
+    return file, drafter, backbone.llama.config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_lie_beside_the_heads(kind, tmp_path):
+    """As ids in whatever type the weights are; the shared LM head is not stored."""
+    file, drafter, config = saved(tmp_path, kind)
+    heads, params, _ = heads_io.load_heads(str(tmp_path), config, make_mesh(), n_heads=2)
+    assert heads == dataclasses.replace(drafter.heads, n_heads=2)
+    assert set(params) == {"heads_0", "heads_1", vocabulary.GROUP}
+    assert set(params[vocabulary.GROUP]) == {"ids"}
+    ids = params[vocabulary.GROUP]["ids"]
+    assert ids.dtype == jnp.int32 and open_heads(str(tmp_path)).ids.dtype == ids.dtype
+    np.testing.assert_array_equal(ids, IDS)
+    assert load_file(file)[heads_io.IDS].dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "ids, problem",
+    [
+        (np.append(IDS[:-1], np.int32(23)), "vocabulary id 23, outside 0..22"),
+        (np.append(np.int32(-1), IDS[1:]), "vocabulary id -1, outside 0..22"),
+        (np.append(IDS[:-1], IDS[-2]), "ids 19 and 19 in a row: each stands there once"),
+        (IDS[::-1].copy(), "ids 22 and 19 in a row"),
+        (IDS[:-1], r"shape \[10\], draft_vocab is 11"),
+        (IDS.astype(np.float32), "is float32, not int32"),
+    ],
+)
+def test_bad_ids(ids, problem, tmp_path):
+    _, _, config = saved(tmp_path, ids=ids)
+    for read in (
+        lambda: heads_io.load_heads(str(tmp_path), config, make_mesh()),
+        lambda: open_heads(str(tmp_path)),
+    ):
+        with pytest.raises(UserError, match=problem):
+            read()
+
+
+def test_ids_that_are_missing_or_not_wanted(tmp_path):
+    file, drafter, config = saved(tmp_path)
+    without = {k: v for k, v in load_file(file).items() if k != heads_io.IDS}
+    kept = load_file(file)
+    save_file(without, file)
+    with pytest.raises(UserError, match=r"'draft_vocab/ids' is missing .* score 11 tokens"):
+        heads_io.load_heads(str(tmp_path), config, make_mesh())
+    whole = dataclasses.replace(drafter.heads, draft_vocab=0)
+    save_file(kept, file)
+    description = tmp_path / "heads.json"
+    text = description.read_text().replace('"draft_vocab": 11', '"draft_vocab": 0')
+    description.write_text(text)
+    with pytest.raises(UserError, match="no place for: 'draft_vocab/ids'"):
+        heads_io.load_heads(str(tmp_path), config, make_mesh())
+    for wrong in (-1, 24):
+        with pytest.raises(UserError, match=r"heads\.draft_vocab is from 0"):
+            make_drafter(dataclasses.replace(whole, draft_vocab=wrong), config)
+    with pytest.raises(UserError, match="16 x 3: low_rank takes 1 to 3"):
+        make_drafter(dataclasses.replace(whole, draft_vocab=3, rank=4), config)
+
+
+def test_the_most_frequent():
+    """By count, of equal ones the lower id; by id in the end."""
+    counts = np.array([5, 0, 9, 5, 7])
+    assert vocabulary.most_frequent(counts, 3).tolist() == [0, 2, 4]
+    assert vocabulary.most_frequent(counts, 5).tolist() == [0, 1, 2, 3, 4]
+    assert vocabulary.covered(counts, 2) == 16 / 26

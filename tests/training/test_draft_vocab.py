@@ -1,0 +1,210 @@
+"""Heads that learn to score some of the tokens: what teaches them, and which tokens they are."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from test_trainer import records, run
+from training_setup import VOCAB, tiny_arch, tiny_config
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads import Backbone, make_drafter, vocabulary
+from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop.published import open_heads
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training import dry, losses
+from medusa_jax.training.data.vocabulary import draft_vocab, read_counts
+from medusa_jax.training.stage import make_stage
+
+IDS = np.sort(np.random.default_rng(7).permutation(VOCAB)[:40]).astype(np.int32)
+
+
+def random_batch(B=2, T=18):
+    rng = np.random.default_rng(0)
+    return {
+        "tokens": jnp.asarray(rng.integers(0, VOCAB, (B, T)), jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(T), (B, T)),
+        "segment_ids": jnp.asarray(np.repeat([[1] * 12 + [2] * (T - 12)], B, 0), jnp.int32),
+        "counted": jnp.asarray(rng.random((B, T)) < 0.9),
+    }
+
+
+def moved(params):
+    """Away from the start, where many parts are zero."""
+    key = jax.random.key(3)
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(key, x.shape), params)
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
+def test_tokens_outside_teach_nothing_and_are_misses(lm_head):
+    """Labels and the teacher's distribution over the chosen tokens alone, by hand."""
+    arch = tiny_arch()
+    whole = Backbone(Llama(arch), init_params(arch, jax.random.key(1)))
+    backbone = vocabulary.narrowed(whole, jnp.asarray(IDS))
+    heads = HeadsConfig(n_heads=3, lm_head=lm_head, rank=4, draft_vocab=len(IDS))
+    drafter = make_drafter(heads, arch)
+    params = moved(drafter.init(jax.random.key(2), backbone))
+    batch = random_batch()
+    counts = losses.pair_counts(batch, (2, 3, 4))
+    rows = losses.rows(batch)
+
+    def plain(params):
+        """(loss, pairs inside and pairs right, of each head)."""
+        hidden = whole.forward(*rows)
+        features = drafter.features(params, whole, hidden, *rows)
+        teacher = jax.nn.softmax(whole.lm_head(hidden)[..., IDS])
+        total, inside, right = 0.0, [0] * 3, [0] * 3
+        for k in range(3):
+            if lm_head == "shared":
+                logits = whole.lm_head(features[k])[..., IDS]
+            else:
+                own = params[f"heads_{k}"]["lm_head"]
+                kernel = own["kernel"] if lm_head == "own" else own["down"] @ own["up"]
+                logits = features[k] @ kernel
+            logp = jax.nn.log_softmax(logits)
+            mask = losses.pair_mask(batch["counted"], batch["segment_ids"], k + 2)
+            for b, t in zip(*np.nonzero(np.asarray(mask))):
+                if (label := int(batch["tokens"][b, t + k + 2])) not in IDS:
+                    continue
+                place = IDS.tolist().index(label)
+                soft = -(teacher[b, t + k + 1] * logp[b, t]).sum()
+                total += (
+                    0.8 ** (k + 1) * (0.1 * -logp[b, t, place] + 0.7 * soft) / counts[k]
+                )
+                inside[k] += 1
+                right[k] += jnp.argmax(logp[b, t]) == place
+        return total, (inside, right)
+
+    def streamed(params):
+        targets = losses.HeadTargets(label_weight=0.1, teacher_weight=0.7)
+        objective = losses.HeadObjective(drafter, 5, 0.8, targets)
+        inputs = losses.StepInputs(batch, counts)
+        return losses.head_loss(params, backbone, objective, inputs)
+
+    (value, sums), grads = jax.jit(jax.value_and_grad(streamed, has_aux=True))(params)
+    (expected, found), expected_grads = jax.value_and_grad(plain, has_aux=True)(params)
+    assert_close((value, grads), (expected, expected_grads))
+    inside, right = (np.array([int(n) for n in x]) for x in found)
+    assert (inside < counts).all() and (inside > 0).all()
+    np.testing.assert_array_equal(sums.scored, inside)
+    np.testing.assert_array_equal(sums.top1, right)
+
+
+def joint_stage(draft_vocab, **arch):
+    cfg = tiny_config("", "medusa2", teacher_weight=0.5)
+    cfg.model.arch, cfg.lora.rank, cfg.lora.dropout = tiny_arch(**arch), 2, 0.0
+    cfg.heads = HeadsConfig(n_heads=2, lm_head="shared", draft_vocab=draft_vocab)
+    return make_stage(cfg, 16)
+
+
+def test_adapters_learn_through_the_shared_lm_head():
+    """A vocabulary of all tokens is none: the same loss, and the same gradient in adapters."""
+    batch, ids = random_batch(), jnp.arange(VOCAB, dtype=jnp.int32)
+    arch = tiny_arch(tie_embeddings=True)
+    frozen = {"backbone": init_params(arch, jax.random.key(1))}
+    group = {vocabulary.GROUP: {"ids": ids}}
+    found = []
+    for n, more in ((0, {}), (VOCAB, group)):
+        stage = joint_stage(n, tie_embeddings=True)
+        given = frozen | more
+        params = moved(stage.init(jax.random.key(0), given))
+        counts = losses.pair_counts(batch, stage.offsets)
+        inputs = losses.StepInputs(batch, counts, None, 0.5)
+        found.append(
+            jax.jit(jax.value_and_grad(lambda p: stage.loss(p, given, inputs)[0]))(params)  # noqa: B023
+        )
+    assert_close(*found)
+    assert np.abs(found[0][1]["lora"]["lm_head"]["b"]).max() > 1e-4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    arch = tiny_arch()
+    hf.save_backbone(str(path), arch, init_params(arch, jax.random.key(3)), "float32")
+    return str(path)
+
+
+def few(tokens, model, stage="medusa1", **train):
+    cfg = tiny_config(tokens, stage, **train)
+    cfg.model.path, cfg.optim.name = model, "adamw"
+    cfg.heads = HeadsConfig(n_heads=3, lm_head="shared", draft_vocab=40)
+    return cfg
+
+
+def test_a_run_keeps_its_tokens(tokens, model, tmp_path, capsys):
+    """Counted in the text; then resumed, and gone on with in stage 2, under other counts."""
+    cfg = few(tokens, model, steps=4, save_every=4)
+    cfg.data.eval_source, cfg.data.eval_samples = tokens, 8
+    run(cfg, tmp_path / "m1")
+    text = np.load(f"{tokens}/tokens.npy")
+    counts = np.bincount(text, minlength=VOCAB)
+    chosen = vocabulary.most_frequent(counts, 40)
+    share = counts[chosen].sum() / counts.sum()
+    said = capsys.readouterr().err
+    assert f"heads score 40 of 64 tokens: {100 * share:.2f}% of the counted text" in said
+    assert "  inside 0." in said
+    log = records(tmp_path / "m1")[-1]
+    assert np.abs(np.array(log["inside"]) - share).max() < 0.1
+    assert all(np.array(log["top5"]) <= log["inside"])
+
+    other = tmp_path / "counts.npy"
+    np.save(other, np.arange(VOCAB))  # the last forty
+    cfg = few(tokens, model, steps=6, save_every=6)
+    cfg.data.draft_vocab_from = str(other)
+    run(cfg, tmp_path / "m1")
+    assert "resuming from step 4" in capsys.readouterr().err
+    export = str(tmp_path / "m1" / "export")
+    np.testing.assert_array_equal(open_heads(export).ids, chosen)
+    loaded = heads_io.load_heads(export, cfg.model.arch, make_mesh())[1]
+    assert set(loaded) == {"heads_0", "heads_1", "heads_2", vocabulary.GROUP}
+
+    cfg = few(tokens, model, "medusa2", steps=2)
+    cfg.train.heads_path, cfg.data.draft_vocab_from = export, str(other)
+    run(cfg, tmp_path / "m2")
+    heads = str(tmp_path / "m2" / "export" / "heads")
+    np.testing.assert_array_equal(open_heads(heads).ids, chosen)
+    log = records(tmp_path / "m2")[-1]
+    assert len(log["inside"]) == 3 and "lm_inside" not in log
+
+
+def test_tokens_are_chosen_by_the_counts_that_are_named(tmp_path):
+    class Rows:
+        def counts(self, vocab_size):
+            return np.ones(vocab_size, int)
+
+    cfg = tiny_config("")
+    cfg.heads, cfg.workdir = HeadsConfig(draft_vocab=3), str(tmp_path)
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    counts = np.zeros(VOCAB, np.int64)
+    counts[[9, 60, 33]] = 1, 2, 3
+    np.save(folder / vocabulary.COUNTS, counts)
+    cfg.data.draft_vocab_from = str(folder)
+    assert draft_vocab(cfg, Rows()).tolist() == [9, 33, 60]
+    cfg = dataclasses.replace(cfg, heads=HeadsConfig(draft_vocab=4))
+    with pytest.raises(UserError, match=r"ids of shape \[3\], draft_vocab is 4"):
+        draft_vocab(cfg, Rows())
+
+
+def test_counts_that_are_none(tmp_path):
+    with pytest.raises(UserError, match=r"missing\.npy cannot be read"):
+        read_counts(str(tmp_path / "missing.npy"), VOCAB)
+    for wrong in (np.zeros(VOCAB + 1, int), np.zeros(VOCAB)):
+        np.save(tmp_path / "x.npy", wrong)
+        with pytest.raises(UserError, match="not the counts of a vocabulary of 64"):
+            read_counts(str(tmp_path / "x.npy"), VOCAB)
+
+
+def test_dry_run(capsys):
+    cfg = tiny_config("", "medusa1")
+    cfg.heads = HeadsConfig(n_heads=2, lm_head="own", draft_vocab=40)
+    report = dry.dry_run(cfg)
+    assert report["trainable_parameters"] == 2 * (16 * 16 + 16 + 16 * 40)
+    said = capsys.readouterr().out
+    assert "frozen draft_vocab ids: int32[40]" in said
