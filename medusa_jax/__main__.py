@@ -10,6 +10,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "decode": ("commands.decode", "generate, stream, chat, compare with plain decoding"),
     "train": ("commands.train", "train backbones and heads"),
     "calibrate": ("commands.calibrate", "fit the tree to heads and device"),
+    "convert": ("commands.convert", "heads from and to the layouts of other engines"),
     "distill": ("commands.distill", "let a model write the text that its heads learn from"),
     "bench": ("commands.bench", "drafters and trees side by side, against plain decoding"),
     "sweep": ("commands.sweep", "acceptance rules over threshold and temperature"),

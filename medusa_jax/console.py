@@ -1,10 +1,12 @@
 """What entry points share: one-line errors, notes about slow things, the compilation cache."""
 
 import os
+import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from medusa_jax.errors import UserError
 
@@ -32,6 +34,19 @@ def cache_directory(name: str) -> str:
         os.path.expanduser("~"), ".cache"
     )
     return os.path.join(root, "medusa_jax", name)
+
+
+def processor() -> str:
+    """What tells processors apart that one home directory may serve."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(
+        sorted(
+            {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+        )
+    )
 
 
 def use_compilation_cache() -> None:

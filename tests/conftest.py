@@ -1,5 +1,6 @@
 """Tests run on the CPU, refuse silent rank promotion and keep compiled programs between runs."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -13,8 +14,9 @@ os.environ["XLA_FLAGS"] = (
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
     + os.environ.get("XLA_FLAGS", "")
 )
-# Which products are fastest is measured; a test that is about them says which.
+# Which products and which tree are fastest is measured; a test that is about them says which.
 os.environ.setdefault("MEDUSA_JAX_PRODUCTS", "plain")
+os.environ.setdefault("MEDUSA_JAX_TREES", "bundled")
 # Workers, subprocesses and later runs share what was compiled.
 if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
@@ -30,6 +32,8 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tracing makes so many small objects that Python looks for circles in them for an eighth of the time.
+gc.set_threshold(100_000, 50, 50)
 
 
 def restored_x64():
@@ -58,6 +62,7 @@ def _drop_programs():
         return
     if maps > 20_000:
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

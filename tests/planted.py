@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.sampling import Sampling, row_keys
-from medusa_jax.heads.drafter import Drafter
+from medusa_jax.decoding.sampling import Sampling, filtered, row_keys
+from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
 from medusa_jax.tree import Tree
 
@@ -24,11 +24,11 @@ def tiny_config(**fields) -> LlamaConfig:
     return dataclasses.replace(small, **fields)
 
 
-def random_params(config: LlamaConfig, seed: int, scale: float = 1.5):
-    """Stored (unfused) float64 numpy parameters, large enough that every part matters.
+def random_like(shapes, seed: int, scale: float = 1.5):
+    """Float64 numpy parameters of these shapes, large enough that every part matters.
 
     Initialisation proper starts with zero biases, unit norms and a small embedding, under
-    which mistakes in attention hardly move a logit.
+    which mistakes in attention hardly move a logit; and it is a large program to compile.
     """
     rng = np.random.default_rng(seed)
 
@@ -37,13 +37,24 @@ def random_params(config: LlamaConfig, seed: int, scale: float = 1.5):
         if name in ("scale", "bias"):
             return (name == "scale") + 0.3 * rng.standard_normal(leaf.shape)
         fan_in = 1 if name == "embedding" else leaf.shape[0]
-        x = rng.standard_normal(leaf.shape) * scale / np.sqrt(fan_in)
-        if path[0].key == "lm_head":
-            x[:, 0] *= 1.5  # token 0 is an ordinary one, and a frequent one
-        return x
+        return rng.standard_normal(leaf.shape) * scale / np.sqrt(fan_in)
 
-    shapes = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
     return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def random_params(config: LlamaConfig, seed: int, scale: float = 1.5):
+    """Stored (unfused) parameters of a backbone, see `random_like`."""
+    shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
+    params = random_like(shapes, seed, scale)
+    if "lm_head" in params:
+        params["lm_head"]["kernel"][:, 0] *= 1.5  # token 0 is an ordinary, frequent one
+    return params
+
+
+def random_heads(drafter: Drafter, backbone: Backbone, seed: int, scale: float = 1.0):
+    """Parameters of draft heads, see `random_like`."""
+    shapes = jax.eval_shape(drafter.init, jax.random.key(0), backbone)
+    return random_like(shapes, seed, scale)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -210,13 +221,15 @@ def decode_traced(engine: loop.Engine, variables, state, tree: TreeArrays) -> lo
     return loop.progress_of(state)
 
 
+# Called on its own, every `lax.cond` of it would be compiled anew each time.
+filtered_scores = jax.jit(filtered)
+
+
 def sampling_of(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Sampling:
     """The same parameters in every row; seed 0, the row number as request id."""
-    full = lambda value, dtype=jnp.float32: jnp.full((rows,), value, dtype)  # noqa: E731
-    key = row_keys(jnp.zeros((rows,), jnp.uint32), jnp.arange(rows))
-    return Sampling(
-        full(temperature), full(top_k, jnp.int32), full(top_p), full(min_p), key
-    )
+    full = lambda value, dtype=np.float32: jnp.asarray(np.full(rows, value, dtype))  # noqa: E731
+    key = row_keys(full(0, np.uint32), jnp.asarray(np.arange(rows, dtype=np.int32)))
+    return Sampling(full(temperature), full(top_k, np.int32), full(top_p), full(min_p), key)
 
 
 def texts_of(progress: loop.Progress) -> list[list[int]]:

@@ -75,7 +75,7 @@ def test_every_command_says_what_it_is_for(capsys):
     assert "did you mean 'decode'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", PAGES[:4], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES[:5], ids=lambda p: p.name)
 def test_files_that_pages_name_are_there(page):
     """`room/file.py` and `room/file.py: name` in backticks."""
     for path, name in re.findall(r"`([\w/]+\.(?:py|md))(?:: (\w+))?", page.read_text()):

@@ -4,27 +4,23 @@ What needs several devices runs in one child process with eight simulated CPU de
 """
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from children import devices, environment
 from jax.sharding import PartitionSpec as P
 
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import make_mesh, param_shardings, path_string, place, spec_for
-
-TESTS = Path(__file__).parent
 
 CHILD = r"""
 import json, sys
 import jax, numpy as np
 from jax import monitoring
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_disable_most_optimizations", True)
 import medusa_jax
 from medusa_jax import Options, UserError
 from medusa_jax.config import HeadsConfig
@@ -119,18 +115,9 @@ def report(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     config, params = write_model(path, n_kv_heads=4)
     write_heads(path / "few", config, params, range(1, 40, 2))
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
-    }
-    if cache := jax.config.jax_compilation_cache_dir:
-        env |= {
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-        }
+    command = [sys.executable, "-c", CHILD, str(path)]
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(path)], capture_output=True, text=True, env=env
+        command, env=environment(devices(8)), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -3,9 +3,17 @@
 decode.py, the notebooks, the evaluators and the tests all go through here.
 """
 
-from medusa_jax.api.load import DEMO, DTYPES, default_drafter, default_dtype, load
+from medusa_jax.api.load import (
+    DEMO,
+    DTYPES,
+    default_drafter,
+    default_dtype,
+    find_heads,
+    find_model,
+    load,
+)
 from medusa_jax.api.model import Model
-from medusa_jax.api.results import Options, Piece, Result, steps_of
+from medusa_jax.api.results import Options, Piece, Result, accepted_lengths, steps_of
 from medusa_jax.api.streaming import StoppingText
 
 __all__ = [
@@ -16,8 +24,11 @@ __all__ = [
     "Piece",
     "Result",
     "StoppingText",
+    "accepted_lengths",
     "default_drafter",
     "default_dtype",
+    "find_heads",
+    "find_model",
     "load",
     "steps_of",
 ]

@@ -1,27 +1,36 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from medusa_jax.api import device_tree
 from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, make_drafter, vocabulary
 from medusa_jax.interop import heads_io, hf
-from medusa_jax.interop.hub import resolve, resolve_heads
+from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.names import named
-from medusa_jax.interop.tokenizer import declared_eos_ids, load_tokenizer
+from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.tokenizer import (
+    NoTokenizer,
+    declared_eos_ids,
+    has_tokenizer,
+    load_tokenizer,
+)
 from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import make_mesh, param_shardings
-from medusa_jax.tree import Tree, load_tree_file, parse_tree
+from medusa_jax.tree import Tree, load_tree_file, parse_tree, tree_of_size
 
 DEMO = Path(__file__).parents[1] / "demo"
 MODELS = Path(__file__).parents[1] / "models"
@@ -42,6 +51,7 @@ def load(
     weights: str | None = None,
     mesh: Sequence[int] = (1, 1, 1),
     tokenizer: str | None = None,
+    batch: int = 1,
     all_heads: bool = True,
     no_repeat_ngram_size: int | None = None,
     eos_ids: Sequence[int] | None = None,
@@ -53,15 +63,17 @@ def load(
       model: directory, GGUF file, name (`interop/names.py`) or hub id of a Llama-family model;
         None is the demo.
       drafter: a name from the registry (the heads of that kind that come with the demo or with
-        a model called by name), a directory or a hub id with heads, or "none"; by default what
-        `default_drafter` says.
+        a model called by name); a directory, a file or a hub id with heads, ours or published
+        ones (docs/formats.md); or "none". By default what `default_drafter` says.
       tree: the default tree, as for `--tree`.
       dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. "float64"
         needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
       weights: "bfloat16" or "int8" stores kernels so, which makes a step's bytes fewer; the
         model is then the one with these rounded weights. By default they have the `dtype`.
       mesh: devices along data, fsdp, tensor.
-      tokenizer: directory or hub id, if not beside the model.
+      tokenizer: directory or hub id, if not beside the model. A model without any takes
+        prompts as token ids and gives token ids.
+      batch: rows that will be decoded at a time, which "auto" fits the tree to.
       all_heads: False reads only the heads that `tree` uses.
       no_repeat_ngram_size: no n-gram of this size twice in prompt and text, 0 bars nothing; by
         default `no_repeat_ngram_size` of the model's generation_config.json, else 0.
@@ -81,13 +93,16 @@ def load(
             'dtype float64 needs 64-bit types: call jax.config.update("jax_enable_x64", True) '
             "before anything is loaded, or set JAX_ENABLE_X64=1"
         )
-    directory = _model_directory(model, kind)
-    heads_directory = _heads_directory(model, drafter or default_drafter(model))
+    directory = find_model(model, kind)
+    stored = find_heads(model, drafter or default_drafter(model))
     devices = make_mesh(mesh)
-    text_to_ids = load_tokenizer(tokenizer or directory)
+    if tokenizer or has_tokenizer(directory):
+        text_to_ids = load_tokenizer(tokenizer or directory)
+    else:
+        text_to_ids = NoTokenizer(directory)
     marks, number = hf.Fingerprint(), jnp.dtype(kind)
     storage = choose_storage(hf.read_config(directory), number, devices, weights)
-    drafting = _DraftHead(heads_directory, devices, storage)
+    drafting = _DraftHead(stored, devices, storage)
 
     def place(config: LlamaConfig, part: Any) -> Any:
         marks.see(config, part)
@@ -95,21 +110,33 @@ def load(
         return place_part(config, part, number, devices, storage)
 
     config, backbone = hf.load_backbone(directory, devices, kind, place)
-    calibrated = None
+    calibrated, measured = None, None
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Any = {}
-    if heads_directory is None:
+    if stored is None:
         wanted = Tree.none() if tree == "auto" else tree
     else:
-        calibrated = _calibrated_tree(heads_directory)
-        there = heads_io.read_description(heads_directory).n_heads
+        calibrated = calibrated_tree(stored)
+        there = stored.heads.n_heads
+        if tree == "auto" and _measures(calibrated):
+            marks_of_step = (
+                config,
+                stored.heads,
+                kind,
+                storage,
+                tuple(devices.shape.values()),
+            )
+            measured = device_tree.cache_file(calibrated, batch, *marks_of_step)
+            size = device_tree.kept_size(measured)
+            if size is not None:
+                tree, measured = tree_of_size(calibrated["growth"], size), None
         wanted = _choose_tree(tree, calibrated, there)
         wanted.check_depth(there)
         heads, head_params, _ = heads_io.load_heads(
-            heads_directory,
+            stored,
             config,
             devices,
-            None if all_heads else max(1, wanted.depth),
+            None if all_heads or measured else max(1, wanted.depth),
             kind,
             fingerprint=marks.digits(config),
             allow_other_base=allow_other_base,
@@ -118,7 +145,7 @@ def load(
         head_params = drafting.beside(head_params)
     if eos_ids is None:
         eos_ids = sorted(text_to_ids.eos_ids | declared_eos_ids(directory))
-    return Model(
+    loaded = Model(
         config,
         {"backbone": backbone, "heads": head_params},
         text_to_ids,
@@ -131,6 +158,19 @@ def load(
         eos_ids=eos_ids,
         no_repeat_ngram_size=_ngram_size(directory, no_repeat_ngram_size),
     )
+    if calibrated and measured:
+        found = device_tree.choose_on_device(loaded, calibrated, batch, measured)
+        loaded.tree = tree_of_size(calibrated["growth"], found["nodes"])
+    return loaded
+
+
+def _measures(calibrated: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """Whether "auto" is to be measured: the tree file says what each size gives, and nobody said no."""
+    asked = os.environ.get(device_tree.VARIABLE, "")
+    if asked not in ("", "bundled"):
+        raise UserError(f"{device_tree.VARIABLE} is bundled or not set, not {asked!r}")
+    sizes = device_tree.tokens_by_size(calibrated, jax.default_backend())
+    return bool(sizes) and asked != "bundled"
 
 
 class _DraftHead:
@@ -140,14 +180,12 @@ class _DraftHead:
     decoded, and get that form themselves: a smaller kernel, not a product with all columns.
     """
 
-    def __init__(self, heads_directory: str | None, mesh: Mesh, storage: Storage) -> None:
+    def __init__(self, stored: StoredHeads | None, mesh: Mesh, storage: Storage) -> None:
         self.mesh, self.storage = mesh, storage
         self.part: Any = {}
         self.ids_O = None
-        if heads_directory is None:
-            return
-        if heads_io.read_description(heads_directory).lm_head == "shared":
-            self.ids_O = heads_io.read_draft_vocab(heads_directory)
+        if stored is not None and stored.heads.lm_head == "shared":
+            self.ids_O = stored.ids
 
     def see(self, config: LlamaConfig, part: Any) -> None:
         """Look at a part of the backbone as it passes."""
@@ -175,8 +213,15 @@ def default_drafter(model: str | None) -> str:
     return row.drafter if row and (MODELS / row.heads / row.drafter).is_dir() else "none"
 
 
-def _model_directory(model: str | None, dtype: str) -> str:
-    """Where the backbone lies, before anything else is looked for."""
+def find_model(model: str | None, dtype: str = "float32") -> str:
+    """Where the backbone lies, before anything else is looked for; None is the demo's.
+
+    Args:
+      dtype: what a GGUF file is converted to.
+
+    Raises:
+      UserError: nowhere.
+    """
     if model is not None:
         return resolve(model, dtype=dtype)
     if not (DEMO / "backbone" / "config.json").exists():
@@ -184,17 +229,21 @@ def _model_directory(model: str | None, dtype: str) -> str:
     return str(DEMO / "backbone")
 
 
-def _heads_directory(model: str | None, drafter: str) -> str | None:
-    """Where the heads lie that `drafter` names; None for "none"."""
+def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
+    """The heads that `drafter` names, described and not read; None for "none".
+
+    Raises:
+      UserError: there are none.
+    """
     if drafter == "none":
         return None
     if drafter not in DRAFTERS:
-        return resolve_heads(drafter)
+        return open_heads(drafter)
     row = named(model)
     if model is not None and row is None:
         raise UserError(
             f"--drafter {drafter} names the demo's heads, which do not fit {model}: give "
-            "the directory or hub id of heads trained for it, or --drafter none"
+            "the directory, file or hub id of heads trained for it, or --drafter none"
         )
     folder = (MODELS / row.heads if row else DEMO) / drafter
     if not folder.is_dir():
@@ -202,12 +251,12 @@ def _heads_directory(model: str | None, drafter: str) -> str | None:
             f"no {drafter} heads are bundled with {model or 'the demo'}: give --drafter the "
             "directory of heads trained for it"
         )
-    return str(folder)
+    return open_heads(str(folder))
 
 
-def _calibrated_tree(heads_directory: str) -> dict[str, Any] | None:
+def calibrated_tree(stored: StoredHeads) -> dict[str, Any] | None:
     """The tree file beside the heads, if there is one."""
-    file = Path(heads_directory) / "tree.json"
+    file = Path(stored.directory) / "tree.json"
     return load_tree_file(file) if file.exists() else None
 
 

@@ -14,8 +14,8 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, Drafter
-from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.heads import Backbone, Drafter, no_drafter
+from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.model.placing import decoder
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree import Tree, parse_tree
@@ -130,10 +130,12 @@ class Model:
             raise UserError(f"unknown acceptance {acceptance!r}: there are {known}")
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")
+        tree = self.parse_tree(tree)
         return loop.Engine(
             self.llama,
-            self.drafter,
-            self.parse_tree(tree),
+            # Plain decoding pays for no layers that only drafts are made of.
+            self.drafter if tree.depth else no_drafter(self.config),
+            tree,
             acceptance,
             no_repeat_ngram_size=self.no_repeat_ngram_size,
         )
@@ -174,6 +176,8 @@ class Model:
         Raises:
           UserError: a prompt that leaves no room in the context.
         """
+        if isinstance(self.tokenizer, NoTokenizer) and any(o.stop for o in options):
+            raise self.tokenizer.missing("stop strings cannot be found")
         encoded = [self.encode(p) for p in prompts]
         context = self.config.max_position
         for prompt in encoded:

@@ -22,7 +22,8 @@ class Options:
       seed: with the request's place in the input it decides every random draw.
       stop: strings that end the text; they are cut off.
       eos_ids: tokens that end the text and are kept; None are the model's, () none at all.
-      stop_sequences: token sequences that end the text and are kept.
+      stop_sequences: token sequences that end the text and are kept; ((5,),) adds the id 5 to
+        the model's own ends.
       epsilon, delta: thresholds of typical acceptance (Medusa 2.3.1); other rules ignore them.
     """
 
@@ -105,6 +106,11 @@ class Result:
         return len(self.token_ids)
 
     @property
+    def accepted_lengths(self) -> list[int]:
+        """Tokens that each step appended, in order, its bonus token included."""
+        return accepted_lengths(self.draft_depths)
+
+    @property
     def mean_accepted_length(self) -> float:
         appended = sum((i + 1) * n for i, n in enumerate(self.acceptance_histogram))
         return appended / self.steps if self.steps else 0.0
@@ -126,22 +132,27 @@ class Piece:
     parts: list[tuple[str, int]]
 
 
-def steps_of(draft_depths: Sequence[int], longest: int) -> list[int]:
-    """Steps that appended 1, ..., `longest` tokens, told from the depths of a cut text.
+def accepted_lengths(draft_depths: Sequence[int]) -> list[int]:
+    """Tokens that each step appended, told from the depths of a text.
 
     Every step ends with a token of depth 0, the verifier's own; the first token is prefill's.
 
     Example: [0, 1, 2, 0, 0, 1] is prefill, a step of three tokens, one of one, and one that
-    was cut behind its first draft: [2, 0, 1].
+    was cut behind its first draft: [3, 1, 1].
     """
-    histogram = [0] * longest
-    length = 0
+    lengths, length = [], 0
     for at, depth in enumerate(draft_depths[1:], 2):
         length += 1
         if depth == 0 or at == len(draft_depths):
-            histogram[length - 1] += 1
+            lengths.append(length)
             length = 0
-    return histogram
+    return lengths
+
+
+def steps_of(draft_depths: Sequence[int], longest: int) -> list[int]:
+    """Steps that appended 1, ..., `longest` tokens: the histogram of `accepted_lengths`."""
+    lengths = accepted_lengths(draft_depths)
+    return [lengths.count(n) for n in range(1, longest + 1)]
 
 
 def results_of(

@@ -14,7 +14,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from medusa_jax.commands.bench_against import add_against, run_against
 from medusa_jax.commands.bench_questions import add_questions, run_questions
+from medusa_jax.commands.bench_shape import add_shape, run_shape
 from medusa_jax.commands.flags import (
     add_base,
     add_generation,
@@ -35,9 +37,12 @@ EXAMPLES = """examples:
   python -m medusa_jax bench --limit 8 --trees auto,8,64 --out work/bench
   python -m medusa_jax bench --batches 1,2,4,6,8 --limit 24 --max_new_tokens 128
   python -m medusa_jax bench --cache_check
+  python -m medusa_jax bench --shape llama-7b --random_weights
   python -m medusa_jax bench --questions question.jsonl --limit 0 --max_new_tokens 1024
   python -m medusa_jax bench --model path/to/model --drafters path/to/heads,none \\
-      --prompts question.jsonl --transformers
+      --prompts question.jsonl
+  python -m medusa_jax bench --model smollm2 --against transformers,llama.cpp --limit 16 \\
+      --max_new_tokens 64
 """
 
 
@@ -65,11 +70,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--repeats", type=int, default=3, help="timed runs per prompt; medians count"
     )
-    p.add_argument(
-        "--transformers",
-        action="store_true",
-        help="also time transformers' generate on the same weights (needs torch)",
-    )
     p.add_argument("--batches", help="instead of the table of drafters: one of batch sizes, e.g. "
                    "1,2,4,6,8, with the tree fitted to each")  # fmt: skip
     p.add_argument("--most_nodes", type=int, default=16,
@@ -79,6 +79,8 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="instead: step time and bytes at 64 tokens of context, 4096 against 128 slots",
     )
+    add_against(p)
+    add_shape(p)
     add_questions(p)
     p.add_argument("--out", default="work/bench", help="directory for results")
     return p
@@ -123,25 +125,32 @@ def run(flags: argparse.Namespace) -> int:
     """Run every drafter with every tree, print the table, write the files."""
     import jax
 
-    from medusa_jax.api import DEMO
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
-    from medusa_jax.evaluate.speed import drafting_row, transformers_speed
-    from medusa_jax.interop.hub import resolve
+    from medusa_jax.evaluate.speed import drafting_row
 
     use_compilation_cache()
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
+    if flags.shape or flags.random_weights:
+        return run_shape(flags, out)
     if flags.questions:
         return run_questions(flags, drafter_names(flags), out)
     questions = read_questions(flags.prompts, flags.limit)
+    if flags.model and flags.prompts == str(DEMO_PROMPTS):
+        # Their ids are of the demo's vocabulary, their texts are anybody's.
+        questions = [
+            {name: value for name, value in question.items() if not name.endswith("_ids")}
+            for question in questions
+        ]
     if flags.cache_check:
         return run_cache_check(flags, questions, out)
     if flags.batches:
         return run_batches(flags, questions, out)
+    if flags.against:
+        return run_against(flags, drafter_names(flags), questions, out)
     options = generation_options(flags)
     rows: list[dict[str, Any]] = []
-    facts: dict[str, Any] = {}
     for name in drafter_names(flags):
         model = load_model(flags, name)
         for spec in flags.trees.split(","):
@@ -150,15 +159,11 @@ def run(flags: argparse.Namespace) -> int:
             with open(out / f"{row['drafter']}-{tree.n_nodes}.jsonl", "w") as file:
                 file.writelines(json.dumps(a) + "\n" for a in row.pop("answers"))
             rows.append(row)
-    if flags.transformers:
-        path = resolve(flags.model or str(DEMO / "backbone"))
-        asked = (questions, flags.max_new_tokens)
-        facts["transformers"] = transformers_speed(path, model, *asked)
     bandwidth = read_bandwidth()
     needed = bytes_per_token(model, 256)
     speed = max(r["autoregressive_tokens_per_second"] for r in rows)
     device = jax.devices()[0]
-    facts |= {
+    facts: dict[str, Any] = {
         "date": date.today().isoformat(),
         "device": f"{device.platform}: {device.device_kind}",
         "dtype": str(model.dtype),
@@ -176,13 +181,6 @@ def run(flags: argparse.Namespace) -> int:
         f"{100 * facts['autoregressive_bandwidth_share']:.0f}% of the measured "
         f"{bandwidth / 1e9:.1f} GB/s ({facts['device']}, {facts['dtype']}, {facts['date']})"
     )
-    if "transformers" in facts:
-        t = facts["transformers"]
-        print(
-            f"transformers generate: {t['transformers_tokens_per_second']:.0f} tokens/s, this "
-            f"autoregressive loop {t['our_autoregressive_tokens_per_second']:.0f} "
-            f"(prefill included in both): {t['ratio']:.1f}x"
-        )
     inform(f"wrote {out}/bench.json, bench.md and the answers")
     return 0
 

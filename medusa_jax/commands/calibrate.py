@@ -13,8 +13,8 @@ from typing import Any
 
 from medusa_jax.commands.flags import (
     add_generation,
+    add_limit,
     add_model,
-    add_prompts,
     command,
     generation_options,
     load_model,
@@ -23,10 +23,12 @@ from medusa_jax.commands.flags import (
     run_command,
 )
 from medusa_jax.console import inform
+from medusa_jax.errors import UserError
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 EXAMPLES = """examples:
   python -m medusa_jax calibrate --prompts prompts.jsonl --out tree.json
+  python -m medusa_jax calibrate --latency_only --batch 4
   python -m medusa_jax calibrate --model path/to/model --drafter path/to/heads \\
       --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots
 """
@@ -39,8 +41,15 @@ def parser() -> argparse.ArgumentParser:
         "Fit the draft tree to the heads and to this device.",
         EXAMPLES,
     )
-    add_prompts(p, limit=64)
-    p.add_argument("--out", required=True, help="tree file to write (JSON)")
+    p.add_argument("--prompts", help="JSONL with prompt or prompt_ids")
+    add_limit(p, 64)
+    p.add_argument("--out", help="tree file to write (JSON)")
+    p.add_argument(
+        "--latency_only",
+        action="store_true",
+        help="instead: measure anew which size of the tree file beside the heads pays on this "
+        "device, for --tree auto",
+    )
     add_model(p)
     p.add_argument("--mesh", default="1,1,1", help="devices along data,fsdp,tensor")
     add_generation(p)
@@ -61,6 +70,10 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.evaluate.questions import prompt_of, read_prompts
 
     use_compilation_cache()
+    if flags.latency_only:
+        return measure_steps(flags)
+    if not (flags.prompts and flags.out):
+        raise UserError("give --prompts and --out, or --latency_only")
     prompts = [prompt_of(r) for r in read_prompts(flags.prompts, flags.limit)]
     found = fit_tree(
         load_model(flags, needs_heads=True, mesh=parse_mesh(flags.mesh)),
@@ -84,6 +97,34 @@ def run(flags: argparse.Namespace) -> int:
     if flags.plots:
         draw(found, Path(flags.plots))
     inform(f"wrote {out}: {found['nodes']} nodes for {found['device']}")
+    return 0
+
+
+def measure_steps(flags: argparse.Namespace) -> int:
+    """Choose anew what `--tree auto` takes on this device, and show why."""
+    from medusa_jax.api import device_tree
+
+    model = load_model(
+        flags, needs_heads=True, mesh=parse_mesh(flags.mesh), tree="none", batch=flags.batch
+    )
+    if not device_tree.tokens_by_size(model.calibrated, "cpu"):
+        raise UserError(
+            "no tree file with evidence lies beside the heads: calibrate with --prompts first"
+        )
+    mesh = tuple(model.mesh.shape.values())
+    marks = (model.config, model.drafter.heads, str(model.dtype), model.storage, mesh)
+    file = device_tree.cache_file(model.calibrated, flags.batch, *marks)
+    found = device_tree.choose_on_device(model, model.calibrated, flags.batch, file)
+    print("nodes  tokens/step  step latency  speed-up")
+    for row in found["rows"]:
+        mark = " <- best" if row["nodes"] == found["nodes"] else ""
+        print(
+            f"{row['nodes']:5d}  {row['tokens_per_step']:11.3f}  "
+            f"{row['step_latency_ratio']:11.2f}x  {row['speedup']:8.2f}{mark}"
+        )
+    if found["nodes"] == 1:
+        print("plain decoding: no tree pays on this device")
+    inform(f"--tree auto takes {found['nodes']} nodes at batch {flags.batch} from now on")
     return 0
 
 

@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt", help="text to continue ('-' reads standard input)")
     add(
         "--prompts_file",
-        help="JSONL with prompt or messages, and optional per-request temperature, top_k, top_p, "
+        help="JSONL with prompt, prompt_ids or messages, and optional per-request temperature, top_k, top_p, "
         "min_p, seed, max_new_tokens, stop, eos_ids, stop_sequences; answers are JSON lines in the same order",
     )
     add("--batch_size", type=int, default=8, help="requests decoded at a time (default: 8)")
@@ -38,8 +38,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--tree",
         default="auto",
-        help="auto, none, a number of nodes, cartesian:2,3, chain:4, "
-        "or a JSON file of choices (default: auto)",
+        help="auto (measured on this device at first use), bundled (the tree file's own choice), "
+        "none, a number of nodes, cartesian:2,3, chain:4, or a JSON file of choices (default: auto)",
     )
     add(
         "--acceptance",

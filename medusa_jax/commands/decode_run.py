@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,8 +47,11 @@ def run(flags: argparse.Namespace) -> int:
         tree="none" if flags.drafter == "none" else flags.tree,
         mesh=parse_mesh(flags.mesh),
         tokenizer=flags.tokenizer,
+        batch=min(flags.batch_size, max(1, len(prompts))),
         all_heads=False,
     )
+    if flags.tree == "auto" and model.variables["heads"] and not model.tree.depth:
+        inform("plain decoding: no tree pays on this device")
     engine_options = {"acceptance": flags.acceptance}
     if template is not None and talking:
         own = ending_turns(model, Options(**shared_options(flags)), template)
@@ -129,9 +133,9 @@ def chosen_template(flags: argparse.Namespace) -> str | None:
     return None if flags.chat == "none" else flags.chat
 
 
-def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | list[int]:
-    """A prompt as text: messages (or, with --chat, a user's text) through the chat template."""
-    if isinstance(prompt, str) and template is None:
+def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | Sequence[int]:
+    """Messages (or, with --chat, a user's text) through the chat template; ids as they are."""
+    if isinstance(prompt, tuple) or (isinstance(prompt, str) and template is None):
         return prompt
     return encode_prompt(model.tokenizer, prompt, template or "")
 
@@ -191,6 +195,7 @@ def describe(
         "steps": result.steps,
         "mean_accepted_length": round(result.mean_accepted_length, 4),
         "acceptance_histogram": result.acceptance_histogram,
+        "accepted_lengths": result.accepted_lengths,
         "prefill_seconds": result.prefill_seconds,
         "decode_seconds": result.decode_seconds,
         "compile_seconds": result.compile_seconds,

@@ -31,7 +31,7 @@ def add_model(p: argparse.ArgumentParser, drafter: str = "") -> None:
     p.add_argument(
         "--drafter",
         default=drafter or None,
-        help=f"a name, a directory or hub id with heads, or none (default: {default})",
+        help=f"a name, a directory, file or hub id with heads, or none (default: {default})",
     )
     add_base(p)
 

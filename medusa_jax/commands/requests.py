@@ -41,7 +41,7 @@ def _first(*values: float | None) -> float:
 
 
 def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:
-    """Prompts (texts or message lists) and their options, from the flags or a JSONL file."""
+    """Prompts (texts, token ids or message lists) and their options, from the flags or a JSONL file."""
     if (flags.prompt is None) == (flags.prompts_file is None):
         raise UserError(
             "give either --prompt TEXT or --prompts_file FILE (or --chat alone, to talk)"
@@ -64,20 +64,30 @@ def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{where} is not JSON: {error.msg}") from error
-        if not isinstance(record, dict) or not ("prompt" in record or "messages" in record):
-            raise UserError(f"{where} needs a 'prompt' or 'messages'")
-        if "prompt" in record and not isinstance(record["prompt"], str):
-            raise UserError(f"{where}: 'prompt' must be text, not {record['prompt']!r}")
-        if "prompt" not in record and not isinstance(record["messages"], list):
-            raise UserError(f"{where}: 'messages' must be a list of turns")
-        prompts.append(record.get("prompt", record.get("messages")))
         try:
+            prompts.append(_prompt(record))
             options.append(Options(**(shared | own_options(record, shared))))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
     if not prompts:
         raise UserError(f"{flags.prompts_file} holds no requests")
     return prompts, options
+
+
+def _prompt(record: Any) -> str | tuple[int, ...] | list[Any]:
+    """The one prompt of a line: a text, a tuple of token ids or a list of messages."""
+    names = ("prompt", "prompt_ids", "messages")
+    given = [name for name in names if isinstance(record, dict) and name in record]
+    if not given:
+        raise UserError("a request needs a 'prompt', 'prompt_ids' or 'messages'")
+    value = record[given[0]]
+    if given[0] == "prompt" and not isinstance(value, str):
+        raise UserError(f"'prompt' must be text, not {value!r}")
+    if given[0] == "messages" and not isinstance(value, list):
+        raise UserError("'messages' must be a list of turns")
+    if given[0] == "prompt_ids":
+        return _ids(value, "'prompt_ids' must be a list of token ids")
+    return value
 
 
 def own_options(record: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:

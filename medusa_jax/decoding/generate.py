@@ -133,8 +133,8 @@ def begin(
     for row, prompt in enumerate(request.prompts):
         prompt_BT[row, : len(prompt)] = prompt
 
-    def per_row(values: Sequence | None, default: float, dtype: Any) -> jax.Array:
-        return jnp.asarray(np.array(values if values is not None else [default] * B, dtype))
+    def per_row(values: Sequence | None, default: float, dtype: Any) -> Any:
+        return np.array(values if values is not None else [default] * B, dtype)
 
     ids = request.ids if request.ids is not None else range(B)
     sampling = Sampling(
@@ -142,22 +142,20 @@ def begin(
         top_k_B=per_row(request.top_k, 0, np.int32),
         top_p_B=per_row(request.top_p, 1.0, np.float32),
         min_p_B=per_row(request.min_p, 0.0, np.float32),
-        key_B=row_keys(
-            per_row(request.seed, 0, np.uint32), jnp.asarray(np.array(ids, np.int32))
-        ),
+        key_B=row_keys(per_row(request.seed, 0, np.uint32), np.array(ids, np.int32)),
         epsilon_B=per_row(request.epsilon, 0.09, np.float32),
         delta_B=per_row(request.delta, 0.3, np.float32),
     )
     # Rounded up, so that requests of similar limits share one compilation.
-    output = jnp.zeros((B, power_of_two(int(limits.max()) + L, 64)), jnp.int32)
+    output = np.zeros((B, power_of_two(int(limits.max()) + L, 64)), np.int32)
     state = prefill(
         engine.depth_only,
         ladder[0],
         variables,
-        jnp.asarray(prompt_BT),
-        jnp.asarray(lengths),
-        jnp.asarray(limits),
-        jnp.asarray(pack_stops(request.stops or [()] * B)),
+        prompt_BT,
+        lengths,
+        limits,
+        pack_stops(request.stops or [()] * B),
         sampling,
         output,
     )
@@ -192,7 +190,7 @@ def stream(
     ended (stop strings): they take no step beyond the chunk that is on its way.
     """
     state, ladder = begin(engine, variables, request)
-    seen = jax.tree.map(jnp.copy, progress_of(state))
+    seen = copied(progress_of(state))
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
     while True:
@@ -212,6 +210,12 @@ def stream(
         seen = ahead
 
 
+@jax.jit
+def copied(progress: Progress) -> Progress:
+    """Progress that stays when its state is donated to the next loop."""
+    return jax.tree.map(jnp.copy, progress)
+
+
 @partial(jax.jit, static_argnums=0)
 def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Array:
     """The same status, these rows no longer running."""
@@ -225,7 +229,7 @@ def warm_up(engine: Engine, variables: dict[str, Any], request: Request) -> None
     Reads the prompts once and takes no decode step.
     """
     state, ladder = begin(engine, variables, request)
-    jax.tree.map(jnp.copy, progress_of(state))
+    copied(progress_of(state))
     end_rows(engine.depth_only, state.status_B, jnp.zeros((len(request.prompts),), bool))
     for slots in ladder:
         if slots > ladder[0]:

@@ -38,6 +38,7 @@ class Sampling(struct.PyTreeNode):
         return self.replace(key_B=tagged)
 
 
+@jax.jit
 def row_keys(seed_B: jax.Array, request_B: jax.Array) -> jax.Array:
     """One random key per row, from its seed and its request id (index in the input)."""
     return jax.vmap(lambda s, r: jax.random.fold_in(jax.random.key(s), r))(

@@ -37,6 +37,7 @@ def settings_of(
         "seeds_sha256": digest,
         "no_repeat_ngram_size": model.no_repeat_ngram_size,
         "dtype": str(model.dtype),
+        "weights": model.storage.weights or str(model.dtype),
         "platform": jax.default_backend(),
     }
 

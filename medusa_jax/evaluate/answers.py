@@ -26,12 +26,7 @@ def answer_line(
       plain: the answers of plain decoding, not those of the drafter.
     """
     results = [t.autoregressive if plain else t.drafted for t in turns]
-    lengths = [
-        n + 1
-        for result in results
-        for n, count in enumerate(result.acceptance_histogram)
-        for _ in range(count)
-    ]
+    lengths = [n for result in results for n in result.accepted_lengths]
     choice = {
         "index": 0,
         "turns": [result.text.strip() for result in results],

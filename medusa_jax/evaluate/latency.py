@@ -9,15 +9,14 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.decoding.generate import (
-    MIN_SLOTS,
     DecodeState,
     Engine,
     Request,
     begin,
     decode_loop,
     grow,
-    power_of_two,
 )
+from medusa_jax.decoding.timing import engine_seconds
 from medusa_jax.errors import UserError
 from medusa_jax.tree import Tree
 
@@ -35,55 +34,13 @@ def step_seconds(
 ) -> list[float]:
     """Median seconds of one decode step with each tree: draft, verify, accept, commit.
 
-    Every round runs every tree once, `n_steps` steps on the device in one go, behind the same
-    prompt and in a cache of the same number of slots, with room for all steps of all trees: a
-    step costs what its slots ask for. Nothing ends a run before its last step, which is checked.
-
-    Raises:
-      UserError: the context leaves no room for a step behind the prompt.
+    See `decoding.timing.engine_seconds`.
     """
-    L, M = max(t.path_length for t in trees), max(t.n_nodes for t in trees)
-    n_steps = min(n_steps, (model.config.max_position - len(prompt) - 1) // L)
-    if n_steps < 1:
-        raise UserError(
-            f"a prompt of {len(prompt)} tokens leaves no room for a step of up to {L} tokens "
-            f"in a context of {model.config.max_position}"
-        )
-    slots = power_of_two(len(prompt) + n_steps * L + M, MIN_SLOTS)
-    engines = [
-        Engine(
-            model.llama,
-            model.drafter,
-            tree,
-            acceptance,
-            no_repeat_ngram_size=model.no_repeat_ngram_size,
-        )
-        for tree in trees
-    ]
-    request = Request(
-        prompts=[list(prompt)] * batch,
-        limits=[n_steps * L + 1] * batch,
-        temperature=[temperature] * batch,
-    )
-
-    def run(engine: Engine) -> float:
-        state, _ = begin(engine, model.variables, request)
-        state = jax.block_until_ready(grow(engine.depth_only, slots, state))
-        start = time.perf_counter()
-        _, progress = decode_loop(engine, model.variables, state, np.int32(n_steps))
-        jax.block_until_ready(progress)
-        seconds = time.perf_counter() - start
-        made = np.asarray(progress.steps_B)
-        assert (made == n_steps).all(), f"{made} steps were made, not {n_steps}"
-        return seconds / n_steps
-
-    times: list[list[float]] = [[] for _ in trees]
-    for engine in engines:
-        run(engine)  # compile
-    for _ in range(rounds):
-        for i, engine in enumerate(engines):
-            times[i].append(run(engine))
-    return [statistics.median(t) for t in times]
+    engines = [model.engine(tree, acceptance, temperature > 0) for tree in trees]
+    return engine_seconds(
+        engines, model.variables, prompt, batch=batch, temperature=temperature,
+        n_steps=n_steps, rounds=rounds,
+    )  # fmt: skip
 
 
 def cache_check(

@@ -1,7 +1,6 @@
-"""A drafter with a tree on a question file, against plain decoding; and a peer engine."""
+"""A drafter with a tree on a question file, against plain decoding."""
 
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ import numpy as np
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options
-from medusa_jax.errors import UserError
 from medusa_jax.evaluate.answers import answer_line
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.questions import prompt_of
@@ -89,39 +87,4 @@ def pooled(compared: Sequence[Comparison]) -> dict[str, Any]:
         "autoregressive_tokens_per_second": plain_tokens / plain_seconds,
         "divergences": sum(not c.identical for c in compared),
         "divergence_gaps": [c.first_divergence for c in compared if c.first_divergence],
-    }
-
-
-def transformers_speed(
-    path: str, model: Model, questions: Sequence[dict[str, Any]], max_new_tokens: int
-) -> dict[str, float]:
-    """tokens/s of transformers' greedy generate and of our autoregressive loop, in turn."""
-    try:
-        import torch
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise UserError(
-            "--transformers needs torch: pip install 'medusa-jax[torch]'"
-        ) from error
-    theirs_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    options = Options(max_new_tokens=max_new_tokens)
-    ratios, ours_speed, theirs_speed = [], [], []
-    for question in questions[:16]:
-        ids = model.encode(prompt_of(question))
-        ours = model.generate([ids], options, tree="none")[0]
-        speed = ours.new_tokens / (ours.prefill_seconds + ours.decode_seconds)
-        start = time.perf_counter()
-        with torch.inference_mode():
-            out = theirs_model.generate(
-                torch.tensor([ids]), max_new_tokens=max_new_tokens, do_sample=False,
-                pad_token_id=0, eos_token_id=list(model.eos_ids) or None,
-            )  # fmt: skip
-        peer = (out.shape[1] - len(ids)) / (time.perf_counter() - start)
-        ratios.append(speed / peer)
-        ours_speed.append(speed)
-        theirs_speed.append(peer)
-    return {
-        "transformers_tokens_per_second": statistics.median(theirs_speed),
-        "our_autoregressive_tokens_per_second": statistics.median(ours_speed),
-        "ratio": statistics.median(ratios[1:] or ratios),
     }

@@ -18,6 +18,7 @@ __all__ = [
     "Drafter",
     "drafter_class",
     "make_drafter",
+    "no_drafter",
     "whole_config",
 ]
 
@@ -94,3 +95,8 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
     drafter = drafter_class(heads.drafter)(heads, llama)
     drafter.check()
     return drafter
+
+
+def no_drafter(llama: LlamaConfig) -> Drafter:
+    """What stands in a drafter's place in plain decoding: it has no parameters and no layers."""
+    return make_drafter(HeadsConfig(n_heads=1, lm_head="shared"), llama)

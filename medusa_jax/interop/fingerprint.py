@@ -24,15 +24,15 @@ class Fingerprint:
         """Take in a part of the tree, such as {"layers_3": ...}, or all of it."""
         flat = flatten(part)
         self.shapes |= {path: list(leaf.shape) for path, leaf in flat.items()}
-        sampled = pick(_sampled(config), flat)
-        self.samples |= {path: sample_bytes(flat[path]) for path in sampled}
+        known = pick(sampled(config), flat)
+        self.samples |= {path: sample_bytes(flat[path]) for path in known}
 
     def digits(self, config: LlamaConfig) -> str:
         """16 hex digits of all that was seen."""
         digest = hashlib.sha256()
         for path in sorted(self.shapes):
             digest.update(f"{path}{self.shapes[path]};".encode())
-        for path in pick(_sampled(config), self.samples):
+        for path in pick(sampled(config), self.samples):
             digest.update(self.samples[path])
         return digest.hexdigest()[:16]
 
@@ -44,7 +44,7 @@ def fingerprint(config: LlamaConfig, params: Params) -> str:
     return whole.digits(config)
 
 
-def _sampled(config: LlamaConfig) -> list[str]:
+def sampled(config: LlamaConfig) -> list[str]:
     last = f"layers_{config.n_layers - 1}"
     return [
         "embed_tokens/embedding",

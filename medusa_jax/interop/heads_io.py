@@ -1,4 +1,6 @@
-"""Draft heads on disk, in the project's own format: one directory with two files.
+"""Draft heads on disk: written in the project's own format, read in any that is known.
+
+The own format is one directory with two files.
 
 `heads.safetensors` holds the parameters under their tree paths ("heads_0/layers_0/kernel"),
 shaped as in the tree, and the ids of a draft vocabulary as int32 under "draft_vocab/ids". `heads.json` says what they are: {"format": 1, "heads": {the fields of
@@ -7,30 +9,22 @@ the drafter's Config}, "base": {"d_model", "vocab_size", "fingerprint"}, "recipe
 
 import dataclasses
 import os
-import re
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, drafter_class, make_drafter, vocabulary
+from medusa_jax.heads import make_drafter, vocabulary
 from medusa_jax.interop import hf
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.hub import HEAD_FILES, resolve
-from medusa_jax.interop.tensor import Tensors
-from medusa_jax.interop.tensors import read_json
-from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.interop.own_heads import DESCRIPTION, FORMAT, IDS, OWN, WEIGHTS
+from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.stored_heads import StoredHeads, abstract_heads
 from medusa_jax.sharding import replicated
 
 Params = dict[str, Any]
-
-FORMAT = 1
-WEIGHTS = "heads.safetensors"
-DESCRIPTION = "heads.json"
-IDS = f"{vocabulary.GROUP}/ids"
 
 
 def describe_base(config: LlamaConfig, params: Params) -> dict[str, Any]:
@@ -92,7 +86,7 @@ def save_heads(
 
 
 def load_heads(
-    path: str,
+    path: str | StoredHeads,
     llama: LlamaConfig,
     mesh: Mesh,
     n_heads: int | None = None,
@@ -105,159 +99,77 @@ def load_heads(
     """Read heads for a backbone of shape `llama`, placed on the mesh.
 
     Args:
-      path: a directory that `save_heads` wrote, or the hub id of such.
+      path: a directory that `save_heads` wrote, published heads (`published.py`), the hub id of
+        either, or what `open_heads` gave for them.
       n_heads: read only the first so many; the deeper ones are never touched. Heads that
         need each other (`Drafter.separable`) are all read.
       fingerprint: of the backbone at hand (`hf.fingerprint`); None compares sizes only.
       allow_other_base: accept heads trained on another backbone of the same sizes.
       convert: what becomes of each head before the next is read.
 
-    Returns: (their configuration, parameters, the whole of heads.json). The ids of a draft
-    vocabulary lie among the parameters, under "draft_vocab".
+    Returns: (their configuration, parameters, what the description beside the weights says: all
+      of heads.json, or published heads' config.json). The ids of a draft vocabulary lie among
+      the parameters, under "draft_vocab".
 
     Raises:
       UserError: unreadable; another format; made for another width, vocabulary or backbone;
-        keys that contradict heads.json.
+        keys that contradict the description.
     """
-    directory = resolve(path, HEAD_FILES)
-    description = os.path.join(directory, DESCRIPTION)
-    meta = read_json(description)
-    stored, base = _read_description(description, meta)
-    ours = {"d_model": llama.d_model, "vocab_size": llama.vocab_size}
-    theirs = {name: base.get(name) for name in ours}
-    if theirs != ours:
+    stored = open_heads(path) if isinstance(path, str) else path
+    check_base(stored, llama, fingerprint, allow_other_base)
+    drafter = make_drafter(stored.heads, llama)
+    count = stored.heads.n_heads
+    if n_heads is not None and not 1 <= n_heads <= count:
         raise UserError(
-            f"the heads in {directory} were made for width {theirs['d_model']} and vocabulary "
-            f"{theirs['vocab_size']}, the model has width {ours['d_model']} and vocabulary "
-            f"{ours['vocab_size']}"
-        )
-    trained_on = base.get("fingerprint")
-    if fingerprint not in (None, trained_on) and not allow_other_base:
-        raise UserError(
-            f"the heads in {directory} were trained on the model with fingerprint {trained_on}, "
-            f"this one has {fingerprint}; allow_other_base (--allow_other_base) uses them all the same"
-        )
-    weights = os.path.join(directory, WEIGHTS)
-    tensors = tensor_files.open_safetensors(weights)
-    drafter = make_drafter(stored, llama)
-    _check_counts(weights, tensors, stored, drafter.stored_layers)
-    if n_heads is not None and not 1 <= n_heads <= stored.n_heads:
-        raise UserError(
-            f"{directory} holds {stored.n_heads} heads, {n_heads} were asked for (is the tree "
+            f"{stored.directory} holds {count} heads, {n_heads} were asked for (is the tree "
             "deeper than the heads?)"
         )
-    few = n_heads if n_heads and drafter.separable else stored.n_heads
-    heads = dataclasses.replace(stored, n_heads=few)
+    few = n_heads if n_heads and drafter.separable else count
+    heads = dataclasses.replace(stored.heads, n_heads=few)
+    everything = tensor_files.flatten(abstract_heads(stored.heads, llama))
+    known = {stored.locate(name)[0] for name in everything}
 
-    def too_deep(name: str) -> bool:
-        match = re.match(r"heads_(\d+)/", name)
-        return match is not None and heads.n_heads <= int(match[1]) < stored.n_heads
+    def not_read(key: str) -> bool:
+        return key in known or stored.ignore(key)
 
-    ids = _ids(weights, tensors, stored, llama.vocab_size)
     params = tensor_files.load_tree(
-        abstract_heads(heads, llama), mesh, tensors, _same_name, dtype, weights, too_deep,
-        convert,
+        abstract_heads(heads, llama), mesh, stored.tensors, stored.locate, dtype,
+        stored.source, not_read, convert,
     )  # fmt: skip
-    if ids is not None:
-        params[vocabulary.GROUP] = {"ids": jax.device_put(ids, replicated(mesh))}
-    return heads, params, meta
+    if stored.ids is not None:
+        vocabulary.check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
+        ids = jax.device_put(stored.ids, replicated(mesh))
+        params[vocabulary.GROUP] = {"ids": ids}
+    return heads, params, stored.meta
 
 
-def read_description(path: str) -> HeadsConfig:
-    """What `heads.json` says that a directory holds; no weights are read.
-
-    Raises:
-      UserError: unreadable, or another format.
-    """
-    file = os.path.join(path, DESCRIPTION)
-    return _read_description(file, read_json(file))[0]
-
-
-def read_draft_vocab(path: str) -> np.ndarray | None:
-    """The ids of the draft vocabulary of heads in a directory; None where they score all tokens.
-
-    Raises:
-      UserError: unreadable; ids that are missing, or not what heads.json says.
-    """
-    file = os.path.join(path, DESCRIPTION)
-    stored, base = _read_description(file, read_json(file))
-    weights = os.path.join(path, WEIGHTS)
-    tensors = tensor_files.open_safetensors(weights)
-    return _ids(weights, tensors, stored, base.get("vocab_size", 0))
-
-
-def _ids(
-    weights: str, tensors: Tensors, stored: HeadsConfig, vocab_size: int
-) -> np.ndarray | None:
-    """Takes the ids out of the tensors of a file; they are no parameter."""
-    if not stored.draft_vocab:
-        return None
-    tensor = tensors.pop(IDS, None)
-    if tensor is None:
-        raise UserError(
-            f"key {IDS!r} is missing from {weights}: {DESCRIPTION} says that the heads score "
-            f"{stored.draft_vocab} tokens"
-        )
-    if tensor.dtype != "int32":
-        raise UserError(f"key {IDS!r} in {weights} is {tensor.dtype}, not int32")
-    ids = tensor.read(tuple(slice(0, n) for n in tensor.shape))
-    vocabulary.check_ids(ids, stored, vocab_size, weights)
-    return ids
-
-
-def abstract_heads(heads: HeadsConfig, llama: LlamaConfig) -> Any:
-    """Shapes of a drafter's parameters, nothing computed."""
-    drafter = make_drafter(heads, llama)
-
-    def init(key: jax.Array) -> Any:
-        backbone = Backbone(Llama(llama), init_params(llama, key))
-        return drafter.init(key, vocabulary.stand_in(backbone, heads))
-
-    return jax.eval_shape(init, jax.random.key(0))
-
-
-def _same_name(path: str) -> tuple[str, bool]:
-    return path, False
-
-
-def _read_description(
-    file: str, meta: dict[str, Any]
-) -> tuple[HeadsConfig, dict[str, Any]]:
-    if meta.get("format") != FORMAT:
-        raise UserError(
-            f"{file} has format {meta.get('format')!r}, this version reads {FORMAT}"
-        )
-    fields, base = meta.get("heads"), meta.get("base")
-    if not isinstance(fields, dict) or not isinstance(base, dict):
-        raise UserError(f'{file} needs the objects "heads" and "base"')
-    kind_of_heads = drafter_class(str(fields.get("drafter"))).Config
-    known: dict[str, Any] = {
-        field.name: field.type for field in dataclasses.fields(kind_of_heads)
-    }
-    for name, value in fields.items():
-        if name not in known:
-            raise UserError(f"{file} has an unknown field {name!r} under heads")
-        kind = known[name]
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise UserError(
-                f"{file}: heads.{name} should be {kind.__name__}, not {value!r}"
-            )
-    return kind_of_heads(**fields), base
-
-
-def _check_counts(
-    weights: str, tensors: Tensors, stored: HeadsConfig, n_layers: int
+def check_base(
+    stored: StoredHeads, llama: LlamaConfig, fingerprint: str | None, allow_other: bool
 ) -> None:
-    """Heads and layers are counted in the keys; heads.json may only agree."""
-    heads = {int(m[1]) for name in tensors if (m := re.match(r"heads_(\d+)/", name))}
-    if heads and len(heads) != stored.n_heads:
+    """Refuse heads that were trained on another backbone, as far as their files tell it.
+
+    Raises:
+      UserError: says how theirs differs.
+    """
+    theirs, ours = stored.base, {"d_model": llama.d_model, "vocab_size": llama.vocab_size}
+    if stored.layout == OWN and {name: theirs.get(name) for name in ours} != ours:
         raise UserError(
-            f"{weights} holds {len(heads)} heads, {DESCRIPTION} says {stored.n_heads}"
+            f"the heads in {stored.directory} were made for width {theirs.get('d_model')} and "
+            f"vocabulary {theirs.get('vocab_size')}, the model has width {ours['d_model']} and "
+            f"vocabulary {ours['vocab_size']}"
         )
-    layers = {
-        int(m[1]) for name in tensors if (m := re.match(r"heads_0/layers_(\d+)/", name))
-    }
-    if layers and len(layers) != n_layers:
+    if allow_other:
+        return
+    way_out = "allow_other_base (--allow_other_base) uses them all the same"
+    if stored.beside:
         raise UserError(
-            f"{weights} holds {len(layers)} layers per head, {DESCRIPTION} says {n_layers}"
+            f"{stored.source} holds heads and {stored.beside}: merge both into a model with "
+            f"`python -m medusa_jax convert --to merged`; {way_out}"
+        )
+    trained_on = theirs.get("fingerprint")
+    unknown = trained_on is None and stored.layout != OWN
+    if fingerprint is not None and fingerprint != trained_on and not unknown:
+        raise UserError(
+            f"the heads in {stored.directory} were trained on the model with fingerprint "
+            f"{trained_on}, this one has {fingerprint}; {way_out}"
         )

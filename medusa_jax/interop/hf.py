@@ -1,9 +1,9 @@
-"""Hugging Face model directories: configuration and weights, in and out."""
+"""Hugging Face model directories, in and out: weights here, config.json in `hf_config.py`."""
 
 import os
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -14,9 +14,10 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
+from medusa_jax.interop.hf_config import config_to_hf, read_config
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.shards import save_weights
-from medusa_jax.interop.tensors import optional_json, read_json
+from medusa_jax.interop.tensors import optional_json
 from medusa_jax.model.llama import init_params
 
 Params = dict[str, Any]
@@ -33,154 +34,16 @@ __all__ = [
     "save_backbone",
 ]
 
-# model_type -> what an absent field means there (the defaults of its transformers class).
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
-    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
-}
-REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
-
 # Buffers that old versions stored and every version recomputes.
 HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+# Medusa heads merged into a model, which --drafter reads.
+HEADS = "medusa_head."
 
 
 def generation_config(path: str) -> dict[str, Any]:
     """`generation_config.json` of a model directory or hub id; {} if there is none."""
     name = "generation_config.json"
     return optional_json(os.path.join(resolve(path, [name]), name))
-
-
-def read_config(path: str) -> LlamaConfig:
-    """The backbone's shape from `config.json` in a local directory.
-
-    Raises:
-      UserError: no such file, or something in it that this backbone does not compute.
-    """
-    file = os.path.join(path, "config.json")
-    raw = read_json(file)
-    family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise UserError(
-            f"{file}: model_type {family!r} is not supported (there are: {', '.join(FAMILIES)})"
-        )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise UserError(
-            f"{file}: quantization_config ({method}) is not supported; use the unquantised model"
-        )
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UserError(
-            f"{file}: hidden_act {raw['hidden_act']!r} is not supported (only silu)"
-        )
-    if missing := [name for name in REQUIRED if raw.get(name) is None]:
-        raise UserError(f"{file} does not say {', '.join(missing)}")
-
-    def get(name: str, default: Any = None) -> Any:
-        # An explicit null means "derive it", except for the window, where it means "none".
-        value = raw.get(name, FAMILIES[family].get(name))
-        return default if value is None else value
-
-    heads = raw["num_attention_heads"]
-    window, window_start = _sliding_window(file, family, raw, get("sliding_window", 0))
-    attention_bias = bool(get("attention_bias", False)) and family in ("llama", "qwen3")
-    config = LlamaConfig(
-        vocab_size=raw["vocab_size"],
-        d_model=raw["hidden_size"],
-        n_layers=raw["num_hidden_layers"],
-        n_heads=heads,
-        n_kv_heads=get("num_key_value_heads", heads),
-        head_dim=get("head_dim", raw["hidden_size"] // heads),
-        d_ff=raw["intermediate_size"],
-        max_position=get("max_position_embeddings"),
-        rms_eps=float(get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(get("tie_word_embeddings", False)),
-        sliding_window=window,
-        sliding_window_start_layer=window_start,
-        qkv_bias=attention_bias or family == "qwen2",
-        out_bias=attention_bias,
-        mlp_bias=bool(get("mlp_bias", False)) and family == "llama",
-        qk_norm=family == "qwen3",
-        **_rope(file, raw),
-    )
-    if config.n_heads % config.n_kv_heads or config.head_dim % 2:
-        raise UserError(
-            f"{file}: {config.n_heads} query heads, {config.n_kv_heads} key/value heads and head "
-            f"size {config.head_dim} do not fit together"
-        )
-    return config
-
-
-def _rope(file: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the rotary embedding.
-
-    Up to transformers 4 they are `rope_theta` and `rope_scaling`, from 5 on `rope_parameters`
-    holds both; where a file has the old and the new, transformers lets `rope_scaling` win.
-    """
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = rope.get("rope_theta", raw.get("rope_theta"))
-    fields: dict[str, Any] = {"rope_theta": float(10000.0 if theta is None else theta)}
-    rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if rotated not in (None, 1.0):
-        raise UserError(f"{file}: partial_rotary_factor {rotated} is not supported")
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(f"{file}: rope parameters that differ by layer are not supported")
-    if kind == "default":
-        return fields
-    if kind not in ("linear", "llama3"):
-        raise UserError(
-            f"{file}: rope type {kind!r} is not supported (there are: default, linear, llama3)"
-        )
-    names = {"factor": "rope_factor"}
-    if kind == "llama3":
-        names |= {
-            "low_freq_factor": "rope_low_freq_factor",
-            "high_freq_factor": "rope_high_freq_factor",
-            "original_max_position_embeddings": "rope_original_max_position",
-        }
-    if missing := [name for name in names if rope.get(name) is None]:
-        raise UserError(f"{file}: rope type {kind!r} without {', '.join(missing)}")
-    fields |= {ours: float(rope[theirs]) for theirs, ours in names.items()}
-    if kind == "llama3":
-        fields["rope_original_max_position"] = int(fields["rope_original_max_position"])
-    return fields | {"rope_scaling": kind}
-
-
-def _sliding_window(
-    file: str, family: str, raw: dict[str, Any], window: int
-) -> tuple[int, int]:
-    """(window, first layer that uses it); (0, 0) for full attention everywhere."""
-    layers = raw["num_hidden_layers"]
-    if family == "mistral":
-        return window, 0
-    if family == "llama" or not raw.get("use_sliding_window", False):
-        return 0, 0
-    window = raw.get("sliding_window", 4096) or 0
-    start = raw.get("max_window_layers", 28)
-    kinds = raw.get("layer_types")
-    if kinds is not None:
-        start = next(
-            (i for i, kind in enumerate(kinds) if kind == "sliding_attention"), layers
-        )
-        expected = ["full_attention"] * start + ["sliding_attention"] * (layers - start)
-        if kinds != expected:
-            raise UserError(
-                f"{file}: layer_types is only supported as full_attention layers followed by "
-                "sliding_attention layers"
-            )
-    return (window, start) if window and start < layers else (0, 0)
 
 
 def locate(path: str) -> tuple[str, bool]:
@@ -225,17 +88,24 @@ def load_backbone(
         raise UserError(
             f"{directory}: the weights hold {count} layers, config.json says {config.n_layers}"
         )
-    abstract = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+    abstract = abstract_params(config)
 
     def ignore(name: str) -> bool:
         copy_of_embedding = config.tie_embeddings and name == "lm_head.weight"
-        return copy_of_embedding or bool(HARMLESS.search(name))
+        heads = name.startswith(HEADS)
+        return copy_of_embedding or heads or bool(HARMLESS.search(name))
 
     each = None if convert is None else partial(convert, config)
     params = tensor_files.load_tree(
         abstract, mesh, stored, locate, dtype, directory, ignore, each
     )
     return config, params
+
+
+@lru_cache(maxsize=16)
+def abstract_params(config: LlamaConfig) -> Params:
+    """Shapes of a backbone's parameters, nothing computed."""
+    return jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
 
 
 def save_backbone(
@@ -267,68 +137,3 @@ def save_backbone(
     os.makedirs(directory, exist_ok=True)
     save_weights(directory, leaves, read, dtype)
     tensor_files.save_json(os.path.join(directory, "config.json"), raw | (extra or {}))
-
-
-def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """`config.json` for the family whose features the backbone uses.
-
-    Raises:
-      UserError: no family has this combination.
-    """
-    c = config
-    full_layers = c.sliding_window_start_layer if c.sliding_window else c.n_layers
-    if c.qk_norm and c.qkv_bias == c.out_bias and not c.mlp_bias:
-        family = "qwen3"
-    elif not c.qk_norm and c.qkv_bias and not c.out_bias and not c.mlp_bias:
-        family = "qwen2"
-    elif not c.qk_norm and not c.sliding_window and c.qkv_bias == c.out_bias:
-        family = "llama"
-    elif not (c.qk_norm or c.qkv_bias or c.out_bias or c.mlp_bias or full_layers):
-        family = "mistral"
-    else:
-        raise UserError(
-            "no Hugging Face model class has this mix of biases, q/k norms and sliding window: "
-            f"{c}"
-        )
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_theta}
-    if c.rope_scaling != "none":
-        rope |= {"rope_type": c.rope_scaling, "factor": c.rope_factor}
-    if c.rope_scaling == "llama3":
-        rope |= {
-            "low_freq_factor": c.rope_low_freq_factor,
-            "high_freq_factor": c.rope_high_freq_factor,
-            "original_max_position_embeddings": c.rope_original_max_position,
-        }
-    raw: dict[str, Any] = {
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "model_type": family,
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.d_model,
-        "intermediate_size": c.d_ff,
-        "num_hidden_layers": c.n_layers,
-        "num_attention_heads": c.n_heads,
-        "num_key_value_heads": c.n_kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": c.max_position,
-        "rms_norm_eps": c.rms_eps,
-        "tie_word_embeddings": c.tie_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        # The old spelling beside the new one, for readers older than transformers 5.
-        "rope_theta": c.rope_theta,
-        "rope_scaling": None if c.rope_scaling == "none" else rope,
-        "rope_parameters": rope,
-    }
-    if family in ("llama", "qwen3"):
-        raw["attention_bias"] = c.qkv_bias
-    if family == "llama":
-        raw["mlp_bias"] = c.mlp_bias
-    if family == "mistral":
-        raw["sliding_window"] = c.sliding_window
-    if family.startswith("qwen"):
-        raw["use_sliding_window"] = bool(c.sliding_window)
-        raw["sliding_window"] = c.sliding_window or None
-        raw["max_window_layers"] = full_layers
-    return raw

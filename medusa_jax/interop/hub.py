@@ -7,11 +7,8 @@ from typing import Any
 from medusa_jax.errors import UserError
 from medusa_jax.interop.gguf import converted
 from medusa_jax.interop.names import NAMES, file_of, named
-from medusa_jax.interop.tensors import optional_json
 
 MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
-# config.json only tells what published heads are.
-HEAD_FILES = ["heads.json", "heads.safetensors", "tree.json", "config.json"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 
 
@@ -54,60 +51,25 @@ def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = "float
     return directory
 
 
+def gguf_file(path_or_name: str | None) -> str:
+    """The GGUF file that a path or a name of `NAMES` stands for; `resolve` says what becomes of it.
+
+    Raises:
+      UserError: it stands for something else.
+    """
+    if path_or_name is not None and named(path_or_name):
+        return file_of(path_or_name)
+    if path_or_name is None or not path_or_name.lower().endswith(".gguf"):
+        raise UserError(
+            f"{path_or_name or 'the demo'} is no GGUF file, which llama.cpp needs: give --model "
+            f"a .gguf file or a name ({', '.join(NAMES)})"
+        )
+    return path_or_name
+
+
 def is_here(path_or_id: str) -> bool:
     """Whether `resolve` needs no network for it."""
     return path_or_id in NAMES or os.path.exists(path_or_id)
-
-
-def resolve_heads(path_or_id: str) -> str:
-    """A local directory that holds draft heads in this project's format (`heads.json`).
-
-    Raises:
-      UserError: none there; heads that were published in another layout are called by name.
-    """
-    folder, ours = (
-        path_or_id,
-        "heads trained by train.py (heads.json and heads.safetensors)",
-    )
-    if os.path.isfile(path_or_id):
-        folder = os.path.dirname(path_or_id) or "."
-        if os.path.isfile(os.path.join(folder, "heads.json")):
-            raise UserError(
-                f"{path_or_id} is a file: give --drafter its directory, {folder}"
-            )
-    else:
-        folder = resolve(path_or_id, HEAD_FILES)
-        if os.path.isfile(os.path.join(folder, "heads.json")):
-            return folder
-    if kind := _published_heads(folder):
-        raise UserError(
-            f"{path_or_id} holds {kind} in the layout that they were published in, which this "
-            f"version does not read: --drafter takes {ours}; train them for your model with "
-            "train.py, or use --drafter none"
-        )
-    inside = os.path.join(folder, "heads")
-    if os.path.isfile(os.path.join(inside, "heads.json")):
-        raise UserError(
-            f"{path_or_id} holds a model with its heads: give --drafter {inside}"
-        )
-    if os.path.isfile(os.path.join(folder, "config.json")):
-        raise UserError(
-            f"{path_or_id} holds a model, not draft heads: give it to --model, and --drafter "
-            f"{ours}"
-        )
-    raise UserError(f"{path_or_id} holds no draft heads: --drafter takes {ours}")
-
-
-def _published_heads(folder: str) -> str:
-    """Whose heads a directory holds in a layout that is not ours, "" if nobody's we know."""
-    config = optional_json(os.path.join(folder, "config.json"))
-    names = os.listdir(folder)
-    for family in ("medusa", "hydra"):
-        if f"{family}_num_heads" in config or any(
-            name.startswith(f"{family}_lm_head") for name in names
-        ):
-            return f"{family.capitalize()} heads"
-    return ""
 
 
 def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
@@ -143,4 +105,25 @@ def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
             f"{repo} is neither a local directory nor in the cache, and the hub could not be "
             f"read ({type(error).__name__}: {first_line}): connect to the network and unset "
             f"HF_HUB_OFFLINE, {way_out}"
+        ) from error
+
+
+def push(directory: str, repo: str) -> None:
+    """Upload a directory to a hub repository, which is made if it is not there (private).
+
+    Raises:
+      UserError: the hub refuses or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(folder_path=directory, repo_id=repo)
+    # As in `_snapshot`: what is raised has no stable type.
+    except Exception as error:
+        first_line = str(error).strip().split("\n")[0][:200]
+        raise UserError(
+            f"{directory} could not be uploaded to {repo} ({type(error).__name__}: {first_line})"
+            ": run `hf auth login`, then upload the directory again"
         ) from error

@@ -48,8 +48,6 @@ NAMES = {
         chat=True,
         heads="smollm2",
         drafter="hydra",
-        # As its publisher's model card samples.
-        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
 

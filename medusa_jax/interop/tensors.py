@@ -61,7 +61,7 @@ def open_checkpoint(directory: str) -> Tensors:
     """
     for name, reader in (
         ("model.safetensors", open_safetensors),
-        ("pytorch_model.bin", _torch),
+        ("pytorch_model.bin", open_torch_file),
     ):
         index = os.path.join(directory, f"{name}.index.json")
         if os.path.isfile(index):
@@ -74,7 +74,17 @@ def open_checkpoint(directory: str) -> Tensors:
     )
 
 
-def _torch(path: str) -> Tensors:
+def open_weights(path: str) -> Tensors:
+    """The tensors of one file of weights, by what it is called: safetensors, else torch's.
+
+    Raises:
+      UserError: it cannot be read as that.
+    """
+    return (open_safetensors if path.endswith(".safetensors") else open_torch_file)(path)
+
+
+def open_torch_file(path: str) -> Tensors:
+    """`open_torch`, with the clear word about git-lfs that `open_safetensors` has too."""
     from medusa_jax.interop.torch_files import open_torch
 
     _refuse_pointer(path)
@@ -113,7 +123,7 @@ def read_json(path: str) -> dict[str, Any]:
             value = json.load(f)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} should hold a JSON object, not a {type(value).__name__}")
@@ -136,25 +146,16 @@ def _refuse_pointer(path: str) -> None:
         raise UserError(f"{path} is a git-lfs pointer, not the weights: run `git lfs pull`")
 
 
-def load_tree(
+def check_keys(
     abstract: dict[str, Any],
-    mesh: Mesh,
     tensors: Tensors,
     locate: Callable[[str], tuple[str, bool]],
-    dtype: Any,
     source: str,
     ignore: Callable[[str], bool] = lambda name: False,
-    convert: Convert | None = None,
-) -> dict[str, Any]:
-    """Read a parameter tree strictly, each device only its own slices.
+) -> dict[str, tuple[str, bool]]:
+    """What `locate` says of every parameter, once all keys are there and none is left over.
 
-    Args:
-      abstract: tree of things with a `shape` (from `jax.eval_shape`).
-      locate: parameter path -> (key in the checkpoint, whether it is stored transposed).
-      dtype: what the parameters are stored in on the devices.
-      source: the file or directory, for messages.
-      ignore: keys that may be there and are not read.
-      convert: what becomes of each entry of the tree, such as a layer, before the next is read.
+    Args: as for `load_tree`.
 
     Raises:
       UserError: a missing, unknown, misshaped or non-float key.
@@ -194,6 +195,33 @@ def load_tree(
                 f"key {name!r} in {tensors[name].file} is stored as {tensors[name].dtype}; only "
                 f"{', '.join(FLOATS)} are read (is the checkpoint quantised?)"
             )
+    return keys
+
+
+def load_tree(
+    abstract: dict[str, Any],
+    mesh: Mesh,
+    tensors: Tensors,
+    locate: Callable[[str], tuple[str, bool]],
+    dtype: Any,
+    source: str,
+    ignore: Callable[[str], bool] = lambda name: False,
+    convert: Convert | None = None,
+) -> dict[str, Any]:
+    """Read a parameter tree strictly, each device only its own slices.
+
+    Args:
+      abstract: tree of things with a `shape` (from `jax.eval_shape`).
+      locate: parameter path -> (key in the checkpoint, whether it is stored transposed).
+      dtype: what the parameters are stored in on the devices.
+      source: the file or directory, for messages.
+      ignore: keys that may be there and are not read.
+      convert: what becomes of each entry of the tree, such as a layer, before the next is read.
+
+    Raises:
+      UserError: a missing, unknown, misshaped or non-float key.
+    """
+    keys = check_keys(abstract, tensors, locate, source, ignore)
 
     def load(key_path: Any, leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
         name, transposed = keys[path_string(key_path)]
@@ -251,11 +279,15 @@ def save_safetensors(
 
 def save_json(path: str, value: dict[str, Any]) -> None:
     """Write a JSON object, atomically."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a text file, atomically."""
 
     def write(temporary: str) -> None:
         with open(temporary, "w", encoding="utf-8") as f:
-            json.dump(value, f, indent=2, ensure_ascii=False)
-            f.write("\n")
+            f.write(text)
 
     write_atomically(path, write)
 
@@ -301,6 +333,18 @@ def flatten(tree: Any) -> dict[str, Any]:
     """A parameter tree as {"layers_0/mlp/up_proj/kernel": leaf}."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_string(key_path): leaf for key_path, leaf in leaves}
+
+
+def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `flatten`."""
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        *outer, last = path.split("/")
+        inner = tree
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = leaf
+    return tree
 
 
 def pick(names: Iterable[str], available: dict[str, Any]) -> list[str]:

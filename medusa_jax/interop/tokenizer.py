@@ -6,9 +6,12 @@ from typing import Any, Protocol
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
+from medusa_jax.interop.sentencepiece_files import check_whole
 from medusa_jax.interop.tensors import optional_json
 
 BROKEN = "\ufffd"
+# What transformers makes a tokenizer of where there is no tokenizer.json.
+SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class Tokenizer:
@@ -95,7 +98,10 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     def text_of(name: str) -> str | None:
         value = settings.get(name)
-        return value.get("content") if isinstance(value, dict) else value
+        text = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(text, str | None):
+            raise UserError(f"{directory}: {name} should be text, not {str(value)[:80]!r}")
+        return text
 
     def id_of(name: str) -> int | None:
         token = text_of(name)
@@ -108,7 +114,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         bos_id = model["bos_token_id"]
     eos_ids = {id_of("eos_token")} | declared_eos_ids(directory)
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = {name: text for name in names if isinstance(text := text_of(name), str)}
+    special = {name: text for name in names if (text := text_of(name)) is not None}
     if bos_id is not None:
         special.setdefault("bos_token", backend.id_to_token(bos_id) or "")
     return Tokenizer(
@@ -119,6 +125,45 @@ def load_tokenizer(path: str) -> Tokenizer:
         chat_template=_chat_template(directory, settings),
         special_texts=special,
     )
+
+
+class NoTokenizer(Tokenizer):
+    """Stands for the tokenizer of a model that has none: prompts are token ids, texts empty.
+
+    Attributes:
+      directory: where there is none, for messages.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory, self.backend = directory, None
+        self.bos_id, self.adds_bos, self.vocab_size = None, False, 0
+        self.chat_template, self.special_texts = "", {}
+        self.eos_ids = self.special_ids = self.byte_ids = frozenset()
+
+    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+        raise self.missing("give prompts as token ids")
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        raise self.missing("text cannot be read")
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return ""
+
+    def token_to_id(self, token: str) -> int | None:
+        return None
+
+    def missing(self, so: str) -> UserError:
+        """The sentence; `so` is what follows from it."""
+        return UserError(
+            f"{self.directory} holds no tokenizer (tokenizer.json or tokenizer.model): {so}, or "
+            "name one with --tokenizer"
+        )
+
+
+def has_tokenizer(directory: str) -> bool:
+    """Whether a local directory holds a tokenizer's files, readable or not."""
+    names = ("tokenizer.json", *SOURCES)
+    return any(os.path.isfile(os.path.join(directory, name)) for name in names)
 
 
 def declared_eos_ids(directory: str) -> set[int]:
@@ -138,13 +183,19 @@ def _backend(directory: str) -> Any:
 
         try:
             return tokenizers.Tokenizer.from_file(file)
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{file} cannot be read: {error}") from error
-    sources = ("tokenizer.model", "vocab.json", "vocab.txt")
-    if not any(os.path.isfile(os.path.join(directory, name)) for name in sources):
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # The library raises bare Exception, and a panic of its Rust code is not even that.
+        except BaseException as error:
+            first_line = (str(error).splitlines() or [""])[0][:200]
+            raise UserError(f"{file} cannot be read: {first_line}") from error
+    if not has_tokenizer(directory):
         raise UserError(
             f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"
         )
+    pieces = os.path.join(directory, "tokenizer.model")
+    if os.path.isfile(pieces):
+        check_whole(pieces)
     # Importing transformers without torch would print a notice.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer, LlamaTokenizer

@@ -213,7 +213,7 @@ def _open(path: str) -> Tensors:
         EOFError,  # a directory that promises more bytes than there are
         ValueError,
     ) as error:
-        raise _Refused(f"a damaged archive ({error})") from error
+        raise _Refused(f"a damaged archive ({str(error)[:200]!r})") from error
 
 
 def _read_archive(path: str, archive: zipfile.ZipFile) -> Tensors:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.console import announced, cache_directory
+from medusa_jax.console import announced, cache_directory, processor
 from medusa_jax.errors import UserError
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.stored import WEIGHTS, Storage, multiply, store
@@ -89,7 +89,7 @@ def _faster(config: LlamaConfig, dtype: Any, panels: Storage, kernels: str) -> s
         str(dtype),
         weights,
     ]
-    marks += [os.cpu_count()]
+    marks += [os.cpu_count(), processor()]
     name = hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:16]
     file = Path(cache_directory("products")) / f"{name}.json"
     try:

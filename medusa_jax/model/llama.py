@@ -6,7 +6,7 @@ which is the tree's ancestor mask for a draft tree, or in the order of the text 
 """
 
 import dataclasses
-import functools
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -70,7 +70,7 @@ class Block(nn.Module):
         start_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         c = self.config
-        norm = functools.partial(RMSNorm, c.rms_eps, self.dtype, self.native)
+        norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
         normed = norm(name="input_layernorm")(x_BTD)
         attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")
         out, cache = attention(normed, rope, sees, cache, start_B)
@@ -237,10 +237,14 @@ class Llama(nn.Module):
         return rematerialised(run)(variables, x_BTD, rope, sees)
 
 
+@partial(jax.jit, static_argnums=(0, 2))
 def init_params(
     config: LlamaConfig, key: jax.Array, param_dtype: Any = jnp.float32
 ) -> Params:
-    """Random parameters: embedding N(0, 0.02), kernels N(0, 1/fan_in)."""
+    """Random parameters: embedding N(0, 0.02), kernels N(0, 1/fan_in).
+
+    Under `jit`, so that the shapes of a model of 80 layers are traced once a process.
+    """
 
     def touch_all(module: Llama) -> jax.Array:
         one = jnp.ones((1, 1), jnp.int32)

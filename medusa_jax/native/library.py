@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import jaxlib
 
-from medusa_jax.console import announced, cache_directory
+from medusa_jax.console import announced, cache_directory, processor
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
@@ -74,7 +74,7 @@ def _compiled() -> Path | None:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     compiler = compiler or shutil.which("clang++")
     sources = sorted(SOURCES.glob("*.cc")) + sorted(SOURCES.glob("*.h"))
-    marks = [jaxlib.__version__, platform.machine(), _processor()]
+    marks = [jaxlib.__version__, platform.machine(), processor()]
     digest = hashlib.sha256("\n".join(marks).encode())
     for source in sources:
         digest.update(source.read_bytes())
@@ -98,16 +98,3 @@ def _compiled() -> Path | None:
                 made.replace(path)  # at once: another process may be reading
                 return path
     return None
-
-
-def _processor() -> str:
-    """What tells processors apart that one home directory may serve."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(
-        sorted(
-            {line for line in lines if line.startswith(("flags", "Features", "model name"))}
-        )
-    )

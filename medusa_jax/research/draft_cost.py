@@ -17,14 +17,14 @@ from medusa_jax.commands.flags import command, run_command
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.research.shapes import SHAPES
+from medusa_jax.interop.shapes import SHAPES
 
 # Nodes per depth: those of the 64-node tree that Medusa, Hydra and Amphista publish figures for.
 # Which node hangs where matters only to Hydra, by how many of a level have children.
 LEVELS = ((10, 1), (28, 10), (23, 10), (2, 1))
 EXAMPLES = """examples:
   python -m medusa_jax draft_cost
-  python -m medusa_jax draft_cost --shape 33b --json
+  python -m medusa_jax draft_cost --shape llama-33b --json
 """
 
 
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         "Bytes read by drafting, as a share of one backbone pass.",
         EXAMPLES,
     )
-    p.add_argument("--shape", choices=sorted(SHAPES), default="7b")
+    p.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
     p.add_argument("--slots", type=int, default=512, help="cache slots, text and tree")
     p.add_argument(
         "--draft_vocab", type=int, default=0, help="tokens that heads score, 0: all"

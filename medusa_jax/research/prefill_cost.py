@@ -14,7 +14,7 @@ from medusa_jax.commands.flags import command, numbers, run_command
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.research.shapes import SHAPES
+from medusa_jax.interop.shapes import SHAPES
 
 EXAMPLES = """examples:
   python -m medusa_jax prefill_cost
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         "Memory of reading a prompt: weights, caches, temporaries.",
         EXAMPLES,
     )
-    p.add_argument("--shape", choices=sorted(SHAPES), default="7b")
+    p.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
     p.add_argument("--tokens", default="1024,2048,8192,32768", help="lengths of the prompt")
     p.add_argument("--batch", type=int, default=1, help="rows")
     p.add_argument("--drafter", default="hydra", help="whose heads sit on the model")
@@ -39,49 +39,18 @@ def parser() -> argparse.ArgumentParser:
 
 def engine_of(arch: Any, drafter_name: str, dtype: Any) -> tuple[Any, Any]:
     """The engine with a chain of all heads, and the shapes of its variables in `dtype`."""
-    import jax
-
     from medusa_jax.decoding.generate import Engine
-    from medusa_jax.heads import DRAFTERS, Backbone, make_drafter
-    from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
+    from medusa_jax.evaluate.weightless import abstract_variables
+    from medusa_jax.heads import DRAFTERS, make_drafter
+    from medusa_jax.model.llama import Llama, decoding_config
     from medusa_jax.tree import Tree
 
     if drafter_name not in DRAFTERS:
         raise UserError(f"unknown drafter {drafter_name!r}: there are {sorted(DRAFTERS)}")
     drafter = make_drafter(DRAFTERS[drafter_name].Config(drafter=drafter_name), arch)
-
-    def variables(key: jax.Array) -> Any:
-        params = init_params(arch, key)
-        heads = drafter.init(key, Backbone(Llama(arch), params))
-        return {
-            "backbone": prepare(params, arch, dtype),
-            "heads": jax.tree.map(lambda x: x.astype(dtype), heads),
-        }
-
     llama = Llama(decoding_config(arch), dtype, shards=1)
     engine = Engine(llama, drafter, Tree.chain(drafter.n_heads))
-    return engine, jax.eval_shape(variables, jax.random.key(0))
-
-
-def arguments(engine: Any, variables: Any, batch: int, tokens: int) -> tuple[Any, ...]:
-    """What `prefill` takes for prompts of so many tokens, as shapes."""
-    import jax
-    import jax.numpy as jnp
-
-    from medusa_jax.decoding.generate import power_of_two, slot_ladder
-    from medusa_jax.decoding.sampling import Sampling, row_keys
-
-    def per_row(dtype: Any, *more: int) -> Any:
-        return jax.ShapeDtypeStruct((batch, *more), dtype)
-
-    keys = jax.eval_shape(row_keys, per_row(jnp.uint32), per_row(jnp.int32))
-    real = per_row(jnp.float32)
-    sampling = Sampling(real, per_row(jnp.int32), real, real, keys)
-    slots = slot_ladder(engine, tokens, tokens)[0]
-    ids = per_row(jnp.int32)
-    prompt, output = (per_row(jnp.int32, n) for n in (power_of_two(tokens, 1), 64))
-    stops = per_row(jnp.int32, 1, 1)
-    return engine, slots, variables, prompt, ids, ids, stops, sampling, output
+    return engine, abstract_variables(arch, drafter, dtype)
 
 
 def temporary_bytes(arch: Any, drafter: str, batch: int, tokens: int) -> int:
@@ -93,8 +62,9 @@ def temporary_bytes(arch: Any, drafter: str, batch: int, tokens: int) -> int:
     import jax.numpy as jnp
 
     from medusa_jax.decoding.generate import prefill
+    from medusa_jax.evaluate.weightless import prefill_arguments
 
-    shapes = arguments(*engine_of(arch, drafter, jnp.float32), batch, tokens)
+    shapes = prefill_arguments(*engine_of(arch, drafter, jnp.float32), batch, tokens)
     memory = prefill.lower(*shapes).compile().memory_analysis()
     if memory is None:
         raise UserError("this backend does not report the memory of a compiled program")
@@ -109,12 +79,13 @@ def measure(
     import jax.numpy as jnp
 
     from medusa_jax.decoding.generate import prefill
+    from medusa_jax.evaluate.weightless import prefill_arguments
 
     if batch < 1 or min(lengths) < 1:
         raise UserError("--batch and --tokens are 1 or more")
     arch, rows = SHAPES[shape], []
     for tokens in lengths:
-        shapes = arguments(*engine_of(arch, drafter, jnp.bfloat16), batch, tokens)
+        shapes = prefill_arguments(*engine_of(arch, drafter, jnp.bfloat16), batch, tokens)
         state = jax.eval_shape(lambda *rest, s=shapes: prefill(*s[:2], *rest), *shapes[2:])
         with announced(f"compiling prefill of {tokens:,} tokens"):
             temporaries = temporary_bytes(arch, drafter, batch, tokens)

@@ -21,7 +21,7 @@ def load_tree_file(path: str | Path) -> dict:
         data = json.loads(Path(path).read_text())
     except OSError as error:
         raise UserError(f"cannot read the tree file {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"tree file {path} is not valid JSON: {error}") from error
     if isinstance(data, list):
         data = {"choices": data}
@@ -59,7 +59,7 @@ def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu")
     """The tree that a `--tree` value names.
 
     Args:
-      spec: "none", "auto", a number of nodes (root included), "cartesian:2,3", "chain:4" or
+      spec: "none", "auto", "bundled" (the tree file's own choice), a number of nodes (root included), "cartesian:2,3", "chain:4" or
         the path of a JSON file.
       calibrated: content of the tree file that lies beside the heads, for "auto" (its
         `choices`) and a number (the first nodes of its `growth`).
@@ -77,7 +77,7 @@ def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu")
         raise UserError(
             f"--tree {spec!r}: write chain:4 or cartesian:2,3 with whole numbers"
         ) from error
-    if spec == "auto" or spec.isdecimal():
+    if spec in ("auto", "bundled") or spec.isdecimal():
         if calibrated is None:
             raise UserError(
                 f"--tree {spec} needs a calibrated tree beside the heads: run "
@@ -85,6 +85,8 @@ def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu")
             )
         if spec == "auto":
             return auto_tree(calibrated, platform)
+        if spec == "bundled":
+            return Tree.from_choices(calibrated["choices"])
         return tree_of_size(calibrated.get("growth", calibrated["choices"]), int(spec))
     try:
         return Tree.from_choices(load_tree_file(spec)["choices"])

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -192,6 +193,26 @@ def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
     assert [g["seed"] for g in got] == [0, 0, 8, 0]
     alone = json.loads(decode("--prompt", "the cat", "--json", "--dtype", "float64")[1])
     assert got[0]["token_ids"] == alone["token_ids"] != got[2]["token_ids"]
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_ids(
+    directory, decode, refused, tmp_path
+):
+    """The same tokens as with one, and text where there is none is refused."""
+    bare = tmp_path / "bare"
+    shutil.copytree(directory, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt_ids": [1, 5, 9]}) + "\n")
+    got = [
+        json.loads(decode("--prompts_file", file, model=model)[1])
+        for model in (directory, bare)
+    ]
+    assert got[0]["token_ids"] == got[1]["token_ids"] and got[1]["text"] == ""
+    assert sum(got[1]["accepted_lengths"]) == got[1]["new_tokens"] - 1
+    said = refused("--prompt", "a", model=bare)
+    assert "holds no tokenizer" in said and "give prompts as token ids" in said
+    said = refused("--prompts_file", file, "--stop", "x", model=bare)
+    assert "stop strings cannot be found" in said
 
 
 def test_stop_and_standard_input(decode, monkeypatch):
@@ -397,9 +418,11 @@ def test_flags_that_are_unknown(decode, capsys, flags):
     ("line", "words"),
     [
         ("{", "line 2 is not JSON"),
-        ("[]", "line 2 needs a 'prompt' or 'messages'"),
-        ('{"text": "a"}', "line 2 needs a 'prompt' or 'messages'"),
+        ("[]", "line 2: a request needs a 'prompt', 'prompt_ids' or 'messages'"),
+        ('{"text": "a"}', "line 2: a request needs a 'prompt', 'prompt_ids' or 'messages'"),
         ('{"prompt": 5}', "line 2"),
+        ('{"prompt_ids": ["a"]}', "line 2: 'prompt_ids' must be a list of token ids"),
+        ('{"prompt_ids": [99999]}', "a prompt id is outside the vocabulary"),
         ('{"prompt": null}', "line 2"),
         ('{"messages": "hello"}', "messages"),
         ('{"prompt": "a", "temperature": "hot"}', "line 2"),

@@ -107,10 +107,11 @@ def test_worked_example_of_the_docstring():
 def test_a_match_below_a_rejected_node_does_not_count():
     tree = Tree.from_choices([[0], [0, 0], [0, 0, 0]])
     nodes = jnp.array([[7, 1, 2, 3]])
+    targets = jax.jit(accept_targets, static_argnums=2)
     # The root wants 9, not 1; nodes 2 and 3 would fit their own parents.
-    got = accept_targets(nodes, jnp.array([[9, 2, 3, 4]]), tree)
+    got = targets(nodes, jnp.array([[9, 2, 3, 4]]), tree)
     assert got.n_B.tolist() == [0] and got.bonus_B.tolist() == [9]
-    got = accept_targets(nodes, jnp.array([[1, 2, 9, 4]]), tree)
+    got = targets(nodes, jnp.array([[1, 2, 9, 4]]), tree)
     assert got.n_B.tolist() == [2] and got.bonus_B.tolist() == [9]
     assert got.path_BL.tolist() == [[0, 1, 2, 2]]
 
@@ -133,6 +134,7 @@ def typical_reference(tree, nodes, logits, temperature, epsilon, delta):
 
 
 traced_typical = jax.jit(accept_typical)
+typical = jax.jit(accept_typical, static_argnums=2)
 
 
 @pytest.mark.usefixtures("x64")
@@ -169,12 +171,7 @@ def test_typical_acceptance_never_takes_a_filtered_token():
     tree = Tree.chain(1)
     logits = jnp.array([[[3.0, 2.9, 2.8], [0.0, 1.0, 0.0]]])
     for top_k, n in ((0, 1), (1, 0), (2, 1)):
-        got = accept_typical(
-            jnp.array([[0, 1]]),
-            logits,
-            tree,
-            sampling_of(1, top_k=top_k),
-        )
+        got = typical(np.array([[0, 1]]), logits, tree, sampling_of(1, top_k=top_k))
         assert got.n_B.tolist() == [n]
         assert got.bonus_B.tolist() == [1 if n else 0]
 
@@ -184,7 +181,7 @@ def test_typical_ties_go_to_the_likelier_path_even_over_impossible_siblings():
     tree = Tree.from_choices([[0], [1], [2], [0, 0], [1, 0]])
     logits = jnp.array([[[2.0, 2.2, -9.0, -9.0]] + [[1.0, 0.0, 0.0, 0.0]] * 5])
     nodes = jnp.array([[3, 0, 1, 2, 0, 0]])
-    got = accept_typical(nodes, logits, tree, sampling_of(1, top_k=2))
+    got = typical(nodes, logits, tree, sampling_of(1, top_k=2))
     assert got.path_BL.tolist() == [[0, 2, 5]]
 
 
@@ -198,5 +195,5 @@ def test_typical_thresholds_belong_to_rows_and_temperature_zero_is_greedy():
         epsilon_B=jnp.array([0.2, 0.3, 0.2, 0.2]),
         delta_B=jnp.array([5.0, 5.0, 5.0, 5.0]),
     )
-    got = accept_typical(nodes, logits, tree, sampling)
+    got = typical(nodes, logits, tree, sampling)
     assert got.n_B.tolist() == [1, 0, 0, 1]

@@ -20,6 +20,7 @@ from planted import (
     check_counts,
     decode_traced,
     decoder,
+    filtered_scores,
     forward_logits,
     planted,
     planted_params,
@@ -30,7 +31,7 @@ from planted import (
 )
 
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
+from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
@@ -156,7 +157,7 @@ def test_sampled_plain_loop_is_the_argmax_of_perturbed_forward_logits(shape):
         sampling = Sampling(
             one["temperature"], one["top_k"], one["top_p"], one["min_p"], key
         )
-        scores = filtered(jnp.asarray(logits), sampling)
+        scores = filtered_scores(logits, sampling)
         if fields["temperature"][row]:
             positions = jnp.arange(1, logits.shape[1] + 1)[None]
             scores = scores + gumbel(key, positions, vocab, scores.dtype)

@@ -12,17 +12,19 @@ import pytest
 from laws import agrees, law_of, total_variation
 from planted import (
     decoder,
+    filtered_scores,
     forward_logits,
     random_params,
     sampling_of,
     texts_of,
     tiny_config,
 )
+from scipy.special import softmax
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import Accepted, targets
-from medusa_jax.decoding.sampling import filtered, gumbel
+from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.heads import make_drafter
 from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.tree import Tree
@@ -78,8 +80,8 @@ def joint_law(setting):
     sampling = sampling_of(1, **SETTINGS[setting])
 
     def law(text):
-        x = filtered(jnp.asarray(forward_logits(config, params, text)[-1:])[None], sampling)
-        return np.asarray(jax.nn.softmax(x, axis=-1))[0, 0]
+        logits_V = forward_logits(config, params, text)[-1]
+        return softmax(np.asarray(filtered_scores(logits_V[None, None], sampling))[0, 0])
 
     joint = np.zeros((V, V, V))
     for a, b in itertools.product(range(V), repeat=2):

@@ -18,6 +18,7 @@ from planted import (
     check_counts,
     decode_traced,
     decoder,
+    filtered_scores,
     forward_logits,
     planted,
     planted_params,
@@ -28,7 +29,7 @@ from planted import (
 )
 
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
+from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
 from medusa_jax.tree import Tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
@@ -71,7 +72,7 @@ def is_tie(config, params, text, row, request, mode):
             one(0.0, np.float32),
             key,
         )
-        scores.append(np.asarray(filtered(logits, sampling))[0, 0])
+        scores.append(np.asarray(filtered_scores(logits, sampling))[0, 0])
     noise = np.asarray(gumbel(key, one(len(text), np.int32)[:, None], VOCAB, jnp.float64))
     best = np.sort(scores[1] + noise[0, 0])[-2:]
     kept = [np.isfinite(s) for s in scores]

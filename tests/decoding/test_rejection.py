@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from laws import agrees, law_of
-from planted import sampling_of
+from planted import filtered_scores, sampling_of
+from scipy.special import softmax
 
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.acceptance.rejection import accept_rejection
-from medusa_jax.decoding.sampling import filtered
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -86,10 +86,7 @@ def run(seed, closeness, by_path, tree=TREE, rows=ROWS, patched=False, **fields)
 def conditional_laws(p_VV, **fields):
     """p(next | token) after temperature and filters [V, V]."""
     sampling = sampling_of(1, **({"temperature": 1.0} | fields))
-    x_VV = np.asarray(filtered(jnp.asarray(p_VV)[None], sampling))[0]
-    return np.exp(x_VV - x_VV.max(-1, keepdims=True)) / np.exp(
-        x_VV - x_VV.max(-1, keepdims=True)
-    ).sum(-1, keepdims=True)
+    return softmax(np.asarray(filtered_scores(p_VV[None], sampling))[0], axis=-1)
 
 
 def check(p_VV, tokens, n, **fields):

@@ -2,17 +2,14 @@
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import (
-    sampling_of,
-)
+from planted import filtered_scores, sampling_of
 
-from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
+from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
 
 
 def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
@@ -31,9 +28,6 @@ def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
     return set(np.flatnonzero(keep & (p >= min_p * p.max())).tolist())
 
 
-filtered_jit = jax.jit(filtered)
-
-
 @pytest.mark.usefixtures("x64")
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
@@ -49,7 +43,7 @@ def test_filters_keep_what_sorting_keeps(seed, temperature, top_k, top_p, min_p,
     rng = np.random.default_rng(seed)
     logits = 3 * rng.standard_normal(31)
     logits[rng.choice(31, barred, replace=False)] = -np.inf
-    got = filtered_jit(
+    got = filtered_scores(
         logits[None, None], sampling_of(1, temperature, top_k, top_p, min_p)
     )[0, 0]
     kept = set(np.flatnonzero(np.isfinite(got)).tolist())
@@ -71,7 +65,7 @@ def test_filters_in_low_precision(dtype, temperature):
         logits = jnp.asarray(4 * rng.standard_normal((1, 1, 500)), dtype).astype(
             jnp.float32
         )
-        got = filtered_jit(logits, sampling_of(1, temperature, top_k, top_p))[0, 0]
+        got = filtered_scores(logits, sampling_of(1, temperature, top_k, top_p))[0, 0]
         kept = set(np.flatnonzero(np.isfinite(got)).tolist())
         expected = kept_by_sorting(
             np.asarray(logits, np.float64)[0, 0], temperature, top_k, top_p, 0
@@ -82,8 +76,8 @@ def test_filters_in_low_precision(dtype, temperature):
 
 def test_ties_at_the_cut_are_kept_together():
     logits = jnp.array([[[1.0, 3.0, 3.0, 3.0, 0.0]]])
-    assert np.isfinite(filtered(logits, sampling_of(1, 1.0, top_k=1))).sum() == 3
-    assert np.isfinite(filtered(logits, sampling_of(1, 1.0, top_p=0.2))).sum() == 3
+    assert np.isfinite(filtered_scores(logits, sampling_of(1, 1.0, top_k=1))).sum() == 3
+    assert np.isfinite(filtered_scores(logits, sampling_of(1, 1.0, top_p=0.2))).sum() == 3
 
 
 def test_rows_are_filtered_by_their_own_parameters():
@@ -95,7 +89,7 @@ def test_rows_are_filtered_by_their_own_parameters():
         min_p_B=jnp.array([0.0, 0.0, 0.0, 0.5]),
         key_B=row_keys(jnp.zeros((4,), jnp.uint32), jnp.arange(4)),
     )
-    kept = np.isfinite(filtered(logits, sampling)).sum(-1)
+    kept = np.isfinite(filtered_scores(logits, sampling)).sum(-1)
     assert kept.tolist() == [[2, 2], [4, 4], [1, 1], [2, 2]]
 
 

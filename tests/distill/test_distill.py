@@ -1,7 +1,6 @@
 """Self-distillation: conversations turn by turn, files, and a run that is killed and resumed."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from children import environment
 from tiny_model import write_model
 
 from medusa_jax.commands import distill
@@ -270,12 +270,10 @@ def test_killed_and_resumed_it_gives_the_same_file(model, seeds, tmp_path):
     assert distill.main(whole) == 0
     cut = flags_for(model, tmp_path / "cut", seeds, "--mode=self_talk")
     path = tmp_path / "cut" / "messages.jsonl"
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
     command = [sys.executable, "-m", "medusa_jax", "distill", *cut]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment(), stderr=subprocess.PIPE, text=True
+    )
     limit = time.monotonic() + 90
     while time.monotonic() < limit and process.poll() is None:
         if path.exists() and path.read_bytes().count(b"\n") >= 8:

@@ -20,6 +20,7 @@ def result(text, new_tokens, histogram):
         new_tokens=new_tokens,
         steps=sum(histogram),
         acceptance_histogram=histogram,
+        accepted_lengths=[n for n, times in enumerate(histogram, 1) for _ in range(times)],
     )
 
 

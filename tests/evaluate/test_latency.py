@@ -6,6 +6,7 @@ from tiny_model import write_model
 
 import medusa_jax
 from medusa_jax import Tree, UserError
+from medusa_jax.decoding import timing
 from medusa_jax.evaluate import latency
 
 CONTEXT = 256
@@ -21,7 +22,7 @@ def model(tmp_path_factory):
 def test_every_timed_run_makes_all_its_steps_in_one_size_of_cache(model, monkeypatch):
     """Behind a prompt that nearly fills the first cache, for narrow and wide trees alike."""
     runs = []
-    decode_loop = latency.decode_loop
+    decode_loop = timing.decode_loop
 
     def watched(engine, variables, state, max_steps):
         slots = state.cache.slots
@@ -29,7 +30,7 @@ def test_every_timed_run_makes_all_its_steps_in_one_size_of_cache(model, monkeyp
         runs.append((slots, np.asarray(progress.steps_B).tolist()))
         return state, progress
 
-    monkeypatch.setattr(latency, "decode_loop", watched)
+    monkeypatch.setattr(timing, "decode_loop", watched)
     trees = [Tree.none(), Tree.cartesian([11]), Tree.cartesian([5, 4])]
     prompt = [4, 5, 6, 7] * 25
     assert len(prompt) + trees[-1].n_nodes <= 128  # a first step would fit the first cache

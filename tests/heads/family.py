@@ -8,7 +8,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-from planted import random_params, tiny_config
+from planted import random_heads, random_params, tiny_config
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import Backbone, make_drafter
@@ -38,15 +38,15 @@ def small_heads(drafter, **fields):
     )
 
 
-def drafter_of(heads, backbone, seed=0, scale=0.3):
-    """A drafter, its parameters at the start, and ones in which every part matters."""
+def drafter_of(heads, backbone, seed=0):
+    """A drafter, and parameters in which every part matters."""
     drafter = make_drafter(heads, backbone.llama.config)
-    start = jax.jit(drafter.init, static_argnums=())(jax.random.key(seed), backbone)
-    rng = np.random.default_rng(seed)
-    noisy = jax.tree.map(
-        lambda x: np.asarray(x + scale * rng.standard_normal(x.shape), np.float64), start
-    )
-    return drafter, start, noisy
+    return drafter, random_heads(drafter, backbone, seed)
+
+
+def start_of(drafter, backbone):
+    """Parameters of a drafter before its training."""
+    return jax.jit(drafter.init)(jax.random.key(0), backbone)
 
 
 def random_rows(rng, B=2, T=12, **fields):

@@ -64,8 +64,7 @@ ABLATIONS = {
 def problem(ablation="whole", **fields):
     backbone = stored_base()
     fields = {"lm_head": "low_rank", "rank": 5} | ABLATIONS[ablation] | fields
-    drafter, start, params = drafter_of(AmphistaConfig(**fields), backbone, scale=0.12)
-    return backbone, drafter, start, params
+    return backbone, *drafter_of(AmphistaConfig(**fields), backbone)
 
 
 def numpy_mix(params, drafter, contexts):
@@ -110,7 +109,7 @@ def numpy_contexts(params, drafter, backbone, hidden_TD, next_T):
 
 @pytest.mark.parametrize("ablation", ABLATIONS)
 def test_features_and_proposals_are_those_of_the_paper(ablation):
-    backbone, drafter, _, params = problem(ablation)
+    backbone, drafter, params = problem(ablation)
     hidden, tokens, *rest = family.random_rows(np.random.default_rng(0), T=7)
     rows = (hidden, tokens, *rest)
     n, root = [3, 6], np.array([tokens[0, 3], tokens[1, 6]])
@@ -156,7 +155,7 @@ def test_the_block_is_bidirectional():
         ("whole", np.ones((4, 4))),
         ("without auto-embedding", np.eye(4)),
     ):
-        backbone, drafter, _, params = problem(ablation)
+        backbone, drafter, params = problem(ablation)
         run = jax.jit(lambda p, d=drafter, b=backbone: d.features(p, b, *rows))
         before, moved = run(params), np.zeros((4, 4))
         for k in range(4):
@@ -170,7 +169,7 @@ def test_the_block_is_bidirectional():
 
 def test_the_adaptation_layers_are_causal():
     """The gradient of stage outputs at t by hidden states: all up to t, none beyond."""
-    backbone, drafter, _, params = problem("without auto-embedding")
+    backbone, drafter, params = problem("without auto-embedding")
     hidden, *rest = family.random_rows(np.random.default_rng(0), B=1, T=6)
 
     @jax.jit
@@ -200,7 +199,8 @@ def test_heads_read_their_stage():
 
 
 def test_heads_start_as_the_lm_head_behind_a_norm():
-    backbone, drafter, start, _ = problem(position_encoding=False, lm_head="own")
+    backbone, drafter, _ = problem(position_encoding=False, lm_head="own")
+    start = family.start_of(drafter, backbone)
     rows = family.random_rows(np.random.default_rng(0))
     features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
     size = np.sqrt((backbone.params["norm"]["scale"] ** 2).mean())
@@ -211,7 +211,7 @@ def test_heads_start_as_the_lm_head_behind_a_norm():
 
 
 def test_dropout_needs_a_key():
-    backbone, drafter, _, params = problem(dropout=0.5)
+    backbone, drafter, params = problem(dropout=0.5)
     rows = family.random_rows(np.random.default_rng(0))
     run = jax.jit(lambda key: drafter.features(params, backbone, *rows, key))
     one, two = run(jax.random.key(0)), run(jax.random.key(1))

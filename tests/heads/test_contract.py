@@ -42,10 +42,8 @@ NAMES = sorted(DRAFTERS)
 @cache
 def noisy(name, lm_head="low_rank"):
     backbone = family.stored_base()
-    drafter, _, params = family.drafter_of(
-        family.small_heads(name, lm_head=lm_head), backbone
-    )
-    return backbone, drafter, params
+    heads = family.small_heads(name, lm_head=lm_head)
+    return backbone, *family.drafter_of(heads, backbone)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -199,7 +197,7 @@ def plain_texts(acceptance):
 def engine_of(name, acceptance):
     config, params, llama, backbone = seven()
     stored = Backbone(Llama(config, jnp.float64), params)
-    drafter, _, heads = family.drafter_of(family.small_heads(name), stored, seed=3)
+    drafter, heads = family.drafter_of(family.small_heads(name), stored, seed=3)
     return loop.Engine(llama, drafter, WIDE, acceptance), {
         "backbone": backbone,
         "heads": heads,

@@ -78,7 +78,7 @@ KINDS = [("own", "identity"), ("shared", "fixed"), ("low_rank", "random")]
 
 @pytest.mark.parametrize(("lm_head", "skip"), KINDS)
 def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
-    backbone, drafter, _, params = problem(lm_head=lm_head, skip=skip)
+    backbone, drafter, params = problem(lm_head=lm_head, skip=skip)
     rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0))
 
     @jax.jit
@@ -103,7 +103,7 @@ def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
 @pytest.mark.parametrize("tree", [family.WILD, Tree.cartesian([2, 2, 1])])
 def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
     """Every node's token is a rank of the scores that its own ancestors give."""
-    backbone, drafter, _, params = problem(lm_head=lm_head)
+    backbone, drafter, params = problem(lm_head=lm_head)
     rng = np.random.default_rng(5)
     rows = family.random_rows(rng)
     state = family.committed(drafter, backbone, params, rows, [3, 12])
@@ -130,7 +130,7 @@ def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
 
 def test_no_loop_over_nodes_is_left_in_the_program():
     """The drafted program has the same products whatever the width of the tree."""
-    backbone, drafter, _, params = problem(lm_head="own")
+    backbone, drafter, params = problem(lm_head="own")
     state = drafter.start(2, 64, jnp.float64)
 
     def products(tree):
@@ -157,7 +157,8 @@ def test_levels_worked_example():
 
 
 def test_heads_start_as_the_lm_head_or_at_random():
-    backbone, drafter, start, _ = problem(lm_head="own")
+    backbone, drafter, _ = problem(lm_head="own")
+    start = family.start_of(drafter, backbone)
     rows = family.random_rows(np.random.default_rng(0))
     features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
     for k in range(4):
@@ -165,16 +166,17 @@ def test_heads_start_as_the_lm_head_or_at_random():
         logits = drafter.head_logits(start, backbone, k, features[k])
         # Fresh parameters are float32.
         assert_close(logits, backbone.lm_head(jnp.asarray(rows[0])), dtype="float32")
-    _, drafter, start, _ = problem(skip="random")
+    _, drafter, _ = problem(skip="random")
+    start = family.start_of(drafter, backbone)
     features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
     assert not np.allclose(features[0], rows[0], atol=0.1)
     assert not np.asarray(start["heads_1"]["layers_0"]["linear"]["kernel"]).any()
 
 
 def test_tied_layers_are_one_layer_applied_again():
-    backbone, tied, _, params = problem(n_layers=4, tie_layers=True)
+    backbone, tied, params = problem(n_layers=4, tie_layers=True)
     assert sorted(params["heads_0"]) == ["layers_0", "layers_1", "lm_head"]
-    _, loose, *_ = problem(n_layers=4)
+    _, loose, _ = problem(n_layers=4)
     copies = {
         name: head | {"layers_2": head["layers_1"], "layers_3": head["layers_1"]}
         for name, head in params.items()
@@ -188,7 +190,7 @@ def test_tied_layers_are_one_layer_applied_again():
 
 
 def test_dropout_needs_a_key_and_leaves_the_mean():
-    backbone, drafter, _, params = problem(dropout=0.5, n_layers=1)
+    backbone, drafter, params = problem(dropout=0.5, n_layers=1)
     rows = family.random_rows(np.random.default_rng(0))
     run = jax.jit(lambda key: drafter.features(params, backbone, *rows, key))
     assert np.array_equal(run(None), run(None))

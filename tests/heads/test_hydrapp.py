@@ -31,8 +31,7 @@ def test_parameter_counts(size, tied, untied):
 def problem():
     backbone = stored_base()
     heads = HydraPPConfig(n_layers=3, lm_head="low_rank", rank=5)
-    drafter, start, params = drafter_of(heads, backbone, scale=0.2)
-    return backbone, drafter, start, params
+    return backbone, *drafter_of(heads, backbone)
 
 
 def numpy_context(params, backbone, hidden_TD):
@@ -43,7 +42,7 @@ def numpy_context(params, backbone, hidden_TD):
 
 
 def test_features_are_those_of_the_paper():
-    backbone, drafter, _, params = problem()
+    backbone, drafter, params = problem()
     rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0))
     features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(params)
     for b in range(2):
@@ -56,7 +55,7 @@ def test_features_are_those_of_the_paper():
 
 
 def test_a_tree_is_drafted_from_the_last_accepted_context():
-    backbone, drafter, _, params = problem()
+    backbone, drafter, params = problem()
     rows = hidden, *_ = family.random_rows(np.random.default_rng(5))
     n, root = [3, 12], np.array([4, 0], np.int32)
     state = family.committed(drafter, backbone, params, rows, n)
@@ -76,7 +75,7 @@ def test_a_tree_is_drafted_from_the_last_accepted_context():
 
 def test_the_cache_holds_accepted_positions_only():
     """What lies behind n leaves no trace: another filling of it, the same later contexts."""
-    backbone, drafter, _, params = problem()
+    backbone, drafter, params = problem()
     rng = np.random.default_rng(1)
     hidden, tokens, positions, _ = family.random_rows(rng, T=8)
     commit = jax.jit(lambda state, *rows: drafter.commit(params, backbone, state, *rows))
@@ -95,7 +94,8 @@ def test_the_cache_holds_accepted_positions_only():
 
 
 def test_the_prefix_layer_starts_as_a_norm_that_keeps_the_size():
-    backbone, drafter, start, _ = problem()
+    backbone, drafter, _ = problem()
+    start = family.start_of(drafter, backbone)
     rows = hidden, *_ = family.random_rows(np.random.default_rng(0))
     features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
     size = np.sqrt((backbone.params["norm"]["scale"] ** 2).mean())

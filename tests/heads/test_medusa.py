@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import family
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from family import stored_base
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import TreeArrays, decoder, random_params, texts_of, tiny_config, trees
@@ -24,19 +26,10 @@ SETTINGS = settings(max_examples=15, deadline=None, derandomize=True)
 KINDS = ["own", "shared", "low_rank"]
 
 
-def stored_base(seed=0, **fields):
-    config = tiny_config(**fields)
-    return Backbone(Llama(config, jnp.float64), random_params(config, seed))
-
-
-def heads_of(backbone, seed=0, **fields):
-    """A drafter and parameters that are no longer those of initialisation."""
+def heads_of(backbone, **fields):
+    """A drafter, and parameters in which every part matters."""
     heads = HeadsConfig(**({"n_heads": 3, "rank": 5} | fields))
-    drafter = make_drafter(heads, backbone.llama.config)
-    params = drafter.init(jax.random.key(seed), backbone)
-    rng = np.random.default_rng(seed)
-    noisy = jax.tree.map(lambda x: x + 0.3 * rng.standard_normal(x.shape), params)
-    return drafter, params, noisy
+    return family.drafter_of(heads, backbone)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -44,9 +37,8 @@ def heads_of(backbone, seed=0, **fields):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_head_starts_as_the_lm_head(kind, n_layers, tied):
     backbone = stored_base(tie_embeddings=tied)
-    drafter, params, _ = heads_of(
-        backbone, lm_head=kind, n_layers=n_layers, n_heads=2, rank=16
-    )
+    drafter, _ = heads_of(backbone, lm_head=kind, n_layers=n_layers, n_heads=2, rank=16)
+    params = family.start_of(drafter, backbone)
     hidden = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4, 16)))
     ids = jnp.ones((1, 4), jnp.int32)
     features = drafter.features(params, backbone, hidden, ids, ids, ids)
@@ -68,7 +60,9 @@ def test_every_head_starts_as_the_lm_head(kind, n_layers, tied):
     ],
 )
 def test_parameters_and_their_names(kind, expected):
-    _, params, _ = heads_of(stored_base(), lm_head=kind, n_layers=2, n_heads=2)
+    backbone = stored_base()
+    drafter, _ = heads_of(backbone, lm_head=kind, n_layers=2, n_heads=2)
+    params = family.start_of(drafter, backbone)
     expected = expected | {"layers_0/kernel": (16, 16), "layers_0/bias": (16,)}
     expected |= {"layers_1/kernel": (16, 16), "layers_1/bias": (16,)}
     flat = jax.tree_util.tree_leaves_with_path(params)
@@ -79,8 +73,8 @@ def test_parameters_and_their_names(kind, expected):
 
 def test_low_rank_starts_as_the_best_approximation():
     backbone = stored_base()
-    _, params, _ = heads_of(backbone, lm_head="low_rank", rank=5)
-    start = params["heads_0"]["lm_head"]
+    drafter, _ = heads_of(backbone, lm_head="low_rank", rank=5)
+    start = family.start_of(drafter, backbone)["heads_0"]["lm_head"]
     error = np.linalg.norm(
         backbone.params["lm_head"]["kernel"] - start["down"] @ start["up"]
     )
@@ -106,7 +100,7 @@ def numpy_logits(params, backbone, k, hidden):
 def test_proposals_are_the_ranks_of_each_heads_scores(kind):
     """Against a numpy head and a numpy sort, with noise added to the scores of each depth."""
     backbone = stored_base()
-    drafter, _, params = heads_of(backbone, lm_head=kind, n_layers=2)
+    drafter, params = heads_of(backbone, lm_head=kind, n_layers=2)
     rng = np.random.default_rng(1)
     noise = rng.standard_normal((4, 2, 23))
 
@@ -138,7 +132,7 @@ def test_proposals_are_the_ranks_of_each_heads_scores(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_deeper_than_the_tree_are_not_even_needed(kind):
     backbone = stored_base()
-    drafter, _, params = heads_of(backbone, lm_head=kind)
+    drafter, params = heads_of(backbone, lm_head=kind)
     hidden, root = jnp.ones((1, 16)), jnp.array([3])
 
     def propose(params, tree):
@@ -157,7 +151,7 @@ def test_heads_deeper_than_the_tree_are_not_even_needed(kind):
 
 def test_commit_keeps_the_last_accepted_row():
     backbone = stored_base()
-    drafter, _, params = heads_of(backbone)
+    drafter, params = heads_of(backbone)
     rng = np.random.default_rng(0)
     state = drafter.start(4, 128, jnp.float32)
     assert state.shape == (4, 16) and not np.asarray(state).any()
@@ -180,7 +174,9 @@ def test_real_heads_decode_the_autoregressive_text(kind, temperature):
     config = tiny_config()
     params = random_params(config, 2)
     llama, prepared = decoder(config, params)
-    drafter, start, _ = heads_of(Backbone(Llama(config), params), lm_head=kind, rank=16)
+    stored = Backbone(Llama(config), params)
+    drafter, _ = heads_of(stored, lm_head=kind, rank=16)
+    start = family.start_of(drafter, stored)
     acceptance = "sampled" if temperature else "greedy"
     request = loop.Request(
         [[1, 1, 1, 1], [5]], [30, 22], temperature=[temperature] * 2, seed=[3, 3]

@@ -21,6 +21,7 @@ from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Backbone, make_drafter, vocabulary
 from medusa_jax.interop import heads_io
+from medusa_jax.interop.published import open_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree
@@ -39,7 +40,7 @@ def pair_of(name, lm_head, backbone, ids, seed=0):
     The second's parameters are as loaded for decoding: with the ids, and the LM head if shared.
     """
     heads = family.small_heads(name, lm_head=lm_head, rank=3)
-    drafter, _, params = family.drafter_of(heads, backbone, seed)
+    drafter, params = family.drafter_of(heads, backbone, seed)
     few = dataclasses.replace(drafter.heads, draft_vocab=len(ids))
 
     def cut(path, leaf):
@@ -259,10 +260,7 @@ def test_ids_lie_beside_the_heads(kind, tmp_path):
     assert set(params) == {"heads_0", "heads_1", vocabulary.GROUP}
     assert set(params[vocabulary.GROUP]) == {"ids"}
     ids = params[vocabulary.GROUP]["ids"]
-    assert (
-        ids.dtype == jnp.int32
-        and heads_io.read_draft_vocab(str(tmp_path)).dtype == ids.dtype
-    )
+    assert ids.dtype == jnp.int32 and open_heads(str(tmp_path)).ids.dtype == ids.dtype
     np.testing.assert_array_equal(ids, IDS)
     assert load_file(file)[heads_io.IDS].dtype == np.int32
 
@@ -282,7 +280,7 @@ def test_bad_ids(ids, problem, tmp_path):
     _, _, config = saved(tmp_path, ids=ids)
     for read in (
         lambda: heads_io.load_heads(str(tmp_path), config, make_mesh()),
-        lambda: heads_io.read_draft_vocab(str(tmp_path)),
+        lambda: open_heads(str(tmp_path)),
     ):
         with pytest.raises(UserError, match=problem):
             read()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from children import devices, environment
 from safetensors.numpy import load_file, save_file
 
 from medusa_jax.config import LlamaConfig
@@ -309,13 +310,10 @@ assert hf.fingerprint(config, params) == hf.fingerprint(one_config, one)
 
 
 def test_each_device_reads_its_own_part(model_dir):
-    env = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PATH": "",
-    }
     command = [sys.executable, "-c", SHARDED, str(model_dir)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment(devices(8)), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

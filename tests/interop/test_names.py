@@ -121,7 +121,7 @@ def test_heads_come_with_the_name(tiny, tmp_path):
     folder = tmp_path / "models" / "tiny" / "medusa"
     folder.mkdir(parents=True)
     assert load.default_drafter("tiny") == "medusa"
-    with pytest.raises(UserError, match=f"{folder}/heads.json"):
+    with pytest.raises(UserError, match=f"{folder} holds no draft heads"):
         load.load("tiny")
 
 

@@ -167,3 +167,25 @@ def test_stream_needs_only_decode():
             return "".join(chr(97 + i) for i in ids)
 
     assert stream(Letters(), [0, 1, 2], [1, 1]) == ["a", "b", "c", ""]
+
+
+def test_a_sentencepiece_model_that_is_cut_between_two_pieces(sentencepiece_dir, tmp_path):
+    """The library reads such a file as a smaller vocabulary."""
+    shutil.copytree(sentencepiece_dir, tmp_path / "cut")
+    file = tmp_path / "cut" / "tokenizer.model"
+    whole = file.read_bytes()
+    ends, at = [], 0
+    while at < len(whole):
+        size, n = whole[at + 1], 1
+        if size > 127:
+            size, n = (size & 127) + (whole[at + 2] << 7), 2
+        at += 1 + n + size
+        ends.append(at)
+    for end in (
+        ends[3],
+        ends[-3],
+        ends[-2],
+    ):  # pieces, no trainer's settings, no normaliser
+        file.write_bytes(whole[:end])
+        with pytest.raises(UserError, match=r"tokenizer\.model is cut short"):
+            load_tokenizer(str(tmp_path / "cut"))

@@ -4,7 +4,6 @@ No accelerator is needed: splash attention runs interpreted and is lowered for a
 answers the request that is made to cuDNN.
 """
 
-import os
 import subprocess
 import sys
 from functools import partial
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from children import devices, environment
 
 from medusa_jax.model import attention, kernels
 from medusa_jax.model.causal import attend_causal
@@ -101,9 +101,8 @@ def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
 
 
 ON_A_MESH = """
-import sys, jax, numpy as np
+import jax, numpy as np
 from functools import partial
-sys.path.insert(0, "tests/model")
 from test_kernels import kernels, own, rows
 from medusa_jax.sharding import batch_sharding, make_mesh
 mesh = make_mesh((2, 1, 2))
@@ -120,8 +119,5 @@ for G in (2, 1):
 
 def test_every_device_takes_its_own_rows():
     """Four devices; the heads are parted where there are two groups, and not where there is one."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-    }
-    subprocess.run([sys.executable, "-c", ON_A_MESH], env=environment, check=True)
+    command = [sys.executable, "-c", ON_A_MESH]
+    subprocess.run(command, env=environment(devices(4)), check=True)

@@ -30,8 +30,9 @@ def gaussian(n_in=256, n_out=48, seed=0):
 
 
 def restored(kernel, kind):
-    stored = quantise(jnp.asarray(kernel), kind)
-    return np.asarray(dequantise(stored["codes"], stored["scales"], jnp.float32)), stored
+    stored = jax.jit(quantise, static_argnums=1)(kernel, kind)
+    back = jax.jit(dequantise, static_argnums=2)
+    return np.asarray(back(stored["codes"], stored["scales"], jnp.float32)), stored
 
 
 def test_nf4_is_the_nearest_level_of_its_block():
@@ -111,7 +112,8 @@ def test_a_quantised_backbone_computes_with_its_dequantised_kernels(kind):
     )
     rows = (jnp.ones((1, 8), jnp.int32), jnp.arange(8)[None], jnp.ones((1, 8), jnp.int32))
 
-    def hidden(p, x=None):
+    @jax.jit
+    def hidden(p):
         return Llama(CONFIG).apply({"params": p}, *rows, method="forward")
 
     assert_close(hidden(stored), hidden(dequantise_backbone(stored)))

@@ -20,7 +20,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def found():
-    return draft_cost.measure("7b", 512, list(EXPECTED))
+    return draft_cost.measure("llama-7b", 512, list(EXPECTED))
 
 
 def test_shares_of_a_backbone_pass(found):
@@ -76,4 +76,4 @@ def test_command(monkeypatch, capsys, found):
 
 def test_a_cache_smaller_than_the_tree():
     with pytest.raises(UserError, match="--slots 32 does not hold a tree of 64 nodes"):
-        draft_cost.measure("7b", 32)
+        draft_cost.measure("llama-7b", 32)

@@ -21,7 +21,7 @@ def test_temporaries_do_not_grow_with_the_prompt():
 
 def test_command(monkeypatch, capsys):
     """A prompt that is no power of two, and a cache with room for the tree behind it."""
-    monkeypatch.setitem(prefill_cost.SHAPES, "7b", SMALL)
+    monkeypatch.setitem(prefill_cost.SHAPES, "llama-7b", SMALL)
     assert prefill_cost.main(["--tokens", "500", "--batch", "2", "--json"]) == 0
     (row,) = (found := json.loads(capsys.readouterr().out))["rows"]
     assert row["slots"] == 512

@@ -11,15 +11,15 @@ import pytest
 
 from medusa_jax import UserError, chips
 from medusa_jax.config import LlamaConfig
+from medusa_jax.interop.shapes import SHAPES, find_shape
 from medusa_jax.research.roofline import command, measure, operators, predict, report
-from medusa_jax.research.shapes import SHAPES, find_shape
 
 TINY = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)
 A100 = predict.roofs_of(chips.find_chip("a100"))
 
 
 def intensity(name, batch, queries, length):
-    found = operators.block_operators(SHAPES["33b"], batch, queries, length)
+    found = operators.block_operators(SHAPES["llama-33b"], batch, queries, length)
     return next(o.intensity for o in found if o.name == name)
 
 
@@ -45,13 +45,13 @@ def block(name, batch, length):
 def test_the_optimum_of_figure_21_is_where_the_wide_layers_reach_the_ridge():
     """Under ideal kernels the latency hardly grows before; the paper's 64 are no such point."""
     rows = predict.speedups(
-        A100, block("7b", 1, 1024), predict.paper_acceleration, range(1, 257)
+        A100, block("llama-7b", 1, 1024), predict.paper_acceleration, range(1, 257)
     )
     top = predict.best(rows)
     assert top["nodes"] == 170 and round(top["speedup"], 2) == 3.15
     ridge = chips.CHIPS["a100"].ridge
     by_size = [
-        next(o for o in block("7b", 1, 1024)(n) if o.name == "up").intensity
+        next(o for o in block("llama-7b", 1, 1024)(n) if o.name == "up").intensity
         for n in (170, 171)
     ]
     assert by_size[0] < ridge < by_size[1]
@@ -60,7 +60,7 @@ def test_the_optimum_of_figure_21_is_where_the_wide_layers_reach_the_ridge():
 
 def test_what_the_papers_own_rates_say_of_figure_21():
     """Its kernels are slower from the 129th row on: 64 nodes are the best at batch 2, not at 1."""
-    config, found = SHAPES["33b"], {}
+    config, found = SHAPES["llama-33b"], {}
     for batch in (1, 2, 4, 8):
         seconds = []
         for i, queries in enumerate(paper.CANDIDATES):
@@ -81,7 +81,7 @@ def test_what_the_papers_own_rates_say_of_figure_21():
 
 def test_larger_batches_and_longer_texts_as_in_figures_22_and_23():
     def top(batch, length):
-        step = block("7b", batch, length)
+        step = block("llama-7b", batch, length)
         return predict.best(
             predict.speedups(A100, step, predict.paper_acceleration, range(1, 129))
         )
@@ -105,11 +105,11 @@ def test_heads_that_share_keys_read_them_once():
 
 
 def test_a_whole_step_reads_all_weights_and_the_cache():
-    step = operators.step_operators(SHAPES["7b"], 1, 1, 1024, 4)
+    step = operators.step_operators(SHAPES["llama-7b"], 1, 1, 1024, 4)
     moved = sum(o.calls * o.bytes for o in step)
     cache = 2 * 32 * 32 * 128 * 1024 * 2
     assert abs(moved / (2 * 6.607e9 + cache) - 1) < 2e-3
-    heads = operators.step_operators(SHAPES["7b"], 1, 2, 1024, 4)[len(step) :]
+    heads = operators.step_operators(SHAPES["llama-7b"], 1, 2, 1024, 4)[len(step) :]
     weights = 4 * 2 * (4096**2 + 4096 * 32000)
     assert abs(sum(o.calls * o.bytes for o in heads) / weights - 1) < 1e-3
 
@@ -203,7 +203,7 @@ def test_command_predicts(tmp_path, capsys):
 
 
 def test_command_measures(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(SHAPES, "7b", TINY)
+    monkeypatch.setitem(SHAPES, "llama-7b", TINY)
     monkeypatch.setattr(measure, "STRETCH", 1e-4)
     monkeypatch.setattr(measure, "MOST_COPIES", 2)
     flags = ["--measure", "--measure_batches", "1", "--measure_lengths", "8,32",
@@ -232,7 +232,7 @@ def test_command_measures(tmp_path, monkeypatch, capsys):
         (["--chip", "x"], "unknown chip 'x'; there are: a100, "),
         (
             ["--shape", "8b"],
-            "'8b' is no directory with a config.json and none of the shapes 7b",
+            "'8b' is no directory with a config.json and none of the shapes llama-7b",
         ),
         (["--batches", "0,1"], "batches, lengths, --nodes and --rounds are 1 or more"),
         (["--most_nodes", "8"], "--most_nodes is 64 or more"),

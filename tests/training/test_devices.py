@@ -5,19 +5,18 @@ One child process with eight simulated CPU devices runs what needs them.
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from training_setup import ROOT, environment, tiny_arch, tiny_config
+from children import devices, environment
+from training_setup import tiny_arch, tiny_config
 
 CHILD = r"""
 import json, os, sys
 import jax
-jax.config.update("jax_disable_most_optimizations", True)
 from test_devices import MESHES, configurations
 from medusa_jax.training import step, trainer
 
@@ -86,17 +85,12 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def eight(tokens, model, tmp_path_factory):
     """What the child saw, and where it worked."""
-    import jax
 
     workdir = tmp_path_factory.mktemp("eight")
-    env = environment(
-        XLA_FLAGS="--xla_force_host_platform_device_count=8",
-        PYTHONPATH=os.pathsep.join([str(ROOT), os.path.dirname(__file__)]),
-    )
-    if cache := jax.config.jax_compilation_cache_dir:
-        env |= {"JAX_COMPILATION_CACHE_DIR": cache}
     command = [sys.executable, "-c", CHILD, tokens, model, str(workdir)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment(devices(8)), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), workdir
 

@@ -14,6 +14,7 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter, vocabulary
 from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop.published import open_heads
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, losses
@@ -159,7 +160,7 @@ def test_a_run_keeps_its_tokens(tokens, model, tmp_path, capsys):
     run(cfg, tmp_path / "m1")
     assert "resuming from step 4" in capsys.readouterr().err
     export = str(tmp_path / "m1" / "export")
-    np.testing.assert_array_equal(heads_io.read_draft_vocab(export), chosen)
+    np.testing.assert_array_equal(open_heads(export).ids, chosen)
     loaded = heads_io.load_heads(export, cfg.model.arch, make_mesh())[1]
     assert set(loaded) == {"heads_0", "heads_1", "heads_2", vocabulary.GROUP}
 
@@ -167,7 +168,7 @@ def test_a_run_keeps_its_tokens(tokens, model, tmp_path, capsys):
     cfg.train.heads_path, cfg.data.draft_vocab_from = export, str(other)
     run(cfg, tmp_path / "m2")
     heads = str(tmp_path / "m2" / "export" / "heads")
-    np.testing.assert_array_equal(heads_io.read_draft_vocab(heads), chosen)
+    np.testing.assert_array_equal(open_heads(heads).ids, chosen)
     log = records(tmp_path / "m2")[-1]
     assert len(log["inside"]) == 3 and "lm_inside" not in log
 

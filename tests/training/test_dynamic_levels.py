@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_jax.training.optim.dynamic_levels import magnitude, nothing, pack, unpack
+from medusa_jax.training.optim import dynamic_levels
+from medusa_jax.training.optim.dynamic_levels import magnitude, nothing
 
+pack, unpack = (
+    jax.jit(f, static_argnames="signed")
+    for f in (dynamic_levels.pack, dynamic_levels.unpack)
+)
 BOTH = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 
 

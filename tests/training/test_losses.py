@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from planted import random_heads
 from training_setup import tiny_arch
 
 from medusa_jax.config import HeadsConfig
@@ -18,7 +19,8 @@ U, A = 0, 1
 
 
 def mask_of(counted, segments, ahead):
-    mask = losses.pair_mask(jnp.array([counted], bool), jnp.array([segments]), ahead)
+    pair_mask = jax.jit(losses.pair_mask, static_argnums=2)
+    mask = pair_mask(np.array([counted], bool), np.array([segments]), ahead)
     return np.asarray(mask)[0].astype(int).tolist()
 
 
@@ -135,9 +137,7 @@ def heads_problem(K=3, T=12, B=2, lm_head="own"):
     llama = Llama(arch)
     backbone = Backbone(llama, init_params(arch, jax.random.key(1)))
     drafter = make_drafter(HeadsConfig(n_heads=K, lm_head=lm_head, rank=4), arch)
-    params = drafter.init(jax.random.key(2), backbone)
-    noise = jax.random.key(3)
-    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(noise, x.shape), params)
+    params = jax.tree.map(np.float32, random_heads(drafter, backbone, seed=2))
     rng = np.random.default_rng(0)
     batch = {
         "tokens": jnp.asarray(rng.integers(0, arch.vocab_size, (B, T)), jnp.int32),

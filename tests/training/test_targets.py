@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from planted import random_heads
 from training_setup import tiny_arch
 
 from medusa_jax.config import HeadsConfig
@@ -52,11 +53,8 @@ def backbone():
 
 
 def trained(kind, backbone):
-    """A drafter whose parameters have left their start: nothing is zero, everything matters."""
-    params = kind.init(jax.random.key(2), backbone)
-    rng = np.random.default_rng(0)
-    noise = jax.tree.map(lambda x: 0.3 * rng.standard_normal(x.shape), params)
-    return jax.tree.map(lambda x, n: x + n.astype(x.dtype), params, noise)
+    """Parameters that have left their start: nothing is zero, everything matters."""
+    return jax.tree.map(np.float32, random_heads(kind, backbone, seed=0))
 
 
 def registered(name, backbone):

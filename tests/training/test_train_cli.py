@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from training_setup import ROOT, command, environment, tiny_config, write_config
+from children import environment
+from training_setup import ROOT, command, tiny_config, write_config
 
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from children import environment
 from closeness import assert_close
-from training_setup import command, environment, tiny_config, write_config
+from training_setup import command, tiny_config, write_config
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop.heads_io import load_heads

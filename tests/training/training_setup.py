@@ -1,6 +1,5 @@
 """What the training tests share: a tiny backbone's shape and token arrays for it."""
 
-import os
 import pathlib
 import sys
 
@@ -89,9 +88,3 @@ def write_config(directory: pathlib.Path, data: str, stage: str = "backbone") ->
 
 def command(*args: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), *args]
-
-
-def environment(**more: str) -> dict[str, str]:
-    """This process's, and more; XLA's flags behind those that are set."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {more.get('XLA_FLAGS', '')}"
-    return os.environ | {"JAX_PLATFORMS": "cpu"} | more | {"XLA_FLAGS": flags}

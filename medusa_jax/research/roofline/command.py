@@ -22,14 +22,14 @@ from medusa_jax.commands.flags import DTYPES, command, numbers, run_command
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.interop.shapes import SHAPES, find_shape
 from medusa_jax.research.roofline import operators, predict, report
-from medusa_jax.research.shapes import SHAPES, find_shape
 
 EXAMPLES = """examples:
   python -m medusa_jax roofline
   python -m medusa_jax roofline --chip tpu-v5e --shape llama3-8b --batch 8 --whole_step
   python -m medusa_jax roofline --chip h100 --shape path/to/model --curve path/to/heads/tree.json
-  python -m medusa_jax roofline --shape 7b --measure
+  python -m medusa_jax roofline --shape llama-7b --measure
 """
 SHOWN = (1, 8, 16, 32, 48, 64, 80, 96, 128, 192, 256, 512)
 
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         EXAMPLES,
     )
     p.add_argument("--chip", default="a100", help=f"one of {', '.join(CHIPS)}")
-    p.add_argument("--shape", default="7b",
+    p.add_argument("--shape", default="llama-7b",
                    help=f"{', '.join(SHAPES)}, or a config.json or its directory")  # fmt: skip
     p.add_argument("--batch", type=int, default=1, help="rows (figure 21)")
     p.add_argument("--length", type=int, default=1024, help="cached tokens")

@@ -21,10 +21,13 @@ from tqdm import tqdm
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
+from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.layers import Linear
-from medusa_jax.model.product import at_least_f32, tile_kernels
+from medusa_jax.model.product import at_least_f32
+from medusa_jax.model.stored import Storage, store
 from medusa_jax.research.roofline.operators import GROUPS, Operator, block_operators
 from medusa_jax.research.roofline.predict import Fit, Roof
+from medusa_jax.sharding import make_mesh
 
 # Operands are taken in turn from so many bytes, so that no cache holds them from call to call, as
 # the blocks of a model do not find theirs there.
@@ -88,7 +91,9 @@ def product_of(config: LlamaConfig, case: Case, dtype: Any) -> tuple[Callable, l
     )
 
 
-def time_case(config: LlamaConfig, case: Case, dtype: Any, rounds: int) -> float:
+def time_case(
+    config: LlamaConfig, case: Case, dtype: Any, rounds: int, storage: Storage
+) -> float:
     """Median seconds of one call, of `rounds` stretches of calls in a row."""
     function, shapes = product_of(config, case, dtype)
     copies = max(1, min(MOST_COPIES, math.ceil(SPREAD / case.operator.bytes)))
@@ -98,8 +103,7 @@ def time_case(config: LlamaConfig, case: Case, dtype: Any, rounds: int) -> float
         if case.operator.name in ("qk", "pv"):
             return first, second
         kernel = {"kernel": first}
-        # On a CPU a model's kernels lie in tiles (`model/placing.py`).
-        return tile_kernels(kernel) if jax.default_backend() == "cpu" else kernel, second
+        return store(kernel, storage), second
 
     ring = jax.block_until_ready([operands() for _ in range(copies)])
     run = jax.jit(function)
@@ -143,8 +147,9 @@ def measure(
             "every point of a group is larger than --most_gflop or --most_gbyte allow"
         )
     records = []
+    storage = choose_storage(config, dtype, make_mesh())  # as a model's kernels lie here
     for case in tqdm(kept, desc="timing operators", unit="point", disable=None):
-        seconds = time_case(config, case, dtype, rounds)
+        seconds = time_case(config, case, dtype, rounds, storage)
         o = case.operator
         records.append(
             {

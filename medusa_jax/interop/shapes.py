@@ -1,17 +1,18 @@
-"""Shapes of published models, for what is computed from shapes alone."""
+"""Shapes of published models, for what needs no weights of theirs."""
 
 from dataclasses import replace
 from pathlib import Path
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
+from medusa_jax.interop.hf import read_config
 
 # Vocabulary, width, layers, heads, key/value heads, head size, MLP width, context.
 _LLAMA_3 = LlamaConfig(128256, 4096, 32, 32, 8, 128, 14336, 8192)
 SHAPES = {
-    "7b": LlamaConfig(32000, 4096, 32, 32, 32, 128, 11008, 2048),
-    "13b": LlamaConfig(32000, 5120, 40, 40, 40, 128, 13824, 2048),
-    "33b": LlamaConfig(32000, 6656, 60, 52, 52, 128, 17920, 2048),
+    "llama-7b": LlamaConfig(32000, 4096, 32, 32, 32, 128, 11008, 2048),
+    "llama-13b": LlamaConfig(32000, 5120, 40, 40, 40, 128, 13824, 2048),
+    "llama-33b": LlamaConfig(32000, 6656, 60, 52, 52, 128, 17920, 2048),
     "llama3-8b": _LLAMA_3,
     "llama3.1-8b": replace(_LLAMA_3, max_position=131072),
 }
@@ -23,8 +24,6 @@ def find_shape(name: str) -> LlamaConfig:
     Raises:
       UserError: neither; lists the names.
     """
-    from medusa_jax.interop.hf import read_config
-
     if name in SHAPES:
         return SHAPES[name]
     path = Path(name)

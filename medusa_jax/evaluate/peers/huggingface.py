@@ -1,0 +1,74 @@
+"""`transformers`' `generate` in float32: plain greedy decoding, and with prompt lookup."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.peers.contender import Contender, Run
+
+# Drafts a step that are looked up in the text so far: the default of transformers' own drafter.
+LOOKED_UP = 10
+
+
+class Clock:
+    """A streamer of transformers: when tokens came, and how many at once, the prompt first."""
+
+    def __init__(self) -> None:
+        self.came: list[tuple[float, int]] = []
+
+    def put(self, tokens: Any) -> None:
+        """Called with the prompt, then with the tokens of every step."""
+        self.came.append((time.perf_counter(), tokens.numel()))
+
+    def end(self) -> None:
+        """Called behind the last token."""
+
+
+def transformers_contenders(
+    directory: str, threads: int, no_repeat_ngram_size: int
+) -> list[Contender]:
+    """Both ways of decoding of one model in Hugging Face form.
+
+    Raises:
+      UserError: torch is not installed.
+    """
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, GenerationConfig
+    except ImportError as error:
+        raise UserError(
+            "transformers generates with torch: pip install 'medusa-jax[torch]'"
+        ) from error
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    # What a call leaves open is filled from here: nothing, so that no token ends a text.
+    model.generation_config = GenerationConfig()
+
+    def contender(engine: str, **drafts: int) -> Contender:
+        def decode(prompt: Sequence[int], n_tokens: int) -> Run:
+            wanted = GenerationConfig(
+                max_new_tokens=n_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                no_repeat_ngram_size=no_repeat_ngram_size,
+                **drafts,
+            )
+            ids, clock, start = torch.tensor([list(prompt)]), Clock(), time.perf_counter()
+            mask = torch.ones_like(ids)
+            with torch.inference_mode():
+                out = model.generate(
+                    ids, attention_mask=mask, generation_config=wanted, streamer=clock
+                )
+            end = time.perf_counter()
+            first_at, first = clock.came[1]
+            return Run(
+                out[0, len(prompt) :].tolist(), first_at - start, end - first_at, first
+            )
+
+        return Contender(engine, "float32", decode)
+
+    return [
+        contender("transformers"),
+        contender("transformers, prompt lookup", prompt_lookup_num_tokens=LOOKED_UP),
+    ]

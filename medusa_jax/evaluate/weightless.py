@@ -1,0 +1,112 @@
+"""Models that are known by their shape alone: nothing but sizes, or with random weights.
+
+What a step reads, and how long it takes, does not depend on what the weights say. Sizes are
+enough to compile a program; random weights, made where and as decoding reads them, to run it.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.decoding.generate import DecodeState, Engine, power_of_two, slot_ladder
+from medusa_jax.decoding.prefill import prefill
+from medusa_jax.decoding.sampling import Sampling, row_keys
+from medusa_jax.heads import Backbone, Drafter
+from medusa_jax.model.llama import Llama, init_params, prepare
+from medusa_jax.model.placing import place_head, place_part
+from medusa_jax.model.stored import Storage, store
+from medusa_jax.sharding import make_mesh
+
+Params = dict[str, Any]
+
+
+def trained_shapes(config: LlamaConfig, drafter: Drafter | None = None) -> Params:
+    """Shapes of the parameters as they are trained: {"backbone": ..., "heads": ...}."""
+
+    def init(key: jax.Array) -> Params:
+        params = init_params(config, key)
+        heads = drafter.init(key, Backbone(Llama(config), params)) if drafter else {}
+        return {"backbone": params, "heads": heads}
+
+    return jax.eval_shape(init, jax.random.key(0))
+
+
+def abstract_variables(
+    config: LlamaConfig, drafter: Drafter, dtype: Any, storage: Storage | None = None
+) -> Params:
+    """Shapes of what decoding reads."""
+
+    def placed(params: Params) -> Params:
+        heads = jax.tree.map(lambda x: x.astype(dtype), params["heads"])
+        params = {"backbone": prepare(params["backbone"], config, dtype), "heads": heads}
+        return store(params, storage or Storage())
+
+    return jax.eval_shape(placed, trained_shapes(config, drafter))
+
+
+def prefill_arguments(
+    engine: Engine, variables: Params, batch: int, tokens: int
+) -> tuple[Any, ...]:
+    """What `prefill` takes for prompts of so many tokens, as shapes."""
+
+    def per_row(dtype: Any, *more: int) -> Any:
+        return jax.ShapeDtypeStruct((batch, *more), dtype)
+
+    keys = jax.eval_shape(row_keys, per_row(jnp.uint32), per_row(jnp.int32))
+    real = per_row(jnp.float32)
+    thresholds = {"epsilon_B": real, "delta_B": real}
+    sampling = Sampling(real, per_row(jnp.int32), real, real, keys, **thresholds)
+    slots = slot_ladder(engine, tokens, tokens)[0]
+    ids = per_row(jnp.int32)
+    prompt, output = (per_row(jnp.int32, n) for n in (power_of_two(tokens, 1), 64))
+    stops = per_row(jnp.int32, 1, 1)
+    return engine, slots, variables, prompt, ids, ids, stops, sampling, output
+
+
+def abstract_state(engine: Engine, variables: Params, tokens: int) -> DecodeState:
+    """Shapes of the state behind one prompt of so many tokens."""
+    depth_only, slots, *rest = prefill_arguments(engine, variables, 1, tokens)
+    return jax.eval_shape(partial(prefill, depth_only, slots), *rest)
+
+
+def random_backbone(
+    config: LlamaConfig, dtype: Any, storage: Storage, mesh: Mesh | None = None
+) -> Params:
+    """Random parameters of the backbone as decoding reads them.
+
+    Made an entry at a time, as files are read: the device holds the model and one layer twice.
+    """
+    mesh = mesh or make_mesh((1, 1, 1))
+    placed: Params = {}
+    for name, shapes in trained_shapes(config)["backbone"].items():
+        part = {name: _random(shapes, dtype, len(placed))}
+        placed |= place_part(config, part, dtype, mesh, storage)
+    return placed
+
+
+def random_heads(drafter: Drafter, dtype: Any, storage: Storage) -> Params:
+    """Random parameters of draft heads as decoding reads them, likewise."""
+    placed: Params = {}
+    for name, shapes in trained_shapes(drafter.llama, drafter)["heads"].items():
+        placed |= place_head({name: _random(shapes, dtype, len(placed))}, storage)
+    return placed
+
+
+def _random(shapes: Any, dtype: Any, seed: int) -> Any:
+    leaves, kind = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return jax.tree.unflatten(
+        kind, [_leaf(k, x.shape, dtype) for k, x in zip(keys, leaves)]
+    )
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _leaf(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """A kernel that keeps the size of what it multiplies; ones for what only scales or adds."""
+    if len(shape) < 2:
+        return jnp.ones(shape, dtype)
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[0] ** -0.5, dtype)

@@ -1,0 +1,261 @@
+"""A backbone's `config.json`, in and out: its shape, and nothing that it cannot compute."""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.interop.tensors import read_json
+
+# model_type -> what an absent field means there (the defaults of its transformers class).
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+}
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+
+
+def read_config(path: str) -> LlamaConfig:
+    """The backbone's shape from `config.json` in a local directory.
+
+    Raises:
+      UserError: no such file, or something in it that this backbone does not compute.
+    """
+    file = os.path.join(path, "config.json")
+    raw = read_json(file)
+    family = raw.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise UserError(
+            f"{file}: model_type {family!r} is not supported (there are: {', '.join(FAMILIES)})"
+        )
+    if quantised := raw.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise UserError(
+            f"{file}: quantization_config ({method}) is not supported; use the unquantised model"
+        )
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UserError(
+            f"{file}: hidden_act {raw['hidden_act']!r} is not supported (only silu)"
+        )
+    if missing := [name for name in REQUIRED if raw.get(name) is None]:
+        raise UserError(f"{file} does not say {', '.join(missing)}")
+
+    # An explicit null means "derive it", and for Mistral's window "none".
+    said = FAMILIES[family] | raw
+    fields = _Fields(file, {name: v for name, v in said.items() if v is not None})
+    heads = fields.count("num_attention_heads")
+    window = _sliding_window(file, family, raw, fields)
+    attention_bias = fields.switch("attention_bias") and family in ("llama", "qwen3")
+    config = LlamaConfig(
+        vocab_size=fields.count("vocab_size"),
+        d_model=fields.count("hidden_size"),
+        n_layers=fields.count("num_hidden_layers"),
+        n_heads=heads,
+        n_kv_heads=fields.count("num_key_value_heads", heads),
+        head_dim=fields.count("head_dim", fields.count("hidden_size") // heads),
+        d_ff=fields.count("intermediate_size"),
+        max_position=fields.count("max_position_embeddings"),
+        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        tie_embeddings=fields.switch("tie_word_embeddings"),
+        sliding_window=window[0],
+        sliding_window_start_layer=window[1],
+        qkv_bias=attention_bias or family == "qwen2",
+        out_bias=attention_bias,
+        mlp_bias=fields.switch("mlp_bias") and family == "llama",
+        qk_norm=family == "qwen3",
+        **_rope(file, raw),
+    )
+    if config.n_heads % config.n_kv_heads or config.head_dim % 2:
+        raise UserError(
+            f"{file}: {config.n_heads} query heads, {config.n_kv_heads} key/value heads and head "
+            f"size {config.head_dim} do not fit together"
+        )
+    return config
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Fields of a JSON file, each of the kind that it should be or a clear refusal."""
+
+    file: str
+    values: dict[str, Any]
+
+    def count(self, name: str, default: int = 0, least: int = 1) -> int:
+        """A whole number that an array could have as its size."""
+        value = self.values.get(name, default)
+        if type(value) is not int or not least <= value < 2**31:
+            raise self._wrong(name, f"a whole number from {least} on", value)
+        return value
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        """A number above 0."""
+        value = self.values.get(name, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self._wrong(name, "a number above 0", value)
+        return float(value)
+
+    def switch(self, name: str) -> bool:
+        """True or false; absent is false."""
+        value = self.values.get(name, False)
+        if type(value) is not bool:
+            raise self._wrong(name, "true or false", value)
+        return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        """An object; absent is empty."""
+        value = self.values.get(name) or {}
+        if not isinstance(value, dict):
+            raise self._wrong(name, "an object", value)
+        return value
+
+    def _wrong(self, name: str, kind: str, value: Any) -> UserError:
+        return UserError(f"{self.file}: {name} should be {kind}, not {str(value)[:80]!r}")
+
+
+def _rope(file: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the rotary embedding.
+
+    Up to transformers 4 they are `rope_theta` and `rope_scaling`, from 5 on `rope_parameters`
+    holds both; where a file has the old and the new, transformers lets `rope_scaling` win.
+    """
+    tables = _Fields(file, raw)
+    rope = tables.table("rope_scaling") or tables.table("rope_parameters")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", raw.get("rope_theta"))
+    found = {name: value for name, value in rope.items() if value is not None}
+    inner = _Fields(file, found if theta is None else found | {"rope_theta": theta})
+    fields: dict[str, Any] = {"rope_theta": inner.number("rope_theta", 10000.0)}
+    rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if rotated not in (None, 1.0):
+        raise UserError(f"{file}: partial_rotary_factor {rotated} is not supported")
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(f"{file}: rope parameters that differ by layer are not supported")
+    if kind == "default":
+        return fields
+    if kind not in ("linear", "llama3"):
+        raise UserError(
+            f"{file}: rope type {kind!r} is not supported (there are: default, linear, llama3)"
+        )
+    names = {"factor": "rope_factor"}
+    if kind == "llama3":
+        names |= {
+            "low_freq_factor": "rope_low_freq_factor",
+            "high_freq_factor": "rope_high_freq_factor",
+            "original_max_position_embeddings": "rope_original_max_position",
+        }
+    if missing := [name for name in names if rope.get(name) is None]:
+        raise UserError(f"{file}: rope type {kind!r} without {', '.join(missing)}")
+    fields |= {ours: inner.number(theirs) for theirs, ours in names.items()}
+    if kind == "llama3":
+        fields["rope_original_max_position"] = int(fields["rope_original_max_position"])
+    return fields | {"rope_scaling": kind}
+
+
+def _sliding_window(
+    file: str, family: str, raw: dict[str, Any], fields: _Fields
+) -> tuple[int, int]:
+    """(window, first layer that uses it); (0, 0) for full attention everywhere."""
+    layers = fields.count("num_hidden_layers")
+    if family == "llama":
+        return 0, 0
+    if family == "mistral":
+        return fields.count("sliding_window", least=0), 0
+    if not fields.switch("use_sliding_window"):
+        return 0, 0
+    window = 0
+    if raw.get("sliding_window", 4096) is not None:
+        window = fields.count("sliding_window", 4096, least=0)
+    start = fields.count("max_window_layers", 28, least=0)
+    kinds = raw.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list):
+            raise UserError(f"{file}: layer_types should be a list")
+        start = next(
+            (i for i, kind in enumerate(kinds) if kind == "sliding_attention"), layers
+        )
+        expected = ["full_attention"] * start + ["sliding_attention"] * (layers - start)
+        if len(kinds) != layers or kinds != expected:
+            raise UserError(
+                f"{file}: layer_types is only supported as full_attention layers followed by "
+                "sliding_attention layers"
+            )
+    return (window, start) if window and start < layers else (0, 0)
+
+
+def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """`config.json` for the family whose features the backbone uses.
+
+    Raises:
+      UserError: no family has this combination.
+    """
+    c = config
+    full_layers = c.sliding_window_start_layer if c.sliding_window else c.n_layers
+    if c.qk_norm and c.qkv_bias == c.out_bias and not c.mlp_bias:
+        family = "qwen3"
+    elif not c.qk_norm and c.qkv_bias and not c.out_bias and not c.mlp_bias:
+        family = "qwen2"
+    elif not c.qk_norm and not c.sliding_window and c.qkv_bias == c.out_bias:
+        family = "llama"
+    elif not (c.qk_norm or c.qkv_bias or c.out_bias or c.mlp_bias or full_layers):
+        family = "mistral"
+    else:
+        raise UserError(
+            "no Hugging Face model class has this mix of biases, q/k norms and sliding window: "
+            f"{c}"
+        )
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_theta}
+    if c.rope_scaling != "none":
+        rope |= {"rope_type": c.rope_scaling, "factor": c.rope_factor}
+    if c.rope_scaling == "llama3":
+        rope |= {
+            "low_freq_factor": c.rope_low_freq_factor,
+            "high_freq_factor": c.rope_high_freq_factor,
+            "original_max_position_embeddings": c.rope_original_max_position,
+        }
+    raw: dict[str, Any] = {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.d_model,
+        "intermediate_size": c.d_ff,
+        "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads,
+        "num_key_value_heads": c.n_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": c.max_position,
+        "rms_norm_eps": c.rms_eps,
+        "tie_word_embeddings": c.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        # The old spelling beside the new one, for readers older than transformers 5.
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None if c.rope_scaling == "none" else rope,
+        "rope_parameters": rope,
+    }
+    if family in ("llama", "qwen3"):
+        raw["attention_bias"] = c.qkv_bias
+    if family == "llama":
+        raw["mlp_bias"] = c.mlp_bias
+    if family == "mistral":
+        raw["sliding_window"] = c.sliding_window
+    if family.startswith("qwen"):
+        raw["use_sliding_window"] = bool(c.sliding_window)
+        raw["sliding_window"] = c.sliding_window or None
+        raw["max_window_layers"] = full_layers
+    return raw

@@ -1,0 +1,150 @@
+"""Hydra and Hydra++ heads as their authors released them, told by their keys.
+
+  hydra_mlp.{k}.{i}.linear.weight, .bias     hidden layers; the first reads (k + 2) D
+  hydra_mlp.{k}.{i}.res_connection.*         the first layer's skip connection
+  hydra_lm_head.{k}.weight, .bias            LM heads (Hydra++: .{k}.1.weight, .bias)
+  prefix_embeding_layer.layers.0.*           Hydra++'s decoder layer, as in a Llama model
+  prefix_embeding_layer.norm.weight          and the norm behind it
+
+The numbers i skip modules without weights (dropout). Layers 2 to n of a head are one module that
+is run n - 1 times, so a file holds it n - 1 times, or once. The copy of the backbone's
+embedding, the prefix layer's own embedding, which nothing reads, and rotary tables are left.
+"""
+
+import re
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads import drafter_class
+from medusa_jax.interop.hf import HARMLESS
+from medusa_jax.interop.hf import locate as locate_in_llama
+from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.tensor import Tensors, whole
+
+_MLP = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(?:linear|res_connection)\.(?:weight|bias)")
+PREFIX = "prefix_embeding_layer."
+UNUSED = ("input_embed_fn.weight", f"{PREFIX}embed_tokens.weight")
+
+
+def is_hydra(tensors: Tensors) -> bool:
+    """Whether a file holds Hydra heads in their authors' layout."""
+    return any(_MLP.fullmatch(key) for key in tensors)
+
+
+def open_hydra(
+    source: str, directory: str, tensors: Tensors, config: dict[str, Any]
+) -> StoredHeads:
+    """Describe the Hydra heads of a file.
+
+    Args: as for `open_medusa`.
+
+    Raises:
+      UserError: heads are missing; counts that contradict the configuration; heads on other
+        hidden states than the last, or that do not read tokens.
+    """
+    if config.get("hidden_state_offset", 0) != 0:
+        raise UserError(
+            f"{source}: heads with hidden_state_offset {config['hidden_state_offset']} are not "
+            "supported, only those that read the last hidden state (0)"
+        )
+    if config.get("grounded_heads", True) is not True:
+        raise UserError(
+            f"{source}: heads with grounded_heads false are not supported, only those that "
+            "read the drafted tokens"
+        )
+    numbers: dict[int, set[int]] = {}
+    for key in tensors:
+        if match := _MLP.fullmatch(key):
+            numbers.setdefault(int(match[1]), set()).add(int(match[2]))
+    n_heads = len(numbers)
+    missing = sorted(set(range(n_heads)) - numbers.keys())
+    if missing:
+        raise UserError(
+            f"key 'hydra_mlp.{missing[0]}.0.linear.weight' is missing from {source}, which has "
+            f"a head {max(numbers)}"
+        )
+    if (said := config.get("hydra_num_heads", n_heads)) != n_heads:
+        raise UserError(f"{source} holds {n_heads} heads, its config.json says {said}")
+    layers = sorted(numbers[0])
+    n_layers = config.get("hydra_num_layers", len(layers))
+    # A copy of the shared layer may have been dropped where safetensors were made of it.
+    dropped = len(layers) == 2 < n_layers if type(n_layers) is int else False
+    if len(layers) != n_layers and not dropped:
+        raise UserError(
+            f"{source} holds {len(layers)} layers per head, its config.json says {n_layers}"
+        )
+    tied = dropped or _same_weights(tensors, layers, n_heads)
+    name = "hydrapp" if any(key.startswith(PREFIX) for key in tensors) else "hydra"
+    between = ".1" if "hydra_lm_head.0.1.weight" in tensors else ""
+    heads: HeadsConfig = drafter_class(name).Config(
+        n_heads=n_heads,
+        n_layers=n_layers,
+        tie_layers=tied,
+        lm_bias=f"hydra_lm_head.0{between}.bias" in tensors,
+        skip="random",
+        dropout=0.0,
+    )  # type: ignore[call-arg]
+
+    def locate(path: str) -> tuple[str, bool]:
+        return _key(path, layers, between), path.endswith("/kernel")
+
+    copies = {f"{j}" for j in layers[2:]} if tied else set()
+
+    def ignore(key: str) -> bool:
+        match = _MLP.fullmatch(key)
+        copy = match is not None and match[2] in copies
+        return copy or key in UNUSED or bool(HARMLESS.search(key))
+
+    layout = f"{'Hydra++' if name == 'hydrapp' else 'Hydra'} heads"
+    return StoredHeads(
+        source, directory, layout, heads, tensors, locate, ignore, meta=config
+    )
+
+
+def keys_of(path: str, n_layers: int, plus: bool) -> list[str]:
+    """Where the authors' code keeps a parameter of tied heads: the keys of all its copies."""
+    numbers = [2 * j + 1 if plus else j for j in range(n_layers)]
+    between = ".1" if plus else ""
+    if "/layers_1/" not in path:
+        return [_key(path, numbers, between)]
+    return [_key(path, [numbers[0], number], between) for number in numbers[1:]]
+
+
+def _key(path: str, layers: list[int], between: str) -> str:
+    """A path of `heads/hydra.py` or `heads/hydrapp.py` -> key.
+
+    Args:
+      layers: the number of each layer's module.
+      between: what stands between the number of an LM head and its leaf.
+    """
+    if path.startswith("prefix/"):
+        inner, _ = locate_in_llama(path.removeprefix("prefix/"))
+        return f"{PREFIX}{inner.removeprefix('model.')}"
+    match = re.fullmatch(
+        r"heads_(\d+)/(?:layers_(\d+)(?:/(linear|skip))?|lm_head)/(kernel|bias)", path
+    )
+    assert match is not None, path
+    k, j, part, leaf = match.groups()
+    leaf = {"kernel": "weight"}.get(leaf, leaf)
+    if j is None:
+        return f"hydra_lm_head.{k}{between}.{leaf}"
+    part = {"skip": "res_connection"}.get(part, "linear")
+    return f"hydra_mlp.{k}.{layers[int(j)]}.{part}.{leaf}"
+
+
+def _same_weights(tensors: Tensors, layers: list[int], n_heads: int) -> bool:
+    """Whether layers 2 to n hold the same numbers in every head (n > 2)."""
+    for k in range(n_heads):
+        for leaf in ("weight", "bias"):
+            names = [f"hydra_mlp.{k}.{j}.linear.{leaf}" for j in layers[1:]]
+            if any(name not in tensors for name in names):
+                return False
+            if len({(tensors[name].shape, tensors[name].dtype) for name in names}) > 1:
+                return False
+            first, *others = (whole(tensors[name]) for name in names)
+            if not all(np.array_equal(first, other) for other in others):
+                return False
+    return len(layers) > 2

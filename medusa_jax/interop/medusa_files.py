@@ -1,0 +1,235 @@
+"""Medusa heads in the layouts that others publish and serve, told by their keys.
+
+Head k, layer j, L layers (docs/formats.md):
+
+  heads only       {k}.{j}.linear.weight, .bias, and {k}.{L}.weight unless the LM head is shared
+  full model       the same behind "medusa_head.", among the keys of the backbone
+  adapter          the same behind "base_model.model.medusa_head.", beside LoRA weights
+  vLLM             blocks.{k}.layers.{j}.weight, .bias, lm_heads.{k}.weight
+
+Heads and layers are counted in the keys. Published configurations are wrong about them (two
+heads said, five there), which is why every reader that trusts them drops or invents heads.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.console import inform
+from medusa_jax.errors import UserError
+from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.tensor import Index, Tensor, Tensors
+
+# `StoredHeads.layout`.
+HEADS_ONLY = "Medusa heads"
+FULL_MODEL = "Medusa full model"
+ADAPTER = "Medusa adapter"
+
+_PREFIX = r"(?:base_model\.model\.)?(?:model\.)?medusa_head\."
+_MEDUSA = re.compile(
+    # PEFT keeps its wrapper's names when a whole model is saved instead of its adapter.
+    rf"({_PREFIX}|)(\d+)\.(modules_to_save\.\w+\.|)(\d+)\.(linear\.(?:weight|bias)|weight)"
+)
+_VLLM = re.compile(
+    r"(medusa_heads\.|)(?:blocks\.(\d+)\.layers\.(\d+)\.(?:weight|bias)|lm_heads\.(\d+)\.weight)"
+)
+_VLLM_HEADS = ("num_heads", "medusa_num_heads")
+_VLLM_LAYERS = ("num_hidden_layers", "medusa_num_layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """How a layout calls the parameters of L-layer heads; `lm_head` is "" if shared."""
+
+    block: str
+    lm_head: str
+    # Layers that are one and the same, of which a file may hold the first alone.
+    tied: bool = False
+
+    def locate(self, path: str) -> tuple[str, bool]:
+        """A path of `heads/medusa.py` -> (key, whether it is stored transposed)."""
+        match = re.fullmatch(r"heads_(\d+)/(?:layers_(\d+)|lm_head)/(kernel|bias)", path)
+        assert match is not None, path
+        k, j, leaf = match.groups()
+        if j is None:
+            return self.lm_head.format(k=k), True
+        leaf = {"kernel": "weight"}.get(leaf, leaf)
+        layer = 0 if self.tied else j
+        return self.block.format(k=k, j=layer, leaf=leaf), leaf == "weight"
+
+
+def is_medusa(tensors: Tensors) -> bool:
+    """Whether a file holds Medusa heads in one of these layouts."""
+    return any(_MEDUSA.fullmatch(key) or _VLLM.fullmatch(key) for key in tensors)
+
+
+def is_head_key(key: str) -> bool:
+    """Whether a key of a full model belongs to its Medusa heads."""
+    return re.match(_PREFIX, key) is not None
+
+
+def open_medusa(
+    source: str, directory: str, tensors: Tensors, config: dict[str, Any]
+) -> StoredHeads:
+    """Describe the Medusa heads of a file.
+
+    Args:
+      source: the file, for messages.
+      directory: where it lies.
+      config: `config.json` beside it, {} if there is none.
+
+    Raises:
+      UserError: a head or a layer is missing, or there are fewer than the configuration says; a
+        truncated vocabulary.
+    """
+    vllm = any(_VLLM.fullmatch(key) for key in tensors)
+    opened = _open_vllm if vllm else _open_medusa
+    return opened(source, directory, tensors, config)
+
+
+def _open_medusa(
+    source: str, directory: str, tensors: Tensors, config: dict[str, Any]
+) -> StoredHeads:
+    found = [m for key in tensors if (m := _MEDUSA.fullmatch(key))]
+    prefix, _, infix, *_ = found[0].groups()
+    stem = f"{prefix}{{k}}.{infix}"
+    blocks: dict[int, set[int]] = {}
+    outs: dict[int, int] = {}
+    for _, k, _, j, leaf in (match.groups() for match in found):
+        blocks.setdefault(int(k), set())
+        if leaf == "weight":
+            outs[int(k)] = int(j)
+        else:
+            blocks[int(k)].add(int(j))
+    there = blocks.get(0, set())
+    said = _number(config, "medusa_num_layers")
+    n_layers = outs[0] if 0 in outs else max(there, default=-1) + 1
+    tied = there == {0} and n_layers > 1 and said == n_layers
+    names = _Names(f"{stem}{{j}}.linear.{{leaf}}", f"{stem}{n_layers}.weight", tied)
+    n_heads = _count(source, blocks, names.block.format(k="{k}", j=0, leaf="weight"))
+    if len(there) != n_layers and not tied:
+        gap = min(set(range(n_layers)) - there, default=n_layers)
+        key = names.block.format(k=0, j=gap, leaf="weight")
+        raise UserError(f"key {key!r} is missing from {source}: its layers have gaps")
+    _check_layers(source, n_layers, said)
+    _check_heads(source, n_heads, _number(config, "medusa_num_heads"), names, tensors)
+    heads = HeadsConfig(
+        n_heads=n_heads, n_layers=n_layers, lm_head="own" if outs else "shared"
+    )
+    stored = StoredHeads(
+        source, directory, HEADS_ONLY, heads, tensors, names.locate, meta=config
+    )
+    if not prefix:
+        return stored
+    stored = dataclasses.replace(stored, layout=FULL_MODEL, ignore=_beside_heads)
+    if not prefix.startswith("base_model."):
+        return stored
+    others = any(not is_head_key(key) for key in tensors)
+    beside = "adapters of the backbone that they were trained with" if others else ""
+    return dataclasses.replace(stored, layout=ADAPTER, beside=beside)
+
+
+def _beside_heads(key: str) -> bool:
+    """Keys of a full model or an adapter that are not the heads'."""
+    return not is_head_key(key) or ".original_module." in key
+
+
+def _open_vllm(
+    source: str, directory: str, tensors: Tensors, config: dict[str, Any]
+) -> StoredHeads:
+    if "token_map" in tensors:
+        raise UserError(
+            f"{source} holds a token_map: heads with a truncated vocabulary are not read"
+        )
+    found = [m for key in tensors if (m := _VLLM.fullmatch(key))]
+    prefix = found[0][1]
+    blocks: dict[int, set[int]] = {}
+    for match in found:
+        if match[2] is not None:
+            blocks.setdefault(int(match[2]), set()).add(int(match[3]))
+    n_layers = max(blocks.get(0, set()), default=-1) + 1
+    # One LM head for all, which is the backbone's or a copy of it.
+    one = bool(config.get("original_lm_head"))
+    names = _Names(
+        f"{prefix}blocks.{{k}}.layers.{{j}}.{{leaf}}",
+        f"{prefix}lm_heads.{'0' if one else '{k}'}.weight",
+    )
+    n_heads = _count(source, blocks, names.block.format(k="{k}", j=0, leaf="weight"))
+    _check_layers(source, n_layers, _number(config, *_VLLM_LAYERS))
+    _check_heads(source, n_heads, _number(config, *_VLLM_HEADS), names, tensors)
+    heads = HeadsConfig(n_heads=n_heads, n_layers=n_layers)
+    return StoredHeads(
+        source,
+        directory,
+        "vLLM",
+        heads,
+        tensors if config.get("medusa_fc_bias") else _with_biases(names, heads, tensors),
+        names.locate,
+        meta=config,
+    )
+
+
+def _with_biases(names: _Names, heads: HeadsConfig, tensors: Tensors) -> Tensors:
+    """The tensors, biases that are not stored as zeros: vLLM's blocks have none by default."""
+    added = dict(tensors)
+    for k in range(heads.n_heads):
+        for j in range(heads.n_layers):
+            weight = tensors.get(names.block.format(k=k, j=j, leaf="weight"))
+            bias = names.block.format(k=k, j=j, leaf="bias")
+            if bias not in tensors and weight is not None:
+                added[bias] = _zeros(weight.file, weight.shape[:1], weight.dtype)
+    return added
+
+
+def _zeros(file: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+    def read(index: Index) -> np.ndarray:
+        return np.zeros(shape, np.float32)[index]
+
+    return Tensor(file, shape, dtype, read)
+
+
+def _count(source: str, heads: dict[int, set[int]], key: str) -> int:
+    """How many heads there are, without a gap."""
+    gaps = sorted(set(range(len(heads))) - heads.keys())
+    if gaps:
+        raise UserError(
+            f"key {key.format(k=gaps[0])!r} is missing from {source}, which has a head "
+            f"{max(heads)}"
+        )
+    return len(heads)
+
+
+def _number(config: dict[str, Any], *names: str) -> int | None:
+    """The count that the configuration gives under the first of these names that it has."""
+    values = [config[name] for name in names if type(config.get(name)) is int]
+    return values[0] if values else None
+
+
+def _check_layers(source: str, there: int, said: int | None) -> None:
+    if said not in (None, there):
+        raise UserError(
+            f"{source} holds {there} layers per head, its config.json says {said}"
+        )
+
+
+def _check_heads(
+    source: str, there: int, said: int | None, names: _Names, tensors: Tensors
+) -> None:
+    """More than said are published so; fewer are a file that has lost some."""
+    if said is None or said == there:
+        return
+    if said < there:
+        inform(
+            f"{source} holds {there} heads, its config.json says {said}: {there} are read"
+        )
+        return
+    first = tensors.get(names.block.format(k=0, j=0, leaf="weight"))
+    shape = f" of shape {list(first.shape)}" if first else ""
+    key = names.block.format(k=there, j=0, leaf="weight")
+    raise UserError(
+        f"key {key!r}{shape} is missing from {source}: it holds {there} heads, its config.json "
+        f"says {said}"
+    )

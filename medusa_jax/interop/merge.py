@@ -1,0 +1,121 @@
+"""A backbone and its Medusa heads as one Hugging Face model, adapters merged in on the way.
+
+Tensors go from the old files to the new ones a shard at a time; no device and no whole model.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.medusa_files import ADAPTER, is_head_key
+from medusa_jax.interop.shards import save_weights
+from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.tensor import Tensors, whole
+from medusa_jax.interop.tensors import read_json
+
+PEFT = "base_model.model."
+# What a LoRA configuration may ask for that changes the formula below.
+UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "lora_bias")
+
+
+def save_merged(
+    out: str, base: BaseFiles, heads: dict[str, np.ndarray], stored: StoredHeads, dtype: str
+) -> None:
+    """Write the weights.
+
+    Args:
+      heads: tensors of the heads by their keys in the full model.
+      stored: where the heads come from; of an adapter the rest is merged into the backbone.
+      dtype: what everything is stored in; "" keeps every tensor's own type.
+
+    Raises:
+      UserError: an adapter that is no plain LoRA or does not fit; the disk is full.
+    """
+    backbone = {key: t for key, t in base.tensors.items() if not is_head_key(key)}
+    changed = _merge_adapter(backbone, stored) if stored.layout == ADAPTER else {}
+    leaves: dict[str, Any] = {**backbone, **heads}
+
+    def read(key: str) -> np.ndarray:
+        if key in heads:
+            array = heads[key]
+        elif key in changed:
+            array = changed[key]()
+        else:
+            array = whole(backbone[key])
+        return array.astype(np.dtype(dtype)) if dtype else array
+
+    first = next(iter(backbone.values()))
+    save_weights(out, leaves, read, np.dtype(dtype or first.dtype))
+
+
+def _merge_adapter(
+    backbone: Tensors, stored: StoredHeads
+) -> dict[str, Callable[[], np.ndarray]]:
+    """Key of the backbone -> what reads it with the adapter merged in, float32 inside.
+
+    W + s B A with s = alpha / r (alpha / sqrt(r) for rsLoRA); modules that the adapter saves
+    whole take the place of the backbone's.
+    """
+    file = os.path.join(stored.directory, "adapter_config.json")
+    rest = {key: t for key, t in stored.tensors.items() if not is_head_key(key)}
+    if not rest:
+        return {}
+    config = read_json(file)
+    if odd := [name for name in UNSUPPORTED if config.get(name)]:
+        raise UserError(f"{file}: {odd[0]} is not supported, only plain LoRA")
+    scale = _scale(file, config)
+    changed: dict[str, Callable[[], np.ndarray]] = {}
+    for key in rest:
+        match = re.fullmatch(
+            rf"{re.escape(PEFT)}(.+?)(?:\.modules_to_save)?(?:\.lora_([AB]))?"
+            r"(?:\.default)?\.(weight|bias)",
+            key,
+        )
+        target = f"{match[1]}.{match[3]}" if match else ""
+        if match is None or target not in backbone:
+            raise UserError(
+                f"{stored.source} has a key that the model has no place for: {key!r}"
+            )
+        if match[2] is None:
+            _fits(stored.source, key, rest[key].shape, backbone[target].shape)
+            changed[target] = lambda key=key: whole(rest[key])  # type: ignore[misc]
+        elif match[2] == "A":
+            other = key.replace(".lora_A", ".lora_B")
+            if other not in rest:
+                raise UserError(f"key {other!r} is missing from {stored.source}")
+            changed[target] = _with_lora(backbone, target, rest, key, other, scale)
+            product = rest[other].shape[:1] + rest[key].shape[1:]
+            _fits(stored.source, key, product, backbone[target].shape)
+    return changed
+
+
+def _with_lora(
+    backbone: Tensors, target: str, rest: Tensors, a: str, b: str, scale: float
+) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        weight = whole(backbone[target])
+        down, up = (whole(rest[name]).astype(np.float32) for name in (a, b))
+        return (weight.astype(np.float32) + scale * (up @ down)).astype(weight.dtype)
+
+    return read
+
+
+def _scale(file: str, config: dict[str, Any]) -> float:
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, (int, float)):
+        raise UserError(f"{file} needs r and lora_alpha, it has {rank!r} and {alpha!r}")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _fits(source: str, key: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> None:
+    if tuple(theirs) != tuple(ours):
+        raise UserError(
+            f"key {key!r} in {source} makes a weight of shape {list(theirs)}, the model's has "
+            f"{list(ours)}"
+        )

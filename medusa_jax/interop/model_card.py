@@ -1,0 +1,141 @@
+"""README.md of converted heads: what they are, how to load them, what was measured of them."""
+
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.interop.export_heads import Export
+
+# How each target loads the directory. {out} is its name, {base} the model's.
+LOADING = {
+    "native": "`python decode.py --model {base} --drafter {out}`",
+    "tgi": "TGI: `--model-id {out} --speculate {heads}` (the base model must be in the cache or "
+    'a local directory). vLLM from 0.28 on: `speculative_config={{"method": "medusa", "model": '
+    '"{out}", "num_speculative_tokens": {heads}}}`',
+    "tgi_shared": "TGI: `--model-id {out} --speculate {heads}`",
+    "vllm": '`speculative_config={{"method": "medusa", "model": "{out}", '
+    '"num_speculative_tokens": {heads}}}`. More tokens than there are heads would be guessed by '
+    "random weights, without a word",
+    "tensorrt_llm": "TensorRT-LLM up to 1.1: `--medusa_model_dir {out} --num_medusa_heads {heads} "
+    "--num_medusa_layers {layers}`",
+    "merged": "`python decode.py --model {out} --drafter {out}`; the repository of Medusa's "
+    "authors loads it by path",
+    "hydra": "`HydraModel.from_pretrained` of the authors' code",
+}
+
+
+def model_card(
+    export: Export,
+    target: str,
+    out: str,
+    tree: dict[str, Any] | None,
+    bench: dict[str, Any] | None,
+) -> str:
+    """The whole page.
+
+    Args:
+      target: a key of `TARGETS`.
+      tree: the tree file beside the heads, with its evidence.
+      bench: what `python -m medusa_jax bench` wrote.
+    """
+    stored, heads = export.stored, export.stored.heads
+    count = sum(int(np.prod(x.shape)) for x in export.params.values())
+    facts = {
+        "kind": heads.drafter,
+        "heads": heads.n_heads,
+        "layers per head": heads.n_layers,
+        "LM heads": heads.lm_head,
+        "parameters": f"{count:,}",
+        "stored in": export.kind.name,
+        "backbone": export.base_name,
+        "read from": stored.layout,
+    }
+    loading = LOADING[target].format(
+        base=export.base_name, out=out, heads=heads.n_heads, layers=heads.n_layers
+    )
+    lines = [
+        "---",
+        f"base_model: {export.base_name}",
+        "tags:",
+        "- speculative-decoding",
+        f"- {heads.drafter}",
+        "---",
+        "",
+        f"# Draft heads for {export.base_name}",
+        "",
+        "They guess tokens ahead, the backbone checks the guesses: the text is the backbone's own.",
+        "",
+        *(f"- {name}: {value}" for name, value in facts.items()),
+        "",
+        f"Loading: {loading}.",
+        "",
+        "## Measured",
+        "",
+        *(_held_out(stored.meta) + _fitted(tree) + _benched(bench) or NOTHING),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+NOTHING = [
+    "Nothing yet: no held-out evaluation, fitted tree or benchmark came with these heads. "
+    "Accepted length depends on the text; `python -m medusa_jax calibrate` and `bench` measure it.",
+    "",
+]
+
+
+def _held_out(meta: dict[str, Any]) -> list[str]:
+    """What the trainer found on text that it did not train on."""
+    recipe = meta.get("recipe")
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("held_out"), dict):
+        return []
+    found = recipe["held_out"]
+    shown = {
+        name: found[name]
+        for name in ("accepted_length_chain", "accepted_length_tree")
+        if name in found
+    }
+    numbers = ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
+    return [f"Held-out text, at step {recipe.get('step')}: {numbers}.", ""] if shown else []
+
+
+def _fitted(tree: dict[str, Any] | None) -> list[str]:
+    """Accuracies of the heads and the ladder of trees that `calibrate` measured."""
+    evidence = (tree or {}).get("evidence")
+    if not tree or not isinstance(evidence, dict):
+        return []
+    lines = [
+        f"Trees fitted on {tree.get('device')} in {tree.get('dtype')} at batch "
+        f"{tree.get('batch')}, temperature {tree.get('temperature')}, {tree.get('date')}, to "
+        f"{evidence.get('positions')} positions:",
+        "",
+        "| nodes | tokens per step | step latency |",
+        "|---|---|---|",
+    ]
+    for row in evidence.get("ladder", []):
+        lines.append(
+            f"| {row['nodes']} | {row['tokens_per_step']:.2f} | "
+            f"{row['step_latency_ratio']:.2f}x |"
+        )
+    accuracies = ", ".join(f"{row[0]:.3f}" for row in evidence.get("head_accuracies", []))
+    if accuracies:
+        lines += ["", f"First guesses of the heads are right at a share of {accuracies}."]
+    return [*lines, ""]
+
+
+def _benched(bench: dict[str, Any] | None) -> list[str]:
+    """The benchmark's rows against plain decoding in turn."""
+    if not bench:
+        return []
+    lines = [
+        f"Against plain decoding in turn, {bench.get('device', 'device not noted')}:",
+        "",
+        "| drafter | nodes | T | mean accepted length | step latency | speed-up | diverged |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in bench["rows"]:
+        lines.append(
+            f"| {row['drafter']} | {row['tree_nodes']} | {row['temperature']:g} | "
+            f"{row['mean_accepted_length']:.2f} | {row['step_latency_ratio']:.2f}x | "
+            f"{row['speedup']:.2f}x | {row['divergences']} of {row['prompts']} |"
+        )
+    return [*lines, ""]

@@ -1,0 +1,176 @@
+"""Shapes without weights: random ones where and as decoding reads them, and nothing but sizes."""
+
+import gc
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planted import tiny_config
+
+from medusa_jax.commands import bench
+from medusa_jax.decoding import timing
+from medusa_jax.decoding.generate import Engine, decode_loop
+from medusa_jax.evaluate import by_shape, weightless
+from medusa_jax.heads import DRAFTERS, make_drafter
+from medusa_jax.interop.hf_config import config_to_hf
+from medusa_jax.interop.shapes import SHAPES
+from medusa_jax.model.llama import Llama, decoding_config
+from medusa_jax.model.stored import Storage
+from medusa_jax.tree import Tree, load_tree_file
+from medusa_jax.tree.files import tree_of_size
+
+TINY = tiny_config(vocab_size=40, n_layers=2, max_position=512)
+
+
+def drafter_of(name, config):
+    return make_drafter(DRAFTERS[name].Config(drafter=name, n_heads=4), config)
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+@pytest.mark.parametrize("weights", ["", "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_random_weights_lie_as_decoding_reads_them(weights, tied):
+    config, storage = replace(TINY, tie_embeddings=tied), Storage(0, weights)
+    drafter = drafter_of("hydrapp", config)
+    found = {
+        "backbone": weightless.random_backbone(config, jnp.bfloat16, storage),
+        "heads": weightless.random_heads(drafter, jnp.bfloat16, storage),
+    }
+    wanted = weightless.abstract_variables(config, drafter, jnp.bfloat16, storage)
+    assert shapes_of(found) == shapes_of(wanted)
+    values = [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
+    assert all(np.isfinite(v).all() and v.any() for v in values)
+
+
+def live_bytes():
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def test_an_entry_is_made_and_placed_before_the_next(monkeypatch):
+    """Eight layers: while one is placed, the device holds what is done and that layer, no more."""
+    config = replace(TINY, n_layers=8)
+    place = weightless.place_part
+    before, done, beside = 0, [], []
+
+    def watched(config, part, *rest):
+        own = sum(x.nbytes for x in jax.tree.leaves(part))
+        beside.append(live_bytes() - before - own - sum(done))
+        placed = place(config, part, *rest)
+        done.append(sum(x.nbytes for x in jax.tree.leaves(placed)))
+        return placed
+
+    weightless.random_backbone(
+        TINY, jnp.float32, Storage()
+    )  # compiles, makes its constants
+    monkeypatch.setattr(weightless, "place_part", watched)
+    before = live_bytes()
+    weightless.random_backbone(config, jnp.float32, Storage())
+    assert len(beside) == 8 + 3 and max(beside) < 1000 < min(sorted(done)[-8:])
+
+
+def test_the_command_measures_a_small_shape(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(by_shape, "SIZES", (8, 16))
+    monkeypatch.setattr(by_shape, "read_bandwidth", lambda: 1e9)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(TINY)))
+    flags = [f"--shape={tmp_path}", "--random_weights", "--drafters=medusa", "--repeats=1"]
+    assert bench.main([*flags, f"--out={tmp_path}"]) == 0
+    facts = json.loads((tmp_path / "bench.json").read_text())
+    [row] = facts["drafters"]
+    assert row["drafter"] == "medusa" and len(row["step_latency_ratios"]) == 2
+    assert all(ratio > 0 for ratio in row["step_latency_ratios"])
+    assert row["host_share"] < 1 and facts["plain"]["host_share"] < 1
+    # Four heads in float32: a residual block with its bias and an LM head each.
+    D, V = TINY.d_model, TINY.vocab_size
+    assert row["head_bytes"] == 4 * 4 * (D * D + D + D * V)
+    plain = facts["plain"]
+    assert plain["bandwidth_share"] == pytest.approx(
+        plain["bytes_needed"] / plain["step_seconds"] / 1e9
+    )
+    # A step of a tiny model is mostly activations; it reads at least its weights.
+    assert plain["read_against_needed"] > 0.9 and row["read_against_needed"] > 0.9
+    printed = capsys.readouterr().out
+    assert "| drafter | heads, GB | 8 nodes | 16 nodes |" in printed
+    assert "peak memory: not told by this device" in printed
+
+
+def test_steps_are_dispatched_in_one_go_and_one_by_one(monkeypatch):
+    """The same number of steps either way; what the host adds is in the second alone."""
+    drafter, asked, loop = drafter_of("medusa", TINY), [], timing.decode_loop
+
+    def watched(engine, variables, state, max_steps):
+        asked.append(int(max_steps))
+        return loop(engine, variables, state, max_steps)
+
+    monkeypatch.setattr(timing, "decode_loop", watched)
+    backbone = weightless.random_backbone(TINY, jnp.float32, Storage())
+    llama = Llama(decoding_config(TINY), jnp.float32, shards=1)
+    engines = [Engine(llama, drafter, Tree.none())] * 2
+    timing.engine_seconds(
+        engines, {"backbone": backbone, "heads": {}}, [1] * 8, n_steps=3, rounds=1,
+        one_by_one=[False, True],
+    )  # fmt: skip
+    assert asked == [3, 1, 1, 1] * 2  # to compile, and timed
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--shape=llama-7b"], "a shape has no weights of its own"),
+        (["--random_weights"], "a shape has no weights of its own"),
+        (["--shape=llama-8b", "--random_weights"], "none of the shapes llama-7b"),
+        (
+            ["--shape=llama-7b", "--random_weights", "--drafters=medusae"],
+            "unknown drafter 'medusae'",
+        ),
+    ],
+)
+def test_bad_input(flags, sentence, tmp_path, capsys):
+    assert bench.main([*flags, f"--out={tmp_path}"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def lowered(config, name, tree, dtype):
+    """(the loop of steps for shapes alone, bytes of the backbone without its embedding table)."""
+    drafter = drafter_of(name, config)
+    variables = weightless.abstract_variables(config, drafter, dtype)
+    llama = Llama(decoding_config(config), dtype, shards=1)
+    engine = Engine(llama, drafter, tree)
+    state = weightless.abstract_state(engine, variables, by_shape.PROMPT)
+    backbone = {k: v for k, v in variables["backbone"].items() if k != "embed_tokens"}
+    read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backbone))
+    return decode_loop.lower(engine, variables, state, np.int32(1)), read
+
+
+def test_layers_of_7b_lower_from_shapes_alone():
+    """Two of the 32, with the tree of 64 nodes; nothing is allocated."""
+    before = live_bytes()
+    tree = tree_of_size(load_tree_file(by_shape.GROWTH)["growth"], 64)
+    assert (tree.n_nodes, tree.depth) == (64, by_shape.N_HEADS)
+    config = replace(SHAPES["llama-7b"], n_layers=2)
+    program, read = lowered(config, "medusa", tree, jnp.bfloat16)
+    # Two layers of 202 million parameters and an LM head of 131 million, 2 bytes each.
+    assert read / 2 == pytest.approx(2 * 202.4e6 + 131.1e6, rel=1e-3)
+    assert "4096x1x22016xbf16" in program.as_text()
+    assert live_bytes() - before < 1e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 64])
+def test_the_whole_of_7b_compiles_and_reads_its_weights_once(nodes):
+    """In float32, which every backend computes in; the heads are Medusa's."""
+    tree = (
+        tree_of_size(load_tree_file(by_shape.GROWTH)["growth"], nodes)
+        if nodes > 1
+        else Tree.none()
+    )
+    program, read = lowered(SHAPES["llama-7b"], "medusa", tree, jnp.float32)
+    assert read == pytest.approx(4 * 6.607e9, rel=1e-3)
+    counted = program.compile().cost_analysis()["bytes accessed"]
+    assert read < counted < 1.25 * read

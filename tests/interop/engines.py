@@ -1,0 +1,235 @@
+"""What other engines do with a directory of heads, re-implemented from their sources in NumPy.
+
+Strict where they are lax: a key that is unknown, missing or misshaped is an error here, since
+there it means random weights without a word. Nothing of the package is used.
+"""
+
+import json
+import pickle
+import zipfile
+
+import numpy as np
+from head_files import hydra_logits, medusa_logits, silu
+from safetensors.numpy import load_file
+
+
+class WouldFailSilently(AssertionError):
+    """A file that the engine takes and then guesses at random with, or does not take."""
+
+
+def config_of(path):
+    return json.loads((path / "config.json").read_text())
+
+
+def strict(state, wanted):
+    """The tensors, if their keys and shapes are exactly those wanted."""
+    shapes = {key: x.shape for key, x in state.items()}
+    if shapes != wanted:
+        odd = {k: (shapes.get(k), wanted.get(k)) for k in shapes.keys() | wanted.keys()
+               if shapes.get(k) != wanted.get(k)}  # fmt: skip
+        raise WouldFailSilently(f"keys that are off (there, wanted): {odd}")
+    return state
+
+
+def medusa_shapes(n_heads, n_layers, width, vocab, prefix=""):
+    shapes = {}
+    for k in range(n_heads):
+        for j in range(n_layers):
+            shapes[f"{prefix}{k}.{j}.linear.weight"] = (width, width)
+            shapes[f"{prefix}{k}.{j}.linear.bias"] = (width,)
+        if vocab:
+            shapes[f"{prefix}{k}.{n_layers}.weight"] = (vocab, width)
+    return shapes
+
+
+def tgi(path, base, speculate, hidden):
+    """text-generation-inference: models/__init__.py and layers/medusa.py, both layouts.
+
+    Args:
+      base: its config.json and its LM head [V, D].
+    """
+    config = config_of(path)
+    if "medusa_num_heads" not in config or "architectures" in config:
+        raise WouldFailSilently("not taken for Medusa heads")
+    if "model_type" in config and not (path / "tokenizer.json").exists():
+        raise WouldFailSilently("the router looks for the tokenizer here")
+    if not config["base_model_name_or_path"] or "head_dim" not in config:
+        raise WouldFailSilently("fields are missing")
+    state = load_file(path / "medusa_lm_head.safetensors")
+    base_config, lm_head = base
+    width, vocab = base_config["hidden_size"], base_config["vocab_size"]
+    n_layers = config["medusa_num_layers"]
+    if f"0.{n_layers}.weight" in state:
+        strict(state, medusa_shapes(speculate, n_layers, width, vocab))
+        return medusa_logits(state, hidden)
+    if n_layers != 1:
+        raise WouldFailSilently("the second layout asserts one layer")
+    strict(state, medusa_shapes(speculate, 1, width, 0))
+    return medusa_logits(state, hidden, lm_head)
+
+
+def vllm(path, base, speculative_tokens, hidden, remaps):
+    """vLLM: transformers_utils/configs/medusa.py, config/speculative.py, models/medusa.py.
+
+    Args:
+      remaps: whether it knows the authors' names (0.28 and later).
+    """
+    config = config_of(path)
+    for key in list(config):
+        if "num" in key:
+            if "heads" in key:
+                config["num_heads"] = config.pop(key)
+            elif "layers" in key:
+                config["num_hidden_layers"] = config.pop(key)
+    if config.get("model_type") != "medusa":
+        raise WouldFailSilently("built as another model")
+    if config.get("architectures", ["MedusaModel"]) != ["MedusaModel"]:
+        raise WouldFailSilently("built as the base model")
+    n_heads, n_layers = speculative_tokens, config["num_hidden_layers"]
+    if config["num_heads"] < n_heads:
+        raise WouldFailSilently("heads without weights")
+    width, vocab = config["hidden_size"], config["truncated_vocab_size"]
+    if (width, vocab) != (base["hidden_size"], base["vocab_size"]):
+        raise WouldFailSilently("sizes of another model")
+    shared = config.get("original_lm_head", False)
+    leaves = {"weight": (width, width)}
+    if config.get("medusa_fc_bias", False):
+        leaves["bias"] = (width,)
+    wanted = {
+        f"blocks.{k}.layers.{j}.{leaf}": shape
+        for k in range(n_heads) for j in range(n_layers) for leaf, shape in leaves.items()
+    }  # fmt: skip
+    heads = ["lm_head"] if shared else [f"lm_heads.{k}" for k in range(n_heads)]
+    wanted |= {f"{head}.weight": (vocab, width) for head in heads}
+    state = {}
+    for file in path.glob("*.safetensors"):
+        for name, x in load_file(file).items():
+            name = name.replace("medusa_heads.", "")
+            if remaps:
+                name = remapped(name, n_layers)
+            if shared and name == "lm_heads.0.weight":
+                name = "lm_head.weight"
+            state[name] = x
+    strict(state, wanted)
+    rows = []
+    for k in range(n_heads):
+        x = hidden
+        for j in range(n_layers):
+            layer = f"blocks.{k}.layers.{j}"
+            bias = np.float64(state.get(f"{layer}.bias", np.zeros(width)))
+            x = x + silu(np.float64(state[f"{layer}.weight"]) @ x + bias)
+        rows.append(
+            np.float64(state["lm_head.weight" if shared else f"lm_heads.{k}.weight"]) @ x
+        )
+    return np.stack(rows)
+
+
+def remapped(name, n_layers):
+    parts = name.split(".")
+    if "linear" in parts:
+        return f"blocks.{parts[0]}.layers.{parts[1]}.{parts[3]}"
+    if parts[0].isdigit() and parts[1] == str(n_layers):
+        return f"lm_heads.{parts[0]}.weight"
+    return name
+
+
+def torch_state(path):
+    """The tensors of a .pt file as torch.load gives them, by Python's own unpickler."""
+    import ml_dtypes
+
+    kinds = {
+        "FloatStorage": "<f4",
+        "HalfStorage": "<f2",
+        "BFloat16Storage": ml_dtypes.bfloat16,
+    }
+
+    def rebuild(storage, offset, shape, strides, grad, hooks):
+        assert (offset, grad, hooks) == (0, False, {})
+        x = storage.reshape(shape)
+        assert tuple(s // x.itemsize for s in x.strides) == tuple(strides)
+        return x
+
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        assert archive.read("archive/version") == b"3\n"
+
+        class Reader(pickle.Unpickler):
+            def find_class(self, module, name):
+                if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+                    return rebuild
+                if (module, name) == ("collections", "OrderedDict"):
+                    return dict
+                assert module == "torch"
+                return np.dtype(kinds[name])
+
+            def persistent_load(self, pid):
+                tag, kind, key, where, size = pid
+                x = np.frombuffer(archive.read(f"archive/data/{key}"), kind)
+                assert (tag, where, size) == ("storage", "cpu", x.size)
+                return x
+
+        return Reader(archive.open("archive/data.pkl")).load()
+
+
+def tensorrt_llm(path, base, hidden):
+    """TensorRT-LLM up to 1.1: models/medusa/weight.py, counts from config.json."""
+    config, state = config_of(path), torch_state(path / "medusa_lm_head.pt")
+    counts = config["num_medusa_heads"], config["num_medusa_layers"]
+    assert counts == (config["medusa_num_heads"], config["medusa_num_layers"])
+    strict(state, medusa_shapes(*counts, base["hidden_size"], base["vocab_size"]))
+    return medusa_logits(state, hidden)
+
+
+def full_model(path, base_state, hidden):
+    """Medusa's own class for full models: the base's keys and its heads', from one directory."""
+    config, state = config_of(path), load_file(path / "model.safetensors")
+    counts = config["medusa_num_heads"], config["medusa_num_layers"]
+    width, vocab = config["hidden_size"], config["vocab_size"]
+    prefix = "medusa_head."
+    wanted = {key: x.shape for key, x in base_state.items()}
+    strict(state, wanted | medusa_shapes(*counts, width, vocab, prefix))
+    heads = {key: x for key, x in state.items() if key.startswith(prefix)}
+    return medusa_logits(heads, hidden, prefix=prefix)
+
+
+def hydra(path, base, hidden, embedded):
+    """The Hydra authors' classes: mlp_head.py and prefix_mlp_head.py, with load_state_dict."""
+    config, state = config_of(path), torch_state(path / "hydra_lm_head.pt")
+    plus = {"prefix-mlp": True, "mlp": False}[config["hydra_head_arch"]]
+    assert config["grounded_heads"] is True and config["hidden_state_offset"] == 0
+    n_heads, n_layers = config["hydra_num_heads"], config["hydra_num_layers"]
+    D, V = base["hidden_size"], base["vocab_size"]
+    wanted = {"input_embed_fn.weight": (V, D)}
+    for k in range(n_heads):
+        for j in range(n_layers):
+            layer = f"hydra_mlp.{k}.{2 * j + 1 if plus else j}"
+            parts = ["linear"] if j else ["linear", "res_connection"]
+            reads = D if j else (k + 2) * D
+            for part in parts:
+                wanted |= {
+                    f"{layer}.{part}.weight": (D, reads),
+                    f"{layer}.{part}.bias": (D,),
+                }
+        out = f"hydra_lm_head.{k}{'.1' if plus else ''}"
+        wanted |= {f"{out}.weight": (V, D), f"{out}.bias": (V,)}
+        copies = [state[f"hydra_mlp.{k}.{2 * j + 1 if plus else j}.linear.weight"]
+                  for j in range(1, n_layers)]  # fmt: skip
+        assert all((x == copies[0]).all() for x in copies), (
+            "one module in the authors' code"
+        )
+    if plus:
+        stem, heads = "prefix_embeding_layer", base["num_attention_heads"]
+        q, kv = heads * base["head_dim"], base["num_key_value_heads"] * base["head_dim"]
+        ff = base["intermediate_size"]
+        shapes = {"self_attn.q_proj": (q, D), "self_attn.k_proj": (kv, D)}
+        shapes |= {"self_attn.v_proj": (kv, D), "self_attn.o_proj": (D, q)}
+        shapes |= {
+            "mlp.gate_proj": (ff, D),
+            "mlp.up_proj": (ff, D),
+            "mlp.down_proj": (D, ff),
+        }
+        shapes |= {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
+        wanted |= {f"{stem}.layers.0.{name}.weight": s for name, s in shapes.items()}
+        wanted |= {f"{stem}.norm.weight": (D,), f"{stem}.embed_tokens.weight": (V, D)}
+    strict(state, wanted)
+    return hydra_logits(state, hidden, embedded, n_heads, n_layers, plus)

@@ -1,0 +1,169 @@
+"""Draft heads as others publish them, made here, and their logits by hand from the files' keys.
+
+Everything is NumPy in float64, written from the layouts' descriptions (docs/formats.md) and not
+from the package: what it reads back is checked against this.
+"""
+
+import json
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.interop.torch_writer import save_torch
+
+LLAMA = LlamaConfig(
+    vocab_size=23, d_model=16, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=20
+)
+V, D = LLAMA.vocab_size, LLAMA.d_model
+
+
+def normal(rng, *shape, dtype=np.float32):
+    return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(dtype)
+
+
+def medusa_state(n_heads=3, n_layers=1, shared=False, prefix="", seed=0, vocab=V):
+    """{prefix}{k}.{j}.linear.weight, .bias and, unless shared, {prefix}{k}.{L}.weight."""
+    rng, state = np.random.default_rng(seed), {}
+    for k in range(n_heads):
+        for j in range(n_layers):
+            state[f"{prefix}{k}.{j}.linear.weight"] = 3 * normal(rng, D, D)
+            state[f"{prefix}{k}.{j}.linear.bias"] = normal(rng, D)
+        if not shared:
+            state[f"{prefix}{k}.{n_layers}.weight"] = normal(rng, vocab, D)
+    return state
+
+
+def hydra_state(n_heads=3, n_layers=3, plus=False, seed=0, tied=True):
+    """Released Hydra heads; with `plus` those of Hydra++, dropout modules among the layers."""
+    rng, state = np.random.default_rng(seed), {}
+    for k in range(n_heads):
+        later = {"weight": 3 * normal(rng, D, D), "bias": normal(rng, D)}
+        for j in range(n_layers):
+            layer = f"hydra_mlp.{k}.{2 * j + 1 if plus else j}"
+            if j == 0:
+                for part in ("linear", "res_connection"):
+                    state[f"{layer}.{part}.weight"] = 2 * normal(rng, D, (k + 2) * D)
+                    state[f"{layer}.{part}.bias"] = normal(rng, D)
+            else:
+                if not tied:
+                    later = {n: x + np.float32(0.1) * j for n, x in later.items()}
+                state |= {f"{layer}.linear.{n}": x for n, x in later.items()}
+        out = f"hydra_lm_head.{k}{'.1' if plus else ''}"
+        state |= {f"{out}.weight": normal(rng, V, D), f"{out}.bias": normal(rng, V)}
+    state["input_embed_fn.weight"] = normal(rng, V, D)
+    if plus:
+        state |= prefix_layer(rng)
+    return state
+
+
+def prefix_layer(rng):
+    """One Llama layer with an embedding that nothing reads and a rotary table."""
+    q, kv = LLAMA.n_heads * LLAMA.head_dim, LLAMA.n_kv_heads * LLAMA.head_dim
+    shapes = {
+        "self_attn.q_proj": (q, D),
+        "self_attn.k_proj": (kv, D),
+        "self_attn.v_proj": (kv, D),
+        "self_attn.o_proj": (D, q),
+        "mlp.gate_proj": (LLAMA.d_ff, D),
+        "mlp.up_proj": (LLAMA.d_ff, D),
+        "mlp.down_proj": (D, LLAMA.d_ff),
+    }
+    stem = "prefix_embeding_layer"
+    state = {f"{stem}.layers.0.{n}.weight": 2 * normal(rng, *s) for n, s in shapes.items()}
+    for norm in ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"):
+        state[f"{stem}.{norm}.weight"] = 1 + normal(rng, D)
+    state[f"{stem}.embed_tokens.weight"] = normal(rng, V, D)
+    state[f"{stem}.layers.0.self_attn.rotary_emb.inv_freq"] = normal(rng, 2)
+    return state
+
+
+def write(folder, state, name, config=None):
+    """A file of weights, .pt or .safetensors, and config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if name.endswith(".safetensors"):
+        save_file(state, folder / name)
+    else:
+        save_torch(str(folder / name), state)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def wide(state):
+    return {key: np.asarray(x, np.float64) for key, x in state.items()}
+
+
+def medusa_logits(state, hidden, lm_head=None, prefix=""):
+    """[K, V] of every head behind one hidden state [D]; `lm_head` [V, D] if it is shared."""
+    state, rows = wide(state), []
+    n_heads = 1 + max(int(key.removeprefix(prefix).split(".")[0]) for key in state)
+    for k in range(n_heads):
+        x, j = hidden, 0
+        while f"{prefix}{k}.{j}.linear.weight" in state:
+            layer = f"{prefix}{k}.{j}.linear"
+            x = x + silu(state[f"{layer}.weight"] @ x + state[f"{layer}.bias"])
+            j += 1
+        out = state[f"{prefix}{k}.{j}.weight"] if lm_head is None else lm_head
+        rows.append(out @ x)
+    return np.stack(rows)
+
+
+def hydra_logits(state, hidden, embedded, n_heads=3, n_layers=3, plus=False):
+    """[K, V] behind the last of the hidden states [T, D]; `embedded` [K, D] of later tokens."""
+    state = wide(state)
+    x, rows = (prefix_output(state, hidden) if plus else hidden)[-1], []
+    for k in range(n_heads):
+        x = np.concatenate([x, embedded[k]])
+        y = x
+        for j in range(n_layers):
+            layer = f"hydra_mlp.{k}.{2 * j + 1 if plus else j}"
+            w, b = state[f"{layer}.linear.weight"], state[f"{layer}.linear.bias"]
+            skip = y
+            if j == 0:
+                skip = state[f"{layer}.res_connection.weight"] @ y
+                skip = skip + state[f"{layer}.res_connection.bias"]
+            y = skip + silu(w @ y + b)
+        out = f"hydra_lm_head.{k}{'.1' if plus else ''}"
+        rows.append(state[f"{out}.weight"] @ y + state[f"{out}.bias"])
+    return np.stack(rows)
+
+
+def rms(x, scale):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + LLAMA.rms_eps) * scale
+
+
+def rope(x):
+    """x [T, N, H]: halves turned by position / theta^(2i / H)."""
+    T, _, H = x.shape
+    angle = np.arange(T)[:, None] / LLAMA.rope_theta ** (np.arange(0, H, 2) / H)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    a, b = x[..., : H // 2], x[..., H // 2 :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def prefix_output(state, x):
+    """Hydra++'s decoder layer and its norm over hidden states [T, D]."""
+    stem = "prefix_embeding_layer.layers.0"
+
+    def w(name):
+        return state[f"{stem}.{name}.weight"]
+
+    T, G, N = len(x), LLAMA.n_kv_heads, LLAMA.n_heads
+    normed = rms(x, w("input_layernorm"))
+    q = rope((normed @ w("self_attn.q_proj").T).reshape(T, N, -1))
+    k = rope((normed @ w("self_attn.k_proj").T).reshape(T, G, -1)).repeat(N // G, 1)
+    v = (normed @ w("self_attn.v_proj").T).reshape(T, G, -1).repeat(N // G, 1)
+    scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(LLAMA.head_dim)
+    scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = np.einsum("nts,snh->tnh", p / p.sum(-1, keepdims=True), v).reshape(T, -1)
+    x = x + mixed @ w("self_attn.o_proj").T
+    normed = rms(x, w("post_attention_layernorm"))
+    inner = silu(normed @ w("mlp.gate_proj").T) * (normed @ w("mlp.up_proj").T)
+    x = x + inner @ w("mlp.down_proj").T
+    return rms(x, state["prefix_embeding_layer.norm.weight"])

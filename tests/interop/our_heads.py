@@ -1,0 +1,40 @@
+"""Heads as the package reads and runs them, behind one text over a tiny random backbone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from head_files import LLAMA, D, V
+from planted import random_params
+
+from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.interop import heads_io
+from medusa_jax.model.llama import Llama
+from medusa_jax.sharding import make_mesh
+
+T = 5
+BASE = random_params(LLAMA, 0)
+HIDDEN = np.random.default_rng(5).standard_normal((T, D))
+TOKENS = np.random.default_rng(6).integers(0, V, 9)
+# What Hydra's heads read behind position T - 1: the tokens that follow, up to the head's own.
+EMBEDDED = BASE["embed_tokens"]["embedding"][TOKENS[T : T + 3]]
+
+
+def load(path, **options):
+    """Configuration, parameters and description, in float64."""
+    options = {"dtype": "float64"} | options
+    return heads_io.load_heads(str(path), LLAMA, make_mesh(), **options)
+
+
+def our_logits(heads, params):
+    """[K, V] behind position T - 1 of the hidden states, the later tokens as they are."""
+    backbone = Backbone(Llama(LLAMA, jnp.float64), jax.tree.map(jnp.asarray, BASE))
+    drafter = make_drafter(heads, LLAMA)
+    n = len(TOKENS)
+    hidden = jnp.zeros((1, n, D)).at[0, :T].set(HIDDEN)
+    rows = (TOKENS[None], np.arange(n)[None], np.ones((1, n), np.int32))
+    features = drafter.features(params, backbone, hidden, *rows)[:, 0, T - 1]
+    logits = [
+        drafter.head_logits(params, backbone, k, features[k])
+        for k in range(drafter.n_heads)
+    ]
+    return np.asarray(jnp.stack(logits))

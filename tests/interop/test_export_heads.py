@@ -1,0 +1,352 @@
+"""Heads in other engines' layouts, read back by what those engines do."""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import engines
+import jax
+import numpy as np
+import pytest
+from engines import WouldFailSilently
+from head_files import LLAMA, D, hydra_state, medusa_state, normal, write
+from our_heads import BASE, EMBEDDED, HIDDEN, load, our_logits
+from safetensors.numpy import load_file, save_file
+from tiny_model import write_tokenizer
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads import whole_config
+from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.convert import convert
+from medusa_jax.interop.export_heads import Export
+from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.stored_heads import abstract_heads
+from medusa_jax.sharding import make_mesh
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The backbone on disk, with a tokenizer."""
+    path = tmp_path_factory.mktemp("base")
+    write_tokenizer(path)
+    hf.save_backbone(str(path), LLAMA, jax.tree.map(np.float32, BASE), "float32")
+    return BaseFiles.open(str(path))
+
+
+@pytest.fixture(scope="module")
+def facts(base):
+    """config.json of the backbone and its LM head [V, D] as stored."""
+    config = json.loads((Path(base.directory) / "config.json").read_text())
+    return config, np.float64(base.lm_head().T)
+
+
+def own_heads(path, base, seed=0, dtype="float32", **fields):
+    """Random heads in the project's own format."""
+    heads = whole_config(HeadsConfig(**({"n_heads": 3, "rank": 5} | fields)))
+    rng = np.random.default_rng(seed)
+    shapes = abstract_heads(heads, LLAMA)
+    params = jax.tree.map(lambda x: 2 * normal(rng, *x.shape), shapes)
+    record = heads_io.base_record(LLAMA, base.fingerprint())
+    heads_io.save_heads(str(path), heads, params, base=record, recipe={}, dtype=dtype)
+    return open_heads(str(path))
+
+
+def exported(stored, base, target, out, **fields):
+    convert(Export(stored, base, "owner/base", **fields), target, str(out))
+    return out
+
+
+def read_by(target, path, base, facts, n_heads):
+    """Logits [K, V] of every engine that should read this layout."""
+    config, _ = facts
+    if target in ("tgi", "tgi_shared"):
+        yield engines.tgi(path, facts, n_heads, HIDDEN[-1])
+    if target in ("tgi", "vllm"):
+        yield engines.vllm(path, config, n_heads, HIDDEN[-1], remaps=True)
+    if target == "vllm":
+        yield engines.vllm(path, config, n_heads, HIDDEN[-1], remaps=False)
+    if target == "tensorrt_llm":
+        yield engines.tensorrt_llm(path, config, HIDDEN[-1])
+    if target == "merged":
+        yield engines.full_model(
+            path, load_file(f"{base.directory}/model.safetensors"), HIDDEN[-1]
+        )
+
+
+CASES = [
+    (target, lm_head, n_layers)
+    for target in ("tgi", "vllm", "tensorrt_llm", "merged")
+    for lm_head, n_layers in (("own", 1), ("shared", 2), ("low_rank", 1))
+] + [("tgi_shared", "shared", 1)]
+
+
+@pytest.mark.parametrize(("target", "lm_head", "n_layers"), CASES)
+def test_every_engine_guesses_what_we_do(target, lm_head, n_layers, base, facts, tmp_path):
+    """The same first guess of each head, and logits as close as storage in float32 allows."""
+    stored = own_heads(tmp_path / "heads", base, lm_head=lm_head, n_layers=n_layers)
+    heads, params, _ = load(tmp_path / "heads")
+    want = our_logits(heads, params)
+    out = exported(stored, base, target, tmp_path / "out")
+    found = list(read_by(target, out, base, facts, 3))
+    assert found
+    for logits in found:
+        np.testing.assert_array_equal(logits.argmax(-1), want.argmax(-1))
+        assert np.abs(logits - want).max() < 1e-5 * np.abs(want).max()
+    # And so does this project, from the export itself.
+    again, params, _ = load(out)
+    np.testing.assert_array_equal(our_logits(again, params).argmax(-1), want.argmax(-1))
+
+
+@pytest.mark.parametrize("drafter", ["hydra", "hydrapp"])
+def test_the_authors_of_hydra_guess_what_we_do(drafter, base, facts, tmp_path):
+    fields = {"n_layers": 3, "tie_layers": True, "skip": "random", "dropout": 0.0}
+    heads = dataclasses.replace(whole_config(HeadsConfig(drafter, 3)), **fields)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: 2 * normal(rng, *x.shape), abstract_heads(heads, LLAMA))
+    record = heads_io.base_record(LLAMA, base.fingerprint())
+    heads_io.save_heads(str(tmp_path / "heads"), heads, params, base=record, recipe={})
+    want = our_logits(heads, jax.tree.map(np.float64, params))
+    out = exported(open_heads(str(tmp_path / "heads")), base, "hydra", tmp_path / "out")
+    logits = engines.hydra(out, facts[0], HIDDEN, EMBEDDED)
+    np.testing.assert_array_equal(logits.argmax(-1), want.argmax(-1))
+    assert np.abs(logits - want).max() < 1e-9 * np.abs(want).max()
+    again, loaded, _ = load(out)
+    assert again == heads
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_random_round_trips_are_exact(base, tmp_path):
+    """Out to a layout and back to ours, in every type: bit for bit."""
+    rng = random.Random(0)
+    for n in range(16):
+        lm_head = rng.choice(["own", "shared"])
+        target = "tgi_shared" if lm_head == "shared" else rng.choice(
+            ["tgi", "vllm", "tensorrt_llm", "merged", "native"]
+        )  # fmt: skip
+        fields = {"n_heads": rng.randint(1, 6), "lm_head": lm_head}
+        fields["n_layers"] = 1 if lm_head == "shared" else rng.randint(1, 4)
+        fields["dtype"] = rng.choice(["float32", "bfloat16", "float16"])
+        stored = own_heads(tmp_path / f"{n}", base, n, **fields)
+        out = exported(stored, base, target, tmp_path / f"{n}-out")
+        theirs = open_heads(str(out))
+        # A full model's own fingerprint is that of the model that it came from.
+        back = exported(theirs, base, "native", tmp_path / f"{n}-back")
+        before = load_file(tmp_path / f"{n}" / "heads.safetensors")
+        after = load_file(back / "heads.safetensors")
+        assert before.keys() == after.keys()
+        for key, x in before.items():
+            assert x.dtype == after[key].dtype and x.tobytes() == after[key].tobytes(), key
+        meta = json.loads((back / "heads.json").read_text())
+        assert meta["base"]["fingerprint"] == base.fingerprint()
+
+
+def test_a_fingerprint_needs_no_model(base):
+    config, params = hf.load_backbone(base.directory, make_mesh())
+    assert base.fingerprint() == hf.fingerprint(config, params)
+
+
+def test_the_engines_of_these_tests_are_strict(base, facts, tmp_path):
+    """What they refuse is what the real ones pass over."""
+    stored = own_heads(tmp_path / "heads", base)
+    out = exported(stored, base, "tgi", tmp_path / "tgi")
+    name = out / "medusa_lm_head.safetensors"
+    state = load_file(name)
+
+    def refused(match, speculate=3, **changes):
+        config = json.loads((out / "config.json").read_text()) | changes
+        broken = tmp_path / "broken"
+        broken.mkdir(exist_ok=True)
+        for file in out.iterdir():
+            (broken / file.name).write_bytes(file.read_bytes())
+        (broken / "config.json").write_text(json.dumps(config))
+        with pytest.raises(WouldFailSilently, match=match):
+            engines.tgi(broken, facts, speculate, HIDDEN[-1])
+            engines.vllm(broken, facts[0], speculate, HIDDEN[-1], remaps=True)
+
+    refused("not taken", architectures=["LlamaForCausalLM"])
+    refused("off", speculate=4)
+    refused("off", medusa_fc_bias=False)
+    refused("one layer", medusa_num_layers=2)
+    save_file({k: x for k, x in state.items() if k != "1.0.linear.bias"}, name)
+    refused("off")
+    save_file(state | {"x": state["0.1.weight"]}, name)
+    refused("off")
+    with pytest.raises(
+        WouldFailSilently, match="off"
+    ):  # the older vLLM knows no such names
+        engines.vllm(out, facts[0], 3, HIDDEN[-1], remaps=False)
+
+
+# What an adapter adds to the backbone.
+
+
+def adapter(folder, rng, scale_fields, heads=2):
+    state = medusa_state(heads, prefix="base_model.model.medusa_head.")
+    lora = "base_model.model.model.layers.0.{}.lora_{}.weight"
+    changes = {}
+    for module, (n, m) in {"self_attn.q_proj": (16, D), "mlp.down_proj": (D, 20)}.items():
+        a, b = normal(rng, 4, m), normal(rng, n, 4)
+        state |= {lora.format(module, "A"): a, lora.format(module, "B"): b}
+        changes[f"model.layers.0.{module}.weight"] = np.float64(b) @ np.float64(a)
+    state["base_model.model.model.norm.weight"] = normal(rng, D)
+    write(folder, state, "adapter_model.safetensors")
+    config = {"r": 4, "lora_alpha": 6} | scale_fields
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return state, changes
+
+
+@pytest.mark.parametrize(("fields", "scale"), [({}, 1.5), ({"use_rslora": True}, 3.0)])
+def test_adapters_are_merged(fields, scale, base, tmp_path):
+    """W + s B A, modules that were trained whole in place of the old ones; heads as they are."""
+    state, changes = adapter(tmp_path / "adapter", np.random.default_rng(3), fields)
+    stored = open_heads(str(tmp_path / "adapter"))
+    with pytest.raises(UserError, match="convert --to merged"):
+        exported(stored, base, "native", tmp_path / "no")
+    out = exported(stored, base, "merged", tmp_path / "out")
+    before = load_file(f"{base.directory}/model.safetensors")
+    after = load_file(out / "model.safetensors")
+    for key, x in before.items():
+        want = np.float64(x) + scale * changes.get(key, 0)
+        if key == "model.norm.weight":
+            want = np.float64(state[f"base_model.model.{key}"])
+        np.testing.assert_allclose(after[key], want, rtol=1e-6, atol=1e-6)
+    for k in range(2):
+        key = f"medusa_head.{k}.0.linear.weight"
+        np.testing.assert_array_equal(after[key], state[f"base_model.model.{key}"])
+    assert load(out)[0].n_heads == 2
+
+
+def test_adapters_that_are_no_plain_lora(base, tmp_path):
+    def fails(match, **fields):
+        with pytest.raises(UserError, match=match):
+            exported(
+                open_heads(str(tmp_path / "a")), base, "merged", tmp_path / "out", **fields
+            )
+
+    rng = np.random.default_rng(0)
+    adapter(tmp_path / "a", rng, {"use_dora": True})
+    fails("use_dora is not supported")
+    adapter(tmp_path / "a", rng, {"r": 0})
+    fails("needs r and lora_alpha, it has 0 and 6")
+    state, _ = adapter(tmp_path / "a", rng, {})
+    lora = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    name = "adapter_model.safetensors"
+    write(tmp_path / "a", state | {f"{lora}B.weight": np.zeros((3, 4), np.float32)}, name)
+    fails(
+        r"lora_A\.weight' in .* makes a weight of shape \[3, 16\], the model's has \[16, 16\]"
+    )
+    write(tmp_path / "a", {k: x for k, x in state.items() if k != f"{lora}B.weight"}, name)
+    fails("lora_B.weight' is missing")
+    write(
+        tmp_path / "a",
+        state | {"base_model.model.other.weight": np.zeros(3, np.float32)},
+        name,
+    )
+    fails("no place for: 'base_model.model.other.weight'")
+
+
+# What a layout cannot express.
+
+
+@pytest.mark.parametrize(
+    ("target", "fields", "match"),
+    [
+        ("tgi", {"drafter": "hydra"}, "TGI loads Medusa heads only, .* holds hydra heads"),
+        ("vllm", {"drafter": "amphista", "n_heads": 4}, "vLLM loads Medusa heads only"),
+        ("hydra", {}, "for hydra and hydrapp heads, .* holds medusa"),
+        ("hydra", {"drafter": "hydra", "n_layers": 3}, "tie_layers is false"),
+        (
+            "hydra",
+            {"drafter": "hydra", "lm_head": "shared"},
+            "LM heads and biases of their own",
+        ),
+        ("tgi_shared", {}, "LM head 'own': --to tgi"),
+        ("tgi_shared", {"lm_head": "shared", "n_layers": 2}, "have 2 and LM head 'shared'"),
+    ],
+)
+def test_what_a_layout_cannot_express(target, fields, match, base, tmp_path):
+    stored = own_heads(tmp_path / "heads", base, **fields)
+    with pytest.raises(UserError, match=match) as info:
+        exported(stored, base, target, tmp_path / "out")
+    assert "\n" not in str(info.value)
+
+
+def test_heads_of_another_model_and_a_directory_in_use(base, tmp_path):
+    own_heads(tmp_path / "heads", base)
+    file = tmp_path / "heads" / "heads.json"
+    meta = json.loads(file.read_text())
+    meta["base"]["fingerprint"] = "0123"
+    file.write_text(json.dumps(meta))
+    stored = open_heads(str(tmp_path / "heads"))
+    with pytest.raises(UserError, match="trained on the model with fingerprint 0123"):
+        exported(stored, base, "tgi", tmp_path / "out")
+    out, export = str(tmp_path / "out"), Export(stored, base, "owner/base")
+    convert(export, "tgi", out, allow_other_base=True)
+    with pytest.raises(UserError, match="is not empty: give --out a new directory"):
+        convert(export, "tgi", out, allow_other_base=True)
+
+
+def test_mixed_types_are_stored_in_one_that_holds_them(base, tmp_path):
+    state = medusa_state(2)
+    state["0.1.weight"] = state["0.1.weight"].astype(np.float16)
+    write(tmp_path / "heads", state, "medusa_lm_head.safetensors")
+    out = exported(open_heads(str(tmp_path / "heads")), base, "tgi", tmp_path / "out")
+    stored = load_file(out / "medusa_lm_head.safetensors")
+    assert {x.dtype.name for x in stored.values()} == {"float32"}
+    for key, x in state.items():
+        np.testing.assert_array_equal(stored[key], x)
+    out = exported(
+        open_heads(str(tmp_path / "heads")), base, "tgi", tmp_path / "half", dtype="float16"
+    )
+    config = json.loads((out / "config.json").read_text())
+    assert config["torch_dtype"] == "float16"
+
+
+# The card.
+
+
+def test_the_card_gives_what_was_measured_or_says_that_nothing_was(base, tmp_path):
+    stored = own_heads(tmp_path / "heads", base)
+    nothing = exported(stored, base, "vllm", tmp_path / "a") / "README.md"
+    text = nothing.read_text()
+    assert text.startswith("---\nbase_model: owner/base\n") and "Nothing yet" in text
+    assert "- heads: 3" in text and '"num_speculative_tokens": 3' in text
+
+    file = tmp_path / "heads" / "heads.json"
+    meta = json.loads(file.read_text())
+    meta["recipe"] = {"step": 70, "held_out": {"accepted_length_tree": 2.345}}
+    file.write_text(json.dumps(meta))
+    ladder = [{"nodes": 4, "tokens_per_step": 1.834, "step_latency_ratio": 1.41}]
+    tree = {"device": "cpu", "date": "2026-01-02", "choices": [[0]]}
+    tree["evidence"] = {"positions": 99, "head_accuracies": [[0.5, 0.1]], "ladder": ladder}
+    (tmp_path / "heads" / "tree.json").write_text(json.dumps(tree))
+    row = {"drafter": "medusa", "tree_nodes": 4, "temperature": 0.0, "divergences": 0,
+           "mean_accepted_length": 1.75, "step_latency_ratio": 1.5, "speedup": 1.17,
+           "prompts": 20}  # fmt: skip
+    bench = {"device": "cpu: x", "rows": [row]}
+    export = Export(open_heads(str(tmp_path / "heads")), base, "owner/base")
+    convert(export, "native", str(tmp_path / "b"), bench=bench)
+    text = (tmp_path / "b" / "README.md").read_text()
+    for said in ("at step 70: accepted_length_tree 2.345", "| 4 | 1.83 | 1.41x |",
+                 "a share of 0.500", "| 1.75 | 1.50x | 1.17x | 0 of 20 |"):  # fmt: skip
+        assert said in text
+    assert "Nothing yet" not in text and (tmp_path / "b" / "tree.json").exists()
+
+
+def test_hydra_round_trip_from_published_files(base, tmp_path):
+    """Released heads, kept in our format, written again: the same file's tensors."""
+    config = {"hydra_num_heads": 3, "hydra_num_layers": 3}
+    state = hydra_state(plus=True)
+    write(tmp_path / "a", state, "hydra_lm_head.pt", config)
+    native = exported(open_heads(str(tmp_path / "a")), base, "native", tmp_path / "b")
+    again = exported(open_heads(str(native)), base, "hydra", tmp_path / "c")
+    found = engines.torch_state(again / "hydra_lm_head.pt")
+    unused = {k for k in state if "embed" in k and "layers" not in k and "norm" not in k}
+    for key in state.keys() - unused:
+        if "inv_freq" not in key:
+            np.testing.assert_array_equal(found[key], state[key])

@@ -1,0 +1,345 @@
+"""Every loader on spoilt files: loaded as it was, or refused in one sentence; never anything else.
+
+A mutation flips bits, cuts the end off, removes, doubles, overwrites or inserts a stretch, writes
+an absurd size, nests deeply or changes a value of a JSON file. What must not happen: another
+exception, a crash, more than 5 seconds, a sentence of two lines, tensors of other names, shapes
+or types than were written, a weights file that loads though its end is gone.
+"""
+
+import faulthandler
+import json
+import random
+import resource
+import shutil
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from head_files import LLAMA, hydra_state, medusa_state, write
+from planted import random_params
+from safetensors.numpy import load_file
+from tiny_model import write_tokenizer
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop import tensors as tensor_files
+from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.export_heads import Export, to_merged
+from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.sharding import make_mesh
+from medusa_jax.tree import Tree, load_tree_file
+
+SECONDS = 5
+GROWTH = 500 << 20
+
+
+@dataclass
+class Target:
+    """A file to spoil, and what reads it.
+
+    Attributes:
+      same: what a load gives must be what it gave before the file was spoilt.
+      weights: the file is one of tensors: shorter than it was it must not load.
+      end: without its end the file must not load.
+    """
+
+    file: Path
+    load: object
+    same: bool = True
+    weights: bool = False
+    end: bool = False
+    good: bytes = b""
+    before: object = None
+
+
+def read_heads(path):
+    """Names, shapes and types of all parameters once they have been read."""
+
+    def load():
+        stored = open_heads(str(path))
+        arrays = stored.read(LLAMA)
+        return stored.heads, {name: (x.shape, x.dtype.name) for name, x in arrays.items()}
+
+    return load
+
+
+def read_model(path):
+    """The same of a backbone."""
+
+    def load():
+        config, params = hf.load_backbone(str(path), make_mesh())
+        return config, {n: x.shape for n, x in tensor_files.flatten(params).items()}
+
+    return load
+
+
+def read_base(path):
+    def load():
+        base = BaseFiles.open(str(path))
+        return base.lm_head().shape, base.fingerprint()
+
+    return load
+
+
+def read_tokenizer(path):
+    def load():
+        tokenizer = load_tokenizer(str(path))
+        return tokenizer.decode(tokenizer.encode("the cab, in a bath"))
+
+    return load
+
+
+def read_tree(path):
+    def load():
+        data = load_tree_file(path)
+        return Tree.from_choices(data["choices"]).n_nodes
+
+    return load
+
+
+def merge_adapter(adapter, base, out):
+    def load():
+        shutil.rmtree(out, ignore_errors=True)
+        export = Export(open_heads(str(adapter)), BaseFiles.open(str(base)), "base")
+        to_merged(export, str(out))
+        return {k: x.shape for k, x in load_file(out / "model.safetensors").items()}
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory, sentencepiece_dir):
+    """Small files of every kind that is read, each with its reader."""
+    root = tmp_path_factory.mktemp("fuzz")
+    params = jax.tree.map(np.float32, random_params(LLAMA, 0))
+    made = {}
+
+    def add(name, file, load, **options):
+        made[name] = Target(Path(file), load, **options)
+
+    for kind in ("pt", "safetensors"):
+        folder = write(root / f"medusa-{kind}", medusa_state(2), f"medusa_lm_head.{kind}",
+                       {"medusa_num_heads": 2, "medusa_num_layers": 1})  # fmt: skip
+        add(
+            f"medusa-{kind}",
+            folder / f"medusa_lm_head.{kind}",
+            read_heads(folder),
+            weights=True,
+        )
+        add(f"medusa-{kind}-config", folder / "config.json", read_heads(folder))
+    folder = write(root / "hydra", hydra_state(2, plus=True, tied=False), "hydra_lm_head.pt",
+                   {"hydra_num_heads": 2, "hydra_num_layers": 3})  # fmt: skip
+    add("hydra", folder / "hydra_lm_head.pt", read_heads(folder), weights=True)
+    add("hydra-config", folder / "config.json", read_heads(folder))
+
+    stored = open_heads(str(root / "medusa-pt"))
+    own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
+    tree = tensor_files.unflatten(stored.read(LLAMA))
+    heads_io.save_heads(str(own), stored.heads, tree, base=record, recipe={"steps": 1})
+    add("own", own / "heads.safetensors", read_heads(own), weights=True)
+    add("own-json", own / "heads.json", read_heads(own), same=False)
+
+    base = root / "base"
+    write_tokenizer(base)
+    hf.save_backbone(str(base), LLAMA, params, "float32")
+    add("model", base / "model.safetensors", read_model(base), weights=True)
+    add("config", base / "config.json", read_base(base), same=False)
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        add(name, base / name, read_tokenizer(base), same=False)
+    pieces = root / "sentencepiece"
+    shutil.copytree(sentencepiece_dir, pieces)
+    add("tokenizer.model", pieces / "tokenizer.model", read_tokenizer(pieces), same=False,
+        end=True)  # fmt: skip
+    lora = "base_model.model.model.layers.0.mlp.down_proj.lora_{}.weight"
+    state = medusa_state(1, prefix="base_model.model.medusa_head.")
+    state |= {lora.format("A"): np.ones((2, LLAMA.d_ff), np.float32)}
+    state |= {lora.format("B"): np.ones((LLAMA.d_model, 2), np.float32)}
+    adapter = write(root / "adapter", state, "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 4}))
+    merge = merge_adapter(adapter, base, root / "merged")
+    add("adapter", adapter / "adapter_model.safetensors", merge, weights=True)
+    add("adapter-config", adapter / "adapter_config.json", merge)
+
+    sharded = root / "sharded"
+    hf.save_backbone(str(sharded), LLAMA, params, "float32")
+    (sharded / "model.safetensors").rename(sharded / "part.safetensors")
+    names = tensor_files.open_safetensors(str(sharded / "part.safetensors"))
+    index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    add("index", sharded / "model.safetensors.index.json", read_model(sharded), same=False)
+
+    file = root / "tree.json"
+    file.write_text(json.dumps({"choices": [[0], [1], [0, 0]], "nodes": 4}))
+    add("tree", file, read_tree(file), same=False)
+
+    for name, target in made.items():
+        target.good = target.file.read_bytes()
+        target.before = target.load()
+        assert target.before, name
+    return made
+
+
+# Mutations: (random numbers, bytes) -> bytes.
+
+
+def flip(rng, data):
+    out = bytearray(data)
+    for _ in range(rng.randint(1, 8)):
+        out[rng.randrange(len(out))] ^= 1 << rng.randrange(8)
+    return bytes(out)
+
+
+def flip_early(rng, data):
+    """Headers are small and come first, or last in a zip archive."""
+    out = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(min(len(out), 900))
+        out[at if rng.random() < 0.5 else -1 - at] ^= 1 << rng.randrange(8)
+    return bytes(out)
+
+
+def cut(rng, data):
+    return data[: rng.randrange(len(data))]
+
+
+def stretch(rng, data):
+    start = rng.randrange(len(data))
+    return start, min(len(data), start + 2 ** rng.randrange(12))
+
+
+def remove(rng, data):
+    a, b = stretch(rng, data)
+    return data[:a] + data[b:]
+
+
+def double(rng, data):
+    a, b = stretch(rng, data)
+    return data[:b] + data[a:b] + data[b:]
+
+
+def overwrite(rng, data):
+    a, b = stretch(rng, data)
+    fill = rng.choice([b"\0", b"\xff", bytes([rng.randrange(256)])])
+    return data[:a] + fill * (b - a) + data[b:]
+
+
+def insert(rng, data):
+    at = rng.randrange(len(data) + 1)
+    return data[:at] + rng.randbytes(2 ** rng.randrange(8)) + data[at:]
+
+
+def absurd_size(rng, data):
+    """A size field somewhere, most often at the start or the end, becomes enormous."""
+    value = rng.choice([2**63, 2**64 - 1, 2**32 - 1, 2**31, 10**12, len(data), 0])
+    at = rng.choice([0, rng.randrange(len(data)), max(0, len(data) - rng.randrange(1, 60))])
+    return data[:at] + struct.pack("<Q", value) + data[at + 8 :]
+
+
+def nest(rng, data):
+    depth = rng.choice([100, 5_000, 60_000])
+    opening, closing = rng.choice([("[", "]"), ('{"a":', "}")])
+    inside = f"{opening * depth}1{closing * depth}".encode()
+    if data[8:9] == b"{":  # the header of safetensors
+        return struct.pack("<Q", len(inside)) + inside + data
+    at = rng.choice([0, data.find(b":") + 1])
+    return data[:at] + inside + data[at:]
+
+
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    10**30,
+    1e308,
+    -0.5,
+    "",
+    "x",
+    "9" * 30,
+    [],
+    {},
+    [[]],
+    [None],
+]
+
+
+def change_value(rng, data):
+    """Another value at a random place of a JSON file, sometimes one key less."""
+    try:
+        tree = json.loads(data)
+    except ValueError:
+        return flip(rng, data)
+    inner = tree
+    while True:
+        places = list(inner) if isinstance(inner, dict) else range(len(inner))
+        if not places:
+            return json.dumps(ODD[rng.randrange(len(ODD))]).encode()
+        at = rng.choice(list(places))
+        deeper = inner[at]
+        if isinstance(deeper, (dict, list)) and deeper and rng.random() < 0.8:
+            inner = deeper
+            continue
+        if rng.random() < 0.2:
+            del inner[at]
+        else:
+            inner[at] = rng.choice(ODD)
+        return json.dumps(tree).encode()
+
+
+MUTATIONS = [flip, flip_early, cut, remove, double, overwrite, insert, absurd_size, nest]
+
+
+def fuzz(targets, count, seed):
+    """Spoil the files in turn; returns how many mutations were refused."""
+    rng, refused = random.Random(seed), 0
+    faulthandler.dump_traceback_later(600, exit=False)
+    names = sorted(targets)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for n in range(count):
+        name = names[n % len(names)]
+        target = targets[name]
+        is_json = target.file.suffix == ".json"
+        mutate = change_value if is_json and rng.random() < 0.5 else rng.choice(MUTATIONS)
+        spoilt = mutate(rng, target.good)
+        target.file.write_bytes(spoilt)
+        what = f"{name}, {mutate.__name__}, mutation {n} of seed {seed}"
+        started = time.monotonic()
+        try:
+            found = target.load()
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error) and len(str(error)) < 1000, f"{what}: {error}"
+        except BaseException as error:
+            raise AssertionError(f"{what}: {error!r}") from error
+        else:
+            assert not target.same or found == target.before, f"{what} loads as {found}"
+            if target.weights:
+                assert len(spoilt) >= len(target.good), (
+                    f"{what} loads though bytes are gone"
+                )
+            assert not (target.end and mutate is cut), f"{what} loads without its end"
+        seconds = time.monotonic() - started
+        assert seconds < SECONDS, f"{what} took {seconds:.1f} s"
+        target.file.write_bytes(target.good)
+    faulthandler.cancel_dump_traceback_later()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown << 10 < GROWTH, f"{grown >> 10} MiB more at the peak"
+    return refused
+
+
+def test_spoilt_files_are_refused_in_a_sentence(targets):
+    refused = fuzz(targets, 2_000, 0)
+    assert refused > 1_000
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_spoilt_files(targets):
+    assert sum(fuzz(targets, 10_000, seed) for seed in range(1, 11)) > 50_000

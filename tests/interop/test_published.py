@@ -1,0 +1,365 @@
+"""Published heads: found, told apart by their keys, read right or refused in one sentence."""
+
+import json
+
+import huggingface_hub
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from closeness import assert_close
+from head_files import (
+    LLAMA,
+    D,
+    V,
+    hydra_logits,
+    hydra_state,
+    medusa_logits,
+    medusa_state,
+    normal,
+    write,
+)
+from our_heads import BASE, EMBEDDED, HIDDEN, load, our_logits
+from safetensors.numpy import load_file, save_file
+
+from medusa_jax.errors import UserError
+from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.torch_writer import save_torch
+from medusa_jax.sharding import make_mesh
+
+pytestmark = pytest.mark.usefixtures("x64")
+# As published: two heads said, whatever the file holds.
+V13 = {"base_model_name_or_path": "base", "medusa_num_heads": 2, "medusa_num_layers": 1}
+HYDRA = {"hydra_num_heads": 3, "hydra_num_layers": 3, "grounded_heads": True}
+HYDRA |= {"hidden_state_offset": 0}
+
+
+def fails(match, path, **options):
+    with pytest.raises(UserError, match=match) as info:
+        load(path, **options)
+    assert "\n" not in str(info.value)
+
+
+# The four layouts of Medusa.
+
+
+@pytest.mark.parametrize("name", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
+@pytest.mark.parametrize("n_layers", [1, 2])
+def test_heads_only(name, n_layers, tmp_path, capfd):
+    """v1.3: the configuration says 2 heads, the file holds 5."""
+    state = medusa_state(5, n_layers)
+    config = V13 | {"medusa_num_layers": n_layers}
+    folder = write(tmp_path, state, name, config)
+    for path in (folder, folder / name):
+        heads, params, meta = load(path)
+        assert (heads.drafter, heads.n_heads, heads.n_layers) == ("medusa", 5, n_layers)
+        assert heads.lm_head == "own" and meta["medusa_num_heads"] == 2
+        assert_close(our_logits(heads, params), medusa_logits(state, HIDDEN[-1]))
+    assert "holds 5 heads, its config.json says 2: 5 are read" in capfd.readouterr().err
+    few, params, _ = load(folder, n_heads=2)
+    assert few.n_heads == 2 and set(params) == {"heads_0", "heads_1"}
+
+
+def test_version_2_shares_the_lm_head(tmp_path):
+    state = medusa_state(3, shared=True)
+    config = V13 | {"medusa_num_heads": 3, "version": "2"}
+    heads, params, _ = load(write(tmp_path, state, "medusa_lm_head.safetensors", config))
+    assert heads.lm_head == "shared" and heads.n_heads == 3
+    lm_head = BASE["lm_head"]["kernel"].T
+    assert_close(our_logits(heads, params), medusa_logits(state, HIDDEN[-1], lm_head))
+
+
+@pytest.fixture
+def full_model(tmp_path):
+    """v1.0: backbone and heads in one directory; the state of the heads alone is returned too."""
+    params = jax.tree.map(np.float32, BASE)
+    hf.save_backbone(str(tmp_path), LLAMA, params, "float32")
+    state = medusa_state(3, prefix="medusa_head.")
+    save_file(
+        load_file(tmp_path / "model.safetensors") | state, tmp_path / "model.safetensors"
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"medusa_num_heads": 3, "medusa_num_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path, state
+
+
+def test_full_model(full_model):
+    folder, state = full_model
+    heads, params, _ = load(folder)
+    want = medusa_logits(state, HIDDEN[-1], prefix="medusa_head.")
+    assert_close(our_logits(heads, params), want)
+    # The same directory is a model, and its heads know it.
+    config, backbone = hf.load_backbone(str(folder), make_mesh())
+    assert config.d_model == D
+    mark = hf.fingerprint(config, backbone)
+    assert load(folder, fingerprint=mark)[0] == heads
+    fails(f"trained on the model with fingerprint {mark}, this one has 01", folder,
+          fingerprint="01")  # fmt: skip
+
+
+ADAPTER = "base_model.model.medusa_head."
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_adapter(kind, tmp_path):
+    """PEFT's directory: heads that it saves whole, beside LoRA weights of the backbone."""
+    state = medusa_state(2, prefix=ADAPTER)
+    name = f"adapter_model.{kind}"
+    folder = write(tmp_path, state, name)
+    heads, params, _ = load(folder)
+    want = medusa_logits(state, HIDDEN[-1], prefix=ADAPTER)
+    assert_close(our_logits(heads, params), want)
+    lora = {
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.zeros((2, D))
+    }
+    write(tmp_path, state | {k: np.float32(x) for k, x in lora.items()}, name)
+    fails(
+        "adapter_model.* holds heads and adapters of the backbone.*convert --to merged",
+        folder,
+    )
+    assert load(folder, allow_other_base=True)[0] == heads
+
+
+def test_adapter_with_the_wrappers_names(tmp_path):
+    inner = {
+        key.replace("medusa_head.0.", "medusa_head.0.modules_to_save.default."): x
+        for key, x in medusa_state(1, prefix=ADAPTER).items()
+    }
+    other = {f"{ADAPTER}0.original_module.0.linear.weight": np.zeros((D, D), np.float32)}
+    heads, params, _ = load(write(tmp_path, inner | other, "adapter_model.safetensors"))
+    assert heads.n_heads == 1
+    key = f"{ADAPTER}0.modules_to_save.default.0.linear.weight"
+    np.testing.assert_array_equal(params["heads_0"]["layers_0"]["kernel"], inner[key].T)
+
+
+def test_layers_that_are_one_module(tmp_path):
+    """Two layers that torch shares; a file made safe holds the first alone."""
+    state = medusa_state(2, 2)
+    for k in range(2):
+        for leaf in ("weight", "bias"):
+            state[f"{k}.1.linear.{leaf}"] = state[f"{k}.0.linear.{leaf}"]
+    want = medusa_logits(state, HIDDEN[-1])
+    less = {key: x for key, x in state.items() if ".1.linear." not in key}
+    config = V13 | {"medusa_num_layers": 2}
+    for content in (state, less):
+        folder = write(tmp_path, content, "medusa_lm_head.safetensors", config)
+        heads, params, _ = load(folder)
+        assert heads.n_layers == 2
+        assert_close(our_logits(heads, params), want)
+    write(tmp_path, less, "medusa_lm_head.safetensors", V13)
+    fails(r"key '0\.1\.linear\.weight' is missing from .*medusa_lm_head", tmp_path)
+
+
+def vllm_state(state, one=False):
+    names = {}
+    for key, x in state.items():
+        k, j, *rest = key.split(".")
+        name = (
+            f"blocks.{k}.layers.{j}.{rest[-1]}"
+            if "linear" in rest
+            else f"lm_heads.{k}.weight"
+        )
+        if not one or name in ("lm_heads.0.weight",) or "blocks" in name:
+            names[name] = x
+    return names
+
+
+def test_vllm(tmp_path):
+    state = medusa_state(3)
+    config = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1}
+    full = config | {"medusa_fc_bias": True}
+    heads, params, _ = load(write(tmp_path, vllm_state(state), "model.safetensors", full))
+    assert_close(our_logits(heads, params), medusa_logits(state, HIDDEN[-1]))
+
+    without = {key: x for key, x in vllm_state(state).items() if "bias" not in key}
+    zero = {k: x * (0 if "bias" in k else 1) for k, x in state.items()}
+    heads, params, _ = load(write(tmp_path, without, "model.safetensors", config))
+    assert_close(our_logits(heads, params), medusa_logits(zero, HIDDEN[-1]))
+
+    one = {
+        k: state["0.1.weight"] if k.endswith(".1.weight") else x for k, x in state.items()
+    }
+    shared = full | {"original_lm_head": True}
+    write(tmp_path, vllm_state(one, True), "model.safetensors", shared)
+    heads, params, _ = load(tmp_path)
+    assert_close(our_logits(heads, params), medusa_logits(one, HIDDEN[-1]))
+
+    cut = vllm_state(state) | {"token_map": np.arange(4)}
+    fails("token_map", write(tmp_path, cut, "model.safetensors", full))
+
+
+# Hydra.
+
+
+@pytest.mark.parametrize("plus", [False, True])
+def test_hydra(plus, tmp_path):
+    """Tied layers, LM heads with biases, tables that nothing reads; untied ones too."""
+    for tied in (True, False):
+        state = hydra_state(plus=plus, tied=tied)
+        folder = write(tmp_path, state, "hydra_lm_head.pt", HYDRA)
+        heads, params, _ = load(folder)
+        assert heads.drafter == ("hydrapp" if plus else "hydra")
+        assert (heads.n_heads, heads.n_layers, heads.tie_layers) == (3, 3, tied)
+        assert heads.lm_bias and ("layers_2" in params["heads_0"]) != tied
+        want = hydra_logits(state, HIDDEN, EMBEDDED, plus=plus)
+        assert_close(our_logits(heads, params), want, 512)
+
+
+def test_hydra_without_the_copies_of_its_tied_layer(tmp_path):
+    state = hydra_state(plus=True)
+    less = {key: x for key, x in state.items() if ".5.linear." not in key}
+    folder = write(tmp_path, state, "hydra_lm_head.pt", HYDRA)
+    _, want, _ = load(folder)
+    heads, params, _ = load(write(tmp_path, less, "hydra_lm_head.safetensors", HYDRA))
+    assert heads.tie_layers and heads.n_layers == 3
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+
+
+def test_hydra_that_is_not_supported(tmp_path):
+    state = hydra_state()
+    for match, changes in {
+        "hidden_state_offset 1 are not supported": {"hidden_state_offset": 1},
+        "grounded_heads false": {"grounded_heads": False},
+        "holds 3 heads, its config.json says 4": {"hydra_num_heads": 4},
+        "holds 3 layers per head, its config.json says 4": {"hydra_num_layers": 4},
+    }.items():
+        fails(match, write(tmp_path, state, "hydra_lm_head.pt", HYDRA | changes))
+    gap = {key: x for key, x in state.items() if not key.startswith("hydra_mlp.1.")}
+    fails(
+        r"'hydra_mlp\.1\..*missing from .*a head 2",
+        write(tmp_path, gap, "hydra_lm_head.pt", HYDRA),
+    )
+
+
+# The traps: right, or a sentence with the file, the key and both shapes.
+
+
+def spoilt(state):
+    """(what the sentence says, the state spoilt, changes of config.json)."""
+    name, block = r".*medusa_lm_head\.pt", "1.0.linear.weight"
+    less = {key: x for key, x in state.items() if key != block}
+    yield (
+        rf"key '1\.0\.linear\.weight' of shape \[16, 16\] is missing from {name}",
+        less,
+        {},
+    )
+    wrong = state | {"1.1.weight": np.zeros((V + 1, D), np.float32)}
+    text = rf"'1\.1\.weight' in {name} has shape \[24, 16\], the configuration asks for \[23, 16\]"
+    yield text, wrong, {}
+    wrong = state | {block: np.zeros((D, D + 1), np.float32)}
+    yield r"'1\.0\.linear\.weight' .* \[16, 17\], .* \[16, 16\]", wrong, {}
+    wrong = state | {"extra.weight": np.zeros(3, np.float32)}
+    yield (
+        rf"{name} has a key that .* no place for: 'extra\.weight' of shape \[3\]",
+        wrong,
+        {},
+    )
+    wrong = state | {block: np.zeros((D, D), np.int32)}
+    yield r"'1\.0\.linear\.weight' in .* stored as int32", wrong, {}
+    less = {key: x for key, x in state.items() if not key.startswith("1.")}
+    yield (
+        rf"key '1\.0\.linear\.weight' is missing from {name}, which has a head 2",
+        less,
+        {},
+    )
+    text = (
+        rf"key '3\.0\.linear\.weight' of shape \[16, 16\] is missing from {name}: .* says 5"
+    )
+    yield text, state, {"medusa_num_heads": 5}
+    yield "holds 1 layers per head, its config.json says 2", state, {"medusa_num_layers": 2}
+    less = {key: x for key, x in state.items() if key != "1.1.weight"}
+    yield r"key '1\.1\.weight' of shape \[23, 16\] is missing", less, {}
+
+
+@pytest.mark.parametrize("case", range(9))
+def test_traps(case, tmp_path):
+    match, state, changes = list(spoilt(medusa_state(3)))[case]
+    fails(match, write(tmp_path, state, "medusa_lm_head.pt", V13 | changes))
+
+
+def test_every_trap_is_tried():
+    assert len(list(spoilt(medusa_state(3)))) == 9
+
+
+def test_mixed_types_are_read(tmp_path):
+    state = medusa_state(3)
+    mixed = state | {
+        "0.0.linear.weight": state["0.0.linear.weight"].astype(ml_dtypes.bfloat16),
+        "1.1.weight": state["1.1.weight"].astype(np.float16),
+    }
+    heads, params, _ = load(write(tmp_path, mixed, "medusa_lm_head.pt", V13))
+    assert_close(our_logits(heads, params), medusa_logits(mixed, HIDDEN[-1]))
+
+
+@pytest.mark.parametrize("name", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
+def test_truncated_files(name, tmp_path):
+    write(tmp_path, medusa_state(3), name, V13)
+    whole = (tmp_path / name).read_bytes()
+    for share in (0, 0.1, 0.5, 0.9, 0.999):
+        (tmp_path / name).write_bytes(whole[: int(share * len(whole))])
+        fails(name, tmp_path)
+
+
+# Where heads are looked for.
+
+
+def test_safetensors_are_preferred(tmp_path):
+    write(tmp_path, medusa_state(2), "medusa_lm_head.safetensors", V13)
+    save_torch(str(tmp_path / "medusa_lm_head.pt"), medusa_state(3))
+    assert open_heads(str(tmp_path)).heads.n_heads == 2
+    assert open_heads(str(tmp_path / "medusa_lm_head.pt")).heads.n_heads == 3
+
+
+def test_from_the_hub_only_what_is_needed(tmp_path, monkeypatch):
+    """The safetensors alone where there are any, else the .pt, else a whole model."""
+    asked = []
+
+    def snapshot(repo, revision, allow_patterns, ignore_patterns):
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    write(tmp_path, medusa_state(2), "medusa_lm_head.safetensors", V13)
+    assert open_heads("owner/heads").heads.n_heads == 2
+    assert len(asked) == 2 and not any(".pt" in p for patterns in asked for p in patterns)
+    (tmp_path / "medusa_lm_head.safetensors").unlink()
+    write(tmp_path, medusa_state(3), "medusa_lm_head.pt", V13)
+    assert open_heads("owner/heads").heads.n_heads == 3
+    assert "medusa_lm_head.pt" in asked[-1] and "*.safetensors" not in asked[-1]
+
+
+def test_other_things_are_no_heads(tmp_path):
+    def no_heads(path, match):
+        with pytest.raises(UserError, match=match) as info:
+            open_heads(str(path))
+        assert "\n" not in str(info.value)
+
+    model = tmp_path / "model"
+    write(model, {"model.norm.weight": normal(np.random.default_rng(0), D)},
+          "model.safetensors", {"model_type": "llama"})  # fmt: skip
+    no_heads(model, "holds a model, not draft heads: give it to --model")
+    (model / "heads").mkdir()
+    (model / "heads" / "heads.json").write_text("{}")
+    no_heads(model, f"a model with its heads: give --drafter {model}/heads")
+    (tmp_path / "empty").mkdir()
+    no_heads(
+        tmp_path / "empty", "holds no draft heads: --drafter takes heads that train.py"
+    )
+    no_heads(tmp_path / "absent" / "x" / "y", "no directory, nor a hub id")
+    (tmp_path / "x.pt").write_bytes(b"no zip")
+    no_heads(tmp_path / "x.pt", "not in torch's zip format")
+
+
+def test_our_own_by_directory_and_by_file(tmp_path):
+    path = tmp_path / "medusa_lm_head"
+    state = medusa_state(2)
+    write(path, state, "medusa_lm_head.pt", V13)
+    heads, params, _ = load(path)
+    base = {"d_model": D, "vocab_size": V, "fingerprint": "x"}
+    heads_io.save_heads(str(tmp_path / "own"), heads, params, base=base, recipe={})
+    for file in ("", "heads.json", "heads.safetensors"):
+        again, loaded, _ = load(tmp_path / "own" / file)
+        assert again == heads
+        jax.tree.map(np.testing.assert_array_equal, loaded, params)

@@ -1,0 +1,100 @@
+"""`--tree auto`: the size that pays most by steps measured here, kept, down to plain decoding."""
+
+import json
+
+import pytest
+from tiny_model import write_model
+
+import medusa_jax
+from medusa_jax import Tree, UserError
+from medusa_jax.api import device_tree
+
+GROWTH = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [3]]
+LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    ladder = [{"nodes": n, "tokens_per_step": t} for n, t in LADDER.items()]
+    file = {"choices": GROWTH[:1], "growth": GROWTH, "evidence": {"ladder": ladder}}
+    (path / "heads" / "tree.json").write_text(json.dumps(file))
+    return path
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine where a step with n nodes takes `cost[n]`; tells what was measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(device_tree.VARIABLE)
+    cost, measured = dict.fromkeys(LADDER, 1.0), []
+
+    def seconds(engines, variables, prompt, *, batch, **how):
+        nodes = [e.tree.n_nodes for e in engines]
+        measured.append((*nodes, batch))
+        return [cost[n] for n in nodes]
+
+    monkeypatch.setattr(device_tree, "engine_seconds", seconds)
+    return cost, measured
+
+
+def load(directory, **more):
+    return medusa_jax.load(str(directory), str(directory / "heads"), **more)
+
+
+def test_the_most_tokens_per_second_win_and_are_kept(directory, machine):
+    cost, measured = machine
+    cost |= {4: 1.3, 6: 1.9, 8: 2.5}
+    assert load(directory).tree.n_nodes == 3  # 1.9 tokens in a step as long as plain
+    # Plain decoding is timed beside every size; two losers end the search.
+    assert measured == [(1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 6, 1)]
+    assert load(directory, all_heads=False).tree.n_nodes == 3
+    assert len(measured) == 4  # kept
+    load(directory, batch=4)
+    assert measured[4:] and {batch for *_, batch in measured[4:]} == {4}
+
+
+def test_where_no_tree_pays_none_is_used(directory, machine):
+    cost, _ = machine
+    cost |= {2: 1.6, 3: 2.0, 4: 2.5}
+    for _ in range(2):  # measured, and kept
+        model = load(directory)
+        assert model.tree == Tree.none() and model.variables["heads"]
+
+
+def test_a_gain_within_the_spread_is_none(directory, machine):
+    cost, _ = machine
+    cost |= {2: 1.0, 3: 1.9 / 1.5 / 1.01, 4: 9.0, 6: 9.0}
+    assert load(directory).tree.n_nodes == 2
+
+
+def test_bundled_is_the_files_own_choice(directory, machine, monkeypatch):
+    _, measured = machine
+    assert load(directory, tree="bundled").tree.n_nodes == 2
+    monkeypatch.setenv(device_tree.VARIABLE, "bundled")
+    assert load(directory).tree.n_nodes == 2 and not measured
+    monkeypatch.setenv(device_tree.VARIABLE, "measured")
+    with pytest.raises(UserError, match="is bundled or not set, not 'measured'"):
+        load(directory)
+
+
+def test_an_accelerator_may_take_more_than_the_evidence_reaches():
+    growth = [[i] for i in range(70)]
+    file = {
+        "growth": growth,
+        "evidence": {"ladder": [{"nodes": 8, "tokens_per_step": 2.2}]},
+    }
+    assert device_tree.tokens_by_size(file, "cpu") == {1: 1.0, 8: 2.2}
+    assert device_tree.tokens_by_size(file, "gpu") == {1: 1.0, 8: 2.2, 64: 2.2}
+    assert device_tree.tokens_by_size({"growth": growth}, "gpu") == {}
+
+
+def test_steps_are_really_timed(directory, monkeypatch, tmp_path):
+    model = load(directory, tree="none")
+    file = tmp_path / "choice.json"
+    found = device_tree.choose_on_device(model, model.calibrated, 1, file)
+    assert found["rows"] and all(row["step_latency_ratio"] > 0 for row in found["rows"])
+    assert device_tree.kept_size(file) == found["nodes"]
+    file.write_text("{")
+    assert device_tree.kept_size(file) is None
