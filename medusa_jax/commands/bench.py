@@ -159,8 +159,8 @@ def run(flags: argparse.Namespace) -> int:
             with open(out / f"{row['drafter']}-{tree.n_nodes}.jsonl", "w") as file:
                 file.writelines(json.dumps(a) + "\n" for a in row.pop("answers"))
             rows.append(row)
-    bandwidth = read_bandwidth()
     needed = bytes_per_token(model, 256)
+    bandwidth = read_bandwidth(needed)
     speed = max(r["autoregressive_tokens_per_second"] for r in rows)
     device = jax.devices()[0]
     facts: dict[str, Any] = {
@@ -178,8 +178,8 @@ def run(flags: argparse.Namespace) -> int:
     print(text)
     print(
         f"\nautoregressive loop: {speed:.0f} tokens/s, {needed / 1e6:.1f} MB read per token, "
-        f"{100 * facts['autoregressive_bandwidth_share']:.0f}% of the measured "
-        f"{bandwidth / 1e9:.1f} GB/s ({facts['device']}, {facts['dtype']}, {facts['date']})"
+        f"{100 * facts['autoregressive_bandwidth_share']:.0f}% of the {bandwidth / 1e9:.1f} GB/s at "
+        f"which so many bytes can be read here ({facts['device']}, {facts['dtype']}, {facts['date']})"
     )
     inform(f"wrote {out}/bench.json, bench.md and the answers")
     return 0

@@ -15,20 +15,22 @@ from medusa_jax.api import Model
 from medusa_jax.native import library, read_native
 
 
-def read_bandwidth(megabytes: int = 512, rounds: int = 9) -> float:
-    """Bytes per second at which this device reads memory: the best of several ways, and of rounds.
+def read_bandwidth(n_bytes: int = 2**29, rounds: int = 9) -> float:
+    """Bytes per second at which this device reads `n_bytes` over and over: the best of several ways.
 
-    All cores read an array that is several times any cache. One way alone can fall short of the
-    machine (XLA's sum takes half of it on some), and no program reads faster than the fastest.
+    All cores read. By default the array is several times any cache, and the figure is that of
+    memory; what fits a cache is read from there, as a model of that size is. One way alone can
+    fall short of the machine (XLA's sum takes half of it on some), and no program reads faster
+    than the fastest.
     """
-    x = jnp.ones((megabytes * 2**18,), jnp.float32)
-    ways: list[Callable[[], Any]] = []
-    total = jax.jit(lambda x: jnp.sum(x.reshape(64, -1), axis=1))
-    ways.append(lambda: total(x))
+    x = jnp.ones((max(1, n_bytes // 4),), jnp.float32)
+    calls = max(1, 2**29 // x.nbytes)
+    total = jax.jit(jnp.sum)
+    ways: list[Callable[[], Any]] = [lambda: total(x)]
     if jax.default_backend() == "cpu":
-        halves = np.array_split(np.asarray(x), os.cpu_count() or 1)
-        pool = ThreadPoolExecutor(len(halves))
-        ways.append(lambda: list(pool.map(np.max, halves)))
+        parts = np.array_split(np.asarray(x), os.cpu_count() or 1)
+        pool = ThreadPoolExecutor(len(parts))
+        ways.append(lambda: list(pool.map(np.max, parts)))
         if library() is not None:
             read = jax.jit(read_native)
             ways.append(lambda: read(x))
@@ -36,8 +38,10 @@ def read_bandwidth(megabytes: int = 512, rounds: int = 9) -> float:
     for _ in range(rounds):
         for way in ways:
             start = time.perf_counter()
-            jax.block_until_ready(way())
-            best = min(best, time.perf_counter() - start)
+            for _ in range(calls):
+                out = way()
+            jax.block_until_ready(out)
+            best = min(best, (time.perf_counter() - start) / calls)
     return x.nbytes / best
 
 

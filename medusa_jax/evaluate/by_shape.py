@@ -77,7 +77,8 @@ def measure(
         plain.append(row.pop("plain"))
         rows.append({"drafter": name} | row)
     assert model is not None
-    needed, bandwidth = bytes_per_token(model, PROMPT), read_bandwidth()
+    needed = bytes_per_token(model, PROMPT)
+    bandwidth = read_bandwidth(needed)
     seconds = float(np.median([p["step_seconds"] for p in plain]))
     memory = jax.devices()[0].memory_stats() or {}
     return {

@@ -77,7 +77,7 @@ def test_an_entry_is_made_and_placed_before_the_next(monkeypatch):
 
 def test_the_command_measures_a_small_shape(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(by_shape, "SIZES", (8, 16))
-    monkeypatch.setattr(by_shape, "read_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(by_shape, "read_bandwidth", lambda n_bytes: 1e9)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(TINY)))
     flags = [f"--shape={tmp_path}", "--random_weights", "--drafters=medusa", "--repeats=1"]
     assert bench.main([*flags, f"--out={tmp_path}"]) == 0
