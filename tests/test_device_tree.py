@@ -8,6 +8,7 @@ from tiny_model import write_model
 import medusa_jax
 from medusa_jax import Tree, UserError
 from medusa_jax.api import device_tree
+from medusa_jax.measured import Kept
 
 GROWTH = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [3]]
 LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
@@ -92,9 +93,10 @@ def test_an_accelerator_may_take_more_than_the_evidence_reaches():
 
 def test_steps_are_really_timed(directory, monkeypatch, tmp_path):
     model = load(directory, tree="none")
-    file = tmp_path / "choice.json"
-    found = device_tree.choose_on_device(model, model.calibrated, 1, file)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = Kept("trees")
+    found = device_tree.choose_on_device(model, model.calibrated, 1, kept)
     assert found["rows"] and all(row["step_latency_ratio"] > 0 for row in found["rows"])
-    assert device_tree.kept_size(file) == found["nodes"]
-    file.write_text("{")
-    assert device_tree.kept_size(file) is None
+    assert device_tree.kept_size(kept) == found["nodes"]
+    kept.file.write_text("{")
+    assert device_tree.kept_size(kept) is None

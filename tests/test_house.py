@@ -12,7 +12,7 @@ FLOORS = [
     {"errors", "config"},
     {"chips", "console", "sharding"},
     {"tree", "plots"},
-    {"native"},
+    {"measured", "native"},
     {"model"},
     {"heads"},
     {"interop"},

@@ -6,18 +6,20 @@ at first use, size after size, and kept in the user's cache directory. Plain dec
 sizes: where no tree pays, none is used.
 """
 
-import hashlib
-import json
 import os
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
+from jax.sharding import Mesh
 
 from medusa_jax.api.model import Model
-from medusa_jax.console import announced, cache_directory, processor
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.console import announced
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.timing import engine_seconds
+from medusa_jax.errors import UserError
+from medusa_jax.measured import Kept
+from medusa_jax.model.stored import Storage
 from medusa_jax.tree import tree_of_size
 from medusa_jax.tree.files import ACCELERATOR_NODES
 
@@ -46,33 +48,43 @@ def tokens_by_size(calibrated: dict[str, Any] | None, platform: str) -> dict[int
     return found and {1: 1.0} | found
 
 
-def kept_size(file: Path) -> int | None:
-    """The size that was measured to pay most, if it was."""
-    try:
-        return int(json.loads(file.read_text())["nodes"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def is_measured(calibrated: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """Whether "auto" is to be measured: the tree file says what each size gives, and nobody said no.
 
-
-def cache_file(calibrated: dict[str, Any], batch: int, *marks: Any) -> Path:
-    """Where the choice for this device, model and batch size is kept.
-
-    Args:
-      marks: what else a step depends on.
+    Raises:
+      UserError: the variable says something else than "bundled".
     """
-    device = jax.devices()[0]
-    everything = [
-        jax.__version__, device.platform, device.device_kind, os.cpu_count(), processor(),
-        calibrated["growth"], calibrated["evidence"]["ladder"], batch, *map(repr, marks),
-    ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]
-    return Path(cache_directory("trees")) / f"{digest}.json"
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "bundled"):
+        raise UserError(f"{VARIABLE} is bundled or not set, not {asked!r}")
+    return bool(tokens_by_size(calibrated, jax.default_backend())) and asked != "bundled"
+
+
+def kept_choice(
+    calibrated: dict[str, Any],
+    batch: int,
+    config: LlamaConfig,
+    heads: HeadsConfig,
+    dtype: Any,
+    storage: Storage,
+    mesh: Mesh,
+) -> Kept:
+    """Where the choice for this device, model and batch size is kept."""
+    tree = (calibrated["growth"], calibrated["evidence"]["ladder"])
+    sizes = tuple(mesh.shape.values())
+    return Kept("trees", *tree, batch, config, heads, str(dtype), storage, sizes)
+
+
+def kept_size(kept: Kept) -> int | None:
+    """The size that was measured to pay most, if it was."""
+    size = kept.read().get("nodes")
+    return size if type(size) is int else None
 
 
 def choose_on_device(
-    model: Model, calibrated: dict[str, Any], batch: int, file: Path
+    model: Model, calibrated: dict[str, Any], batch: int, kept: Kept
 ) -> dict[str, Any]:
-    """Measure steps of growing trees and choose; the choice is kept in `file`.
+    """Measure steps of growing trees and choose; the choice is kept.
 
     Returns: `nodes`, the choice, and `rows`: for each size that was tried its nodes, tokens per
       step, step latency ratio and speed-up, both against plain decoding in the same run.
@@ -106,9 +118,5 @@ def choose_on_device(
             if lost == PATIENCE:
                 break
     found = {"nodes": best["nodes"], "batch": batch, "rows": rows}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found) + "\n")
-    except OSError:
-        pass  # measured again next time
+    kept.write(found)
     return found

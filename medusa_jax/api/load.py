@@ -1,10 +1,9 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,15 +117,10 @@ def load(
     else:
         calibrated = calibrated_tree(stored)
         there = stored.heads.n_heads
-        if tree == "auto" and _measures(calibrated):
-            marks_of_step = (
-                config,
-                stored.heads,
-                kind,
-                storage,
-                tuple(devices.shape.values()),
+        if tree == "auto" and device_tree.is_measured(calibrated):
+            measured = device_tree.kept_choice(
+                calibrated, batch, config, stored.heads, number, storage, devices
             )
-            measured = device_tree.cache_file(calibrated, batch, *marks_of_step)
             size = device_tree.kept_size(measured)
             if size is not None:
                 tree, measured = tree_of_size(calibrated["growth"], size), None
@@ -162,15 +156,6 @@ def load(
         found = device_tree.choose_on_device(loaded, calibrated, batch, measured)
         loaded.tree = tree_of_size(calibrated["growth"], found["nodes"])
     return loaded
-
-
-def _measures(calibrated: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
-    """Whether "auto" is to be measured: the tree file says what each size gives, and nobody said no."""
-    asked = os.environ.get(device_tree.VARIABLE, "")
-    if asked not in ("", "bundled"):
-        raise UserError(f"{device_tree.VARIABLE} is bundled or not set, not {asked!r}")
-    sizes = device_tree.tokens_by_size(calibrated, jax.default_backend())
-    return bool(sizes) and asked != "bundled"
 
 
 class _DraftHead:

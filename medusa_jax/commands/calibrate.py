@@ -111,10 +111,11 @@ def measure_steps(flags: argparse.Namespace) -> int:
         raise UserError(
             "no tree file with evidence lies beside the heads: calibrate with --prompts first"
         )
-    mesh = tuple(model.mesh.shape.values())
-    marks = (model.config, model.drafter.heads, str(model.dtype), model.storage, mesh)
-    file = device_tree.cache_file(model.calibrated, flags.batch, *marks)
-    found = device_tree.choose_on_device(model, model.calibrated, flags.batch, file)
+    marks = (
+        model.config, model.drafter.heads, model.dtype, model.storage, model.mesh
+    )  # fmt: skip
+    kept = device_tree.kept_choice(model.calibrated, flags.batch, *marks)
+    found = device_tree.choose_on_device(model, model.calibrated, flags.batch, kept)
     print("nodes  tokens/step  step latency  speed-up")
     for row in found["rows"]:
         mark = " <- best" if row["nodes"] == found["nodes"] else ""

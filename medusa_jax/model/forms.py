@@ -6,8 +6,6 @@ tree does: it gets the form that is fastest for one row, and the rows of a tree 
 that is nearly a draw.
 """
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -20,8 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.console import announced, cache_directory, processor
+from medusa_jax.console import announced
 from medusa_jax.errors import UserError
+from medusa_jax.measured import Kept
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.stored import WEIGHTS, Storage, multiply, store
 from medusa_jax.native import library
@@ -81,33 +80,15 @@ def choose_storage(
 def _faster(config: LlamaConfig, dtype: Any, panels: Storage, kernels: str) -> str:
     """The name of the faster form, from the user's cache or measured now."""
     shapes, weights = layer_shapes(config), panels.weights
-    marks = [
-        jax.__version__,
-        Path(kernels).name,
-        config.n_layers,
-        shapes,
-        str(dtype),
-        weights,
-    ]
-    marks += [os.cpu_count(), processor()]
-    name = hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:16]
-    file = Path(cache_directory("products")) / f"{name}.json"
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        found = {}
-    if found.get("form") in NAMES:
-        return str(found["form"])
+    marks = (Path(kernels).name, config.n_layers, shapes, str(dtype), weights)
+    kept = Kept("products", *marks)
+    if (form := kept.read().get("form")) in NAMES:
+        return str(form)
     forms = {"plain": Storage(0, weights), "native": panels}
     with announced("measuring which products are fastest on this device, once"):
         seconds = product_seconds(config, dtype, forms)
     form = decided(seconds)
-    note = {"form": form, "rows": [ONE, TREE], "seconds": seconds, "kernels": shapes}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(note) + "\n")
-    except OSError:
-        pass  # measured again next time
+    kept.write({"form": form, "rows": [ONE, TREE], "seconds": seconds, "kernels": shapes})
     return form
 
 

@@ -165,19 +165,26 @@ class Llama(nn.Module):
 
         Returns: hidden states after the final norm [B, T, D], and the cache with the new rows.
         """
-        T, S, window = tokens_BT.shape[1], cache.slots, self.config.sliding_window
-        sees: tuple[Sees, Sees]
+        sees = self._seen(positions_BT, cache.slots, start_B, self_mask_TT)
+        hidden_BTD, layers = self._run(tokens_BT, positions_BT, sees, cache, start_B)
+        return hidden_BTD, KVCache(layers=tuple(layers))
+
+    def _seen(
+        self,
+        positions_BT: jax.Array,
+        slots: int,
+        start_B: jax.Array,
+        self_mask_TT: jax.Array | None,
+    ) -> tuple[Sees, Sees]:
+        """What new tokens look at in layers without and with the sliding window."""
+        T, window = positions_BT.shape[1], self.config.sliding_window
         if self_mask_TT is None and T > FEW:
-            sees = (Causal(), Causal(window=window))
-            hidden_BTD, layers = self._run(tokens_BT, positions_BT, sees, cache, start_B)
-            return hidden_BTD, KVCache(layers=tuple(layers))
+            return Causal(), Causal(window=window)
         if self_mask_TT is None:
             self_mask_TT = jnp.asarray(np.tril(np.ones((T, T), bool)))
         if self.native:
-            sees = (Paths(self_mask_TT), Paths(self_mask_TT, window))
-            hidden_BTD, layers = self._run(tokens_BT, positions_BT, sees, cache, start_B)
-            return hidden_BTD, KVCache(layers=tuple(layers))
-        slot_S = jnp.arange(S)
+            return Paths(self_mask_TT), Paths(self_mask_TT, window)
+        slot_S = jnp.arange(slots)
         offset_BS = slot_S[None, :] - start_B[:, None]
         # Column of each slot in the new tokens' own mask; slots outside it are clipped away.
         inside_BS = (offset_BS >= 0) & (offset_BS < T)
@@ -193,9 +200,7 @@ class Llama(nn.Module):
             position_BS = jnp.where(inside_BS, own_BS, slot_S[None, :])
             oldest_BT = positions_BT - window
             near_BTS = mask_BTS & (position_BS[:, None, :] > oldest_BT[:, :, None])
-        sees = (mask_BTS, near_BTS)
-        hidden_BTD, layers = self._run(tokens_BT, positions_BT, sees, cache, start_B)
-        return hidden_BTD, KVCache(layers=tuple(layers))
+        return mask_BTS, near_BTS
 
     def _run(
         self,
