@@ -121,8 +121,14 @@ class Model:
         tree: str | Tree | None = None,
         acceptance: str = "auto",
         sampled: bool = False,
+        logprobs: int | None = None,
     ) -> loop.Engine:
-        """The compile-time part of decoding. `sampled`: whether any row has temperature > 0."""
+        """The compile-time part of decoding.
+
+        Args:
+          sampled: whether any row has temperature > 0.
+          logprobs: most alternatives that any row asks for, None if none asks for any.
+        """
         if acceptance == "auto":
             acceptance = "sampled" if sampled else "greedy"
         if acceptance not in RULES:
@@ -130,6 +136,10 @@ class Model:
             raise UserError(f"unknown acceptance {acceptance!r}: there are {known}")
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")
+        if (logprobs or 0) > self.config.vocab_size:
+            raise UserError(
+                f"logprobs {logprobs} exceeds the vocabulary of {self.config.vocab_size}"
+            )
         tree = self.parse_tree(tree)
         return loop.Engine(
             self.llama,
@@ -138,6 +148,7 @@ class Model:
             tree,
             acceptance,
             no_repeat_ngram_size=self.no_repeat_ngram_size,
+            logprobs=logprobs,
         )
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -200,6 +211,7 @@ class Model:
             ids=ids,
             epsilon=[o.epsilon for o in options],
             delta=[o.delta for o in options],
+            max_steps=[o.max_steps or loop.FOREVER for o in options],
         )
 
     def _stops(self, options: Options) -> list[tuple[int, ...]]:
@@ -296,7 +308,8 @@ class Model:
         if not rows or len(rows) != len(prompts):
             raise UserError(f"{len(prompts)} prompts but {len(rows)} options")
         sampled = any(o.temperature > 0 for o in rows)
-        engine = self.engine(sampled=sampled, **engine_options)
+        logprobs = max((o.logprobs for o in rows if o.logprobs is not None), default=None)
+        engine = self.engine(sampled=sampled, logprobs=logprobs, **engine_options)
         return rows, engine, self.request(prompts, rows, ids)
 
     def _stream(
