@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from functools import partial
 from itertools import pairwise
 
@@ -516,7 +518,24 @@ def test_steps_are_told_from_depths():
     assert steps_of([0, 0, 0, 1, 0], 2) == [2, 1]
 
 
+def test_generate_is_the_models_own(model):
+    options = Options(max_new_tokens=9, temperature=0.9)
+    for tree in (None, "none"):
+        got = medusa_jax.generate(model, PROMPTS[:1], options, tree=tree)
+        want = model.generate(PROMPTS[:1], options, tree=tree)
+        assert [(r.token_ids, r.steps) for r in got] == [
+            (r.token_ids, r.steps) for r in want
+        ]
+    with pytest.raises(UserError, match="needs temperature 0"):
+        medusa_jax.generate(model, PROMPTS[:1], options, acceptance="greedy")
+
+
 def test_names_of_the_package():
+    """All are there, listed and documented, and importing the package imports no JAX."""
     assert medusa_jax.Tree is Tree
+    for name in medusa_jax.__all__:
+        assert getattr(medusa_jax, name).__doc__ and name in dir(medusa_jax)
+    code = "import sys, medusa_jax; dir(medusa_jax); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="nothing_here"):
         _ = medusa_jax.nothing_here

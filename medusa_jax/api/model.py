@@ -269,6 +269,10 @@ class Model:
           engine_options: `tree`, `acceptance` as for `engine`.
 
         Returns: one result per prompt, in order.
+
+        Raises:
+          UserError: a prompt that leaves no room in the context or has ids outside the
+            vocabulary, a tree that the heads cannot fill, options that do not go together.
         """
         rows, engine, request = self._plan(prompts, options, ids, engine_options)
         compile_seconds = self._compile(engine, request)
@@ -291,7 +295,13 @@ class Model:
         ids: Sequence[int] | None = None,
         **engine_options: Any,
     ) -> Iterator[tuple[list[Piece], list[Result] | None]]:
-        """Decode while handing out text: yields (new pieces, None), and at the end the results."""
+        """Decode while handing out text, a few steps at a time.
+
+        Args: as for `generate`.
+
+        Yields: (new pieces, None), whole characters only and nothing that a stop string may take
+          back; at the end ([], the results).
+        """
         rows, engine, request = self._plan(prompts, options, ids, engine_options)
         yield from self._stream(rows, engine, request, self._compile(engine, request))
 
@@ -346,3 +356,29 @@ class Model:
             if text.stopped:
                 result.cut(text.tokens_used, text.text)
         yield [], results
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
+    options: Options | Sequence[Options] = DEFAULTS,
+    *,
+    tree: str | Tree | None = None,
+    acceptance: str = "auto",
+) -> list[Result]:
+    """Decode a batch of prompts with draft heads, each to its end.
+
+    Args:
+      model: what `load` gave.
+      prompts: texts or lists of token ids; rows may differ in length.
+      options: one for all, or one per prompt.
+      tree: the draft tree, or its name as for `--tree`; "none" is plain decoding, and by
+        default it is the model's own (`Model.tree`).
+      acceptance: "auto", "greedy", "sampled", "rejection" or "typical"; "auto" is lossless.
+
+    Returns: one result per prompt, in order.
+
+    Raises:
+      UserError: as `Model.generate`.
+    """
+    return model.generate(prompts, options, tree=tree, acceptance=acceptance)
