@@ -22,7 +22,9 @@ class Options:
       max_new_tokens: most tokens to emit.
       max_steps: most decode steps to take, each of one token or more; None sets no limit.
       temperature: 0 is greedy.
-      top_k, top_p, min_p: filters, applied in this order after temperature; 0, 1, 0 are off.
+      top_k: keep the k likeliest tokens; 0 keeps all. Filters follow temperature, in this order.
+      top_p: keep the likeliest tokens up to this mass; 1 keeps all.
+      min_p: drop tokens below this share of the likeliest one's probability; 0 drops none.
       seed: with the request's place in the input it decides every random draw.
       stop: strings that end the text; they are cut off.
       eos_ids: tokens that end the text and are kept; None are the model's, () none at all.
@@ -30,7 +32,8 @@ class Options:
         the model's own ends.
       logprobs: None keeps no log-probabilities; N those of the emitted tokens and of the N
         likeliest in each place. They are the model's own, at temperature 1 without filters.
-      epsilon, delta: thresholds of typical acceptance (Medusa 2.3.1); other rules ignore them.
+      epsilon: hard threshold of typical acceptance (Medusa 2.3.1); other rules ignore it.
+      delta: its threshold by entropy, likewise.
     """
 
     max_new_tokens: int = 200
@@ -84,13 +87,17 @@ class Result:
     """One decoded request.
 
     Attributes:
-      text, token_ids: what was generated (an EOS or stop sequence is kept in `token_ids`).
+      text: what was generated, without special tokens and stop strings.
+      token_ids: the same as ids; an EOS or stop sequence is kept.
       draft_depths: for each token the tree depth it was accepted at; 0 = the verifier's own.
       finish_reason: "stop" (EOS, stop sequence or stop string), "length", "steps" or "context".
+      prompt_tokens: tokens of the prompt, a BOS that was put first included.
       steps: decode steps after prefill.
       mean_accepted_length: tokens appended per step, bonus token included.
       acceptance_histogram: steps that appended 1, 2, ... tokens.
-      prefill_seconds, decode_seconds: of the whole batch; compilation is in neither.
+      prefill_seconds: of reading the prompts of the whole batch, without compiling.
+      decode_seconds: of its decode steps, likewise.
+      compile_seconds: of compiling what this call needed first; 0 if it was there.
       logprobs: log-probability of each token (nats), if asked for.
       top_logprobs: for each token the likeliest ones in its place, pairs of id and
         log-probability, falling; barred tokens (`no_repeat_ngram_size`) are none of them.
