@@ -50,6 +50,7 @@ _SAFETENSORS_DTYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
     "I32": "int32",
+    "I8": "int8",
 }
 
 

@@ -38,6 +38,8 @@ def test_sound(file):
         assert 2 * parameters(cfg, DEMO) < 4_950_000
     elif file.stem.startswith("smollm2_"):  # what its docstring says
         said = re.search(r"([0-9.]+) M\s+parameters", file.read_text())
-        assert parameters(cfg, cfg.model.arch) / 1e6 == pytest.approx(float(said[1]), abs=0.05)
+        assert parameters(cfg, cfg.model.arch) / 1e6 == pytest.approx(
+            float(said[1]), abs=0.05
+        )
     else:
         assert parameters(cfg, cfg.model.arch) > 1e8

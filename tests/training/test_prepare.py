@@ -72,7 +72,9 @@ def test_samples_that_run_in_circles_are_left_out(vicuna, tmp_path, capsys):
     said = ["one two three four five six", "on and " * 20]
     talks = [{"messages": [question, {"role": "assistant", "content": s}]} for s in said]
     source = tmp_path / "talk.jsonl"
-    source.write_text("\n".join(map(json.dumps, [*talks, {"text": said[1]}, {"text": said[0]}])))
+    source.write_text(
+        "\n".join(map(json.dumps, [*talks, {"text": said[1]}, {"text": said[0]}]))
+    )
     options = {"chat_template": "vicuna", "seq_len": 256}
     cfg = text_config(vicuna, tmp_path, source, **options)
     assert len(samples_of(directory_of(cfg))) == 4
