@@ -40,6 +40,8 @@ def run(flags: argparse.Namespace) -> int:
         raise UserError(f"--acceptance is one of {known}, not {flags.acceptance!r}")
     if flags.batch_size < 1:
         raise UserError(f"--batch_size must be at least 1, not {flags.batch_size}")
+    if flags.logprobs is not None and not (flags.json or flags.prompts_file):
+        raise UserError("--logprobs is shown in JSON only: give --json or --prompts_file")
     use_compilation_cache()
     warn_if_accelerator_unused()
     model = load_model(
@@ -211,6 +213,8 @@ def describe(
         "products": model.products,
         "device": f"{device.platform}: {device.device_kind}",
     }
+    if result.logprobs is not None:
+        facts |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
     if compared is not None:
         facts |= compared.facts()
     return facts

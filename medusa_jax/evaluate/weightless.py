@@ -64,7 +64,7 @@ def prefill_arguments(
     ids = per_row(jnp.int32)
     prompt, output = (per_row(jnp.int32, n) for n in (power_of_two(tokens, 1), 64))
     stops = per_row(jnp.int32, 1, 1)
-    return engine, slots, variables, prompt, ids, ids, stops, sampling, output
+    return engine, slots, variables, prompt, *(ids,) * 3, stops, sampling, output
 
 
 def abstract_state(engine: Engine, variables: Params, tokens: int) -> DecodeState:
