@@ -42,8 +42,9 @@ def abstract_variables(
 
     def placed(params: Params) -> Params:
         heads = jax.tree.map(lambda x: x.astype(dtype), params["heads"])
-        params = {"backbone": prepare(params["backbone"], config, dtype), "heads": heads}
-        return store(params, storage or Storage())
+        backbone = prepare(params["backbone"], config, dtype)
+        form = storage or Storage()
+        return {"backbone": store(backbone, form), "heads": store(heads, form.of_drafts)}
 
     return jax.eval_shape(placed, trained_shapes(config, drafter))
 
