@@ -10,7 +10,7 @@ PACKAGE = Path(medusa_jax.__file__).parent
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
     {"errors", "config"},
-    {"chips", "console", "sharding"},
+    {"chips", "collectives", "console", "sharding"},
     {"tree", "plots"},
     {"measured", "native"},
     {"model"},
