@@ -11,6 +11,7 @@ PACKAGE = Path(medusa_jax.__file__).parent
 FLOORS = [
     {"errors", "config"},
     {"chips", "collectives", "console", "sharding"},
+    {"hosts"},
     {"tree", "plots"},
     {"measured", "native"},
     {"model"},

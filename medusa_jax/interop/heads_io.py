@@ -49,6 +49,7 @@ def save_heads(
     base: dict[str, Any],
     recipe: dict[str, Any],
     dtype: Any = None,
+    write: bool = True,
 ) -> None:
     """Write heads, each of the two files atomically.
 
@@ -57,6 +58,7 @@ def save_heads(
       recipe: whatever says how they came about; JSON values.
       params: with the ids under "draft_vocab", where there is a draft vocabulary.
       dtype: stored type; None keeps that of `params`. Ids stay ids.
+      write: False on processes that only hand over their parts.
 
     Raises:
       UserError: the directory cannot be written.
@@ -70,6 +72,8 @@ def save_heads(
         ids = tensor_files.host_array(params[vocabulary.GROUP]["ids"], "int32")
         vocabulary.check_ids(ids, heads, base["vocab_size"], directory)
         arrays[IDS] = ids
+    if not write:
+        return
     description = {
         "format": FORMAT,
         "heads": dataclasses.asdict(heads),
