@@ -51,6 +51,7 @@ _SAFETENSORS_DTYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
     "I32": "int32",
+    "I8": "int8",
 }
 
 
@@ -325,9 +326,12 @@ def host_array(x: Any, dtype: Any = None) -> np.ndarray:
 def sample_bytes(x: Any, count: int = 1024) -> bytes:
     """Up to `count` elements at even distances, rounded to bfloat16, as little-endian bytes.
 
-    Gathered by index, so the result does not depend on how `x` is laid out over devices.
+    Gathered by index, so the result does not depend on how `x` is laid out over devices. What
+    lies whole in the host's memory is read there: a gather is a program for each shape.
     """
     size = int(np.prod(x.shape))
+    if isinstance(x, jax.Array) and [d.platform for d in x.devices()] == ["cpu"]:
+        x = np.asarray(x)
     flat = np.arange(min(size, count), dtype=np.int64) * size // min(size, count)
     if not getattr(x, "is_fully_addressable", True):
         x = on_host(x)  # indices are arrays too, and would have to lie on all processes
