@@ -3,7 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,14 +101,12 @@ def asked_to_stop(step: int) -> bool:
 
 
 @contextmanager
-def together(latest: Callable[[], int | None]) -> Iterator[None]:
-    """Ends this process in a sentence if another one is lost inside the block.
+def together() -> Iterator[None]:
+    """Ends this process at once, in a sentence, if it fails or another one is lost in the block.
 
-    A collective operation then fails, or waits until JAX's service has missed enough heartbeats
-    and ends the process itself. In either case a normal end would wait for the lost one.
-
-    Args:
-      latest: the step of the newest complete checkpoint, if there is one.
+    Without another one a collective operation fails, or waits until JAX's service has missed
+    enough heartbeats and ends the process itself. A normal end would wait for all others, which
+    may be waiting for this one.
     """
     try:
         yield
@@ -117,14 +115,10 @@ def together(latest: Callable[[], int | None]) -> Iterator[None]:
             raise
         status, words = 2, str(error)
         if isinstance(error, jax.errors.JaxRuntimeError) and not _memory(error):
-            step = latest()
-            where = "from the start" if step is None else f"from step {step}"
-            status, words = (
-                LOST,
-                (
-                    f"another process of this run is lost ({_first(error)}); start all processes "
-                    f"again with the same command and they go on {where}"
-                ),
+            status = LOST
+            words = (
+                f"another process of this run is lost ({_first(error)}); start all processes "
+                "again with the same command: they go on from the last complete checkpoint"
             )
         elif not isinstance(error, UserError):
             traceback.print_exc()

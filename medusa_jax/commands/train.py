@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         if "devices" in flags:
             simulate(flags["devices"], cfg)
         hosts.join({name: flags[name] for name in hosts.FLAGS if name in flags})
-        run(cfg)
+        with hosts.together():
+            run(cfg)
         return 0
 
     return run_main(go)

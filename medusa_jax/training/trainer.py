@@ -86,7 +86,7 @@ class Evaluator:
 
 def to_host(metrics: PyTree) -> dict[str, Any]:
     """Plain numbers, lists of them for arrays."""
-    return {name: np.asarray(x).tolist() for name, x in metrics.items()}
+    return {name: hosts.on_host(x).tolist() for name, x in metrics.items()}
 
 
 def total_steps(cfg: Config, rows: int) -> int:
@@ -153,8 +153,7 @@ def train(cfg: Config) -> dict[str, Any]:
     compiled = compile_step(step_fn, state, setup.frozen, abstract_batch(cfg, mesh), mesh)
     evaluator = Evaluator(cfg, stage, mesh, held_out) if held_out else None
     try:
-        with hosts.together(lambda: checkpoints.latest):
-            return run.loop(compiled, state, evaluator)
+        return run.loop(compiled, state, evaluator)
     finally:
         checkpoints.close()
 

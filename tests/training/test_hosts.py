@@ -121,7 +121,7 @@ def test_two_processes_train_as_one(arguments, tmp_path):
     assert [p.returncode for p in processes] == [hosts.LOST, -signal.SIGKILL], errors
     last = errors[0].strip().splitlines()[-1]
     assert last.startswith("error: another process of this run is lost"), errors[0][-3000:]
-    assert "go on from step" in last
+    assert "go on from the last complete checkpoint" in last
 
     # Both again; SIGTERM to one ends both after the same step.
     processes = two(*arguments(cut))
@@ -195,11 +195,11 @@ def test_a_lost_process_ends_this_one_in_a_sentence(monkeypatch, capsys):
         ),
         (UserError("the disk is full"), "error: the disk is full"),
     ):
-        with hosts.together(lambda: 30):
+        with hosts.together():
             raise error
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1
     assert left == [hosts.LOST, 2]
     monkeypatch.setattr(hosts.jax, "process_count", lambda: 1)
-    with pytest.raises(UserError, match="the disk"), hosts.together(lambda: 30):
+    with pytest.raises(UserError, match="the disk"), hosts.together():
         raise UserError("the disk is full")
