@@ -1,5 +1,10 @@
 """medusa_jax: draft-head speculative decoding for Llama-family models in JAX.
 
+    from medusa_jax import Options, Tree, generate, load
+
+    model = load()  # the demo; load(model, drafter) for yours
+    [result] = generate(model, ["def parse("], Options(max_new_tokens=100))
+
 Dimension key, used as suffixes on arrays that cross a function boundary:
   B batch, T query tokens, S cache slots, D model width, F mlp width, V vocabulary,
   N query heads, G key/value heads, H head dim, K draft heads, M tree nodes (root included),
@@ -12,11 +17,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from medusa_jax.api import Model, Options, Piece, Result, load
+    from medusa_jax.api import Model, Options, Piece, Result, generate, load
     from medusa_jax.errors import UserError
     from medusa_jax.tree import Tree
 
-__all__ = ["Model", "Options", "Piece", "Result", "Tree", "UserError", "load"]
+__all__ = [
+    "Model",
+    "Options",
+    "Piece",
+    "Result",
+    "Tree",
+    "UserError",
+    "generate",
+    "load",
+]
 
 _HOMES = {"Tree": "medusa_jax.tree", "UserError": "medusa_jax.errors"}
 
@@ -28,3 +42,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_HOMES.get(name, "medusa_jax.api")), name)
+
+
+def __dir__() -> list[str]:
+    """The public names as well, before their first use."""
+    return sorted({*globals(), *__all__})

@@ -109,6 +109,9 @@ class DataConfig:
     # Name of a shipped chat template; empty = the tokenizer's own.
     chat_template: str = ""
     max_samples: int = 0
+    # Samples of which a larger share of the counted 4-grams are repeats are left out: small models
+    # run in circles, and heads would learn little else. 1 keeps all.
+    max_repeats: float = 1.0
     seed: int = 0
     # Counts to choose heads.draft_vocab tokens by: the vocab_counts.npy that `distill` keeps, or its
     # directory; empty = the counted tokens of `source`.

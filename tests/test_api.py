@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from functools import partial
 from itertools import pairwise
 
@@ -178,6 +180,47 @@ def test_a_text_ends_where_its_request_says(model):
         check_result(model, result)
 
 
+@pytest.mark.parametrize("tree", [TREE, "none"])
+def test_log_probabilities_are_the_models_own(model, directory, tree):
+    """Of drafts, bonus tokens and prefill's alike, whatever temperature and filters drew them."""
+    _, config, params = directory
+    drawn = Options(max_new_tokens=NEW, temperature=1.5, top_k=12)
+    rows = [dataclasses.replace(drawn, logprobs=n) for n in (None, 0, 3)]
+    results = model.generate(PROMPTS, rows, tree=tree)
+    assert results[0].logprobs is None is results[0].top_logprobs
+    assert results[1].top_logprobs == [[]] * NEW
+    for prompt, result in zip(PROMPTS[1:], results[1:]):
+        ids = model.encode(prompt)
+        logits = forward_logits(config, params, ids + result.token_ids)[len(ids) - 1 : -1]
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        own = log_p[np.arange(NEW), result.token_ids]
+        assert_close(np.array(result.logprobs), own)
+    best = np.argsort(-log_p, axis=-1)[:, :3]
+    assert [[i for i, _ in place] for place in result.top_logprobs] == best.tolist()
+    got = np.array([[p for _, p in place] for place in result.top_logprobs])
+    assert_close(got, np.take_along_axis(log_p, best, axis=-1))
+    cut = dataclasses.replace(rows[2], stop=(result.text[6:10],))
+    short = model.generate(PROMPTS, [*rows[:2], cut], tree=tree)[2]
+    assert short.logprobs == result.logprobs[: short.new_tokens] and short.new_tokens < NEW
+    assert short.top_logprobs == result.top_logprobs[: short.new_tokens]
+
+
+def test_a_limit_in_steps(model):
+    """Whole steps, the same tokens; the limit of tokens goes on counting."""
+    [whole] = model.generate(["in"], Options(max_new_tokens=NEW))
+    rows = [Options(max_new_tokens=n, max_steps=4) for n in (NEW, 3, 500)]
+    results = model.generate(["in"] * 3, rows)
+    taken = 1 + sum(whole.accepted_lengths[:4])
+    assert [r.new_tokens for r in results] == [taken, 3, taken]
+    assert [r.finish_reason for r in results] == ["steps", "length", "steps"]
+    assert results[0].steps == 4 and taken > 5
+    for result in results:
+        assert whole.token_ids[: result.new_tokens] == result.token_ids
+        check_result(model, result)
+    with pytest.raises(UserError, match="max_steps ends a drafted text and a plain one"):
+        compare(model, ["in"], rows[0])
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -331,7 +374,7 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
     barred, free = load(), load(no_repeat_ngram_size=0)
     assert (barred.no_repeat_ngram_size, free.no_repeat_ngram_size) == (1, 0)
     assert load(no_repeat_ngram_size=3).no_repeat_ngram_size == 3
-    options = Options(max_new_tokens=NEW)
+    options = Options(max_new_tokens=NEW, logprobs=barred.config.vocab_size)
     for prompt, one, without in zip(
         PROMPTS,
         compare(barred, PROMPTS, options, repeats=1),
@@ -339,7 +382,13 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
     ):
         tokens = one.drafted.token_ids
         assert one.identical and tokens != without.token_ids
-        assert len({*tokens} - {*barred.encode(prompt)}) == len(tokens)
+        text = barred.encode(prompt)
+        for token, place in zip(
+            tokens, one.drafted.top_logprobs
+        ):  # what is barred has none
+            assert {i for i, _ in place} == {*range(barred.config.vocab_size)} - {*text}
+            text.append(token)
+        assert len({*text}) == len({*barred.encode(prompt)}) + len(tokens)
     with pytest.raises(UserError, match="no_repeat_ngram_size must be 0"):
         load(no_repeat_ngram_size=-1)
 
@@ -420,12 +469,16 @@ def test_a_lone_string_and_greedy_with_temperature_are_mistakes(model):
         model.generate(["a"], Options(temperature=1.0), acceptance="greedy")
     with pytest.raises(UserError, match="2 prompts but 1 options"):
         model.generate(["a", "b"], [Options()])
+    with pytest.raises(UserError, match="logprobs 99 exceeds the vocabulary"):
+        model.generate(["a"], Options(logprobs=99))
 
 
 @pytest.mark.parametrize(
     "field",
     [
         {"max_new_tokens": 0},
+        {"max_steps": 0},
+        {"logprobs": -1},
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
@@ -465,7 +518,24 @@ def test_steps_are_told_from_depths():
     assert steps_of([0, 0, 0, 1, 0], 2) == [2, 1]
 
 
+def test_generate_is_the_models_own(model):
+    options = Options(max_new_tokens=9, temperature=0.9)
+    for tree in (None, "none"):
+        got = medusa_jax.generate(model, PROMPTS[:1], options, tree=tree)
+        want = model.generate(PROMPTS[:1], options, tree=tree)
+        assert [(r.token_ids, r.steps) for r in got] == [
+            (r.token_ids, r.steps) for r in want
+        ]
+    with pytest.raises(UserError, match="needs temperature 0"):
+        medusa_jax.generate(model, PROMPTS[:1], options, acceptance="greedy")
+
+
 def test_names_of_the_package():
+    """All are there, listed and documented, and importing the package imports no JAX."""
     assert medusa_jax.Tree is Tree
+    for name in medusa_jax.__all__:
+        assert getattr(medusa_jax, name).__doc__ and name in dir(medusa_jax)
+    code = "import sys, medusa_jax; dir(medusa_jax); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="nothing_here"):
         _ = medusa_jax.nothing_here

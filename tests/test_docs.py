@@ -9,11 +9,9 @@ from medusa_jax.__main__ import COMMANDS, main
 from medusa_jax.commands import decode as decode_command
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += [
-    ROOT / "medusa_jax" / "demo" / "README.md",
-    *sorted((ROOT / "configs").glob("*.py")),
-]
+DEMO = ROOT / "medusa_jax" / "demo" / "README.md"
+TEXTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), DEMO]
+PAGES = [*TEXTS, *sorted((ROOT / "configs").glob("*.py"))]
 
 
 def calls():
@@ -67,7 +65,7 @@ def test_every_command_says_what_it_is_for(capsys):
     assert main([]) == 2
     listed = capsys.readouterr().out
     assert main(["--help"]) == 0 and capsys.readouterr().out == listed
-    readme = PAGES[0].read_text()
+    readme = (ROOT / "README.md").read_text()
     for name, (_, what) in COMMANDS.items():
         assert f"  {name} " in listed and what in listed
         assert f"`{name}`" in readme or name in ("demo_corpus", "ngrams")
@@ -75,7 +73,7 @@ def test_every_command_says_what_it_is_for(capsys):
     assert "did you mean 'decode'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", PAGES[:5], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.name)
 def test_files_that_pages_name_are_there(page):
     """`room/file.py` and `room/file.py: name` in backticks."""
     for path, name in re.findall(r"`([\w/]+\.(?:py|md))(?:: (\w+))?", page.read_text()):
@@ -86,6 +84,32 @@ def test_files_that_pages_name_are_there(page):
             assert re.search(rf"^ *(def |class |){name}\b", there[0].read_text(), re.M), (
                 f"{path}: {name}"
             )
+
+
+def anchors_of(page):
+    """What headings can be linked to, as GitHub and the site name them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name} links {link}"
+        if anchor:
+            assert anchor in anchors_of(there), f"{page.name} links {link}"
+
+
+def test_every_page_is_in_the_site():
+    """Named in the navigation, which may name no page that is not there."""
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / "mkdocs.yml").read_text()
+    named = {page for entry in yaml.safe_load(text)["nav"] for page in entry.values()}
+    assert named == {p.name for p in (ROOT / "docs").glob("*.md")}
 
 
 def test_acceptance_rules_are_those_of_the_package():

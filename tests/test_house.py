@@ -1,6 +1,7 @@
 """The rooms and their arrows: what `docs/design.md` says of who may import whom, held to."""
 
 import ast
+import tomllib
 from pathlib import Path
 
 import medusa_jax
@@ -10,7 +11,7 @@ PACKAGE = Path(medusa_jax.__file__).parent
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
     {"errors", "config"},
-    {"chips", "console", "sharding"},
+    {"chips", "console", "repetition", "sharding"},
     {"tree", "plots"},
     {"measured", "native"},
     {"model"},
@@ -94,3 +95,14 @@ def test_no_circle_inside_a_room():
 
     for name in arrows:
         visit(name)
+
+
+def test_files_that_are_not_python_come_with_the_package():
+    """The patterns of `package-data` find all of them: else they lie in a clone and in no wheel."""
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["medusa_jax"]
+    packaged = {file for pattern in patterns for file in PACKAGE.glob(pattern)}
+    others = {
+        f for f in PACKAGE.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")
+    }
+    assert others - packaged == set() and PACKAGE / "py.typed" in others

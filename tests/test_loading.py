@@ -145,7 +145,16 @@ def test_a_shared_lm_head_is_read_in_columns(
     seen = for_drafting(model.backbone, model.variables["heads"])
     logits = seen.lm_head(x)
     assert logits.shape == (3, len(ids))
-    assert_close(logits, np.asarray(model.backbone.lm_head(x))[:, ids])
+    wanted = np.asarray(model.backbone.lm_head(x))[:, ids]
+    if products == "native":  # drafts are int8 there, whatever the model is
+        assert kernel.per_word == 4 and whole.per_word == 1
+        name = ("embed_tokens", "embedding") if tied else ("lm_head", "kernel")
+        stored = params[name[0]][name[1]]
+        kernel_DO = (stored.T if tied else stored)[:, ids]
+        step = np.abs(kernel_DO).max(axis=0) / 127
+        assert (np.abs(logits - wanted) <= 0.51 * step * np.abs(x).sum(1)[:, None]).all()
+    else:
+        assert_close(logits, wanted)
     with pytest.raises(UserError, match=f"rank {len(ids)} exceeds the heads' draft vocab"):
         model.parse_tree(Tree.from_choices([[len(ids)]]))
     plain = medusa_jax.load(str(tmp_path), "none", **form)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from medusa_jax import plots
 from medusa_jax.errors import UserError
 from medusa_jax.plots import text
+from medusa_jax.tree import Tree
 
 CHOICES = [[0], [1], [0, 0], [0, 1], [0, 0, 2]]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -136,3 +137,30 @@ def test_any_text_is_well_formed_and_complete(segments):
     assert letters.findall(shown) == letters.findall(whole)
     for run in text._cells(segments, 20)[0]:
         assert run[1] + run[2] <= 20
+
+
+LABELS = ["root", "$x", "y", "z", "w", "v"]
+
+
+def test_draw_mask(tmp_path):
+    """A square for every cell, in colour where a node sees another."""
+    tree = Tree.from_choices(CHOICES)
+    path = plots.draw_mask(tree.mask_MM, LABELS, path=tmp_path / "mask.svg", title="five")
+    text = path.read_text().lower()
+    uses = svg_of(path).iter(SVG + "use")
+    assert len(list(uses)) >= 6 * 7 + 6 + int(tree.mask_MM.sum())
+    assert text.count(f"fill: {plots.style.ACCENT}") >= int(tree.mask_MM.sum())
+    with pytest.raises(UserError, match="5 labels for a mask of 6 nodes"):
+        plots.draw_mask(tree.mask_MM, LABELS[1:], path=path)
+
+
+def test_draw_step(tmp_path):
+    """The kept path in colour: three boxes and the two edges between them."""
+    tree = Tree.from_choices(CHOICES)
+    path = plots.draw_step(tree.choices, LABELS, [0, 1, 4], "b", path=tmp_path / "a.svg")
+    text = path.read_text().lower()
+    assert text.count(f"fill: {plots.style.ACCENT}") == 3
+    assert text.count(f"stroke: {plots.style.ACCENT}") == 2
+    assert text.count(f"fill: {plots.step.BONUS}") == 1
+    with pytest.raises(UserError, match="6 labels for a tree of 1 nodes"):
+        plots.draw_step([], LABELS, [0], "b", path=path)

@@ -12,7 +12,7 @@ from medusa_jax.api.load import (
     find_model,
     load,
 )
-from medusa_jax.api.model import Model
+from medusa_jax.api.model import Model, generate
 from medusa_jax.api.results import Options, Piece, Result, accepted_lengths, steps_of
 from medusa_jax.api.streaming import StoppingText
 
@@ -29,6 +29,7 @@ __all__ = [
     "default_dtype",
     "find_heads",
     "find_model",
+    "generate",
     "load",
     "steps_of",
 ]

@@ -72,7 +72,8 @@ def kept_choice(
     """Where the choice for this device, model and batch size is kept."""
     tree = (calibrated["growth"], calibrated["evidence"]["ladder"])
     sizes = tuple(mesh.shape.values())
-    return Kept("trees", *tree, batch, config, heads, str(dtype), storage, sizes)
+    forms = (storage, storage.of_drafts)
+    return Kept("trees", *tree, batch, config, heads, str(dtype), forms, sizes)
 
 
 def kept_size(kept: Kept) -> int | None:

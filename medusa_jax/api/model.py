@@ -125,8 +125,14 @@ class Model:
         tree: str | Tree | None = None,
         acceptance: str = "auto",
         sampled: bool = False,
+        logprobs: int | None = None,
     ) -> loop.Engine:
-        """The compile-time part of decoding. `sampled`: whether any row has temperature > 0."""
+        """The compile-time part of decoding.
+
+        Args:
+          sampled: whether any row has temperature > 0.
+          logprobs: most alternatives that any row asks for, None if none asks for any.
+        """
         if acceptance == "auto":
             acceptance = "sampled" if sampled else "greedy"
         if acceptance not in RULES:
@@ -134,6 +140,10 @@ class Model:
             raise UserError(f"unknown acceptance {acceptance!r}: there are {known}")
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")
+        if (logprobs or 0) > self.config.vocab_size:
+            raise UserError(
+                f"logprobs {logprobs} exceeds the vocabulary of {self.config.vocab_size}"
+            )
         tree = self.parse_tree(tree)
         return loop.Engine(
             self.llama,
@@ -142,6 +152,7 @@ class Model:
             tree,
             acceptance,
             no_repeat_ngram_size=self.no_repeat_ngram_size,
+            logprobs=logprobs,
         )
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -204,6 +215,7 @@ class Model:
             ids=ids,
             epsilon=[o.epsilon for o in options],
             delta=[o.delta for o in options],
+            max_steps=[o.max_steps or loop.FOREVER for o in options],
         )
 
     def _stops(self, options: Options) -> list[tuple[int, ...]]:
@@ -261,6 +273,10 @@ class Model:
           engine_options: `tree`, `acceptance` as for `engine`.
 
         Returns: one result per prompt, in order.
+
+        Raises:
+          UserError: a prompt that leaves no room in the context or has ids outside the
+            vocabulary, a tree that the heads cannot fill, options that do not go together.
         """
         rows, engine, request = self._plan(prompts, options, ids, engine_options)
         compile_seconds = self._compile(engine, request)
@@ -283,7 +299,13 @@ class Model:
         ids: Sequence[int] | None = None,
         **engine_options: Any,
     ) -> Iterator[tuple[list[Piece], list[Result] | None]]:
-        """Decode while handing out text: yields (new pieces, None), and at the end the results."""
+        """Decode while handing out text, a few steps at a time.
+
+        Args: as for `generate`.
+
+        Yields: (new pieces, None), whole characters only and nothing that a stop string may take
+          back; at the end ([], the results).
+        """
         rows, engine, request = self._plan(prompts, options, ids, engine_options)
         yield from self._stream(rows, engine, request, self._compile(engine, request))
 
@@ -300,7 +322,8 @@ class Model:
         if not rows or len(rows) != len(prompts):
             raise UserError(f"{len(prompts)} prompts but {len(rows)} options")
         sampled = any(o.temperature > 0 for o in rows)
-        engine = self.engine(sampled=sampled, **engine_options)
+        logprobs = max((o.logprobs for o in rows if o.logprobs is not None), default=None)
+        engine = self.engine(sampled=sampled, logprobs=logprobs, **engine_options)
         return rows, engine, self.request(prompts, rows, ids)
 
     def _stream(
@@ -337,3 +360,29 @@ class Model:
             if text.stopped:
                 result.cut(text.tokens_used, text.text)
         yield [], results
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
+    options: Options | Sequence[Options] = DEFAULTS,
+    *,
+    tree: str | Tree | None = None,
+    acceptance: str = "auto",
+) -> list[Result]:
+    """Decode a batch of prompts with draft heads, each to its end.
+
+    Args:
+      model: what `load` gave.
+      prompts: texts or lists of token ids; rows may differ in length.
+      options: one for all, or one per prompt.
+      tree: the draft tree, or its name as for `--tree`; "none" is plain decoding, and by
+        default it is the model's own (`Model.tree`).
+      acceptance: "auto", "greedy", "sampled", "rejection" or "typical"; "auto" is lossless.
+
+    Returns: one result per prompt, in order.
+
+    Raises:
+      UserError: as `Model.generate`.
+    """
+    return model.generate(prompts, options, tree=tree, acceptance=acceptance)

@@ -1,8 +1,11 @@
 """What a request may ask for and what it gives back."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from medusa_jax.decoding.generate import Progress, Request
@@ -17,14 +20,20 @@ class Options:
 
     Attributes:
       max_new_tokens: most tokens to emit.
+      max_steps: most decode steps to take, each of one token or more; None sets no limit.
       temperature: 0 is greedy.
-      top_k, top_p, min_p: filters, applied in this order after temperature; 0, 1, 0 are off.
+      top_k: keep the k likeliest tokens; 0 keeps all. Filters follow temperature, in this order.
+      top_p: keep the likeliest tokens up to this mass; 1 keeps all.
+      min_p: drop tokens below this share of the likeliest one's probability; 0 drops none.
       seed: with the request's place in the input it decides every random draw.
       stop: strings that end the text; they are cut off.
       eos_ids: tokens that end the text and are kept; None are the model's, () none at all.
       stop_sequences: token sequences that end the text and are kept; ((5,),) adds the id 5 to
         the model's own ends.
-      epsilon, delta: thresholds of typical acceptance (Medusa 2.3.1); other rules ignore them.
+      logprobs: None keeps no log-probabilities; N those of the emitted tokens and of the N
+        likeliest in each place. They are the model's own, at temperature 1 without filters.
+      epsilon: hard threshold of typical acceptance (Medusa 2.3.1); other rules ignore it.
+      delta: its threshold by entropy, likewise.
     """
 
     max_new_tokens: int = 200
@@ -38,10 +47,16 @@ class Options:
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     epsilon: float = 0.09
     delta: float = 0.3
+    max_steps: int | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise UserError(f"max_steps must be at least 1, not {self.max_steps}")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise UserError(f"logprobs must be 0 or more alternatives, not {self.logprobs}")
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature must be 0 or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -72,13 +87,20 @@ class Result:
     """One decoded request.
 
     Attributes:
-      text, token_ids: what was generated (an EOS or stop sequence is kept in `token_ids`).
+      text: what was generated, without special tokens and stop strings.
+      token_ids: the same as ids; an EOS or stop sequence is kept.
       draft_depths: for each token the tree depth it was accepted at; 0 = the verifier's own.
-      finish_reason: "stop" (EOS, stop sequence or stop string), "length" or "context".
+      finish_reason: "stop" (EOS, stop sequence or stop string), "length", "steps" or "context".
+      prompt_tokens: tokens of the prompt, a BOS that was put first included.
       steps: decode steps after prefill.
       mean_accepted_length: tokens appended per step, bonus token included.
       acceptance_histogram: steps that appended 1, 2, ... tokens.
-      prefill_seconds, decode_seconds: of the whole batch; compilation is in neither.
+      prefill_seconds: of reading the prompts of the whole batch, without compiling.
+      decode_seconds: of its decode steps, likewise.
+      compile_seconds: of compiling what this call needed first; 0 if it was there.
+      logprobs: log-probability of each token (nats), if asked for.
+      top_logprobs: for each token the likeliest ones in its place, pairs of id and
+        log-probability, falling; barred tokens (`no_repeat_ngram_size`) are none of them.
     """
 
     text: str
@@ -91,12 +113,16 @@ class Result:
     prefill_seconds: float
     decode_seconds: float
     compile_seconds: float
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
     def cut(self, n_tokens: int, text: str) -> None:
         """Keep the first tokens only, as far as a stop string let them count."""
         self.text, self.finish_reason = text, "stop"
         self.token_ids = self.token_ids[:n_tokens]
         self.draft_depths = self.draft_depths[:n_tokens]
+        self.logprobs = self.logprobs and self.logprobs[:n_tokens]
+        self.top_logprobs = self.top_logprobs and self.top_logprobs[:n_tokens]
         longest = len(self.acceptance_histogram)
         self.acceptance_histogram = steps_of(self.draft_depths, longest)
         self.steps = sum(self.acceptance_histogram)
@@ -172,6 +198,8 @@ def results_of(
         reason = "length"
         if status[row] == STOPPED:
             reason = "stop"
+        elif counts[row] < request.limits[row]:
+            reason = "steps"
         elif request.limits[row] < options.max_new_tokens:
             reason = "context"
         results.append(
@@ -186,6 +214,22 @@ def results_of(
                 prefill_seconds=seconds[0],
                 decode_seconds=seconds[1],
                 compile_seconds=seconds[2],
+                **_logprobs(progress, row, int(counts[row]), options.logprobs),
             )
         )
     return results
+
+
+def _logprobs(progress: Progress, row: int, tokens: int, n: int | None) -> dict[str, Any]:
+    """The fields of a result that hold log-probabilities, with `n` alternatives."""
+    if n is None or progress.logprobs is None:
+        return {}
+    kept = jax.tree.map(lambda x: np.asarray(x)[row, :tokens].tolist(), progress.logprobs)
+    places = zip(kept.best_ids_BON, kept.best_BON)
+    return {
+        "logprobs": kept.token_BO,
+        "top_logprobs": [
+            [(i, p) for i, p in zip(ids[:n], best[:n]) if p > -math.inf]
+            for ids, best in places
+        ],
+    }

@@ -41,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
         "Fit the draft tree to the heads and to this device.",
         EXAMPLES,
     )
-    p.add_argument("--prompts", help="JSONL with prompt or prompt_ids")
+    p.add_argument("--prompts", help="JSONL with prompt or prompt_ids, or with messages (as distill writes "
+                   "them), whose last question is answered")  # fmt: skip
     add_limit(p, 64)
     p.add_argument("--out", help="tree file to write (JSON)")
     p.add_argument(
@@ -66,19 +67,24 @@ def parser() -> argparse.ArgumentParser:
 def run(flags: argparse.Namespace) -> int:
     """Calibrate, write the tree file, print the ladder."""
     from medusa_jax.console import use_compilation_cache
+    from medusa_jax.evaluate.conversation import asked, ending_turns
     from medusa_jax.evaluate.fitting import fit_tree
-    from medusa_jax.evaluate.questions import prompt_of, read_prompts
+    from medusa_jax.evaluate.questions import read_prompts
 
     use_compilation_cache()
     if flags.latency_only:
         return measure_steps(flags)
     if not (flags.prompts and flags.out):
         raise UserError("give --prompts and --out, or --latency_only")
-    prompts = [prompt_of(r) for r in read_prompts(flags.prompts, flags.limit)]
+    records = read_prompts(flags.prompts, flags.limit, messages=True)
+    model = load_model(flags, needs_heads=True, mesh=parse_mesh(flags.mesh))
+    options = generation_options(flags)
+    if "messages" in records[0]:
+        options = ending_turns(model, options, "")
     found = fit_tree(
-        load_model(flags, needs_heads=True, mesh=parse_mesh(flags.mesh)),
-        prompts,
-        generation_options(flags),
+        model,
+        [asked(model, record) for record in records],
+        options,
         numbers(flags.sizes, "--sizes"),
         batch=flags.batch,
         rounds=flags.rounds,

@@ -13,7 +13,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop.export_heads import TARGETS
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "int8")
 EXAMPLES = """examples:
   python -m medusa_jax convert --drafter medusa --to tgi --out work/heads_tgi    # the demo's
   python -m medusa_jax convert --model lmsys/vicuna-7b-v1.3 \\
@@ -40,7 +40,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--to", required=True, choices=list(TARGETS), help="the layout to write")
     p.add_argument("--out", required=True, help="new directory")
     p.add_argument(
-        "--dtype", choices=DTYPES, default="", help="default: as they are stored"
+        "--dtype",
+        choices=DTYPES,
+        default="",
+        help="default: as they are stored; int8 (a byte a weight) for --to native",
     )
     p.add_argument(
         "--base_name", help="what the files call the model (default: what --model says)"
@@ -64,6 +67,10 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.interop.hub import push
     from medusa_jax.interop.tensors import read_json
 
+    if flags.dtype == "int8" and flags.to != "native":
+        raise UserError(
+            f"--dtype int8 is for --to native: no other engine reads it, nor {flags.to}"
+        )
     bench = read_json(flags.bench) if flags.bench else None
     directory = find_model(flags.model)
     stored = find_heads(flags.model, flags.drafter)

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--prompts_file",
         help="JSONL with prompt, prompt_ids or messages, and optional per-request temperature, top_k, top_p, "
-        "min_p, seed, max_new_tokens, stop, eos_ids, stop_sequences; answers are JSON lines in the same order",
+        "min_p, seed, max_new_tokens, max_steps, stop, eos_ids, stop_sequences, logprobs; answers are JSON lines in the same order",
     )
     add("--batch_size", type=int, default=8, help="requests decoded at a time (default: 8)")
     add("--tokenizer", help="directory or hub id, if not beside the model")
@@ -65,6 +65,19 @@ def parser() -> argparse.ArgumentParser:
     add("--delta", type=float, default=0.3, help="typical acceptance: entropy threshold")
     add(
         "--stop", action="append", default=[], help="string that ends the text (repeatable)"
+    )
+    add(
+        "--max_steps",
+        type=int,
+        metavar="N",
+        help="most decode steps, of one token or more each (default: no limit)",
+    )
+    add(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json or --prompts_file: log-probabilities of the tokens and of the N likeliest in each "
+        "place, the model's own at temperature 1",
     )
     add(
         "--eos_ids",

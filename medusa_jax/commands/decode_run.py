@@ -24,7 +24,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.conversation import ending_turns
 from medusa_jax.interop.chat import encode_prompt
-from medusa_jax.interop.names import speaks
+from medusa_jax.interop.names import file_of, named, speaks
 
 # Accepted drafts by depth: green, cyan, blue, magenta, yellow; the verifier's own tokens plain.
 COLOURS = (32, 36, 34, 35, 33)
@@ -32,6 +32,7 @@ COLOURS = (32, 36, 34, 35, 33)
 
 def run(flags: argparse.Namespace) -> int:
     """Decode what the flags ask for; returns the exit status."""
+    give_way_to_demo(flags)
     template = chosen_template(flags)
     talking = template is not None and flags.prompt is None and flags.prompts_file is None
     prompts, options = ([], []) if talking else read_requests(flags)
@@ -40,6 +41,8 @@ def run(flags: argparse.Namespace) -> int:
         raise UserError(f"--acceptance is one of {known}, not {flags.acceptance!r}")
     if flags.batch_size < 1:
         raise UserError(f"--batch_size must be at least 1, not {flags.batch_size}")
+    if flags.logprobs is not None and not (flags.json or flags.prompts_file):
+        raise UserError("--logprobs is shown in JSON only: give --json or --prompts_file")
     use_compilation_cache()
     warn_if_accelerator_unused()
     model = load_model(
@@ -93,6 +96,22 @@ def run(flags: argparse.Namespace) -> int:
             f"note: stopped at the model's context of {model.config.max_position} tokens"
         )
     return 0
+
+
+def give_way_to_demo(flags: argparse.Namespace) -> None:
+    """Where a model by name is not installed, a question at a terminal goes to the demo instead.
+
+    Said in a sentence. What a program reads (--json, --prompts_file), a chat, and heads that were
+    asked for get the error.
+    """
+    asked = flags.prompt is not None and not (flags.json or flags.drafter or flags.chat)
+    if not asked or named(flags.model) is None:
+        return
+    try:
+        file_of(flags.model)
+    except UserError as error:
+        inform(f"{error}; the bundled demo goes on with the prompt instead")
+        flags.model = None
 
 
 def run_file(
@@ -211,6 +230,8 @@ def describe(
         "products": model.products,
         "device": f"{device.platform}: {device.device_kind}",
     }
+    if result.logprobs is not None:
+        facts |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
     if compared is not None:
         facts |= compared.facts()
     return facts

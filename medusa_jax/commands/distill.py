@@ -48,6 +48,7 @@ EXAMPLES = """examples:
       --max_new_tokens 1024 --batch_size 16 --drafter path/to/first/heads
   python -m medusa_jax distill --model HuggingFaceH4/zephyr-7b-beta --mode self_talk \\
       --prompts HuggingFaceH4/ultrachat_200k --split train_sft --out work/zephyr7b
+  python -m medusa_jax distill --model smollm2 --ask 4096 --max_turns 1 --out work/smollm2/talk
 """
 
 
@@ -64,7 +65,10 @@ def parser() -> argparse.ArgumentParser:
         limit=0,
         what="seeds: .jsonl, .json or a hub dataset, with prompt, prompt_ids, turns, messages "
         "or conversations",
+        required=False,
     )
+    add("--ask", type=int, default=0,
+        help="instead of --prompts: so many conversations whose user the model plays from the start")  # fmt: skip
     add("--out", required=True, help="directory to write")
     add("--mode", default="auto",
         help="continue, multi_turn or self_talk; auto: continue for prompts, else multi_turn")  # fmt: skip
@@ -74,6 +78,10 @@ def parser() -> argparse.ArgumentParser:
     add("--mesh", default="1,1,1", help="devices along data, fsdp, tensor")
     add("--temperature", type=float,
         help="default: 0.3 in the chat modes (the paper's), 0 in mode continue")  # fmt: skip
+    add("--user_temperature", type=float, default=0.8,
+        help="of user turns that the model writes (default: 0.8)")  # fmt: skip
+    add("--user_tokens", type=int, default=80,
+        help="most tokens of such a turn; one that is longer ends the conversation (default: 80)")  # fmt: skip
     add("--top_p", type=float, default=1.0)
     add("--seed", type=int, default=0)
     add_no_repeat(p)
@@ -111,16 +119,23 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.api import Options
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.distill import files
-    from medusa_jax.distill.seeds import mode_for, read_seeds
+    from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
     from medusa_jax.distill.writer import News, Writer, write_all
     from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.interop.chat import stop_ids, template_source
 
     if flags.batch_size < 1 or flags.max_turns < 1:
         raise UserError("--batch_size and --max_turns must be at least 1")
+    if bool(flags.prompts) == (flags.ask > 0):
+        raise UserError("give either --prompts FILE or --ask N, a number of conversations")
+    if flags.ask:
+        if flags.mode not in ("auto", "self_talk"):
+            raise UserError(f"--ask is for --mode self_talk, not {flags.mode}")
+        seeds, mode = silent_seeds(flags.ask), "self_talk"
+    else:
+        seeds = read_seeds(flags.prompts, flags.split, flags.limit)
+        mode = mode_for(seeds, flags.mode)
     use_compilation_cache()
-    seeds = read_seeds(flags.prompts, flags.split, flags.limit)
-    mode = mode_for(seeds, flags.mode)
     if mode == "continue":
         seeds = [s for s in seeds if s.prompt]
     if flags.temperature is None:

@@ -95,10 +95,12 @@ def load_model(
     return model
 
 
-def add_prompts(p: argparse.ArgumentParser, limit: int, what: str = "") -> None:
-    """--prompts (required) and --limit."""
+def add_prompts(
+    p: argparse.ArgumentParser, limit: int, what: str = "", required: bool = True
+) -> None:
+    """--prompts and --limit."""
     p.add_argument(
-        "--prompts", required=True, help=what or "JSONL with prompt or prompt_ids"
+        "--prompts", required=required, help=what or "JSONL with prompt or prompt_ids"
     )
     add_limit(p, limit)
 

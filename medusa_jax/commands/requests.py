@@ -30,6 +30,8 @@ def shared_options(flags: argparse.Namespace) -> dict[str, Any]:
         "stop_sequences": tuple(
             token_ids(text, "--stop_sequence") for text in flags.stop_sequence
         ),
+        "max_steps": flags.max_steps,
+        "logprobs": flags.logprobs,
         "epsilon": flags.epsilon,
         "delta": flags.delta,
     }
@@ -111,7 +113,10 @@ def own_options(record: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any
     for name, value in own.items():
         if name in ("eos_ids", "stop_sequences"):
             continue
-        kinds = (int, float) if isinstance(shared[name], float) else (type(shared[name]),)
+        kind = (
+            int if shared[name] is None else type(shared[name])
+        )  # None: a number left out
+        kinds = (int, float) if kind is float else (kind,)
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise UserError(f"'{name}' must be {kinds[-1].__name__}, not {value!r}")
     return own

@@ -28,6 +28,7 @@ from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
 from medusa_jax.sharding import pin_state
 
 __all__ = [
+    "FOREVER",
     "LIMIT",
     "RUNNING",
     "STOPPED",
@@ -51,6 +52,8 @@ __all__ = [
 
 MIN_SLOTS = 128
 MIN_PROMPT = 16
+# Steps: as many as the other limits allow.
+FOREVER = np.iinfo(np.int32).max
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -97,6 +100,7 @@ class Request:
     Attributes:
       prompts: token ids, none empty.
       limits: most tokens to emit per row, at least 1; prompt + limit must fit the context.
+      max_steps: most decode steps per row, at least 1; by default no limit.
       stops: per row the token sequences that end it, themselves kept; EOS ids are sequences
         of length 1.
       temperature, top_k, top_p, min_p, seed: per-row sampling parameters.
@@ -115,6 +119,7 @@ class Request:
     ids: Sequence[int] | None = None
     epsilon: Sequence[float] | None = None
     delta: Sequence[float] | None = None
+    max_steps: Sequence[int] | None = None
 
 
 def begin(
@@ -155,6 +160,7 @@ def begin(
         prompt_BT,
         lengths,
         limits,
+        per_row(request.max_steps, FOREVER, np.int32),
         pack_stops(request.stops or [()] * B),
         sampling,
         output,
@@ -172,11 +178,10 @@ def finish(
     engine: Engine, variables: dict[str, Any], state: DecodeState, ladder: list[int]
 ) -> Progress:
     """Run the rest of a request that `begin` has prefilled. Consumes the state."""
-    forever = np.int32(np.iinfo(np.int32).max)
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
-        state, progress = decode_loop(engine, variables, state, forever)
+        state, progress = decode_loop(engine, variables, state, np.int32(FOREVER))
     return progress
 
 

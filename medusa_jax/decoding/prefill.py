@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.acceptance.targets import target_tokens
+from medusa_jax.decoding.logprobs import logprobs_of, no_logprobs
 from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine, text_slots
@@ -30,6 +31,7 @@ def prefill(
     prompt_BT: jax.Array,
     prompt_length_B: jax.Array,
     limit_B: jax.Array,
+    max_steps_B: jax.Array,
     stop_BQW: jax.Array,
     sampling: Sampling,
     output: jax.Array,
@@ -44,6 +46,7 @@ def prefill(
       prompt_BT: token ids, right-padded, T at most one piece or whole pieces; `prompt_length_B`
         of a row count (at least 1).
       limit_B: most tokens to emit, at least 1.
+      max_steps_B: most decode steps to take, at least 1.
       stop_BQW: token sequences that end a row, as `pack_stops` gives them.
       output: an array of zeros [B, O] with O >= max(limit) + L.
     """
@@ -60,18 +63,21 @@ def prefill(
         text_BS = jnp.zeros((B, text_slots(engine, slots)), prompt_BT.dtype)
         text_BS = text_BS.at[:, :T].set(prompt_BT)
 
-    def first_token(hidden_B1D: jax.Array) -> jax.Array:
+    def first_token(hidden_B1D: jax.Array) -> tuple[jax.Array, Any]:
+        """The first token of every row, as if its prompt ended here, and its log-probabilities."""
         logits_B1V = backbone.lm_head(hidden_B1D)
         if text_BS is not None:
             logits_B1V = without_repeats(
                 logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram_size
             )
         drawn = engine.rule.noise is not None
-        return target_tokens(logits_B1V, last_B1, sampling if drawn else None)[:, 0]
+        root_B1 = target_tokens(logits_B1V, last_B1, sampling if drawn else None)
+        n = engine.logprobs
+        return root_B1[:, 0], None if n is None else logprobs_of(logits_B1V, root_B1, n)
 
-    def read(i: Any, carry: tuple[KVCache, Any, jax.Array]) -> Any:
+    def read(i: Any, carry: tuple[KVCache, Any, Any]) -> Any:
         """Piece i of every prompt; the first token of the rows that end in it."""
-        cache, drafter, root_B = carry
+        cache, drafter, first = carry
         begin = i * piece
         position_BT = jnp.broadcast_to(begin + jnp.arange(piece)[None, :], (B, piece))
         tokens_BT = lax.dynamic_slice_in_dim(prompt_BT, begin, piece, axis=1)
@@ -81,29 +87,32 @@ def prefill(
         is_last_BT = position_BT == last_B1
         ends_B = jnp.any(is_last_BT, axis=1)
         if piece == T:
-            root_B = first_token(last_B1D)
+            first = first_token(last_B1D)
         else:
-            root_B = lax.cond(
+            first = lax.cond(
                 jnp.any(ends_B),
-                lambda: jnp.where(ends_B, first_token(last_B1D), root_B),
-                lambda: root_B,
+                lambda: where_rows(ends_B, first_token(last_B1D), first),
+                lambda: first,
             )
+        root_B = first[0]
         next_BT = lax.dynamic_slice_in_dim(following_BT, begin, piece, axis=1)
         next_BT = jnp.where(is_last_BT, root_B[:, None], next_BT)
         n_B = jnp.clip(prompt_length_B - begin, 0, piece)
         new = Committed(hidden_BTD, tokens_BT, next_BT, position_BT, n_B)
         drafter = engine.drafter.commit(variables["heads"], backbone, drafter, new)
-        return cache, drafter, root_B
+        return cache, drafter, first
 
     following_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)
     sizes = (config.n_layers, B, slots, config.n_kv_heads, config.head_dim)
     drafter = engine.drafter.start(B, slots, dtype)
-    carry = (KVCache.zeros(*sizes, dtype), drafter, zero_B)
+    n = engine.logprobs
+    nothing = None if n is None else no_logprobs(zero_B[:, None], n, dtype)
+    carry = (KVCache.zeros(*sizes, dtype), drafter, (zero_B, nothing))
     if piece == T:
-        cache, drafter, root_B = read(0, carry)
+        cache, drafter, (root_B, logprobs) = read(0, carry)
     else:  # only as far as the longest prompt goes
         pieces = -(-jnp.max(prompt_length_B) // piece)
-        cache, drafter, root_B = lax.fori_loop(0, pieces, read, carry)
+        cache, drafter, (root_B, logprobs) = lax.fori_loop(0, pieces, read, carry)
     if text_BS is not None:
         text_BS = write_tokens(text_BS, root_B[:, None], prompt_length_B)
     state = DecodeState(
@@ -114,6 +123,7 @@ def prefill(
         depth_BO=output.astype(jnp.int8),
         n_new_B=zero_B,
         limit_B=limit_B,
+        max_steps_B=max_steps_B,
         stop_BQW=stop_BQW,
         length_B=prompt_length_B,
         root_B=root_B,
@@ -121,7 +131,17 @@ def prefill(
         steps_B=zero_B,
         histogram_BL=jnp.zeros((B, engine.tree.path_length), jnp.int32),
         text_BS=text_BS,
+        logprobs=None if n is None else no_logprobs(output, n, dtype),
     )
     padded = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
-    state, _ = emit(state, padded, zero_B + 1)
+    state, _ = emit(state, padded, zero_B + 1, logprobs)
     return pin_state(engine.llama.mesh, state)
+
+
+def where_rows(rows_B: jax.Array, new: Any, old: Any) -> Any:
+    """A tree of arrays [B, ...] with these rows of `new` and the others of `old`."""
+
+    def pick(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(rows_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(pick, new, old)

@@ -7,6 +7,7 @@ import jax
 from flax import struct
 
 from medusa_jax.decoding.acceptance import RULES, Rule
+from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.cache import KVCache
@@ -24,6 +25,8 @@ class Engine:
       tree: the draft tree; the empty one is autoregressive decoding.
       acceptance: name of the rule, see `acceptance.RULES`; one that needs it makes the tree dense.
       no_repeat_ngram_size: n-grams of this size stand in a text at most once; 0 bars nothing.
+      logprobs: alternatives whose log-probabilities are kept beside each emitted token's; None
+        keeps none at all.
     """
 
     llama: Llama
@@ -31,6 +34,7 @@ class Engine:
     tree: Tree
     acceptance: str = "greedy"
     no_repeat_ngram_size: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.rule.dense:
@@ -66,6 +70,7 @@ class DecodeState(struct.PyTreeNode):
         it itself (the first token and the bonus tokens).
       n_new_B: tokens emitted so far, the one from prefill included.
       limit_B: most tokens the row may emit.
+      max_steps_B: most decode steps it may take.
       stop_BQW: token sequences that end the row, see `stopping.pack_stops`.
       length_B: text positions in the cache; the root is not in it yet.
       root_B: the last emitted token.
@@ -74,6 +79,7 @@ class DecodeState(struct.PyTreeNode):
       histogram_BL: steps that appended 1, 2, ..., L tokens.
       text_BS: prompt and emitted tokens at their positions, the root the last that counts;
         None unless n-grams are barred. S leaves room for a path behind the cache's slots.
+      logprobs: those of `tokens_BO`; None unless the engine keeps them.
     """
 
     cache: KVCache
@@ -83,6 +89,7 @@ class DecodeState(struct.PyTreeNode):
     depth_BO: jax.Array
     n_new_B: jax.Array
     limit_B: jax.Array
+    max_steps_B: jax.Array
     stop_BQW: jax.Array
     length_B: jax.Array
     root_B: jax.Array
@@ -90,6 +97,7 @@ class DecodeState(struct.PyTreeNode):
     steps_B: jax.Array
     histogram_BL: jax.Array
     text_BS: jax.Array | None = None
+    logprobs: Logprobs | None = None
 
 
 class Progress(struct.PyTreeNode):
@@ -102,6 +110,7 @@ class Progress(struct.PyTreeNode):
     status_B: jax.Array
     steps_B: jax.Array
     histogram_BL: jax.Array
+    logprobs: Logprobs | None
 
 
 def progress_of(state: DecodeState) -> Progress:

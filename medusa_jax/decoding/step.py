@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.acceptance import Accepted, Verified
+from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.repeats import texts_behind, without_repeats
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
-from medusa_jax.decoding.stopping import RUNNING, completes_stop, count_until_end
+from medusa_jax.decoding.stopping import LIMIT, RUNNING, completes_stop, count_until_end
 from medusa_jax.heads.drafter import Backbone, Committed, Drafter
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.product import at_least_f32
@@ -36,8 +37,14 @@ def decode_step(
     verified = verify(engine, backbone, state, tree, drafts)
     accepted = engine.rule.accept(verified)
     emitted_BL = emitted_tokens(verified, accepted)
+    logprobs = None
+    if engine.logprobs is not None:  # a token was chosen at the node before it
+        logits_BLV = jnp.take_along_axis(
+            verified.logits_BMV, accepted.path_BL[..., None], axis=1
+        )
+        logprobs = logprobs_of(logits_BLV, emitted_BL, engine.logprobs)
     state = commit(engine, heads, backbone, state, verified, accepted, emitted_BL)
-    return append(state, emitted_BL, accepted.n_B + 1)
+    return append(state, emitted_BL, accepted.n_B + 1, logprobs)
 
 
 class Drafts(NamedTuple):
@@ -201,23 +208,31 @@ def commit(
     )
 
 
-def append(state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array) -> DecodeState:
+def append(
+    state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array, logprobs: Logprobs | None
+) -> DecodeState:
     """Write the first n tokens of a step behind the text of each running row, and count the step.
 
     The first n - 1 are accepted drafts of depth 1, 2, ...; the n-th is the verifier's own.
     """
-    new, count_B = emit(state, emitted_BL, n_B)
+    new, count_B = emit(state, emitted_BL, n_B, logprobs)
     bin_BL = jnp.arange(1, emitted_BL.shape[1] + 1)[None, :] == count_B[:, None]
+    steps_B = state.steps_B + (state.status_B == RUNNING)
+    last_B = (new.status_B == RUNNING) & (steps_B >= state.max_steps_B)
     return new.replace(
-        steps_B=state.steps_B + (state.status_B == RUNNING),
+        steps_B=steps_B,
+        status_B=jnp.where(last_B, LIMIT, new.status_B),
         histogram_BL=state.histogram_BL + bin_BL.astype(jnp.int32),
     )
 
 
 def emit(
-    state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array
+    state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array, logprobs: Logprobs | None
 ) -> tuple[DecodeState, jax.Array]:
     """Write the first n tokens of each running row into its output and see whether it ends.
+
+    Args:
+      logprobs: of those tokens, if the engine keeps them.
 
     Returns: the state, and how many tokens of each row stayed.
     """
@@ -230,9 +245,14 @@ def emit(
     count_B, status_B = count_until_end(stops_BL, n_B, state.limit_B - state.n_new_B)
     running_B = state.status_B == RUNNING
     count_B = jnp.where(running_B, count_B, 0)
+    if logprobs is not None:
+        logprobs = jax.tree.map(
+            lambda old, new: write_tokens(old, new, state.n_new_B), state.logprobs, logprobs
+        )
     new = state.replace(
         tokens_BO=tokens_BO,
         depth_BO=depth_BO,
+        logprobs=logprobs,
         n_new_B=state.n_new_B + count_B,
         status_B=jnp.where(running_B, status_B, state.status_B),
     )
@@ -240,8 +260,11 @@ def emit(
 
 
 def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.Array:
-    """Row b with its L new entries from place `at[b]` on; the caller keeps at + L <= O."""
-    write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
+    """Row b with its L new entries from place `at[b]` on; the caller keeps at + L <= O.
+
+    An entry may be a number or an array: [B, O, ...] and [B, L, ...].
+    """
+    write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
     return write(row_BO, new_BL.astype(row_BO.dtype), at_B)
 
 

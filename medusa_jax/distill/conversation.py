@@ -47,9 +47,10 @@ class Converse:
 
     Args:
       tokenizer, context: of the model.
-      decode: (prompts of token ids, row seeds, stop strings) -> results.
+      decode: (prompts of token ids, row seeds, stop strings; None where the assistant speaks) ->
+        results.
       template: a shipped chat template, "" for the tokenizer's own.
-      self_talk: whether the model speaks for the user after the first turn.
+      self_talk: whether the model speaks for the user after the seed's own turns.
       max_turns: most answers in a conversation.
     """
 
@@ -63,6 +64,8 @@ class Converse:
     def __call__(self, seeds: Sequence[Seed]) -> list[dict[str, Any]]:
         """One record per seed, in order."""
         talks = [self.begin(seed) for seed in seeds]
+        if silent := [talk for talk in talks if talk.seed.silent]:
+            self.ask(silent)
         turn = 1
         while any(talk.open for talk in talks):
             self.answer([talk for talk in talks if talk.open])
@@ -85,7 +88,7 @@ class Converse:
             talk.messages.append({"role": "system", "content": seed.system})
         if seed.turns:
             talk.messages.append(user(seed.turns[0]))
-        else:
+        elif not seed.silent:
             talk.end("the seed has no user turn")
         return talk
 
@@ -107,7 +110,7 @@ class Converse:
             if self.fits(talk, ids):
                 asked.append(talk)
                 prompts.append(ids)
-        for talk, result in zip(asked, self.run(asked, prompts, ())):
+        for talk, result in zip(asked, self.run(asked, prompts, None)):
             text = self.text(result.token_ids)
             if not text:
                 talk.end("an empty answer")
@@ -124,7 +127,7 @@ class Converse:
                 talk.end(f"the answer was cut off ({result.finish_reason})")
 
     def ask(self, talks: list[Talk]) -> None:
-        """The next user turn of each, written by the model."""
+        """The next user turn of each, written by the model; the first one too (Magpie)."""
         asked, prompts, stops = [], [], []
         for talk in talks:
             ids, stop = chat.encode_user_opening(
@@ -148,7 +151,9 @@ class Converse:
         talk.end("the context is full")
         return False
 
-    def run(self, talks: list[Talk], prompts: list[list[int]], stops: Sequence[str]) -> Any:
+    def run(
+        self, talks: list[Talk], prompts: list[list[int]], stops: Sequence[str] | None
+    ) -> Any:
         if not talks:
             return []
         return self.decode(prompts, [talk.seed.number for talk in talks], stops)

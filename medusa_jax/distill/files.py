@@ -17,6 +17,9 @@ from medusa_jax.interop import chat
 # Sizes of a draft vocabulary whose share of the text is told.
 DRAFT_SIZES = (2048, 4096, 8192, 16384)
 
+# Flags that decide the user turns that a model writes.
+USER_TURNS = ("ask", "user_temperature", "user_tokens")
+
 
 def settings_of(
     flags: argparse.Namespace, mode: str, seeds: Sequence[Any], model: Any
@@ -33,6 +36,7 @@ def settings_of(
         "mode": mode,
         **{name: getattr(flags, name) for name in names},
         "max_turns": flags.max_turns if mode != "continue" else None,
+        **({n: getattr(flags, n) for n in USER_TURNS} if mode == "self_talk" else {}),
         "seeds": len(seeds),
         "seeds_sha256": digest,
         "no_repeat_ngram_size": model.no_repeat_ngram_size,

@@ -6,7 +6,8 @@ Three ways to get text out of a model:
     multi_turn   a chat model answers the seed's user turns one after the other; the seed's own
                  answers are dropped
     self_talk    a chat model answers the seed's first user turn, then writes the next user turn
-                 itself, and so on (models trained on both roles can, the paper names Zephyr)
+                 itself, and so on (models trained on both roles can, the paper names Zephyr);
+                 with --ask it writes the first one too
 """
 
 import dataclasses
@@ -29,12 +30,14 @@ class Seed:
       prompt: text or token ids to go on with ("continue" only).
       system: system text, "" for none.
       turns: what the user says, in order.
+      silent: whether the model, as the user, begins the conversation itself.
     """
 
     number: int
     prompt: str | list[int] = ""
     system: str = ""
     turns: tuple[str, ...] = ()
+    silent: bool = False
 
 
 def read_seed(number: int, record: Any) -> Seed:
@@ -95,6 +98,11 @@ def read_seeds(source: str, split: str, limit: int) -> list[Seed]:
             "conversations"
         )
     return seeds
+
+
+def silent_seeds(n: int) -> list[Seed]:
+    """Seeds of conversations that the model begins itself, as the user (Magpie, arXiv 2406.08464)."""
+    return [Seed(number, silent=True) for number in range(n)]
 
 
 def mode_for(seeds: Sequence[Seed], mode: str) -> str:

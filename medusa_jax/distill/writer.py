@@ -75,15 +75,26 @@ class Writer:
             model.tokenizer, model.config.max_position, self.decode, flags.chat_template,
             mode == "self_talk", flags.max_turns,
         )  # fmt: skip
+        self.user_options = dataclasses.replace(
+            options, temperature=flags.user_temperature, max_new_tokens=flags.user_tokens
+        )
 
     def decode(
-        self, prompts: list[list[int]], numbers: list[int], stops: Sequence[str] = ()
+        self,
+        prompts: list[list[int]],
+        numbers: list[int],
+        stops: Sequence[str] | None = None,
     ) -> list[Any]:
-        """Continue prompts. Every seed has its own draws; rows are padded to one batch size."""
+        """Continue prompts. Every seed has its own draws; rows are padded to one batch size.
+
+        Args:
+          stops: for user turns, the string that ends each, "" for none.
+        """
+        options = self.options if stops is None else self.user_options
         rows = [
             dataclasses.replace(
-                self.options,
-                seed=self.options.seed + number,
+                options,
+                seed=options.seed + number,
                 stop=(stops[i],) if stops and stops[i] else (),
             )
             for i, number in enumerate(numbers)

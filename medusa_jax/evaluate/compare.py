@@ -14,6 +14,7 @@ from medusa_jax.api import Model, Options, Result
 from medusa_jax.decoding.generate import MIN_PROMPT, power_of_two
 from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
+from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree import Tree
@@ -76,7 +77,15 @@ def compare(
 
     `ids` as for `Model.generate`. With a lossy acceptance the autoregressive side uses plain
     sampling (or greedy).
+
+    Raises:
+      UserError: a limit in steps, at which the two texts end in different places.
     """
+    rows = options if isinstance(options, Sequence) else [options]
+    if any(o.max_steps for o in rows):
+        raise UserError(
+            "max_steps ends a drafted text and a plain one in different places: compare without it"
+        )
     runs: dict[str, list[list[Result]]] = {"drafted": [], "plain": []}
     for _ in range(max(1, repeats)):
         runs["drafted"].append(

@@ -6,7 +6,7 @@ from typing import Any
 
 from medusa_jax.api import Model, Options
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.questions import framed
+from medusa_jax.evaluate.questions import framed, prompt_of
 from medusa_jax.interop.chat import encode_prompt, stop_ids
 
 # Instead of a template: turns and answers one behind the other, with an empty line between.
@@ -28,6 +28,21 @@ def ending_turns(model: Model, options: Options, template: str) -> Options:
         return options
     ends = {*model.eos_ids, *stop_ids(model.tokenizer, template)}
     return dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
+
+
+def asked(model: Model, record: dict[str, Any], template: str = "") -> str | list[int]:
+    """The prompt of a record; of a conversation, all up to its last user turn, for an answer.
+
+    Raises:
+      UserError: a conversation that the template refuses, or without a user turn.
+    """
+    if "messages" not in record:
+        return prompt_of(record)
+    messages = record["messages"]
+    users = [i for i, said in enumerate(messages) if said.get("role") == "user"]
+    if not users:
+        raise UserError("a conversation without a user turn leaves nothing to answer")
+    return encode_prompt(model.tokenizer, messages[: users[-1] + 1], template)
 
 
 def turn_prompt(

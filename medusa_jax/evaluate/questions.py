@@ -26,9 +26,15 @@ MT_BENCH = (
 )  # fmt: skip
 
 
-def read_prompts(path: str, limit: int = 0) -> list[Record]:
-    """Records of a JSONL file, each with `prompt` or `prompt_ids`; the first `limit`, 0 is all."""
+def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Record]:
+    """Records of a JSONL file, each with `prompt` or `prompt_ids`; the first `limit`, 0 is all.
+
+    Args:
+      messages: whether conversations as `distill` writes them will do as well.
+    """
     records = read_records(path)[: limit or None]
+    if messages and all("messages" in r for r in records):
+        return [r for r in records if r["messages"]]
     if not _are_prompts(records):
         raise UserError(f"every line of {path} needs 'prompt' or 'prompt_ids'")
     return records

@@ -11,7 +11,7 @@ from medusa_jax.api import Model, Options
 from medusa_jax.evaluate.answers import answer_line
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.questions import prompt_of
-from medusa_jax.evaluate.repetition import mean_repeated_ngram_share
+from medusa_jax.repetition import mean_repeated_ngram_share
 from medusa_jax.tree import Tree
 
 

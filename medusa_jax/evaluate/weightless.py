@@ -42,8 +42,9 @@ def abstract_variables(
 
     def placed(params: Params) -> Params:
         heads = jax.tree.map(lambda x: x.astype(dtype), params["heads"])
-        params = {"backbone": prepare(params["backbone"], config, dtype), "heads": heads}
-        return store(params, storage or Storage())
+        backbone = prepare(params["backbone"], config, dtype)
+        form = storage or Storage()
+        return {"backbone": store(backbone, form), "heads": store(heads, form.of_drafts)}
 
     return jax.eval_shape(placed, trained_shapes(config, drafter))
 
@@ -64,7 +65,7 @@ def prefill_arguments(
     ids = per_row(jnp.int32)
     prompt, output = (per_row(jnp.int32, n) for n in (power_of_two(tokens, 1), 64))
     stops = per_row(jnp.int32, 1, 1)
-    return engine, slots, variables, prompt, ids, ids, stops, sampling, output
+    return engine, slots, variables, prompt, *(ids,) * 3, stops, sampling, output
 
 
 def abstract_state(engine: Engine, variables: Params, tokens: int) -> DecodeState:

@@ -35,7 +35,8 @@ class Export:
       stored: the heads, not yet read.
       base: their backbone.
       base_name: what the files call it: a hub id or a path.
-      dtype: what tensors are stored in; "" keeps the heads' own type, the wider where they mix.
+      dtype: what tensors are stored in; "" keeps the heads' own type, the wider where they mix;
+        "int8" is for our own layout alone.
     """
 
     stored: StoredHeads
@@ -47,7 +48,8 @@ class Export:
     def params(self) -> Arrays:
         """Parameter path -> array in our orientation, all of one type."""
         arrays = self.stored.read(self.base.config)
-        kind = np.dtype(self.dtype) if self.dtype else widest(arrays)
+        # A byte a weight is a way to store them, from what they are (`to_native`).
+        kind = np.dtype(self.dtype) if self.dtype not in ("", "int8") else widest(arrays)
         return {path: array.astype(kind) for path, array in arrays.items()}
 
     @property
@@ -118,7 +120,8 @@ def to_native(export: Export, out: str) -> None:
     params = tensor_files.unflatten(export.params)
     if stored.ids is not None:
         params[vocabulary.GROUP] = {"ids": stored.ids}
-    heads_io.save_heads(out, stored.heads, params, base=record, recipe=recipe)
+    dtype = export.dtype or None
+    heads_io.save_heads(out, stored.heads, params, base=record, recipe=recipe, dtype=dtype)
     if os.path.isfile(tree):
         shutil.copy(tree, out)
 

@@ -3,8 +3,10 @@
 The own format is one directory with two files.
 
 `heads.safetensors` holds the parameters under their tree paths ("heads_0/layers_0/kernel"),
-shaped as in the tree, and the ids of a draft vocabulary as int32 under "draft_vocab/ids". `heads.json` says what they are: {"format": 1, "heads": {the fields of
-the drafter's Config}, "base": {"d_model", "vocab_size", "fingerprint"}, "recipe": {anything}}.
+shaped as in the tree (kernels perhaps in a byte a weight, `codes.py`), and the ids of a draft
+vocabulary as int32 under "draft_vocab/ids". `heads.json` says what they are: {"format": 1, "heads":
+{the fields of the drafter's Config}, "base": {"d_model", "vocab_size", "fingerprint"}, "recipe":
+{anything}}.
 """
 
 import dataclasses
@@ -12,12 +14,13 @@ import os
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import make_drafter, vocabulary
-from medusa_jax.interop import hf
+from medusa_jax.interop import codes, hf
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.own_heads import DESCRIPTION, FORMAT, IDS, OWN, WEIGHTS
 from medusa_jax.interop.published import open_heads
@@ -56,7 +59,8 @@ def save_heads(
       base: `describe_base` of the backbone that the heads were trained on.
       recipe: whatever says how they came about; JSON values.
       params: with the ids under "draft_vocab", where there is a draft vocabulary.
-      dtype: stored type; None keeps that of `params`. Ids stay ids.
+      dtype: stored type; None keeps that of `params`; "int8" is a byte a weight for kernels and
+        bfloat16 for the rest (`codes.py`). Ids stay ids.
 
     Raises:
       UserError: the directory cannot be written.
@@ -65,7 +69,11 @@ def save_heads(
         if name not in base:
             raise ValueError(f"base lacks {name!r}")
     flat = tensor_files.flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
-    arrays = {name: tensor_files.host_array(leaf, dtype) for name, leaf in flat.items()}
+    in_bytes = np.dtype(dtype or "float32") == np.int8
+    kind = "float32" if in_bytes else dtype
+    arrays = {name: tensor_files.host_array(leaf, kind) for name, leaf in flat.items()}
+    if in_bytes:
+        arrays = codes.encode(arrays)
     if heads.draft_vocab:
         ids = tensor_files.host_array(params[vocabulary.GROUP]["ids"], "int32")
         vocabulary.check_ids(ids, heads, base["vocab_size"], directory)

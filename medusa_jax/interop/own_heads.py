@@ -13,6 +13,7 @@ import numpy as np
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import drafter_class, vocabulary
+from medusa_jax.interop import codes
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensor import Tensors
@@ -38,6 +39,7 @@ def open_own(directory: str) -> StoredHeads:
     weights = os.path.join(directory, WEIGHTS)
     tensors = tensor_files.open_safetensors(weights)
     ids = _take_ids(weights, tensors, heads, base)
+    tensors = codes.decode(tensors, weights)
     _check_counts(weights, tensors, heads)
     return StoredHeads(
         weights, directory, OWN, heads, tensors, _same_name, meta=meta, base=base, ids=ids

@@ -50,6 +50,7 @@ _SAFETENSORS_DTYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
     "I32": "int32",
+    "I8": "int8",
 }
 
 
@@ -321,9 +322,12 @@ def host_array(x: Any, dtype: Any = None) -> np.ndarray:
 def sample_bytes(x: Any, count: int = 1024) -> bytes:
     """Up to `count` elements at even distances, rounded to bfloat16, as little-endian bytes.
 
-    Gathered by index, so the result does not depend on how `x` is laid out over devices.
+    Gathered by index, so the result does not depend on how `x` is laid out over devices. What
+    lies whole in the host's memory is read there: a gather is a program for each shape.
     """
     size = int(np.prod(x.shape))
+    if isinstance(x, jax.Array) and [d.platform for d in x.devices()] == ["cpu"]:
+        x = np.asarray(x)
     flat = np.arange(min(size, count), dtype=np.int64) * size // min(size, count)
     values = np.asarray(x[np.unravel_index(flat, x.shape)]).astype(np.float32)
     return values.astype(ml_dtypes.bfloat16).view(np.uint16).astype("<u2").tobytes()

@@ -50,8 +50,8 @@ def place_part(
 
 
 def place_head(part: Params, storage: Storage) -> Params:
-    """A stored part of the draft heads, in its type already: kernels in the form of `storage`."""
-    return jax.block_until_ready(_in_form(part, storage))
+    """A stored part of the draft heads, in its type already: kernels in their form of `storage`."""
+    return jax.block_until_ready(_in_form(part, storage.of_drafts))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))

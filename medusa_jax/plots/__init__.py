@@ -1,8 +1,9 @@
-"""Pictures: draft trees, the curves they are chosen by, rooflines, bars, text coloured by accepted depth."""
+"""Pictures: draft trees, a step on one, the curves they are chosen by, rooflines, bars, text coloured by accepted depth."""
 
 from medusa_jax.plots.bars import draw_bars
 from medusa_jax.plots.charts import Chart, draw_curves, draw_lines
 from medusa_jax.plots.roofline import draw_roofline
+from medusa_jax.plots.step import draw_mask, draw_step
 from medusa_jax.plots.text import accepted_text_svg, draw_accepted_text
 from medusa_jax.plots.tree import draw_tree, tree_layout
 
@@ -13,7 +14,9 @@ __all__ = [
     "draw_bars",
     "draw_curves",
     "draw_lines",
+    "draw_mask",
     "draw_roofline",
+    "draw_step",
     "draw_tree",
     "tree_layout",
 ]

@@ -2,12 +2,13 @@
 
 What `decoding/step.py` does on the device, printed part by part: the drafted tree, the mask, the
 target tokens, the accepted path, the cache's rows and what is appended. `docs/one_step.md` is the
-output for the demo in float64.
+output for the demo in float64, and with `--pictures` come those of `docs/concepts.md`.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from medusa_jax.evaluate.tables import markdown_table
 EXAMPLES = """examples:
   python -m medusa_jax walk --dtype float64
   python -m medusa_jax walk --prompt "import os" --tree cartesian:3,2 --step 4
+  python -m medusa_jax walk --dtype float64 --pictures docs/pictures
 """
 
 
@@ -29,6 +31,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompt", default="def parse(")
     p.add_argument("--tree", default="cartesian:2,2,1", help="as for decode.py")
     p.add_argument("--step", type=int, default=2, help="which step to show (default: 2)")
+    p.add_argument(
+        "--pictures", metavar="DIR", help="draw tree, mask and step there as well"
+    )
     p.set_defaults(no_repeat_ngram_size=0)
     return p
 
@@ -184,12 +189,39 @@ token is the next root.
 """
 
 
+def token_labels(model: Any, ids: Sequence[int]) -> list[str]:
+    """Tokens as pictures show them: line breaks and blanks made visible."""
+    texts = (model.tokenizer.decode([int(i)]) for i in ids)
+    return [
+        text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace(
+            " ", "\N{MIDDLE DOT}"
+        )
+        for text in texts
+    ]
+
+
+def draw(model: Any, prompt: str, n: int, directory: Path) -> None:
+    """The n-th step as tree.svg, mask.svg and step.svg."""
+    from medusa_jax.plots import draw_mask, draw_step, draw_tree
+
+    found, tree = take_steps(model, prompt, n), model.tree
+    labels = token_labels(model, found["nodes"])
+    kept = found["path"][: int(found["n"]) + 1].tolist()
+    [bonus] = token_labels(model, found["root"][1:])
+    draw_tree(tree.choices, path=directory / "tree.svg")
+    numbered = [f"{i} {label}" for i, label in enumerate(labels)]
+    draw_mask(tree.mask_MM, numbered, path=directory / "mask.svg")
+    draw_step(tree.choices, labels, kept, bonus, path=directory / "step.svg")
+
+
 def run(flags: argparse.Namespace) -> int:
     """Decode and print."""
     if flags.step < 1:
         raise UserError(f"--step is at least 1, not {flags.step}")
     model = load_model(flags, needs_heads=True, tree=flags.tree)
     print(describe(model, flags.prompt, flags.step), end="")
+    if flags.pictures:
+        draw(model, flags.prompt, flags.step, Path(flags.pictures))
     return 0
 
 

@@ -195,6 +195,23 @@ def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
     assert got[0]["token_ids"] == alone["token_ids"] != got[2]["token_ids"]
 
 
+def test_log_probabilities_and_a_limit_in_steps(decode, tmp_path):
+    flags = ("--max_steps", 3, "--logprobs", 2)
+    facts = json.loads(decode("--prompt", "the cat", "--json", *flags)[1])
+    assert facts["steps"] == 3 and facts["finish_reason"] == "steps"
+    assert len(facts["logprobs"]) == len(facts["top_logprobs"]) == facts["new_tokens"]
+    for token, own, places in zip(
+        *(facts[k] for k in ("token_ids", "logprobs", "top_logprobs"))
+    ):
+        assert places[0] == [token, own] and len(places) == 2  # greedy
+    file = tmp_path / "prompts.jsonl"
+    records = [{"prompt": "the cat", "logprobs": 2, "max_steps": 3}, {"prompt": "the cat"}]
+    file.write_text("\n".join(map(json.dumps, records)))
+    got = [json.loads(line) for line in decode("--prompts_file", file)[1].splitlines()]
+    assert got[0]["token_ids"] == facts["token_ids"] and "logprobs" not in got[1]
+    assert len(got[0]["top_logprobs"]) == facts["new_tokens"] and got[1]["new_tokens"] == 20
+
+
 def test_a_model_without_a_tokenizer_takes_and_gives_ids(
     directory, decode, refused, tmp_path
 ):
@@ -392,6 +409,8 @@ def test_trees_that_are_not_there(refused, tree, words):
         (("--top_p", "0"), "top_p"),
         (("--no_repeat_ngram_size", "-1"), "no_repeat_ngram_size must be 0"),
         (("--max_new_tokens", "0"), "max_new_tokens"),
+        (("--max_steps", "0"), "max_steps"),
+        (("--logprobs", "2"), "--logprobs is shown in JSON only"),
         (("--eos_ids", "2,x"), "--eos_ids is a list like 1,4,8"),
         (("--stop_sequence", "none"), "at least one token id"),
         (("--stop_sequence", "1,-4"), "stop_sequences are lists"),
@@ -429,6 +448,7 @@ def test_flags_that_are_unknown(decode, capsys, flags):
         ('{"prompt": "a", "temperature": -1}', "line 2: temperature"),
         ('{"prompt": "a", "seed": "x"}', "line 2"),
         ('{"prompt": "a", "max_new_tokens": 2.5}', "line 2"),
+        ('{"prompt": "a", "max_steps": "x"}', "line 2: 'max_steps' must be int"),
         ('{"prompt": "a", "stop": 5}', "line 2"),
         ('{"prompt": "a", "stop": [5]}', "line 2"),
         ('{"prompt": "a", "eos_ids": 5}', "line 2: 'eos_ids' must be a list of token ids"),

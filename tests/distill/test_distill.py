@@ -17,7 +17,7 @@ from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
 from medusa_jax.distill import files, writer
 from medusa_jax.distill.conversation import Converse
-from medusa_jax.distill.seeds import Seed, mode_for, read_seed
+from medusa_jax.distill.seeds import Seed, mode_for, read_seed, silent_seeds
 from medusa_jax.errors import UserError
 from medusa_jax.interop import chat, hf
 from medusa_jax.interop.tokenizer import load_tokenizer
@@ -153,6 +153,17 @@ def test_self_talk_writes_the_user_s_turns_too(tokenizer):
     assert script.asked[2] == (0, "<s>u hi\na yes</s>u", "a")
 
 
+def test_a_silent_seed_s_first_turn_is_the_model_s_own(tokenizer):
+    lines = {0: [("hi", "stop"), ("yes", "stop")], 1: [("endless", "length")]}
+    talk, script = converse(tokenizer, lines, self_talk=True, turns=1)
+    answered, unasked = talk(silent_seeds(2))
+    assert contents(answered) == ["hi", "yes"] and "problem" not in answered
+    assert not unasked["answers"] and "no further user turn" in unasked["problem"]
+    assert script.asked[0] == (0, "<s>u", "a") and script.asked[2] == (0, "<s>u hi\na", "")
+    # A seed that was meant to say something is not made up.
+    assert "no user turn" in talk([Seed(3)])[0]["problem"]
+
+
 @pytest.mark.parametrize(
     ("name", "opening", "stop"),
     [
@@ -262,6 +273,23 @@ def test_another_setting_is_not_mixed_in(model, seeds, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "temperature 0.8, now it is 0.9" in said
     assert (tmp_path / "messages.jsonl").read_bytes() == before
+
+
+def test_a_model_that_asks_itself(model, seeds, tmp_path, capsys):
+    """From nothing; user turns by their own temperature."""
+    flags = flags_for(model, tmp_path / "x", seeds, "--temperature=0")
+    flags = [f for f in flags if not f.startswith("--prompts")]
+    assert distill.main(flags) == 2
+    assert "either --prompts FILE or --ask N" in capsys.readouterr().err
+    assert distill.main([*flags, "--ask=8", "--mode=multi_turn"]) == 2
+    assert "--ask is for --mode self_talk" in capsys.readouterr().err
+    flags += ["--ask=8", "--max_turns=1"]
+    assert distill.main([*flags, "--user_temperature=1.5"]) == 0
+    lines = (tmp_path / "x" / "messages.jsonl").read_text().splitlines()
+    asked = [m[0]["content"] for line in lines if (m := json.loads(line)["messages"])]
+    assert len(lines) == 8 and len(set(asked)) == len(asked) > 1
+    assert distill.main([*flags, "--user_temperature=0.5"]) == 2
+    assert "user_temperature 1.5, now it is 0.5" in capsys.readouterr().err
 
 
 def test_killed_and_resumed_it_gives_the_same_file(model, seeds, tmp_path):

@@ -48,11 +48,21 @@ def test_random_weights_lie_as_decoding_reads_them(weights, tied):
     assert all(np.isfinite(v).all() and v.any() for v in values)
 
 
+@pytest.fixture
+def old_objects_aside():
+    """What tests before left is not looked through at every collection."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def live_bytes():
     gc.collect()
     return sum(x.nbytes for x in jax.live_arrays())
 
 
+@pytest.mark.usefixtures("old_objects_aside")
 def test_an_entry_is_made_and_placed_before_the_next(monkeypatch):
     """Eight layers: while one is placed, the device holds what is done and that layer, no more."""
     config = replace(TINY, n_layers=8)

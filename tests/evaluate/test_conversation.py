@@ -5,7 +5,7 @@ from tiny_model import write_model
 
 import medusa_jax
 from medusa_jax import UserError
-from medusa_jax.evaluate.conversation import PLAIN, find_template, turn_prompt
+from medusa_jax.evaluate.conversation import PLAIN, asked, find_template, turn_prompt
 from medusa_jax.interop.chat import encode_conversation
 
 
@@ -70,3 +70,20 @@ def test_other_turns_keep_both_ends(model):
     assert cut and text.startswith("begin") and text.endswith("end\n\nwell\n\nthen")
     with pytest.raises(UserError, match="question 5: a prompt of at most 3 tokens"):
         turn_prompt(model, question("ab", "the cat in the"), ["x" * 9], PLAIN, 3)
+
+
+def test_a_conversation_is_asked_up_to_its_last_question(model):
+    said = [
+        ("user", "the cat"),
+        ("assistant", "an answer"),
+        ("user", "a b"),
+        ("assistant", "x"),
+    ]
+    messages = [{"role": role, "content": text} for role, text in said]
+    ids = asked(model, {"messages": messages}, "vicuna")
+    talk = question("the cat", "a b")
+    assert ids == turn_prompt(model, talk, ["an answer"], "vicuna", 999)[0]
+    assert asked(model, {"messages": messages[:3]}, "vicuna") == ids
+    assert asked(model, {"prompt": "a b"}, "vicuna") == "a b"
+    with pytest.raises(UserError, match="without a user turn"):
+        asked(model, {"messages": messages[1:2]}, "vicuna")

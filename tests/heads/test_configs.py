@@ -1,5 +1,6 @@
 """The shipped configurations of draft heads: sound, and within the demo's size limit."""
 
+import re
 from pathlib import Path
 
 import family
@@ -35,5 +36,10 @@ def test_sound(file):
     assert f"--config=configs/{file.name}" in file.read_text()
     if file.stem.startswith("demo_"):  # as bundled, in bfloat16
         assert 2 * parameters(cfg, DEMO) < 4_950_000
+    elif file.stem.startswith("smollm2_"):  # what its docstring says
+        said = re.search(r"([0-9.]+) M\s+parameters", file.read_text())
+        assert parameters(cfg, cfg.model.arch) / 1e6 == pytest.approx(
+            float(said[1]), abs=0.05
+        )
     else:
         assert parameters(cfg, cfg.model.arch) > 1e8

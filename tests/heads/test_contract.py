@@ -237,7 +237,7 @@ def prefilled(engine, variables, monkeypatch, piece):
     monkeypatch.setattr(reading, "PIECE", piece)
     read = jax.jit(
         lambda variables: reading.prefill.__wrapped__(
-            engine, slots, variables, jnp.asarray(prompt), jnp.asarray(length), limit,
+            engine, slots, variables, jnp.asarray(prompt), jnp.asarray(length), limit, limit,
             jnp.asarray(pack_stops([()] * 4)), sampling_of(4), jnp.zeros((4, 64), jnp.int32),
         )
     )  # fmt: skip
@@ -261,7 +261,8 @@ def test_prompts_read_in_pieces_are_prompts_read_at_once(name, window, monkeypat
     engine, variables = engine_of(name, "greedy")
     config = dataclasses.replace(engine.llama.config, sliding_window=window)
     llama = engine.llama.clone(config=config)
-    engine = dataclasses.replace(engine, llama=llama, no_repeat_ngram_size=2)
+    more = {"no_repeat_ngram_size": 2, "logprobs": 2}
+    engine = dataclasses.replace(engine, llama=llama, **more)
     whole = prefilled(engine, variables, monkeypatch, 32)
     for module in (model.llama, layers):  # pieces of eight tokens are no longer short
         monkeypatch.setattr(module, "FEW", 4)

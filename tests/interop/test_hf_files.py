@@ -208,7 +208,7 @@ def test_keys_that_do_not_fit(copy):
         path, rf"'{name}' in .* has shape \[32, 48\], the configuration asks for \[48, 32\]"
     )
     save_file(state | {name: state[name].astype(np.int8)}, file)
-    load_fails(path, rf"'{name}' in .* is stored as I8; only float64.*quantised")
+    load_fails(path, rf"'{name}' in .* is stored as int8; only float64.*quantised")
     save_file({k: v for k, v in state.items() if "layers.1." not in k}, file)
     load_fails(path, r"weights hold 1 layers, config\.json says 2")
 

@@ -162,3 +162,25 @@ def test_a_model_that_should_speak_but_has_no_template(
     assert counts[0] == counts[1]
     assert decode.main([*given, "--chat"]) == 2
     assert "no chat template" in capsys.readouterr().err
+
+
+def test_a_question_goes_to_the_demo_where_the_package_is_missing(tiny, capsys):
+    names.NAMES["tiny"] = dataclasses.replace(tiny, package="no_such_package")
+    asked = flags("--prompt", "Hi")
+    decode_run.give_way_to_demo(asked)
+    assert asked.model is None
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "pip install tiny-package; the bundled demo" in said
+    for more in (["--json"], ["--drafter", "heads"], ["--chat", "vicuna"]):
+        asked = flags("--prompt", "Hi", *more)
+        decode_run.give_way_to_demo(asked)
+        assert asked.model == "tiny" and not capsys.readouterr().err
+    for quiet in (flags(), flags("--prompts_file", "x.jsonl")):
+        decode_run.give_way_to_demo(quiet)
+        assert quiet.model == "tiny"
+
+
+def test_an_installed_model_answers_itself(tiny):
+    asked = flags("--prompt", "Hi")
+    decode_run.give_way_to_demo(asked)
+    assert asked.model == "tiny"

@@ -66,6 +66,26 @@ def test_bad_lines_are_skipped_and_reported(vicuna, tmp_path, capsys):
     assert "4 samples skipped" in said and "1 x broken JSON" in said
 
 
+def test_samples_that_run_in_circles_are_left_out(vicuna, tmp_path, capsys):
+    """Only what counts is looked at; one rule for text and conversations; resumed by its own name."""
+    question = {"role": "user", "content": "and on " * 20}
+    said = ["one two three four five six", "on and " * 20]
+    talks = [{"messages": [question, {"role": "assistant", "content": s}]} for s in said]
+    source = tmp_path / "talk.jsonl"
+    source.write_text(
+        "\n".join(map(json.dumps, [*talks, {"text": said[1]}, {"text": said[0]}]))
+    )
+    options = {"chat_template": "vicuna", "seq_len": 256}
+    cfg = text_config(vicuna, tmp_path, source, **options)
+    assert len(samples_of(directory_of(cfg))) == 4
+    capsys.readouterr()
+    cfg = text_config(vicuna, tmp_path, source, max_repeats=0.5, **options)
+    tokenizer = load_tokenizer(vicuna)
+    kept = [tokenizer.decode(ids) for ids, _ in samples_of(directory_of(cfg))]
+    assert len(kept) == 2 and all("one two three" in text for text in kept)
+    assert "2 x repeats itself" in capsys.readouterr().err
+
+
 def test_nothing_usable_refuses_to_start(vicuna, tmp_path):
     source = tmp_path / "talk.jsonl"
     source.write_text('{"conversations": []}\n{bro\n')

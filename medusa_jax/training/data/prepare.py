@@ -17,6 +17,7 @@ from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
+from medusa_jax.repetition import repeated_ngram_share
 
 
 def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
@@ -46,6 +47,7 @@ def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
         pack.max_samples,
         pack.seq_len,
         pack.packing,
+        pack.max_repeats,
     ]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     directory = os.path.join(cfg.workdir, "tokens", digest)
@@ -189,7 +191,18 @@ class Encoder:
             kind = next((k for field, k in fields.items() if field in keys), "")
             if not kind:
                 return "none of the fields conversations, messages, text", []
-        return self.text(record) if kind == "text" else self.conversation(record, kind)
+        problem, pieces = (
+            self.text(record) if kind == "text" else self.conversation(record, kind)
+        )
+        kept = [piece for piece in pieces if not self.runs_in_circles(*piece)]
+        return (problem, kept) if kept or problem else ("repeats itself", [])
+
+    def runs_in_circles(self, ids: list[int], counted: list[int]) -> bool:
+        """Whether more 4-grams of what counts are repeats than `data.max_repeats` allows."""
+        if self.pack.max_repeats >= 1:
+            return False
+        own = [i for i, one in zip(ids, counted) if one]
+        return repeated_ngram_share(own) > self.pack.max_repeats
 
     def text(self, record: Any) -> tuple[str, list[tuple[list[int], list[int]]]]:
         """Every token counts; a long text becomes pieces of one row each."""

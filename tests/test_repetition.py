@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medusa_jax.evaluate.repetition import mean_repeated_ngram_share, repeated_ngram_share
+from medusa_jax.repetition import mean_repeated_ngram_share, repeated_ngram_share
 
 
 def test_worked_examples():

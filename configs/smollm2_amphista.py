@@ -1,0 +1,21 @@
+"""Amphista heads for SmolLM2-135M-Instruct: 4 heads, two adaptation layers, 8,192 tokens.
+
+    python train.py --config=configs/smollm2_amphista.py --workdir=work/smollm2/amphista
+
+Text, draft vocabulary and cached hidden states are those of smollm2_medusa.py. 7.5 M
+parameters.
+"""
+
+from configs.smollm2_medusa import get_config as medusa_config
+from medusa_jax.config import Config
+from medusa_jax.heads.amphista import AmphistaConfig
+
+
+def get_config() -> Config:
+    """Heads on the frozen model."""
+    cfg = medusa_config()
+    cfg.heads = AmphistaConfig(
+        n_heads=4, lm_head="shared", draft_vocab=8192, stage_d_ff=512
+    )
+    cfg.optim.lr = 2e-3
+    return cfg

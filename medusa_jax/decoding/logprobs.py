@@ -1,0 +1,47 @@
+"""Log-probabilities of the emitted tokens, and of the likeliest ones in their places.
+
+They are the model's own: of the verifier's logits at temperature 1, before any filter. What
+`no_repeat_ngram_size` bars has none. They come from the rows that the step has computed anyway, so
+asking for them takes no pass of its own; an engine that is not asked holds none of it.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from medusa_jax.model.product import at_least_f32
+
+
+class Logprobs(struct.PyTreeNode):
+    """Of O places of every row, in nats.
+
+    Attributes:
+      token_BO: log p of the token that stands there.
+      best_BON, best_ids_BON: the N largest of that place, falling, and whose they are. N may be 0.
+    """
+
+    token_BO: jax.Array
+    best_BON: jax.Array
+    best_ids_BON: jax.Array
+
+
+def no_logprobs(tokens_BO: jax.Array, n: int, dtype) -> Logprobs:
+    """Room for those of `tokens_BO`, with `n` alternatives each."""
+    shape, dtype = tokens_BO.shape, at_least_f32(dtype)
+    return Logprobs(
+        token_BO=jnp.zeros(shape, dtype),
+        best_BON=jnp.zeros((*shape, n), dtype),
+        best_ids_BON=jnp.zeros((*shape, n), jnp.int32),
+    )
+
+
+def logprobs_of(logits_BLV: jax.Array, tokens_BL: jax.Array, n: int) -> Logprobs:
+    """log softmax of the logits at `tokens_BL`, and its `n` largest with their tokens.
+
+    Example: logits [log 6, log 3, log 1] and token 1, n = 2: log 0.3; [log 0.6, log 0.3], [0, 1].
+    """
+    logits_BLV = logits_BLV.astype(at_least_f32(logits_BLV.dtype))
+    log_p_BLV = jax.nn.log_softmax(logits_BLV, axis=-1)
+    token_BL = jnp.take_along_axis(log_p_BLV, tokens_BL[..., None], axis=-1)[..., 0]
+    return Logprobs(token_BL, *lax.top_k(log_p_BLV, n))

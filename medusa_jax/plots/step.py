@@ -1,0 +1,102 @@
+"""One decode step as pictures: who sees whom in the verifying pass, and which path is kept."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from medusa_jax.errors import UserError
+from medusa_jax.plots.style import ACCENT, INK, new_figure, save_figure
+from medusa_jax.plots.tree import tree_layout
+
+KEPT, BONUS = ACCENT, "#3f9b58"
+
+
+def draw_mask(
+    mask_MM: Any, labels: Sequence[str], *, path: str | Path, title: str = ""
+) -> Path:
+    """Draws a tree's attention mask: a row for each node, a column for each slot that it may see.
+
+    Every node also sees the whole text before the tree, which the first column stands for.
+
+    Args:
+      mask_MM: `Tree.mask_MM`; [v, u] says whether node v sees node u.
+      labels: what node 0, 1, ... is called, root first.
+    """
+    M = len(labels)
+    if len(mask_MM) != M:
+        raise UserError(f"{M} labels for a mask of {len(mask_MM)} nodes.")
+    figure = new_figure(0.34 * M + 2.2, 0.34 * M + 1.4)
+    axes = figure.subplots()
+    seen = [(u, v) for v in range(M) for u in range(M) if mask_MM[v][u]]
+    cells = [(u, v) for u in range(-1, M) for v in range(M)]
+    square = {"marker": "s", "s": 330, "linewidths": 0}
+    axes.scatter(*zip(*cells, strict=True), color=INK, alpha=0.12, **square)
+    axes.scatter([-1] * M, range(M), color=INK, alpha=0.6, **square)
+    axes.scatter(*zip(*seen, strict=True), color=KEPT, **square)
+    axes.set_xticks(range(-1, M), ["text", *labels], rotation=90, color=INK, fontsize=8)
+    axes.set_yticks(range(M), labels, color=INK, fontsize=8)
+    for tick in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+        tick.set_parse_math(False)
+    axes.set_xlim(-1.6, M - 0.4)
+    axes.set_ylim(M - 0.4, -0.6)
+    axes.set_aspect("equal")
+    axes.tick_params(length=0, labelbottom=False, labeltop=True)
+    axes.spines[:].set_visible(False)
+    if title:
+        axes.set_title(title, color=INK, fontsize=10)
+    return save_figure(figure, path)
+
+
+def draw_step(
+    choices: Sequence[Sequence[int]],
+    labels: Sequence[str],
+    kept: Sequence[int],
+    bonus: str,
+    *,
+    path: str | Path,
+    title: str = "",
+) -> Path:
+    """Draws a drafted tree, the accepted path in colour and the bonus token below its end.
+
+    Args:
+      choices: in the order of `Tree.choices`, so that `labels` are those of node 0, 1, ...
+      labels: the tokens, root first.
+      kept: nodes of the accepted path, root first.
+      bonus: the token that the verifier puts behind it.
+    """
+    nodes = [(), *(tuple(c) for c in choices)]
+    if len(labels) != len(nodes):
+        raise UserError(f"{len(labels)} labels for a tree of {len(nodes)} nodes.")
+    place = tree_layout(choices)
+    depth = 1 + max(d for _, d in place.values())
+    n_leaves = 1 + max(x for x, _ in place.values())
+    figure = new_figure(max(4.0, 1.05 * n_leaves + 0.6), 0.8 * depth + 0.6)
+    axes = figure.subplots()
+    axes.set_axis_off()
+    path_nodes = [nodes[i] for i in kept]
+
+    def box(x: float, d: float, label: str, colour: str) -> None:
+        frame = {"boxstyle": "round,pad=0.3", "facecolor": colour, "edgecolor": "none"}
+        style = {"color": "white", "fontsize": 8, "family": "monospace", "zorder": 2}
+        centred = {"ha": "center", "va": "center", "parse_math": False}
+        axes.text(x, -d, label, bbox=frame, **style, **centred)
+
+    for node, label in zip(nodes, labels, strict=True):
+        x, d = place[node]
+        colour = KEPT if node in path_nodes else INK
+        if node:
+            width = 2.5 if node in path_nodes else 1.0
+            above = place[node[:-1]][0]
+            axes.plot([above, x], [1 - d, -d], color=colour, linewidth=width, zorder=1)
+        box(x, d, label, colour)
+    x, d = place[path_nodes[-1]]
+    # Beside the drafts that were refused below this node, if there are any.
+    aside = x + (0.5 if any(len(n) > d and n[:d] == path_nodes[-1] for n in nodes) else 0)
+    line = {"color": BONUS, "linewidth": 2.5, "linestyle": ":", "zorder": 1}
+    axes.plot([x, aside], [-d, -d - 1], **line)
+    box(aside, d + 1, bonus, BONUS)
+    axes.set_xlim(-0.7, n_leaves - 0.3)
+    axes.set_ylim(-depth - 0.4, 0.4)
+    if title:
+        axes.set_title(title, color=INK, fontsize=10)
+    return save_figure(figure, path)
