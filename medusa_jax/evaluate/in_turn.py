@@ -4,6 +4,7 @@ Times that were taken minutes apart do not compare on a machine with neighbours.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,7 +117,8 @@ def trained_tokens(recipe: dict[str, Any]) -> int | None:
         config.get("train", {}).get("batch_size"),
         config.get("data", {}).get("seq_len"),
     )
-    return int(np.prod(sizes)) if all(isinstance(n, int) for n in sizes) else None
+    known = [n for n in sizes if isinstance(n, int)]
+    return math.prod(known) if len(known) == len(sizes) else None
 
 
 def recipe_of(directory: str) -> dict[str, Any]:

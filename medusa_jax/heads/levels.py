@@ -83,6 +83,6 @@ def rank_given(
 def inner_nodes(levels: Sequence[Level], tree: Tree) -> list[np.ndarray]:
     """The nodes of each depth that have children, as nodes of the tree.
 
-    Example: for the tree of `Level`: [0], [1, 3], [4] if only [0, 0] of depth 2 had a child.
+    Example: for the tree of `Level`: [0] and [1, 3].
     """
     return [tree.level(depth)[level.nodes_P] for depth, level in enumerate(levels)]

@@ -220,7 +220,13 @@ def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
     progress = loop.generate(engine, variables, request)
     assert texts_of(progress) == plain_texts(acceptance)
     check_counts(progress)
-    assert (np.asarray(progress.histogram_BL).sum(0)[:3] > 0).all()
+    lengths = np.asarray(progress.histogram_BL).sum(0)
+    if (
+        name in BASELINES
+    ):  # not right by chance: a repeated text is right as far as its chain goes
+        assert lengths[0] > 0 and lengths[1:].sum() > 0
+    else:
+        assert (lengths[:3] > 0).all()
     *_, streamed = loop.stream(engine, variables, request, chunk_steps=3)
     assert texts_of(streamed) == plain_texts(acceptance)
 
