@@ -14,7 +14,7 @@ from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine, text_slots
 from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import RUNNING
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.drafter import Backbone, Committed
 from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import pin_state
 
@@ -97,13 +97,9 @@ def prefill(
         root_B = first[0]
         next_BT = lax.dynamic_slice_in_dim(following_BT, begin, piece, axis=1)
         next_BT = jnp.where(is_last_BT, root_B[:, None], next_BT)
-        rows = (
-            hidden_BTD,
-            next_BT,
-            position_BT,
-            jnp.clip(prompt_length_B - begin, 0, piece),
-        )
-        drafter = engine.drafter.commit(variables["heads"], backbone, drafter, *rows)
+        n_B = jnp.clip(prompt_length_B - begin, 0, piece)
+        new = Committed(hidden_BTD, tokens_BT, next_BT, position_BT, n_B)
+        drafter = engine.drafter.commit(variables["heads"], backbone, drafter, new)
         return cache, drafter, first
 
     following_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)
