@@ -20,6 +20,7 @@ FLOORS = [
     {"decoding", "training"},
     {"api"},
     {"evaluate", "distill"},
+    {"serving"},
     {"commands"},
     {"research"},
     {"demo"},
