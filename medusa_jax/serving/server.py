@@ -114,7 +114,7 @@ class Server:
           deliver: for each, whom its deltas are told instead of the handle.
 
         Raises:
-          as for `submit`.
+          UserError, Busy, Stopped: as for `submit`.
         """
         handles = [Handle(self._notify) for _ in requests]
         jobs = [
