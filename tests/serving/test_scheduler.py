@@ -27,7 +27,10 @@ def model(tmp_path_factory):
     jax.config.update("jax_enable_x64", True)
     path = tmp_path_factory.mktemp("model")
     write_model(path, max_position=400)
-    return medusa_jax.load(str(path), str(path / "heads"), tree=TREE, dtype="float64")
+    heads = str(path / "heads")
+    # With bars on repeats, which a row's text so far decides, prompt and reused start included.
+    bars = {"no_repeat_ngram_size": 3}
+    return medusa_jax.load(str(path), heads, tree=TREE, dtype="float64", **bars)
 
 
 class Client:

@@ -129,7 +129,7 @@ def _common(
         "top_k": fields.whole("top_k", 0, 0, 2**31 - 1),
         "min_p": float(fields.number("min_p", 0.0, 0, 1)),
         "epsilon": float(fields.number("epsilon", 0.09, 0, 1)),
-        "delta": float(fields.number("delta", 0.3, 0)),
+        "delta": float(fields.number("delta", 0.3, 0, 100)),
         "seed": secrets.randbits(32) if seed is None else seed % 2**32,
         "stop": _stops(fields),
     }
