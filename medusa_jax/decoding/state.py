@@ -74,7 +74,7 @@ class DecodeState(struct.PyTreeNode):
       stop_BQW: token sequences that end the row, see `stopping.pack_stops`.
       length_B: text positions in the cache; the root is not in it yet.
       root_B: the last emitted token.
-      status_B: RUNNING, STOPPED (EOS or stop sequence) or LIMIT (`stopping`).
+      status_B: RUNNING, STOPPED (EOS or stop sequence), LIMIT or PAUSED (`stopping`).
       steps_B: decode steps the row took part in.
       histogram_BL: steps that appended 1, 2, ..., L tokens.
       text_BS: prompt and emitted tokens at their positions, the root the last that counts;

@@ -11,7 +11,13 @@ from medusa_jax.decoding.acceptance import Accepted, Verified
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.repeats import texts_behind, without_repeats
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
-from medusa_jax.decoding.stopping import LIMIT, RUNNING, completes_stop, count_until_end
+from medusa_jax.decoding.stopping import (
+    LIMIT,
+    PAUSED,
+    RUNNING,
+    completes_stop,
+    count_until_end,
+)
 from medusa_jax.heads.drafter import Backbone, Committed, Drafter
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.product import at_least_f32
@@ -216,7 +222,8 @@ def append(
     The first n - 1 are accepted drafts of depth 1, 2, ...; the n-th is the verifier's own.
     """
     new, count_B = emit(state, emitted_BL, n_B, logprobs)
-    bin_BL = jnp.arange(1, emitted_BL.shape[1] + 1)[None, :] == count_B[:, None]
+    # The state's bins, which may be more than this tree is deep.
+    bin_BL = jnp.arange(1, state.histogram_BL.shape[1] + 1)[None, :] == count_B[:, None]
     steps_B = state.steps_B + (state.status_B == RUNNING)
     last_B = (new.status_B == RUNNING) & (steps_B >= state.max_steps_B)
     return new.replace(
@@ -272,7 +279,7 @@ def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.A
 def decode_loop(
     engine: Engine, variables: dict[str, Any], state: DecodeState, max_steps: jax.Array
 ) -> tuple[DecodeState, Progress]:
-    """Steps until every row has ended, a running row lacks room in the cache, or `max_steps`.
+    """Steps until every row has ended, one that has not lacks room in the cache, or `max_steps`.
 
     Compiled once per cache size: the cost of a step follows the slots there are, so the
     drivers grow the cache with the text.
@@ -282,7 +289,9 @@ def decode_loop(
     def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         step, state = carry
         running_B = state.status_B == RUNNING
-        fits = jnp.max(jnp.where(running_B, state.length_B, 0)) + R <= slots
+        # Steps write R slots of paused rows as well, behind their text.
+        alive_B = running_B | (state.status_B == PAUSED)
+        fits = jnp.max(jnp.where(alive_B, state.length_B, 0)) + R <= slots
         return (step < max_steps) & jnp.any(running_B) & fits
 
     def one(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:

@@ -249,6 +249,9 @@ class Amphista(Drafter):
     def grow(self, state: LayerState, slots: int) -> LayerState:
         return state.grown(slots)
 
+    def rewound(self, state: LayerState, length_B: jax.Array) -> LayerState:
+        return state.rewound(length_B)
+
     def commit(
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:

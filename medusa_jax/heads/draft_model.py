@@ -104,6 +104,9 @@ class DraftModel(Untrained):
     def grow(self, state: DraftState, slots: int) -> DraftState:
         return state.replace(cache=state.cache.grown(slots + 1))
 
+    def rewound(self, state: DraftState, length_B: jax.Array) -> DraftState:
+        return state.replace(length_B=length_B)
+
     def commit(
         self, params: Params, backbone: Backbone, state: DraftState, new: Committed
     ) -> DraftState:

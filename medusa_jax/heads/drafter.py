@@ -249,6 +249,14 @@ class Drafter:
         """The same state with room for `slots` cache slots (a drafter without one: itself)."""
         return state
 
+    def rewound(self, state: Any, length_B: jax.Array) -> Any:
+        """The state to go on from behind the first `length_B` positions of the text taken in.
+
+        The next `commit` begins there and has at least one position, so that what a state
+        holds of the last one alone may stay: it is replaced.
+        """
+        return state
+
     def propose(
         self,
         params: Params,

@@ -71,6 +71,9 @@ class PromptLookup(Untrained):
     def grow(self, state: TextState, slots: int) -> TextState:
         return state.grown(slots)
 
+    def rewound(self, state: TextState, length_B: jax.Array) -> TextState:
+        return state.rewound(length_B)
+
     def commit(
         self, params: Params, backbone: Backbone, state: TextState, new: Committed
     ) -> TextState:

@@ -37,6 +37,10 @@ class TextState(struct.PyTreeNode):
         text_BS = write(self.text_BS, tokens_BT, self.length_B)
         return TextState(text_BS, self.length_B + new.n_B)
 
+    def rewound(self, length_B: jax.Array) -> "TextState":
+        """The same, of which the first tokens count."""
+        return self.replace(length_B=length_B)
+
     def grown(self, slots: int) -> "TextState":
         """The same with room for `slots` tokens."""
         more = slots - self.text_BS.shape[1]

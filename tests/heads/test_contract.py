@@ -90,6 +90,39 @@ def test_decoding_reads_the_features_that_training_gave(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_state_goes_on_from_an_earlier_position(name):
+    """Of a text that parts from the first behind 3 and 5 positions, only the rest is taken in."""
+    backbone, drafter, params = noisy(name)
+    rng = np.random.default_rng(5)
+    first, tokens, positions, _ = family.random_rows(rng, 2, 16)
+    parted = np.array([3, 5], np.int32)
+    behind = positions >= parted[:, None]
+    second = np.where(behind[..., None], rng.standard_normal(first.shape), first)
+    # A position is taken in with the token behind it, so the last shared one changes with that.
+    followed = np.where(positions > parted[:, None], (tokens + 5) % family.V, tokens)
+    commit = jax.jit(lambda state, *rows: drafter.commit(params, backbone, state, *rows))
+
+    def taken(state, hidden, tokens, begin, n):
+        at = begin[:, None] + np.arange(10)[None]
+        row = np.arange(2)[:, None]
+        return commit(state, hidden[row, at], tokens[row, at + 1], at, n)
+
+    start, zero = drafter.start(2, 64, jnp.float64), np.zeros(2, np.int32)
+    whole = taken(start, first, tokens, zero, zero + 8)
+    again = drafter.rewound(whole, parted)
+    again = taken(again, second, followed, parted, zero + 4)
+    fresh = taken(start, second, followed, zero, parted + 4)
+    for mine, other in zip(*(jax.tree.leaves(last_of(s)) for s in (again, fresh))):
+        assert_close(mine, other)
+
+
+def last_of(state):
+    """What a state holds of the last position, and how many it has."""
+    own = isinstance(state, layers.LayerState)
+    return (state.context_BSD, state.length_B) if own else state
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_texts_packed_into_a_row_do_not_see_each_other(name):
     backbone, drafter, params = noisy(name)
     rng = np.random.default_rng(2)
