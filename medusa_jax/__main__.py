@@ -8,6 +8,7 @@ from collections.abc import Sequence
 # Command -> (module with `main(argv)`, what it does).
 COMMANDS: dict[str, tuple[str, str]] = {
     "decode": ("commands.decode", "generate, stream, chat, compare with plain decoding"),
+    "serve": ("commands.serve", "an OpenAI-compatible port for many requests, and a page"),
     "train": ("commands.train", "train backbones and heads"),
     "calibrate": ("commands.calibrate", "fit the tree to heads and device"),
     "convert": ("commands.convert", "heads from and to the layouts of other engines"),

@@ -21,6 +21,7 @@ FLOORS = [
     {"decoding", "training"},
     {"api"},
     {"evaluate", "distill"},
+    {"serving"},
     {"commands"},
     {"research"},
     {"demo"},

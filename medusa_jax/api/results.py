@@ -214,22 +214,24 @@ def results_of(
                 prefill_seconds=seconds[0],
                 decode_seconds=seconds[1],
                 compile_seconds=seconds[2],
-                **_logprobs(progress, row, int(counts[row]), options.logprobs),
+                **logprobs_of_row(progress, row, slice(int(counts[row])), options.logprobs),
             )
         )
     return results
 
 
-def _logprobs(progress: Progress, row: int, tokens: int, n: int | None) -> dict[str, Any]:
-    """The fields of a result that hold log-probabilities, with `n` alternatives."""
+def logprobs_of_row(
+    progress: Progress, row: int, places: slice, n: int | None
+) -> dict[str, Any]:
+    """The fields of a result that hold log-probabilities, with `n` alternatives, of some tokens."""
     if n is None or progress.logprobs is None:
         return {}
-    kept = jax.tree.map(lambda x: np.asarray(x)[row, :tokens].tolist(), progress.logprobs)
-    places = zip(kept.best_ids_BON, kept.best_BON)
+    kept = jax.tree.map(lambda x: np.asarray(x)[row, places].tolist(), progress.logprobs)
+    likeliest = zip(kept.best_ids_BON, kept.best_BON)
     return {
         "logprobs": kept.token_BO,
         "top_logprobs": [
             [(i, p) for i, p in zip(ids[:n], best[:n]) if p > -math.inf]
-            for ids, best in places
+            for ids, best in likeliest
         ],
     }

@@ -28,6 +28,24 @@ class StoppingText:
         self.tokens_used += 1
         return self._release(self._decoder.push([token]), final=False)
 
+    def take(
+        self, tokens: Sequence[int], depths: Sequence[int], ended: bool
+    ) -> list[tuple[str, int]]:
+        """Take in tokens; returns the text that may be shown, in pairs of text and draft depth.
+
+        Args:
+          depths: the tree depths that they were accepted at.
+          ended: the row ends behind them.
+        """
+        parts = [
+            (piece, depth)
+            for token, depth in zip(tokens, depths)
+            if (piece := self.push(token))
+        ]
+        if ended and (rest := self.flush()):
+            parts.append((rest, 0))
+        return parts
+
     def flush(self) -> str:
         """The rest of the text, once the row has ended."""
         return "" if self.stopped else self._release(self._decoder.flush(), final=True)
@@ -68,14 +86,10 @@ class GrowingTexts:
         self._ended = np.asarray(progress.status_B) != RUNNING
         pieces = []
         for row, text in enumerate(self.rows):
-            parts = [
-                (piece, int(depths[row, i]))
-                for i in range(self._seen[row], int(counts[row]))
-                if (piece := text.push(int(tokens[row, i])))
-            ]
+            new = slice(self._seen[row], int(counts[row]))
+            found = tokens[row, new].tolist(), depths[row, new].tolist()
+            parts = text.take(*found, bool(self._ended[row]))
             self._seen[row] = int(counts[row])
-            if self._ended[row] and (rest := text.flush()):
-                parts.append((rest, 0))
             if parts:
                 pieces.append(Piece(row, "".join(p for p, _ in parts), parts))
         return pieces

@@ -1,12 +1,13 @@
 """`decode.py --chat` without a prompt: a conversation at the terminal."""
 
+import itertools
 import sys
-from typing import Any
 
-from medusa_jax.api import Model, Options
+from medusa_jax.api import Options
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import encode_prompt, template_source
+from medusa_jax.serving import Request, Server
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it; Ctrl-C stops a reply"
 
@@ -14,18 +15,20 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it; Ctrl-C stops a
 class Chat:
     """Turns of user and assistant, rendered by a chat template before every reply.
 
+    A server of one slot keeps what the turns before came to: only what is new is read.
+
     Attributes:
       messages: the conversation so far, a stopped reply as far as it was shown.
     """
 
     def __init__(
-        self, model: Model, options: Options, template: str, engine_options: dict[str, Any]
+        self, server: Server, options: Options, template: str, acceptance: str
     ) -> None:
-        template_source(model.tokenizer, template)  # refuse at once if there is none
-        self.model = model
+        self.server, self.model = server, server.model
+        template_source(self.model.tokenizer, template)  # refuse at once if there is none
         self.options = options
         self.template = template
-        self.engine_options = engine_options
+        self.acceptance = acceptance
         self.messages: list[dict[str, str]] = []
 
     def run(self) -> int:
@@ -59,26 +62,24 @@ class Chat:
         self.messages.append({"role": "user", "content": text})
         try:
             prompt = self.fitting_prompt()
-            with announced("compiling"):
-                self.model.compile([prompt], self.options, **self.engine_options)
-        except (UserError, KeyboardInterrupt) as error:
+            request = Request(prompt, self.options, acceptance=self.acceptance)
+            handle = self.server.submit(request)
+        except UserError:
             self.messages.pop()
-            if isinstance(error, UserError):
-                raise
-            inform("(stopped)")
-            return ""
+            raise
         shown = ""
         ended = ""
         try:
-            for pieces, results in self.model.stream(
-                [prompt], self.options, **self.engine_options
-            ):
-                ended = results[0].finish_reason if results else ""
-                for piece in pieces:
-                    shown += piece.text
-                    sys.stdout.write(piece.text)
-                    sys.stdout.flush()
+            deltas = iter(handle)
+            with announced("compiling"):
+                first = next(deltas)
+            for delta in itertools.chain([first], deltas):
+                ended = delta.ending.result.finish_reason if delta.ending else ""
+                shown += delta.text
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
         except KeyboardInterrupt:
+            handle.cancel()
             inform("\n(stopped)")
         else:
             sys.stdout.write("\n")

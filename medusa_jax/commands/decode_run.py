@@ -25,6 +25,7 @@ from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.conversation import ending_turns
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.names import file_of, named, speaks
+from medusa_jax.serving import Server
 
 # Accepted drafts by depth: green, cyan, blue, magenta, yellow; the verifier's own tokens plain.
 COLOURS = (32, 36, 34, 35, 33)
@@ -53,12 +54,13 @@ def run(flags: argparse.Namespace) -> int:
         batch=min(flags.batch_size, max(1, len(prompts))),
         all_heads=False,
     )
-    if flags.tree == "auto" and model.variables["heads"] and not model.tree.depth:
+    if flags.tree == "auto" and model.drafts and not model.tree.depth:
         inform("plain decoding: no tree pays on this device")
     engine_options = {"acceptance": flags.acceptance}
     if template is not None and talking:
         own = ending_turns(model, Options(**shared_options(flags)), template)
-        return Chat(model, own, template, engine_options).run()
+        with Server(model, slots=1) as server:
+            return Chat(server, own, template, flags.acceptance).run()
     if flags.chat is None and not model.tokenizer.chat_template:
         template = None
     if template is not None:

@@ -1,26 +1,123 @@
 """Reading prompts: a piece at a time, behind the pieces before it."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.acceptance.targets import target_tokens
-from medusa_jax.decoding.logprobs import logprobs_of, no_logprobs
+from medusa_jax.decoding.logprobs import Logprobs, logprobs_of, no_logprobs
 from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine, text_slots
 from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import RUNNING
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.drafter import Backbone, Committed
 from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import pin_state
 
 # Tokens of a prompt that are read at once: enough for the arithmetic to outweigh reading the
 # weights on any device, few enough for their activations to be small beside the weights.
 PIECE = 512
+
+
+def room_for_logprobs(engine: Engine, tokens_BO: jax.Array) -> Logprobs | None:
+    """Room for those of new tokens; None where the engine keeps none."""
+    n = engine.logprobs
+    return None if n is None else no_logprobs(tokens_BO, n, engine.llama.dtype)
+
+
+class Read(NamedTuple):
+    """What reading has come to.
+
+    Attributes:
+      cache, drafter: as in `DecodeState`.
+      root_B: the first new token of the rows whose prompt has been read to its end.
+      logprobs: its log-probabilities; None unless they are asked for.
+    """
+
+    cache: KVCache
+    drafter: Any
+    root_B: jax.Array
+    logprobs: Logprobs | None
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of every prompt.
+
+    Attributes:
+      tokens_BT: the tokens, right-padded.
+      next_BT: the token behind each; the one behind a prompt's end may be anything.
+      begin_B: the position of the first.
+      length_B: tokens of the whole prompt.
+    """
+
+    tokens_BT: jax.Array
+    next_BT: jax.Array
+    begin_B: jax.Array
+    length_B: jax.Array
+
+
+def nothing_read(engine: Engine, cache: KVCache, drafter: Any, like_B: jax.Array) -> Read:
+    """What reading begins with."""
+    zero_B = jnp.zeros_like(like_B)
+    return Read(cache, drafter, zero_B, room_for_logprobs(engine, zero_B[:, None]))
+
+
+def read_piece(
+    engine: Engine,
+    variables: dict[str, Any],
+    sampling: Sampling,
+    text_BS: jax.Array | None,
+    read: Read,
+    piece: Piece,
+    whole: bool = False,
+) -> Read:
+    """Take in a piece of every prompt, and choose the first token of the rows that end in it.
+
+    Args:
+      text_BS: the prompts as far as this piece; None unless n-grams are barred.
+      whole: every prompt ends in this piece, which need not be asked then.
+    """
+    tokens_BT, next_BT, begin_B, length_B = piece
+    T = tokens_BT.shape[1]
+    backbone = Backbone(engine.llama, variables["backbone"])
+    position_BT = begin_B[:, None] + jnp.arange(T)[None, :]
+    last_B1 = (length_B - 1)[:, None]
+    is_last_BT = position_BT == last_B1
+    ends_B = jnp.any(is_last_BT, axis=1)
+    hidden_BTD, cache = backbone.decode(tokens_BT, position_BT, read.cache, begin_B)
+
+    def first_token() -> tuple[jax.Array, Logprobs | None]:
+        """The first token of every row, as if its prompt ended here, and its log-probabilities."""
+        here_B1 = jnp.clip(last_B1 - begin_B[:, None], 0, T - 1)
+        last_B1D = jnp.take_along_axis(hidden_BTD, here_B1[..., None], axis=1)
+        logits_B1V = backbone.lm_head(last_B1D)
+        if text_BS is not None:
+            logits_B1V = without_repeats(
+                logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram_size
+            )
+        drawn = engine.rule.noise is not None
+        root_B1 = target_tokens(logits_B1V, last_B1, sampling if drawn else None)
+        n = engine.logprobs
+        return root_B1[:, 0], None if n is None else logprobs_of(logits_B1V, root_B1, n)
+
+    first = read.root_B, read.logprobs
+    if whole:
+        first = first_token()
+    else:
+        first = lax.cond(
+            jnp.any(ends_B),
+            lambda: where_rows(ends_B, first_token(), first),
+            lambda: first,
+        )
+    next_BT = jnp.where(is_last_BT, first[0][:, None], next_BT)
+    count_B = jnp.clip(length_B - begin_B, 0, T)
+    new = Committed(hidden_BTD, tokens_BT, next_BT, position_BT, count_B)
+    drafter = engine.drafter.commit(variables["heads"], backbone, read.drafter, new)
+    return Read(cache, drafter, *first)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -55,68 +152,31 @@ def prefill(
     if T % piece:
         raise ValueError(f"{T} prompt tokens are no multiple of a piece of {piece}")
     config, dtype = engine.llama.config, engine.llama.dtype
-    backbone = Backbone(engine.llama, variables["backbone"])
     zero_B = jnp.zeros((B,), jnp.int32)
-    last_B1 = (prompt_length_B - 1)[:, None]
     text_BS = None
     if engine.no_repeat_ngram_size:
         text_BS = jnp.zeros((B, text_slots(engine, slots)), prompt_BT.dtype)
         text_BS = text_BS.at[:, :T].set(prompt_BT)
-
-    def first_token(hidden_B1D: jax.Array) -> tuple[jax.Array, Any]:
-        """The first token of every row, as if its prompt ended here, and its log-probabilities."""
-        logits_B1V = backbone.lm_head(hidden_B1D)
-        if text_BS is not None:
-            logits_B1V = without_repeats(
-                logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram_size
-            )
-        drawn = engine.rule.noise is not None
-        root_B1 = target_tokens(logits_B1V, last_B1, sampling if drawn else None)
-        n = engine.logprobs
-        return root_B1[:, 0], None if n is None else logprobs_of(logits_B1V, root_B1, n)
-
-    def read(i: Any, carry: tuple[KVCache, Any, Any]) -> Any:
-        """Piece i of every prompt; the first token of the rows that end in it."""
-        cache, drafter, first = carry
-        begin = i * piece
-        position_BT = jnp.broadcast_to(begin + jnp.arange(piece)[None, :], (B, piece))
-        tokens_BT = lax.dynamic_slice_in_dim(prompt_BT, begin, piece, axis=1)
-        hidden_BTD, cache = backbone.decode(tokens_BT, position_BT, cache, zero_B + begin)
-        here_B1 = jnp.clip(last_B1 - begin, 0, piece - 1)
-        last_B1D = jnp.take_along_axis(hidden_BTD, here_B1[..., None], axis=1)
-        is_last_BT = position_BT == last_B1
-        ends_B = jnp.any(is_last_BT, axis=1)
-        if piece == T:
-            first = first_token(last_B1D)
-        else:
-            first = lax.cond(
-                jnp.any(ends_B),
-                lambda: where_rows(ends_B, first_token(last_B1D), first),
-                lambda: first,
-            )
-        root_B = first[0]
-        next_BT = lax.dynamic_slice_in_dim(following_BT, begin, piece, axis=1)
-        next_BT = jnp.where(is_last_BT, root_B[:, None], next_BT)
-        rows = (
-            hidden_BTD,
-            next_BT,
-            position_BT,
-            jnp.clip(prompt_length_B - begin, 0, piece),
-        )
-        drafter = engine.drafter.commit(variables["heads"], backbone, drafter, *rows)
-        return cache, drafter, first
-
     following_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)
+
+    def read_next(i: Any, read: Read) -> Read:
+        begin = i * piece
+        tokens_BT, next_BT = (
+            lax.dynamic_slice_in_dim(x, begin, piece, axis=1)
+            for x in (prompt_BT, following_BT)
+        )
+        here = Piece(tokens_BT, next_BT, zero_B + begin, prompt_length_B)
+        return read_piece(engine, variables, sampling, text_BS, read, here, piece == T)
+
     sizes = (config.n_layers, B, slots, config.n_kv_heads, config.head_dim)
     drafter = engine.drafter.start(B, slots, dtype)
-    n = engine.logprobs
-    nothing = None if n is None else no_logprobs(zero_B[:, None], n, dtype)
-    carry = (KVCache.zeros(*sizes, dtype), drafter, (zero_B, nothing))
+    read = nothing_read(engine, KVCache.zeros(*sizes, dtype), drafter, zero_B)
     if piece == T:
-        cache, drafter, (root_B, logprobs) = read(0, carry)
+        read = read_next(0, read)
     else:  # only as far as the longest prompt goes
         pieces = -(-jnp.max(prompt_length_B) // piece)
-        cache, drafter, (root_B, logprobs) = lax.fori_loop(0, pieces, read, carry)
+        read = lax.fori_loop(0, pieces, read_next, read)
+    cache, drafter, root_B, logprobs = read
     if text_BS is not None:
         text_BS = write_tokens(text_BS, root_B[:, None], prompt_length_B)
     state = DecodeState(
@@ -135,7 +195,7 @@ def prefill(
         steps_B=zero_B,
         histogram_BL=jnp.zeros((B, engine.tree.path_length), jnp.int32),
         text_BS=text_BS,
-        logprobs=None if n is None else no_logprobs(output, n, dtype),
+        logprobs=room_for_logprobs(engine, output),
     )
     padded = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
     state, _ = emit(state, padded, zero_B + 1, logprobs)

@@ -46,6 +46,12 @@ class Engine:
         return RULES[self.acceptance]
 
     @property
+    def n_rows(self) -> int:
+        """What a step verifies and needs free slots for: the tree, and what is beside it."""
+        beside = self.drafter.beside
+        return self.tree.n_nodes + (len(beside.depth_X) if beside else 0)
+
+    @property
     def depth_only(self) -> "Engine":
         """The engine as it reads prompts and grows caches: of the tree it knows the depth, so that
         trees of one depth share these programs."""
@@ -68,7 +74,7 @@ class DecodeState(struct.PyTreeNode):
       stop_BQW: token sequences that end the row, see `stopping.pack_stops`.
       length_B: text positions in the cache; the root is not in it yet.
       root_B: the last emitted token.
-      status_B: RUNNING, STOPPED (EOS or stop sequence) or LIMIT (`stopping`).
+      status_B: RUNNING, STOPPED (EOS or stop sequence), LIMIT or PAUSED (`stopping`).
       steps_B: decode steps the row took part in.
       histogram_BL: steps that appended 1, 2, ..., L tokens.
       text_BS: prompt and emitted tokens at their positions, the root the last that counts;

@@ -7,23 +7,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Why a row ended.
-RUNNING, STOPPED, LIMIT = 0, 1, 2
+# Whether a row runs, why it ended, or that it waits for its turn (`rows.run_only`).
+RUNNING, STOPPED, LIMIT, PAUSED = 0, 1, 2, 3
 
 # In place of a token: any will do; none will do; there is none (before the first new one).
 ANY, NEVER, NOTHING = -1, -2, -3
 
 
-def pack_stops(rows: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
+def pack_stops(
+    rows: Sequence[Sequence[Sequence[int]]], least: tuple[int, int] = (1, 1)
+) -> np.ndarray:
     """The stop sequences of every row as one array [B, Q, W]: Q sequences of W tokens.
 
     Shorter ones begin with ANY, rows with fewer of them are filled up with NEVER.
 
+    Args:
+      least: the array has at least this Q and this W.
+
     Example: rows [(2,)] and [(2,), (5, 7)] become
     [[[ANY, 2], [NEVER, NEVER]], [[ANY, 2], [5, 7]]].
     """
-    Q = max(1, *map(len, rows))
-    W = max([1, *(len(sequence) for row in rows for sequence in row)])
+    Q = max(least[0], *map(len, rows))
+    W = max([least[1], *(len(sequence) for row in rows for sequence in row)])
     stop_BQW = np.full((len(rows), Q, W), NEVER, np.int32)
     for b, row in enumerate(rows):
         for q, sequence in enumerate(row):
@@ -71,7 +76,7 @@ def count_until_end(
     Example: n 4, room 9, stops behind the second: (2, STOPPED); room 1: (1, LIMIT).
     """
     L = stops_BL.shape[1]
-    index_1L = jnp.arange(L)[None, :]
+    index_1L = jnp.arange(L, dtype=jnp.int32)[None, :]  # of one type, 64-bit types or not
     counts_BL = stops_BL & (index_1L < n_B[:, None])
     first_B = jnp.min(jnp.where(counts_BL, index_1L, L), axis=1)
     count_B = jnp.minimum(jnp.minimum(first_B + 1, n_B), room_B)

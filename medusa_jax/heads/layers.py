@@ -208,3 +208,7 @@ class LayerState(struct.PyTreeNode):
     def grown(self, slots: int) -> "LayerState":
         """The same with room for `slots` positions."""
         return self.replace(cache=self.cache.grown(slots))
+
+    def rewound(self, length_B: jax.Array) -> "LayerState":
+        """The same, of which the first positions count."""
+        return self.replace(length_B=length_B)

@@ -6,8 +6,8 @@ import json
 import pytest
 from tiny_model import CONTEXT, write_model, write_tokenizer
 
-from medusa_jax.api import Model
 from medusa_jax.commands.decode import main
+from medusa_jax.serving import Handle, Server
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}u{{ m['content'] }}."
@@ -32,15 +32,20 @@ def talk(directory, capsys, monkeypatch):
     """Say these things (exceptions are raised); returns status, stdout, stderr and prompts."""
 
     def run(*said, flags=(), during=None):
-        script, prompts = iter(said), []
-        true_stream = Model.stream
+        script, prompts, run.reused = iter(said), [], []
+        true_submit, true_iter = Server.submit, Handle.__iter__
 
-        def stream(self, given, options, **engine_options):
-            prompts.append(self.tokenizer.decode(given[0]))
-            for n, piece in enumerate(true_stream(self, given, options, **engine_options)):
+        def submit(self, request):
+            prompts.append(self.model.tokenizer.decode(request.prompt))
+            return true_submit(self, request)
+
+        def deltas(self):
+            for n, delta in enumerate(true_iter(self)):
                 if during is not None and (len(prompts), n) == during:
                     raise KeyboardInterrupt
-                yield piece
+                if delta.ending:
+                    run.reused.append(delta.ending.reused_tokens)
+                yield delta
 
         def listen(_):
             word = next(script, EOFError())
@@ -48,7 +53,8 @@ def talk(directory, capsys, monkeypatch):
                 raise word
             return word
 
-        monkeypatch.setattr(Model, "stream", stream)
+        monkeypatch.setattr(Server, "submit", submit)
+        monkeypatch.setattr(Handle, "__iter__", deltas)
         monkeypatch.setattr(builtins, "input", listen)
         capsys.readouterr()
         given = ["--model", str(directory), "--drafter", str(directory / "heads")]
@@ -65,6 +71,13 @@ def test_replies_see_the_whole_conversation(talk):
     assert status == 0 and "Ctrl-C" in err
     assert prompts == ["uin.a", f"uin.a{first}uthe hat.a"]
     assert first and second
+
+
+def test_what_was_said_before_is_not_read_again(talk):
+    status, _, _, prompts = talk("the cat and the other cat in the hat", "in")
+    assert status == 0 and len(prompts) == 2
+    first, second = talk.reused
+    assert first == 0 and second > 20
 
 
 def test_reset_forgets_and_exit_ends(talk):

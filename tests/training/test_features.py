@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from types import SimpleNamespace
 
@@ -209,6 +210,18 @@ def test_runs_of_other_seeds_share_the_files_but_not_the_order(tokens, tmp_path)
         assert_close(batches[-1]["hidden"], hidden)
     assert len([x for x in (tmp_path / "shared").iterdir() if x.is_dir()]) == 1
     assert not np.array_equal(batches[0]["tokens"], batches[1]["tokens"])
+
+
+def test_the_same_text_in_another_place_shares_them(tokens, tmp_path, setup):
+    """Every workdir tokenises a file of conversations for itself."""
+    rows = setup[3]
+    cfg = config(tokens, tmp_path)
+    shutil.copytree(tokens, tmp_path / "elsewhere")
+    other = TokenRows(str(tmp_path / "elsewhere"), cfg.data, cfg.model.arch.vocab_size)
+    assert features.key_of(cfg, other, "abc") == features.key_of(cfg, rows, "abc")
+    other.tokens = other.tokens.copy()
+    other.tokens[-1] ^= 1
+    assert features.key_of(cfg, other, "abc") != features.key_of(cfg, rows, "abc")
 
 
 def test_held_out_rows_are_cached_only_as_far_as_they_are_read(tokens, tmp_path, setup):

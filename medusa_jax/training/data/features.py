@@ -191,11 +191,13 @@ def exclusive(directory: str) -> Iterator[None]:
 
 
 def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[Any]:
-    """Everything that the hidden states depend on."""
-    file = os.stat(os.path.join(rows.directory, "tokens.npy"))
+    """Everything that the hidden states depend on; the text by content, wherever it lies."""
+    text = hashlib.sha256()
+    for array in (rows.tokens, rows.starts):
+        text.update(np.ascontiguousarray(array).data)
     data = rows.cfg
     return [
-        os.path.abspath(rows.directory), file.st_size, file.st_mtime_ns, data.seq_len,
+        text.hexdigest(), data.seq_len,
         data.packing, data.cache_features, cfg.train.dtype,
         dataclasses.asdict(cfg.model), fingerprint,
     ]  # fmt: skip

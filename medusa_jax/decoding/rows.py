@@ -1,0 +1,193 @@
+"""Rows that come and go in a running batch: what continuous batching adds to the drivers.
+
+A state of B rows is made once, without any text. A prompt is read in a state of a single row, piece
+by piece while the others step on, and then put in the place of a row that has ended. A row that
+has ended keeps its cache, so a text that begins as an earlier one did is read from where they part.
+
+Every function is one compiled program for each number of rows, of slots and of tokens read.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from medusa_jax.decoding.prefill import (
+    Piece,
+    nothing_read,
+    read_piece,
+    room_for_logprobs,
+)
+from medusa_jax.decoding.sampling import Sampling, row_keys
+from medusa_jax.decoding.state import DecodeState, Engine, text_slots
+from medusa_jax.decoding.step import emit, write_tokens
+from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
+from medusa_jax.model.cache import KVCache
+from medusa_jax.sharding import pin_state
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is fixed for all rows of a state, whatever their number and slots.
+
+    Attributes:
+      outputs: new tokens that a row has room for, O.
+      stops: stop sequences and tokens of each, Q and W.
+    """
+
+    outputs: int
+    stops: tuple[int, int]
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
+    """Rows without a text, all ended, in a cache of `slots` slots each."""
+    config, dtype = engine.llama.config, engine.llama.dtype
+    zero_B = jnp.zeros((rows,), jnp.int32)
+    real_B = zero_B.astype(jnp.float32)
+    cache = KVCache.zeros(
+        config.n_layers, rows, slots, config.n_kv_heads, config.head_dim, dtype
+    )
+    sampling = Sampling(
+        temperature_B=real_B,
+        top_k_B=zero_B,
+        top_p_B=real_B + 1,
+        min_p_B=real_B,
+        key_B=row_keys(zero_B.astype(jnp.uint32), zero_B),
+        epsilon_B=real_B,
+        delta_B=real_B,
+    )
+    text_BS = None
+    if engine.no_repeat_ngram_size:
+        text_BS = jnp.zeros((rows, text_slots(engine, slots)), jnp.int32)
+    state = DecodeState(
+        cache=cache,
+        drafter=engine.drafter.start(rows, slots, dtype),
+        sampling=sampling,
+        tokens_BO=jnp.zeros((rows, sizes.outputs), jnp.int32),
+        depth_BO=jnp.zeros((rows, sizes.outputs), jnp.int8),
+        n_new_B=zero_B,
+        limit_B=zero_B,
+        max_steps_B=zero_B,
+        stop_BQW=jnp.full((rows, *sizes.stops), NEVER, jnp.int32),
+        length_B=zero_B,
+        root_B=zero_B,
+        status_B=zero_B + STOPPED,
+        steps_B=zero_B,
+        histogram_BL=jnp.zeros((rows, engine.tree.path_length), jnp.int32),
+        text_BS=text_BS,
+    )
+    state = state.replace(logprobs=room_for_logprobs(engine, state.tokens_BO))
+    return pin_state(engine.llama.mesh, state)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def resized(
+    engine: Engine, sizes: Sizes, rows: int, slots: int, state: DecodeState
+) -> DecodeState:
+    """The first rows and slots of a state, and idle ones behind them."""
+
+    def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+        first = (0,) * new.ndim
+        shared = tuple(map(min, new.shape, old.shape))
+        return lax.dynamic_update_slice(new, lax.slice(old, first, shared), first)
+
+    kept = jax.tree.map(keep, idle(engine, sizes, rows, slots), state)
+    return pin_state(engine.llama.mesh, kept)
+
+
+@partial(jax.jit, static_argnums=0)
+def begin_row(
+    engine: Engine,
+    state: DecodeState,
+    source: jax.Array,
+    sampling: Sampling,
+    limit_B: jax.Array,
+    max_steps_B: jax.Array,
+    stop_BQW: jax.Array,
+) -> DecodeState:
+    """A state of one row to read a prompt in, with the cache of a row whose text begins alike.
+
+    Args:
+      source: number of that row; any will do where nothing is shared.
+      sampling, limit_B, max_steps_B, stop_BQW: those of the new request, B = 1.
+    """
+    row = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, source, 1), state)
+    row = row.replace(
+        sampling=sampling,
+        tokens_BO=jnp.zeros_like(row.tokens_BO),
+        depth_BO=jnp.zeros_like(row.depth_BO),
+        n_new_B=jnp.zeros_like(row.n_new_B),
+        limit_B=limit_B,
+        max_steps_B=max_steps_B,
+        stop_BQW=stop_BQW,
+        status_B=jnp.full_like(row.status_B, RUNNING),
+        steps_B=jnp.zeros_like(row.steps_B),
+        histogram_BL=jnp.zeros_like(row.histogram_BL),
+    )
+    return pin_state(engine.llama.mesh, row)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def read_row(
+    engine: Engine, variables: dict[str, Any], row: DecodeState, piece: Piece
+) -> DecodeState:
+    """Read a piece of the prompt; the one that it ends in emits the first token.
+
+    The cache must be right for what stands before the piece, and have room for it:
+    begin + T <= slots. Pieces may overlap.
+    """
+    text_BS = row.text_BS
+    if text_BS is not None:
+        text_BS = write_tokens(text_BS, piece.tokens_BT, piece.begin_B)
+    drafter = engine.drafter.rewound(row.drafter, piece.begin_B)
+    read = nothing_read(engine, row.cache, drafter, row.root_B)
+    read = read_piece(engine, variables, row.sampling, text_BS, read, piece)
+    ends_B = piece.begin_B + piece.tokens_BT.shape[1] >= piece.length_B
+    if text_BS is not None:
+        first_B1 = read.root_B[:, None]
+        text_BS = jnp.where(
+            ends_B[:, None], write_tokens(text_BS, first_B1, piece.length_B), text_BS
+        )
+    row = row.replace(
+        cache=read.cache,
+        drafter=read.drafter,
+        root_B=read.root_B,
+        length_B=piece.length_B,
+        text_BS=text_BS,
+    )
+    first_BL = jnp.zeros_like(row.histogram_BL).at[:, 0].set(read.root_B)
+    row, _ = emit(row, first_BL, ends_B.astype(jnp.int32), read.logprobs)
+    return pin_state(engine.llama.mesh, row)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def insert_row(
+    engine: Engine, state: DecodeState, row: DecodeState, at: jax.Array
+) -> DecodeState:
+    """The state with a row of its own in place `at`; both have the same slots."""
+
+    def put(x: jax.Array, one: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(x, one, at, axis=0)
+
+    return pin_state(engine.llama.mesh, jax.tree.map(put, state, row))
+
+
+@partial(jax.jit, static_argnums=0)
+def run_only(engine: Engine, status_B: jax.Array, wanted_B: jax.Array) -> jax.Array:
+    """The status with rows that have not ended running, paused or stopped, as is wanted.
+
+    A paused row keeps its text: what a step writes for it lies behind that and is never seen.
+    """
+    alive_B = (status_B == RUNNING) | (status_B == PAUSED)
+    return pin_state(engine.llama.mesh, jnp.where(alive_B, wanted_B, status_B))
+
+
+@partial(jax.jit, static_argnums=0)
+def with_logprobs(engine: Engine, state: DecodeState) -> DecodeState:
+    """The state with room for log-probabilities, or without, as the engine keeps them."""
+    state = state.replace(logprobs=room_for_logprobs(engine, state.tokens_BO))
+    return pin_state(engine.llama.mesh, state)

@@ -1,0 +1,5 @@
+"""The port: OpenAI's endpoints, health, metrics and a page, for one `Server`."""
+
+from medusa_jax.serving.http.app import Limits, make_app
+
+__all__ = ["Limits", "make_app"]

@@ -1,0 +1,201 @@
+"""One call on its way: from the server's thread to the event loop, and an end for every case."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import Message, Receive, Scope, Send
+
+from medusa_jax.errors import UserError
+from medusa_jax.serving.http.metrics import Metrics
+from medusa_jax.serving.http.refused import Refused
+from medusa_jax.serving.http.replies import Reply
+from medusa_jax.serving.request import Delta, Request, Stopped, TooLong
+from medusa_jax.serving.server import Busy, Server
+
+T = TypeVar("T")
+
+
+class Gone(Exception):
+    """The client has closed the connection."""
+
+
+class Answering:
+    """The requests of one call, submitted together.
+
+    As a context: what has not ended by its exit is cancelled, so that no slot works for nobody.
+    """
+
+    def __init__(
+        self, server: Server, requests: Sequence[Request], metrics: Metrics
+    ) -> None:
+        self._server, self._requests, self._metrics = server, requests, metrics
+        self._queue: asyncio.Queue[tuple[int, Delta | Stopped]] = asyncio.Queue()
+        self._open = set(range(len(requests)))
+
+    async def __aenter__(self) -> "Answering":
+        loop = asyncio.get_running_loop()
+
+        def deliver(index: int, delta: Delta | Stopped) -> None:
+            # The loop may be closed before the server is.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._queue.put_nowait, (index, delta))
+
+        delivers = [partial(deliver, i) for i in range(len(self._requests))]
+        try:  # in a thread: a long text takes its time to be tokenised
+            self._handles = await asyncio.to_thread(
+                self._server.submit_all, self._requests, delivers
+            )
+        except UserError as error:
+            code = "context_length_exceeded" if isinstance(error, TooLong) else None
+            raise Refused(400, str(error), code=code) from error
+        except Busy as error:
+            raise Refused(429, str(error), code="queue_full", retry_after=1) from error
+        except Stopped as error:
+            raise Refused(503, str(error), code="closed", retry_after=5) from error
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for index in self._open:
+            self._handles[index].cancel()
+            self._metrics.cancelled.inc()
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """What comes, by choice, until all have ended.
+
+        Raises:
+          Refused: the server ended first.
+        """
+        while self._open:
+            index, delta = await self._queue.get()
+            if isinstance(delta, Stopped):
+                raise Refused(503, str(delta), code="closed")
+            if delta.ending:
+                self._open.discard(index)
+                self._metrics.ended(delta.ending)
+            yield index, delta
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The outcome of `work`, which ends at once where the client goes away.
+
+    Raises:
+      Gone: it did.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def whole_answer(
+    request: HttpRequest, answering: Answering, reply: Reply, seconds: float
+) -> dict[str, Any]:
+    """The object of a call that does not stream.
+
+    Raises:
+      Refused: it took too long.
+      Gone: nobody waits for it.
+    """
+
+    async def collect() -> dict[str, Any]:
+        async for index, delta in answering.deltas():
+            reply.take(index, delta)
+        return reply.whole()
+
+    try:
+        return await unless_gone(request.receive, asyncio.wait_for(collect(), seconds))
+    except TimeoutError as error:
+        message = f"no answer within {seconds:g} seconds"
+        raise Refused(504, message, code="timeout") from error
+
+
+class EventStream:
+    """Server-sent events, as an ASGI response: each delta as it comes, `[DONE]` at the end.
+
+    A client that goes away, or that does not read for too long, ends it.
+
+    Args:
+      answering: entered already; it is left here.
+      seconds: how long an answer may take.
+      read_seconds: how long a client may leave it unread.
+      ended: told the status.
+    """
+
+    def __init__(
+        self,
+        answering: Answering,
+        reply: Reply,
+        seconds: float,
+        read_seconds: float,
+        ended: Callable[[int], None],
+    ) -> None:
+        self._answering, self._reply = answering, reply
+        self._seconds, self._read_seconds, self._ended = seconds, read_seconds, ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 200
+
+        async def put(message: Message) -> None:
+            await asyncio.wait_for(send(message), self._read_seconds)
+
+        try:
+            await unless_gone(receive, self._stream(put))
+        except (Gone, OSError):
+            status = 499
+        except TimeoutError:  # it does not read: nothing more can be said
+            status = 408
+        finally:
+            await self._answering.__aexit__()
+            self._ended(status)
+
+    async def _stream(self, put: Send) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-store"),
+            (b"x-accel-buffering", b"no"),  # a proxy in front must not hold pieces back
+        ]
+        await put({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def event(data: Any) -> None:
+            text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+            body = f"data: {text}\n\n".encode(errors="replace")
+            await put({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            for piece in self._reply.first():
+                await event(piece)
+            deadline = asyncio.get_running_loop().time() + self._seconds
+            deltas = self._answering.deltas()
+            while True:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        index, delta = await anext(deltas)
+                except StopAsyncIteration:
+                    break
+                except TimeoutError:
+                    message = f"no whole answer within {self._seconds:g} seconds"
+                    raise Refused(504, message, code="timeout") from None
+                self._reply.take(index, delta)
+                await event(self._reply.piece(index, delta))
+            for piece in self._reply.last():
+                await event(piece)
+            await event("[DONE]")
+        except Refused as error:  # the status is out already
+            await event(error.body())
+        await put({"type": "http.response.body", "body": b"", "more_body": False})

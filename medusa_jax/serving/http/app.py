@@ -1,0 +1,258 @@
+"""The endpoints: what is checked before a call, and who answers it."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from medusa_jax.serving.http.answering import Answering, EventStream, Gone, whole_answer
+from medusa_jax.serving.http.calls import Call, chat_call, completion_call
+from medusa_jax.serving.http.metrics import Metrics
+from medusa_jax.serving.http.refused import Refused
+from medusa_jax.serving.http.replies import Reply
+from medusa_jax.serving.server import Server
+
+PAGE = Path(__file__).parent / "page.html"
+# The page loads nothing from anywhere, and nobody may frame it.
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; connect-src 'self'; img-src data:; "
+    "style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may ask of the server's patience.
+
+    Attributes:
+      body_bytes: of a call.
+      seconds: for an answer, waiting included.
+      read_seconds: for a client to send its body, and to take a piece that it was sent.
+    """
+
+    body_bytes: int = 1 << 20
+    seconds: float = 600.0
+    read_seconds: float = 30.0
+
+
+def make_app(
+    server: Server,
+    *,
+    name: str,
+    template: str,
+    key: str = "",
+    limits: Limits | None = None,
+) -> Starlette:
+    """The ASGI application of one server.
+
+    Args:
+      name: what clients call the model.
+      template: as for `calls.chat_call`.
+      key: what clients must send as `Authorization: Bearer KEY`; "" lets everybody in.
+    """
+    port = Port(server, name, template, key, limits or Limits())
+    return Starlette(
+        routes=[
+            Route("/", port.page),
+            Route("/health", port.health),
+            Route("/metrics", port.metrics),
+            Route("/v1/models", port.models),
+            Route("/v1/models/{name:path}", port.models),
+            Route("/v1/completions", port.completions, methods=["POST"]),
+            Route("/v1/chat/completions", port.chat, methods=["POST"]),
+        ],
+        exception_handlers={
+            Refused: _refused,
+            HTTPException: _not_found,
+            Exception: _broken,
+        },
+    )
+
+
+class Port:
+    """The endpoints of one server."""
+
+    def __init__(
+        self, server: Server, name: str, template: str, key: str, limits: Limits
+    ) -> None:
+        self._server, self._name, self._template = server, name, template
+        self._key, self._limits = key, limits
+        self._counts = Metrics(server)
+        self._page = PAGE.read_text(encoding="utf-8")
+
+    async def page(self, request: HttpRequest) -> Response:
+        """The chat page."""
+        return HTMLResponse(self._page, headers=PAGE_HEADERS)
+
+    async def health(self, request: HttpRequest) -> Response:
+        """200 while requests are taken."""
+        if not self._server.running:
+            raise Refused(503, "no requests are taken", code="closed", retry_after=5)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        """Counters for Prometheus."""
+        self._check_key(request)
+        return PlainTextResponse(
+            self._counts.page(), media_type="text/plain; version=0.0.4"
+        )
+
+    async def models(self, request: HttpRequest) -> Response:
+        """The one model, and what the page shows of it."""
+        self._check_key(request)
+        asked, model = request.path_params.get("name"), self._server.model
+        if asked not in (None, self._name):
+            raise Refused(404, f"there is no model {asked!r} here", code="model_not_found")
+        drafter = model.drafter.heads.drafter if model.tree.depth else "none"
+        one = {
+            "id": self._name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "medusa_jax",
+            "medusa": {
+                "context": model.config.max_position,
+                "drafter": drafter,
+                "tree_nodes": model.tree.n_nodes,
+                "dtype": str(model.dtype),
+                "slots": self._server.slots,
+            },
+        }
+        return JSONResponse(one if asked else {"object": "list", "data": [one]})
+
+    async def completions(self, request: HttpRequest) -> Response | EventStream:
+        """`POST /v1/completions`."""
+
+        def read(body: Any) -> Call:
+            return completion_call(body, self._name)
+
+        return await self._counted("completions", request, read)
+
+    async def chat(self, request: HttpRequest) -> Response | EventStream:
+        """`POST /v1/chat/completions`."""
+
+        def read(body: Any) -> Call:
+            model, most = self._server.model, self._server.most_new
+            return chat_call(body, self._name, model, self._template, most)
+
+        return await self._counted("chat", request, read)
+
+    async def _counted(
+        self, endpoint: str, request: HttpRequest, read: Callable[[Any], Call]
+    ) -> Response | EventStream:
+        def count(status: int) -> None:
+            self._counts.calls.labels(endpoint, str(status)).inc()
+
+        try:
+            response = await self._answer(request, read, count)
+        except Refused as error:
+            count(error.status)
+            raise
+        except (Gone, ClientDisconnect):
+            count(499)  # nobody sees it
+            return Response(status_code=499)
+        if not isinstance(response, EventStream):
+            count(200)
+        return response
+
+    async def _answer(
+        self,
+        request: HttpRequest,
+        read: Callable[[Any], Call],
+        count: Callable[[int], None],
+    ) -> Response | EventStream:
+        self._check_key(request)
+        body = await self._within(self._body(request))
+        call = await asyncio.to_thread(read, body)
+        reply = Reply(call, self._server.model.tokenizer, self._name)
+        answering = Answering(self._server, call.requests, self._counts)
+        await answering.__aenter__()
+        limits = self._limits
+        if call.stream:
+            return EventStream(answering, reply, limits.seconds, limits.read_seconds, count)
+        try:
+            return JSONResponse(
+                await whole_answer(request, answering, reply, limits.seconds)
+            )
+        finally:
+            await answering.__aexit__()
+
+    def _check_key(self, request: HttpRequest) -> None:
+        if not self._key:
+            return
+        given = request.headers.get("authorization", "")
+        wanted = f"Bearer {self._key}"
+        if not hmac.compare_digest(given.encode(), wanted.encode()):
+            message = "the key is wrong or missing: send Authorization: Bearer KEY"
+            raise Refused(401, message, code="invalid_api_key")
+
+    async def _within(self, work: Awaitable[Any]) -> Any:
+        try:
+            return await asyncio.wait_for(work, self._limits.read_seconds)
+        except TimeoutError as error:
+            raise Refused(408, "the body took too long", code="timeout") from error
+
+    async def _body(self, request: HttpRequest) -> Any:
+        """The JSON of a call.
+
+        Raises:
+          Refused: no JSON, by its name or by itself, or too much of it.
+        """
+        # Pages of other sites can send other types without asking; JSON they cannot.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise Refused(415, "the body should be application/json")
+        most = self._limits.body_bytes
+        too_large = Refused(413, f"the body is larger than {most} bytes", code="too_large")
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > most:
+            raise too_large
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                raise too_large
+        try:
+            found = json.loads(body.decode(), parse_constant=_no_constant)
+            json.dumps(
+                found, ensure_ascii=False
+            ).encode()  # half a surrogate pair is no text
+            return found
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"the body is not JSON: {error}") from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+async def _refused(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(error.body(), error.status, headers)
+
+
+async def _not_found(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    refused = Refused(
+        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
+    )
+    return JSONResponse(refused.body(), error.status_code, error.headers)
+
+
+async def _broken(request: HttpRequest, error: Exception) -> Response:
+    return JSONResponse(Refused(500, "something broke here").body(), 500)

@@ -1,0 +1,243 @@
+"""From the JSON body of a call to requests: every field is understood or refused by its name."""
+
+import math
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_jax.api import Model, Options
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.conversation import PLAIN, ending_turns
+from medusa_jax.interop.chat import encode_prompt
+from medusa_jax.serving.batch import MOST_BEST
+from medusa_jax.serving.http.refused import Refused
+from medusa_jax.serving.request import Request
+
+# Most choices of a call, and most stop strings.
+MOST_CHOICES, MOST_STOPS = 16, 16
+# New tokens of a completion that does not say; a chat goes on until it ends.
+COMPLETION_TOKENS = 16
+
+# Fields that clients send and that change nothing here, and those that may only say "nothing".
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier"}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a body asks for.
+
+    Attributes:
+      requests: one for each choice.
+      stream: pieces as they come, not a whole answer.
+      usage: streaming ends with the counts of tokens.
+      seed: that of all choices, drawn if none was given.
+      chat: of `/v1/chat/completions`.
+    """
+
+    requests: list[Request]
+    stream: bool
+    usage: bool
+    seed: int
+    chat: bool
+
+
+class Fields:
+    """The fields of a body, each read once; `finish` refuses those that nobody read."""
+
+    def __init__(self, body: Any) -> None:
+        if not isinstance(body, dict):
+            raise Refused(400, "the body should be a JSON object")
+        self.body = body
+        self._read = set(IGNORED)
+
+    def take(self, name: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
+        """The value of a field; null and absence are the default."""
+        self._read.add(name)
+        value = self.body.get(name)
+        if value is None:
+            return default
+        wrong_bool = isinstance(value, bool) and bool not in kinds
+        if wrong_bool or not isinstance(value, kinds):
+            raise Refused(400, f"{name!r} should be {what}", name)
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """true or false."""
+        return self.take(name, (bool,), "true or false", default)
+
+    def number(self, name: str, default: Any, low: float, high: float = math.inf) -> Any:
+        """A number from `low` to `high`."""
+        value = self.take(name, (int, float), "a number", default)
+        if value is not None and not low <= value <= high:
+            most = f"from {low} to {high}" if high < math.inf else f"at least {low}"
+            raise Refused(400, f"{name!r} should be {most}, not {value}", name)
+        return value
+
+    def whole(self, name: str, default: Any, low: float, high: float = math.inf) -> Any:
+        """A whole number from `low` to `high`."""
+        self.take(name, (int,), "a whole number", default)
+        return self.number(name, default, low, high)
+
+    def finish(self) -> None:
+        """Refuse what is unknown, and what is known but cannot be done."""
+        for name, value in self.body.items():
+            if name in NEUTRAL:
+                if value is not None and value not in NEUTRAL[name]:
+                    raise Refused(400, f"{name!r} is not supported here", name)
+            elif name not in self._read:
+                raise Refused(400, f"unknown field {name!r}", name, "unknown_field")
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    stop = fields.take("stop", (str, list), "a string or a list of strings", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if len(stop) > MOST_STOPS or any(not isinstance(s, str) or not s for s in stop):
+        raise Refused(
+            400, f"'stop' should be up to {MOST_STOPS} strings, none empty", "stop"
+        )
+    return tuple(stop)
+
+
+def _common(
+    fields: Fields, name: str, limit: Callable[[], int], chat: bool
+) -> tuple[Options, dict[str, Any], int]:
+    """Options, what else requests have in common, and how many choices a prompt gets."""
+    asked = fields.take("model", (str,), "text", name)
+    if asked != name:
+        raise Refused(404, f"there is no model {asked!r} here", "model", "model_not_found")
+    n = fields.whole("n", 1, 1, MOST_CHOICES)
+    seed = fields.take("seed", (int,), "a whole number", None)
+    options: dict[str, Any] = {
+        "max_new_tokens": limit(),
+        "temperature": float(fields.number("temperature", 1.0, 0, 2)),
+        "top_p": float(fields.number("top_p", 1.0, 0, 1)),
+        "top_k": fields.whole("top_k", 0, 0, 2**31 - 1),
+        "min_p": float(fields.number("min_p", 0.0, 0, 1)),
+        "epsilon": float(fields.number("epsilon", 0.09, 0, 1)),
+        "delta": float(fields.number("delta", 0.3, 0, 100)),
+        "seed": secrets.randbits(32) if seed is None else seed % 2**32,
+        "stop": _stops(fields),
+    }
+    rest: dict[str, Any] = {
+        "drafts": fields.flag("drafts", True),
+        "acceptance": fields.take("acceptance", (str,), "the name of a rule", "auto"),
+    }
+    if chat:
+        best = fields.whole("top_logprobs", 0, 0, MOST_BEST)
+        options["logprobs"] = best if fields.flag("logprobs") else None
+        if best and options["logprobs"] is None:
+            raise Refused(400, "'top_logprobs' needs 'logprobs'", "top_logprobs")
+    else:
+        options["logprobs"] = fields.whole("logprobs", None, 0, MOST_BEST)
+    try:
+        return Options(**options), rest, n
+    except UserError as error:
+        raise Refused(400, str(error)) from error
+
+
+def _streaming(fields: Fields) -> tuple[bool, bool]:
+    stream = fields.flag("stream")
+    more = Fields(fields.take("stream_options", (dict,), "an object", {}))
+    usage = more.flag("include_usage")
+    more.flag("include_obfuscation")
+    more.finish()
+    return stream, usage
+
+
+def _limit(fields: Fields, names: tuple[str, ...], default: int) -> Callable[[], int]:
+    def read() -> int:
+        given = [fields.whole(name, None, 1, 2**31 - 1) for name in names]
+        return next((n for n in given if n is not None), default)
+
+    return read
+
+
+def _call(
+    fields: Fields,
+    prompts: list[Any],
+    options: Options,
+    rest: dict[str, Any],
+    n: int,
+    chat: bool,
+) -> Call:
+    if len(prompts) * n > MOST_CHOICES:
+        raise Refused(400, f"a call has at most {MOST_CHOICES} choices", "n")
+    stream, usage = _streaming(fields)
+    fields.finish()
+    requests = [Request(p, options, i, **rest) for p in prompts for i in range(n)]
+    return Call(requests, stream, usage, options.seed, chat)
+
+
+def completion_call(body: Any, name: str) -> Call:
+    """What a body of `/v1/completions` asks of the model of that name.
+
+    Raises:
+      Refused: a field that is not understood.
+    """
+    fields = Fields(body)
+    limit = _limit(fields, ("max_tokens",), COMPLETION_TOKENS)
+    options, rest, n = _common(fields, name, limit, chat=False)
+    problem = "text, token ids, or a list of one of these"
+    prompt = fields.take("prompt", (str, list), problem, "")
+    single = isinstance(prompt, str) or (prompt and type(prompt[0]) is int)
+    prompts = [prompt] if single else prompt
+    for one in prompts:
+        ids = isinstance(one, list) and all(type(i) is int for i in one)
+        if not (ids or isinstance(one, str)):
+            raise Refused(400, f"'prompt' should be {problem}", "prompt")
+    if not prompts:
+        raise Refused(400, "'prompt' is an empty list", "prompt")
+    return _call(fields, prompts, options, rest, n, chat=False)
+
+
+def chat_call(body: Any, name: str, model: Model, template: str, most_new: int) -> Call:
+    """What a body of `/v1/chat/completions` asks for.
+
+    Args:
+      name: what the model is called.
+      template: the chat template, "" for the tokenizer's own, or "plain": turns one behind the
+        other with an empty line between, for models that have none.
+
+    Raises:
+      Refused: a field that is not understood, or a conversation that the template refuses.
+    """
+    fields = Fields(body)
+    limit = _limit(fields, ("max_completion_tokens", "max_tokens"), most_new)
+    options, rest, n = _common(fields, name, limit, chat=True)
+    messages = fields.take("messages", (list,), "a list of turns", [])
+    try:
+        if template == PLAIN:
+            prompt = model.encode(plain_prompt(messages))
+        else:
+            prompt = encode_prompt(model.tokenizer, messages, template)
+            options = ending_turns(model, options, template)
+    except UserError as error:
+        raise Refused(400, str(error), "messages") from error
+    return _call(fields, [prompt], options, rest, n, chat=True)
+
+
+def plain_prompt(messages: list[Any]) -> str:
+    """The turns one behind the other.
+
+    Raises:
+      UserError: not turns of text.
+    """
+    turns = [m.get("content") if isinstance(m, dict) else None for m in messages]
+    if not turns or any(not isinstance(turn, str) for turn in turns):
+        raise UserError("messages should be a list of turns of text, with at least one")
+    return "\n\n".join(str(turn) for turn in turns)

@@ -1,0 +1,165 @@
+"""The JSON objects of OpenAI's endpoints, whole and in pieces."""
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from medusa_jax.api import Result
+from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.serving.http.calls import Call
+from medusa_jax.serving.request import Delta, Ending
+
+
+@dataclass
+class Reply:
+    """The answer to one call, as it is put together.
+
+    Attributes:
+      endings: by choice, once it has ended.
+    """
+
+    call: Call
+    tokenizer: Tokenizer
+    model: str
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    endings: dict[int, Ending] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.id = ("chatcmpl-" if self.call.chat else "cmpl-") + secrets.token_hex(12)
+
+    @property
+    def done(self) -> bool:
+        return len(self.endings) == len(self.call.requests)
+
+    def take(self, index: int, delta: Delta) -> None:
+        """A piece of choice `index`."""
+        if delta.ending:
+            self.endings[index] = delta.ending
+
+    def whole(self) -> dict[str, Any]:
+        """The object of a call that does not stream."""
+        choices = []
+        for index in range(len(self.call.requests)):
+            ending = self.endings[index]
+            result, text = ending.result, ending.result.text
+            said: dict[str, Any] = {"text": text}
+            if self.call.chat:
+                message = {"role": "assistant", "content": text, "refusal": None}
+                said = {"message": message}
+            choices.append(
+                {"index": index}
+                | said
+                | {
+                    "logprobs": self._logprobs(result),
+                    "finish_reason": finish_reason(ending),
+                    "medusa": self._stats(ending),
+                }
+            )
+        return self._object("", choices) | {"usage": self.usage()}
+
+    def first(self) -> list[dict[str, Any]]:
+        """What a stream begins with: the role of each choice of a chat."""
+        if not self.call.chat:
+            return []
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._piece(i, {"delta": delta}, None) for i in range(len(self.call.requests))
+        ]
+
+    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        """What a stream sends of a delta."""
+        said: dict[str, Any] = {"text": delta.text}
+        if self.call.chat:
+            said = {"delta": {"content": delta.text} if delta.text else {}}
+        asked = self.call.requests[index].options.logprobs is not None
+        piece = self._piece(index, said, self._logprobs(delta) if asked else None)
+        more: dict[str, Any] = {"parts": delta.parts, "tokens": len(delta.token_ids)}
+        if delta.ending:
+            piece["choices"][0]["finish_reason"] = finish_reason(delta.ending)
+            more |= self._stats(delta.ending)
+        piece["choices"][0]["medusa"] = more
+        return piece
+
+    def last(self) -> list[dict[str, Any]]:
+        """What a stream ends with."""
+        if not self.call.usage:
+            return []
+        return [self._object(".chunk", []) | {"usage": self.usage()}]
+
+    def usage(self) -> dict[str, Any]:
+        """The counts of tokens; a prompt of several choices counts once."""
+        results = [self.endings[i].result for i in sorted(self.endings)]
+        prompts = {id(r.prompt): self.endings[i] for i, r in enumerate(self.call.requests)}
+        read = sum(ending.result.prompt_tokens for ending in prompts.values())
+        made = sum(result.new_tokens for result in results)
+        reused = sum(ending.reused_tokens for ending in prompts.values())
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": made,
+            "total_tokens": read + made,
+            "prompt_tokens_details": {"cached_tokens": reused},
+        }
+
+    def _piece(self, index: int, said: dict[str, Any], logprobs: Any) -> dict[str, Any]:
+        choice = {"index": index} | said | {"logprobs": logprobs, "finish_reason": None}
+        return self._object(".chunk", [choice])
+
+    def _object(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion" + part if self.call.chat else "text_completion"
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _stats(self, ending: Ending) -> dict[str, Any]:
+        """Our own field of a choice that has ended; docs/serving.md explains it."""
+        result = ending.result
+        return {
+            "seed": self.call.seed,
+            "finish_reason": result.finish_reason,
+            "new_tokens": result.new_tokens,
+            "steps": result.steps,
+            "mean_accepted_length": round(result.mean_accepted_length, 4),
+            "acceptance_histogram": result.acceptance_histogram,
+            "tree_nodes": ending.tree_nodes,
+            "tokens_per_second": round(result.tokens_per_second, 2),
+            "waited_seconds": round(ending.waited_seconds, 6),
+            "prefill_seconds": round(result.prefill_seconds, 6),
+            "decode_seconds": round(result.decode_seconds, 6),
+            "reused_tokens": ending.reused_tokens,
+        }
+
+    def _token(self, token_id: int) -> str:
+        return self.tokenizer.decode([token_id], skip_special=False)
+
+    def _logprobs(self, of: Result | Delta) -> dict[str, Any] | None:
+        """OpenAI's form of log-probabilities, which the two endpoints do not share."""
+        if of.logprobs is None or of.top_logprobs is None:
+            return None
+        tokens = zip(of.token_ids, of.logprobs, of.top_logprobs)
+        if not self.call.chat:
+            return {
+                "tokens": [self._token(i) for i in of.token_ids],
+                "token_logprobs": of.logprobs,
+                "top_logprobs": [{self._token(i): p for i, p in top} for *_, top in tokens],
+            }
+
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            token = self._token(token_id)
+            return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+        content = [
+            entry(i, p) | {"top_logprobs": [entry(*other) for other in top]}
+            for i, p, top in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+def finish_reason(ending: Ending) -> str:
+    """As OpenAI has it, which knows no "context"."""
+    return "stop" if ending.result.finish_reason == "stop" else "length"

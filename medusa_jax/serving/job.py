@@ -1,0 +1,171 @@
+"""A request in flight, as the host knows it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from medusa_jax.api import Model, Options, Result, StoppingText, steps_of
+from medusa_jax.api.results import logprobs_of_row
+from medusa_jax.decoding.generate import Request as Row
+from medusa_jax.decoding.state import Progress
+from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
+from medusa_jax.errors import UserError
+from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, TooLong
+
+# Stop sequences of a row and tokens of each that one compiled program has room for.
+STOPS = (8, 4)
+
+
+@dataclass
+class Job:
+    """A request from `submit` to its end.
+
+    Attributes:
+      row: the request as the decode loop takes it, B = 1.
+      token_ids, depths: emitted so far, as far as the host has looked.
+      length: text positions in the cache, likewise.
+      logprobs, top_logprobs: as in `Result`, if asked for.
+      seat: the row of the batch that it has, once its prompt is read.
+      longest: most tokens that a step can append.
+      reused, tree_nodes: as in `Ending`.
+    """
+
+    request: Request
+    row: Row
+    text: StoppingText
+    handle: Handle
+    deliver: Deliver
+    token_ids: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    length: int = 0
+    seat: int | None = None
+    reused: int = 0
+    tree_nodes: int = 1
+    longest: int = 1
+    submitted_at: float = field(default_factory=time.perf_counter)
+    started_at: float = 0.0
+    first_at: float = 0.0
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.row.prompts[0]
+
+    @property
+    def options(self) -> Options:
+        return self.request.options
+
+    @property
+    def group(self) -> tuple[bool, str]:
+        """Rows of one group can take a step together."""
+        rule = self.request.acceptance
+        return self.request.drafts, "auto" if rule in ("greedy", "sampled") else rule
+
+    def begin(self) -> None:
+        """Its prompt begins to be read."""
+        self.started_at = time.perf_counter()
+
+    def known_text(self) -> np.ndarray:
+        """What the cache holds of it: all but the last token, which is the root."""
+        return np.array([*self.prompt, *self.token_ids[:-1]], np.int32)
+
+    def take(self, progress: Progress, row: int) -> Delta:
+        """What is new of it in row `row`, as far as it counts: behind a stop string nothing does.
+
+        Args:
+          progress: numpy arrays.
+        """
+        self.first_at = self.first_at or time.perf_counter()
+        seen, count = len(self.token_ids), int(progress.n_new_B[row])
+        ended = int(progress.status_B[row]) not in (RUNNING, PAUSED)
+        tokens, depths = (
+            x[row, seen:count].tolist() for x in (progress.tokens_BO, progress.depth_BO)
+        )
+        parts = self.text.take(tokens, depths, ended)
+        end = self.text.tokens_used
+        self.length = int(progress.length_B[row])
+        self.token_ids += tokens[: end - seen]
+        self.depths += depths[: end - seen]
+        new = logprobs_of_row(progress, row, slice(seen, end), self.options.logprobs)
+        self.logprobs += new.get("logprobs", [])
+        self.top_logprobs += new.get("top_logprobs", [])
+        ending = None
+        if ended or self.text.stopped:
+            ending = self.ending(int(progress.status_B[row]))
+        return Delta(
+            text="".join(piece for piece, _ in parts),
+            parts=parts,
+            token_ids=self.token_ids[seen:],
+            logprobs=self.logprobs[seen:],
+            top_logprobs=self.top_logprobs[seen:],
+            ending=ending,
+        )
+
+    def ending(self, status: int) -> Ending:
+        """The answer, once it has ended.
+
+        Args:
+          status: why it did (`decoding/stopping.py`).
+        """
+        reason = "length"
+        if status == STOPPED or self.text.stopped:
+            reason = "stop"
+        elif len(self.token_ids) < self.row.limits[0]:
+            reason = "steps"
+        elif self.row.limits[0] < self.options.max_new_tokens:
+            reason = "context"
+        histogram = steps_of(self.depths, self.longest)
+        now = time.perf_counter()
+        result = Result(
+            text=self.text.text,
+            token_ids=self.token_ids,
+            draft_depths=self.depths,
+            finish_reason=reason,
+            prompt_tokens=len(self.prompt),
+            steps=sum(histogram),
+            acceptance_histogram=histogram,
+            prefill_seconds=self.first_at - self.started_at,
+            decode_seconds=now - self.first_at,
+            compile_seconds=0.0,
+            logprobs=self.logprobs if self.options.logprobs is not None else None,
+            top_logprobs=self.top_logprobs if self.options.logprobs is not None else None,
+        )
+        waited = self.started_at - self.submitted_at
+        return Ending(result, waited, self.reused, self.tree_nodes)
+
+
+def make_job(
+    model: Model,
+    request: Request,
+    most_prompt: int,
+    most_new: int,
+    handle: Handle,
+    deliver: Deliver,
+) -> Job:
+    """A job for a request.
+
+    Args:
+      most_prompt, most_new: tokens that a prompt and an answer may have at most.
+
+    Raises:
+      UserError: the model cannot answer that.
+    """
+    options = request.options
+    model.engine(acceptance=request.acceptance, sampled=options.temperature > 0)
+    prompt = model.encode(request.prompt)
+    if len(prompt) > most_prompt:
+        raise TooLong(
+            f"the prompt has {len(prompt)} tokens, this server takes {most_prompt}: shorten it"
+        )
+    row = model.request([prompt], [options], [request.id])
+    row.limits = [min(row.limits[0], most_new)]
+    stops = row.stops[0] if row.stops else ()
+    if len(stops) > STOPS[0] or max(map(len, stops), default=0) > STOPS[1]:
+        raise UserError(
+            f"a served request has room for {STOPS[0]} stop sequences of {STOPS[1]} tokens, the "
+            "tokens that end a text among them; stop strings are not counted"
+        )
+    return Job(request, row, StoppingText(model.tokenizer, options.stop), handle, deliver)

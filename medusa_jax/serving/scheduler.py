@@ -1,0 +1,275 @@
+"""Which row takes which request, and when: continuous batching, one turn at a time.
+
+A turn reads one piece of a prompt, or several short prompts, and dispatches one chunk of steps of the
+rows that run; then the host looks at the chunk before that. So rows that run hardly stall for longer
+than one piece, and the device has work while the host turns tokens into text.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from medusa_jax.api import Model
+from medusa_jax.decoding.prefill import PIECE
+from medusa_jax.decoding.state import Progress
+from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
+from medusa_jax.serving.batch import Batch, Reading
+from medusa_jax.serving.job import Job
+from medusa_jax.serving.request import Stopped
+from medusa_jax.tree import Tree
+
+# After so many turns that needed fewer rows or slots than there are, there are fewer.
+PATIENCE = 64
+
+
+@dataclass
+class Seat:
+    """A row of the batch.
+
+    Attributes:
+      kept: tokens of the text that its cache is right for, whether its request has ended or not.
+      job: the request that has it.
+      used: the turn in which it last changed hands.
+    """
+
+    kept: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    job: Job | None = None
+    used: int = 0
+
+
+@dataclass
+class Look:
+    """What a program will have given when the host looks at it.
+
+    Attributes:
+      jobs: by row of `progress`, the requests that it was of.
+      slots: of the cache then.
+      tree_nodes: of the tree of its steps; 0: it took none.
+    """
+
+    progress: Progress
+    jobs: dict[int, Job]
+    slots: int
+    tree_nodes: int
+
+
+def shared_start(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two texts have in common at their start."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if differs.size else n
+
+
+class Scheduler:
+    """Requests in, deltas out. It has no thread of its own: somebody calls `step`.
+
+    Args:
+      trees: the numbers of rows that programs are compiled for, the largest is that of the
+        slots; and the tree for each.
+      most_new: most tokens of an answer.
+      chunk_steps: steps between two looks.
+      piece: most tokens of a prompt that are read at once, a power of two.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        trees: Mapping[int, Tree],
+        most_new: int,
+        chunk_steps: int = 8,
+        piece: int = PIECE,
+    ) -> None:
+        self.sizes = sorted(trees)
+        self._batch = Batch(model, trees, most_new, piece)
+        self._seats = [Seat() for _ in range(self.sizes[-1])]
+        self._waiting: deque[Job] = deque()
+        self._reading: tuple[Job, Reading, int] | None = None
+        self._looks: deque[Look] = deque()
+        self._chunk_steps, self._piece = chunk_steps, piece
+        self._group: tuple[bool, str] = (False, "")
+        self._turn = self._roomy = 0
+
+    @property
+    def slots(self) -> int:
+        """Requests that can be answered at a time."""
+        return len(self._seats)
+
+    @property
+    def busy(self) -> int:
+        """Slots that have a request."""
+        return sum(seat.job is not None for seat in self._seats)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have none yet."""
+        return len(self._waiting)
+
+    def warm_up(self, most_tokens: int, groups: Sequence[tuple[bool, str]]) -> None:
+        """Compile ahead, see `Batch.warm_up`; only while nothing is being answered."""
+        self._batch.warm_up(most_tokens, groups)
+        self._seats = [Seat() for _ in self._seats]
+
+    def add(self, job: Job) -> None:
+        """Have a request answered, after those that came before it."""
+        self._waiting.append(job)
+
+    def step(self) -> bool:
+        """One turn; returns whether another one is needed."""
+        self._turn += 1
+        self._drop_cancelled()
+        self._read()
+        running = self._run()
+        # The chunk just dispatched is looked at in the next turn, while the device has another.
+        while len(self._looks) > running:
+            self._look(self._looks.popleft())
+        return bool(self._waiting or self._reading or self._looks or self.busy)
+
+    def fail(self, error: Stopped) -> None:
+        """Tell every request that there will be no answer."""
+        for job in [*self._waiting, *(s.job for s in self._seats if s.job)]:
+            job.deliver(error)
+        self._waiting.clear()
+
+    def _drop_cancelled(self) -> None:
+        self._waiting = deque(job for job in self._waiting if not job.handle.cancelled)
+        if self._reading and self._reading[0].handle.cancelled:
+            self._seats[self._reading[2]].job = None
+            self._reading = None
+        for seat in self._seats:
+            job = seat.job
+            if job and job.seat is not None and job.handle.cancelled:
+                self._free(seat, self._batch.slots)
+
+    def _free(self, seat: Seat, slots: int) -> None:
+        """The request is answered, or nobody wants it: its row keeps what it can be reused for.
+
+        Args:
+          slots: those of the cache when it took its last step. A step of others goes on writing
+            what it must for this row behind its text, or in the last slots where that is full.
+        """
+        assert seat.job
+        seat.kept = seat.job.known_text()[: slots - self._batch.widest]
+        seat.job, seat.used = None, self._turn
+
+    # Reading prompts.
+
+    def _read(self) -> None:
+        """Read a piece of the prompt whose turn it is, or as many short prompts as that takes."""
+        left = self._piece
+        while left > 0:
+            self._reading = self._reading or self._begin()
+            if self._reading is None:
+                return
+            job, reading, at = self._reading
+            left -= self._batch.read(reading)
+            if reading.done:
+                self._insert(job, reading, at)
+                self._reading = None
+
+    def _insert(self, job: Job, reading: Reading, at: int) -> None:
+        """A prompt that has been read gets its row."""
+        seat, job.seat, job.length = self._seats[at], at, len(job.prompt)
+        seat.kept = reading.prompt
+        progress = self._batch.insert(reading, at)
+        self._looks.append(Look(progress, {0: job}, self._batch.slots, 0))
+
+    def _begin(self) -> tuple[Job, Reading, int] | None:
+        """The next request that waits and the row that it will have, if one is free."""
+        if not self._waiting:
+            return None
+        batch = self._batch
+        if all(seat.job for seat in self._seats[: batch.rows]):
+            more = [n for n in self.sizes if n > batch.rows]
+            if not more:
+                return None
+            self._fit(more[0], batch.slots)
+        job = self._waiting.popleft()
+        busy = [job, *(seat.job for seat in self._seats if seat.job)]
+        batch.keep_logprobs(any(one.options.logprobs is not None for one in busy))
+        prompt = np.array(job.prompt, np.int32)
+        seats = self._seats[: batch.rows]
+        shared = [shared_start(seat.kept, prompt) for seat in seats]
+
+        def lost(i: int) -> tuple[bool, int, int]:
+            """A row whose whole text goes on loses nothing, nor does one that has none."""
+            if shared[i] == len(seats[i].kept):
+                return False, -shared[i], 0
+            return True, 0, seats[i].used
+
+        at = min((i for i, seat in enumerate(seats) if not seat.job), key=lost)
+        self._fit(batch.rows, max(batch.slots, batch.slots_for(len(prompt))))
+        source = int(np.argmax(shared))
+        reading = batch.begin(job.row, source, shared[source], job.request.acceptance)
+        job.reused, job.longest, seats[at].job = reading.position, batch.longest, job
+        job.begin()
+        return job, reading, at
+
+    # Steps.
+
+    def _run(self) -> bool:
+        """Dispatch a chunk for the next group of rows; whether there was one."""
+        jobs = {
+            i: s.job for i, s in enumerate(self._seats) if s.job and s.job.seat is not None
+        }
+        if not jobs:
+            return False
+        groups = sorted({job.group for job in jobs.values()})
+        self._group = next((g for g in groups if g > self._group), groups[0])
+        self._make_room(jobs)
+        wanted_B = np.full(self._batch.rows, STOPPED, np.int32)
+        chosen = {i: job for i, job in jobs.items() if job.group == self._group}
+        wanted_B[list(jobs)] = PAUSED
+        wanted_B[list(chosen)] = RUNNING
+        drafts, rule = self._group
+        if rule == "auto":
+            sampled = any(job.options.temperature > 0 for job in chosen.values())
+            rule = "sampled" if sampled else "greedy"
+        progress, nodes = self._batch.run(wanted_B, drafts, rule, self._chunk_steps)
+        self._looks.append(Look(progress, chosen, self._batch.slots, nodes))
+        return True
+
+    def _make_room(self, jobs: dict[int, Job]) -> None:
+        """As many slots as the longest text needs; in time as few as it needs, and few rows."""
+        batch = self._batch
+        lengths, last = [job.length for job in jobs.values()], max(jobs)
+        if self._reading:
+            job, _, at = self._reading
+            lengths.append(len(job.prompt))
+            last = max(last, at)
+        slots = batch.slots_for(max(lengths))
+        n_rows = next(n for n in self.sizes if n > last)
+        if slots > batch.slots:
+            self._fit(batch.rows, slots)
+        fewer = n_rows < batch.rows or slots < batch.slots
+        self._roomy = self._roomy + 1 if fewer else 0
+        if self._roomy == PATIENCE:
+            self._fit(n_rows, slots)
+            self._roomy = 0
+
+    def _fit(self, n_rows: int, slots: int) -> None:
+        """Another size of the batch; where it is smaller, rows keep less of their texts."""
+        if slots < self._batch.slots:
+            for seat in self._seats:
+                seat.kept = seat.kept[: slots - self._batch.widest]
+        for seat in self._seats[n_rows:]:
+            seat.kept = seat.kept[:0]
+        self._batch.fit(n_rows, slots)
+
+    # Results.
+
+    def _look(self, look: Look) -> None:
+        """Wait for a program and hand out what is new."""
+        progress = jax.tree.map(np.asarray, look.progress)
+        for row, job in look.jobs.items():
+            if job.seat is None or self._seats[job.seat].job is not job:
+                continue  # it ended before
+            job.tree_nodes = look.tree_nodes or job.tree_nodes
+            delta = job.take(progress, row)
+            if delta.ending:
+                self._free(self._seats[job.seat], look.slots)
+            if delta.token_ids or delta.parts or delta.ending:
+                job.deliver(delta)

@@ -1,0 +1,101 @@
+"""`serve`: what it refuses before it serves; a whole process from start to SIGTERM."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import children
+import pytest
+from tiny_model import write_model
+
+from medusa_jax.commands.serve import main
+from medusa_jax.commands.serve_run import read_key
+
+
+@pytest.fixture
+def refused(capsys):
+    """The one line that a bad call prints."""
+
+    def run(*flags):
+        capsys.readouterr()
+        assert main([*map(str, flags)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("error: ") and err.count("\n") == 1, err
+        return err
+
+    return run
+
+
+def test_what_is_refused(refused, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "cannot listen" in refused("--port", taken.getsockname()[1])
+    assert "cannot listen" in refused("--port", 10**6)
+    assert "--slots must be more than 0" in refused("--slots", 0)
+    assert "cannot read --api_key_file" in refused("--api_key_file", tmp_path / "none")
+    (tmp_path / "empty").write_text(" \n")
+    assert "holds no key" in refused("--api_key_file", tmp_path / "empty")
+    assert "there are: vicuna" in refused(
+        "--chat", "vicnua", "--port", 0, "--drafter", "none"
+    )
+
+
+def test_a_missing_package_is_named(refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert "needs starlette: pip install 'medusa-jax[serve]'" in refused("--port", 0)
+
+
+def test_the_key(monkeypatch, tmp_path):
+    monkeypatch.delenv("MEDUSA_API_KEY", raising=False)
+    assert read_key(None) == ""
+    monkeypatch.setenv("MEDUSA_API_KEY", "open sesame")
+    assert read_key(None) == "open sesame"
+    (tmp_path / "key").write_text("of a file\n")
+    assert read_key(str(tmp_path / "key")) == "of a file"
+
+
+@pytest.mark.slow
+def test_kill_under_load(tmp_path):
+    """Eight answers are running or waiting: each ends whole, then the process does, with 0."""
+    import httpx2 as httpx
+
+    write_model(tmp_path)
+    command = [sys.executable, "-m", "medusa_jax", "serve", "--port", "0", "--slots", "2"]
+    command += ["--model", str(tmp_path), "--drafter", str(tmp_path / "heads")]
+    command += ["--tree", "chain:2", "--warm_up", "0"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=children.environment()
+    )
+    for line in process.stderr:
+        if found := re.search(r"(http://\S+)/v1", line):
+            break
+    url, answers = found[1], []
+
+    def ask():
+        sent = {"prompt": "in", "max_tokens": 90, "stream": True}
+        with httpx.stream(
+            "POST", url + "/v1/completions", json=sent, timeout=300
+        ) as answer:
+            started.release()
+            answers.append(answer.read().decode())
+
+    started = threading.Semaphore(0)
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        started.acquire()
+    os.kill(process.pid, signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert process.wait(120) == 0
+    for answer in answers:
+        events = [line[6:] for line in answer.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url + "/health")

@@ -1,0 +1,85 @@
+"""Many clients that ask one call after the other, streaming; also as a process of their own.
+
+python tests/serving/clients.py < attack.json: the arguments of `attack`; prints what it returns.
+"""
+
+import json
+import random
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2 as httpx
+
+
+class Client:
+    """Notes the times of what comes."""
+
+    def __init__(self, url):
+        self.http = httpx.Client(base_url=url, timeout=600)
+        self.first, self.between, self.tokens = [], [], 0
+
+    def ask(self, fields):
+        """The text that a call is answered with; where the queue is full, asked again."""
+        start = last = time.perf_counter()
+        said, sent = "", fields | {"stream": True}
+        while True:
+            with self.http.stream("POST", "/v1/completions", json=sent) as answer:
+                if answer.status_code == 429:
+                    time.sleep(0.02)
+                    continue
+                for line in answer.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    [choice] = json.loads(line[6:])["choices"]
+                    now, tokens = time.perf_counter(), choice["medusa"]["tokens"]
+                    if not tokens:
+                        continue
+                    if last == start:
+                        self.first.append(now - start)
+                    else:  # several come at once
+                        self.between += [0.0] * (tokens - 1) + [now - last]
+                    last, said = now, said + choice["text"]
+                    self.tokens += tokens
+                return said
+
+
+def attack(url, n_clients, n_calls, asked, pause):
+    """Calls of random kinds from many clients at random times.
+
+    Returns: pairs of the number of a kind and the text that it was answered with; seconds to first
+      tokens and between tokens, all tokens, and the seconds of it all.
+    """
+    rng = random.Random(1)
+    work = iter([rng.randrange(len(asked)) for _ in range(n_calls)])
+    lock, answers = threading.Lock(), []
+    clients = [Client(url) for _ in range(n_clients)]
+
+    def run(number):
+        client, waits = clients[number], random.Random(number)
+        while True:
+            with lock:
+                kind = next(work, None)
+            if kind is None:
+                client.http.close()
+                return
+            time.sleep(waits.random() * pause)
+            text = client.ask(asked[kind])
+            with lock:
+                answers.append((kind, text))
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(n_clients) as pool:
+        list(pool.map(run, range(n_clients)))
+    return {
+        "answers": answers,
+        "first": [t for client in clients for t in client.first],
+        "between": [t for client in clients for t in client.between],
+        "tokens": sum(client.tokens for client in clients),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+if __name__ == "__main__":
+    json.dump(attack(*json.load(sys.stdin)), sys.stdout)

@@ -1,0 +1,161 @@
+"""The official client, as it is, against the port."""
+
+import openai
+import pytest
+from served import NAME, alone
+
+from medusa_jax import Options
+from medusa_jax.interop.chat import encode_prompt
+
+MESSAGES = [{"role": "user", "content": "in the hat and the other cat"}]
+
+
+@pytest.fixture
+def client(port):
+    with openai.OpenAI(base_url=port.url + "/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def chat_prompt(port, messages=MESSAGES):
+    return encode_prompt(port.model.tokenizer, messages)
+
+
+def test_models(client):
+    [model] = client.models.list().data
+    assert model.id == NAME and model.medusa["drafter"] == "medusa"
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_chat_whole_and_streamed(port, client, temperature):
+    expected = alone(
+        port.model, chat_prompt(port), max_new_tokens=20, temperature=temperature, seed=5
+    )
+    asked = {
+        "model": NAME,
+        "messages": MESSAGES,
+        "max_tokens": 20,
+        "temperature": temperature,
+        "seed": 5,
+    }
+    whole = client.chat.completions.create(**asked)
+    [choice] = whole.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == expected.text
+    assert choice.finish_reason == "length"
+    assert whole.usage.completion_tokens == expected.new_tokens == 20
+    assert whole.usage.prompt_tokens == expected.prompt_tokens
+    assert choice.medusa["seed"] == 5 and choice.medusa["mean_accepted_length"] > 1
+    usage = {"include_usage": True}
+    pieces = list(
+        client.chat.completions.create(**asked, stream=True, stream_options=usage)
+    )
+    *pieces, last = pieces
+    assert last.usage.completion_tokens == 20 and not last.choices
+    # Of the same prompt only the last token is read again.
+    reused = last.usage.prompt_tokens_details.cached_tokens
+    assert reused == expected.prompt_tokens - 1
+    assert "".join(p.choices[0].delta.content or "" for p in pieces) == expected.text
+    assert len(pieces) > 3 and pieces[0].choices[0].delta.role == "assistant"
+    assert [p.choices[0].finish_reason for p in pieces[-2:]] == [None, "length"]
+    parts = [part for p in pieces[1:] for part in p.choices[0].medusa["parts"]]
+    assert "".join(text for text, _ in parts) == expected.text
+    assert {depth for _, depth in parts} >= {0, 1}
+
+
+def test_completions_of_several_prompts_and_choices(port, client):
+    prompts = ["the cat and", port.model.encode("in")]
+    answer = client.completions.create(
+        model=NAME, prompt=prompts, n=2, max_tokens=9, temperature=1, seed=3
+    )
+    options = Options(max_new_tokens=9, temperature=1, seed=3)
+    # The number of a choice among those of its prompt takes the place of a request's in a file.
+    expected = port.model.generate(
+        [prompts[0], prompts[0], prompts[1], prompts[1]], options, [0, 1, 0, 1], tree="none"
+    )
+    assert [choice.text for choice in answer.choices] == [r.text for r in expected]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.choices[0].text != answer.choices[1].text
+    assert answer.usage.completion_tokens == 36
+    read = sum(r.prompt_tokens for r in expected[::2])
+    assert answer.usage.prompt_tokens == read
+
+
+def test_stop_strings_end_the_text(port, client):
+    whole = alone(port.model, "the cat", max_new_tokens=20)
+    stop = whole.text[8:10]
+    asked = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "temperature": 0}
+    for streaming in (False, True):
+        answer = client.completions.create(**asked, stop=[stop, "ZZZ"], stream=streaming)
+        pieces = list(answer) if streaming else [answer]
+        text = "".join(piece.choices[0].text for piece in pieces)
+        assert text == whole.text[: whole.text.index(stop)]
+        assert pieces[-1].choices[0].finish_reason == "stop"
+
+
+def test_our_own_fields(port, client):
+    asked = {"model": NAME, "prompt": "in", "max_tokens": 15, "temperature": 1, "seed": 2}
+    options = {"max_new_tokens": 15, "temperature": 1, "seed": 2}
+    own = {"top_k": 4, "min_p": 0.05}
+    expected = alone(port.model, "in", **options, **own)
+    for drafts, nodes in ((True, 5), (False, 1)):
+        answer = client.completions.create(**asked, extra_body=own | {"drafts": drafts})
+        [choice] = answer.choices
+        assert choice.text == expected.text and choice.medusa["tree_nodes"] == nodes
+    free = client.completions.create(**asked | {"seed": None})
+    again = alone(port.model, "in", **options | {"seed": free.choices[0].medusa["seed"]})
+    assert free.choices[0].text == again.text
+
+
+def test_logprobs(port, client):
+    asked = {"model": NAME, "max_tokens": 6, "temperature": 0}
+    chat = client.chat.completions.create(
+        **asked, messages=MESSAGES, logprobs=True, top_logprobs=2
+    )
+    tokens = chat.choices[0].logprobs.content
+    assert "".join(t.token for t in tokens) == chat.choices[0].message.content
+    for token in tokens:  # greedy: each token is the likeliest
+        assert token.top_logprobs[0].token == token.token
+        assert 0 > token.logprob == token.top_logprobs[0].logprob
+        assert token.logprob > token.top_logprobs[1].logprob
+    whole = client.completions.create(**asked, prompt="in", logprobs=0)
+    assert len(whole.choices[0].logprobs.token_logprobs) == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "about"),
+    [
+        ({"model": "gpt-4"}, openai.NotFoundError, "model"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"temperature": 2.5}, openai.BadRequestError, "temperature"),
+        ({"top_p": 0}, openai.BadRequestError, "top_p"),
+        ({"n": 17}, openai.BadRequestError, "n"),
+        ({"presence_penalty": 0.5}, openai.BadRequestError, "presence_penalty"),
+        ({"prompt": ""}, None, ""),
+        ({"prompt": "the " * 200}, openai.BadRequestError, "shorten"),
+        ({"prompt": [10**6]}, openai.BadRequestError, "vocabulary"),
+        ({"extra_body": {"acceptance": "greedy"}}, openai.BadRequestError, "temperature 0"),
+        ({"extra_body": {"tpo_k": 3}}, openai.BadRequestError, "tpo_k"),
+    ],
+)
+def test_what_is_refused(port, client, fields, kind, about):
+    asked = {"model": NAME, "prompt": "in", "max_tokens": 2} | fields
+    if kind is None:  # a BOS is enough to start from
+        assert client.completions.create(**asked).usage.prompt_tokens == 1
+        return
+    with pytest.raises(kind, match=about):
+        client.completions.create(**asked)
+
+
+def test_more_than_the_queue_holds(client):
+    with pytest.raises(openai.RateLimitError) as refused:
+        client.completions.create(model=NAME, prompt="in", n=9)
+    assert refused.value.response.headers["retry-after"] == "1"
+
+
+def test_a_conversation_the_template_refuses(client):
+    for messages in ([], [{"role": "robot", "content": "x"}], [{"role": "user"}]):
+        with pytest.raises(openai.BadRequestError, match="messages"):
+            client.chat.completions.create(model=NAME, messages=messages)

@@ -1,0 +1,119 @@
+"""The page, driven by a real browser: Debian's Chromium, headless."""
+
+import shutil
+
+import pytest
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason="needs Debian's packages chromium and chromium-driver",
+)
+# Without a screen, as root, and without calling home.
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+FLAGS += ["--disable-dev-shm-usage", "--window-size=1200,900"]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    driver.set_script_timeout(60)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser, port):
+    browser.get(port.url)
+    return Page(browser)
+
+
+class Page:
+    """What a visitor does and sees."""
+
+    def __init__(self, browser):
+        self.browser = browser
+
+    def one(self, selector):
+        return self.browser.find_element("css selector", selector)
+
+    def all(self, selector):
+        return self.browser.find_elements("css selector", selector)
+
+    def set(self, name, value):
+        self.browser.execute_script(f"document.getElementById('{name}').value = '{value}'")
+
+    def until(self, condition):
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        return WebDriverWait(self.browser, 60, 0.02).until(lambda _: condition())
+
+    def ask(self, question, limit):
+        self.set("limit", limit)
+        self.one("#question").send_keys(question + "\n")
+
+    def answers(self, state):
+        return self.all(f".answer[data-state={state}]")
+
+    def text(self, answer):
+        return answer.find_element("css selector", ".text").get_attribute("textContent")
+
+
+def test_the_same_text_with_and_without_drafts(page):
+    page.until(lambda: "medusa" in page.one("#about").text)
+    page.ask("in the hat", 60)
+    page.until(lambda: page.answers("done"))
+    [drafted] = page.answers("done")
+    assert len(page.all(".answer .d1")) > 3 and page.all(".answer .d2")
+    assert "60 tokens" in drafted.text and "accepted length" in drafted.text
+    page.one("#plain").click()
+    page.until(lambda: len(page.answers("done")) == 2)
+    plain = page.answers("done")[1]
+    assert page.text(plain) == page.text(drafted) != ""
+    assert not plain.find_elements("css selector", ".d")
+    page.until(lambda: "the same text" in plain.text)
+
+
+def test_coloured_tokens_stream_and_stop(page, port):
+    """Slowly enough to be watched."""
+    with port.slowed(0.3):
+        page.ask("the cat", 70)
+        page.until(lambda: page.all(".answer .d1"))
+        assert page.one(".answer").get_attribute("aria-busy") == "true"
+        early = page.text(page.one(".answer"))
+        page.until(lambda: len(page.text(page.one(".answer"))) > len(early))
+        page.one("#stop").click()
+        page.until(lambda: page.answers("stopped"))
+        port.wait_idle()  # its slot is free
+    assert "(stopped)" in page.one(".numbers").text
+    assert page.one("#send").is_enabled() and not page.one("#stop").is_enabled()
+
+
+def test_what_is_refused_is_said(page):
+    page.ask("d" * 200, 5)
+    page.until(lambda: page.answers("failed"))
+    assert "shorten it" in page.one(".numbers.error").text
+
+
+def test_on_a_phone_and_by_keyboard(page):
+    page.browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 360, "height": 640, "deviceScaleFactor": 2, "mobile": True},
+    )
+    try:
+        wide = page.browser.execute_script("return document.documentElement.scrollWidth")
+        assert wide <= 360
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    unnamed = page.browser.execute_script(
+        "return [...document.querySelectorAll('input, textarea')].filter(x => !x.labels.length).length"
+    )
+    assert unnamed == 0
+    assert page.one("[role=status]")

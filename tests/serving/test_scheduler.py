@@ -1,0 +1,233 @@
+"""Continuous batching: each request is answered as if it were alone, whoever came when.
+
+In float64, where texts are equal without exception. Turns are taken by hand, so that arrivals are
+the same in every run.
+"""
+
+import jax
+import numpy as np
+import pytest
+from tiny_model import write_model
+
+import medusa_jax
+from medusa_jax import Options, Tree, UserError
+from medusa_jax.serving import Request
+from medusa_jax.serving.job import make_job
+from medusa_jax.serving.request import Handle, Stopped
+from medusa_jax.serving.scheduler import Scheduler, shared_start
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
+LONG = "the cat and in the hat, " * 9
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    jax.config.update("jax_enable_x64", True)
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, max_position=400)
+    heads = str(path / "heads")
+    # With bars on repeats, which a row's text so far decides, prompt and reused start included.
+    bars = {"no_repeat_ngram_size": 3}
+    return medusa_jax.load(str(path), heads, tree=TREE, dtype="float64", **bars)
+
+
+class Client:
+    """Submits to a scheduler and keeps what comes back."""
+
+    def __init__(self, scheduler, model, request):
+        self.deltas, self.request = [], request
+        self.handle = Handle(lambda: None)
+        self.job = make_job(model, request, 399, 300, self.handle, self.deltas.append)
+        scheduler.add(self.job)
+
+    @property
+    def result(self):
+        return self.deltas[-1].ending.result
+
+    @property
+    def text(self):
+        return "".join(delta.text for delta in self.deltas)
+
+
+def run(scheduler, arrivals, model):
+    """Requests by the turn that they come in; returns their clients when all is answered."""
+    clients, turn = [], 0
+    while scheduler.step() or turn <= max(arrivals):
+        for request in arrivals.get(turn, ()):
+            clients.append(Client(scheduler, model, request))
+        turn += 1
+        assert turn < 2000
+    return clients
+
+
+def alone(model, requests):
+    """What each is answered without any other: plain decoding of one fixed batch.
+
+    `tests/decoding/test_exactness.py` has that its rows are those of batches of one.
+    """
+    return model.generate(
+        [r.prompt for r in requests],
+        [r.options for r in requests],
+        [r.id for r in requests],
+        tree="none",
+    )
+
+
+def check(model, clients):
+    requests = [client.request for client in clients]
+    for client, expected in zip(clients, alone(model, requests)):
+        result = client.result
+        assert result.token_ids == expected.token_ids
+        assert client.text == result.text == expected.text
+        assert result.finish_reason == expected.finish_reason
+        assert result.prompt_tokens == expected.prompt_tokens
+        ids = [i for delta in client.deltas for i in delta.token_ids]
+        assert ids == result.token_ids and all(d.ending is None for d in client.deltas[:-1])
+        steps = sum(result.acceptance_histogram)
+        appended = sum((i + 1) * n for i, n in enumerate(result.acceptance_histogram))
+        assert result.steps == steps and appended == result.new_tokens - 1
+
+
+def options(n, temperature=0.0, **fields):
+    return Options(max_new_tokens=n, temperature=temperature, **fields)
+
+
+@pytest.fixture(scope="module")
+def scheduler(model):
+    """Two rows with a tree, or three that decode plainly; prompts in pieces of 64 tokens."""
+    trees = {2: TREE, 3: Tree.none()}
+    return Scheduler(model, trees=trees, most_new=300, chunk_steps=3, piece=64)
+
+
+def test_no_text_depends_on_slot_neighbours_or_arrival(model, scheduler):
+    """Rows and slots grow and shrink on the way, prompts are read in pieces, two share a start."""
+    arrivals = {
+        0: [Request("the cat and", options(60, 0.9, seed=4, top_k=9))],
+        1: [Request("in", options(5)), Request("in", options(20, 0.9, seed=4), id=1)],
+        4: [Request(LONG, options(30)), Request("abc", options(9), drafts=False)],
+        9: [Request(LONG + "abc", options(20, 1.1, seed=2, min_p=0.01))],
+        30: [Request("the", options(2, 0.9)), Request("the cat", options(40, 1.0, seed=8))],
+    }
+    batch = scheduler._batch
+    seen = set()
+    true_run = batch.run
+
+    def watched(wanted_B, *rest):
+        seen.add((batch.rows, batch.slots, rest[0]))
+        assert len(wanted_B) == batch.rows
+        return true_run(wanted_B, *rest)
+
+    batch.run = watched
+    clients = run(scheduler, arrivals, model)
+    batch.run = true_run
+    check(model, clients)
+    assert {rows for rows, _, _ in seen} == {2, 3} and {128, 256} <= {s for _, s, _ in seen}
+    assert {drafts for *_, drafts in seen} == {True, False}
+    assert scheduler.busy == scheduler.waiting == 0
+    reused = [client.deltas[-1].ending.reused_tokens for client in clients]
+    longest = model.encode(LONG)
+    assert max(reused) >= len(longest) - 1  # LONG + "abc" read what is behind LONG alone
+    nodes = {client.deltas[-1].ending.tree_nodes for client in clients}
+    assert nodes == {1, TREE.n_nodes}
+
+
+def test_a_paused_row_is_not_overwritten(model, scheduler):
+    """One fills the slots that there are and has to wait for more, while another group steps."""
+    long = model.encode(LONG)[:100]
+    drafted = [Request(long, options(90, seed=n), id=n) for n in range(2)]
+    plain = Request("the hat", options(120), drafts=False)
+    clients = run(scheduler, {0: [drafted[0], plain], 9: [drafted[1]]}, model)
+    check(model, clients)
+
+
+def test_a_conversation_is_read_from_where_it_goes_on(model, scheduler):
+    """Turn by turn as a chat has it: what the model said itself is not read again either."""
+    prompt, known = model.encode("the hat and"), 0
+    for turn in range(3):
+        [client] = run(
+            scheduler, {0: [Request(prompt, options(12, 0.8, seed=turn))]}, model
+        )
+        check(model, [client])
+        reused = client.deltas[-1].ending.reused_tokens
+        if turn:
+            # All but the last token of the answer, and the one before it is read again.
+            assert reused == known - 2
+        prompt = [*prompt, *client.result.token_ids]
+        known = len(prompt)
+        prompt += model.tokenizer.encode(" in")
+
+
+def test_another_turn_behind_the_same_start(model, scheduler):
+    """The drafter too goes on from where texts part: drafts are those of a fresh start."""
+    start = model.encode("the cat in the hat and the other cat in a hat")
+    first, second = (start + model.tokenizer.encode(end) for end in ("abc", "the"))
+    scheduler._fit(2, 256)  # where there is a tree
+    [cold] = run(scheduler, {0: [Request(second, options(40))]}, model)
+    run(scheduler, {0: [Request(first, options(30))]}, model)
+    [warm] = run(scheduler, {0: [Request(second, options(40))]}, model)
+    assert warm.deltas[-1].ending.reused_tokens > 0
+    assert warm.result.draft_depths == cold.result.draft_depths
+
+
+def test_stop_strings_and_cancelled_requests_free_their_rows(model, scheduler):
+    [whole] = alone(model, [Request("the cat", options(60))])
+    stop = whole.text[20:23]
+    stopped = Request("the cat", options(60, stop=(stop,)))
+    endless = Request("in", options(200, 1.0, seed=1))
+    first, second = (Client(scheduler, model, r) for r in (stopped, endless))
+    waiting = [Client(scheduler, model, endless) for _ in range(3)]
+    for _ in range(6):
+        scheduler.step()
+    second.handle.cancel()
+    for client in waiting:
+        client.handle.cancel()
+    while scheduler.step():
+        pass
+    assert scheduler.busy == scheduler.waiting == 0
+    assert first.text == first.result.text == whole.text[: whole.text.index(stop)]
+    assert first.result.finish_reason == "stop"
+    assert second.deltas and all(delta.ending is None for delta in second.deltas)
+    [again] = run(scheduler, {0: [Request("in", options(20))]}, model)
+    check(model, [again])
+
+
+def test_log_probabilities_are_those_of_a_solo_run(model, scheduler):
+    """One asks for them while another, who does not, is answered beside it."""
+    asked = Request(LONG, options(30, 1.0, seed=3, logprobs=4))
+    other = Request("in", options(40, 1.0, seed=3))
+    first, second = clients = run(scheduler, {0: [other], 3: [asked]}, model)
+    check(model, clients)
+    [expected] = alone(model, [asked])
+    assert second.result.logprobs == [p for d in second.deltas for p in d.logprobs]
+    np.testing.assert_allclose(second.result.logprobs, expected.logprobs, rtol=1e-9)
+    for mine, theirs in zip(second.result.top_logprobs, expected.top_logprobs, strict=True):
+        assert [token for token, _ in mine] == [token for token, _ in theirs]
+    assert first.result.logprobs is None and not first.deltas[0].logprobs
+
+
+def test_what_cannot_be_answered_is_refused_at_once(model):
+    for request in (
+        Request("", options(3, stop=()), acceptance="wishful"),
+        Request("a", options(3, 1.0), acceptance="greedy"),
+        Request([10**6], options(3)),
+        Request("a " * 400, options(3)),
+        Request("a", options(3, stop_sequences=((1, 2, 3, 4, 5),))),
+    ):
+        with pytest.raises(UserError):
+            make_job(model, request, 399, 300, Handle(lambda: None), print)
+
+
+def test_every_client_hears_of_a_failure(model):
+    scheduler = Scheduler(model, trees={2: TREE}, most_new=300)
+    clients = [Client(scheduler, model, Request("in", options(9))) for _ in range(3)]
+    scheduler.fail(Stopped("the device is gone"))
+    assert [str(client.deltas[-1]) for client in clients] == ["the device is gone"] * 3
+
+
+def test_shared_start():
+    a = np.array([1, 2, 3])
+    assert [shared_start(a, np.array(b, int)) for b in ([], [1, 2], [1, 9, 3], [1, 2, 3, 4])] == [
+        0, 2, 1, 3,
+    ]  # fmt: skip
