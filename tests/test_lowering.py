@@ -38,7 +38,7 @@ def lowered(function, *shapes):
 
 def what_would_be_slow(text):
     """Operations that an accelerator waits for, or that it has no units for."""
-    cache = rf"tensor<\d+x\d+x{SLOTS}x\d+x\w+>"
+    cache = rf"tensor<\d+x\d+x{SLOTS}x{ARCH.head_dim}x\w+>"
     signs = {
         "host callback": r"callback|outfeed|infeed|send_to_host",
         "float64": r"tensor<[^>]*f64>",

@@ -173,7 +173,7 @@ def training_row(name: str, report: dict[str, Any], chip: Any) -> dict[str, Any]
     updates = EPOCHS * SAMPLES / (accumulation * rows)
     return {
         "run": name,
-        "devices": report["devices"],
+        "devices": round(report["devices"]),
         "batch": f"{accumulation} x {rows}",
         "GB": round(report["total_bytes"] / 1e9, 1),
         "GB sent": round(sum(report["sent_bytes"].values()) / 1e9, 2),
