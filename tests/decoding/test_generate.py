@@ -283,7 +283,7 @@ def test_requests_that_cannot_be_are_refused():
     ],
 )
 def test_slot_ladder(longest, needed, expected):
-    engine = loop.Engine(None, None, Tree.chain(3))
+    engine = loop.Engine(None, planted(tiny_config()), Tree.chain(3))
     ladder = loop.slot_ladder(engine, longest, needed)
     assert ladder == expected
     assert ladder[0] >= longest + 4 and ladder[-1] >= needed

@@ -100,12 +100,13 @@ def test_a_state_goes_on_from_an_earlier_position(name):
     second = np.where(behind[..., None], rng.standard_normal(first.shape), first)
     # A position is taken in with the token behind it, so the last shared one changes with that.
     followed = np.where(positions > parted[:, None], (tokens + 5) % family.V, tokens)
-    commit = jax.jit(lambda state, *rows: drafter.commit(params, backbone, state, *rows))
+    commit = jax.jit(lambda state, new: drafter.commit(params, backbone, state, new))
 
     def taken(state, hidden, tokens, begin, n):
         at = begin[:, None] + np.arange(10)[None]
         row = np.arange(2)[:, None]
-        return commit(state, hidden[row, at], tokens[row, at + 1], at, n)
+        new = (hidden[row, at], tokens[row, at], tokens[row, at + 1], at, n)
+        return commit(state, Committed(*new))
 
     start, zero = drafter.start(2, 64, jnp.float64), np.zeros(2, np.int32)
     whole = taken(start, first, tokens, zero, zero + 8)
