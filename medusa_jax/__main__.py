@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "research.prefill_cost",
         "memory of reading a prompt, on published shapes",
     ),
+    "scaling": ("research.scaling", "what recipes and decoding take on many devices"),
     "roofline": (
         "research.roofline.command",
         "speed-up that a chip allows: predicted from shapes, or from timings",

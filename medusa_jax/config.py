@@ -161,8 +161,8 @@ class TrainConfig:
     along with fine-tuning or pre-training, from scratch if there is no `model.path`).
 
     `batch_size` counts rows of `seq_len` tokens over the whole mesh, per update;
-    `accumulation` splits it into that many microbatches, or into as many as leave each device
-    of the mesh a row, if that is fewer. `steps` = 0 means `epochs` decide.
+    `accumulation` is into how many microbatches one device would split it; over a mesh there are
+    fewer, so that each device takes as many rows at a time. `steps` = 0 means `epochs` decide.
     """
 
     stage: str = "medusa1"

@@ -85,6 +85,15 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(None, ROWS))
 
 
+def own_rows(mesh: Mesh, n: int) -> np.ndarray:
+    """Which of a batch's `n` rows lie on devices of this process: their numbers, rising.
+
+    Processes that share rows, because the tensor axis lies across them, have the same ones.
+    """
+    spans = NamedSharding(mesh, P(ROWS)).addressable_devices_indices_map((n,)).values()
+    return np.unique(np.concatenate([np.arange(n)[span] for span in spans]))
+
+
 def row_shards(mesh: Mesh) -> int:
     """Into how many parts the rows of a batch are split."""
     return math.prod(mesh.shape[axis] for axis in ROWS)

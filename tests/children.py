@@ -17,5 +17,10 @@ def environment(xla_flags: str = "") -> dict[str, str]:
 
 
 def devices(n: int) -> str:
-    """XLA's flag for n simulated CPU devices."""
-    return f"--xla_force_host_platform_device_count={n}"
+    """XLA's flags for n simulated CPU devices, which may wait long for each other on a busy machine.
+
+    As it is, XLA ends the process where a thread comes 40 seconds late.
+    """
+    late = "--xla_cpu_collective_call_terminate_timeout_seconds=900"
+    later = "--xla_cpu_collective_timeout_seconds=900"
+    return f"--xla_force_host_platform_device_count={n} {late} {later}"

@@ -99,12 +99,10 @@ class Planted(Drafter):
     def start(self, batch, slots, dtype):
         return jnp.zeros((batch,), jnp.int32)
 
-    def commit(
-        self, params, backbone, state, hidden_BTD, next_tokens_BT, positions_BT, n_B
-    ):
-        last_B1 = jnp.maximum(n_B - 1, 0)[:, None]
-        root_B = jnp.take_along_axis(positions_BT, last_B1, axis=1)[:, 0] + 1
-        return jnp.where(n_B > 0, root_B, state).astype(jnp.int32)
+    def commit(self, params, backbone, state, new):
+        last_B1 = jnp.maximum(new.n_B - 1, 0)[:, None]
+        root_B = jnp.take_along_axis(new.positions_BT, last_B1, axis=1)[:, 0] + 1
+        return jnp.where(new.n_B > 0, root_B, state).astype(jnp.int32)
 
     def propose(self, params, backbone, state, root_B, tree, rank_scores):
         if tree.depth == 0:

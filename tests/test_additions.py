@@ -84,7 +84,7 @@ def test_an_acceptance_rule_is_one_file(added, monkeypatch):
 def test_a_drafter_is_one_file(added):
     added(heads, "backwards", DRAFTER)
     found = heads._find()
-    assert set(found) - set(heads.DRAFTERS) == {"backwards"}
+    assert set(found) - {*heads.DRAFTERS, *heads.BASELINES} == {"backwards"}
 
 
 def test_a_command_is_a_file_and_a_line(monkeypatch, capsys):

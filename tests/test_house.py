@@ -11,7 +11,8 @@ PACKAGE = Path(medusa_jax.__file__).parent
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
     {"errors", "config"},
-    {"chips", "console", "repetition", "sharding"},
+    {"chips", "collectives", "console", "repetition", "sharding"},
+    {"hosts"},
     {"tree", "plots"},
     {"measured", "native"},
     {"model"},

@@ -18,6 +18,7 @@ import training_setup
 
 from medusa_jax.config import HeadsConfig, LoraConfig
 from medusa_jax.heads import DRAFTERS, Backbone, drafter_class, make_drafter
+from medusa_jax.heads.drafter import Committed
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, init_params, prepare
 from medusa_jax.model.placing import decoder
@@ -111,7 +112,8 @@ def test_every_drafter(name, lm_head, weights):
 
     def decode(params):
         state = drafter.start(B, SLOTS, jnp.float32)
-        state = drafter.commit(params, backbone, state, hidden, tokens, positions, n_B)
+        new = Committed(hidden, tokens, tokens, positions, n_B)
+        state = drafter.commit(params, backbone, state, new)
         return drafter.propose(
             params, backbone, state, n_B, tree, lambda depth, logits: logits
         )

@@ -23,11 +23,14 @@ from jax import monitoring
 jax.config.update("jax_numpy_rank_promotion", "raise")
 import medusa_jax
 from medusa_jax import Options, UserError
+from medusa_jax.collectives import collectives
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model import placing
 from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.research import scaling
+from medusa_jax.tree import Tree
 from medusa_jax.sharding import init_sharded, make_mesh, param_shardings, path_string, spec_for
 from live import Peak, shard_bytes
 from planted import tiny_config
@@ -97,6 +100,15 @@ for shape in ((1, 1, 1), (1, 1, 2), (2, 2, 2), (1, 8, 1), (8, 1, 1)):
     shard = kernel.addressable_shards[0].data.shape
     assert kernel.size == np.prod(shard) * shape[1] * shape[2], (kernel.shape, shard)
 
+# What a decode step sends where everything lies over the tensor axis.
+tree = Tree.cartesian([4, 3])
+arch = tiny_config(vocab_size=512, d_model=64, n_heads=8, n_kv_heads=8, d_ff=64)
+loop_of = scaling.compiled_loop(
+    arch, HeadsConfig(n_heads=2), tree, make_mesh((1, 1, 8)), 2, 16, np.float32
+)[0]
+in_the_loop = [c for c in collectives(loop_of.as_text()) if c.trips]
+report["sent"] = [sum(c.sent for c in in_the_loop), tree.n_nodes]
+
 for name, shape in {"dimension": (1, 1, 5), "count": (3, -1, 1), "many": (1, 4, 4)}.items():
     try:
         medusa_jax.load(model_dir, "none", tree="none", mesh=shape)
@@ -156,6 +168,16 @@ def test_loading_onto_a_mesh_takes_the_shards_and_one_layer(report):
     """Half a model more would be one of its two layers and all that lies beside them."""
     for shape, (most, held) in report["loaded"].items():
         assert 0.7 * held < most < 1.5 * held, shape
+
+
+def test_a_decode_step_sends_what_megatron_s_layout_does(report):
+    """Two sums of the activations a layer and one for the embedding (Megatron, figure 4)."""
+    sent, M = report["sent"]
+    layers, rows, width, devices = 2, 2, 64, 8
+    assert M == 17
+    activations = rows * M * width * 4
+    expected = (2 * layers + 1) * activations * 2 * (devices - 1) / devices
+    assert expected <= sent < 1.1 * expected
 
 
 def test_meshes_that_do_not_divide_are_refused_in_one_line(report):

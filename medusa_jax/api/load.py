@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from medusa_jax.api import device_tree
+from medusa_jax.api.baselines import find_baseline, load_baseline
 from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
@@ -63,7 +64,8 @@ def load(
         None is the demo.
       drafter: a name from the registry (the heads of that kind that come with the demo or with
         a model called by name); a directory, a file or a hub id with heads, ours or published
-        ones (docs/formats.md); or "none". By default what `default_drafter` says.
+        ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
+        default what `default_drafter` says.
       tree: the default tree, as for `--tree`.
       dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. "float64"
         needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
@@ -93,7 +95,9 @@ def load(
             "before anything is loaded, or set JAX_ENABLE_X64=1"
         )
     directory = find_model(model, kind)
-    stored = find_heads(model, drafter or default_drafter(model))
+    name = drafter or default_drafter(model)
+    baseline = find_baseline(name)
+    stored = None if baseline else find_heads(model, name)
     devices = make_mesh(mesh)
     if tokenizer or has_tokenizer(directory):
         text_to_ids = load_tokenizer(tokenizer or directory)
@@ -112,7 +116,11 @@ def load(
     calibrated, measured = None, None
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Any = {}
-    if stored is None:
+    wanted: str | Tree
+    if baseline is not None:
+        heads, head_params = load_baseline(baseline, text_to_ids, number, devices, storage)
+        wanted = _choose_tree(tree, None, make_drafter(heads, config).default_tree)
+    elif stored is None:
         wanted = Tree.none() if tree == "auto" else tree
     else:
         calibrated = calibrated_tree(stored)
@@ -124,7 +132,7 @@ def load(
             size = device_tree.kept_size(measured)
             if size is not None:
                 tree, measured = tree_of_size(calibrated["growth"], size), None
-        wanted = _choose_tree(tree, calibrated, there)
+        wanted = _choose_tree(tree, calibrated, Tree.chain(there))
         wanted.check_depth(there)
         heads, head_params, _ = heads_io.load_heads(
             stored,
@@ -198,6 +206,15 @@ def default_drafter(model: str | None) -> str:
     return row.drafter if row and (MODELS / row.heads / row.drafter).is_dir() else "none"
 
 
+def bundled_heads(model: str | None) -> list[str]:
+    """The drafters whose heads come with a model: with the demo (None) or one called by name."""
+    row = named(model)
+    if model is not None and row is None:
+        return []
+    folder = MODELS / row.heads if row else DEMO
+    return [name for name in DRAFTERS if (folder / name).is_dir()]
+
+
 def find_model(model: str | None, dtype: str = "float32") -> str:
     """Where the backbone lies, before anything else is looked for; None is the demo's.
 
@@ -245,15 +262,18 @@ def calibrated_tree(stored: StoredHeads) -> dict[str, Any] | None:
     return load_tree_file(file) if file.exists() else None
 
 
-def _choose_tree(spec: str | Tree, calibrated: dict[str, Any] | None, n_heads: int) -> Tree:
+def _choose_tree(
+    spec: str | Tree, calibrated: dict[str, Any] | None, default: Tree
+) -> Tree:
     """The one choice of the default tree, made before heads are read: it says how many.
 
-    "auto" without a tree file is a chain through all heads.
+    Args:
+      default: "auto" without a tree file.
     """
     if isinstance(spec, Tree):
         return spec
     if spec == "auto" and calibrated is None:
-        return Tree.chain(n_heads)
+        return default
     return parse_tree(spec, calibrated, jax.default_backend())
 
 

@@ -65,10 +65,15 @@ class Model:
         self.storage = storage or Storage()
         self.llama = decoder(config, dtype, mesh, self.storage)
         self.variables = variables
-        self.tree = Tree.chain(drafter.n_heads if variables["heads"] else 0)
+        self.tree = drafter.default_tree if self.drafts else Tree.none()
         self.tree = self.parse_tree(tree)
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self._warm: set[Any] = set()
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is something to draft with."""
+        return bool(self.variables["heads"]) or not self.drafter.trained
 
     @property
     def products(self) -> str:
@@ -98,18 +103,17 @@ class Model:
         no_heads = UserError(
             "no draft heads are loaded: give --drafter, or use --tree none"
         )
-        headless = not self.variables["heads"]
         if spec is None or spec == "auto":
             tree = self.tree
         elif isinstance(spec, Tree):
             tree = spec
-        elif headless and spec.isdecimal():
+        elif not self.drafts and spec.isdecimal():
             raise no_heads
         else:
             tree = parse_tree(spec, self.calibrated)
-        if tree.depth and headless:
+        if tree.depth and not self.drafts:
             raise no_heads
-        tree.check_depth(self.drafter.n_heads)
+        self.drafter.check_tree(tree)
         few = self.drafter.heads.draft_vocab
         if tree.max_rank >= (few or self.config.vocab_size):
             whose = f"heads' draft vocabulary of {few}" if few else "vocabulary"
@@ -223,7 +227,7 @@ class Model:
         """Seconds spent on compiling what this request needs (0 when it is there already)."""
         longest, limit = max(map(len, request.prompts)), max(request.limits)
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits))
-        ladder = loop.slot_ladder(engine, longest, needed + engine.tree.n_nodes)
+        ladder = loop.slot_ladder(engine, longest, needed + engine.n_rows)
         shape = (
             engine,
             len(request.prompts),

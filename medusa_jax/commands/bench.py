@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.bench_against import add_against, run_against
+from medusa_jax.commands.bench_in_turn import add_in_turn, run_in_turn
 from medusa_jax.commands.bench_questions import add_questions, run_questions
 from medusa_jax.commands.bench_shape import add_shape, run_shape
 from medusa_jax.commands.flags import (
@@ -37,6 +38,8 @@ EXAMPLES = """examples:
   python -m medusa_jax bench --limit 8 --trees auto,8,64 --out work/bench
   python -m medusa_jax bench --batches 1,2,4,6,8 --limit 24 --max_new_tokens 128
   python -m medusa_jax bench --cache_check
+  python -m medusa_jax bench --in_turn --drafters medusa@8,hydra@8,prompt_lookup@chain:3 --limit 16
+  python -m medusa_jax bench --ladder 8 --drafters medusa,hydra --limit 16
   python -m medusa_jax bench --shape llama-7b --random_weights
   python -m medusa_jax bench --questions question.jsonl --limit 0 --max_new_tokens 1024
   python -m medusa_jax bench --model path/to/model --drafters path/to/heads,none \\
@@ -80,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
         help="instead: step time and bytes at 64 tokens of context, 4096 against 128 slots",
     )
     add_against(p)
+    add_in_turn(p)
     add_shape(p)
     add_questions(p)
     p.add_argument("--out", default="work/bench", help="directory for results")
@@ -147,6 +151,8 @@ def run(flags: argparse.Namespace) -> int:
         return run_cache_check(flags, questions, out)
     if flags.batches:
         return run_batches(flags, questions, out)
+    if flags.in_turn or flags.ladder:
+        return run_in_turn(flags, questions, out)
     if flags.against:
         return run_against(flags, drafter_names(flags), questions, out)
     options = generation_options(flags)

@@ -53,7 +53,7 @@ def run_against(
     model = models[0]
     ours = [ourselves(model, Tree.none())]
     for drafting in models:
-        if drafting.variables["heads"]:
+        if drafting.drafts:
             trees = [
                 spec.replace("x", ",") if ":" in spec else spec
                 for spec in flags.trees.split(",")

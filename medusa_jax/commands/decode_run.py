@@ -54,7 +54,7 @@ def run(flags: argparse.Namespace) -> int:
         batch=min(flags.batch_size, max(1, len(prompts))),
         all_heads=False,
     )
-    if flags.tree == "auto" and model.variables["heads"] and not model.tree.depth:
+    if flags.tree == "auto" and model.drafts and not model.tree.depth:
         inform("plain decoding: no tree pays on this device")
     engine_options = {"acceptance": flags.acceptance}
     if template is not None and talking:

@@ -31,7 +31,8 @@ def add_model(p: argparse.ArgumentParser, drafter: str = "") -> None:
     p.add_argument(
         "--drafter",
         default=drafter or None,
-        help=f"a name, a directory, file or hub id with heads, or none (default: {default})",
+        help="a name, a directory, file or hub id with heads, prompt_lookup, lookahead, "
+        f"draft_model:PATH, or none (default: {default})",
     )
     add_base(p)
 

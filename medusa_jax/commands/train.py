@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import typing
+from collections.abc import Collection
 from typing import Any
 
 from medusa_jax.config import Config
@@ -24,7 +25,11 @@ Trains what the configuration says; run again with the same workdir, it resumes.
   --workdir    checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there
   --config.X   overrides a field, e.g. --config.optim.lr=1e-3 --config.mesh=1,4,2
   --config.data.preview   prints one training sample, its counted tokens marked
-  --config.dry_run   compiles the step from shapes alone, prints sizes and memory"""
+  --config.dry_run   compiles the step from shapes alone, prints sizes, memory,
+               traffic and the least time on known chips; --devices=N for N simulated devices
+On several hosts the same command runs on each. SLURM, Open MPI, Cloud TPU and GKE say who they
+are; elsewhere give
+  --coordinator_address=HOST:PORT --num_processes=N --process_id=I   (host I of N; HOST is 0's)"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,10 +40,34 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if args else 2
 
     def go() -> int:
-        run(parse(args))
+        from medusa_jax import hosts
+
+        cfg = parse(args, (*hosts.FLAGS, "devices"))
+        flags = dict(pairs(args))
+        if "devices" in flags:
+            simulate(flags["devices"], cfg)
+        hosts.join({name: flags[name] for name in hosts.FLAGS if name in flags})
+        with hosts.together():
+            run(cfg)
         return 0
 
     return run_main(go)
+
+
+def simulate(devices: str, cfg: Config) -> None:
+    """As many CPU devices as a dry run asks for.
+
+    Raises:
+      UserError: it is no dry run, or no number.
+    """
+    import jax
+
+    if not cfg.dry_run:
+        raise UserError("--devices simulates devices for --config.dry_run only")
+    if not devices.isdigit() or not int(devices):
+        raise UserError(f"--devices takes a number of devices, not {devices!r}")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", int(devices))
 
 
 def run(cfg: Config) -> None:
@@ -69,12 +98,8 @@ def run(cfg: Config) -> None:
         ) from error
 
 
-def parse(args: list[str]) -> Config:
-    """Command line -> configuration.
-
-    Raises:
-      UserError: an unknown flag or field (the nearest one is named), or a value of another type.
-    """
+def pairs(args: list[str]) -> list[tuple[str, str]]:
+    """["--a=1", "--b", "2", "--c"] -> [("a", "1"), ("b", "2"), ("c", "true")]."""
     given = []
     rest = list(args)
     while rest:
@@ -85,6 +110,19 @@ def parse(args: list[str]) -> Config:
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         given.append((name, value))
+    return given
+
+
+def parse(args: list[str], others: Collection[str] = ()) -> Config:
+    """Command line -> configuration.
+
+    Args:
+      others: names of flags that say something else.
+
+    Raises:
+      UserError: an unknown flag or field (the nearest one is named), or a value of another type.
+    """
+    given = [(name, value) for name, value in pairs(args) if name not in others]
     flags = dict(given)
     if "config" not in flags:
         raise UserError(

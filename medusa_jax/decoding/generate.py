@@ -84,9 +84,9 @@ def slot_ladder(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
 
     Args:
       longest_prompt: tokens of the longest prompt.
-      needed: slots of the longest possible row, prompt + limit + M.
+      needed: slots of the longest possible row, prompt + limit + `engine.n_rows`.
     """
-    first = power_of_two(longest_prompt + engine.tree.n_nodes, MIN_SLOTS)
+    first = power_of_two(longest_prompt + engine.n_rows, MIN_SLOTS)
     ladder = [first]
     while ladder[-1] < needed:
         ladder.append(2 * ladder[-1])
@@ -131,8 +131,8 @@ def begin(
     limits = np.array(request.limits, np.int32)
     if lengths.min() < 1 or limits.min() < 1:
         raise ValueError("every row needs a prompt of at least one token and a limit >= 1")
-    M, L = engine.tree.n_nodes, engine.tree.path_length
-    ladder = slot_ladder(engine, int(lengths.max()), int((lengths + limits).max()) + M)
+    L, needed = engine.tree.path_length, int((lengths + limits).max()) + engine.n_rows
+    ladder = slot_ladder(engine, int(lengths.max()), needed)
     T = min(power_of_two(int(lengths.max()), MIN_PROMPT), ladder[0])
     prompt_BT = np.zeros((B, T), np.int32)
     for row, prompt in enumerate(request.prompts):
@@ -209,7 +209,7 @@ def stream(
         if not running_B.any():
             return
         longest = np.asarray(seen.length_B)[running_B].max()
-        if longest + engine.tree.n_nodes > ladder[size] and size + 1 < len(ladder):
+        if longest + engine.n_rows > ladder[size] and size + 1 < len(ladder):
             size += 1
             state = grow(engine.depth_only, ladder[size], state)
         seen = ahead

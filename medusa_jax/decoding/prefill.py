@@ -14,7 +14,7 @@ from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine, text_slots
 from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import RUNNING
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.drafter import Backbone, Committed
 from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import pin_state
 
@@ -115,8 +115,8 @@ def read_piece(
         )
     next_BT = jnp.where(is_last_BT, first[0][:, None], next_BT)
     count_B = jnp.clip(length_B - begin_B, 0, T)
-    rows = (hidden_BTD, next_BT, position_BT, count_B)
-    drafter = engine.drafter.commit(variables["heads"], backbone, read.drafter, *rows)
+    new = Committed(hidden_BTD, tokens_BT, next_BT, position_BT, count_B)
+    drafter = engine.drafter.commit(variables["heads"], backbone, read.drafter, new)
     return Read(cache, drafter, *first)
 
 

@@ -46,6 +46,12 @@ class Engine:
         return RULES[self.acceptance]
 
     @property
+    def n_rows(self) -> int:
+        """What a step verifies and needs free slots for: the tree, and what is beside it."""
+        beside = self.drafter.beside
+        return self.tree.n_nodes + (len(beside.depth_X) if beside else 0)
+
+    @property
     def depth_only(self) -> "Engine":
         """The engine as it reads prompts and grows caches: of the tree it knows the depth, so that
         trees of one depth share these programs."""

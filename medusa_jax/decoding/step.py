@@ -18,7 +18,7 @@ from medusa_jax.decoding.stopping import (
     completes_stop,
     count_until_end,
 )
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.drafter import Backbone, Committed, Drafter
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import pin_state
@@ -32,7 +32,7 @@ def decode_step(
     Args:
       engine: compile-time constants.
       variables: {"backbone": prepared backbone parameters, "heads": head parameters}.
-      state: rows in flight, with room for M more slots in every running row.
+      state: rows in flight, with room for `engine.n_rows` more slots in every running row.
       tree: the tree's arrays, by default the engine's own as constants. Property tests pass
         traced arrays instead, so that one compilation serves many trees.
     """
@@ -110,24 +110,30 @@ def verify(
     engine: Engine, backbone: Backbone, state: DecodeState, tree: Any, drafts: Drafts
 ) -> Verified:
     """One backbone pass over all nodes under the tree's mask (Medusa 2.1.2, figure 2)."""
-    positions_BM = state.length_B[:, None] + jnp.asarray(tree.depth_M)[None, :]
-    hidden_BMD, cache = backbone.decode(
-        drafts.nodes_BM,
-        positions_BM,
-        state.cache,
-        state.length_B,
-        jnp.asarray(tree.mask_MM),
+    M = tree.n_nodes
+    tokens_BR, depth_R, mask_RR = rows_of_pass(
+        engine.drafter, state.drafter, tree, drafts.nodes_BM
     )
-    logits_BMV = backbone.lm_head(hidden_BMD)
+    positions_BR = state.length_B[:, None] + depth_R[None, :]
+    hidden_BRD, cache = backbone.decode(
+        tokens_BR, positions_BR, state.cache, state.length_B, mask_RR
+    )
+    hidden_BMD, scored_BRD = hidden_BRD[:, :M], hidden_BRD
+    if (beside := engine.drafter.beside) is not None:  # one pass over the LM head for both
+        own_BUD = hidden_BRD[:, -beside.n_scored :]
+        scored_BRD = jnp.concatenate([hidden_BMD, own_BUD], axis=1)
+    logits_BRV = backbone.lm_head(scored_BRD)
+    logits_BMV = logits_BRV[:, :M]
     if state.text_BS is not None:
         texts = texts_behind(state.text_BS, state.length_B, drafts.nodes_BM, tree)
         logits_BMV = without_repeats(logits_BMV, *texts, engine.no_repeat_ngram_size)
     return Verified(
         tree=tree,
         nodes_BM=drafts.nodes_BM,
-        positions_BM=positions_BM,
+        positions_BM=positions_BR[:, :M],
         hidden_BMD=hidden_BMD,
         logits_BMV=logits_BMV,
+        beside_BUV=logits_BRV[:, M:],
         cache=cache,
         sampling=state.sampling,
         length_B=state.length_B,
@@ -135,6 +141,29 @@ def verify(
         draft_logits=drafts.logits,
         draft_ids_O=drafts.ids_O,
     )
+
+
+def rows_of_pass(
+    drafter: Drafter, state: Any, tree: Any, nodes_BM: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens, depths and mask of all rows of a pass: the tree's nodes, and the drafter's own.
+
+    Example: a chain of two nodes, two rows beside it, the second of which sees the first:
+
+        root   1 . . .
+        node   1 1 . .
+        row    1 . 1 .
+        row    1 . 1 1
+    """
+    depth_M, mask_MM = jnp.asarray(tree.depth_M), jnp.asarray(tree.mask_MM)
+    beside = drafter.beside
+    if beside is None:
+        return nodes_BM, depth_M, mask_MM
+    tokens_BR = jnp.concatenate([nodes_BM, drafter.tokens_beside(state)], axis=1)
+    depth_R = jnp.concatenate([depth_M, jnp.asarray(beside.depth_X)])
+    M, X = tree.n_nodes, len(beside.depth_X)
+    mask_RR = jnp.pad(mask_MM, (0, X)).at[M:, M:].set(jnp.asarray(beside.mask_XX))
+    return tokens_BR, depth_R, mask_RR.at[M:, 0].set(True)
 
 
 def emitted_tokens(verified: Verified, accepted: Accepted) -> jax.Array:
@@ -164,9 +193,12 @@ def commit(
     taken_B = jnp.where(running_B, n_B + 1, 0)
     hidden_BLD = jnp.take_along_axis(verified.hidden_BMD, path_BL[..., None], axis=1)
     position_BL = jnp.take_along_axis(verified.positions_BM, path_BL, axis=1)
-    drafter = engine.drafter.commit(
-        heads, backbone, state.drafter, hidden_BLD, emitted_BL, position_BL, taken_B
-    )
+    drafter = state.drafter
+    if engine.drafter.beside is not None:
+        drafter = engine.drafter.learn(drafter, state.root_B, verified.beside_BUV)
+    token_BL = jnp.take_along_axis(verified.nodes_BM, path_BL, axis=1)
+    new = Committed(hidden_BLD, token_BL, emitted_BL, position_BL, taken_B)
+    drafter = engine.drafter.commit(heads, backbone, drafter, new)
     cache = verified.cache
     if path_BL.shape[1] > 1:
         cache = cache.commit(state.length_B, path_BL)
@@ -252,14 +284,14 @@ def decode_loop(
     Compiled once per cache size: the cost of a step follows the slots there are, so the
     drivers grow the cache with the text.
     """
-    slots, M = state.cache.slots, engine.tree.n_nodes
+    slots, R = state.cache.slots, engine.n_rows
 
     def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         step, state = carry
         running_B = state.status_B == RUNNING
-        # Steps write M slots of paused rows as well, behind their text.
+        # Steps write R slots of paused rows as well, behind their text.
         alive_B = running_B | (state.status_B == PAUSED)
-        fits = jnp.max(jnp.where(alive_B, state.length_B, 0)) + M <= slots
+        fits = jnp.max(jnp.where(alive_B, state.length_B, 0)) + R <= slots
         return (step < max_steps) & jnp.any(running_B) & fits
 
     def one(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:

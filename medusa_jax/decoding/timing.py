@@ -47,14 +47,14 @@ def engine_seconds(
       UserError: the context leaves no room for a step behind the prompt.
     """
     trees, context = [e.tree for e in engines], engines[0].llama.config.max_position
-    L, M = max(t.path_length for t in trees), max(t.n_nodes for t in trees)
+    L, R = max(t.path_length for t in trees), max(e.n_rows for e in engines)
     n_steps = min(n_steps, (context - len(prompt) - 1) // L)
     if n_steps < 1:
         raise UserError(
             f"a prompt of {len(prompt)} tokens leaves no room for a step of up to {L} tokens "
             f"in a context of {context}"
         )
-    slots = power_of_two(len(prompt) + n_steps * L + M, MIN_SLOTS)
+    slots = power_of_two(len(prompt) + n_steps * L + R, MIN_SLOTS)
     request = Request(
         prompts=[list(prompt)] * batch,
         limits=[n_steps * L + 1] * batch,

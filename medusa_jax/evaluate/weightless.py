@@ -36,13 +36,17 @@ def trained_shapes(config: LlamaConfig, drafter: Drafter | None = None) -> Param
 
 
 def abstract_variables(
-    config: LlamaConfig, drafter: Drafter, dtype: Any, storage: Storage | None = None
+    config: LlamaConfig,
+    drafter: Drafter,
+    dtype: Any,
+    storage: Storage | None = None,
+    shards: int = 1,
 ) -> Params:
-    """Shapes of what decoding reads."""
+    """Shapes of what decoding reads, over a tensor axis of so many shards."""
 
     def placed(params: Params) -> Params:
         heads = jax.tree.map(lambda x: x.astype(dtype), params["heads"])
-        backbone = prepare(params["backbone"], config, dtype)
+        backbone = prepare(params["backbone"], config, dtype, shards)
         form = storage or Storage()
         return {"backbone": store(backbone, form), "heads": store(heads, form.of_drafts)}
 
@@ -68,9 +72,11 @@ def prefill_arguments(
     return engine, slots, variables, prompt, *(ids,) * 3, stops, sampling, output
 
 
-def abstract_state(engine: Engine, variables: Params, tokens: int) -> DecodeState:
-    """Shapes of the state behind one prompt of so many tokens."""
-    depth_only, slots, *rest = prefill_arguments(engine, variables, 1, tokens)
+def abstract_state(
+    engine: Engine, variables: Params, tokens: int, batch: int = 1
+) -> DecodeState:
+    """Shapes of the state behind prompts of so many tokens."""
+    depth_only, slots, *rest = prefill_arguments(engine, variables, batch, tokens)
     return jax.eval_shape(partial(prefill, depth_only, slots), *rest)
 
 

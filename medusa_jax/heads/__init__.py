@@ -1,6 +1,7 @@
-"""Draft heads: one file per paper, all under the contract of `drafter.py`.
+"""Drafters: one file per paper, all under the contract of `drafter.py`.
 
-Every drafter in this package is registered under its `name` by being there.
+Every drafter in this package is registered under its `name` by being there: `DRAFTERS` have heads,
+which are trained and stored; `BASELINES` have none.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Drafter
 
 __all__ = [
+    "BASELINES",
     "DRAFTERS",
     "Backbone",
     "Drafter",
@@ -34,7 +36,11 @@ def _find() -> dict[str, type[Drafter]]:
     return found
 
 
-DRAFTERS: dict[str, type[Drafter]] = _find()
+_ALL = _find()
+DRAFTERS: dict[str, type[Drafter]] = {n: kind for n, kind in _ALL.items() if kind.trained}
+BASELINES: dict[str, type[Drafter]] = {
+    n: kind for n, kind in _ALL.items() if not kind.trained
+}
 
 
 def drafter_class(name: str) -> type[Drafter]:
@@ -43,13 +49,13 @@ def drafter_class(name: str) -> type[Drafter]:
     Raises:
       UserError: there is none; the nearest is named.
     """
-    if name not in DRAFTERS:
-        near = difflib.get_close_matches(name, DRAFTERS, n=1, cutoff=0.0)
+    if name not in _ALL:
+        near = difflib.get_close_matches(name, _ALL, n=1, cutoff=0.0)
         raise UserError(
-            f"unknown drafter {name!r} (there are: {', '.join(DRAFTERS)}); "
+            f"unknown drafter {name!r} (there are: {', '.join(_ALL)}); "
             f"did you mean {near[0]!r}?"
         )
-    return DRAFTERS[name]
+    return _ALL[name]
 
 
 def whole_config(heads: HeadsConfig) -> HeadsConfig:

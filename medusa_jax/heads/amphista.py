@@ -26,7 +26,14 @@ import jax.numpy as jnp
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Drafter, Params, RankScores, fill_by_rank
+from medusa_jax.heads.drafter import (
+    Backbone,
+    Committed,
+    Drafter,
+    Params,
+    RankScores,
+    fill_by_rank,
+)
 from medusa_jax.heads.layers import (
     CausalLayer,
     LayerState,
@@ -246,24 +253,16 @@ class Amphista(Drafter):
         return state.rewound(length_B)
 
     def commit(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: LayerState,
-        hidden_BTD: jax.Array,
-        next_tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        n_B: jax.Array,
+        self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
         def run(s: int, module: Any, variables: Any, x: Any) -> Any:
-            rows = (x, positions_BT, state.cache.layers[s], state.length_B)
+            rows = (x, new.positions_BT, state.cache.layers[s], state.length_B)
             return module.apply(variables, *rows, method="decode")
 
-        given = self._stages(
-            params, backbone, hidden_BTD, backbone.embed(next_tokens_BT), run
-        )
-        contexts = [context for context, _ in given] or [hidden_BTD]
-        return state.taken([cache for _, cache in given], contexts, n_B)
+        next_BTD = backbone.embed(new.next_tokens_BT)
+        given = self._stages(params, backbone, new.hidden_BTD, next_BTD, run)
+        contexts = [context for context, _ in given] or [new.hidden_BTD]
+        return state.taken([cache for _, cache in given], contexts, new.n_B)
 
     def propose(
         self,

@@ -6,13 +6,15 @@ that the caller carries. The decode loop, the trainer and the calibrator know no
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.errors import UserError
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
@@ -24,6 +26,44 @@ Params = dict[str, Any]
 # order of the nodes (rejection sampling looks rows up by it). Greedy decoding ranks by the logits
 # themselves, sampling adds the noise of the children's position.
 RankScores = Callable[[int, jax.Array], jax.Array]
+
+
+class Committed(NamedTuple):
+    """Newly accepted positions as drafters take them in: T candidates, of which the first n count.
+
+    Row j pairs what the backbone made of a position with the token there and the one behind it.
+
+    Attributes:
+      hidden_BTD: the backbone's hidden states.
+      tokens_BT: the tokens at these positions.
+      next_tokens_BT: the tokens behind them; that of the last row that counts is the new root.
+      positions_BT: absolute.
+      n_B: 0 <= n <= T; 0 leaves the state of that row alone.
+    """
+
+    hidden_BTD: jax.Array
+    tokens_BT: jax.Array
+    next_tokens_BT: jax.Array
+    positions_BT: jax.Array
+    n_B: jax.Array
+
+
+class Beside(NamedTuple):
+    """Rows that a drafter has the backbone run beside the tree, for its own use; constants.
+
+    All of them see the text and the root; nothing of the tree sees them, and they are never
+    emitted.
+
+    Attributes:
+      depth_X: how far behind the root each stands.
+      mask_XX: [x, y] is True where row x sees row y, itself included; what a row sees stands at
+        depths 1, 2, ... up to its own, in the order of the rows.
+      n_scored: U, how many of them, the last ones, the LM head is run for.
+    """
+
+    depth_X: np.ndarray
+    mask_XX: np.ndarray
+    n_scored: int
 
 
 @jax.tree_util.register_dataclass
@@ -85,10 +125,10 @@ class Backbone:
         positions_BT: jax.Array,
         cache: KVCache,
         start_B: jax.Array,
-        self_mask_TT: jax.Array | None = None,
+        self_mask_TR: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states of tokens behind a cached prefix; see `Llama.decode`."""
-        return self._apply("decode", tokens_BT, positions_BT, cache, start_B, self_mask_TT)
+        return self._apply("decode", tokens_BT, positions_BT, cache, start_B, self_mask_TR)
 
     def _apply(self, method: str, *args: Any) -> Any:
         variables = {"params": self.params}
@@ -115,6 +155,7 @@ class Drafter:
       name: how configurations and files call the drafter.
       Config: the fields it has beyond those of every drafter.
       separable: the first heads alone are a drafter, so that the others need not be loaded.
+      trained: it has heads, which the trainer fits and files hold; else see `Untrained`.
     """
 
     heads: HeadsConfig
@@ -123,6 +164,7 @@ class Drafter:
     name: ClassVar[str] = ""
     Config: ClassVar[type[HeadsConfig]] = HeadsConfig
     separable: ClassVar[bool] = True
+    trained: ClassVar[bool] = True
 
     def check(self) -> None:
         """Refuse fields that make no sense together.
@@ -140,6 +182,19 @@ class Drafter:
     def stored_layers(self) -> int:
         """How many layers of a head have parameters of their own."""
         return self.heads.n_layers
+
+    @property
+    def default_tree(self) -> Tree:
+        """The tree where none is calibrated and none is asked for."""
+        return Tree.chain(self.n_heads)
+
+    def check_tree(self, tree: Tree) -> None:
+        """Refuse a tree that cannot be drafted.
+
+        Raises:
+          UserError: says why.
+        """
+        tree.check_depth(self.n_heads)
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """Fresh float32 parameters."""
@@ -186,22 +241,8 @@ class Drafter:
         """The state before any text; `slots` cache slots per row where there is a cache."""
         raise NotImplementedError
 
-    def commit(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: Any,
-        hidden_BTD: jax.Array,
-        next_tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        n_B: jax.Array,
-    ) -> Any:
-        """Take in newly accepted positions.
-
-        Row j pairs the hidden state of a position with the token behind it; only the first
-        `n_B` rows count (0 <= n <= T), the last of them carrying the new root. n = 0 leaves
-        the state of that row alone.
-        """
+    def commit(self, params: Params, backbone: Backbone, state: Any, new: Committed) -> Any:
+        """Take in newly accepted positions."""
         raise NotImplementedError
 
     def grow(self, state: Any, slots: int) -> Any:
@@ -230,6 +271,35 @@ class Drafter:
         Heads deeper than the tree are not computed.
         """
         raise NotImplementedError
+
+    # Rows beside the tree, for drafters that have any.
+
+    @property
+    def beside(self) -> Beside | None:
+        """The rows that are to be verified along with every tree."""
+        return None
+
+    def tokens_beside(self, state: Any) -> jax.Array:
+        """What these rows hold in this step [B, X]."""
+        raise NotImplementedError
+
+    def learn(self, state: Any, root_B: jax.Array, logits_BUV: jax.Array) -> Any:
+        """Take in what the backbone made of them, before `commit` of the same step."""
+        raise NotImplementedError
+
+
+class Untrained(Drafter):
+    """What drafters without heads of their own share: nothing to train and no scores of text."""
+
+    trained = False
+
+    def init(self, key: jax.Array, backbone: Backbone) -> Params:
+        raise UserError(f"{self.name} has no heads to train or to load")
+
+    def features(self, *args: Any, **kwargs: Any) -> jax.Array:
+        raise UserError(
+            f"{self.name} has no heads to fit a tree to: give --tree one by hand"
+        )
 
 
 def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:

@@ -16,11 +16,17 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Drafter, Params, RankScores, best_tokens
+from medusa_jax.heads.drafter import (
+    Backbone,
+    Committed,
+    Drafter,
+    Params,
+    RankScores,
+    best_tokens,
+)
 from medusa_jax.heads.layers import (
     ResBlock,
     later,
@@ -28,6 +34,7 @@ from medusa_jax.heads.layers import (
     lm_head_start,
     take_last,
 )
+from medusa_jax.heads.levels import Level
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear
 from medusa_jax.tree import Tree
@@ -65,44 +72,6 @@ class FirstBlock(nn.Module):
         if self.projected:
             skip = Linear(self.features, True, self.dtype, name="skip")(x)
         return skip + nn.silu(Linear(self.features, True, self.dtype, name="linear")(x))
-
-
-@dataclass(frozen=True)
-class Level:
-    """Constants of one step down the tree, from depth d to depth d + 1.
-
-    Only nodes with children matter at depth d; call them its parents. Example: depth 1 of the
-    tree [0] [1] [2] [0,0] [2,0] [2,1] has the parents [0] and [2], both below the root, so
-
-      nodes_P   0 2      place among all nodes of depth d
-      rows_P    0 0      place of the node's own parent among the parents of depth d - 1
-      parent_C  0 1 1    for each node of depth d + 1: place of its parent among the parents
-      rank_C    0 0 1    and its rank
-    """
-
-    nodes_P: np.ndarray
-    rows_P: np.ndarray
-    parent_C: np.ndarray
-    rank_C: np.ndarray
-
-    @classmethod
-    def of(cls, tree: Tree) -> "list[Level]":
-        """One for each depth that has children."""
-        levels = []
-        above = np.array([0])  # the parents of the depth before, as nodes of the tree
-        for depth in range(tree.depth):
-            here, children = tree.level(depth), tree.level(depth + 1)
-            parents = np.unique(tree.parent_M[children])
-            levels.append(
-                cls(
-                    np.searchsorted(here, parents),
-                    np.searchsorted(above, tree.parent_M[parents]),
-                    np.searchsorted(parents, tree.parent_M[children]),
-                    tree.rank_M[children],
-                )
-            )
-            above = parents
-        return levels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,17 +158,8 @@ class Hydra(Drafter):
     def start(self, batch: int, slots: int, dtype: Any) -> Any:
         return jnp.zeros((batch, self.llama.d_model), dtype)
 
-    def commit(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: Any,
-        hidden_BTD: jax.Array,
-        next_tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        n_B: jax.Array,
-    ) -> Any:
-        return take_last(hidden_BTD, n_B, state)
+    def commit(self, params: Params, backbone: Backbone, state: Any, new: Committed) -> Any:
+        return take_last(new.hidden_BTD, new.n_B, state)
 
     def context(self, state: Any) -> jax.Array:
         """b_t of the last accepted position [B, D]."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from medusa_jax.heads.drafter import Backbone, Params
+from medusa_jax.heads.drafter import Backbone, Committed, Params
 from medusa_jax.heads.hydra import Hydra, HydraConfig
 from medusa_jax.heads.layers import CausalLayer, LayerState
 
@@ -70,18 +70,11 @@ class HydraPP(Hydra):
         return state.rewound(length_B)
 
     def commit(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: LayerState,
-        hidden_BTD: jax.Array,
-        next_tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        n_B: jax.Array,
+        self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
-        rows = (hidden_BTD, positions_BT, state.cache.layers[0], state.length_B)
+        rows = (new.hidden_BTD, new.positions_BT, state.cache.layers[0], state.length_B)
         context_BTD, layer = self._prefix(params, backbone, "decode", *rows)
-        return state.taken([layer], [context_BTD], n_B)
+        return state.taken([layer], [context_BTD], new.n_B)
 
     def context(self, state: LayerState) -> jax.Array:
         return state.context_BSD[:, 0]

@@ -8,7 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.heads.drafter import Backbone, Drafter, Params, RankScores, fill_by_rank
+from medusa_jax.heads.drafter import (
+    Backbone,
+    Committed,
+    Drafter,
+    Params,
+    RankScores,
+    fill_by_rank,
+)
 from medusa_jax.heads.layers import ResBlock, lm_head_logits, lm_head_start, take_last
 from medusa_jax.tree import Tree
 
@@ -59,16 +66,9 @@ class Medusa(Drafter):
         return jnp.zeros((batch, self.llama.d_model), dtype)
 
     def commit(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: jax.Array,
-        hidden_BTD: jax.Array,
-        next_tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        n_B: jax.Array,
+        self, params: Params, backbone: Backbone, state: jax.Array, new: Committed
     ) -> jax.Array:
-        return take_last(hidden_BTD, n_B, state)
+        return take_last(new.hidden_BTD, new.n_B, state)
 
     def propose(
         self,

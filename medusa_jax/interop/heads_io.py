@@ -52,6 +52,7 @@ def save_heads(
     base: dict[str, Any],
     recipe: dict[str, Any],
     dtype: Any = None,
+    write: bool = True,
 ) -> None:
     """Write heads, each of the two files atomically.
 
@@ -61,6 +62,7 @@ def save_heads(
       params: with the ids under "draft_vocab", where there is a draft vocabulary.
       dtype: stored type; None keeps that of `params`; "int8" is a byte a weight for kernels and
         bfloat16 for the rest (`codes.py`). Ids stay ids.
+      write: False on processes that only hand over their parts.
 
     Raises:
       UserError: the directory cannot be written.
@@ -78,6 +80,8 @@ def save_heads(
         ids = tensor_files.host_array(params[vocabulary.GROUP]["ids"], "int32")
         vocabulary.check_ids(ids, heads, base["vocab_size"], directory)
         arrays[IDS] = ids
+    if not write:
+        return
     description = {
         "format": FORMAT,
         "heads": dataclasses.asdict(heads),

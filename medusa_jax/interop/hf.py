@@ -114,11 +114,13 @@ def save_backbone(
     params: Params,
     dtype: Any = "bfloat16",
     extra: dict[str, Any] | None = None,
+    write: bool = True,
 ) -> None:
     """Write `config.json` and weights that transformers (and we) can load, see `save_weights`.
 
     Args:
       extra: further fields for config.json, such as `bos_token_id` and `eos_token_id`.
+      write: False on processes that only hand over their parts.
 
     Raises:
       UserError: no transformers class has this combination of features; or the disk is full.
@@ -134,6 +136,8 @@ def save_backbone(
         array = tensor_files.host_array(leaves[name], dtype)
         return array.T if transposed[name] else array
 
-    os.makedirs(directory, exist_ok=True)
-    save_weights(directory, leaves, read, dtype)
-    tensor_files.save_json(os.path.join(directory, "config.json"), raw | (extra or {}))
+    if write:
+        os.makedirs(directory, exist_ok=True)
+    save_weights(directory, leaves, read, dtype, write)
+    if write:
+        tensor_files.save_json(os.path.join(directory, "config.json"), raw | (extra or {}))

@@ -15,6 +15,7 @@ SHAPES = {
     "llama-33b": LlamaConfig(32000, 6656, 60, 52, 52, 128, 17920, 2048),
     "llama3-8b": _LLAMA_3,
     "llama3.1-8b": replace(_LLAMA_3, max_position=131072),
+    "llama3.1-70b": LlamaConfig(128256, 8192, 80, 64, 8, 128, 28672, 131072),
 }
 
 

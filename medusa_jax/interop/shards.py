@@ -17,7 +17,11 @@ SHARD_BYTES = 5 * 10**9
 
 
 def save_weights(
-    directory: str, leaves: dict[str, Any], read: Callable[[str], np.ndarray], dtype: Any
+    directory: str,
+    leaves: dict[str, Any],
+    read: Callable[[str], np.ndarray],
+    dtype: Any,
+    write: bool = True,
 ) -> None:
     """Write a model's tensors as Hugging Face loaders expect them.
 
@@ -28,6 +32,7 @@ def save_weights(
       leaves: key -> anything with a shape.
       read: key -> the array to store.
       dtype: what it is stored in.
+      write: False only reads, in the same order: other processes hold parts of the tensors.
 
     Raises:
       UserError: the disk is full or the directory cannot be written.
@@ -49,8 +54,14 @@ def save_weights(
         files = {WEIGHTS: list(leaves)}
     for name, keys in files.items():
         path = os.path.join(directory, name)
+        if not write:
+            for key in keys:
+                read(key)
+            continue
         arrays = {key: read(key) for key in keys}
         tensor_files.save_safetensors(path, arrays, {"format": "pt"})
+    if not write:
+        return
     index = os.path.join(directory, INDEX)
     if plan.is_sharded:
         content = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

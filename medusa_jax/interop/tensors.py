@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.errors import UserError
+from medusa_jax.hosts import on_host
 from medusa_jax.interop.tensor import Index, Tensor, Tensors
 from medusa_jax.sharding import param_shardings, path_string
 
@@ -314,8 +315,11 @@ def write_atomically(path: str, write: Callable[[str], None]) -> None:
 
 
 def host_array(x: Any, dtype: Any = None) -> np.ndarray:
-    """A parameter on the host, in `dtype` (None: as it is stored)."""
-    array = np.asarray(x)
+    """A parameter on the host, in `dtype` (None: as it is stored).
+
+    Of an array that lies over several processes each of them gets the whole, and has to ask.
+    """
+    array = on_host(x)
     return array if dtype is None else array.astype(np.dtype(dtype))
 
 
@@ -329,6 +333,8 @@ def sample_bytes(x: Any, count: int = 1024) -> bytes:
     if isinstance(x, jax.Array) and [d.platform for d in x.devices()] == ["cpu"]:
         x = np.asarray(x)
     flat = np.arange(min(size, count), dtype=np.int64) * size // min(size, count)
+    if not getattr(x, "is_fully_addressable", True):
+        x = on_host(x)  # indices are arrays too, and would have to lie on all processes
     values = np.asarray(x[np.unravel_index(flat, x.shape)]).astype(np.float32)
     return values.astype(ml_dtypes.bfloat16).view(np.uint16).astype("<u2").tobytes()
 

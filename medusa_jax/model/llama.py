@@ -152,20 +152,24 @@ class Llama(nn.Module):
         positions_BT: jax.Array,
         cache: KVCache,
         start_B: jax.Array,
-        self_mask_TT: jax.Array | None = None,
+        self_mask_TR: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """T tokens per row behind a cached prefix.
 
         Args:
           tokens_BT, positions_BT: the new tokens; `positions = start + depth`.
           cache: keys and values; slots [0, start) of a row are its text, where slot = position.
-          start_B: the first slot to write, T consecutive ones are used.
-          self_mask_TT: [t, s] is True where new token t sees new token s (itself included).
-            None: the tokens are a text, each sees itself and all before.
+          start_B: where the text ends; R consecutive slots behind it are used.
+          self_mask_TR: [t, r] is True where new token t sees row r behind the text (itself
+            included). The last T rows are the new tokens; those before, if R > T, are nodes of the
+            same tree that earlier calls have written (not with `native`). None: the tokens are a
+            text, each sees itself and all before.
 
         Returns: hidden states after the final norm [B, T, D], and the cache with the new rows.
         """
-        sees = self._seen(positions_BT, cache.slots, start_B, self_mask_TT)
+        sees = self._seen(positions_BT, cache.slots, start_B, self_mask_TR)
+        if self_mask_TR is not None:
+            start_B = start_B + (self_mask_TR.shape[1] - tokens_BT.shape[1])
         hidden_BTD, layers = self._run(tokens_BT, positions_BT, sees, cache, start_B)
         return hidden_BTD, KVCache(layers=tuple(layers))
 
@@ -174,28 +178,30 @@ class Llama(nn.Module):
         positions_BT: jax.Array,
         slots: int,
         start_B: jax.Array,
-        self_mask_TT: jax.Array | None,
+        self_mask_TR: jax.Array | None,
     ) -> tuple[Sees, Sees]:
         """What new tokens look at in layers without and with the sliding window."""
         T, window = positions_BT.shape[1], self.config.sliding_window
-        if self_mask_TT is None and T > FEW:
+        if self_mask_TR is None and T > FEW:
             return Causal(), Causal(window=window)
-        if self_mask_TT is None:
-            self_mask_TT = jnp.asarray(np.tril(np.ones((T, T), bool)))
+        if self_mask_TR is None:
+            self_mask_TR = jnp.asarray(np.tril(np.ones((T, T), bool)))
         if self.native:
-            return Paths(self_mask_TT), Paths(self_mask_TT, window)
+            return Paths(self_mask_TR), Paths(self_mask_TR, window)
+        R = self_mask_TR.shape[1]
         slot_S = jnp.arange(slots)
         offset_BS = slot_S[None, :] - start_B[:, None]
         # Column of each slot in the new tokens' own mask; slots outside it are clipped away.
-        inside_BS = (offset_BS >= 0) & (offset_BS < T)
-        own_BTS = jnp.take(self_mask_TT, jnp.clip(offset_BS, 0, T - 1), axis=1)
+        inside_BS = (offset_BS >= 0) & (offset_BS < R)
+        own_BTS = jnp.take(self_mask_TR, jnp.clip(offset_BS, 0, R - 1), axis=1)
         own_BTS = jnp.moveaxis(own_BTS, 0, 1) & inside_BS[:, None, :]
         mask_BTS = (offset_BS < 0)[:, None, :] | own_BTS
         near_BTS = mask_BTS
         if window:
-            # A tree node's position is its depth behind the prefix, not its slot.
+            # A tree node's position is its depth behind the prefix, not its slot. Nodes of earlier
+            # calls, a few positions back, count as near.
             own_BS = jnp.take_along_axis(
-                positions_BT, jnp.clip(offset_BS, 0, T - 1), axis=1
+                positions_BT, jnp.clip(offset_BS - (R - T), 0, T - 1), axis=1
             )
             position_BS = jnp.where(inside_BS, own_BS, slot_S[None, :])
             oldest_BT = positions_BT - window

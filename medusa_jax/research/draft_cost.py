@@ -146,6 +146,7 @@ def draft_bytes(heads: Any, arch: Any, tree: Any, slots: int) -> tuple[float, fl
     import jax.numpy as jnp
 
     from medusa_jax.heads import Backbone, make_drafter
+    from medusa_jax.heads.drafter import Committed
     from medusa_jax.heads.vocabulary import stand_in
     from medusa_jax.model.llama import Llama, init_params
 
@@ -159,7 +160,8 @@ def draft_bytes(heads: Any, arch: Any, tree: Any, slots: int) -> tuple[float, fl
         return drafter.init(key, narrow), narrow
 
     def run(params: Any, backbone: Any, state: Any, hidden: Any, ids: Any, n: Any) -> Any:
-        state = drafter.commit(params, backbone, state, hidden, ids, ids, n)
+        new = Committed(hidden, ids, ids, ids, n)
+        state = drafter.commit(params, backbone, state, new)
         return state, drafter.propose(
             params, backbone, state, ids[:, 0], tree, lambda depth, logits: logits
         )

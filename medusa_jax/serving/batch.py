@@ -60,7 +60,8 @@ class Batch:
         self._variables = model.variables
         self._piece = piece
         self.trees = dict(trees)
-        self.widest = max(tree.n_nodes for tree in trees.values())
+        beside = self._engine.n_rows - self._engine.tree.n_nodes
+        self.widest = max(tree.n_nodes for tree in trees.values()) + beside
         self.longest = self._engine.tree.path_length
         outputs = power_of_two(most_new + self.longest, 64)
         self._sizes = rows.Sizes(outputs, STOPS)

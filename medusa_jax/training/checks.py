@@ -39,13 +39,17 @@ def check_choices(cfg: Config) -> None:
 
 
 def fit_accumulation(cfg: Config, mesh: Mesh) -> None:
-    """Fewer microbatches, where one would have fewer rows than there are devices to share them.
+    """As many microbatches as give each device no more rows at a time than one would take alone.
 
-    Recipes say how many rows one device takes at a time; the update is the same.
+    Recipes say what one device takes; the update is the same. Fewer microbatches gather the
+    weights and sum the gradients less often.
     """
     t, devices = cfg.train, row_shards(mesh)
-    if t.batch_size < t.accumulation * devices and t.batch_size % devices == 0:
-        t.accumulation = t.batch_size // devices
+    for few in range(1, t.accumulation + 1):
+        rows, rest = divmod(t.batch_size, few * devices)
+        if not rest and rows * t.accumulation <= t.batch_size:
+            t.accumulation = few
+            return
 
 
 def check(cfg: Config, mesh: Mesh) -> None:

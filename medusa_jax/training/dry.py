@@ -2,11 +2,14 @@
 
 import math
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from medusa_jax.collectives import collectives, sent_by_kind
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
@@ -14,7 +17,7 @@ from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import PyTree, make_mesh, param_shardings
-from medusa_jax.training import checks
+from medusa_jax.training import checks, planning
 from medusa_jax.training.data import features
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
@@ -29,7 +32,7 @@ from medusa_jax.training.step import (
 
 
 def dry_run(cfg: Config) -> dict[str, Any]:
-    """Prints and returns sizes of the run on `cfg.model.arch`: parameters, memory per device.
+    """Prints and returns what the run on `cfg.model.arch` takes: see `measure`.
 
     A local `model.path` gives the shape, if there is one; nothing is downloaded.
 
@@ -40,6 +43,32 @@ def dry_run(cfg: Config) -> dict[str, Any]:
         from medusa_jax.interop.hf import read_config
 
         cfg.model.arch = read_config(resolve(cfg.model.path, ["config.json"]))
+    shapes = step_shapes(cfg)
+    report = measure(cfg, shapes)
+    _print(cfg, report, shapes.frozen, shapes.state.params)
+    return report
+
+
+class Shapes(NamedTuple):
+    """A training step and what it takes, as shapes with their places.
+
+    Attributes:
+      step: step(state, frozen, batch).
+    """
+
+    step: Callable
+    state: TrainState
+    frozen: PyTree
+    batch: PyTree
+    mesh: Mesh
+
+
+def step_shapes(cfg: Config) -> Shapes:
+    """The step of a run, nothing read and nothing computed.
+
+    Raises:
+      UserError: sizes that do not fit together.
+    """
     mesh = make_mesh(cfg.mesh)
     checks.fit_accumulation(cfg, mesh)
     checks.check(cfg, mesh)
@@ -57,16 +86,26 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     key = jax.eval_shape(lambda: jax.random.key(0))
     frozen = frozen_shapes(cfg, key)
     frozen = placed(frozen, param_shardings(mesh, frozen))
-    parameters = count(jax.eval_shape(lambda k: init_params(cfg.model.arch, k), key))
     params = jax.eval_shape(stage.init, key, frozen)
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
     abstract = TrainState(counter, counter, params, jax.eval_shape(optimizer.init, params))
     state = placed(abstract, state_shardings(mesh, abstract))
-    batch = abstract_batch(cfg, mesh)
+    step = make_step(stage, optimizer, schedule, cfg.train.seed)
+    return Shapes(step, state, frozen, abstract_batch(cfg, mesh), mesh)
+
+
+def measure(cfg: Config, shapes: Shapes) -> dict[str, Any]:
+    """Compiles the step: parameters, memory and traffic of each device, arithmetic.
+
+    Raises:
+      UserError: the backend says nothing about memory.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    parameters = count(jax.eval_shape(lambda k: init_params(cfg.model.arch, k), key))
+    _, state, frozen, batch, mesh = shapes
+    params = state.params
     begin = time.monotonic()
-    compiled = compile_step(
-        make_step(stage, optimizer, schedule, cfg.train.seed), state, frozen, batch, mesh
-    )
+    compiled = compile_step(*shapes)
     seconds = time.monotonic() - begin
 
     memory = compiled.memory_analysis()
@@ -75,9 +114,13 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     # Donated buffers are counted as arguments and as output, but exist once.
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    report = {
+    tokens = batch["tokens"].size
+    # Loops of a length that the data decide are those over chunks of the loss; all tokens count.
+    chunks = -(-cfg.data.seq_len // cfg.train.loss_chunk)
+    return {
         "stage": cfg.train.stage,
         "mesh": dict(mesh.shape),
+        "devices": mesh.size,
         "backbone_parameters": parameters,
         "backbone_bytes": stored_bytes((frozen | params)["backbone"]),
         "trainable_parameters": count(params),
@@ -85,10 +128,10 @@ def dry_run(cfg: Config) -> dict[str, Any]:
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "total_bytes": total,
+        "sent_bytes": sent_by_kind(collectives(compiled.as_text()), chunks),
+        "flops": tokens * planning.flops_per_token(cfg, params),
         "compile_seconds": seconds,
     }
-    _print(cfg, report, frozen, params)
-    return report
 
 
 def frozen_shapes(cfg: Config, key: Any) -> PyTree:
@@ -150,4 +193,5 @@ def _print(cfg: Config, r: dict[str, Any], frozen: PyTree, params: PyTree) -> No
     print(f"batch                 {micro} x {rows} x {length} tokens per update")
     print(f"memory per device     {r['argument_bytes'] / gib:.2f} GiB arguments + "
           f"{r['temporary_bytes'] / gib:.2f} GiB temporaries = {r['total_bytes'] / gib:.2f} GiB")  # fmt: skip
+    print(*planning.lines(r), sep="\n")
     print(f"compiled in           {r['compile_seconds']:.1f} s on {jax.default_backend()}")

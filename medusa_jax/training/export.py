@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.heads import vocabulary
+from medusa_jax.hosts import first
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.model import lora
@@ -23,26 +24,29 @@ def result(
     """Write `<workdir>/<name>/`.
 
     A trained backbone becomes a Hugging Face directory, with its heads in `heads/` inside it;
-    adapters are merged into it. Heads of a frozen backbone lie in the directory itself.
+    adapters are merged into it. Heads of a frozen backbone lie in the directory itself. Every
+    process hands over its parts of the arrays, the first one writes.
     """
-    if jax.process_index() != 0:
-        return
+    write, ids = first(), {}
     directory = os.path.join(cfg.workdir, name)
     heads_directory, base = directory, setup.base
     trained = trained_backbone(cfg, setup, params)
     if trained is not None:
         arch, backbone = trained
         base = heads_io.describe_base(arch, backbone)
-        ids = copy_tokenizer(cfg.model.tokenizer, cfg.model.path, directory)
         dtype = jax.tree.leaves(backbone)[0].dtype
-        hf.save_backbone(directory, arch, backbone, dtype, ids)
-        write_json(os.path.join(directory, "recipe.json"), recipe)
+        if write:
+            ids = copy_tokenizer(cfg.model.tokenizer, cfg.model.path, directory)
+        hf.save_backbone(directory, arch, backbone, dtype, ids, write)
+        if write:
+            write_json(os.path.join(directory, "recipe.json"), recipe)
         heads_directory = os.path.join(directory, "heads")
     if "heads" in params:
         assert base is not None
         chosen = {k: setup.frozen[k] for k in (vocabulary.GROUP,) if k in setup.frozen}
+        heads = params["heads"] | chosen
         heads_io.save_heads(
-            heads_directory, cfg.heads, params["heads"] | chosen, base=base, recipe=recipe
+            heads_directory, cfg.heads, heads, base=base, recipe=recipe, write=write
         )
 
 

@@ -12,7 +12,13 @@ from jax.sharding import Mesh
 from medusa_jax.config import Config
 from medusa_jax.console import announced
 from medusa_jax.model.barrier import not_before
-from medusa_jax.sharding import PyTree, batch_sharding, param_shardings, replicated
+from medusa_jax.sharding import (
+    PyTree,
+    batch_sharding,
+    own_rows,
+    param_shardings,
+    replicated,
+)
 from medusa_jax.training import losses
 from medusa_jax.training.optim.optimizer import keep_if
 from medusa_jax.training.stage import Stage
@@ -110,8 +116,19 @@ def state_shardings(mesh: Mesh, abstract: TrainState) -> TrainState:
     return param_shardings(mesh, abstract)
 
 
+def own_numbers(mesh: Mesh, batch_size: int, accumulation: int) -> np.ndarray:
+    """Which rows of a batch `microbatches` takes from this process: numbers, rising."""
+    micro = batch_size // accumulation
+    starts = micro * np.arange(accumulation)
+    return (starts[:, None] + own_rows(mesh, micro)[None, :]).reshape(-1)
+
+
 def microbatches(mesh: Mesh, batch: dict[str, np.ndarray], accumulation: int) -> PyTree:
-    """Host rows of this process [B, T] -> global arrays [A, B / A, T], rows over the mesh."""
+    """Host rows of this process -> global arrays [A, B / A, T], rows over the mesh.
+
+    Args:
+      batch: arrays [., T] of the rows `own_numbers`.
+    """
     sharding = batch_sharding(mesh)
 
     def place(x: np.ndarray) -> jax.Array:
@@ -162,7 +179,7 @@ def compile_step(
     step: Callable, state: TrainState, frozen: PyTree, batch: PyTree, mesh: Mesh
 ) -> Any:
     """The step as an executable; its arguments may be shapes. The state is donated."""
-    out = (state_shardings(mesh, state), None)
+    out = (state_shardings(mesh, state), replicated(mesh))
     jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
     with (
         announced("compiling the training step (this can take minutes)"),

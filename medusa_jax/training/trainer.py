@@ -11,17 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from medusa_jax import hosts
 from medusa_jax.config import Config
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
-from medusa_jax.sharding import PyTree, make_mesh, replicated
+from medusa_jax.sharding import PyTree, make_mesh, own_rows, replicated
 from medusa_jax.training import checks, estimate, export, losses
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import features, prepare
-from medusa_jax.training.data.pipeline import batches
+from medusa_jax.training.data.pipeline import batches, read
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.data.vocabulary import draft_vocab
 from medusa_jax.training.log.run_log import RunLog
@@ -36,6 +36,7 @@ from medusa_jax.training.step import (
     init_state,
     make_step,
     microbatches,
+    own_numbers,
     summary,
 )
 
@@ -66,33 +67,26 @@ class Evaluator:
         self.stage, self.sums, self.ranks = stage, sums, ranks
 
     def __call__(self, params: PyTree, frozen: PyTree) -> dict[str, Any]:
-        share = self.size // jax.process_count()
+        own = own_rows(self.mesh, self.size)
         total: PyTree = None
         ranks = []
         for first in range(0, self.total, self.size):
-            batch = self.rows.batch(first + share * jax.process_index(), share)
+            numbers = first + own
+            batch = read(self.rows, numbers)
             # Rows beyond the last sample are blanked, not counted twice.
-            numbers = first + share * jax.process_index() + np.arange(share)
             batch["segment_ids"][numbers >= self.total] = 0
             placed = microbatches(self.mesh, batch, 1)
             out = self.sums(params, frozen, placed)
             total = out if total is None else jax.tree.map(jnp.add, total, out)
             if self.stage.ranks is not None and first < estimate.ROWS:
-                ranks.append(gather(self.ranks(params, frozen, placed)))
+                ranks.append(hosts.on_host(self.ranks(params, frozen, placed)))
         record = to_host(summary(self.stage, *total))
         return record | (estimate.accepted_lengths(np.concatenate(ranks)) if ranks else {})
 
 
-def gather(x: jax.Array) -> np.ndarray:
-    """A global array as a whole, on every process."""
-    if jax.process_count() == 1:
-        return np.asarray(x)
-    return multihost_utils.process_allgather(x, tiled=True)
-
-
 def to_host(metrics: PyTree) -> dict[str, Any]:
     """Plain numbers, lists of them for arrays."""
-    return {name: np.asarray(x).tolist() for name, x in metrics.items()}
+    return {name: hosts.on_host(x).tolist() for name, x in metrics.items()}
 
 
 def total_steps(cfg: Config, rows: int) -> int:
@@ -152,7 +146,7 @@ def train(cfg: Config) -> dict[str, Any]:
         step, updates = jax.device_put(counters, replicated(mesh))
         state, best = TrainState(step, updates, params, opt), meta["best"]
         inform(f"resuming from step {meta['step']} of {steps} in {cfg.workdir}")
-    elif jax.process_index() == 0:
+    elif hosts.first():
         export.write_json(os.path.join(cfg.workdir, "config.json"), dataclasses.asdict(cfg))
     run = Run(cfg, mesh, stage, setup, rows, checkpoints, steps, best)
     step_fn = make_step(stage, optimizer, schedule, cfg.train.seed)
@@ -189,26 +183,29 @@ class Run:
         train = self.cfg.train
         start = int(np.asarray(state.step))
         tokens = train.batch_size * self.cfg.data.seq_len
-        primary = jax.process_index() == 0
         self.progress = RunLog(
-            self.cfg.workdir, start, self.steps, tokens, primary, train.curves, train.wandb,
+            self.cfg.workdir, start, self.steps, tokens, hosts.first(), train.curves, train.wandb,
             dataclasses.asdict(self.cfg),
         )  # fmt: skip
-        main = threading.current_thread() is threading.main_thread()
-        if main:  # elsewhere Python allows no handlers
+        # Elsewhere Python allows no handlers; with other processes JAX has its own.
+        handles = jax.process_count() == 1
+        handles &= threading.current_thread() is threading.main_thread()
+        if handles:
             previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop", True))
         last: dict[str, Any] = {}
         try:
             pending = None
-            read = batches(self.rows, train.batch_size, start + 1, self.steps)
-            for n, rows in enumerate(read, start + 1):
+            own = own_numbers(self.mesh, train.batch_size, train.accumulation)
+            ahead = batches(self.rows, train.batch_size, start + 1, self.steps, own)
+            for n, rows in enumerate(ahead, start + 1):
                 batch = microbatches(self.mesh, rows, train.accumulation)
                 state, metrics = step_fn(state, self.setup.frozen, batch)
                 last = self.look(pending) or last
                 pending = (n, metrics)
                 end = n == self.steps
+                stop = self.stop or hosts.asked_to_stop(n)
                 evaluate = evaluator is not None and (n % train.eval_every == 0 or end)
-                save = n % train.save_every == 0 or end or self.stop
+                save = n % train.save_every == 0 or end or stop
                 if evaluate or save:
                     last, pending = self.look(pending) or last, None
                     with self.progress.aside():
@@ -218,7 +215,7 @@ class Run:
                             self.evaluate(n, record, state)
                         if save:
                             self.save(n, state)
-                if self.stop and not end:
+                if stop and not end:
                     inform(
                         f"stopped by SIGTERM after step {n}; the same command goes on from there"
                     )
@@ -226,10 +223,12 @@ class Run:
             export.result(
                 self.cfg, self.setup, state.params, "export", self.recipe(self.steps)
             )
-            inform(f"done: {self.steps} steps; the result is in {self.cfg.workdir}/export")
+            if hosts.first():
+                where = os.path.join(self.cfg.workdir, "export")
+                inform(f"done: {self.steps} steps; the result is in {where}")
             return last
         finally:
-            if main:
+            if handles:
                 signal.signal(signal.SIGTERM, previous)
             self.progress.close()
 

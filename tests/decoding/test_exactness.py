@@ -290,20 +290,18 @@ class Noting(Planted):
 
     def start(self, batch, slots, dtype):
         hidden = jnp.zeros((batch, self.llama.d_model), dtype)
-        return super().start(batch, slots, dtype), hidden, jnp.zeros((batch,), jnp.int32)
+        none = jnp.zeros((batch,), jnp.int32)
+        return super().start(batch, slots, dtype), hidden, none, none
 
-    def commit(
-        self, params, backbone, state, hidden_BTD, next_tokens_BT, positions_BT, n_B
-    ):
+    def commit(self, params, backbone, state, new):
         position, *noted = state
-        position = super().commit(
-            params, backbone, position, hidden_BTD, next_tokens_BT, positions_BT, n_B
-        )
-        rows, last = jnp.arange(n_B.shape[0]), jnp.maximum(n_B - 1, 0)
-        new = hidden_BTD[rows, last], next_tokens_BT[rows, last].astype(jnp.int32)
+        position = super().commit(params, backbone, position, new)
+        rows, last = jnp.arange(new.n_B.shape[0]), jnp.maximum(new.n_B - 1, 0)
+        hidden_BD = new.hidden_BTD[rows, last]
+        tokens = (x[rows, last] for x in (new.tokens_BT, new.next_tokens_BT))
         kept = [
-            jnp.where((n_B > 0).reshape(-1, *[1] * (x.ndim - 1)), x, old)
-            for x, old in zip(new, noted)
+            jnp.where((new.n_B > 0).reshape(-1, *[1] * (x.ndim - 1)), x, old)
+            for x, old in zip((hidden_BD, *(t.astype(jnp.int32) for t in tokens)), noted)
         ]
         return position, *kept
 
@@ -312,7 +310,7 @@ class Noting(Planted):
 
 
 def test_the_drafter_is_given_the_accepted_positions():
-    """Step by step: the hidden state of the position before the root, and the root itself."""
+    """Step by step: hidden state and token of the position before the root, and the root itself."""
     shape, tree = (
         SHAPES[0],
         Tree.from_choices([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0]]),
@@ -332,11 +330,12 @@ def test_the_drafter_is_given_the_accepted_positions():
     )
     state, _ = loop.begin(engine, variables, request)
     for _ in range(8):
-        at, noted, root = (np.asarray(x) for x in state.drafter)
+        at, noted, token, root = (np.asarray(x) for x in state.drafter)
         running = np.flatnonzero(np.asarray(state.status_B) == loop.RUNNING)
         assert running.size
         for row in running:
             assert at[row] == state.length_B[row]
+            assert token[row] == known[row][at[row] - 1]
             assert root[row] == known[row][at[row]] == state.root_B[row]
             assert_close(noted[row], hidden[row, at[row] - 1])
         state, _ = loop.decode_loop(engine, variables, state, np.int32(1))

@@ -26,6 +26,7 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import Accepted, targets
 from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.heads import make_drafter
+from medusa_jax.heads.prompt_lookup import PromptLookupConfig
 from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.tree import Tree
 
@@ -91,13 +92,14 @@ def joint_law(setting):
     return joint
 
 
-def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0, ids=()):
+def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0, ids=(), baseline=None):
     """First three tokens of many rows, and how often drafts were accepted.
 
     mark: as many stops more that are never met, so that a patched function is compiled anew.
+    baseline: a drafter in the place of the heads.
     """
     _, _, llama, drafter, variables = model(ids)
-    engine = loop.Engine(llama, drafter, tree, acceptance)
+    engine = loop.Engine(llama, baseline or drafter, tree, acceptance)
     stops = [(100 + i,) for i in range(1 + mark)]
     fields = {k: [v] * ROWS for k, v in SETTINGS[setting].items()}
     tokens, histogram = [], 0
@@ -124,6 +126,15 @@ def test_three_tokens_have_the_models_joint_law(acceptance, setting, ids):
     assert agrees(counts, law)
     assert total_variation(counts, law) < FAR
     assert (lengths > 0.05).all(), lengths  # drafts of every depth took part
+
+
+def test_tokens_that_are_given_are_judged_by_the_verifier_alone():
+    """Prompt lookup has no scores: the first of its tokens counts with all mass, then the next."""
+    config, *_ = model()
+    baseline = make_drafter(PromptLookupConfig(tokens=2, ngram=1), config)
+    tokens, lengths = draws("rejection", "temperature", batches=1, baseline=baseline)
+    assert agrees(law_of(tokens, V), joint_law("temperature"))
+    assert lengths[1] > 0.05
 
 
 def one_noise(key_B, positions_BL, vocab, dtype):

@@ -3,15 +3,17 @@
 In float64 (tests that use it are marked `x64`), so that a mistake stands out from what rounding does.
 """
 
+import dataclasses
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from planted import random_heads, random_params, tiny_config
+from planted import decoder, random_heads, random_params, tiny_config
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads import BASELINES, Backbone, make_drafter
+from medusa_jax.heads.drafter import Committed
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
@@ -42,6 +44,23 @@ def drafter_of(heads, backbone, seed=0):
     """A drafter, and parameters in which every part matters."""
     drafter = make_drafter(heads, backbone.llama.config)
     return drafter, random_heads(drafter, backbone, seed)
+
+
+# Sizes at which baselines, which have no heads, show everything they do.
+SMALL = {
+    "prompt_lookup": {"tokens": 4, "matches": 5},
+    "lookahead": {"window": 4, "ngram": 4, "guesses": 3},
+    "draft_model": {"gamma": 3},
+}
+
+
+def baseline_of(name, config, seed=0):
+    """A baseline and its parameters; the draft model is a random one of one layer, eight wide."""
+    fields, params = dict(SMALL[name]), {}
+    if name == "draft_model":
+        fields["arch"] = arch = dataclasses.replace(config, d_model=8, n_layers=1, d_ff=12)
+        params = {"model": decoder(arch, random_params(arch, seed))[1]}
+    return make_drafter(BASELINES[name].Config(**fields), config), params
 
 
 def start_of(drafter, backbone):
@@ -134,4 +153,5 @@ def committed(drafter, backbone, params, rows, n_B):
     state = drafter.start(hidden.shape[0], 64, jnp.float64)
     following = np.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
     commit = jax.jit(lambda *args: drafter.commit(params, backbone, *args))
-    return commit(state, hidden, following, positions, np.asarray(n_B, np.int32))
+    new = Committed(hidden, tokens, following, positions, np.asarray(n_B, np.int32))
+    return commit(state, new)

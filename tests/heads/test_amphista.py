@@ -21,6 +21,7 @@ from test_hydra import parameters, vicuna
 from medusa_jax.errors import UserError
 from medusa_jax.heads import make_drafter
 from medusa_jax.heads.amphista import AmphistaAlphaConfig, AmphistaConfig
+from medusa_jax.heads.drafter import Committed
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -119,9 +120,8 @@ def test_features_and_proposals_are_those_of_the_paper(ablation):
         features = drafter.features(params, backbone, *rows)
         state = drafter.start(2, 64, jnp.float64)
         following = np.roll(tokens, -1, axis=1)
-        state = drafter.commit(
-            params, backbone, state, hidden, following, rest[0], jnp.array(n)
-        )
+        new = Committed(hidden, tokens, following, rest[0], jnp.array(n))
+        state = drafter.commit(params, backbone, state, new)
         seen = []
 
         def scores(depth, logits):

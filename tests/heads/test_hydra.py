@@ -13,7 +13,7 @@ from family import drafter_of, numpy_lm_head, silu, stored_base
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter
-from medusa_jax.heads.hydra import HydraConfig, Level
+from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.tree import Tree
 
@@ -143,17 +143,6 @@ def test_no_loop_over_nodes_is_left_in_the_program():
 
     # skip, linear, one more layer, LM head; per depth.
     assert products(Tree.chain(3)) == products(Tree.cartesian([5, 4, 3])) == 3 * 4
-
-
-def test_levels_worked_example():
-    tree = Tree.from_choices([[0], [1], [2], [0, 0], [2, 0], [2, 1], [2, 1, 0]])
-    first, second, third = Level.of(tree)
-    assert [x.tolist() for x in (first.nodes_P, first.rows_P)] == [[0], [0]]
-    assert [x.tolist() for x in (first.parent_C, first.rank_C)] == [[0, 0, 0], [0, 1, 2]]
-    assert [x.tolist() for x in (second.nodes_P, second.rows_P)] == [[0, 2], [0, 0]]
-    assert [x.tolist() for x in (second.parent_C, second.rank_C)] == [[0, 1, 1], [0, 0, 1]]
-    assert [x.tolist() for x in (third.nodes_P, third.rows_P)] == [[2], [1]]
-    assert Level.of(Tree.none()) == []
 
 
 def test_heads_start_as_the_lm_head_or_at_random():

@@ -11,6 +11,7 @@ from closeness import assert_close
 from family import drafter_of, numpy_layer, numpy_lm_head, numpy_norm, stored_base
 from test_hydra import numpy_features, numpy_tree, parameters, vicuna
 
+from medusa_jax.heads.drafter import Committed
 from medusa_jax.heads.hydrapp import HydraPPConfig
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -78,12 +79,13 @@ def test_the_cache_holds_accepted_positions_only():
     backbone, drafter, params = problem()
     rng = np.random.default_rng(1)
     hidden, tokens, positions, _ = family.random_rows(rng, T=8)
-    commit = jax.jit(lambda state, *rows: drafter.commit(params, backbone, state, *rows))
+    commit = jax.jit(lambda state, new: drafter.commit(params, backbone, state, new))
     contexts = []
     for filling in (0.0, 50.0):
         state = drafter.start(2, 64, jnp.float64)
         first = np.where(np.arange(8)[None, :, None] < 3, hidden, filling)
-        state = commit(state, first, tokens, positions, np.array([3, 3]))
+        new = Committed(first, tokens, tokens, positions, np.array([3, 3]))
+        state = commit(state, new)
         np.testing.assert_array_equal(state.length_B, [3, 3])
         state = commit(state, hidden, tokens, positions + 3, np.array([2, 0]))
         np.testing.assert_array_equal(state.length_B, [5, 3])

@@ -17,6 +17,7 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.drafter import Committed
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
@@ -158,9 +159,8 @@ def test_commit_keeps_the_last_accepted_row():
     state = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
     hidden = jnp.asarray(rng.standard_normal((4, 5, 16)), jnp.float32)
     ids = jnp.zeros((4, 5), jnp.int32)
-    after = drafter.commit(
-        params, backbone, state, hidden, ids, ids, jnp.array([0, 1, 3, 5])
-    )
+    new = Committed(hidden, ids, ids, ids, jnp.array([0, 1, 3, 5]))
+    after = drafter.commit(params, backbone, state, new)
     expected = [state[0], hidden[1, 0], hidden[2, 2], hidden[3, 4]]
     np.testing.assert_array_equal(after, np.stack(expected))
     assert drafter.grow(state, 256) is state

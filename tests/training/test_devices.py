@@ -130,3 +130,15 @@ def test_every_device_computes_its_own_rows_only(eight, name):
     rows = [int(dims.split(",")[0]) for dims in results if dims.count(",") == 1]
     assert rows.count(ROWS * LENGTH // parts(name)) >= 7
     assert ROWS * LENGTH not in rows
+
+
+@pytest.mark.parametrize("name", ["heads", "deeper"])
+def test_nothing_is_summed_over_the_rows_of_all_devices_in_a_loop(eight, name):
+    """Gradients of the loss add up on each device over its chunks, and are summed once."""
+    from medusa_jax.collectives import collectives
+
+    among_rows = [
+        c for c in collectives(eight[0]["products"][name]) if c.group == parts(name)
+    ]
+    assert len(among_rows) > 2
+    assert [c for c in among_rows if c.trips] == []

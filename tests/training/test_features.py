@@ -214,7 +214,7 @@ def test_runs_of_other_seeds_share_the_files_but_not_the_order(tokens, tmp_path)
 
 def test_the_same_text_in_another_place_shares_them(tokens, tmp_path, setup):
     """Every workdir tokenises a file of conversations for itself."""
-    mesh, stage, frozen, rows = setup
+    rows = setup[3]
     cfg = config(tokens, tmp_path)
     shutil.copytree(tokens, tmp_path / "elsewhere")
     other = TokenRows(str(tmp_path / "elsewhere"), cfg.data, cfg.model.arch.vocab_size)

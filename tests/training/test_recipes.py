@@ -53,7 +53,9 @@ def test_a_recipe_s_own_mesh_spreads_it_over_eight_devices(name):
     rows = cfg.train.batch_size // cfg.train.accumulation
     checks.fit_accumulation(cfg, mesh)
     checks.check(cfg, mesh)
-    assert cfg.train.batch_size // cfg.train.accumulation == max(rows, 8)
+    assert cfg.train.batch_size // cfg.train.accumulation == min(
+        8 * rows, cfg.train.batch_size
+    )
     stage, groups = make_stage(cfg, 100, mesh), trained_groups(cfg)
     key = jax.eval_shape(lambda: jax.random.key(0))
     frozen = dry.frozen_shapes(cfg, key)

@@ -34,6 +34,7 @@ class Verified(NamedTuple):
       nodes_BM: drafted tokens, the root first.
       positions_BM: absolute position of each node.
       hidden_BMD, logits_BMV: the verifier's hidden states and logits at each node.
+      beside_BUV: its logits of the rows beside the tree that are scored.
       cache: keys and values, those of all nodes in slots [length, length + M).
       sampling: the rows' parameters.
       length_B: position of the root.
@@ -47,6 +48,7 @@ class Verified(NamedTuple):
     positions_BM: jax.Array
     hidden_BMD: jax.Array
     logits_BMV: jax.Array
+    beside_BUV: jax.Array
     cache: KVCache
     sampling: Sampling
     length_B: jax.Array

@@ -29,6 +29,7 @@ def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> 
     @jax.jit
     def many(variables: Any, hidden_1LD: jax.Array) -> jax.Array:
         from medusa_jax.heads import Backbone
+        from medusa_jax.heads.drafter import Committed
         from medusa_jax.heads.vocabulary import for_drafting
 
         backbone = for_drafting(
@@ -40,8 +41,9 @@ def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> 
             ids_1L = jnp.broadcast_to(nodes_1M[:, -1:], (1, L)) % V
             moved = hidden_1LD * (1 + 1e-6 * ids_1L[..., None].astype(dtype))
             position_1L = i + jnp.arange(L)[None, :]
-            rows = (moved.astype(dtype), ids_1L, position_1L, jnp.ones((1,), jnp.int32))
-            state = drafter.commit(variables["heads"], backbone, state, *rows)
+            n_1 = jnp.ones((1,), jnp.int32)
+            new = Committed(moved.astype(dtype), ids_1L, ids_1L, position_1L, n_1)
+            state = drafter.commit(variables["heads"], backbone, state, new)
             nodes = drafter.propose(
                 variables["heads"], backbone, state, ids_1L[:, 0], tree, lambda depth, x: x
             )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.heads.layers import later
@@ -102,8 +103,18 @@ def next_token_sums(
     labels_BT = later(batch["tokens"], 1)
     return cross_entropy_sums(
         logits, params, hidden_BTD, labels_BT, mask_BT, chunk,
-        teacher, teacher_BTD,
+        teacher, teacher_BTD, mesh_to_walk(backbone_of(params)),
     )  # fmt: skip
+
+
+def mesh_to_walk(backbone: Backbone) -> Mesh | None:
+    """The mesh over which a loss through this LM head is walked in parts (`Parts`).
+
+    None where its adapter has dropout, which is drawn by an entry's place among all rows. An
+    adapter's gradients are small, so that summing them in every chunk costs little.
+    """
+    adapter = (backbone.lora or {}).get("lm_head", {})
+    return None if "seed" in adapter else backbone.llama.mesh
 
 
 def next_token_mean(sums: Sums, count: jax.Array) -> jax.Array:
@@ -178,6 +189,7 @@ def heads_sums(
     return heads_cross_entropy(
         logits_K, params, jnp.stack(weight_K), features_K,
         jnp.where(scored_BT, label_BT, 0), mask_K, objective.chunk, teacher, teacher_BTD,
+        mesh_to_walk(backbone) if drafter.heads.lm_head == "shared" else backbone.llama.mesh,
     )  # fmt: skip
 
 

@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from medusa_jax.model.barrier import not_before, one_of_all
+from medusa_jax.sharding import path_string, spec_for, split_rows
 from medusa_jax.training.losses.packing import Rows, columns, pack
+from medusa_jax.training.losses.parts import Parts
 
 Params = Any
 LogitsFn = Callable[[Params, jax.Array], jax.Array]
@@ -66,11 +69,12 @@ def cross_entropy_sums(
     chunk: int,
     teacher: Teacher | None = None,
     teacher_BTD: jax.Array | None = None,
+    mesh: Mesh | None = None,
 ) -> Sums:
     """`heads_cross_entropy` of one head of weight 1; its `loss` is what has the gradient."""
     total, sums = heads_cross_entropy(
         [logits_fn], params, jnp.ones((1,)), [features_BTD], labels_BT, [mask_BT], chunk,
-        teacher, teacher_BTD,
+        teacher, teacher_BTD, mesh,
     )  # fmt: skip
     return jax.tree.map(lambda s: s[0], sums)._replace(loss=total)
 
@@ -85,6 +89,7 @@ def heads_cross_entropy(
     chunk: int,
     teacher: Teacher | None = None,
     teacher_BTD: jax.Array | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Sums]:
     """sum_k weight_k loss_k of K heads against the same labels, `chunk` positions at a time.
 
@@ -95,9 +100,13 @@ def heads_cross_entropy(
     backward pass, and one chunk of one head's logits [B, chunk, V], beside the teacher's, is
     all that exists of them.
 
+    On a mesh every device walks over its own rows, and what they add up is summed once, at the
+    end; `Parts` says how.
+
     Returns: the weighted loss, which alone has a gradient, and the sums of each head, each [K].
     """
     leaves, treedef = jax.tree.flatten(params)
+    specs = [spec_for(path_string(p)) for p, _ in jax.tree.leaves_with_path(params)]
     heads = []
     # Parameters that no head reads enter by closure and must not carry a tangent.
     held = [lax.stop_gradient(leaf) for leaf in leaves]
@@ -118,10 +127,16 @@ def heads_cross_entropy(
         heads.append((fn, used))
     read = sorted({i for _, used in heads for i in used})
     walk = Walk(
-        [Head(fn, [read.index(i) for i in used]) for fn, used in heads], chunk, teacher
+        [Head(fn, [read.index(i) for i in used]) for fn, used in heads],
+        chunk,
+        teacher,
+        Parts.of(mesh, labels_BT.shape[0], [specs[i] for i in read]),
     )
-    teacher_BTD = lax.stop_gradient(teacher_BTD)
-    rows = Rows(tuple(features_K), labels_BT, tuple(mask_K), teacher_BTD)
+    # Whole vectors: what lies over the tensor axis would be gathered in every chunk.
+    features = tuple(split_rows(mesh, x) for x in features_K)
+    if teacher_BTD is not None:
+        teacher_BTD = split_rows(mesh, lax.stop_gradient(teacher_BTD))
+    rows = Rows(features, labels_BT, tuple(mask_K), teacher_BTD)
     return _streamed(walk, [leaves[i] for i in read], weight_K, rows)
 
 
@@ -201,6 +216,7 @@ class Walk(NamedTuple):
     heads: list[Head]
     chunk: int
     teacher: Teacher | None
+    parts: Parts
 
 
 class Gradients(NamedTuple):
@@ -215,10 +231,10 @@ class Gradients(NamedTuple):
 def _streamed(
     walk: Walk, params: list[jax.Array], weight_K: jax.Array, rows: Rows
 ) -> tuple[jax.Array, Sums]:
-    packed = pack(rows, walk.chunk)
+    packed, parts = pack(rows, walk.chunk), walk.parts
+    params = parts.gathered(params)
 
-    def body(i: jax.Array, sums: Sums) -> Sums:
-        now = packed.rows.chunk(i, walk.chunk)
+    def sums_of(params: list[jax.Array], now: Rows) -> Sums:
         law, found = _law(walk.teacher, now.teacher_BTD), []
         for k, head in enumerate(walk.heads):
             mine, shared = [params[j] for j in head.reads], (now.labels_BT, now.mask_K[k])
@@ -226,22 +242,27 @@ def _streamed(
             found.append(
                 _chunk_sums(head.logits_fn, mine, features, *shared, law, walk.teacher)
             )
-        return jax.tree.map(jnp.add, sums, _stacked(found))
+        return _stacked(found)
 
-    sums = lax.fori_loop(0, packed.n_chunks, body, _no_sums(len(walk.heads)))
+    def body(i: jax.Array, sums: Sums) -> Sums:
+        now = parts.split(packed.rows.chunk(i, walk.chunk))
+        return jax.tree.map(jnp.add, sums, parts.each(sums_of)(params, now))
+
+    start = parts.zeros(_no_sums(len(walk.heads)))
+    sums = parts.total(lax.fori_loop(0, packed.n_chunks, body, start))
     return jnp.sum(weight_K * sums.loss), sums
 
 
 def _streamed_fwd(
     walk: Walk, params: list[jax.Array], weight_K: jax.Array, rows: Rows
 ) -> tuple[tuple[jax.Array, Sums], tuple[list[jax.Array], tuple[jax.Array, ...]]]:
-    chunk = walk.chunk
+    chunk, parts = walk.chunk, walk.parts
     packed = pack(rows, chunk)
+    whole = parts.gathered(params)
 
-    def body(i: jax.Array, carry: Gradients) -> Gradients:
-        d_params, d_features = list(carry.params), list(carry.features_K)
-        now = packed.rows.chunk(i, chunk)
-        law, found = _law(walk.teacher, now.teacher_BTD), []
+    def added(whole: list[jax.Array], now: Rows, d_params: Any, sums: Sums) -> Gradients:
+        """The gradients of one chunk, and one part of its rows, beside what there was."""
+        law, found, d_features = _law(walk.teacher, now.teacher_BTD), [], []
         # One head's logits at a time: left alone, XLA holds those of all heads.
         done: jax.Array | None = None
         for k, head in enumerate(walk.heads):
@@ -254,28 +275,34 @@ def _streamed_fwd(
                 return weight_K[k] * sums.loss, sums
 
             gradient = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)
-            mine, features = [params[j] for j in head.reads], now.features_K[k]
+            mine, features = [whole[j] for j in head.reads], now.features_K[k]
             if done is not None:
                 features = not_before(features, done)
             (_, of_k), (dp, df) = gradient(mine, features)
             done = one_of_all(dp, df, of_k)
             for j, g in zip(head.reads, dp):
                 d_params[j] += g
-            d_features[k] = lax.dynamic_update_slice_in_dim(
-                d_features[k], df, i * chunk, axis=1
-            )
+            d_features.append(df)
             found.append(of_k)
-        sums = jax.tree.map(jnp.add, carry.sums, _stacked(found))
-        return Gradients(d_params, d_features, sums)
+        return Gradients(d_params, d_features, jax.tree.map(jnp.add, sums, _stacked(found)))
 
-    d_params, d_features = jax.tree.map(
-        jnp.zeros_like, (list(params), list(packed.rows.features_K))
-    )
-    start = Gradients(d_params, d_features, _no_sums(len(walk.heads)))
+    def body(i: jax.Array, carry: Gradients) -> Gradients:
+        now = parts.split(packed.rows.chunk(i, chunk))
+        new = parts.each(added)(whole, now, list(carry.params), carry.sums)
+        d_features = [
+            lax.dynamic_update_slice_in_dim(d, of_chunk, i * chunk, axis=1)
+            for d, of_chunk in zip(carry.features_K, parts.joined(new.features_K))
+        ]
+        return new._replace(features_K=d_features)
+
+    d_features = jax.tree.map(jnp.zeros_like, list(packed.rows.features_K))
+    sums = parts.zeros(_no_sums(len(walk.heads)))
+    start = Gradients(parts.gradients(params), d_features, sums)
     end = lax.fori_loop(0, packed.n_chunks, body, start)
+    d_params, sums = parts.total((end.params, end.sums))
     # Columns that were not walked have no gradient: theirs is still the zero it began with.
     back = tuple(columns(d, packed.back_BT) for d in end.features_K)
-    return (jnp.sum(weight_K * end.sums.loss), end.sums), (end.params, back)
+    return (jnp.sum(weight_K * sums.loss), sums), (d_params, back)
 
 
 def _streamed_bwd(

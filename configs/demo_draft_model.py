@@ -1,0 +1,22 @@
+"""A draft model for the demo: one layer, half as wide, of the same tokenizer (0.7 M parameters).
+
+    python -m medusa_jax demo_corpus --out work/demo
+    python train.py --config=configs/demo_draft_model.py --workdir=work/demo/draft_model
+    python decode.py --drafter draft_model:work/demo/draft_model/export --prompt "import os" --compare
+
+It learns from the corpus; with `--config.data.source=work/demo/answers` (see demo_medusa.py) from what
+the backbone writes, which is what it has to guess.
+"""
+
+from configs.demo_backbone import get_config as backbone_config
+from medusa_jax.config import Config
+
+
+def get_config() -> Config:
+    """Language modelling from scratch, as the backbone's first part."""
+    cfg = backbone_config()
+    arch = cfg.model.arch
+    arch.d_model, arch.n_layers, arch.head_dim, arch.d_ff = 128, 1, 32, 352
+    cfg.optim.schedule = "cosine"
+    cfg.train.steps = 1200
+    return cfg

@@ -1,0 +1,99 @@
+"""Drafters that need no heads on disk, as `--drafter` names them.
+
+prompt_lookup, lookahead           with fields of their own if wanted: lookahead:window=7:ngram=4
+draft_model:PATH                   any smaller model with the same tokenizer
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from jax.sharding import Mesh
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads import BASELINES
+from medusa_jax.heads.draft_model import MODEL, DraftModel, DraftModelConfig
+from medusa_jax.interop import hf
+from medusa_jax.interop.hub import resolve
+from medusa_jax.interop.tokenizer import (
+    NoTokenizer,
+    Tokenizer,
+    has_tokenizer,
+    load_tokenizer,
+)
+from medusa_jax.model.placing import place_part
+from medusa_jax.model.stored import Storage
+
+# Two tokenizers that agree on this are taken for one.
+PROBE = "def f(x):\n    return 'The 17 naïve foxes' + x  # [[0.5, -1]]\n"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A drafter without heads, as asked for.
+
+    Attributes:
+      config: its fields; the draft model's shape is filled in when it is read.
+      path: of the draft model, "" for others.
+    """
+
+    config: HeadsConfig
+    path: str = ""
+
+
+def find_baseline(drafter: str) -> Baseline | None:
+    """The baseline that `drafter` names, None if it names heads.
+
+    Raises:
+      UserError: fields that it does not have; no path of a draft model.
+    """
+    name, _, rest = drafter.partition(":")
+    if name not in BASELINES:
+        return None
+    if name == DraftModel.name:
+        if not rest:
+            raise UserError(
+                "give the draft model's directory, name or hub id: --drafter draft_model:PATH"
+            )
+        return Baseline(DraftModelConfig(), rest)
+    kind = BASELINES[name].Config
+    shared = {f.name for f in dataclasses.fields(HeadsConfig)}
+    own = {f.name for f in dataclasses.fields(kind)} - shared
+    fields: dict[str, Any] = {}
+    for part in rest.split(":") if rest else ():
+        field, _, value = part.partition("=")
+        if field not in own or not value.isdecimal():
+            raise UserError(
+                f"--drafter {drafter}: write {name}:field=number with the fields "
+                f"{', '.join(sorted(own))}, not {part!r}"
+            )
+        fields[field] = int(value)
+    return Baseline(kind(**fields))
+
+
+def load_baseline(
+    found: Baseline, tokenizer: Tokenizer, dtype: Any, mesh: Mesh, storage: Storage
+) -> tuple[HeadsConfig, dict[str, Any]]:
+    """Its configuration, and its parameters as decoding reads them; {} if it has none.
+
+    Args:
+      tokenizer: the backbone's, which a draft model's must agree with where both are there.
+      storage: the form of kernels; a draft model's are stored like the backbone's.
+
+    Raises:
+      UserError: a draft model that cannot be read, or that has another tokenizer.
+    """
+    if not found.path:
+        return found.config, {}
+    directory = resolve(found.path, dtype=str(dtype))
+    both = has_tokenizer(directory) and not isinstance(tokenizer, NoTokenizer)
+    if both and load_tokenizer(directory).encode(PROBE) != tokenizer.encode(PROBE):
+        raise UserError(
+            f"the draft model {found.path} has another tokenizer than the model: its tokens "
+            "would mean something else"
+        )
+    place = partial(place_part, dtype=dtype, mesh=mesh, storage=storage)
+    arch, params = hf.load_backbone(directory, mesh, str(dtype), place)
+    return dataclasses.replace(found.config, arch=arch), {MODEL: params}  # type: ignore[call-arg]

@@ -1,0 +1,160 @@
+"""Speculative decoding with a draft model (Leviathan et al. 2023; Chen et al. 2023): a smaller model
+with the same tokenizer writes what the backbone verifies.
+
+It drafts the tree level by level, each node from the draft model's logits behind the node's own path:
+one pass for the chain of gamma that the papers use, several chains merged into a tree (SpecInfer, Miao
+et al. 2024) where the tree has branches, and guesses ranked as those of heads are, so that greedy,
+sampled and rejection decoding need nothing of their own. The draft model keeps keys and values of the
+accepted text; those of a tree's nodes live as long as the drafting of that tree.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads.drafter import (
+    Backbone,
+    Committed,
+    Params,
+    RankScores,
+    Untrained,
+    best_tokens,
+)
+from medusa_jax.heads.layers import take_last
+from medusa_jax.heads.levels import Level, inner_nodes
+from medusa_jax.model.cache import KVCache
+from medusa_jax.model.llama import decoding_config
+from medusa_jax.tree import Tree
+
+# The entry of the parameters that holds the draft model's, as `model/placing.py` makes them.
+MODEL = "model"
+
+
+@dataclass(unsafe_hash=True)
+class DraftModelConfig(HeadsConfig):
+    """`n_heads` is how deep trees may be; the draft model could go on for ever."""
+
+    drafter: str = "draft_model"
+    n_heads: int = 16
+    lm_head: str = "shared"
+    # Tokens drafted where no tree is asked for: 4 for a backbone of 7B, 3 for larger ones.
+    gamma: int = 4
+    arch: LlamaConfig = field(default_factory=LlamaConfig)
+
+
+class DraftState(struct.PyTreeNode):
+    """What the draft model knows of the text.
+
+    Attributes:
+      cache: its keys and values; slots [0, length) count.
+      length_B: accepted positions.
+      hidden_BE: its hidden state behind the root, E wide.
+    """
+
+    cache: KVCache
+    length_B: jax.Array
+    hidden_BE: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel(Untrained):
+    """A second model in the drafter's place; its parameters are those of a backbone."""
+
+    heads: DraftModelConfig
+
+    name = "draft_model"
+    Config = DraftModelConfig
+
+    def check(self) -> None:
+        own, theirs = self.heads.arch.vocab_size, self.llama.vocab_size
+        if own != theirs:
+            raise UserError(
+                f"the draft model has a vocabulary of {own} tokens, the model one of {theirs}: "
+                "they must share a tokenizer"
+            )
+        if not 1 <= self.heads.gamma <= self.heads.n_heads:
+            raise UserError(
+                f"{self.name}: gamma is from 1 to {self.heads.n_heads}, not {self.heads.gamma}"
+            )
+
+    @property
+    def default_tree(self) -> Tree:
+        return Tree.chain(self.heads.gamma)
+
+    def _model(self, params: Params, backbone: Backbone) -> Backbone:
+        config = decoding_config(self.heads.arch)
+        llama = backbone.llama.clone(config=config, native=False, scored=0)
+        return Backbone(llama, params[MODEL])
+
+    def start(self, batch: int, slots: int, dtype: Any) -> DraftState:
+        c = self.heads.arch
+        sizes = (c.n_layers, batch, slots + 1, c.n_kv_heads, c.head_dim)
+        hidden_BE = jnp.zeros((batch, c.d_model), dtype)
+        return DraftState(
+            KVCache.zeros(*sizes, dtype), jnp.zeros((batch,), jnp.int32), hidden_BE
+        )
+
+    def grow(self, state: DraftState, slots: int) -> DraftState:
+        return state.replace(cache=state.cache.grown(slots + 1))
+
+    def rewound(self, state: DraftState, length_B: jax.Array) -> DraftState:
+        return state.replace(length_B=length_B)
+
+    def commit(
+        self, params: Params, backbone: Backbone, state: DraftState, new: Committed
+    ) -> DraftState:
+        """One pass over the accepted tokens and the root behind them.
+
+        The root's key and value are not kept: where a row has nothing new, the next rows may be
+        written over them.
+        """
+        tokens_BU = jnp.concatenate([new.tokens_BT[:, :1], new.next_tokens_BT], axis=1)
+        positions_BU = state.length_B[:, None] + jnp.arange(tokens_BU.shape[1])[None, :]
+        hidden_BUE, cache = self._model(params, backbone).decode(
+            tokens_BU, positions_BU, state.cache, state.length_B
+        )
+        behind_root_B = jnp.where(new.n_B > 0, new.n_B + 1, 0)
+        hidden_BE = take_last(hidden_BUE, behind_root_B, state.hidden_BE)
+        return DraftState(cache, state.length_B + new.n_B, hidden_BE)
+
+    def propose(
+        self,
+        params: Params,
+        backbone: Backbone,
+        state: DraftState,
+        root_B: jax.Array,
+        tree: Tree,
+        rank_scores: RankScores,
+    ) -> jax.Array:
+        """A level at a time: nodes with children are run along their paths, behind the text.
+
+        The root is run once more along with the first level, so that its key and value are there.
+        """
+        model, cache = self._model(params, backbone), state.cache
+        levels = Level.of(tree)
+        inner = inner_nodes(levels, tree)
+        nodes_BM = jnp.tile(root_B[:, None], (1, tree.n_nodes))
+        hidden_BPE, done = state.hidden_BE[:, None], np.zeros(0, int)
+        for depth, level in enumerate(levels):
+            if depth:
+                fresh = np.concatenate([inner[0], inner[1]]) if depth == 1 else inner[depth]
+                done = np.concatenate([done, fresh])
+                positions_BP = state.length_B[:, None] + tree.depth_M[fresh][None, :]
+                mask_PR = jnp.asarray(tree.mask_MM[fresh][:, done])
+                hidden_BPE, cache = model.decode(
+                    nodes_BM[:, fresh], positions_BP, cache, state.length_B, mask_PR
+                )
+                hidden_BPE = hidden_BPE[:, -len(inner[depth]) :]
+            scores_BPV = rank_scores(depth + 1, model.lm_head(hidden_BPE))
+            best_BPR = best_tokens(model, scores_BPV, int(level.rank_C.max()) + 1)
+            children = tree.level(depth + 1)
+            tokens_BC = best_BPR[:, level.parent_C, level.rank_C]
+            nodes_BM = nodes_BM.at[:, children].set(tokens_BC.astype(nodes_BM.dtype))
+        return nodes_BM

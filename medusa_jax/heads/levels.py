@@ -1,0 +1,88 @@
+"""A tree drafted level by level: the constants of each step down, and tokens that are given."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from medusa_jax.heads.drafter import RankScores
+from medusa_jax.tree import Tree
+
+# What a given token is ahead of the sibling behind it: all the mass that is left, in any precision.
+AHEAD = 1e6
+
+
+@dataclass(frozen=True)
+class Level:
+    """Constants of one step down the tree, from depth d to depth d + 1.
+
+    Only nodes with children matter at depth d; call them its parents. Example: depth 1 of the
+    tree [0] [1] [2] [0,0] [2,0] [2,1] has the parents [0] and [2], both below the root, so
+
+      nodes_P   0 2      place among all nodes of depth d
+      rows_P    0 0      place of the node's own parent among the parents of depth d - 1
+      parent_C  0 1 1    for each node of depth d + 1: place of its parent among the parents
+      rank_C    0 0 1    and its rank
+    """
+
+    nodes_P: np.ndarray
+    rows_P: np.ndarray
+    parent_C: np.ndarray
+    rank_C: np.ndarray
+
+    @classmethod
+    def of(cls, tree: Tree) -> "list[Level]":
+        """One for each depth that has children."""
+        levels = []
+        above = np.array([0])  # the parents of the depth before, as nodes of the tree
+        for depth in range(tree.depth):
+            here, children = tree.level(depth), tree.level(depth + 1)
+            parents = np.unique(tree.parent_M[children])
+            levels.append(
+                cls(
+                    np.searchsorted(here, parents),
+                    np.searchsorted(above, tree.parent_M[parents]),
+                    np.searchsorted(parents, tree.parent_M[children]),
+                    tree.rank_M[children],
+                )
+            )
+            above = parents
+        return levels
+
+
+def rank_given(
+    tree: Tree,
+    nodes_BM: jax.Array,
+    given_BM: jax.Array,
+    vocab_size: int,
+    dtype: Any,
+    rank_scores: RankScores,
+) -> None:
+    """Say which tokens were drafted where a drafter has them for certain, not by scores.
+
+    Among the children of a node the first has all the mass, then the next, and so on: rejection
+    sampling then takes each with the probability that the verifier gives it. Rules that look at no
+    scores pay nothing for this.
+
+    Args:
+      given_BM: False where a node holds a token that nothing speaks for.
+    """
+    B = nodes_BM.shape[0]
+    for depth, level in enumerate(Level.of(tree)):
+        children = tree.level(depth + 1)
+        mass_1C = -AHEAD * tree.rank_M[children][None, :]
+        score_BC = jnp.where(given_BM[:, children], mass_1C, -jnp.inf)
+        logits_BPV = jnp.full((B, len(level.nodes_P), vocab_size), -jnp.inf, dtype)
+        at = (jnp.arange(B)[:, None], level.parent_C[None, :], nodes_BM[:, children])
+        rank_scores(depth + 1, logits_BPV.at[at].max(score_BC.astype(dtype)))
+
+
+def inner_nodes(levels: Sequence[Level], tree: Tree) -> list[np.ndarray]:
+    """The nodes of each depth that have children, as nodes of the tree.
+
+    Example: for the tree of `Level`: [0] and [1, 3].
+    """
+    return [tree.level(depth)[level.nodes_P] for depth, level in enumerate(levels)]

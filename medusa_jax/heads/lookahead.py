@@ -1,0 +1,197 @@
+"""Lookahead decoding (Fu et al. 2024): no draft model, the backbone itself finds n-grams on the side.
+
+Beside the tree, every pass runs a *window* of guessed tokens, N - 1 levels by W columns, a few Jacobi
+iterations that have got one step further each. Columns stand at successive positions; down a column
+the levels are successive iterations, each one position further on than the one above:
+
+    depth behind the root   1    2    3    4    5      (W = 4, N = 4)
+    level 0                 a0   a1   a2
+    level 1                 b0   b1   b2   b3
+    level 2                      c0   c1   c2   c3
+
+c1 reads the root, a0, b1 and itself: level 0 as far as its column, then its column down. What the
+backbone says behind the last level, d0 ... d3, makes one n-gram per column,
+
+    root b0 c0 d0      a0 b1 c1 d1      a1 b2 c2 d2      a2 b3 c3 d3
+
+and then the window moves on: level 0 is b1 b2 b3, the others c and d. The *pool* keeps, for every
+token, the last G different continuations of N - 1 tokens that were found behind it. Those behind the
+root are drafted, each as a branch of the tree, and verified like any drafts. So a step yields more
+than one token where an n-gram comes up that was found before.
+
+As released: the window moves by one position a step however many tokens were accepted, its new tokens
+are the likeliest ones also where decoding samples, and the pool knows nothing of the prompt. Unlike
+there, the window starts whole, with arbitrary tokens on all levels, so that its shape never changes;
+after N - 1 steps nothing of these is left.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads.drafter import (
+    Backbone,
+    Beside,
+    Committed,
+    Params,
+    RankScores,
+    Untrained,
+)
+from medusa_jax.heads.levels import rank_given
+from medusa_jax.model.product import at_least_f32
+from medusa_jax.tree import Tree
+
+# In the place of a token of the pool: no n-gram is here.
+NOTHING = -1
+
+
+@dataclass(unsafe_hash=True)
+class LookaheadConfig(HeadsConfig):
+    """Sizes as released for 7B. The depth of its trees, `n_heads`, follows from `ngram`."""
+
+    drafter: str = "lookahead"
+    lm_head: str = "shared"
+    window: int = 15
+    ngram: int = 5
+    guesses: int = 15
+
+
+class LookaheadState(struct.PyTreeNode):
+    """Window and pool, Y = N - 1 the tokens of a guess.
+
+    Attributes:
+      window_BX: the tokens beside the tree, level by level: W - 1, then W each.
+      pool_BVGY: for every token the last G different continuations, the newest first, or NOTHING.
+    """
+
+    window_BX: jax.Array
+    pool_BVGY: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookahead(Untrained):
+    """No parameters; the tree's first ranks are guesses, deeper nodes go on with theirs."""
+
+    heads: LookaheadConfig
+
+    name = "lookahead"
+    Config = LookaheadConfig
+
+    def check(self) -> None:
+        h = self.heads
+        for field, least in (("window", 2), ("ngram", 3), ("guesses", 1)):
+            if getattr(h, field) < least:
+                raise UserError(
+                    f"{self.name}: {field} is at least {least}, not {getattr(h, field)}"
+                )
+
+    @property
+    def n_heads(self) -> int:
+        return self.heads.ngram - 1
+
+    @property
+    def default_tree(self) -> Tree:
+        """Every guess a branch."""
+        depths = range(1, self.heads.ngram)
+        return Tree.from_choices(
+            [(g, *(0,) * (d - 1)) for g in range(self.heads.guesses) for d in depths]
+        )
+
+    def check_tree(self, tree: Tree) -> None:
+        super().check_tree(tree)
+        if any(any(c[1:]) or c[0] >= self.heads.guesses for c in tree.choices):
+            raise UserError(
+                f"{self.name} drafts at most {self.heads.guesses} chains side by side: its trees "
+                "branch at the root alone"
+            )
+
+    @cached_property
+    def beside(self) -> Beside:
+        W, N = self.heads.window, self.heads.ngram
+        level = np.repeat(np.arange(N - 1), [W - 1] + [W] * (N - 2))
+        column = np.concatenate([np.arange(W - 1), *[np.arange(W)] * (N - 2)])
+        # Level 0 stands a position further on than the column of the same number below it.
+        depth = column + np.maximum(level, 1)
+        above = (level[None, :] == 0) & (depth[None, :] <= (depth - level)[:, None])
+        within = (level[None, :] > 0) & (level[None, :] <= level[:, None])
+        own = within & (column[None, :] == column[:, None])
+        return Beside(depth.astype(np.int32), above | own, W)
+
+    def start(self, batch: int, slots: int, dtype: Any) -> LookaheadState:
+        h, V = self.heads, self.llama.vocab_size
+        window = np.random.default_rng(0).integers(0, V, len(self.beside.depth_X), np.int32)
+        sizes = (batch, V, h.guesses, h.ngram - 1)
+        return LookaheadState(
+            jnp.tile(window[None, :], (batch, 1)), jnp.full(sizes, NOTHING, jnp.int32)
+        )
+
+    def commit(
+        self, params: Params, backbone: Backbone, state: LookaheadState, new: Committed
+    ) -> LookaheadState:
+        return state
+
+    def tokens_beside(self, state: LookaheadState) -> jax.Array:
+        return state.window_BX
+
+    def learn(
+        self, state: LookaheadState, root_B: jax.Array, logits_BUV: jax.Array
+    ) -> LookaheadState:
+        """The n-grams of this step enter the pool, and the window moves on."""
+        W = self.heads.window
+        found_BW = jnp.argmax(logits_BUV, axis=-1).astype(jnp.int32)
+        first_BW, *below = jnp.split(
+            state.window_BX, np.cumsum([W - 1] + [W] * (self.heads.ngram - 3)), axis=1
+        )
+        levels = [*below, found_BW]
+        keys_BW = jnp.concatenate([root_B[:, None].astype(jnp.int32), first_BW], axis=1)
+        pool = remembered(state.pool_BVGY, keys_BW, jnp.stack(levels, axis=-1))
+        moved_BX = jnp.concatenate([levels[0][:, 1:], *levels[1:]], axis=1)
+        return LookaheadState(moved_BX, pool)
+
+    def propose(
+        self,
+        params: Params,
+        backbone: Backbone,
+        state: LookaheadState,
+        root_B: jax.Array,
+        tree: Tree,
+        rank_scores: RankScores,
+    ) -> jax.Array:
+        """Node [g, 0, ..., 0] of depth d is the d-th token of guess g; the root where there is none."""
+        guesses_BGY = state.pool_BVGY[jnp.arange(root_B.shape[0]), root_B]
+        branch_M = np.array([0] + [c[0] for c in tree.choices])
+        drafts_BM = guesses_BGY[:, branch_M, np.maximum(tree.depth_M - 1, 0)]
+        given_BM = (drafts_BM != NOTHING) & (tree.depth_M > 0)[None, :]
+        nodes_BM = jnp.where(given_BM, drafts_BM, root_B[:, None])
+        dtype = at_least_f32(backbone.llama.dtype)
+        rank_given(tree, nodes_BM, given_BM, self.llama.vocab_size, dtype, rank_scores)
+        return nodes_BM
+
+
+def remembered(pool_BVGY: jax.Array, keys_BW: jax.Array, grams_BWY: jax.Array) -> jax.Array:
+    """The pool with one continuation behind each of W keys, taken in one after the other.
+
+    A new one comes first and the last falls out; one that is there moves to the front. Example,
+    behind one key: [x y z] and w give [w x y], [x y z] and y give [y x z].
+    """
+    row_B, G = jnp.arange(pool_BVGY.shape[0]), pool_BVGY.shape[2]
+
+    def one(i: jax.Array, pool_BVGY: jax.Array) -> jax.Array:
+        key_B, gram_BY = keys_BW[:, i], grams_BWY[:, i]
+        there_BGY = pool_BVGY[row_B, key_B]
+        same_BG = jnp.all(there_BGY == gram_BY[:, None], axis=-1)
+        place_B = jnp.where(jnp.any(same_BG, axis=-1), jnp.argmax(same_BG, axis=-1), G - 1)
+        shifted_BGY = jnp.concatenate([gram_BY[:, None], there_BGY[:, :-1]], axis=1)
+        moves_BG1 = (jnp.arange(G)[None, :] <= place_B[:, None])[..., None]
+        return pool_BVGY.at[row_B, key_B].set(jnp.where(moves_BG1, shifted_BGY, there_BGY))
+
+    return lax.fori_loop(0, keys_BW.shape[1], one, pool_BVGY)

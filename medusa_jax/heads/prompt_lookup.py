@@ -1,0 +1,174 @@
+"""Prompt lookup (Saxena 2023; `prompt_lookup_num_tokens` of transformers): what stood behind the last
+few tokens when they stood in the text before is drafted again.
+
+The text ends with the root; a *match* is an earlier place that ends with the same n tokens, n as large
+as possible and at most `ngram`. Matches are taken longest first, those of one length from the left, as
+transformers takes them: one that is further back has more text behind it. Example, ngram = 2:
+
+    text     a b c d a b e b c a b          (the root is the last b)
+    matches  "a b" at 0: c d a b ..., "a b" at 4: e b c ..., "b" at 7: c a b ...
+
+The static tree is filled from the first `matches` of them: the r-th child of a node is the r-th
+different token that stands next in the matches which agree with the path to the node. A chain holds
+the first match alone, which is what transformers drafts. Where a match reaches the end of the text it
+goes on from its own beginning, as the text would if it kept repeating; where there is no match at all
+the root stands in.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads.drafter import Backbone, Committed, Params, RankScores, Untrained
+from medusa_jax.heads.levels import Level, rank_given
+from medusa_jax.heads.text import TextState
+from medusa_jax.model.product import at_least_f32
+from medusa_jax.tree import Tree
+
+
+@dataclass(unsafe_hash=True)
+class PromptLookupConfig(HeadsConfig):
+    """Fields of prompt lookup; 10 tokens as transformers takes by default."""
+
+    drafter: str = "prompt_lookup"
+    lm_head: str = "shared"
+    # Tokens that a match gives at most.
+    tokens: int = 10
+    # Most tokens at the end of the text that are looked up, and matches that fill the tree.
+    ngram: int = 3
+    matches: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLookup(Untrained):
+    """No parameters; the state is the text."""
+
+    heads: PromptLookupConfig
+
+    name = "prompt_lookup"
+    Config = PromptLookupConfig
+
+    def check(self) -> None:
+        for field in ("tokens", "ngram", "matches"):
+            if getattr(self.heads, field) < 1:
+                raise UserError(
+                    f"{self.name}: {field} is at least 1, not {getattr(self.heads, field)}"
+                )
+
+    @property
+    def n_heads(self) -> int:
+        return self.heads.tokens
+
+    def start(self, batch: int, slots: int, dtype: Any) -> TextState:
+        return TextState.zeros(batch, slots)
+
+    def grow(self, state: TextState, slots: int) -> TextState:
+        return state.grown(slots)
+
+    def rewound(self, state: TextState, length_B: jax.Array) -> TextState:
+        return state.rewound(length_B)
+
+    def commit(
+        self, params: Params, backbone: Backbone, state: TextState, new: Committed
+    ) -> TextState:
+        return state.taken(new)
+
+    def propose(
+        self,
+        params: Params,
+        backbone: Backbone,
+        state: TextState,
+        root_B: jax.Array,
+        tree: Tree,
+        rank_scores: RankScores,
+    ) -> jax.Array:
+        index_1S = jnp.arange(state.text_BS.shape[1])[None, :]
+        is_root_BS = index_1S == state.length_B[:, None]
+        text_BS = jnp.where(is_root_BS, root_B[:, None], state.text_BS)
+        found = continuations(
+            text_BS, state.length_B, self.heads.ngram, self.heads.matches, tree.depth
+        )
+        nodes_BM, given_BM = merged(tree, *found, root_B)
+        dtype = at_least_f32(backbone.llama.dtype)
+        rank_given(tree, nodes_BM, given_BM, self.llama.vocab_size, dtype, rank_scores)
+        return nodes_BM
+
+
+def continuations(
+    text_BS: jax.Array, last_B: jax.Array, ngram: int, matches: int, length: int
+) -> tuple[jax.Array, jax.Array]:
+    """What stands behind the best matches of the end of each text.
+
+    Args:
+      text_BS: tokens; `last` is the index of the last that counts.
+      length: tokens of a continuation.
+
+    Returns: tokens [B, C, length] in order of preference, and whether there is such a match [B, C].
+    """
+    S = text_BS.shape[1]
+    begin_1S, last_B1 = jnp.arange(S)[None, :], last_B[:, None]
+    # same[s]: how many tokens before s are those at the end of the text.
+    same_BS = jnp.zeros(text_BS.shape, jnp.int32)
+    still_BS = begin_1S <= last_B1
+    for back in range(ngram):
+        tail_B1 = jnp.take_along_axis(text_BS, jnp.maximum(last_B1 - back, 0), axis=1)
+        still_BS &= (begin_1S > back) & (jnp.roll(text_BS, back + 1, axis=1) == tail_B1)
+        same_BS += still_BS
+    # Longest first, then from the left.
+    worth_BS = jnp.where(same_BS > 0, same_BS * S - begin_1S, 0)
+    best_BC, begin_BC = lax.top_k(worth_BS, min(matches, S))
+    period_BC = jnp.maximum(last_B1 + 1 - begin_BC, 1)
+    ahead_11L = jnp.arange(length)[None, None, :]
+    at_BCL = begin_BC[..., None] + ahead_11L % period_BC[..., None]
+    tokens_BCL = jnp.take_along_axis(text_BS[:, None], jnp.minimum(at_BCL, S - 1), axis=2)
+    return tokens_BCL, best_BC > 0
+
+
+def merged(
+    tree: Tree, chains_BCL: jax.Array, there_BC: jax.Array, root_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Chains laid into a static tree, equal beginnings together.
+
+    The r-th child of a node is the r-th different token that comes next in the chains which agree
+    with the path so far, in their order; where there is none the root stands in.
+
+    Example: chains a b, a c, d e. Children of the root: a, d; of a: b, c.
+
+    Args:
+      chains_BCL: in order of preference; L is at least the tree's depth.
+      there_BC: which of them exist.
+
+    Returns: tokens of all nodes, and which of these some chain speaks for [B, M].
+    """
+    C = chains_BCL.shape[1]
+    before_CC = jnp.tri(C, k=-1, dtype=bool)  # [c, e]: chain e comes before chain c
+    nodes, given = [root_B[:, None]], [jnp.ones_like(root_B[:, None], bool)]
+    agrees_BNC = there_BC[:, None, :]
+    for depth, level in enumerate(Level.of(tree)):
+        next_BC = chains_BCL[:, :, depth]
+        same_BCC = next_BC[:, :, None] == next_BC[:, None, :]
+        agrees_BPC = agrees_BNC[:, level.nodes_P]
+        earlier_BPCC = agrees_BPC[:, :, None, :] & (same_BCC & before_CC[None])[:, None]
+        first_BPC = agrees_BPC & ~jnp.any(earlier_BPCC, axis=-1)
+        rank_BPC = jnp.cumsum(first_BPC, axis=-1) - 1
+        wanted_1N1 = jnp.asarray(level.rank_C)[None, :, None]
+        picked_BNC = first_BPC[:, level.parent_C] & (
+            rank_BPC[:, level.parent_C] == wanted_1N1
+        )
+        there_BN = jnp.any(picked_BNC, axis=-1)
+        token_BN = jnp.sum(jnp.where(picked_BNC, next_BC[:, None, :], 0), axis=-1)
+        token_BN = jnp.where(there_BN, token_BN, root_B[:, None])
+        agrees_BNC = (
+            agrees_BPC[:, level.parent_C]
+            & (next_BC[:, None, :] == token_BN[..., None])
+            & there_BN[..., None]
+        )
+        nodes.append(token_BN)
+        given.append(there_BN)
+    return jnp.concatenate(nodes, axis=1), jnp.concatenate(given, axis=1)

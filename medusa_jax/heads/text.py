@@ -1,0 +1,47 @@
+"""The text so far as a drafter's own state, for drafters that read it."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from medusa_jax.heads.drafter import Committed
+
+
+class TextState(struct.PyTreeNode):
+    """Tokens at their positions.
+
+    Attributes:
+      text_BS: the first `length` of a row count; the root is not among them.
+      length_B: accepted positions.
+    """
+
+    text_BS: jax.Array
+    length_B: jax.Array
+
+    @classmethod
+    def zeros(cls, batch: int, slots: int) -> "TextState":
+        """Before any text."""
+        return cls(jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32))
+
+    def taken(self, new: Committed) -> "TextState":
+        """The text with n more tokens.
+
+        All T candidates are written; what lies behind the n-th does not count, and the next call
+        writes over it.
+        """
+        write = jax.vmap(
+            lambda row, tokens, at: lax.dynamic_update_slice(row, tokens, (at,))
+        )
+        tokens_BT = new.tokens_BT.astype(jnp.int32)
+        text_BS = write(self.text_BS, tokens_BT, self.length_B)
+        return TextState(text_BS, self.length_B + new.n_B)
+
+    def rewound(self, length_B: jax.Array) -> "TextState":
+        """The same, of which the first tokens count."""
+        return self.replace(length_B=length_B)
+
+    def grown(self, slots: int) -> "TextState":
+        """The same with room for `slots` tokens."""
+        more = slots - self.text_BS.shape[1]
+        return self.replace(text_BS=jnp.pad(self.text_BS, ((0, 0), (0, more))))

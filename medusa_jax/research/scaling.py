@@ -1,0 +1,248 @@
+"""`python -m medusa_jax scaling`: what recipes and decoding take on 1, 8 and 64 devices.
+
+Programs are compiled for so many simulated CPU devices. Layers are alike, so memory, traffic and
+arithmetic are affine in their number: models of two and of three layers are compiled, and L layers
+take c(2) + (L - 2) (c(3) - c(2)). `train.py --config.dry_run --devices=N` compiles all of them.
+"""
+
+import argparse
+import copy
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from medusa_jax.commands.flags import command, run_command
+from medusa_jax.commands.train import load_config
+from medusa_jax.console import announced
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.interop.shapes import SHAPES
+
+DEVICES = (1, 8, 64)
+# Layers of the models that are compiled.
+FEW = (2, 3)
+# Name, its recipe, another shape for it.
+TRAINING = (
+    ("Medusa-1, Vicuna-7B", "vicuna7b_m1", None),
+    ("Medusa-2, Vicuna-7B (QLoRA)", "vicuna7b_m2", None),
+    ("Medusa-1, Vicuna-13B", "vicuna13b_m1", None),
+    ("Medusa-2, Vicuna-13B (QLoRA)", "vicuna13b_m2", None),
+    ("Medusa-2, Vicuna-33B (LoRA, KL)", "vicuna33b", None),
+    ("Medusa-1, Llama-3.1-8B", "llama31_8b", None),
+    ("Medusa-1, Llama-3.1-70B", "llama31_8b", "llama3.1-70b"),
+)
+DECODING = ("llama-7b", "llama-13b", "llama-33b", "llama3.1-8b", "llama3.1-70b")
+# Updates that train on 60,000 rows of 2048 tokens twice, the papers' samples at most.
+SAMPLES, EPOCHS = 60_000, 2
+EXAMPLES = """examples:
+  python -m medusa_jax scaling > docs/scaling_table.md
+  python -m medusa_jax scaling --devices 8 --only 33B
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = command(
+        "python -m medusa_jax scaling", "What recipes take on many devices.", EXAMPLES
+    )
+    p.add_argument("--devices", type=int, nargs="+", default=list(DEVICES))
+    p.add_argument("--only", default="", help="rows whose name holds this")
+    p.add_argument("--chip", default="a100-sxm", help="whose peaks predict times")
+    p.add_argument("--configs", default="configs", help="where the recipes lie")
+    p.add_argument("--json", action="store_true", help="one JSON object a row, at once")
+    return p
+
+
+def extrapolated(measure: Callable[[int], dict[str, Any]], n_layers: int) -> dict[str, Any]:
+    """Figures of `n_layers` layers from those of few: numbers, and dictionaries of them."""
+    few, more = (measure(n) for n in FEW)
+
+    def line(a: Any, b: Any) -> Any:
+        if isinstance(a, dict):
+            return {k: line(a.get(k, 0), b.get(k, 0)) for k in a | b}
+        if isinstance(a, (int, float)):
+            return a + (n_layers - FEW[0]) / (FEW[1] - FEW[0]) * (b - a)
+        return b
+
+    return line(few, more)
+
+
+def training(cfg: Any, devices: int) -> dict[str, Any]:
+    """The dry run of a recipe on a mesh (1, devices, 1)."""
+    from medusa_jax.training import dry
+
+    def measure(n_layers: int) -> dict[str, Any]:
+        few = copy.deepcopy(cfg)
+        few.model.arch = dataclasses.replace(cfg.model.arch, n_layers=n_layers)
+        few.mesh, few.dry_run = (1, devices, 1), True
+        return dry.measure(few, dry.step_shapes(few))
+
+    return extrapolated(measure, cfg.model.arch.n_layers)
+
+
+def mesh_for(arch: Any, devices: int) -> tuple[int, int, int]:
+    """(data, 1, tensor): as many devices along tensor as divide heads and kernels, at most 8."""
+    sizes = (arch.n_heads, arch.n_kv_heads, arch.d_model, arch.d_ff, arch.vocab_size)
+    tensor = max(
+        n for n in (1, 2, 4, 8) if devices % n == 0 and not any(size % n for size in sizes)
+    )
+    return devices // tensor, 1, tensor
+
+
+def decoding(arch: Any, mesh_shape: Sequence[int], rows: int, dtype: Any) -> dict[str, Any]:
+    """One step of Medusa with a tree of 64 nodes, `rows` rows behind 512 tokens each.
+
+    Returns: bytes that a device holds and computes with, bytes that it sends in a step, bytes of
+      weights that it reads.
+    """
+    import jax
+
+    from medusa_jax.collectives import collectives, sent_by_kind
+    from medusa_jax.config import HeadsConfig
+    from medusa_jax.research.draft_cost import paper_tree
+    from medusa_jax.sharding import make_mesh
+
+    mesh = make_mesh(mesh_shape)
+
+    def measure(n_layers: int) -> dict[str, Any]:
+        config = dataclasses.replace(arch, n_layers=n_layers)
+        program, variables = compiled_loop(
+            config, HeadsConfig(n_heads=4), paper_tree(), mesh, rows, 512, dtype
+        )
+        memory = program.memory_analysis()
+        if memory is None:
+            raise UserError("this backend does not report the memory of a compiled program")
+        del variables["backbone"]["embed_tokens"]  # looked up, not read
+        read = sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(variables)
+        )
+        return {
+            "argument_bytes": memory.argument_size_in_bytes,
+            "total_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
+            "weight_bytes": read,
+            "sent_bytes": sent_by_kind(collectives(program.as_text())),
+        }
+
+    return extrapolated(measure, arch.n_layers)
+
+
+def compiled_loop(
+    config: Any, heads: Any, tree: Any, mesh: Any, rows: int, tokens: int, dtype: Any
+) -> tuple[Any, Any]:
+    """The loop of decode steps on a mesh, and the variables it reads: all from shapes alone.
+
+    Args:
+      tokens: of the prompts, from which the number of cache slots follows.
+    """
+    import jax
+    import numpy as np
+
+    from medusa_jax.decoding.generate import Engine, decode_loop
+    from medusa_jax.evaluate.weightless import abstract_state, abstract_variables
+    from medusa_jax.heads import make_drafter
+    from medusa_jax.model.llama import Llama, decoding_config
+    from medusa_jax.sharding import decode_shardings, param_shardings
+
+    def placed(tree: Any, shardings: Any) -> Any:
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+        )
+
+    shards = mesh.shape["tensor"]
+    llama = Llama(decoding_config(config), dtype, shards=shards, mesh=mesh)
+    drafter = make_drafter(heads, decoding_config(config))
+    engine = Engine(llama, drafter, tree)
+    variables = abstract_variables(config, drafter, dtype, shards=shards)
+    variables = placed(variables, param_shardings(mesh, variables))
+    state = abstract_state(engine, variables, tokens, rows)
+    state = placed(state, decode_shardings(mesh, state))
+    program = decode_loop.lower(engine, variables, state, np.int32(1)).compile()
+    return program, variables
+
+
+def training_row(name: str, report: dict[str, Any], chip: Any) -> dict[str, Any]:
+    """Cells of the table: what a device holds and sends, and times at the chip's peak."""
+    from medusa_jax.training import planning
+
+    p = planning.predict(report, chip)
+    accumulation, rows, _ = report["batch"]
+    updates = EPOCHS * SAMPLES / (accumulation * rows)
+    return {
+        "run": name,
+        "devices": round(report["devices"]),
+        "batch": f"{accumulation} x {rows}",
+        "GB": round(report["total_bytes"] / 1e9, 1),
+        "GB sent": round(sum(report["sent_bytes"].values()) / 1e9, 2),
+        "compute s": float(f"{p.compute:.3g}"),
+        "links s": float(f"{p.links:.3g}"),
+        "hours": float(f"{updates * p.seconds / 3600:.3g}"),
+        "sent": {kind: round(n / 1e9, 3) for kind, n in report["sent_bytes"].items()},
+    }
+
+
+def decoding_row(
+    name: str, mesh: Sequence[int], rows: int, found: dict[str, Any], chip: Any
+) -> dict[str, Any]:
+    """The same of decoding."""
+    read, sent = found["weight_bytes"], sum(found["sent_bytes"].values())
+    return {
+        "run": f"decode {name}",
+        "devices": mesh[0] * mesh[1] * mesh[2],
+        "mesh": ",".join(map(str, mesh)),
+        "rows": rows,
+        "GB": round(found["total_bytes"] / 1e9, 1),
+        "MB sent": round(sent / 1e6, 2),
+        "read ms": float(f"{1e3 * read / chip.bandwidth:.3g}"),
+        "links ms": float(f"{2e3 * sent / chip.link:.3g}"),
+    }
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Compile, and print a line for each row as soon as it is known, or tables at the end."""
+    import jax
+    import jax.numpy as jnp
+
+    from medusa_jax.chips import find_chip
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(flags.devices))
+    chip = find_chip(flags.chip)
+    tables: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+
+    def add(table: list[dict[str, Any]], row: dict[str, Any]) -> None:
+        table.append(row)
+        if flags.json:
+            print(json.dumps(row), flush=True)
+
+    for name, recipe, shape in TRAINING:
+        for devices in flags.devices if flags.only in name else ():
+            cfg = load_config(f"{flags.configs}/{recipe}.py")
+            cfg.model.path, cfg.train.heads_path = "", ""
+            if shape:
+                cfg.model.arch = SHAPES[shape]
+            with announced(f"compiling {name} for {devices}"):
+                add(tables[0], training_row(name, training(cfg, devices), chip))
+    for shape in DECODING:
+        for devices in flags.devices if flags.only in shape else ():
+            mesh = mesh_for(SHAPES[shape], devices)
+            with announced(f"compiling decoding of {shape} for {devices}"):
+                found = decoding(SHAPES[shape], mesh, mesh[0], jnp.bfloat16)
+                add(tables[1], decoding_row(shape, mesh, mesh[0], found, chip))
+    for table in tables:
+        if table and not flags.json:
+            names = [name for name in table[0] if name != "sent"]
+            print(markdown_table(names, [[str(row[n]) for n in names] for row in table]))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

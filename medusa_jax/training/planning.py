@@ -1,0 +1,112 @@
+"""What an update takes on paper: arithmetic from shapes, traffic from the program, chips' peaks.
+
+Products alone are counted: norms, softmax and the optimizer's rule are none. What comes out is the
+least time that a chip could take, not what it will take: 40 to 60% of a chip's peak is usual.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from medusa_jax.chips import CHIPS, Chip
+from medusa_jax.config import Config, LlamaConfig
+from medusa_jax.sharding import PyTree
+from medusa_jax.training.partition import trained_groups
+
+
+def layer_weights(arch: LlamaConfig) -> int:
+    """Kernels of all layers: what a token is multiplied with."""
+    attention = 2 * (arch.n_heads + arch.n_kv_heads) * arch.head_dim * arch.d_model
+    return arch.n_layers * (attention + 3 * arch.d_model * arch.d_ff)
+
+
+def flops_per_token(cfg: Config, params: PyTree) -> float:
+    """FLOPs of one token in an update, forward and backward.
+
+    A kernel [in, out] takes 2 x in x out forward, as much again for the gradient of what it read
+    and, where it is trained, for its own.
+
+    Args:
+      params: what is trained, by groups; shapes suffice.
+    """
+    arch, t, groups = cfg.model.arch, cfg.train, trained_groups(cfg)
+    # Scores and weighted values; a position sees half of the row on average.
+    attention = 2 * arch.n_layers * arch.n_heads * arch.head_dim * cfg.data.seq_len
+    forward = 2.0 * layer_weights(arch) + attention
+    lm_head = 2.0 * arch.d_model * arch.vocab_size
+    full, adapters = "backbone" in groups, "lora" in groups
+    passes = 0.0 if cfg.data.cache_features else 1.0
+    if full or adapters:
+        passes += 2 if full else 1
+        passes += bool(t.remat) + (t.backbone_loss == "kl")
+    total = passes * forward
+    if full or adapters:  # the loss of the next token
+        total += lm_head * (2 + full + (t.backbone_loss == "kl"))
+    if adapters:
+        total += 3 * 2.0 * _kernels(params["lora"])
+    if "heads" in groups:
+        scored = cfg.heads.draft_vocab or arch.vocab_size
+        of_heads = 2.0 * arch.d_model * scored
+        total += 3 * 2.0 * _kernels(params["heads"])
+        if cfg.heads.lm_head == "shared":
+            total += cfg.heads.n_heads * of_heads * (2 + full)
+        total += of_heads * (t.teacher_weight > 0)
+    return total
+
+
+def _kernels(tree: PyTree) -> int:
+    return sum(x.size for x in jax.tree.leaves(tree) if len(x.shape) > 1)
+
+
+class Prediction(NamedTuple):
+    """Seconds that an update takes at least, each limit by itself.
+
+    Attributes:
+      compute: arithmetic at the chip's peak.
+      memory: what a device holds for the step, read once for each microbatch.
+      links: what a device sends, over its links in one direction.
+      fits: whether the chip's memory holds it.
+    """
+
+    compute: float
+    memory: float
+    links: float
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """With everything at the same time."""
+        return max(self.compute, self.memory, self.links)
+
+
+def predict(report: dict[str, Any], chip: Chip) -> Prediction:
+    """The prediction for one chip from the report of a dry run."""
+    held = report["argument_bytes"] * report["batch"][0]
+    sent = sum(report["sent_bytes"].values())
+    return Prediction(
+        report["flops"] / report["devices"] / chip.flops,
+        held / chip.bandwidth,
+        sent / (chip.link / 2),
+        report["total_bytes"] <= chip.memory,
+    )
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """What a dry run prints about time: traffic, arithmetic, then a line for each chip."""
+    sent = report["sent_bytes"]
+    by_kind = " + ".join(f"{n / 2**30:.2f} GiB {kind}" for kind, n in sent.items())
+    tokens = report["batch"][0] * report["batch"][1] * report["batch"][2]
+    out = [
+        f"sent by each device   {by_kind or 'nothing'} per update",
+        f"arithmetic            {report['flops'] / 1e12:,.0f} TFLOP per update of {tokens:,} "
+        "tokens",
+        "an update takes at least (each limit by itself, at peak)",
+    ]
+    for chip in CHIPS.values():
+        p = predict(report, chip)
+        held = f"{report['total_bytes'] / 1e9:.1f} of {chip.memory / 1e9:.0f} GB"
+        out.append(
+            f"  {chip.title:15} compute {p.compute:8.3f} s  memory {p.memory:7.3f} s  "
+            f"links {p.links:7.3f} s  {'fits' if p.fits else 'too small'}: {held}"
+        )
+    return out

@@ -1,0 +1,96 @@
+"""bench --in_turn on a tiny model: one table, one copy of the backbone, costs as files say them."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from tiny_model import write_model
+
+from medusa_jax.commands import bench, bench_in_turn
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.in_turn import Entrant, trained_tokens
+from medusa_jax.tree import Tree
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    lines = ({"prompt": p} for p in ("the cat", "a b c a b"))
+    (path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def arguments(directory, drafters, out):
+    return [
+        f"--model={directory}", f"--prompts={directory}/prompts.jsonl", f"--drafters={drafters}",
+        "--in_turn", "--max_new_tokens=9", "--repeats=1", f"--out={out}",
+    ]  # fmt: skip
+
+
+def test_drafters_in_one_table(directory, tmp_path, capsys, monkeypatch):
+    backbones = []
+    loaded = bench_in_turn.load_entrants
+
+    def noted(flags):
+        entrants = loaded(flags)
+        backbones.extend(id(e.model.variables["backbone"]) for e in entrants)
+        return entrants
+
+    monkeypatch.setattr(bench_in_turn, "load_entrants", noted)
+    drafters = f"{directory}/heads@cartesian:2x1,prompt_lookup@chain:2"
+    assert bench.main(arguments(directory, drafters, tmp_path)) == 0
+    facts = json.loads((tmp_path / "in_turn.json").read_text())
+    rows = {row["drafter"]: row for row in facts["rows"]}
+    assert list(rows) == ["plain", "medusa", "prompt_lookup"] and len(set(backbones)) == 1
+    assert [row["tree_nodes"] for row in rows.values()] == [1, 5, 3]
+    plain, heads, lookup = rows.values()
+    for field in ("mean_accepted_length", "speedup", "step_latency_ratio"):
+        assert plain[field] == 1
+    assert [row["divergences"] for row in rows.values()] == [0, 0, 0]
+    assert [row["trained_tokens"] for row in rows.values()] == [0, None, 0]
+    # Three heads of one 16 x 16 layer with bias in float32; a text of 1,024 tokens and its length.
+    assert (heads["parameter_bytes"], lookup["parameter_bytes"]) == (3 * 4 * 16 * 17, 0)
+    assert lookup["state_bytes"] == 4 * (1024 + 1)
+    for row in rows.values():
+        ideal = row["mean_accepted_length"] / row["step_latency_ratio"]
+        assert row["difference"] == pytest.approx(row["speedup"] / ideal - 1)
+    printed = capsys.readouterr().out
+    assert (tmp_path / "in_turn.md").read_text() in printed
+    assert "| medusa | 5 |" in printed and (tmp_path / "in_turn.png").stat().st_size > 1000
+
+
+def test_training_costs_what_the_recipe_says():
+    config = {"train": {"batch_size": 4}, "data": {"seq_len": 640}}
+    assert trained_tokens({"step": 100, "config": config}) == 256_000
+    assert trained_tokens({"step": 100, "config": {}}) is None
+
+
+def test_the_ladder_is_chain_cartesian_tree_and_fitted_tree():
+    evidence = {"head_accuracies": [[0.6, 0.3], [0.2, 0.1]]}
+    calibrated = {"growth": [[0], [1], [0, 1]], "evidence": evidence}
+    model = SimpleNamespace(calibrated=calibrated, drafter=SimpleNamespace(n_heads=2))
+    rungs = bench_in_turn.ladder(Entrant("medusa", model, Tree.none(), 5), 4)
+    assert {e.label: e.tree.choices for e in rungs} == {
+        "medusa, chain": ((0,), (0, 0)),
+        "medusa, cartesian 2": ((0,), (1,)),
+        "medusa, fitted": ((0,), (1,), (0, 1)),
+    }
+    assert all(e.model is model and e.trained_tokens == 5 for e in rungs)
+    for nodes, file, message in (
+        (1, calibrated, "2 nodes or more, not 1"),
+        (4, None, "medusa has none"),
+        (5, calibrated, "1 to 4"),
+    ):
+        model.calibrated = file
+        with pytest.raises(UserError, match=message):
+            bench_in_turn.ladder(Entrant("medusa", model, Tree.none(), 5), nodes)
+
+
+def test_bad_input(directory, tmp_path, capsys):
+    assert (
+        bench.main([*arguments(directory, "prompt_lookup", tmp_path), "--repeats=0"]) == 2
+    )
+    assert "--repeats is at least 1" in capsys.readouterr().err
+    assert bench.main(arguments(directory, "lookahead@cartesian:2x2", tmp_path)) == 2
+    assert "branch at the root alone" in capsys.readouterr().err

@@ -1,0 +1,298 @@
+"""Drafters without heads: what each drafts and keeps, against a re-computation of its own.
+
+That their text is plain decoding's is tested along with all other drafters' (test_contract.py).
+"""
+
+import family
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planted import (
+    decoder,
+    forward_logits,
+    random_params,
+    random_tree,
+    texts_of,
+    tiny_config,
+)
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.decoding import generate as loop
+from medusa_jax.errors import UserError
+from medusa_jax.heads import BASELINES, Backbone, make_drafter
+from medusa_jax.heads.draft_model import DraftModelConfig
+from medusa_jax.heads.lookahead import LookaheadConfig, remembered
+from medusa_jax.heads.prompt_lookup import PromptLookupConfig, continuations
+from medusa_jax.heads.text import TextState
+from medusa_jax.model.llama import Llama
+from medusa_jax.tree import Tree
+
+pytestmark = pytest.mark.usefixtures("x64")
+CONFIG = tiny_config(vocab_size=7)
+
+
+def model(seed=1, config=CONFIG):
+    params = random_params(config, seed)
+    return (params, *decoder(config, params))
+
+
+# Prompt lookup.
+
+
+def matches_of(text, ngram):
+    """Where the text's end stood before: the places behind it, longest first, then from the left."""
+    found = []
+    for size in range(min(ngram, len(text) - 1), 0, -1):
+        for begin in range(size, len(text)):
+            if text[begin - size : begin] == text[-size:] and begin not in found:
+                found.append(begin)
+    return found
+
+
+def draft_by_hand(text, tree, ngram, matches):
+    """Tokens of the tree's nodes by the paths of the matches, in plain Python."""
+    chains = []
+    for begin in matches_of(text, ngram)[:matches]:
+        again = text[begin:] * (1 + tree.depth)
+        chains.append(tuple(again[: tree.depth]))
+    tokens = {(): ()}
+    for choice in tree.choices:
+        above, depth = tokens[choice[:-1]], len(choice)
+        nexts = list(
+            dict.fromkeys(
+                c[depth - 1]
+                for c in chains
+                if None not in above and c[: depth - 1] == above
+            )
+        )
+        found = nexts[choice[-1]] if choice[-1] < len(nexts) else None
+        tokens[choice] = (*above, found)
+    return [text[-1] if (t := tokens[c])[-1] is None else t[-1] for c in tree.choices]
+
+
+def proposal(drafter, backbone, tree):
+    """(texts) -> drafted nodes; a text's last token is the root."""
+
+    @jax.jit
+    def run(text_BS, length_B, root_B):
+        state = TextState(text_BS, length_B)
+        return drafter.propose(
+            {}, backbone, state, root_B, tree, lambda depth, logits: logits
+        )
+
+    def of(texts, slots=40):
+        # Behind a text stands what must not count.
+        text_BS = np.full((len(texts), slots), 3, np.int32)
+        for row, text in enumerate(texts):
+            text_BS[row, : len(text) - 1] = text[:-1]
+        length_B = np.array([len(text) - 1 for text in texts], np.int32)
+        return np.asarray(
+            run(text_BS, length_B, np.array([t[-1] for t in texts], np.int32))
+        )
+
+    return of
+
+
+def random_texts(seed, rows=30, vocab=3):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, n).tolist() for n in rng.integers(1, 30, rows)]
+
+
+def lookup(**fields):
+    return make_drafter(PromptLookupConfig(tokens=4, **fields), CONFIG)
+
+
+def test_prompt_lookup_drafts_the_matches_path_by_path():
+    _, llama, backbone = model()
+    filled = 0
+    for seed, ngram, matches in ((0, 3, 5), (1, 1, 3)):
+        tree = random_tree(np.random.default_rng(seed), 12, 4, max_rank=2)
+        drafted = proposal(
+            lookup(ngram=ngram, matches=matches), Backbone(llama, backbone), tree
+        )
+        texts = random_texts(seed)
+        for text, nodes in zip(texts, drafted(texts)):
+            expected = draft_by_hand(text, tree, ngram, matches)
+            assert nodes.tolist() == [text[-1], *expected], text
+            filled += sum(t != text[-1] for t in expected)
+    assert filled > 100
+
+
+def test_the_docstring_example():
+    text = [ord(c) for c in "abcdabebcab"]
+    tokens, there = continuations(jnp.array([text]), jnp.array([10]), 2, 4, 3)
+    found = ["".join(map(chr, chain)) for chain in np.asarray(tokens[0])]
+    assert found[:3] == ["cda", "ebc", "cab"] and there[0].tolist() == [True] * 3 + [False]
+
+
+@pytest.mark.parametrize("ngram", [1, 2, 3])
+def test_a_chain_is_what_transformers_looks_up(ngram):
+    torch = pytest.importorskip("torch")
+    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+    theirs = PromptLookupCandidateGenerator(None, 4, ngram, max_length=1000)
+    _, llama, backbone = model()
+    drafted = proposal(lookup(ngram=ngram), Backbone(llama, backbone), Tree.chain(4))
+    texts = [text for text in random_texts(2, 60, vocab=6) if len(text) > 1]
+    lengths = []
+    for text, nodes in zip(texts, drafted(texts)):
+        ids, _ = theirs.get_candidates(torch.tensor([text]))
+        chosen = ids[0, len(text) :].tolist()
+        # Theirs ends with the text, ours goes on.
+        assert nodes[1 : 1 + len(chosen)].tolist() == chosen
+        begins = matches_of(text, ngram)
+        assert len(chosen) == (min(4, len(text) - begins[0]) if begins else 0)
+        lengths.append(len(chosen))
+    assert set(lengths) >= {0, 1, 4}
+
+
+# The draft model.
+
+
+@pytest.mark.parametrize(
+    "acceptance, tree",
+    [
+        ("greedy", Tree.chain(4)),
+        ("sampled", Tree.from_choices([[0], [1], [0, 0], [1, 0], [0, 0, 0]])),
+        ("rejection", Tree.from_choices([[0], [1], [0, 0], [1, 0]])),
+    ],
+)
+def test_a_draft_model_that_is_the_model_is_always_right(acceptance, tree):
+    """Its keys, values and masks are those of the text and of each node's own path, to the last bit
+    that decides a token: every step but a last one accepts a whole path. Rows end apart."""
+    config = tiny_config(vocab_size=60, n_layers=1)
+    _, llama, backbone = model(config=config)
+    drafter = make_drafter(DraftModelConfig(arch=config), config)
+    L = tree.path_length
+    engine = loop.Engine(llama, drafter, tree, acceptance)
+    variables = {"backbone": backbone, "heads": {"model": backbone}}
+    steps = 26 if acceptance == "greedy" else 5  # the greedy row outgrows its first cache
+    request = loop.Request(
+        [[1, 2, 3], [4], list(range(40))],
+        [1 + 8 * L, 1 + 2 * L, 1 + steps * L],
+        temperature=None if acceptance == "greedy" else [1.0, 0.0, 0.7],
+        seed=[3, 4, 5],
+    )
+    progress = loop.generate(engine, variables, request)
+    histogram = np.asarray(progress.histogram_BL)
+    assert histogram[:, -1].tolist() == [8, 2, steps] and histogram[:, :-1].sum() == 0
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused():
+    with pytest.raises(UserError, match="vocabulary of 9 tokens, the model one of 7"):
+        make_drafter(DraftModelConfig(arch=tiny_config(vocab_size=9)), CONFIG)
+
+
+# Lookahead.
+
+
+class ByHand:
+    """Window and pool of one row in plain Python; the model is asked by whole texts."""
+
+    def __init__(self, config, params, window, W, N, G):
+        self.config, self.params, self.W, self.N, self.G = config, params, W, N, G
+        self.pool = {}
+        self.levels, rest = [list(window[: W - 1])], list(window[W - 1 :])
+        while rest:
+            self.levels.append(rest[:W])
+            rest = rest[W:]
+
+    def step(self, text):
+        """`text` ends with the root."""
+        columns = [[level[i] for level in self.levels[1:]] for i in range(self.W)]
+        for i, column in enumerate(columns):
+            read = [*text, *self.levels[0][:i], *column]
+            column.append(int(forward_logits(self.config, self.params, read)[-1].argmax()))
+        for i, column in enumerate(columns):
+            key = text[-1] if i == 0 else self.levels[0][i - 1]
+            known = self.pool.setdefault(key, [])
+            if tuple(column) in known:
+                known.remove(tuple(column))
+            known.insert(0, tuple(column))
+            del known[self.G :]
+        below = [list(level) for level in zip(*columns)]
+        self.levels = [below[0][1:], *below[1:]]
+
+
+def pool_of(pool_VGY):
+    found = {
+        key: [tuple(gram) for gram in grams.tolist() if gram[0] >= 0]
+        for key, grams in enumerate(np.asarray(pool_VGY))
+    }
+    return {key: grams for key, grams in found.items() if grams}
+
+
+def test_window_and_pool_are_those_of_plain_python_step_by_step():
+    params, llama, backbone = model()
+    drafter, _ = family.baseline_of("lookahead", CONFIG)
+    W, N, G = 4, 4, 3
+    engine = loop.Engine(llama, drafter, drafter.default_tree)
+    request = loop.Request([[1, 2, 3, 1, 2], [5]], [60, 60])
+    variables = {"backbone": backbone, "heads": {}}
+    state, _ = loop.begin(engine, variables, request)
+    start = np.asarray(state.drafter.window_BX)
+    rows = [ByHand(CONFIG, params, start[b].tolist(), W, N, G) for b in range(2)]
+    for _ in range(7):
+        new = texts_of(loop.progress_of(state))
+        texts = [[*prompt, *text] for prompt, text in zip(request.prompts, new)]
+        state, _ = loop.decode_loop(engine, variables, state, np.int32(1))
+        for b, row in enumerate(rows):
+            row.step(texts[b])
+            flat = [token for level in row.levels for token in level]
+            assert state.drafter.window_BX[b].tolist() == flat
+            assert pool_of(state.drafter.pool_BVGY[b]) == row.pool
+    assert max(len(grams) for row in rows for grams in row.pool.values()) == G
+
+
+def test_the_pool_keeps_the_newest_and_moves_what_it_knows():
+    pool = jnp.full((1, 2, 3, 1), -1)
+    for gram, expected in (
+        (7, [7, -1, -1]),
+        (8, [8, 7, -1]),
+        (7, [7, 8, -1]),
+        (9, [9, 7, 8]),
+        (5, [5, 9, 7]),
+    ):
+        pool = remembered(pool, jnp.array([[1]]), jnp.array([[[gram]]]))
+        assert pool[0, 1, :, 0].tolist() == expected
+    assert (pool[0, 0] == -1).all()
+
+
+def test_guesses_are_branches_and_nothing_else():
+    drafter, _ = family.baseline_of("lookahead", CONFIG)
+    drafter.check_tree(drafter.default_tree)
+    for tree in (Tree.cartesian([2, 2]), Tree.cartesian([4])):
+        with pytest.raises(UserError, match="at most 3 chains side by side"):
+            drafter.check_tree(tree)
+
+
+# All of them.
+
+
+@pytest.mark.parametrize("name", sorted(BASELINES))
+def test_there_is_nothing_to_train(name):
+    drafter, _ = family.baseline_of(name, CONFIG)
+    backbone = Backbone(Llama(CONFIG), {})
+    with pytest.raises(UserError, match=f"{name} has no heads to train or to load"):
+        drafter.init(jax.random.key(0), backbone)
+    with pytest.raises(UserError, match="give --tree one by hand"):
+        drafter.features({}, backbone)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (PromptLookupConfig(ngram=0), "prompt_lookup: ngram is at least 1, not 0"),
+        (LookaheadConfig(window=1), "lookahead: window is at least 2, not 1"),
+        (LookaheadConfig(ngram=2), "lookahead: ngram is at least 3, not 2"),
+        (
+            DraftModelConfig(gamma=0, arch=CONFIG),
+            "draft_model: gamma is from 1 to 16, not 0",
+        ),
+        (HeadsConfig(drafter="lookahed"), "did you mean 'lookahead'"),
+    ],
+)
+def test_bad_fields(fields, message):
+    with pytest.raises(UserError, match=message):
+        make_drafter(fields, CONFIG)

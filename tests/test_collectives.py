@@ -1,0 +1,58 @@
+"""What is read from the text of a compiled program."""
+
+import pytest
+
+from medusa_jax.collectives import collectives, sent_by_kind
+
+PROGRAM = """HloModule jit_f, entry_computation_layout={...}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%inner (p: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %g = f32[4,8]{1,0} all-gather(%x), channel_id=2, replica_groups=[4,2]<=[4,2]T(1,0), dimensions={0}
+}
+
+%outer (p: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %w = (s32[], f32[4,8]{1,0}) while(%t), condition=%c, body=%inner
+  %s = bf16[2,8]{1,0} reduce-scatter(%w), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+}
+
+%fused (p: f32[4]) -> f32[4] {
+  %moved = f32[4]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}
+}
+
+ENTRY %main.1 (p: f32[4,8]) -> f32[4,8] {
+  %r = (f32[4,8]{1,0}, s32[]) all-reduce(%p, %q), replica_groups=mesh['a'=2,'b'=4] {'a','b'}, to_apply=%add
+  %part = pred[8]{0} all-to-all(%p), replica_groups=mesh['a'=2,'b'=4] {'b':(2)2}
+  %v = (s32[], f32[4,8]{1,0}) while(%t), condition=%c, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %f = f32[4]{0} fusion(%p), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_kinds_sizes_groups_and_loops():
+    found = {c.kind: c for c in collectives(PROGRAM)}
+    assert {kind: (c.bytes, c.group, c.trips) for kind, c in found.items()} == {
+        "all-reduce": (4 * 8 * 4 + 4, 8, ()),
+        "all-to-all": (8, 2, ()),
+        "all-gather": (4 * 8 * 4, 2, (3, 0)),
+        "reduce-scatter": (2 * 8 * 2, 4, (3,)),
+        "collective-permute": (16, 2, ()),
+    }
+    assert found["all-reduce"].shapes == ("f32[4,8]", "s32[]")
+
+
+def test_bytes_that_a_device_sends():
+    """A ring of n: a sum passes twice (n - 1) / n of it, what is gathered once."""
+    assert sent_by_kind(collectives(PROGRAM), unknown=5) == pytest.approx(
+        {
+            "all-reduce": 2 * 7 / 8 * 132,
+            "all-to-all": 8 / 2,
+            "all-gather": 15 * 128 / 2,
+            "reduce-scatter": 3 * 3 * 32,
+            "collective-permute": 16,
+        }
+    )
+    assert sent_by_kind(collectives("")) == {}

@@ -1,0 +1,54 @@
+"""What a dry run says of time: arithmetic against sums by hand, limits of a chip."""
+
+import dataclasses
+
+import jax
+import pytest
+from test_recipes import load
+
+from medusa_jax.chips import find_chip
+from medusa_jax.training import dry, planning
+from medusa_jax.training.stage import make_stage
+
+
+def flops(name, *more):
+    cfg = load(name, *more)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params = jax.eval_shape(make_stage(cfg, 100).init, key, dry.frozen_shapes(cfg, key))
+    return planning.flops_per_token(cfg, params)
+
+
+# Billions of weights that a token is multiplied with: layers of Vicuna-7B, its LM head, five heads.
+LAYERS, LM_HEAD, HEADS = 6.4764, 0.1311, 5 * (0.1311 + 0.0168)
+# Scores and values: 2 x 32 layers x 4096 x 2048 positions, half of them seen.
+ATTENTION = 2 * 32 * 4096 * 2048 / 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "billions"),
+    [
+        ("vicuna7b_m1", (), 2 * LAYERS + ATTENTION + 6 * HEADS),
+        # Kept hidden states: the heads alone, whose gradients take two products more.
+        ("vicuna7b_m1", ("--config.data.cache_features=bfloat16",), 6 * HEADS),
+        # QLoRA: forward, again, and for inputs; 80 million weights of adapters.
+        (
+            "vicuna7b_m2", (),
+            3 * (2 * LAYERS + ATTENTION) + 4 * LM_HEAD + 6 * HEADS + 6 * 0.0811,
+        ),
+    ],
+)  # fmt: skip
+def test_arithmetic_of_a_token(name, more, billions):
+    assert flops(name, *more) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_the_slowest_limit_counts():
+    chip = dataclasses.replace(
+        find_chip("a100"), flops=1e12, bandwidth=1e9, link=2e9, memory=4e9
+    )
+    report = {"flops": 16e12, "devices": 8, "argument_bytes": 1e9, "batch": (2, 8, 64)}
+    report |= {"total_bytes": 3e9, "sent_bytes": {"all-reduce": 3e9, "all-gather": 2e9}}
+    found = planning.predict(report, chip)
+    assert found == (2.0, 2.0, 5.0, True) and found.seconds == 5.0
+    assert not planning.predict(report | {"total_bytes": 5e9}, chip).fits
+    said = "\n".join(planning.lines(report))
+    assert "2.79 GiB all-reduce + 1.86 GiB all-gather" in said and "too small" not in said
