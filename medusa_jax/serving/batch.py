@@ -181,10 +181,14 @@ class Batch:
         while True:
             for n_rows in self.trees:
                 self.fit(n_rows, slots)
-                stopped_B = np.full(n_rows, STOPPED, np.int32)
+                # A program is another one for what came out of another program, so each runs
+                # behind every one that it may follow.
+                reading = self._warm_reading(most_tokens)
                 for drafts, rule in groups:
                     for one in ("greedy", "sampled") if rule == "auto" else (rule,):
-                        self.run(stopped_B, drafts, one, 0)
+                        self.insert(reading, 0)
+                        self._run_nothing(drafts, one)
+                        self._run_nothing(drafts, one)
                 self._warm_reading(most_tokens)
             if slots >= self.slots_for(most_tokens):
                 break
@@ -192,12 +196,18 @@ class Batch:
         self.fit(min(self.trees), MIN_SLOTS)
         jax.block_until_ready(self._state)
 
-    def _warm_reading(self, most_tokens: int) -> None:
+    def _run_nothing(self, drafts: bool, rule: str) -> None:
+        self.run(np.full(self.rows, STOPPED, np.int32), drafts, rule, 0)
+
+    def _warm_reading(self, most_tokens: int) -> Reading:
+        """Read prompts of all sizes; the last of them."""
         one = Row([[0]], [1], [()], [0.0], [0], [1.0], [0.0], [0], [0], [0.1], [0.1])
         T = min(self._piece, self.slots, power_of_two(most_tokens, MIN_PROMPT))
-        while T >= MIN_PROMPT:
+        while True:
             reading = self.begin(one, 0, 0, "auto")
             reading.prompt = np.zeros(T, np.int32)
             self.read(reading)
             self.insert(reading, 0)
+            if T == MIN_PROMPT:
+                return reading
             T //= 2
