@@ -102,7 +102,7 @@ for shape in ((1, 1, 1), (1, 1, 2), (2, 2, 2), (1, 8, 1), (8, 1, 1)):
 
 # What a decode step sends where everything lies over the tensor axis.
 tree = Tree.cartesian([4, 3])
-arch = tiny_config(vocab_size=512, d_model=64, n_heads=8, n_kv_heads=8, d_ff=64)
+arch = tiny_config(vocab_size=128, d_model=64, n_heads=8, n_kv_heads=8, d_ff=64)
 loop_of = scaling.compiled_loop(
     arch, HeadsConfig(n_heads=2), tree, make_mesh((1, 1, 8)), 2, 16, np.float32
 )[0]
