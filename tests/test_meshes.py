@@ -110,6 +110,7 @@ from test_meshes import MESHES
 import medusa_jax
 from medusa_jax import Options
 
+jax.config.update("jax_enable_x64", True)
 texts = ["the cat and", "in", "abc", "the", "cab", "a b", "and", "er"]
 found = {}
 for shape in ((1, 1, 1), *MESHES):
