@@ -22,6 +22,7 @@ sys.path.insert(0, sys.argv[1])
 jax.config.update("jax_enable_x64", True)
 import jax.numpy as jnp
 from medusa_jax.config import HeadsConfig
+from medusa_jax.errors import UserError
 from medusa_jax.heads import drafter_class
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import init_sharded, make_mesh, param_shardings
@@ -45,7 +46,7 @@ def configurations(tokens):
         return cfg
 
     heads, lora, full = of("medusa1"), of("medusa2", remat=True), of("medusa2")
-    lora.lora.rank = 4
+    lora.lora.rank, lora.lora.dropout = 4, 0.0  # a mask goes by a row's place in its microbatch
     attending = of("medusa1", teacher_weight=1.0, label_weight=0.1, hidden_noise=1.0)
     attending.heads = drafter_class("hydrapp").Config(drafter="hydrapp", n_heads=2, n_layers=2)
     halves = of("medusa1", teacher_weight=1.0)
@@ -94,7 +95,11 @@ report = {}
 for name in configurations(""):
     alone = run(configurations(sys.argv[2])[name], (1, 1, 1))
     for shape in MESHES:
-        losses, params, accumulation = run(configurations(sys.argv[2])[name], shape)
+        try:
+            losses, params, accumulation = run(configurations(sys.argv[2])[name], shape)
+        except UserError as error:
+            report[f"{name} {shape}"] = {"refused": str(error)}
+            continue
         report[f"{name} {shape}"] = {
             "losses": float(np.max(np.abs(np.divide(losses, alone[0]) - 1))),
             "params": float(np.max(np.abs(params - alone[1])) / np.max(np.abs(alone[1]))),
@@ -145,6 +150,8 @@ def test_training_is_that_of_one_device(tmp_path):
 
     report = child(TRAINING, training, write_tokens(tmp_path / "tokens"))
     assert len(report) == 5 * len(MESHES)
+    for name in ("lora (2, 2, 2)", "full (2, 2, 2)"):
+        assert "adapters are not trained right" in report.pop(name)["refused"]
     for name, found in report.items():
         assert found["params"] < 1e-9 and found["losses"] < 1e-6, (name, found)
         assert found["accumulation"][1] == (16 if "(1, 1, 8)" in name else 2 + 2 * (
