@@ -46,9 +46,12 @@ def configurations(tokens):
         return cfg
 
     heads, lora, full = of("medusa1"), of("medusa2", remat=True), of("medusa2")
-    lora.lora.rank, lora.lora.dropout = 4, 0.0  # a mask goes by a row's place in its microbatch
-    attending = of("medusa1", teacher_weight=1.0, label_weight=0.1, hidden_noise=1.0)
-    attending.heads = drafter_class("hydrapp").Config(drafter="hydrapp", n_heads=2, n_layers=2)
+    # No dropout and no noise: both go by a row's place in its microbatch, which a mesh changes.
+    lora.lora.rank, lora.lora.dropout = 4, 0.0
+    attending = of("medusa1", teacher_weight=1.0, label_weight=0.1)
+    attending.heads = drafter_class("hydrapp").Config(
+        drafter="hydrapp", n_heads=2, n_layers=2, dropout=0.0
+    )
     halves = of("medusa1", teacher_weight=1.0)
     halves.heads = drafter_class("amphista").Config(drafter="amphista", n_heads=2)
     return {"medusa1": heads, "lora": lora, "full": full, "hydrapp": attending,

@@ -181,6 +181,20 @@ def steps_of(draft_depths: Sequence[int], longest: int) -> list[int]:
     return [lengths.count(n) for n in range(1, longest + 1)]
 
 
+def finish_reason(stopped: bool, tokens: int, limit: int, options: Options) -> str:
+    """Why a text of so many tokens ended, as in `Result`.
+
+    Args:
+      stopped: by an EOS, a stop sequence or a stop string.
+      limit: most tokens that the row might have.
+    """
+    if stopped:
+        return "stop"
+    if tokens < limit:
+        return "steps"
+    return "context" if limit < options.max_new_tokens else "length"
+
+
 def results_of(
     tokenizer: Tokenizer,
     rows: Sequence[Options],
@@ -195,13 +209,9 @@ def results_of(
     results = []
     for row, options in enumerate(rows):
         ids = tokens[row, : counts[row]].tolist()
-        reason = "length"
-        if status[row] == STOPPED:
-            reason = "stop"
-        elif counts[row] < request.limits[row]:
-            reason = "steps"
-        elif request.limits[row] < options.max_new_tokens:
-            reason = "context"
+        reason = finish_reason(
+            bool(status[row] == STOPPED), len(ids), request.limits[row], options
+        )
         results.append(
             Result(
                 text=tokenizer.decode(ids),

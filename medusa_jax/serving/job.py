@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from medusa_jax.api import Model, Options, Result, StoppingText, steps_of
-from medusa_jax.api.results import logprobs_of_row
+from medusa_jax.api.results import finish_reason, logprobs_of_row
 from medusa_jax.decoding.generate import Request as Row
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
@@ -110,20 +110,15 @@ class Job:
         Args:
           status: why it did (`decoding/stopping.py`).
         """
-        reason = "length"
-        if status == STOPPED or self.text.stopped:
-            reason = "stop"
-        elif len(self.token_ids) < self.row.limits[0]:
-            reason = "steps"
-        elif self.row.limits[0] < self.options.max_new_tokens:
-            reason = "context"
+        stopped = status == STOPPED or self.text.stopped
+        limit = self.row.limits[0]
         histogram = steps_of(self.depths, self.longest)
         now = time.perf_counter()
         result = Result(
             text=self.text.text,
             token_ids=self.token_ids,
             draft_depths=self.depths,
-            finish_reason=reason,
+            finish_reason=finish_reason(stopped, len(self.token_ids), limit, self.options),
             prompt_tokens=len(self.prompt),
             steps=sum(histogram),
             acceptance_histogram=histogram,
