@@ -146,8 +146,11 @@ def test_the_step_of_a_recipe_compiles_with_small_sizes(name):
     assert report["trainable_parameters"] > 0
 
 
-@pytest.mark.parametrize(("name", "fits"), [("vicuna7b_m1", True), ("vicuna7b_m2", False)])
-def test_a_backbone_is_not_trained_over_three_axes_at_once(name, fits):
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [("vicuna7b_m1", True), ("vicuna7b_m2", False), ("vicuna7b_hydrapp", False)],
+)
+def test_layers_are_not_trained_over_three_axes_at_once(name, fits):
     """Wrong updates there (tests/test_meshes.py): refused rather than run."""
     cfg = load(name)
     checks.check(cfg, AbstractMesh((1, 2, 4), AXES))
