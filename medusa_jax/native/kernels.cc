@@ -149,7 +149,8 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
   thread_local std::vector<float> scratch;
   float** const parts[] = {&l.normed, &l.heads, &l.queries, &l.attended, &l.gates, &l.inner};
   const int64_t sizes[] = {l.D, heads, queries, queries, 2 * l.F, l.F};
-  scratch.resize(R * std::accumulate(sizes, sizes + 6, int64_t(0)));
+  const size_t needed = R * std::accumulate(sizes, sizes + 6, int64_t(0));
+  if (scratch.size() < needed) scratch.resize(needed);
   float* at = scratch.data();
   for (size_t i = 0; i < 6; at += R * sizes[i++]) *parts[i] = at;
   RunLayer(pool, l);
