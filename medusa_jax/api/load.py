@@ -30,7 +30,14 @@ from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import make_mesh, param_shardings
-from medusa_jax.tree import Tree, load_tree_file, parse_tree, tree_of_size
+from medusa_jax.tree import (
+    Ladder,
+    Tree,
+    file_ladder,
+    load_tree_file,
+    parse_tree,
+    tree_of_size,
+)
 
 DEMO = Path(__file__).parents[1] / "demo"
 MODELS = Path(__file__).parents[1] / "models"
@@ -66,7 +73,9 @@ def load(
         a model called by name); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
         default what `default_drafter` says.
-      tree: the default tree, as for `--tree`.
+      tree: the default tree, as for `--tree`. "auto" is a ladder: what pays for `batch` rows,
+        and for another number what is known to pay there, from this device (`calibrate`) or the
+        tree file.
       dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. "float64"
         needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
       weights: "bfloat16" or "int8" stores kernels so, which makes a step's bytes fewer; the
@@ -114,6 +123,7 @@ def load(
 
     config, backbone = hf.load_backbone(directory, devices, kind, place)
     calibrated, measured = None, None
+    ladder: Ladder | None = None
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Any = {}
     wanted: str | Tree
@@ -126,19 +136,23 @@ def load(
         calibrated = calibrated_tree(stored)
         there = stored.heads.n_heads
         if tree == "auto" and device_tree.is_measured(calibrated):
-            measured = device_tree.kept_choice(
-                calibrated, batch, config, stored.heads, number, storage, devices
-            )
+            about = (config, stored.heads, number, storage, devices)
+            ladder = device_tree.known_ladder(calibrated, *about)
+            measured = device_tree.kept_choice(calibrated, batch, *about)
             size = device_tree.kept_size(measured)
             if size is not None:
                 tree, measured = tree_of_size(calibrated["growth"], size), None
+        elif calibrated and tree in ("auto", "bundled"):
+            ladder = file_ladder(calibrated, jax.default_backend())
+            tree = ladder.at(batch) if ladder else tree
         wanted = _choose_tree(tree, calibrated, Tree.chain(there))
+        deepest = max(wanted.depth, ladder.depth if ladder else 0)
         wanted.check_depth(there)
         heads, head_params, _ = heads_io.load_heads(
             stored,
             config,
             devices,
-            None if all_heads or measured else max(1, wanted.depth),
+            None if all_heads or measured else max(1, deepest),
             kind,
             fingerprint=marks.digits(config),
             allow_other_base=allow_other_base,
@@ -163,6 +177,7 @@ def load(
     if calibrated and measured:
         found = device_tree.choose_on_device(loaded, calibrated, batch, measured)
         loaded.tree = tree_of_size(calibrated["growth"], found["nodes"])
+    loaded.ladder = ladder and ladder.having(batch, loaded.tree)
     return loaded
 
 
