@@ -15,6 +15,7 @@ from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, make_drafter, vocabulary
+from medusa_jax.heads.draft_model import DraftModel
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.names import named
@@ -105,7 +106,7 @@ def load(
         )
     directory = find_model(model, kind)
     name = drafter or default_drafter(model)
-    baseline = find_baseline(name)
+    baseline = find_baseline(name, bundled_draft_model(model))
     stored = None if baseline else find_heads(model, name)
     devices = make_mesh(mesh)
     if tokenizer or has_tokenizer(directory):
@@ -223,11 +224,21 @@ def default_drafter(model: str | None) -> str:
 
 def bundled_heads(model: str | None) -> list[str]:
     """The drafters whose heads come with a model: with the demo (None) or one called by name."""
+    folder = _bundle(model)
+    return [name for name in DRAFTERS if folder and (folder / name).is_dir()]
+
+
+def bundled_draft_model(model: str | None) -> str:
+    """The directory of the draft model that comes with a model, "" if none does."""
+    folder = _bundle(model)
+    found = folder and folder / DraftModel.name
+    return str(found) if found and found.is_dir() else ""
+
+
+def _bundle(model: str | None) -> Path | None:
+    """Where that lies which comes with the demo (None) or a model called by name."""
     row = named(model)
-    if model is not None and row is None:
-        return []
-    folder = MODELS / row.heads if row else DEMO
-    return [name for name in DRAFTERS if (folder / name).is_dir()]
+    return MODELS / row.heads if row else None if model else DEMO
 
 
 def find_model(model: str | None, dtype: str = "float32") -> str:
@@ -262,7 +273,7 @@ def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
             f"--drafter {drafter} names the demo's heads, which do not fit {model}: give "
             "the directory, file or hub id of heads trained for it, or --drafter none"
         )
-    folder = (MODELS / row.heads if row else DEMO) / drafter
+    folder = (_bundle(model) or DEMO) / drafter
     if not folder.is_dir():
         raise UserError(
             f"no {drafter} heads are bundled with {model or 'the demo'}: give --drafter the "
