@@ -27,6 +27,7 @@ from medusa_jax.errors import UserError
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 BATCHES = (1, 2, 4, 8, 16)
+LEVEL_SIZES = (22, 35, 45, 64)
 EXAMPLES = """examples:
   python -m medusa_jax calibrate --prompts prompts.jsonl --out tree.json
   python -m medusa_jax calibrate --latency_only --batches 1,4
@@ -59,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
                    help="numbers of rows that get a tree each, down to plain decoding; the evidence is "
                    "timed at the first")  # fmt: skip
     p.add_argument("--sizes", default=",".join(map(str, SIZES)), help="tree sizes to time")
+    p.add_argument("--one_depth", default=",".join(map(str, LEVEL_SIZES)), metavar="SIZES",
+                   help="sizes to fit a tree of depth 4 at most to (Amphista's table 7); empty: none")  # fmt: skip
     p.add_argument("--rounds", type=int, default=7, help="timed rounds over all sizes")
     p.add_argument("--values", choices=["joint", "product"], default="joint",
                    help="worth of a node: measured frequency of its path, or the paper's "
@@ -98,6 +101,7 @@ def run(flags: argparse.Namespace) -> int:
         batches=batches,
         rounds=flags.rounds,
         worth=flags.values,
+        level_sizes=numbers(flags.one_depth, "--one_depth") if flags.one_depth else (),
         n_dense=flags.dense,
     )
     out = Path(flags.out)

@@ -80,6 +80,7 @@ def fit_tree(
     batches: Sequence[int] = (1,),
     rounds: int = 7,
     worth: str = "joint",
+    level_sizes: Sequence[int] = (),
     n_dense: int = 0,
 ) -> dict[str, Any]:
     """Measure and choose; returns the content of a tree file, its evidence included.
@@ -90,6 +91,7 @@ def fit_tree(
       batches: numbers of rows, each of which gets its rung; the evidence is of the first.
       worth: of a node: "joint", the measured frequency of its path, or "product", the paper's
         product of head accuracies.
+      level_sizes: numbers of nodes of the trees of one depth.
       n_dense: how many random dense trees to set beside the fitted ones.
     """
     texts = rank_texts(model, prompts, options)
@@ -103,8 +105,11 @@ def fit_tree(
     choices = grow(tuples_PK)
     sizes = sorted({1, *(s for s in sizes if s <= len(choices) + 1)})
     nested = [Tree.from_choices(choices[: size - 1]) for size in sizes]
-    level = shapes.of_one_depth(texts, grow)
-    dense = shapes.random_dense(tuples_PK.shape[1], n_dense)
+    level = shapes.of_one_depth(texts, grow, level_sizes)
+    scored = model.drafter.heads.draft_vocab or model.config.vocab_size
+    dense = shapes.random_dense(
+        tuples_PK.shape[1], n_dense, most_wide=min(growth.MISS, scored)
+    )
     timed = list(dict.fromkeys([*nested, *level, *shapes.to_time(dense)]))
     acceptance = "sampled" if options.temperature > 0 else "greedy"
     with announced(f"timing {len(timed)} trees"):

@@ -10,15 +10,17 @@ import numpy as np
 from medusa_jax.tree import Choice, Tree, growth
 
 # Amphista's table 7: "varying numbers of draft tree nodes without changing the tree depth".
-LEVEL_SIZES, LEVEL_DEPTH = (22, 35, 45, 64), 4
+LEVEL_DEPTH = 4
 # Medusa's figure 4: dense trees, the Cartesian products of 2.1.2, reach 256 nodes.
 DENSE_NODES = 256
 
 
 def of_one_depth(
-    texts: Sequence[np.ndarray], grow: Callable[[np.ndarray], list[Choice]]
+    texts: Sequence[np.ndarray],
+    grow: Callable[[np.ndarray], list[Choice]],
+    sizes: Sequence[int],
 ) -> dict[Tree, float]:
-    """The best trees of `LEVEL_SIZES` nodes, `LEVEL_DEPTH` deep at most, and their tokens per step.
+    """The best trees of these sizes, `LEVEL_DEPTH` deep at most, and their tokens per step.
 
     Args:
       texts: rank tuples [positions, K] of each text, two at least; trees are counted on texts that
@@ -27,13 +29,17 @@ def of_one_depth(
     """
     texts = [tuples_PK[:, :LEVEL_DEPTH] for tuples_PK in texts]
     choices = grow(np.concatenate(texts))
-    sizes = [size for size in LEVEL_SIZES if size <= len(choices) + 1]
+    sizes = [size for size in sizes if size <= len(choices) + 1]
     trees = [Tree.from_choices(choices[: size - 1]) for size in sizes]
     return dict(zip(trees, growth.held_out_tokens(texts, grow, sizes)))
 
 
 def random_dense(
-    n_heads: int, n: int, most_nodes: int = DENSE_NODES, seed: int = 0
+    n_heads: int,
+    n: int,
+    most_nodes: int = DENSE_NODES,
+    most_wide: int = growth.MISS,
+    seed: int = 0,
 ) -> list[tuple[list[int], Tree]]:
     """n different Cartesian trees of at most `most_nodes` nodes, root included, with their widths.
 
@@ -48,7 +54,7 @@ def random_dense(
         room = (most_nodes + 1) ** rng.uniform(0.25, 1.0)
         widths, nodes, level = [], 1, 1
         for _ in range(rng.integers(1, n_heads + 1)):
-            most = int((room - nodes) // level)
+            most = min(int((room - nodes) // level), most_wide)
             if most < 1:
                 break
             widths.append(int((most + 1) ** rng.uniform()))

@@ -10,7 +10,6 @@ from tiny_model import write_model
 from medusa_jax.api import Model, device_tree
 from medusa_jax.commands import bench, calibrate, distill, sweep, ties
 from medusa_jax.config import DataConfig
-from medusa_jax.evaluate import shapes
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.tree import Tree
 
@@ -34,7 +33,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys):
         [
             f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
             f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4", "--rounds=2",
-            "--batches=1,2", "--dense=3", f"--plots={tmp_path}/plots",
+            "--batches=1,2", "--one_depth=2,4", "--dense=3", f"--plots={tmp_path}/plots",
         ]
     )  # fmt: skip
     assert code == 0
@@ -45,7 +44,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys):
     assert ladder[0]["tokens_per_step"] == 1 and ladder[0]["step_latency_ratio"] == 1
     assert ladder[1]["tokens_per_step"] <= ladder[2]["tokens_per_step"]
     level = evidence["one_depth"]
-    assert [row["nodes"] for row in level] == list(shapes.LEVEL_SIZES)[: len(level)]
+    assert [row["nodes"] for row in level] == [2, 4]
     dense = evidence["dense"]
     assert [Tree.cartesian(row["widths"]).n_nodes for row in dense] == [
         row["nodes"] for row in dense
@@ -72,7 +71,7 @@ def test_calibrate_by_the_paper_s_product(files, tmp_path):
     out = tmp_path / "tree.json"
     arguments = [
         f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
-        f"--out={out}", "--max_new_tokens=30", "--sizes=1,3", "--rounds=1", "--batches=1",
+        f"--out={out}", "--max_new_tokens=30", "--sizes=1,3", "--rounds=1", "--batches=1", "--one_depth=",
         "--values=product", "--temperature=0.9",
     ]  # fmt: skip
     assert calibrate.main(arguments) == 0

@@ -17,10 +17,11 @@ def test_trees_of_one_depth_leave_deeper_heads_out():
         return growth.joint_growth(tuples_PK, 127)
 
     five = texts(5)
-    found = shapes.of_one_depth(five, grow)
-    assert [tree.n_nodes for tree in found] == [22, 35, 45, 64]
+    sizes = (22, 35, 45, 64)
+    found = shapes.of_one_depth(five, grow, (*sizes, 200))
+    assert [tree.n_nodes for tree in found] == list(sizes)
     assert [tree.depth for tree in found] == [4] * 4
-    four = shapes.of_one_depth([t[:, :4] for t in five], grow)
+    four = shapes.of_one_depth([t[:, :4] for t in five], grow, sizes)
     assert found == four
     lengths = list(found.values())
     assert lengths == sorted(lengths) and lengths[-1] > lengths[0] > 1.5
@@ -47,6 +48,8 @@ def test_dense_trees_are_cartesian_within_their_limit():
         [2],
     ]
     assert shapes.to_time([]) == []
+    narrow = shapes.random_dense(2, 9, most_wide=2)
+    assert {width for widths, _ in narrow for width in widths} == {1, 2}
 
 
 def test_latency_lies_between_trees_that_were_timed():
