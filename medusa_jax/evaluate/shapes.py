@@ -80,4 +80,5 @@ def latency(tree: Tree, seconds: Mapping[Tree, float]) -> float:
     if tree in seconds:
         return seconds[tree]
     timed = sorted((other.n_nodes, s) for other, s in seconds.items())
-    return float(np.interp(tree.n_nodes, *zip(*timed, strict=True)))
+    nodes, times = zip(*timed, strict=True)
+    return float(np.interp(tree.n_nodes, nodes, times))
