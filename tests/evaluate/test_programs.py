@@ -44,7 +44,7 @@ def test_it_cannot_go_on_for_ever():
 @pytest.mark.parametrize(
     "program",
     [
-        "x = bytearray(2 << 30)",
+        "x = bytearray(1 + (1 << 30))",
         "open('mine', 'wb').write(bytes(2 << 20))",
         "open({elsewhere!r}, 'w')",
         "import os\nos.open({elsewhere!r}, os.O_CREAT | os.O_WRONLY)",
