@@ -1,5 +1,6 @@
 """A layer of the backbone by one call of the kernels of `native`, from the layer's parameters."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from medusa_jax.native import Kernel, layer_native
 
 def layer_in_one(
     config: LlamaConfig,
-    layer: dict[str, Any],
+    layer: Mapping[str, Any],
     x_BTD: jax.Array,
     rope: Pair,
     sees: Paths,

@@ -61,10 +61,10 @@ def layer_native(
     weights = [(k.panels, given(k.scales), given(k.bias)) for k in kernels]
     results = [jax.ShapeDtypeStruct(a.shape, f32) for a in (x_BTD, *cache)]
     call = jax.ffi.ffi_call("medusa_layer", results, input_output_aliases={5: 1, 6: 2})
-    y_BTD, *cached = call(
+    y_BTD, keys_BGSH, values_BGSH = call(
         x_BTD.astype(f32), *rope, start_B.astype(jnp.int32), path_mask_TT.astype(bool), *cache,
         *map(given, norms), *(operand for kernel in weights for operand in kernel),
         n_heads=np.int64(n_heads), d_ff=np.int64(d_ff), window=np.int64(window),
         per_word=np.int64(per_word), eps=np.float64(eps),
     )  # fmt: skip
-    return y_BTD, tuple(cached)
+    return y_BTD, (keys_BGSH, values_BGSH)
