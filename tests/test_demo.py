@@ -7,8 +7,9 @@ import pytest
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.api import DEMO
-from medusa_jax.heads import DRAFTERS
+from medusa_jax.api import DEMO, bundled_heads
+
+BUNDLED = bundled_heads(None)
 
 
 @cache
@@ -23,7 +24,7 @@ def size(path) -> int:
 
 def test_sizes_stay_within_their_limits():
     assert size(DEMO / "backbone") <= 14_000_000
-    for name in DRAFTERS:
+    for name in BUNDLED:
         assert size(DEMO / name) <= 5_000_000, name
     assert size(DEMO) <= 40_000_000
 
@@ -42,7 +43,7 @@ def plain_texts() -> list[list[int]]:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("name", "tree"), [(n, "64" if n == "medusa" else "8") for n in DRAFTERS]
+    ("name", "tree"), [(n, "64" if n == "medusa" else "8") for n in BUNDLED]
 )
 def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(name, tree):
     model = medusa_jax.load(drafter=name, dtype="float64", tree=tree)
@@ -52,7 +53,7 @@ def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(name, tree):
         assert (result.new_tokens - 1) / result.steps > 1.5
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", BUNDLED)
 def test_tree_beside_the_heads_is_the_one_its_evidence_names(name):
     tree = json.loads((DEMO / name / "tree.json").read_text())
     ladder = tree["evidence"]["ladder"]
