@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from head_files import LLAMA, hydra_state, medusa_state, write
+from head_files import EAGLE, LLAMA, eagle_state, hydra_state, medusa_state, write
 from planted import random_params
 from safetensors.numpy import load_file
 from tiny_model import write_tokenizer
@@ -136,6 +136,9 @@ def targets(tmp_path_factory, sentencepiece_dir):
                    {"hydra_num_heads": 2, "hydra_num_layers": 3})  # fmt: skip
     add("hydra", folder / "hydra_lm_head.pt", read_heads(folder), weights=True)
     add("hydra-config", folder / "config.json", read_heads(folder))
+    folder = write(root / "eagle", eagle_state(), "pytorch_model.bin", EAGLE)
+    add("eagle", folder / "pytorch_model.bin", read_heads(folder), weights=True)
+    add("eagle-config", folder / "config.json", read_heads(folder))
 
     stored = open_heads(str(root / "medusa-pt"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}

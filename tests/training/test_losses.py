@@ -216,6 +216,44 @@ def test_a_teacher_is_the_backbones_own_distribution():
     assert_close((value, grads), (expected, expected_grads))
 
 
+def test_features_are_drawn_to_the_backbones_hidden_states():
+    """feature_weight smooth-L1(features of head k at t, hidden state at t + k + 1), a mean over D."""
+    _, backbone, drafter, params, batch = heads_problem(lm_head="shared")
+    counts = losses.pair_counts(batch, (2, 3, 4))
+    rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
+
+    def plain(params):
+        hidden = backbone.llama.apply({"params": backbone.params}, *rows, method="forward")
+        features = 3 * drafter.features(params, backbone, hidden, *rows)
+        total = 0.0
+        for k in range(3):
+            mask = losses.pair_mask(batch["counted"], batch["segment_ids"], k + 2)
+            for b, t in zip(*np.nonzero(np.asarray(mask))):
+                apart = jnp.abs(features[k, b, t] - hidden[b, t + k + 1])
+                smooth = jnp.where(apart < 1, 0.5 * apart**2, apart - 0.5)
+                total += 0.5 ** (k + 1) * 0.7 * smooth.mean() / counts[k]
+        return total
+
+    class Wide(type(drafter)):
+        """Features on both sides of where the loss goes from a parabola to a line."""
+
+        def features(self, *args):
+            return 3 * super().features(*args)
+
+    wide = Wide(drafter.heads, drafter.llama)
+
+    def streamed(params):
+        targets = losses.HeadTargets(label_weight=0.0, feature_weight=0.7)
+        objective = losses.HeadObjective(wide, 5, 0.5, targets)
+        return losses.head_loss(
+            params, backbone, objective, losses.StepInputs(batch, counts)
+        )[0]
+
+    value, grads = jax.jit(jax.value_and_grad(streamed))(params)
+    expected, expected_grads = jax.value_and_grad(plain)(params)
+    assert_close((value, grads), (expected, expected_grads))
+
+
 def test_labels_may_weigh_less_without_a_teacher():
     _, backbone, drafter, params, batch = heads_problem()
     counts = losses.pair_counts(batch, (2, 3, 4))
