@@ -69,6 +69,10 @@ def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no address"):
         hosts.join(given)
     assert asked[-1] == (("a:1",), {"num_processes": 2, "process_id": 1})
+    monkeypatch.setattr(hosts, "TPU_DEVICES", ())
+    monkeypatch.setattr(hosts, "launched", lambda environment: True)
+    with pytest.raises(UserError, match="no address"):  # one that was launched is not alone
+        hosts.join({})
 
 
 def free_port():

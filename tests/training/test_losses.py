@@ -1,6 +1,6 @@
 """Which pairs count, and that the streamed loss is the plain one, gradients included."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -272,54 +272,53 @@ def test_noise_on_hidden_states_needs_a_key():
     assert abs(difference.mean()) < 0.1 * bound
 
 
+# A chunk of logits is a sixteenth of a set: no head may hold one while another is walked.
+ROWS, LENGTH, VOCAB, CHUNK = 4, 1024, 8192, 64
+ALL_LOGITS = ROWS * LENGTH * VOCAB * 4
+
+
+@cache
+def peak(K, teacher):
+    """Compiled peak memory of the gradient of K heads; without a teacher's weight, that of the loss
+    which holds all logits at once."""
+    arch = tiny_arch(vocab_size=VOCAB, d_model=32, max_position=LENGTH)
+    llama = Llama(arch)
+    names = ("tokens", "positions", "segment_ids")
+    batch = {n: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for n in names}
+    batch["counted"] = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.bool_)
+    base_params = jax.eval_shape(lambda k: init_params(arch, k), jax.random.key(0))
+    drafter = make_drafter(HeadsConfig(n_heads=K), arch)
+    params = jax.eval_shape(
+        lambda p: drafter.init(jax.random.key(0), Backbone(llama, p)), base_params
+    )
+    offsets = tuple(range(2, K + 2))
+
+    def streamed(params, base_params, batch):
+        targets = losses.HeadTargets(teacher_weight=teacher)
+        inputs = losses.StepInputs(batch, losses.pair_counts(batch, offsets))
+        objective = losses.HeadObjective(drafter, CHUNK, 0.8, targets)
+        return losses.head_loss(params, Backbone(llama, base_params), objective, inputs)[0]
+
+    def plain(params, base_params, batch):
+        backbone, rows = Backbone(llama, base_params), [batch[n] for n in names]
+        hidden = jax.lax.stop_gradient(backbone.forward(*rows))
+        features = drafter.features(params, backbone, hidden, *rows)
+        logits = [drafter.head_logits(params, backbone, k, features[k]) for k in range(K)]
+        labels = [later(batch["tokens"], a)[..., None] for a in offsets]
+        return sum(
+            jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), y, -1))
+            for x, y in zip(logits, labels)
+        )
+
+    gradient = jax.jit(jax.grad(plain if teacher is None else streamed))
+    memory = gradient.lower(params, base_params, batch).compile().memory_analysis()
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+
 @pytest.mark.parametrize("teacher", [0.0, 1.0])
 def test_a_head_costs_less_than_one_chunk_of_logits(teacher):
-    """Compiled peak memory for K = 1, 3, 5, beside the loss that holds all logits at once."""
-    targets = losses.HeadTargets(teacher_weight=teacher)
-    # A chunk of logits is a sixteenth of a set: no head may hold one while another is walked.
-    B, T, V, D = 4, 1024, 8192, 32
-    arch = tiny_arch(vocab_size=V, d_model=D, max_position=T)
-    llama = Llama(arch)
-    one_array = B * T * V * 4
-    rows = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in
-            ("tokens", "positions", "segment_ids")}  # fmt: skip
-    batch = rows | {"counted": jax.ShapeDtypeStruct((B, T), jnp.bool_)}
-    base_params = jax.eval_shape(lambda k: init_params(arch, k), jax.random.key(0))
-
-    def peak(K, streamed):
-        drafter = make_drafter(HeadsConfig(n_heads=K), arch)
-        params = jax.eval_shape(
-            lambda p: drafter.init(jax.random.key(0), Backbone(llama, p)), base_params
-        )
-        offsets = tuple(range(2, K + 2))
-
-        def loss(params, base_params, batch):
-            backbone = Backbone(llama, base_params)
-            if streamed:
-                inputs = losses.StepInputs(batch, losses.pair_counts(batch, offsets))
-                objective = losses.HeadObjective(drafter, 64, 0.8, targets)
-                return losses.head_loss(params, backbone, objective, inputs)[0]
-            rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
-            hidden = llama.apply({"params": base_params}, *rows, method="forward")
-            features = drafter.features(
-                params, backbone, jax.lax.stop_gradient(hidden), *rows
-            )
-            logits = [
-                drafter.head_logits(params, backbone, k, features[k]) for k in range(K)
-            ]
-            labels = [later(batch["tokens"], a)[..., None] for a in offsets]
-            return sum(
-                jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), y, -1))
-                for x, y in zip(logits, labels)
-            )
-
-        compiled = jax.jit(jax.grad(loss)).lower(params, base_params, batch).compile()
-        memory = compiled.memory_analysis()
-        return memory.temp_size_in_bytes + memory.output_size_in_bytes
-
-    chunked = {K: peak(K, True) for K in (1, 3, 5)}
-    naive = {K: peak(K, False) for K in (1, 3, 5)}
-    print({K: (chunked[K] / one_array, naive[K] / one_array) for K in chunked})
-    assert (chunked[3] - chunked[1]) / 2 < one_array / 16
-    assert (chunked[5] - chunked[3]) / 2 < one_array / 16
-    assert (naive[5] - naive[1]) / 4 > one_array
+    """K = 1, 3, 5, beside the loss that holds all logits at once."""
+    one, three, five = (peak(K, teacher) for K in (1, 3, 5))
+    assert (three - one) / 2 < ALL_LOGITS / 16
+    assert (five - three) / 2 < ALL_LOGITS / 16
+    assert (peak(5, None) - peak(1, None)) / 4 > ALL_LOGITS
