@@ -224,7 +224,7 @@ def test_adapters_are_merged(fields, scale, base, tmp_path):
         want = np.float64(x) + scale * changes.get(key, 0)
         if key == "model.norm.weight":
             want = np.float64(state[f"base_model.model.{key}"])
-        np.testing.assert_allclose(after[key], want, rtol=1e-6, atol=1e-6)
+        assert_close(after[key], want, 8)
     for k in range(2):
         key = f"medusa_head.{k}.0.linear.weight"
         np.testing.assert_array_equal(after[key], state[f"base_model.model.{key}"])

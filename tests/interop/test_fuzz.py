@@ -300,6 +300,12 @@ def change_value(rng, data):
 MUTATIONS = [flip, flip_early, cut, remove, double, overwrite, insert, absurd_size, nest]
 
 
+def write_anew(file, data):
+    """Into a new file: one that is written over goes to the disk at once (ext4), and one waits."""
+    file.unlink()
+    file.write_bytes(data)
+
+
 def fuzz(targets, count, seed):
     """Spoil the files in turn; returns how many mutations were refused."""
     rng, refused = random.Random(seed), 0
@@ -312,7 +318,7 @@ def fuzz(targets, count, seed):
         is_json = target.file.suffix == ".json"
         mutate = change_value if is_json and rng.random() < 0.5 else rng.choice(MUTATIONS)
         spoilt = mutate(rng, target.good)
-        target.file.write_bytes(spoilt)
+        write_anew(target.file, spoilt)
         what = f"{name}, {mutate.__name__}, mutation {n} of seed {seed}"
         started = time.monotonic()
         try:
@@ -331,7 +337,7 @@ def fuzz(targets, count, seed):
             assert not (target.end and mutate is cut), f"{what} loads without its end"
         seconds = time.monotonic() - started
         assert seconds < SECONDS, f"{what} took {seconds:.1f} s"
-        target.file.write_bytes(target.good)
+        write_anew(target.file, target.good)
     faulthandler.cancel_dump_traceback_later()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown << 10 < GROWTH, f"{grown >> 10} MiB more at the peak"
