@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from medusa_jax.model.causal import attend_causal
 from medusa_jax.model.parts import Causal
-from medusa_jax.sharding import ROWS, row_shards
+from medusa_jax.sharding import ROWS
 
 Kernel = Literal["cudnn", "splash", "own"]
 
@@ -52,7 +52,7 @@ def attend_rows(
     mesh = jax.sharding.get_abstract_mesh()
     kernel = kernel_for(_platform(), q_BTNH.dtype, T, H)
     # XLA cannot split a kernel. Without a mesh in sight nothing says how rows lie on devices.
-    n_rows = 1 if mesh.empty else row_shards(mesh)
+    n_rows = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
     if kernel == "own" or (mesh.empty and jax.device_count() > 1) or B % n_rows:
         return attend_causal(q_BTNH, k_BGTH, v_BGTH, sees)
     run = cudnn if kernel == "cudnn" else splash
