@@ -76,8 +76,10 @@ def make_mesh(shape: Sequence[int] = (1, 1, 1)) -> Mesh:
     )
 
 
-# Batch rows lie over both: fsdp gathers the weights of a layer, not the rows.
-ROWS = ("data", "fsdp")
+# Batch rows lie over both: fsdp gathers the weights of a layer, not the rows. fsdp comes first, as in
+# the order of the devices that hold a kernel (parts over fsdp, copies over data). In the other order
+# XLA may swap rows of a product: docs/scaling.md.
+ROWS = ("fsdp", "data")
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

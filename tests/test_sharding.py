@@ -20,6 +20,7 @@ CHILD = r"""
 import json, sys
 import jax, numpy as np
 from jax import monitoring
+from jax.sharding import NamedSharding, PartitionSpec as P
 jax.config.update("jax_numpy_rank_promotion", "raise")
 import medusa_jax
 from medusa_jax import Options, UserError
@@ -31,7 +32,9 @@ from medusa_jax.model import placing
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.research import scaling
 from medusa_jax.tree import Tree
-from medusa_jax.sharding import init_sharded, make_mesh, param_shardings, path_string, spec_for
+from medusa_jax.sharding import (
+    ROWS, init_sharded, make_mesh, param_shardings, path_string, spec_for,
+)
 from live import Peak, shard_bytes
 from planted import tiny_config
 
@@ -115,6 +118,13 @@ for name, shape in {"dimension": (1, 1, 5), "count": (3, -1, 1), "many": (1, 4, 
         report["errors"][name] = "none"
     except UserError as error:
         report["errors"][name] = str(error)
+# Rows that pass a kernel of ones on its diagonal, contracted over the tensor axis.
+mesh = make_mesh((2, 2, 2))
+split = NamedSharding(mesh, P(ROWS, "tensor"))
+kernel = NamedSharding(mesh, spec_for("layers_0/mlp/down_proj/kernel"))
+times = jax.jit(lambda x, w: x @ w, in_shardings=(split, kernel), out_shardings=split)
+report["passed"] = times(np.arange(4)[:, None] * np.ones((4, 8)), np.eye(8))[:, 0].tolist()
+
 report["rest"] = list(make_mesh((2, -1, 1)).devices.shape)
 print(json.dumps(report))
 """
@@ -178,6 +188,11 @@ def test_a_decode_step_sends_what_megatron_s_layout_does(report):
     activations = rows * M * width * 4
     expected = (2 * layers + 1) * activations * 2 * (devices - 1) / devices
     assert expected <= sent < 1.1 * expected
+
+
+def test_rows_keep_their_places_in_a_product(report):
+    """With rows over (data, fsdp), not (fsdp, data), XLA gives 0, 2, 1, 3."""
+    assert report["passed"] == [0, 1, 2, 3]
 
 
 def test_meshes_that_do_not_divide_are_refused_in_one_line(report):

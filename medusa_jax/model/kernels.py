@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from medusa_jax.model.causal import attend_causal
 from medusa_jax.model.parts import Causal
+from medusa_jax.sharding import ROWS
 
 Kernel = Literal["cudnn", "splash", "own"]
 
@@ -65,7 +66,7 @@ def on_mesh(run: Any, mesh: Any) -> Any:
 
     def parted(q_BTNH: Any, k_BTGH: Any, v_BTGH: Any, sees: Causal) -> jax.Array:
         heads = None if k_BTGH.shape[2] % mesh.shape["tensor"] else "tensor"
-        of_heads, of_rows = P(("data", "fsdp"), None, heads), P(("data", "fsdp"))
+        of_heads, of_rows = P(ROWS, None, heads), P(ROWS)
         split = jax.shard_map(
             run,
             mesh=mesh,

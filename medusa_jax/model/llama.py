@@ -125,8 +125,8 @@ class Llama(nn.Module):
             self.head_adapter = Adapter(name="lm_head")
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Token ids of any shape -> embeddings [..., D]."""
-        return self.embed_tokens(tokens)
+        """Token ids [B, ...] -> embeddings [B, ..., D], their rows over the devices."""
+        return split_rows(self.mesh, split_embedded(self.mesh, self.embed_tokens(tokens)))
 
     def lm_head(self, hidden: jax.Array) -> jax.Array:
         """Hidden states [..., D] (after the final norm) -> logits [..., V], float32 or wider."""
@@ -220,7 +220,7 @@ class Llama(nn.Module):
         """All layers; `sees` is what layers without and with the sliding window look at."""
         c = self.config
         rope = rope_tables(c, positions_BT, self.dtype)
-        x_BTD = split_embedded(self.mesh, self.embed_tokens(tokens_BT))
+        x_BTD = self.embed(tokens_BT)
         layers = []
         for i, block in enumerate(self.layers):
             x_BTD = split_rows(self.mesh, x_BTD)

@@ -10,7 +10,6 @@ from training_setup import ROOT
 
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
-from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import AXES, make_mesh, param_shardings
 from medusa_jax.training import checks, dry
@@ -144,18 +143,3 @@ def test_the_step_of_a_recipe_compiles_with_small_sizes(name):
     short += ["--config.lora.rank=4"] if load(name).lora.rank else []
     report = dry.dry_run(load(name, *sizes, *short))
     assert report["trainable_parameters"] > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "fits"),
-    [("vicuna7b_m1", True), ("vicuna7b_m2", False), ("vicuna7b_hydrapp", False)],
-)
-def test_layers_are_not_trained_over_three_axes_at_once(name, fits):
-    """Wrong updates there (tests/test_meshes.py): refused rather than run."""
-    cfg = load(name)
-    checks.check(cfg, AbstractMesh((1, 2, 4), AXES))
-    if fits:
-        checks.check(cfg, AbstractMesh((2, 2, 2), AXES))
-    else:
-        with pytest.raises(UserError, match="data, fsdp and tensor axes at once"):
-            checks.check(cfg, AbstractMesh((2, 2, 2), AXES))

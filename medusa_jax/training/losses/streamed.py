@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from medusa_jax.model.barrier import not_before, one_of_all
+from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import path_string, spec_for, split_rows
 from medusa_jax.training.losses.packing import Rows, columns, pack
 from medusa_jax.training.losses.parts import Parts
@@ -191,11 +192,13 @@ def _chunk_sums(
 
 
 def _stacked(sums: list[Sums]) -> Sums:
-    return jax.tree.map(lambda *s: jnp.stack(s).astype(jnp.float32), *sums)
+    return jax.tree.map(lambda *s: jnp.stack(s).astype(sums[0].nll.dtype), *sums)
 
 
-def _no_sums(K: int) -> Sums:
-    return Sums(*[jnp.zeros((K,), jnp.float32)] * len(Sums._fields))
+def _no_sums(features_K: Sequence[jax.Array]) -> Sums:
+    """Zeros for each head, in the type of its logits: float32 or wider."""
+    zeros_K = jnp.zeros((len(features_K),), at_least_f32(features_K[0].dtype))
+    return Sums(*[zeros_K] * len(Sums._fields))
 
 
 class Head(NamedTuple):
@@ -248,7 +251,7 @@ def _streamed(
         now = parts.split(packed.rows.chunk(i, walk.chunk))
         return jax.tree.map(jnp.add, sums, parts.each(sums_of)(params, now))
 
-    start = parts.zeros(_no_sums(len(walk.heads)))
+    start = parts.zeros(_no_sums(rows.features_K))
     sums = parts.total(lax.fori_loop(0, packed.n_chunks, body, start))
     return jnp.sum(weight_K * sums.loss), sums
 
@@ -296,7 +299,7 @@ def _streamed_fwd(
         return new._replace(features_K=d_features)
 
     d_features = jax.tree.map(jnp.zeros_like, list(packed.rows.features_K))
-    sums = parts.zeros(_no_sums(len(walk.heads)))
+    sums = parts.zeros(_no_sums(rows.features_K))
     start = Gradients(parts.gradients(params), d_features, sums)
     end = lax.fori_loop(0, packed.n_chunks, body, start)
     d_params, sums = parts.total((end.params, end.sums))
