@@ -1,7 +1,9 @@
 """Several processes as one program: how they find each other, agree when to stop, and end."""
 
 import os
+import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed  # its service has no public name
 from jax.experimental import multihost_utils
 
 from medusa_jax.console import inform
@@ -22,6 +25,13 @@ TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 LOST = 75
 # What passes the devices at a time on its way to the hosts.
 PIECE_BYTES = 64 * 2**20
+# Every process gives a sign of life so often, in seconds, and is lost where so many in a row are missing:
+# after a minute, before JAX's own service ends the others (after 100 seconds, with a stack trace).
+PULSE, MISSING = 10.0, 6
+# Where the signs of life lie in the service, and the last one of a process that ends well.
+SIGNS, ENDED = "medusa_jax/alive/", "ended"
+# Seconds that a step may take: a process that lives and does not go on holds up all others.
+STALLED = 1800.0
 
 
 def join(given: Mapping[str, str]) -> None:
@@ -104,32 +114,115 @@ def asked_to_stop(step: int) -> bool:
 def together() -> Iterator[None]:
     """Ends this process at once, in a sentence, if it fails or another one is lost in the block.
 
-    Without another one a collective operation fails, or waits until JAX's service has missed
-    enough heartbeats and ends the process itself. A normal end would wait for all others, which
-    may be waiting for this one.
+    Without another one a collective operation fails, or waits for ever. A normal end would wait
+    for all others, which may be waiting for this one.
     """
     try:
-        yield
+        with _signs_of_life():
+            yield
     except Exception as error:
         if jax.process_count() == 1:
             raise
-        status, words = 2, str(error)
-        if isinstance(error, jax.errors.JaxRuntimeError) and not _memory(error):
-            status = LOST
-            words = (
-                f"another process of this run is lost ({_first(error)}); start all processes "
-                "again with the same command: they go on from the last complete checkpoint"
-            )
-        elif not isinstance(error, UserError):
+        if lost(error):
+            _leave(LOST, _without_another(_first(error)))
+        elif isinstance(error, UserError):
+            _leave(2, str(error))
+        else:
             traceback.print_exc()
-            status, words = 1, "this process failed, and with it the run"
-        inform(f"error: {words}")
-        sys.stdout.flush()
-        os._exit(status)
+            _leave(1, "this process failed, and with it the run")
 
 
-def _memory(error: Exception) -> bool:
-    return "RESOURCE_EXHAUSTED" in str(error)
+def lost(error: BaseException | None) -> bool:
+    """Whether devices failed together, as they do where another process is lost."""
+    # jaxlib gives a failed result as either type, its status first: "UNKNOWN: Gloo ...".
+    runtime = isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and re.match(r"[A-Z_]+: ", str(error)) is not None
+    )
+    return runtime and jax.process_count() > 1 and "RESOURCE_EXHAUSTED" not in str(error)
+
+
+def wait(x: Any) -> None:
+    """Until the devices have computed `x`; ends this process where others hold them up for long."""
+    if jax.process_count() == 1:
+        jax.block_until_ready(x)
+        return
+    with _within(STALLED, f"no step was finished in {STALLED / 60:.0f} minutes"):
+        jax.block_until_ready(x)
+
+
+@contextmanager
+def _signs_of_life() -> Iterator[None]:
+    """Processes hear of each other from here to the end of the block, on a thread."""
+    if distributed.global_state.num_processes == 1:
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_listen, args=(ended,), name="signs", daemon=True)
+    thread.start()
+    yield  # an error goes on to `together`, which does not wait for anybody
+    ended.set()
+    thread.join()
+
+
+def _listen(ended: threading.Event) -> None:
+    """Gives signs of this process's life and counts those that others miss."""
+    service = distributed.global_state
+    client: Any = service.client
+    last: dict[str, str] = {}
+    missing = dict.fromkeys((f"{SIGNS}{i}" for i in range(service.num_processes)), 0)
+    beat = 0
+    while True:
+        over = ended.is_set()
+        sign = ENDED if over else str(beat := beat + 1)
+        try:
+            with _within(
+                PULSE * MISSING, "process 0, which all report to, does not answer"
+            ):
+                mine = f"{SIGNS}{service.process_id}"
+                client.key_value_set(mine, sign, allow_overwrite=True)
+                heard = dict(client.key_value_dir_get(SIGNS))
+        except jax.errors.JaxRuntimeError as error:
+            _leave(LOST, _without_another(_first(error)))
+            return
+        if over:
+            return
+        for name in missing:
+            same = heard.get(name) == last.get(name) != ENDED
+            # Signs, not seconds: where this process itself was stopped, none were missed.
+            missing[name] = missing[name] + 1 if same else 0
+            if missing[name] >= MISSING:
+                process = name.removeprefix(SIGNS)
+                silence = f"process {process} gave no sign of life for {PULSE * MISSING:.0f} seconds"
+                _leave(LOST, _without_another(silence))
+                return
+        last = heard
+        ended.wait(PULSE)
+
+
+@contextmanager
+def _within(seconds: float, reason: str) -> Iterator[None]:
+    """Ends this process where the block takes longer."""
+    timer = threading.Timer(seconds, lambda: _leave(LOST, _without_another(reason)))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _without_another(reason: str) -> str:
+    return (
+        f"another process of this run is lost ({reason}); start all processes again with the "
+        "same command: they go on from the last complete checkpoint"
+    )
+
+
+def _leave(status: int, words: str) -> None:
+    """Says one sentence and is gone, whatever threads and other processes wait for."""
+    inform(f"error: {words}")
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def _first(error: Exception) -> str:

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from medusa_jax.errors import UserError
 from medusa_jax.hosts import on_host
-from medusa_jax.interop.tensor import Index, Tensor, Tensors
-from medusa_jax.sharding import param_shardings, path_string
+from medusa_jax.interop.tensor import Tensor, Tensors
+from medusa_jax.sharding import param_shardings, path_string, replicated
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -251,18 +251,20 @@ def _place(
     sharding: jax.sharding.Sharding,
     dtype: np.dtype,
 ) -> jax.Array:
-    parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-
-    def part(index: Index | None) -> np.ndarray:
+    """A tensor of a file on the devices, each with its slice; the host has one slice at a time."""
+    owners: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         spans = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
-        if spans not in parts:  # replicas ask for the same part again
-            stored = spans[::-1] if transposed else spans
-            block = tensor.read(tuple(slice(*span) for span in stored))
-            parts[spans] = np.ascontiguousarray(block.T if transposed else block, dtype)
-        return parts[spans]
-
-    return jax.make_array_from_callback(shape, sharding, part)
+        owners.setdefault(spans, []).append(device)
+    placed: list[jax.Array] = []
+    for spans, devices in owners.items():
+        jax.block_until_ready(placed)  # the slice before has left the host
+        stored = spans[::-1] if transposed else spans
+        block = tensor.read(tuple(slice(*span) for span in stored))
+        block = np.ascontiguousarray(block.T if transposed else block, dtype)
+        placed += [jax.device_put(block, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
 
 def _more(items: list[Any]) -> str:
@@ -333,9 +335,13 @@ def sample_bytes(x: Any, count: int = 1024) -> bytes:
     if isinstance(x, jax.Array) and [d.platform for d in x.devices()] == ["cpu"]:
         x = np.asarray(x)
     flat = np.arange(min(size, count), dtype=np.int64) * size // min(size, count)
-    if not getattr(x, "is_fully_addressable", True):
-        x = on_host(x)  # indices are arrays too, and would have to lie on all processes
-    values = np.asarray(x[np.unravel_index(flat, x.shape)]).astype(np.float32)
+    places = np.unravel_index(flat, x.shape)
+    if getattr(x, "is_fully_addressable", True):
+        values = np.asarray(x[places])
+    else:  # every process has parts, and all of them get the values
+        whole = replicated(x.sharding.mesh)
+        values = np.asarray(jax.jit(lambda x: x[places], out_shardings=whole)(x))
+    values = values.astype(np.float32)
     return values.astype(ml_dtypes.bfloat16).view(np.uint16).astype("<u2").tobytes()
 
 

@@ -148,10 +148,8 @@ def train(cfg: Config) -> dict[str, Any]:
     step_fn = make_step(stage, optimizer, schedule, cfg.train.seed)
     compiled = compile_step(step_fn, state, setup.frozen, abstract_batch(cfg, mesh), mesh)
     evaluator = Evaluator(cfg, stage, mesh, held_out) if held_out else None
-    try:
+    with checkpoints:
         return run.loop(compiled, state, evaluator)
-    finally:
-        checkpoints.close()
 
 
 class Run:
@@ -198,6 +196,7 @@ class Run:
                 state, metrics = step_fn(state, self.setup.frozen, batch)
                 last = self.look(pending) or last
                 pending = (n, metrics)
+                self.checkpoints.check()
                 end = n == self.steps
                 stop = self.stop or hosts.asked_to_stop(n)
                 evaluate = evaluator is not None and (n % train.eval_every == 0 or end)
@@ -212,6 +211,7 @@ class Run:
                         if save:
                             self.save(n, state)
                 if stop and not end:
+                    self.checkpoints.wait()
                     inform(
                         f"stopped by SIGTERM after step {n}; the same command goes on from there"
                     )
@@ -219,6 +219,7 @@ class Run:
             export.result(
                 self.cfg, self.setup, state.params, "export", self.recipe(self.steps)
             )
+            self.checkpoints.wait()
             if hosts.first():
                 where = os.path.join(self.cfg.workdir, "export")
                 inform(f"done: {self.steps} steps; the result is in {where}")
@@ -233,6 +234,7 @@ class Run:
         if pending is None:
             return None
         n, metrics = pending
+        hosts.wait(metrics)
         skipped = bool(np.asarray(metrics["skipped"]))
         self.bad_in_row = self.bad_in_row + 1 if skipped else 0
         self.bad += skipped

@@ -21,10 +21,9 @@ def trees(value):
 
 
 def test_what_was_saved_comes_back(tmp_path):
-    store = Checkpoints(str(tmp_path), keep=2)
-    for step in (1, 2, 3):
-        store.save(step, *trees(step / 3), {"step": step}, {"best": float("inf")})
-    store.close()
+    with Checkpoints(str(tmp_path), keep=2) as store:
+        for step in (1, 2, 3):
+            store.save(step, *trees(step / 3), {"step": step}, {"best": float("inf")})
     again = Checkpoints(str(tmp_path), keep=2)
     params, opt, data, meta = again.restore(*trees(0.0))
     assert again.latest == 3 and data == {"step": 3} and meta["best"] == float("inf")
@@ -33,16 +32,20 @@ def test_what_was_saved_comes_back(tmp_path):
 
 
 FULL_DISK = """
-import resource, sys
+import resource, sys, time
 from medusa_jax.errors import UserError
 from medusa_jax.training.checkpoint import Checkpoints
 from tests.training.test_checkpoint import trees
 
 store = Checkpoints(sys.argv[1], keep=2)
 store.save(1, *trees(1.0), {}, {})
+store.wait()
 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 try:
     store.save(2, *trees(2.0), {}, {})
+    while True:  # as the loop asks after each step
+        store.check()
+        time.sleep(0.01)
 except UserError as error:
     print(error)
 """
@@ -55,7 +58,10 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path):
     whoever continues the run starts after it has ended.
     """
     child = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert re.search(r"step 2 .* failed .*; step 1 remains", child.stdout), child.stderr
     again = Checkpoints(str(tmp_path), keep=2)

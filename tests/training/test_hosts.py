@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,6 +188,7 @@ PLACED = r"""
 import sys
 import numpy as np
 from medusa_jax import hosts
+from medusa_jax.interop.tensors import sample_bytes
 from medusa_jax.sharding import make_mesh, own_rows
 from medusa_jax.training.step import microbatches, own_numbers
 
@@ -200,6 +203,7 @@ for shape, count in {(8, 1, 1): 4, (1, 1, 8): 8, (2, 2, 2): 4, (1, 2, 4): 4}.ite
     for shard in placed.addressable_shards:
         np.testing.assert_array_equal(shard.data, whole.reshape(2, 8, 3)[shard.index])
     np.testing.assert_array_equal(hosts.on_host(placed), whole.reshape(2, 8, 3))
+    assert sample_bytes(placed, 7) == sample_bytes(whole.reshape(2, 8, 3), 7)
 """
 
 
@@ -211,16 +215,120 @@ def test_each_process_hands_over_the_rows_of_its_devices():
     assert [p.returncode for p in processes] == [0, 0], errors
 
 
-def test_a_lost_process_ends_this_one_in_a_sentence(monkeypatch, capsys):
-    """What is raised instead of a hang, and that a normal end, which would wait, is not taken."""
-    left = []
+SILENT = r"""
+import sys, time
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from medusa_jax import hosts
+from medusa_jax.sharding import make_mesh
+
+hosts.PULSE = 2.0
+hosts.join(dict(a.removeprefix("--").split("=") for a in sys.argv[1:]))
+everywhere = NamedSharding(make_mesh((1, 8, 1)), PartitionSpec("fsdp"))
+x = jax.make_array_from_callback((8,), everywhere, lambda i: np.ones(1))
+total = jax.jit(lambda x: x.sum())
+with hosts.together():
+    while True:
+        hosts.wait(total(x))
+        print("a step", flush=True)
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_silent_ends_the_others():
+    """A stopped one keeps its connections, as a machine without power does: nothing fails."""
+    processes = two(sys.executable, "-c", SILENT)
+    try:
+        for process in processes:
+            assert "a step\n" in iter(process.stdout.readline, ""), process.stderr.read()
+        processes[1].send_signal(signal.SIGSTOP)
+        said = processes[0].communicate(timeout=300)[1]
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[0].returncode == hosts.LOST, said
+    last = said.strip().splitlines()[-1]
+    assert "lost (process 1 gave no sign of life for 12 seconds); start all" in last, said
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Exit statuses of this process, one of two, instead of its end."""
+    statuses = []
     monkeypatch.setattr(hosts.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    return statuses
+
+
+class Service:
+    """JAX's, as process 0 of two sees it; process 1 gives the signs that it is made with."""
+
+    num_processes, process_id = 2, 0
+
+    def __init__(self, *signs):
+        self.signs, self.own, self.client = list(signs), [], self
+
+    def key_value_set(self, name, value, allow_overwrite):
+        assert name == hosts.SIGNS + "0" and allow_overwrite
+        self.own.append(value)
+
+    def key_value_dir_get(self, prefix):
+        assert prefix == hosts.SIGNS
+        if not self.signs:
+            raise JaxRuntimeError("UNAVAILABLE: Socket closed")
+        other = self.signs.pop(0)
+        signs = {"0": self.own[-1]} | ({"1": other} if other else {})
+        return [(prefix + process, sign) for process, sign in signs.items()]
+
+
+def heard(monkeypatch, service, ended=()):
+    """Listens to `service` until this process would leave or, by `ended`, ends."""
+    event = SimpleNamespace(
+        is_set=iter([*ended, *[False] * 99]).__next__, wait=lambda _: None
+    )
+    monkeypatch.setattr(hosts, "distributed", SimpleNamespace(global_state=service))
+    hosts._listen(event)
+
+
+def test_who_gives_no_sign_of_life_is_lost(left, monkeypatch, capsys):
+    spoken = [str(n) for n in range(20)]
+    silent = Service(*spoken, *["20"] * (hosts.MISSING + 1), "21")
+    heard(monkeypatch, silent)
+    assert "process 1 gave no sign of life for 60 seconds" in capsys.readouterr().err
+    assert left == [hosts.LOST] and silent.signs == ["21"]
+    # One that never gave a sign; process 0 itself is gone.
+    for service, words in (
+        (Service(*[None] * 99), "process 1 gave no sign"),
+        (Service(*spoken), "lost (UNAVAILABLE: Socket closed)"),
+    ):
+        heard(monkeypatch, service)
+        assert words in capsys.readouterr().err and left.pop() == hosts.LOST
+    # One that has ended is not missed, and says so itself.
+    service = Service(*spoken, *[hosts.ENDED] * 50)
+    heard(monkeypatch, service, ended=[False] * 60 + [True])
+    assert left == [hosts.LOST] and service.own[-2:] == ["60", hosts.ENDED]
+
+
+def test_a_step_that_takes_too_long_ends_the_run(left, monkeypatch, capsys):
+    """Where another process lives but does not go on."""
+    gone = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: (left.append(status), gone.set()))
+    monkeypatch.setattr(hosts, "STALLED", 0.05)
+    monkeypatch.setattr(hosts.jax, "block_until_ready", lambda _: gone.wait(300))
+    hosts.wait(None)
+    assert left == [hosts.LOST] and "no step was finished" in capsys.readouterr().err
+
+
+def test_a_lost_process_ends_this_one_in_a_sentence(left, monkeypatch, capsys):
+    """What is raised instead of a hang, and that a normal end, which would wait, is not taken."""
     for error, words in (
         (
             JaxRuntimeError("Gloo: connection closed\nby peer"),
             "lost (Gloo: connection closed)",
         ),
+        (ValueError("UNKNOWN: Gloo all-reduce failed"), "lost (UNKNOWN: Gloo all-reduce"),
         (UserError("the disk is full"), "error: the disk is full"),
     ):
         with hosts.together():
@@ -232,7 +340,8 @@ def test_a_lost_process_ends_this_one_in_a_sentence(monkeypatch, capsys):
             raise error
         said = capsys.readouterr().err
         assert str(error) in said and "error: this process failed" in said
-    assert left == [hosts.LOST, 2, 1, 1]
+    assert left == [hosts.LOST, hosts.LOST, 2, 1, 1]
+    assert not hosts.lost(ValueError("unknown: a word")) and not hosts.lost(None)
     monkeypatch.setattr(hosts.jax, "process_count", lambda: 1)
     with pytest.raises(UserError, match="the disk"), hosts.together():
         raise UserError("the disk is full")

@@ -3,15 +3,19 @@
 import json
 import os
 import signal
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from test_trainer import records, run
 from training_setup import tiny_config
 
 from medusa_jax.config import HeadsConfig
+from medusa_jax.errors import UserError
 from medusa_jax.interop import hf
 from medusa_jax.model.llama import init_params
 from medusa_jax.training import trainer
@@ -73,35 +77,57 @@ def config(tokens, model, stage, **train):
     return cfg
 
 
-@pytest.mark.usefixtures("compiled_once")
-@pytest.mark.parametrize("stage", STAGES)
-def test_stopped_and_cut_runs_go_on_bit_for_bit(
-    tokens, model, tmp_path, monkeypatch, stage
-):
-    """SIGTERM after step 3, a cut without warning after step 8, against an unbroken run."""
-    run(config(tokens, model, stage), tmp_path / "whole")
+@pytest.fixture
+def at(monkeypatch):
+    """at({step: what to do before its metrics are looked at}), with the run as argument."""
     look = trainer.Run.look
 
-    def at(step, act):
+    def when(acts):
         def watched(self, pending):
-            if pending is not None and pending[0] == step:
-                act()
+            if pending is not None and pending[0] in acts:
+                acts[pending[0]](self)
             return look(self, pending)
 
         monkeypatch.setattr(trainer.Run, "look", watched)
 
-    def cut():
+    return when
+
+
+@pytest.mark.usefixtures("compiled_once")
+@pytest.mark.parametrize("stage", STAGES)
+def test_stopped_and_cut_runs_go_on_bit_for_bit(
+    tokens, model, tmp_path, monkeypatch, at, stage
+):
+    """SIGTERM after step 3, a cut without warning after step 8, against an unbroken run.
+
+    Nothing of the checkpoint of step 5 is written before step 8 is done: steps go on while a save
+    is in flight, and what they donate and overwrite is not what is saved.
+    """
+    run(config(tokens, model, stage), tmp_path / "whole")
+    open_array, free = tensorstore.open, threading.Event()
+
+    def open_later(*args, **options):
+        assert free.wait(300), "no step was made while the save was in flight"
+        return open_array(*args, **options)
+
+    def cut(_):
+        assert sorted(p.name for p in (tmp_path / "broken" / "checkpoints").glob("?")) == [
+            "3"
+        ]
+        free.set()
         raise KeyboardInterrupt
 
-    at(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    at({2: lambda _: os.kill(os.getpid(), signal.SIGTERM)})
     run(config(tokens, model, stage), tmp_path / "broken")
     done = [r["step"] for r in records(tmp_path / "broken")]
     assert done == list(range(1, 4)), "SIGTERM during step 3 saves and ends after it"
-    at(8, cut)
+    free.set()
+    monkeypatch.setattr(tensorstore, "open", open_later)
+    at({4: lambda _: free.clear(), 8: cut})
     with pytest.raises(KeyboardInterrupt):
         run(config(tokens, model, stage), tmp_path / "broken")
     assert max(int(p.name) for p in (tmp_path / "broken" / "checkpoints").iterdir()) == 5
-    monkeypatch.setattr(trainer.Run, "look", look)
+    at({})
     run(config(tokens, model, stage), tmp_path / "broken")
     broken, whole = (records(tmp_path / name) for name in ("broken", "whole"))
     assert broken == whole and len(whole) == 12
@@ -110,6 +136,25 @@ def test_stopped_and_cut_runs_go_on_bit_for_bit(
             tmp_path / "broken" / "export" / file.relative_to(tmp_path / "whole" / "export")
         )
         assert file.read_bytes() == twin.read_bytes(), file
+
+
+def test_a_save_that_fails_ends_the_run(tokens, model, tmp_path, monkeypatch, at):
+    """In the background, behind step 5: by the sentence, and no later than it is known."""
+
+    def broken(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    def known(run):
+        while run.checkpoints.manager.is_saving_in_progress():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(tensorstore, "open", broken)
+    at({7: known})
+    with pytest.raises(
+        UserError, match=r"step 5 in .* failed .*No space.*none is complete"
+    ):
+        run(config(tokens, model, "medusa1"), tmp_path)
+    assert [r["step"] for r in records(tmp_path)] == list(range(1, 8))
 
 
 @pytest.mark.parametrize("stage", ["medusa1", "lora"])

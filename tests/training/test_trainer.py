@@ -211,8 +211,27 @@ def test_steps_look_at_the_metrics_of_the_step_before(tokens, tmp_path):
     assert records(tmp_path)[-1]["loss"] == last["loss"]
 
 
-def start(tmp_path, data, workdir, *more):
+# Goes into the configuration file: of this step's checkpoint no array is ever written.
+HELD = """
+import tensorstore, time
+
+open_array = tensorstore.open
+
+
+def never(spec, *args, **options):
+    if "/checkpoints/16." in str(spec):
+        time.sleep(1000)
+    return open_array(spec, *args, **options)
+
+
+tensorstore.open = never
+"""
+
+
+def start(tmp_path, data, workdir, *more, hook=""):
     config = write_config(tmp_path, data)
+    with open(config, "a") as file:
+        file.write(hook)
     args = (f"--config={config}", f"--workdir={workdir}", "--config.train.steps=150", *more)
     process = subprocess.Popen(
         command(*args), env=environment(), stderr=subprocess.PIPE, text=True
@@ -228,10 +247,15 @@ def start(tmp_path, data, workdir, *more):
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tokens, tmp_path):
-    """SIGKILL while steps and saves are under way; the series equals an unbroken run's."""
-    process = start(tmp_path, tokens, tmp_path / "killed", "--config.train.save_every=8")
+    """SIGKILL six steps into a save; the series equals an unbroken run's."""
+    save = "--config.train.save_every=8"
+    process = start(tmp_path, tokens, tmp_path / "killed", save, hook=HELD)
     process.send_signal(signal.SIGKILL)
     process.communicate()
+    saved = {p.name.split(".")[0] for p in (tmp_path / "killed" / "checkpoints").iterdir()}
+    assert (
+        saved == {"8", "16"} and not (tmp_path / "killed" / "checkpoints" / "16").exists()
+    )
     cut = len(records(tmp_path / "killed"))
     assert 20 <= cut < 150
     for workdir in ("killed", "whole"):

@@ -1,0 +1,116 @@
+"""A checkpoint on a mesh: no device and not the host ever holds a parameter that is shared out."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from children import devices, environment
+from planted import random_params
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.interop import hf, shards
+
+# 84 MB in float32, of which each of eight devices is to hold an eighth or a quarter.
+CONFIG = LlamaConfig(
+    vocab_size=8192, d_model=512, n_layers=4, n_heads=8, n_kv_heads=8, head_dim=64,
+    d_ff=1408, max_position=64,
+)  # fmt: skip
+
+WATCHED = r"""
+import json, math, sys, tracemalloc
+
+import jax
+
+import medusa_jax
+from live import live_bytes, on_a_device, shard_bytes
+from medusa_jax.interop import tensors
+from medusa_jax.model import placing
+
+whole, held = set(), set()  # shapes of parameters, and of what devices hold of them
+most = on_host = temporaries = 0
+
+
+def look():
+    global most
+    most = max(most, live_bytes())
+    held.update(x.sharding.shard_shape(x.shape) for x in jax.live_arrays())
+
+
+def host_bytes():
+    # What a simulated device holds may be the very memory that was read.
+    held = sum(on_a_device(x) * len(x.sharding.device_set) for x in jax.live_arrays())
+    return tracemalloc.get_traced_memory()[0] - held
+
+
+def watched_open(path):
+    def watched(t):
+        before = []
+
+        def read(index):
+            global on_host
+            look()
+            before.append(host_bytes())
+            # Parts of this tensor that were read before and have not left the host.
+            on_host = max(on_host, (before[-1] - before[0]) / (4 * math.prod(t.shape)))
+            return t.read(index)
+
+        whole.update((t.shape, t.shape[::-1]))
+        return tensors.Tensor(t.file, t.shape, t.dtype, read)
+
+    return {name: watched(t) for name, t in open_file(path).items()}
+
+
+def watched_prepare(part, *options):
+    global temporaries
+    memory = prepare.lower(part, *options).compile().memory_analysis()
+    temporaries = max(temporaries, memory.temp_size_in_bytes / shard_bytes(part))
+    out = prepare(part, *options)
+    look()
+    return out
+
+
+open_file, tensors.open_safetensors = tensors.open_safetensors, watched_open
+prepare, placing._prepared = placing._prepared, watched_prepare
+tracemalloc.start()
+mesh = tuple(map(int, sys.argv[2].split(",")))
+model = medusa_jax.load(sys.argv[1], drafter="none", mesh=mesh, dtype="float32")
+leaves = jax.tree.leaves(model.variables["backbone"])
+whole.update(x.shape for x in leaves)
+print(json.dumps({
+    "whole": [shape for shape in held & whole if len(shape) > 1],
+    "share": shard_bytes(leaves) / sum(x.nbytes for x in leaves),
+    "most": most / shard_bytes(leaves),
+    "on host": on_host,
+    "temporaries": temporaries,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("large")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "SHARD_BYTES", 20 * 10**6)
+        hf.save_backbone(str(path), CONFIG, random_params(CONFIG, 0), "float32")
+    assert len(list(path.glob("*.safetensors"))) > 3
+    return path
+
+
+@pytest.mark.parametrize(("mesh", "share"), [("1,8,1", 1 / 8), ("2,2,2", 1 / 4)])
+def test_no_device_and_not_the_host_holds_a_whole_parameter(directory, mesh, share):
+    """As stored, fused for decoding, or on the way from one to the other."""
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, str(directory), mesh],
+        env=environment(devices(8)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["whole"] == []
+    assert found["share"] == pytest.approx(share, rel=0.01)
+    # Beside its share a device has a layer twice, or the embedding that is being read.
+    assert 1 <= found["most"] < 1.4
+    # Shares of the tensor that is read, and of a layer on a device.
+    assert found["on host"] <= share + 0.01 and found["temporaries"] < 1
