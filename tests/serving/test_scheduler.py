@@ -13,7 +13,7 @@ import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.serving import Request
 from medusa_jax.serving.job import make_job
-from medusa_jax.serving.request import Handle, Stopped
+from medusa_jax.serving.request import Handle, Stopped, TooLong
 from medusa_jax.serving.scheduler import Scheduler, shared_start
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -127,6 +127,8 @@ def test_no_text_depends_on_slot_neighbours_or_arrival(model, scheduler):
     rows, slots, drafts, nodes = map(set, zip(*seen))
     assert rows == {2, 3} and slots >= {128, 256}
     assert drafts == {True, False} and nodes == {1, TREE.n_nodes}
+    for rows, _, drafts, nodes in seen:
+        assert nodes == (scheduler._batch.trees[rows].n_nodes if drafts else 1)
     assert scheduler.busy == scheduler.waiting == 0
     reused = [client.deltas[-1].ending.reused_tokens for client in clients]
     longest = model.encode(LONG)
@@ -217,6 +219,16 @@ def test_what_cannot_be_answered_is_refused_at_once(model):
     ):
         with pytest.raises(UserError):
             make_job(model, request, 399, 300, Handle(lambda: None), print)
+
+
+def test_what_a_server_takes_bounds_a_request(model):
+    """A prompt of just the most is taken; an answer is cut at the most."""
+    prompt, handle = model.encode("the cat"), Handle(lambda: None)
+    asked = Request(prompt, options(300))
+    job = make_job(model, asked, len(prompt), 5, handle, print)
+    assert job.row.limits == [5]
+    with pytest.raises(TooLong, match="shorten it"):
+        make_job(model, asked, len(prompt) - 1, 5, handle, print)
 
 
 def test_every_client_hears_of_a_failure(model):
