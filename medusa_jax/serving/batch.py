@@ -155,9 +155,10 @@ class Batch:
     def run(
         self, wanted_B: np.ndarray, drafts: bool, rule: str, steps: int
     ) -> tuple[Progress, int]:
-        """Up to `steps` steps of the rows that should be RUNNING; returns without waiting.
+        """Steps of the rows that should be RUNNING, until one of them ends; does not wait for it.
 
         Args:
+          steps: at most.
           drafts: False decodes plainly and leaves the drafter's state behind: a row that has
             gone on so cannot draft again.
 
@@ -173,6 +174,7 @@ class Batch:
             self._variables,
             self._state.replace(status_B=status_B),
             np.int32(steps),
+            True,
         )
         return progress, tree.n_nodes
 

@@ -1,8 +1,9 @@
 """Which row takes which request, and when: continuous batching, one turn at a time.
 
 A turn reads one piece of a prompt, or several short prompts, and dispatches one chunk of steps of the
-rows that run; then the host looks at the chunk before that. So rows that run hardly stall for longer
-than one piece, and the device has work while the host turns tokens into text.
+rows that run; then the host looks at the chunk before that. So rows that run stall for no longer than
+one piece, and the device has work while the host turns tokens into text. A chunk ends when a row does,
+which is then given away.
 """
 
 from collections import deque
@@ -128,9 +129,10 @@ class Scheduler:
         self._turn += 1
         self._drop_cancelled()
         self._read()
-        running = self._run()
-        # The chunk just dispatched is looked at in the next turn, while the device has another.
-        while len(self._looks) > running:
+        # The chunk just dispatched is looked at in the next turn, while the device has another;
+        # where somebody waits for a row that it may free, at once.
+        ahead = self._run() and not self._waiting
+        while len(self._looks) > ahead:
             self._look(self._looks.popleft())
         return bool(self._waiting or self._reading or self._looks or self.busy)
 

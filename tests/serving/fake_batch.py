@@ -71,6 +71,7 @@ class FakeBatch:
 
     Attributes:
       runs: what was asked for: with how many rows, and whether with drafts.
+      steps: for each step that was taken, how many rows it was of use to.
       tokens_read: of prompts, padding included.
     """
 
@@ -80,7 +81,7 @@ class FakeBatch:
         self.longest = max(tree.path_length for tree in trees.values())
         self.rows, self.slots = min(trees), LEAST_SLOTS
         self.state = [self.idle() for _ in range(self.rows)]
-        self.runs, self.tokens_read, self.keeps_logprobs = [], 0, False
+        self.runs, self.steps, self.tokens_read, self.keeps_logprobs = [], [], 0, False
 
     def idle(self):
         return Row(*(np.full(self.slots, RUBBISH) for _ in range(2)))
@@ -141,13 +142,15 @@ class FakeBatch:
                 held = row.text[: row.length]
                 assert list(row.cache[: row.length]) == held
                 assert not drafts or list(row.drafter[: row.length]) == held
-        taken = 0
-        while taken < steps and any(row.status == RUNNING for row in self.state):
+        began = [row for row in self.state if row.status == RUNNING]
+        for _ in range(steps if began else 0):
             if max(r.length for r in self.state if r.status in alive) + M > self.slots:
                 break
+            self.steps.append(sum(row.status == RUNNING for row in self.state))
             for row in self.state:
                 self._step(row, M, most, drafts)
-            taken += 1
+            if any(row.status != RUNNING for row in began):
+                break
         self.runs.append((self.rows, drafts))
         return self.progress(self.state), M
 

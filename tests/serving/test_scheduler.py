@@ -11,6 +11,8 @@ from tiny_model import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
+from medusa_jax.decoding.state import progress_of
+from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.serving import Request
 from medusa_jax.serving.job import make_job
 from medusa_jax.serving.request import Handle, Stopped, TooLong
@@ -115,14 +117,21 @@ def test_no_text_depends_on_slot_neighbours_or_arrival(model, scheduler):
     true_run = batch.run
 
     def watched(wanted_B, *rest):
+        before = jax.tree.map(np.array, progress_of(batch._state))
         progress, nodes = true_run(wanted_B, *rest)
+        ran_B = (wanted_B == RUNNING) & np.isin(before.status_B, (RUNNING, PAUSED))
+        ended_B = ran_B & (np.array(progress.status_B) != RUNNING)
+        taken_B = np.array(progress.steps_B) - before.steps_B
+        assert not ended_B.any() or set(taken_B[ended_B]) == {taken_B.max()}, (
+            before.status_B, progress.status_B, taken_B, wanted_B,
+        )  # fmt: skip
         seen.add((batch.rows, batch.slots, rest[0], nodes))
         assert len(wanted_B) == batch.rows
         return progress, nodes
 
-    batch.run = watched
-    clients = run(scheduler, arrivals, model)
-    batch.run = true_run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "run", watched)
+        clients = run(scheduler, arrivals, model)
     check(model, clients)
     rows, slots, drafts, nodes = map(set, zip(*seen))
     assert rows == {2, 3} and slots >= {128, 256}

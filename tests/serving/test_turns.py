@@ -147,6 +147,21 @@ def test_those_that_cannot_step_together_take_turns(turns):
     assert kinds[1:] == [not kind for kind in kinds[:-1]]
 
 
+@pytest.mark.parametrize(("n_clients", "share"), [(8, 0.85), (20, 0.99)])
+def test_rows_are_hardly_ever_empty(monkeypatch, n_clients, share):
+    """Each client asks again once it is answered: a step is of use to nearly every row."""
+    monkeypatch.setattr(scheduler, "Batch", FakeBatch)
+    turns = scheduler.Scheduler(None, trees={8: Tree.chain(2)}, most_new=300, piece=PIECE)
+    rng, clients = random.Random(0), []
+    for _ in range(250):
+        clients = [client for client in clients if not client.ended]
+        while len(clients) < n_clients:
+            clients.append(Client(turns, [len(clients)], rng.choice([16, 64, 128])))
+        turns.step()
+    steps = turns._batch.steps[20:]
+    assert sum(steps) / (8 * len(steps)) > share
+
+
 def test_a_long_prompt_is_read_between_steps(turns):
     """Those that run get a chunk behind every piece, also where short prompts came before it."""
     running = Client(turns, [1], 250)
@@ -192,14 +207,13 @@ def test_which_text_is_given_up(turns):
 @pytest.mark.parametrize("n", range(10, 20))
 def test_the_last_slots_of_an_ended_row_are_others_to_write(turns, n):
     """It ends where the cache is full, or shortly before, and another one takes its steps."""
-    other = Client(turns, [1] * 3, 25)
-    turns.step()
     full = Client(turns, [2] * 14, n)
+    turns.step()
+    Client(turns, [1] * 3, 25)
     while not full.ended:
         turns.step()
-    for _ in range(2):
-        turns.step()
-    assert not other.ended and turns._batch.slots == 32
+    turns.step()
+    assert turns._batch.slots == 32
     again = Client(turns, [*full.job.known_text(), 5], 2)
     finish(turns)
     again.check()

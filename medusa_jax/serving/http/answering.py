@@ -152,7 +152,10 @@ class EventStream:
         status = 200
 
         async def put(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._read_seconds)
+            async with asyncio.timeout(
+                self._read_seconds
+            ):  # cheaper than `wait_for`'s task
+                await send(message)
 
         try:
             await unless_gone(receive, self._stream(put))
