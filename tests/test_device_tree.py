@@ -1,12 +1,13 @@
 """`--tree auto`: the size that pays most by steps measured here, kept, down to plain decoding."""
 
 import json
+import shutil
 
 import pytest
 from tiny_model import write_model
 
 import medusa_jax
-from medusa_jax import Tree, UserError
+from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import device_tree
 from medusa_jax.measured import Kept
 
@@ -34,9 +35,9 @@ def machine(monkeypatch, tmp_path):
     def seconds(engines, variables, prompt, *, batch, **how):
         nodes = [e.tree.n_nodes for e in engines]
         measured.append((*nodes, batch))
-        return [cost[n] for n in nodes]
+        return [[cost[n], 1.1 * cost[n]] for n in nodes]
 
-    monkeypatch.setattr(device_tree, "engine_seconds", seconds)
+    monkeypatch.setattr(device_tree, "engine_rounds", seconds)
     return cost, measured
 
 
@@ -54,6 +55,49 @@ def test_the_most_tokens_per_second_win_and_are_kept(directory, machine):
     assert len(measured) == 4  # kept
     load(directory, batch=4)
     assert measured[4:] and {batch for *_, batch in measured[4:]} == {4}
+
+
+def test_a_batch_takes_its_own_rung(directory, machine):
+    """What is known on this device, else what the tree file says, else what was loaded for."""
+    cost, measured = machine
+    cost |= {4: 1.3, 6: 1.9, 8: 2.5}
+    model = load(directory)
+    assert [model.tree_at(rows).n_nodes for rows in (1, 2, 16)] == [3, 3, 3]
+    cost |= {2: 1.6, 3: 2.0, 4: 2.5}
+    load(directory, batch=4)
+    del measured[:]
+    model = load(directory, batch=4, all_heads=False)  # the rung of one row needs two heads
+    assert [model.tree_at(rows).n_nodes for rows in (1, 2, 4, 16)] == [3, 1, 1, 1]
+    assert not measured and model.tree == Tree.none()
+    made = [len(model.generate([[4]] * n, Options(max_new_tokens=2))) for n in (1, 4)]
+    assert made == [1, 4]
+
+
+def test_rungs_of_the_tree_file(directory, machine, tmp_path, monkeypatch):
+    shutil.copytree(directory / "heads", tmp_path / "heads")
+    file = tmp_path / "heads" / "tree.json"
+    rungs = [{"batch": 1, "nodes": 4}, {"batch": 4, "nodes": 2}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"batches": rungs}))
+    heads = str(tmp_path / "heads")
+    model = medusa_jax.load(str(directory), heads, tree="bundled")
+    assert [model.tree_at(rows).n_nodes for rows in (1, 2, 4, 9)] == [4, 2, 2, 2]
+    assert model.tree.n_nodes == 4
+    ran = []
+    engine = model.engine
+    monkeypatch.setattr(
+        model, "engine", lambda tree, **how: ran.append(tree) or engine(tree, **how)
+    )
+    model.generate([[4], [5]], Options(max_new_tokens=2))
+    assert ran == [model.tree_at(2)]
+    # Measured here at one row, the file's elsewhere; what is asked for holds for any number.
+    model = medusa_jax.load(str(directory), heads)
+    assert [model.tree_at(rows).n_nodes for rows in (1, 4)] == [8, 2]
+    model = medusa_jax.load(str(directory), heads, tree="3")
+    assert [model.tree_at(rows).n_nodes for rows in (1, 4)] == [3, 3]
+    for bad in ([{"batch": 1}], [{"batch": 0, "nodes": 2}], 7, [[1, 2]]):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"batches": bad}))
+        with pytest.raises(UserError, match="'batch' and 'nodes'"):
+            medusa_jax.load(str(directory), heads)
 
 
 def test_where_no_tree_pays_none_is_used(directory, machine):

@@ -2,6 +2,7 @@
 
 prompt_lookup, lookahead           with fields of their own if wanted: lookahead:window=7:ngram=4
 draft_model:PATH                   any smaller model with the same tokenizer
+draft_model                        the one that comes with the model, as with the demo
 """
 
 import dataclasses
@@ -43,8 +44,11 @@ class Baseline:
     path: str = ""
 
 
-def find_baseline(drafter: str) -> Baseline | None:
+def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
     """The baseline that `drafter` names, None if it names heads.
+
+    Args:
+      draft_model: the directory of the one that comes with the model, "" if none does.
 
     Raises:
       UserError: fields that it does not have; no path of a draft model.
@@ -53,11 +57,12 @@ def find_baseline(drafter: str) -> Baseline | None:
     if name not in BASELINES:
         return None
     if name == DraftModel.name:
-        if not rest:
+        path = rest or draft_model
+        if not path:
             raise UserError(
                 "give the draft model's directory, name or hub id: --drafter draft_model:PATH"
             )
-        return Baseline(DraftModelConfig(), rest)
+        return Baseline(DraftModelConfig(), path)
     kind = BASELINES[name].Config
     shared = {f.name for f in dataclasses.fields(HeadsConfig)}
     own = {f.name for f in dataclasses.fields(kind)} - shared

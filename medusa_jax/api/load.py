@@ -15,6 +15,7 @@ from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, make_drafter, vocabulary
+from medusa_jax.heads.draft_model import DraftModel
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.names import named
@@ -30,7 +31,14 @@ from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import make_mesh, param_shardings
-from medusa_jax.tree import Tree, load_tree_file, parse_tree, tree_of_size
+from medusa_jax.tree import (
+    Ladder,
+    Tree,
+    file_ladder,
+    load_tree_file,
+    parse_tree,
+    tree_of_size,
+)
 
 DEMO = Path(__file__).parents[1] / "demo"
 MODELS = Path(__file__).parents[1] / "models"
@@ -66,7 +74,9 @@ def load(
         a model called by name); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
         default what `default_drafter` says.
-      tree: the default tree, as for `--tree`.
+      tree: the default tree, as for `--tree`. "auto" is a ladder: what pays for `batch` rows,
+        and for another number what is known to pay there, from this device (`calibrate`) or the
+        tree file.
       dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. "float64"
         needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
       weights: "bfloat16" or "int8" stores kernels so, which makes a step's bytes fewer; the
@@ -96,7 +106,7 @@ def load(
         )
     directory = find_model(model, kind)
     name = drafter or default_drafter(model)
-    baseline = find_baseline(name)
+    baseline = find_baseline(name, bundled_draft_model(model))
     stored = None if baseline else find_heads(model, name)
     devices = make_mesh(mesh)
     if tokenizer or has_tokenizer(directory):
@@ -114,6 +124,7 @@ def load(
 
     config, backbone = hf.load_backbone(directory, devices, kind, place)
     calibrated, measured = None, None
+    ladder: Ladder | None = None
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Any = {}
     wanted: str | Tree
@@ -126,19 +137,23 @@ def load(
         calibrated = calibrated_tree(stored)
         there = stored.heads.n_heads
         if tree == "auto" and device_tree.is_measured(calibrated):
-            measured = device_tree.kept_choice(
-                calibrated, batch, config, stored.heads, number, storage, devices
-            )
+            about = (config, stored.heads, number, storage, devices)
+            ladder = device_tree.known_ladder(calibrated, *about)
+            measured = device_tree.kept_choice(calibrated, batch, *about)
             size = device_tree.kept_size(measured)
             if size is not None:
                 tree, measured = tree_of_size(calibrated["growth"], size), None
+        elif calibrated and tree in ("auto", "bundled"):
+            ladder = file_ladder(calibrated, jax.default_backend())
+            tree = ladder.at(batch) if ladder else tree
         wanted = _choose_tree(tree, calibrated, Tree.chain(there))
+        deepest = max(wanted.depth, ladder.depth if ladder else 0)
         wanted.check_depth(there)
         heads, head_params, _ = heads_io.load_heads(
             stored,
             config,
             devices,
-            None if all_heads or measured else max(1, wanted.depth),
+            None if all_heads or measured else max(1, deepest),
             kind,
             fingerprint=marks.digits(config),
             allow_other_base=allow_other_base,
@@ -163,6 +178,7 @@ def load(
     if calibrated and measured:
         found = device_tree.choose_on_device(loaded, calibrated, batch, measured)
         loaded.tree = tree_of_size(calibrated["growth"], found["nodes"])
+    loaded.ladder = ladder and ladder.having(batch, loaded.tree)
     return loaded
 
 
@@ -208,11 +224,21 @@ def default_drafter(model: str | None) -> str:
 
 def bundled_heads(model: str | None) -> list[str]:
     """The drafters whose heads come with a model: with the demo (None) or one called by name."""
+    folder = _bundle(model)
+    return [name for name in DRAFTERS if folder and (folder / name).is_dir()]
+
+
+def bundled_draft_model(model: str | None) -> str:
+    """The directory of the draft model that comes with a model, "" if none does."""
+    folder = _bundle(model)
+    found = folder and folder / DraftModel.name
+    return str(found) if found and found.is_dir() else ""
+
+
+def _bundle(model: str | None) -> Path | None:
+    """Where that lies which comes with the demo (None) or a model called by name."""
     row = named(model)
-    if model is not None and row is None:
-        return []
-    folder = MODELS / row.heads if row else DEMO
-    return [name for name in DRAFTERS if (folder / name).is_dir()]
+    return MODELS / row.heads if row else None if model else DEMO
 
 
 def find_model(model: str | None, dtype: str = "float32") -> str:
@@ -247,7 +273,7 @@ def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
             f"--drafter {drafter} names the demo's heads, which do not fit {model}: give "
             "the directory, file or hub id of heads trained for it, or --drafter none"
         )
-    folder = (MODELS / row.heads if row else DEMO) / drafter
+    folder = (_bundle(model) or DEMO) / drafter
     if not folder.is_dir():
         raise UserError(
             f"no {drafter} heads are bundled with {model or 'the demo'}: give --drafter the "

@@ -18,7 +18,7 @@ from medusa_jax.heads import Backbone, Drafter, no_drafter
 from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.model.placing import decoder
 from medusa_jax.model.stored import Storage
-from medusa_jax.tree import Tree, parse_tree
+from medusa_jax.tree import Ladder, Tree, parse_tree
 
 # Told the number of new tokens of every row [B] while a batch is being decoded.
 Watch = Callable[[np.ndarray], None]
@@ -33,7 +33,8 @@ class Model:
       variables: {"backbone": the backbone's parameters, "heads": the draft heads'}, as
         `model/placing.py` makes them.
       tokenizer: text to ids and back.
-      tree: the default draft tree.
+      tree: the default draft tree, for the number of rows that was loaded for.
+      ladder: default trees by number of rows, where they are known; None: `tree` for all.
       eos_ids: tokens that end a text, unless a request names others.
       storage: the form that kernels are stored in.
       calibrated: content of the tree file beside the heads, or None.
@@ -67,6 +68,7 @@ class Model:
         self.variables = variables
         self.tree = drafter.default_tree if self.drafts else Tree.none()
         self.tree = self.parse_tree(tree)
+        self.ladder: Ladder | None = None
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self._warm: set[Any] = set()
 
@@ -97,6 +99,10 @@ class Model:
     def backbone(self) -> Backbone:
         """The backbone as drafters see it."""
         return Backbone(self.llama, self.variables["backbone"])
+
+    def tree_at(self, rows: int) -> Tree:
+        """The default tree for so many rows at a time."""
+        return self.ladder.at(rows) if self.ladder else self.tree
 
     def parse_tree(self, spec: str | Tree | None) -> Tree:
         """The tree a `--tree` value names, checked against the heads that are there."""
@@ -323,6 +329,8 @@ class Model:
             raise UserError(f"{len(prompts)} prompts but {len(rows)} options")
         sampled = any(o.temperature > 0 for o in rows)
         logprobs = max((o.logprobs for o in rows if o.logprobs is not None), default=None)
+        if engine_options.get("tree") in (None, "auto"):
+            engine_options = engine_options | {"tree": self.tree_at(len(rows))}
         engine = self.engine(sampled=sampled, logprobs=logprobs, **engine_options)
         return rows, engine, self.request(prompts, rows, ids)
 
@@ -377,7 +385,7 @@ def generate(
       prompts: texts or lists of token ids; rows may differ in length.
       options: one for all, or one per prompt.
       tree: the draft tree, or its name as for `--tree`; "none" is plain decoding, and by
-        default it is the model's own (`Model.tree`).
+        default it is the model's own for so many prompts (`Model.tree_at`).
       acceptance: "auto", "greedy", "sampled", "rejection" or "typical"; "auto" is lossless.
 
     Returns: one result per prompt, in order.

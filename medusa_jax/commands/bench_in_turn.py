@@ -20,8 +20,8 @@ def add_in_turn(p: argparse.ArgumentParser) -> None:
     p.add_argument("--in_turn", action="store_true",
                    help="instead: all of --drafters and plain decoding in turn on every prompt, with "
                    "memory and training cost; NAME@TREE gives one a tree (cartesian widths with x), "
-                   "else it is auto's. Default: all heads that come with the model, prompt_lookup and "
-                   "lookahead")  # fmt: skip
+                   "else it is auto's. Default: all drafters that come with the model, prompt_lookup "
+                   "and lookahead")  # fmt: skip
     p.add_argument("--ladder", type=int, default=0, metavar="NODES",
                    help="the same for each of --drafters with a chain, the best Cartesian tree of at most so "
                    "many nodes, and the fitted tree of so many (Medusa's table 3)")  # fmt: skip
@@ -72,17 +72,19 @@ def run_in_turn(
 
 def default_names(flags: argparse.Namespace) -> list[str]:
     """All heads that come with the model; except for --ladder also the drafters that need none."""
-    from medusa_jax.api.load import bundled_heads
+    from medusa_jax.api.load import bundled_draft_model, bundled_heads
 
-    return bundled_heads(flags.model) + (
-        [] if flags.ladder else ["prompt_lookup", "lookahead"]
-    )
+    heads = bundled_heads(flags.model)
+    if flags.ladder:
+        return heads
+    own = ["draft_model"] if bundled_draft_model(flags.model) else []
+    return [*heads, *own, "prompt_lookup", "lookahead"]
 
 
 def load_entrants(flags: argparse.Namespace) -> list[Any]:
     """The drafters of --drafters, all on one copy of the backbone."""
     from medusa_jax.api.baselines import find_baseline
-    from medusa_jax.api.load import find_heads
+    from medusa_jax.api.load import bundled_draft_model, find_heads
     from medusa_jax.evaluate.in_turn import Entrant, recipe_of, trained_tokens
 
     asked = flags.drafters.split(",") if flags.drafters else default_names(flags)
@@ -94,7 +96,7 @@ def load_entrants(flags: argparse.Namespace) -> list[Any]:
         if entrants:
             shared = entrants[0].model.variables["backbone"]
             model.variables = model.variables | {"backbone": shared}
-        if baseline := find_baseline(name):
+        if baseline := find_baseline(name, bundled_draft_model(flags.model)):
             tokens = trained_tokens(recipe_of(baseline.path)) if baseline.path else 0
         else:
             stored = find_heads(flags.model, name)

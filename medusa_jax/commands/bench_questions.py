@@ -14,8 +14,13 @@ import medusa_jax
 from medusa_jax.commands.flags import generation_options, load_model
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate import scores
-from medusa_jax.evaluate.questions import MT_BENCH, read_questions, spread
+from medusa_jax.evaluate import programs, scores
+from medusa_jax.evaluate.questions import (
+    MT_BENCH,
+    MT_BENCH_TEMPERATURES,
+    read_questions,
+    spread,
+)
 from medusa_jax.evaluate.tables import markdown_table
 
 VERSIONED = ("jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers")
@@ -32,6 +37,13 @@ def add_questions(p: argparse.ArgumentParser) -> None:
     p.add_argument("--max_prompt_tokens", type=int, default=0,
                    help="for --questions: longer prompts are cut (default: 2048, or what the "
                    "context leaves beside the answer)")  # fmt: skip
+    p.add_argument("--mt_bench_temperatures", action="store_true",
+                   help="for --questions: MT-bench's categories at FastChat's temperatures (writing, "
+                   "roleplay 0.7; stem, humanities 0.1; the others 0), the rest at --temperature")  # fmt: skip
+    p.add_argument("--execute", action="store_true",
+                   help="for --questions: HumanEval's pass@1, which RUNS PROGRAMS THAT THE MODEL WROTE, with "
+                   "limits of time and memory and without network, but in no sandbox: not where harm "
+                   "could be done")  # fmt: skip
 
 
 def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) -> int:
@@ -48,6 +60,13 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
     wanted = {scores.kind_of(question) for question in questions}
     if scores.ROUGE in wanted and not scores.has_rouge():
         inform("without ROUGE, which needs rouge-score: pip install 'medusa-jax[rouge]'")
+    if scores.PASS_AT_1 in wanted and not flags.execute:
+        inform(
+            "without pass@1: it runs programs that the model wrote, which --execute allows"
+        )
+    if flags.execute:
+        programs.check_limits()
+    temperatures = MT_BENCH_TEMPERATURES if flags.mt_bench_temperatures else {}
     rows: list[dict[str, Any]] = []
     for name in names:
         model = load_model(flags, name)
@@ -57,11 +76,13 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
             tree = model.parse_tree(spec.replace("x", ",") if ":" in spec else spec)
             answered = answering.answer_all(
                 model, questions, tree, options,
-                repeats=flags.repeats, template=template, room=room,
+                repeats=flags.repeats, template=template, room=room, temperatures=temperatures,
             )  # fmt: skip
             drafter = model.drafter.heads.drafter if tree.depth else "none"
             write_answers(answered, f"{drafter}-{tree.n_nodes}", out)
-            found = answering.category_rows(model, answered, tree, options, flags.repeats)
+            found = answering.category_rows(
+                model, answered, tree, flags.repeats, flags.execute
+            )
             about = {"drafter": drafter, "heads": name, "tree_nodes": tree.n_nodes}
             rows += [about | {"template": template, "room": room} | row for row in found]
     device = jax.devices()[0]
@@ -86,6 +107,8 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
                 "temperature",
                 "seed",
                 "repeats",
+                "mt_bench_temperatures",
+                "execute",
             )
         },
         "rows": rows,
@@ -135,7 +158,7 @@ def write_answers(answered: Sequence[Any], name: str, out: Path) -> None:
 
 def question_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of `answering.category_rows` as Markdown; scores of plain decoding in brackets."""
-    known = (scores.EXACT_MATCH, *scores.ROUGES)
+    known = (scores.PASS_AT_1, scores.EXACT_MATCH, *scores.ROUGES)
     names = [name for name in known if any(name in r["scores"] for r in rows)]
     header = (
         "drafter", "nodes", "category", "questions", "mean accepted length", "step latency",
@@ -172,7 +195,7 @@ def score_cell(name: str, found: dict[str, float] | None) -> str:
     """ "12.34 (12.31)": of the drafted texts and of plain decoding's."""
     if found is None:
         return "-"
-    scale = 100 if name == scores.EXACT_MATCH else 1
+    scale = 1 if name in scores.ROUGES else 100
     return f"{scale * found['drafted']:.2f} ({scale * found['plain']:.2f})"
 
 

@@ -1,13 +1,13 @@
 """`python -m medusa_jax calibrate`: fit the draft tree to the heads and to this device.
 
-Writes a tree file with its evidence (`evaluate/fitting.py` says what is measured); decode.py uses
-the one that lies beside the heads.
+Writes a tree file with its evidence (`evaluate/fitting.py` says what is measured) and a rung for each
+number of rows; decoding uses the one that lies beside the heads.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,13 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+BATCHES = (1, 2, 4, 8, 16)
+LEVEL_SIZES = (22, 35, 45, 64)
 EXAMPLES = """examples:
   python -m medusa_jax calibrate --prompts prompts.jsonl --out tree.json
-  python -m medusa_jax calibrate --latency_only --batch 4
+  python -m medusa_jax calibrate --latency_only --batches 1,4
   python -m medusa_jax calibrate --model path/to/model --drafter path/to/heads \\
-      --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots
+      --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots --dense 60
 """
 
 
@@ -48,36 +50,46 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--latency_only",
         action="store_true",
-        help="instead: measure anew which size of the tree file beside the heads pays on this "
+        help="instead: measure anew which sizes of the tree file beside the heads pay on this "
         "device, for --tree auto",
     )
     add_model(p)
     p.add_argument("--mesh", default="1,1,1", help="devices along data,fsdp,tensor")
     add_generation(p)
-    p.add_argument("--batch", type=int, default=1, help="batch size to time steps at")
+    p.add_argument("--batches", default=",".join(map(str, BATCHES)),
+                   help="numbers of rows that get a tree each, down to plain decoding; the evidence is "
+                   "timed at the first")  # fmt: skip
     p.add_argument("--sizes", default=",".join(map(str, SIZES)), help="tree sizes to time")
+    p.add_argument("--one_depth", default=",".join(map(str, LEVEL_SIZES)), metavar="SIZES",
+                   help="sizes to fit a tree of depth 4 at most to (Amphista's table 7); empty: none")  # fmt: skip
     p.add_argument("--rounds", type=int, default=7, help="timed rounds over all sizes")
     p.add_argument("--values", choices=["joint", "product"], default="joint",
                    help="worth of a node: measured frequency of its path, or the paper's "
                    "product of head accuracies")  # fmt: skip
+    p.add_argument("--dense", type=int, default=0, metavar="N",
+                   help="set N random dense trees of up to 256 nodes beside the fitted ones (Medusa's "
+                   "figure 4)")  # fmt: skip
     p.add_argument("--plots", help="directory for PNG plots (needs matplotlib)")
     return p
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Calibrate, write the tree file, print the ladder."""
+    """Calibrate, write the tree file, print what was measured."""
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.evaluate.conversation import asked, ending_turns
     from medusa_jax.evaluate.fitting import fit_tree
     from medusa_jax.evaluate.questions import read_prompts
 
     use_compilation_cache()
+    batches = numbers(flags.batches, "--batches")
+    if min(batches) < 1 or flags.dense < 0:
+        raise UserError("--batches are 1 or more, --dense is 0 or more")
     if flags.latency_only:
-        return measure_steps(flags)
+        return measure_steps(flags, batches)
     if not (flags.prompts and flags.out):
         raise UserError("give --prompts and --out, or --latency_only")
     records = read_prompts(flags.prompts, flags.limit, messages=True)
-    model = load_model(flags, needs_heads=True, mesh=parse_mesh(flags.mesh))
+    model = load_model(flags, needs_heads=True, mesh=parse_mesh(flags.mesh), tree="none")
     options = generation_options(flags)
     if "messages" in records[0]:
         options = ending_turns(model, options, "")
@@ -86,67 +98,109 @@ def run(flags: argparse.Namespace) -> int:
         [asked(model, record) for record in records],
         options,
         numbers(flags.sizes, "--sizes"),
-        batch=flags.batch,
+        batches=batches,
         rounds=flags.rounds,
         worth=flags.values,
+        level_sizes=numbers(flags.one_depth, "--one_depth") if flags.one_depth else (),
+        n_dense=flags.dense,
     )
     out = Path(flags.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
-    print("nodes  tokens/step  step latency  speed-up (predicted)")
-    for row in found["evidence"]["ladder"]:
-        mark = " <- best" if row["nodes"] == found["nodes"] else ""
-        print(
-            f"{row['nodes']:5d}  {row['tokens_per_step']:11.3f}  "
-            f"{row['step_latency_ratio']:11.2f}x  {row['predicted_speedup']:8.2f}{mark}"
-        )
+    evidence = found["evidence"]
+    print("fitted trees")
+    print_sizes(evidence["ladder"])
+    if evidence["one_depth"]:
+        print("\nfitted trees of one depth (Amphista's table 7)")
+        print_sizes(evidence["one_depth"])
+    for rung in found["batches"]:
+        print_rung(rung)
     if flags.plots:
         draw(found, Path(flags.plots))
     inform(f"wrote {out}: {found['nodes']} nodes for {found['device']}")
     return 0
 
 
-def measure_steps(flags: argparse.Namespace) -> int:
+def print_sizes(rows: Sequence[Mapping[str, Any]]) -> None:
+    """What trees give by the evidence: counted on held-out texts, timed here."""
+    print("nodes  depth  tokens/step  step latency  speed-up (predicted)")
+    for row in rows:
+        print(
+            f"{row['nodes']:5d}  {row['depth']:5d}  {row['tokens_per_step']:11.3f}  "
+            f"{row['step_latency_ratio']:11.2f}x  {row['predicted_speedup']:8.2f}"
+        )
+
+
+def print_rung(rung: Mapping[str, Any]) -> None:
+    """What pays for so many rows, and what it was measured against."""
+    print(f"\n{rung['batch']} at a time")
+    print("nodes  tokens/step  step latency  speed-up  spread of the rounds")
+    for row in rung["rows"]:
+        mark = " <- best" if row["nodes"] == rung["nodes"] else ""
+        print(
+            f"{row['nodes']:5d}  {row['tokens_per_step']:11.3f}  "
+            f"{row['step_latency_ratio']:11.2f}x  {row['speedup']:8.2f}  "
+            f"{100 * row['spread']:8.1f}%{mark}"
+        )
+    if rung["nodes"] == 1:
+        print("plain decoding: no tree pays on this device")
+
+
+def measure_steps(flags: argparse.Namespace, batches: Sequence[int]) -> int:
     """Choose anew what `--tree auto` takes on this device, and show why."""
     from medusa_jax.api import device_tree
 
-    model = load_model(
-        flags, needs_heads=True, mesh=parse_mesh(flags.mesh), tree="none", batch=flags.batch
-    )
-    if not device_tree.tokens_by_size(model.calibrated, "cpu"):
+    model = load_model(flags, needs_heads=True, mesh=parse_mesh(flags.mesh), tree="none")
+    calibrated = model.calibrated
+    if not (calibrated and device_tree.tokens_by_size(calibrated, "cpu")):
         raise UserError(
             "no tree file with evidence lies beside the heads: calibrate with --prompts first"
         )
-    marks = (
-        model.config, model.drafter.heads, model.dtype, model.storage, model.mesh
-    )  # fmt: skip
-    kept = device_tree.kept_choice(model.calibrated, flags.batch, *marks)
-    found = device_tree.choose_on_device(model, model.calibrated, flags.batch, kept)
-    print("nodes  tokens/step  step latency  speed-up")
-    for row in found["rows"]:
-        mark = " <- best" if row["nodes"] == found["nodes"] else ""
-        print(
-            f"{row['nodes']:5d}  {row['tokens_per_step']:11.3f}  "
-            f"{row['step_latency_ratio']:11.2f}x  {row['speedup']:8.2f}{mark}"
-        )
-    if found["nodes"] == 1:
-        print("plain decoding: no tree pays on this device")
-    inform(f"--tree auto takes {found['nodes']} nodes at batch {flags.batch} from now on")
+    for rows in batches:
+        kept = device_tree.kept_for(model, calibrated, rows)
+        found = device_tree.choose_on_device(model, calibrated, rows, kept)
+        print_rung(found)
+        inform(f"--tree auto takes {found['nodes']} nodes at batch {rows} from now on")
     return 0
 
 
-def draw(found: dict[str, Any], directory: Path) -> None:
+def draw(found: Mapping[str, Any], directory: Path) -> None:
     """The tree, and tokens per step and latency over its size, as PNG."""
     from medusa_jax import plots
 
     directory.mkdir(parents=True, exist_ok=True)
-    ladder = found["evidence"]["ladder"]
+    evidence = found["evidence"]
+    ladder = evidence["ladder"]
     plots.draw_tree(found["choices"], path=str(directory / "tree.png"))
     plots.draw_curves(
         [row["nodes"] for row in ladder],
         [row["tokens_per_step"] for row in ladder],
         [row["step_latency_ratio"] for row in ladder],
         path=str(directory / "curves.png"),
+    )
+    if evidence["dense"]:
+        draw_dense(ladder, evidence["dense"], directory / "dense.png")
+
+
+def draw_dense(
+    fitted: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any]], path: Path
+) -> None:
+    """Medusa's figure 4: (a) accepted length and (b) speed, both against plain decoding."""
+    from medusa_jax import plots
+
+    def chart(title: str, field: str) -> plots.Chart:
+        lines, points = (
+            {label: ([row["nodes"] for row in rows], [row[field] for row in rows])}
+            for label, rows in (("fitted, sparse", fitted), ("random, dense", dense))
+        )
+        return plots.Chart(title, "nodes (root included)", lines, points=points)
+
+    plots.draw_lines(
+        [
+            chart("tokens per step", "tokens_per_step"),
+            chart("speed-up", "predicted_speedup"),
+        ],
+        path=path,
     )
 
 

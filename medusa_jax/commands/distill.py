@@ -49,6 +49,7 @@ EXAMPLES = """examples:
   python -m medusa_jax distill --model HuggingFaceH4/zephyr-7b-beta --mode self_talk \\
       --prompts HuggingFaceH4/ultrachat_200k --split train_sft --out work/zephyr7b
   python -m medusa_jax distill --model smollm2 --ask 4096 --max_turns 1 --out work/smollm2/talk
+  python -m medusa_jax distill --model smollm2 --compose 8192 --out work/smollm2/composed
 """
 
 
@@ -69,6 +70,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--ask", type=int, default=0,
         help="instead of --prompts: so many conversations whose user the model plays from the start")  # fmt: skip
+    add("--compose", type=int, default=0,
+        help="instead of --prompts: so many questions put together from tasks and subjects")  # fmt: skip
     add("--out", required=True, help="directory to write")
     add("--mode", default="auto",
         help="continue, multi_turn or self_talk; auto: continue for prompts, else multi_turn")  # fmt: skip
@@ -119,6 +122,7 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.api import Options
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.distill import files
+    from medusa_jax.distill.compose import composed_seeds
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
     from medusa_jax.distill.writer import News, Writer, write_all
     from medusa_jax.heads.vocabulary import COUNTS
@@ -126,12 +130,17 @@ def run(flags: argparse.Namespace) -> int:
 
     if flags.batch_size < 1 or flags.max_turns < 1:
         raise UserError("--batch_size and --max_turns must be at least 1")
-    if bool(flags.prompts) == (flags.ask > 0):
-        raise UserError("give either --prompts FILE or --ask N, a number of conversations")
+    if bool(flags.prompts) + (flags.ask > 0) + (flags.compose > 0) != 1:
+        raise UserError(
+            "give one of --prompts FILE, --ask N and --compose N, a number of conversations"
+        )
     if flags.ask:
         if flags.mode not in ("auto", "self_talk"):
             raise UserError(f"--ask is for --mode self_talk, not {flags.mode}")
         seeds, mode = silent_seeds(flags.ask), "self_talk"
+    elif flags.compose:
+        seeds = composed_seeds(flags.compose)
+        mode = mode_for(seeds, flags.mode)
     else:
         seeds = read_seeds(flags.prompts, flags.split, flags.limit)
         mode = mode_for(seeds, flags.mode)

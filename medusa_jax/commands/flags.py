@@ -32,7 +32,7 @@ def add_model(p: argparse.ArgumentParser, drafter: str = "") -> None:
         "--drafter",
         default=drafter or None,
         help="a name, a directory, file or hub id with heads, prompt_lookup, lookahead, "
-        f"draft_model:PATH, or none (default: {default})",
+        f"draft_model or draft_model:PATH, or none (default: {default})",
     )
     add_base(p)
 

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,12 @@ from medusa_jax.decoding.generate import (
 from medusa_jax.errors import UserError
 
 
-def engine_seconds(
+def engine_seconds(*args: Any, **how: Any) -> list[float]:
+    """Median seconds of one decode step of each engine; arguments as `engine_rounds`."""
+    return [statistics.median(seconds) for seconds in engine_rounds(*args, **how)]
+
+
+def engine_rounds(
     engines: Sequence[Engine],
     variables: dict[str, Any],
     prompt: Sequence[int],
@@ -30,9 +35,8 @@ def engine_seconds(
     n_steps: int = 16,
     rounds: int = 7,
     one_by_one: Sequence[bool] = (),
-    of: Callable[[list[float]], float] = statistics.median,
-) -> list[float]:
-    """Seconds of one decode step of each engine: draft, verify, accept, commit, append.
+) -> list[list[float]]:
+    """Seconds of one decode step of each engine, in every round: draft, verify, accept, commit, append.
 
     Every round runs every engine once, `n_steps` steps on the device in one go, behind the same
     prompt and in a cache of the same number of slots, with room for all steps of all trees: a
@@ -41,7 +45,6 @@ def engine_seconds(
     Args:
       one_by_one: for each engine whether the host dispatches its steps by themselves (without
         waiting for the one before); by default none is.
-      of: what is made of an engine's rounds.
 
     Raises:
       UserError: the context leaves no room for a step behind the prompt.
@@ -81,4 +84,4 @@ def engine_seconds(
     for _ in range(rounds):
         for i, case in enumerate(cases):
             times[i].append(run(*case))
-    return [of(t) for t in times]
+    return times

@@ -1,6 +1,6 @@
 """`python -m medusa_jax demo_build`: rebuild the bundled demo from nothing, one command.
 
-Seven stages, each a documented command of its own, each skipped if its result is there:
+Eight stages, each a documented command of its own, each skipped if its result is there:
 
     corpus      the standard library as text, a tokenizer, prompts      demo_corpus
     backbone    a small Llama trained from scratch                      train.py demo_backbone
@@ -8,6 +8,7 @@ Seven stages, each a documented command of its own, each skipped if its result i
     answers     its own continuations of training prompts               distill
     heads       draft heads trained on those                            train.py demo_{drafter}
     tree        the draft tree fitted to heads and device               calibrate
+    draft model a model of one layer, if --drafters names it            train.py demo_draft_model
     install     weights, tokenizer, heads, tree, prompts into --install
 
 Training resumes by itself, so a stopped build goes on where it was. The budgets are for two CPU
@@ -34,11 +35,12 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
 
+DRAFT_MODEL = "draft_model"
 # Seeds behind this line are for calibration only.
 CALIBRATION_SEEDS = 128
 DEMO_PROMPTS = 64
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-GENERATION_FILE = "generation_config.json"
+GENERATION_FILE, RECIPE_FILE = "generation_config.json", "recipe.json"
 GENERATION = {"no_repeat_ngram_size": 5}
 
 # What --tiny changes: minutes become seconds, and the model knows next to nothing.
@@ -64,7 +66,17 @@ TINY = {
         "--config.train.batch_size=2", "--config.train.steps=4",
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
-    "tree": ["--limit=2", "--max_new_tokens=16", "--sizes=1,2,4", "--rounds=1"],
+    "tree": [
+        "--limit=2", "--max_new_tokens=16", "--sizes=1,2,4", "--rounds=1", "--batches=1",
+        "--one_depth=",
+    ],
+    "draft_model": [
+        "--config.model.arch.vocab_size=512", "--config.model.arch.d_model=16",
+        "--config.model.arch.n_heads=2", "--config.model.arch.n_kv_heads=1",
+        "--config.model.arch.head_dim=8", "--config.model.arch.d_ff=24",
+        "--config.data.seq_len=64", "--config.data.eval_samples=4", "--config.train.steps=4",
+        "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
+    ],
 }  # fmt: skip
 
 
@@ -150,6 +162,18 @@ def run(flags: argparse.Namespace) -> int:
         ],
     )  # fmt: skip
     drafters = flags.drafters.split(",")
+    if DRAFT_MODEL in drafters:
+        drafters.remove(DRAFT_MODEL)
+        draft_model = work / DRAFT_MODEL
+        stage(
+            "draft model",
+            draft_model / "export" / "model.safetensors",
+            [
+                "train.py", "--config=configs/demo_draft_model.py", f"--workdir={draft_model}",
+                f"--config.data.source={work}/train", f"--config.data.eval_source={work}/heldout",
+                f"--config.model.tokenizer={work}/tokenizer", *extra[DRAFT_MODEL],
+            ],
+        )  # fmt: skip
     for drafter in drafters:
         heads = work / drafter
         stage(
@@ -233,6 +257,9 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
     shutil.copyfile(source / GENERATION_FILE, target / "backbone" / GENERATION_FILE)
     for drafter in drafters:
         install_heads(work / drafter / "export", target / drafter, config)
+    draft_model = work / DRAFT_MODEL
+    if draft_model.exists():
+        install_draft_model(draft_model / "export", target / DRAFT_MODEL)
     lines = (work / "heldout" / "prompts.jsonl").read_text().splitlines()
     prompts = spread([json.loads(line) for line in lines], DEMO_PROMPTS)
     keys = ("file", "prompt", "prompt_ids", "continuation_ids")
@@ -245,6 +272,8 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
         "answers": json.loads((work / "answers" / "provenance.json").read_text()),
         "heads": {drafter: last_record(work / drafter) for drafter in drafters},
     }
+    if draft_model.exists():
+        made[DRAFT_MODEL] = last_record(draft_model)
     (target / "provenance.json").write_text(json.dumps(made, indent=1) + "\n")
     size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
     inform(f"installed in {target}: {size / 1e6:.1f} MB")
@@ -261,6 +290,17 @@ def install_heads(trained: Path, out: Path, config: LlamaConfig) -> None:
         recipe=relative(described["recipe"]), dtype="bfloat16",
     )  # fmt: skip
     shutil.copyfile(trained / "tree.json", out / "tree.json")
+
+
+def install_draft_model(trained: Path, out: Path) -> None:
+    """The draft model in bfloat16 and how it was trained; its tokenizer is the backbone's."""
+    from medusa_jax.interop import hf
+    from medusa_jax.sharding import make_mesh
+
+    config, params = hf.load_backbone(str(trained), make_mesh())
+    hf.save_backbone(str(out), config, params, "bfloat16")
+    recipe = json.loads((trained / RECIPE_FILE).read_text())
+    (out / RECIPE_FILE).write_text(json.dumps(relative(recipe), indent=1) + "\n")
 
 
 def compact(text: str) -> str:

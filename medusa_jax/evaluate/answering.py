@@ -2,13 +2,13 @@
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options
-from medusa_jax.evaluate import scores
+from medusa_jax.evaluate import programs, scores
 from medusa_jax.evaluate.answers import answer_line, spec_bench_speedup
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.conversation import PLAIN, ending_turns, turn_prompt
@@ -25,12 +25,14 @@ class Answered:
     Attributes:
       prompts: ids that each turn was answered from, the same on both sides.
       cut: whether text of the question was left out.
+      temperature: that the answers were drawn at.
     """
 
     question: dict[str, Any]
     turns: list[Comparison]
     prompts: list[list[int]]
     cut: bool
+    temperature: float
 
 
 def answer_all(
@@ -42,6 +44,7 @@ def answer_all(
     repeats: int,
     template: str,
     room: int,
+    temperatures: Mapping[str, float] | None = None,
 ) -> list[Answered]:
     """Answer every turn of every question with the tree and without, in turn.
 
@@ -49,6 +52,7 @@ def answer_all(
 
     Args:
       template, room: as for `conversation.turn_prompt`.
+      temperatures: of categories that are not answered at the options' own.
     """
     if template != PLAIN:
         options = ending_turns(model, options, template)
@@ -59,22 +63,32 @@ def answer_all(
         turns: list[Comparison] = []
         prompts: list[list[int]] = []
         cut = False
+        own = (temperatures or {}).get(question["category"], options.temperature)
+        asked = dataclasses.replace(options, temperature=own)
         for _ in question["turns"] or [""]:
             answers = [turn.drafted.text for turn in turns]
             prompt, shortened = turn_prompt(model, question, answers, template, room)
             turns += compare(
-                model, [prompt], options, tree=tree, ids=[number], repeats=repeats
+                model, [prompt], asked, tree=tree, ids=[number], repeats=repeats
             )
             prompts.append(prompt)
             cut = cut or shortened
-        found.append(Answered(question, turns, prompts, cut))
+        found.append(Answered(question, turns, prompts, cut, own))
     return found
 
 
 def category_rows(
-    model: Model, answered: Sequence[Answered], tree: Tree, options: Options, repeats: int
+    model: Model,
+    answered: Sequence[Answered],
+    tree: Tree,
+    repeats: int,
+    execute: bool = False,
 ) -> list[dict[str, Any]]:
-    """A row per category in the order of the file, MT-bench's eight together, and all."""
+    """A row per category in the order of the file, MT-bench's eight together, and all.
+
+    Args:
+      execute: whether to run programs that the model wrote, for HumanEval's pass@1.
+    """
     by_category: dict[str, list[Answered]] = {}
     for one in answered:
         by_category.setdefault(one.question["category"], []).append(one)
@@ -85,13 +99,13 @@ def category_rows(
     if len(by_category) > 1:
         rows["overall"] = list(answered)
     return [
-        {"category": category} | category_row(model, own, tree, options, repeats)
+        {"category": category} | category_row(model, own, tree, repeats, execute)
         for category, own in rows.items()
     ]
 
 
 def category_row(
-    model: Model, answered: Sequence[Answered], tree: Tree, options: Options, repeats: int
+    model: Model, answered: Sequence[Answered], tree: Tree, repeats: int, execute: bool
 ) -> dict[str, Any]:
     """Figures of some questions: `speed.pooled`, Spec-Bench's speed-up, scores, and two checks.
 
@@ -113,13 +127,13 @@ def category_row(
         drafted, plain, lambda text: model.tokenizer.encode(text, add_bos=True)
     )
     length = row["mean_accepted_length"]
-    apart = step_ratio(model, answered, tree, options, repeats)
+    apart = step_ratio(model, answered, tree, repeats)
     return row | {
         "step_latency_ratio_apart": apart,
         "difference": off(row["speedup"], length, row["step_latency_ratio"]),
         "difference_apart": off(row["speedup"], length, apart),
         "cut": sum(one.cut for one in answered),
-        "scores": score(answered),
+        "scores": score(answered, execute),
     }
 
 
@@ -129,29 +143,30 @@ def off(speedup: float, length: float, ratio: float) -> float:
 
 
 def step_ratio(
-    model: Model, answered: Sequence[Answered], tree: Tree, options: Options, rounds: int
+    model: Model, answered: Sequence[Answered], tree: Tree, rounds: int
 ) -> float:
     """Seconds of a step with the tree over those of a plain step, in turn, behind the prompt and
-    half of the answer of median length."""
+    half of the answer of median length, at the highest temperature of these."""
     texts = [
         prompt + turn.drafted.token_ids[: turn.drafted.new_tokens // 2]
         for one in answered
         for prompt, turn in zip(one.prompts, one.turns, strict=True)
     ]
     middle = sorted(texts, key=len)[len(texts) // 2]
-    acceptance = "sampled" if options.temperature > 0 else "greedy"
+    temperature = max(one.temperature for one in answered)
+    acceptance = "sampled" if temperature > 0 else "greedy"
     with_tree, without = step_seconds(
         model, [tree, Tree.none()], middle, acceptance=acceptance,
-        temperature=options.temperature, rounds=max(7, rounds),
+        temperature=temperature, rounds=max(7, rounds),
     )  # fmt: skip
     return with_tree / without
 
 
-def score(answered: Sequence[Answered]) -> dict[str, dict[str, float]]:
-    """Mean scores of both sides, of the questions that have references.
+def score(answered: Sequence[Answered], execute: bool) -> dict[str, dict[str, float]]:
+    """Mean scores of both sides, of the questions that have references or tests.
 
-    Exact match where a reference ends with GSM8K's mark, else ROUGE, if `rouge-score` is there;
-    conversations of several turns are for judges.
+    HumanEval's tests are run if `execute` says so. Exact match where a reference ends with GSM8K's
+    mark, else ROUGE, if `rouge-score` is there; conversations of several turns are for judges.
 
     Returns: score -> {"drafted": ..., "plain": ..., "questions": how many were scored}.
     """
@@ -160,8 +175,14 @@ def score(answered: Sequence[Answered]) -> dict[str, dict[str, float]]:
         kind = scores.kind_of(one.question)
         if not kind:
             continue
-        [turn], [right] = one.turns, one.question["references"]
+        [turn] = one.turns
         texts = turn.drafted.text, turn.autoregressive.text
+        if kind == scores.PASS_AT_1:
+            if execute:
+                ours, theirs = (programs.passes(one.question, text) for text in texts)
+                found.setdefault(kind, []).append((ours, theirs))
+            continue
+        [right] = one.question["references"]
         if kind == scores.EXACT_MATCH:
             ours, theirs = (scores.exact_match(text, right) for text in texts)
             found.setdefault(kind, []).append((ours, theirs))

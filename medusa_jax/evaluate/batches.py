@@ -5,48 +5,25 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from medusa_jax.api import Model, Options
+from medusa_jax.api import Model, Options, device_tree
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.latency import step_seconds
 from medusa_jax.tree import Tree, tree_of_size
-from medusa_jax.tree.growth import best_size
-
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
-def fitted_tree(
-    model: Model, batch: int, prompt: Sequence[int], most_nodes: int = 16, rounds: int = 5
-) -> tuple[Tree, dict[str, Any]]:
+def fitted_tree(model: Model, batch: int, most_nodes: int) -> tuple[Tree, dict[str, Any]]:
     """The tree with the most tokens per second at this batch size, and the figures behind it.
-
-    Tokens per step of each size come from the tree file beside the heads; the latency of a step
-    is measured here. The more rows, the sooner arithmetic is the limit, the smaller the tree.
 
     Raises:
       UserError: the heads have no calibrated tree with its evidence.
     """
-    found = model.calibrated or {}
-    ladder = found.get("evidence", {}).get("ladder", [])
-    ladder = [r for r in ladder if r["nodes"] in SIZES and r["nodes"] <= most_nodes]
-    if not ladder:
+    calibrated = model.calibrated or {}
+    if not device_tree.tokens_by_size(calibrated, "cpu"):
         raise UserError(
             "fitting the tree to a batch needs a calibrated tree with its evidence beside the "
             "heads: run `python -m medusa_jax calibrate`"
         )
-    sizes = [row["nodes"] for row in ladder]
-    tokens = [row["tokens_per_step"] for row in ladder]
-    trees = [tree_of_size(found["growth"], n) for n in sizes]
-    seconds = step_seconds(model, trees, prompt, batch=batch, rounds=rounds)
-    best = best_size(sizes, tokens, seconds)
-    figures = {
-        "sizes": sizes,
-        "step_seconds": seconds,
-        "expected_tokens_per_step": tokens,
-        "predicted_speedup": max(
-            n / tokens[0] * seconds[0] / s for n, s in zip(tokens, seconds)
-        ),
-    }
-    return tree_of_size(found["growth"], best), figures
+    figures = device_tree.measure_rung(model, calibrated, batch, most_nodes)
+    return tree_of_size(calibrated["growth"], figures["nodes"]), figures
 
 
 def batch_rows(
@@ -68,7 +45,7 @@ def batch_rows(
     prompts = [list(p[-length:]) for p in prompts]
     trees, figures = {}, {}
     for batch in batches:
-        trees[batch], figures[batch] = fitted_tree(model, batch, prompts[0], most_nodes)
+        trees[batch], figures[batch] = fitted_tree(model, batch, most_nodes)
     seconds: dict[tuple[int, str], list[float]] = {}
     measured: dict[int, tuple[int, int, int, int]] = {}
     for _ in range(repeats):

@@ -1,8 +1,8 @@
 """Fitting the tree to the heads and to this device (Medusa 2.3.3).
 
-Three measurements, then a choice: the ranks of the true tokens under the heads on the model's
-own output, the step latency over tree sizes on this device, and the tokens per step that the
-best tree of each size gives on texts that it was not grown from.
+Three measurements, then a choice for each number of rows: the ranks of the true tokens under the
+heads on the model's own output, the tokens per step that the best tree of each size gives on texts
+that it was not grown from, and step latencies on this device.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from medusa_jax.api import Model, Options
+from medusa_jax.api import Model, Options, device_tree
 from medusa_jax.console import announced
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.ranks import rank_tuples
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate import shapes
 from medusa_jax.evaluate.latency import step_seconds
 from medusa_jax.tree import Choice, Tree, growth
 
@@ -76,18 +77,22 @@ def fit_tree(
     options: Options,
     sizes: Sequence[int],
     *,
-    batch: int = 1,
+    batches: Sequence[int] = (1,),
     rounds: int = 7,
     worth: str = "joint",
+    level_sizes: Sequence[int] = (),
+    n_dense: int = 0,
 ) -> dict[str, Any]:
     """Measure and choose; returns the content of a tree file, its evidence included.
 
     Args:
       options: how the texts are written; their temperature decides the acceptance too.
       sizes: numbers of nodes to time; 1, plain decoding, is always among them.
-      batch: rows of the timed steps.
+      batches: numbers of rows, each of which gets its rung; the evidence is of the first.
       worth: of a node: "joint", the measured frequency of its path, or "product", the paper's
         product of head accuracies.
+      level_sizes: numbers of nodes of the trees of one depth.
+      n_dense: how many random dense trees to set beside the fitted ones.
     """
     texts = rank_texts(model, prompts, options)
     tuples_PK = np.concatenate(texts)
@@ -99,43 +104,63 @@ def fit_tree(
 
     choices = grow(tuples_PK)
     sizes = sorted({1, *(s for s in sizes if s <= len(choices) + 1)})
-    trees = [Tree.from_choices(choices[: s - 1]) for s in sizes]
+    nested = [Tree.from_choices(choices[: size - 1]) for size in sizes]
+    level = shapes.of_one_depth(texts, grow, level_sizes)
+    scored = model.drafter.heads.draft_vocab or model.config.vocab_size
+    dense = shapes.random_dense(
+        tuples_PK.shape[1], n_dense, most_wide=min(growth.MISS, scored)
+    )
+    timed = list(dict.fromkeys([*nested, *level, *shapes.to_time(dense)]))
     acceptance = "sampled" if options.temperature > 0 else "greedy"
-    with announced(f"timing {len(trees)} tree sizes"):
-        seconds = step_seconds(
-            model, trees, model.encode(prompts[0]), batch=batch, acceptance=acceptance,
+    with announced(f"timing {len(timed)} trees"):
+        seconds = dict(zip(timed, step_seconds(
+            model, timed, model.encode(prompts[0]), batch=batches[0], acceptance=acceptance,
             temperature=options.temperature, rounds=rounds,
-        )  # fmt: skip
+        )))  # fmt: skip
     tokens = growth.held_out_tokens(texts, grow, sizes)
-    best = growth.best_size(sizes, tokens, seconds)
-    ladder = [
-        {
-            "nodes": size,
-            "tokens_per_step": round(n, 4),
+
+    def row(tree: Tree, tokens: float) -> dict[str, Any]:
+        ratio = shapes.latency(tree, seconds) / seconds[Tree.none()]
+        return {
+            "nodes": tree.n_nodes,
+            "depth": tree.depth,
+            "tokens_per_step": round(tokens, 4),
             "fitted_tokens_per_step": round(growth.replayed_tokens(texts, tree), 4),
-            "step_seconds": s,
-            "step_latency_ratio": round(s / seconds[0], 4),
-            "predicted_speedup": round(n * seconds[0] / s, 4),
+            "step_seconds": shapes.latency(tree, seconds),
+            "step_latency_ratio": round(ratio, 4),
+            "predicted_speedup": round(tokens / ratio, 4),
         }
-        for size, tree, n, s in zip(sizes, trees, tokens, seconds)
-    ]
+
     device = jax.devices()[0]
-    return {
-        "choices": [list(c) for c in choices[: best - 1]],
+    found = {
         "growth": [list(c) for c in choices],
-        "nodes": best,
         "platform": device.platform,
         "device": f"{device.device_kind}, {jax.local_device_count()} device(s)",
         "dtype": str(model.dtype),
         "temperature": options.temperature,
         "acceptance": acceptance,
-        "batch": batch,
+        "batch": batches[0],
         "values": worth,
         "date": date.today().isoformat(),
         "evidence": {
             "prompts": len(prompts),
             "positions": len(tuples_PK),
             "head_accuracies": np.round(growth.head_accuracies(tuples_PK), 4).tolist(),
-            "ladder": ladder,
+            "ladder": [row(tree, n) for tree, n in zip(nested, tokens)],
+            "one_depth": [row(tree, n) for tree, n in level.items()],
+            "dense": [
+                row(tree, growth.replayed_tokens(texts, tree)) | {"widths": widths}
+                for widths, tree in dense
+            ],
         },
     }
+    rungs = [
+        device_tree.choose_on_device(
+            model, found, rows, device_tree.kept_for(model, found, rows)
+        )
+        for rows in batches
+    ]
+    best = rungs[0]["nodes"]
+    return (
+        {"choices": found["growth"][: best - 1], "nodes": best} | found | {"batches": rungs}
+    )

@@ -24,6 +24,11 @@ ARTICLE = ("Article: ", "Summary: ")
 MT_BENCH = (
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
 )  # fmt: skip
+# What FastChat answers MT-bench's categories at (its `temperature_config`).
+MT_BENCH_TEMPERATURES = {
+    "writing": 0.7, "roleplay": 0.7, "extraction": 0.0, "math": 0.0, "coding": 0.0,
+    "reasoning": 0.0, "stem": 0.1, "humanities": 0.1,
+}  # fmt: skip
 
 
 def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Record]:

@@ -18,7 +18,7 @@ from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.parts import Causal
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rotate
-from medusa_jax.native import attend_native, rotate_native
+from medusa_jax.native import rotate_native
 
 
 def attend(
@@ -104,7 +104,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 class Paths(struct.PyTreeNode):
-    """What a new token sees by the kernel of `native`: the cached text and the path to itself.
+    """What a new token sees in layers that `native` computes whole: the cached text, the path to itself.
 
     Attributes:
       mask_TT: [t, s] is True where new token s lies on the path to t, itself included.
@@ -187,15 +187,10 @@ class Attention(nn.Module):
             assert isinstance(sees, Causal)
             out_BTD = attend_rows(q_BTNH, k_BGTH, v_BGTH, sees)
         else:
-            assert start_B is not None
+            assert start_B is not None and not isinstance(sees, Paths)
             new = (k_BGTH, v_BGTH)
             if isinstance(sees, Causal):
                 out_BTD = attend_behind(q_BTNH, new, cache, start_B, sees.window)
-                cache = write_behind(cache, new, start_B, out_BTD)
-            elif isinstance(sees, Paths):
-                out_BTD = attend_native(
-                    q_BTNH, new, cache, start_B, sees.mask_TT, sees.window
-                )
                 cache = write_behind(cache, new, start_B, out_BTD)
             elif T == 1:
                 out_BTD = attend_one(q_BTNH, new, cache, start_B, sees)

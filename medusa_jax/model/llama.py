@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.attention import FEW, Attention, Paths, Sees
 from medusa_jax.model.cache import KVCache
+from medusa_jax.model.in_one import layer_in_one
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.lora import Adapter
 from medusa_jax.model.parts import Causal
@@ -70,6 +71,10 @@ class Block(nn.Module):
         start_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         c = self.config
+        if isinstance(sees, Paths):
+            assert cache is not None and start_B is not None
+            layer = self.variables["params"]
+            return layer_in_one(c, layer, x_BTD, rope, sees, cache, start_B)
         norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
         normed = norm(name="input_layernorm")(x_BTD)
         attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")

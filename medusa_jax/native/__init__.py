@@ -1,6 +1,7 @@
 """Kernels of our own for XLA on a CPU: optional, and compiled on the machine they run on."""
 
-from medusa_jax.native.attention import attend_native as attend_native
+from medusa_jax.native.layer import Kernel as Kernel
+from medusa_jax.native.layer import layer_native as layer_native
 from medusa_jax.native.library import Library as Library
 from medusa_jax.native.library import library as library
 from medusa_jax.native.product import in_panels as in_panels

@@ -2,49 +2,39 @@
 
 #pragma once
 
+#include <vector>
+
 #include "vectors.h"
 
 namespace {
 
-// exp(x) for x <= 0 to 2 units in the last place: 2^n exp(r) with x = n ln 2 + r, |r| <= ln 2 / 2, and the
-// series of exp(r) to r^7 / 5040. Zero below -87, where float32 ends.
-inline Vector Exp(Vector x) {
-  const Vector zero = {};
-  const Vector least = zero - 87.0f;
-  const auto nothing = x < least;
-  x = nothing ? least : x;
-  // Adding 1.5 x 2^23 rounds to a whole number, which is then in the lower bits.
-  const float kRound = 12582912.0f;
-  const Vector shifted = x * 1.44269504088896341f + kRound;
-  const Vector n = shifted - kRound;
-  const Vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  Vector y = zero + 1.0f / 5040;
-  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    y = y * r + c;
-  Ints power;
-  std::memcpy(&power, &shifted, sizeof power);
-  power = (power << 23) + (127 << 23);
-  Vector scale;
-  std::memcpy(&scale, &power, sizeof scale);
-  return nothing ? zero : y * scale;
-}
-
-// Keys or values of one text by position: those before `start` in a cache, the rest (a path through the
-// tree) among the new tokens.
-struct Rows {
+// Keys or values of one text by position, those of the new tokens along a path through the tree: the first
+// `start` slots of its cache, then the slots of that path behind them.
+struct Text {
   const float* cached;
-  const float* own;
   const int32_t* path;
   int64_t start, size;
   const float* operator[](int64_t p) const {
-    return p < start ? cached + p * size : own + path[p - start] * size;
+    return cached + (p < start ? p : start + path[p - start]) * size;
   }
 };
+
+// The path to each of T new tokens, itself included, and how long it is: [T, T + 1], the length last, from
+// mask [T, T], where [t, s] says whether s lies on the path to t.
+inline std::vector<int32_t> Paths(const bool* mask, int64_t T) {
+  std::vector<int32_t> paths(T * (T + 1));
+  for (int64_t t = 0; t < T; ++t) {
+    int32_t *path = paths.data() + t * (T + 1), &length = path[T];
+    for (int64_t s = 0; s < T; ++s)
+      if (mask[t * T + s]) path[length++] = int32_t(s);
+  }
+  return paths;
+}
 
 // Attention of one query over positions [first, count), in their order. `scores` has room for `count`
 // rounded up to whole vectors.
 template <int kVectors>
-void AttendOne(const float* query, Rows keys, Rows values, int64_t first, int64_t count, float scale,
+void AttendOne(const float* query, Text keys, Text values, int64_t first, int64_t count, float scale,
                float* scores, float* out) {
   Vector q[kVectors];
   for (int v = 0; v < kVectors; ++v) q[v] = Load(query + v * kLanes) * scale;

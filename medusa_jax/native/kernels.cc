@@ -1,27 +1,45 @@
-// What XLA for CPU calls: products of few rows with a large kernel, attention of few tokens over a cached
-// text, and the norm. All take the sums behind one output in one order, whatever the number of rows: a row's
-// result is the same, bit for bit, alone and among others.
+// What XLA for CPU calls: products of few rows with a large kernel, a layer over few tokens behind a cached
+// text, the norm and rotation. All take the sums behind one output in one order, whatever the number of
+// rows: a row's result is the same, bit for bit, alone and among others.
 
-#include "attention.h"
-#include "product.h"
-#include "rows.h"
+#include <numeric>
+
+#include "layer.h"
 
 namespace {
 
-// x [R, I] times panels [p, ceil(I / per_word), kPanel] of words, times scales [p * kPanel] if there are any.
+// A kernel in `panels` [p, ceil(inputs / per_word), kPanel] of words, with scales [p * kPanel] and a bias
+// [outputs], or none of either. No words: it does not fit.
+Kernel KernelOf(ffi::Buffer<ffi::U32> panels, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias,
+                int64_t per_word, int64_t inputs, int64_t outputs) {
+  const auto ps = panels.dimensions();
+  if (ps.size() != 3) return {};
+  const int64_t columns = ps[0] * kPanel;
+  Kernel kernel{panels.typed_data(), nullptr, nullptr, per_word, inputs, ps[0], outputs};
+  if (scales.element_count()) kernel.scales = scales.typed_data();
+  if (bias.element_count()) kernel.bias = bias.typed_data();
+  if (ps[2] != kPanel || ps[1] * kPanel != kernel.Size() || outputs > columns ||
+      (kernel.scales && int64_t(scales.element_count()) != columns) ||
+      (kernel.bias && int64_t(bias.element_count()) != outputs))
+    return {};
+  return kernel;
+}
+
+// x [R, I] times a kernel: `KernelOf`.
 ffi::Error ProductHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U32> panels,
-                          ffi::Buffer<ffi::F32> scales, ffi::ResultBuffer<ffi::F32> y,
-                          int64_t per_word) {
-  const auto xs = x.dimensions(), ps = panels.dimensions(), ys = y->dimensions();
-  if (xs.size() != 2 || ps.size() != 3 || ys.size() != 2 || ps[2] != kPanel || ys[0] != xs[0] ||
-      ys[1] > ps[0] * kPanel || (xs[1] + per_word - 1) / per_word != ps[1])
+                          ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias,
+                          ffi::ResultBuffer<ffi::F32> y, int64_t per_word) {
+  const auto xs = x.dimensions(), ys = y->dimensions();
+  Kernel kernel{};
+  if (xs.size() == 2 && ys.size() == 2 && ys[0] == xs[0])
+    kernel = KernelOf(panels, scales, bias, per_word, xs[1], ys[1]);
+  if (!kernel.words)
     return ffi::Error::InvalidArgument("x [R, I], panels [p, I / n, kPanel], y [R, O] do not fit");
-  const int64_t count = scales.element_count();
-  if (count && count != ps[0] * kPanel)
-    return ffi::Error::InvalidArgument("one scale for every output of the panels");
-  const auto run = per_word == 1 ? Product<1> : per_word == 2 ? Product<2> : Product<4>;
-  run(pool, x.typed_data(), panels.typed_data(), count ? scales.typed_data() : nullptr,
-      y->typed_data(), xs[0], xs[1], ps[0], ys[1]);
+  const float* in = x.typed_data();
+  float* out = y->typed_data();
+  Share(pool, kernel.Chunks(), [=, rows = xs[0]](int64_t chunk) {
+    MultiplyChunk(kernel, in, rows, chunk, nullptr, out);
+  });
   return ffi::Error::Success();
 }
 
@@ -81,47 +99,61 @@ ffi::Error RotateHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buf
   return ffi::Error::Success();
 }
 
-// Queries q [B, T, N, H] of new tokens, whose keys and values are k, v [B, G, T, H], behind the texts of
-// cached_k, cached_v [B, G, S, H]: slots [0, start) count. Token t sees new token s where
-// mask [T, T] says so: its ancestors and itself, which stand in their order. window 0 is none.
-ffi::Error AttendHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
-                         ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::F32> cached_k,
-                         ffi::Buffer<ffi::F32> cached_v, ffi::Buffer<ffi::S32> start,
-                         ffi::Buffer<ffi::PRED> mask, ffi::ResultBuffer<ffi::F32> out,
-                         int64_t window) {
-  const auto qs = q.dimensions(), cs = cached_k.dimensions();
-  if (qs.size() != 4 || cs.size() != 4)
-    return ffi::Error::InvalidArgument("q is [B, T, N, H] and the cache [B, G, S, H]");
-  const int64_t B = qs[0], T = qs[1], N = qs[2], H = qs[3], G = cs[1], S = cs[2], R = N / G;
-  const AttendFn attend = AttendFor(H);
-  if (!attend || cs[3] != H || N % G || mask.element_count() != size_t(T * T))
-    return ffi::Error::InvalidArgument("these heads or this mask do not fit");
-  // The path to each token, itself included.
-  auto paths = std::make_shared<std::vector<int32_t>>(T * T);
-  auto lengths = std::make_shared<std::vector<int64_t>>(T);
-  for (int64_t t = 0; t < T; ++t)
-    for (int64_t s = 0; s < T; ++s)
-      if (mask.typed_data()[t * T + s]) (*paths)[t * T + (*lengths)[t]++] = int32_t(s);
-  const float *qd = q.typed_data(), *kd = k.typed_data(), *vd = v.typed_data();
-  const float *ck = cached_k.typed_data(), *cv = cached_v.typed_data();
-  const int32_t* starts = start.typed_data();
-  float* y = out->typed_data();
-  const float scale = 1.0f / std::sqrt(float(H));
-  auto unit = [=](int64_t i) {
-    const int64_t t = i % T, g = i / T % G, b = i / T / G, row = b * G + g;
-    const int64_t begin = std::clamp<int64_t>(starts[b], 0, S), count = begin + (*lengths)[t];
-    const int64_t first = window ? std::max<int64_t>(0, count - window) : 0;
-    const int32_t* path = paths->data() + t * T;
-    const Rows keys{ck + row * S * H, kd + row * T * H, path, begin, H};
-    const Rows values{cv + row * S * H, vd + row * T * H, path, begin, H};
-    thread_local std::vector<float> scores;
-    scores.resize(count + kLanes);
-    for (int64_t r = 0; r < R; ++r) {
-      const int64_t head = (b * T + t) * N + g * R + r;
-      attend(qd + head * H, keys, values, first, count, scale, scores.data(), y + head * H);
-    }
-  };
-  Share(pool, B * G * T, unit);
+// A layer (`Layer`) over rows x [B, T, D] turned by angles whose cosines and sines are [B, T, H], behind
+// texts that fill slots [0, start) of keys and values [B, G, S, H], which new_keys and new_values are too.
+// Token t sees new token s where mask [T, T] says so: its ancestors and itself, which stand in their order.
+// The kernels come last, each as panels, scales and bias: queries, keys and values; attention's output; gate
+// and up; down.
+ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos,
+                        ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start,
+                        ffi::Buffer<ffi::PRED> mask, ffi::Buffer<ffi::F32> keys,
+                        ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::F32> attn_norm,
+                        ffi::Buffer<ffi::F32> mlp_norm, ffi::Buffer<ffi::F32> q_norm,
+                        ffi::Buffer<ffi::F32> k_norm, ffi::RemainingArgs kernels,
+                        ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::F32> new_keys,
+                        ffi::ResultBuffer<ffi::F32> new_values, int64_t n_heads, int64_t d_ff,
+                        int64_t window, int64_t per_word, double eps) {
+  const auto xs = x.dimensions(), cs = keys.dimensions();
+  if (xs.size() != 3 || cs.size() != 4)
+    return ffi::Error::InvalidArgument("x is [B, T, D] and the cache [B, G, S, H]");
+  Layer l{};
+  l.B = xs[0], l.T = xs[1], l.D = xs[2], l.G = cs[1], l.S = cs[2], l.H = cs[3];
+  l.N = n_heads, l.F = d_ff, l.window = window, l.eps = float(eps), l.attend = AttendFor(l.H);
+  const int64_t R = l.B * l.T, heads = (l.N + 2 * l.G) * l.H, queries = l.N * l.H;
+  const auto has = [](ffi::Buffer<ffi::F32> b, int64_t n) { return int64_t(b.element_count()) == n; };
+  if (!l.attend || cs[0] != l.B || l.T > l.S || l.N % l.G || int64_t(mask.element_count()) != l.T * l.T ||
+      int64_t(start.element_count()) != l.B || !has(cos, R * l.H) || !has(sin, R * l.H) ||
+      !has(values, l.B * l.G * l.S * l.H) || !has(attn_norm, l.D) || !has(mlp_norm, l.D) ||
+      !has(k_norm, q_norm.element_count()) || !(has(q_norm, 0) || has(q_norm, l.H)))
+    return ffi::Error::InvalidArgument("these heads, norms, angles or this mask do not fit");
+  if (keys.typed_data() != new_keys->typed_data() || values.typed_data() != new_values->typed_data())
+    return ffi::Error::InvalidArgument("the cache is written in place");
+  Kernel* const all[] = {&l.qkv, &l.out, &l.gate_up, &l.down};
+  const int64_t inputs[] = {l.D, queries, l.D, l.F}, outputs[] = {heads, l.D, 2 * l.F, l.D};
+  for (size_t i = 0; i < 4; ++i) {
+    const auto panels = kernels.get<ffi::Buffer<ffi::U32>>(3 * i);
+    const auto scales = kernels.get<ffi::Buffer<ffi::F32>>(3 * i + 1);
+    const auto bias = kernels.get<ffi::Buffer<ffi::F32>>(3 * i + 2);
+    if (!panels || !scales || !bias)
+      return ffi::Error::InvalidArgument("each of four kernels is panels, scales and a bias");
+    *all[i] = KernelOf(*panels, *scales, *bias, per_word, inputs[i], outputs[i]);
+    if (!all[i]->words) return ffi::Error::InvalidArgument("a kernel does not fit");
+  }
+  const std::vector<int32_t> paths = Paths(mask.typed_data(), l.T);
+  l.x = x.typed_data(), l.cos = cos.typed_data(), l.sin = sin.typed_data();
+  l.start = start.typed_data(), l.paths = paths.data();
+  l.attn_norm = attn_norm.typed_data(), l.mlp_norm = mlp_norm.typed_data();
+  if (has(q_norm, l.H)) l.q_norm = q_norm.typed_data(), l.k_norm = k_norm.typed_data();
+  l.keys = new_keys->typed_data(), l.values = new_values->typed_data(), l.y = y->typed_data();
+  // Kept from call to call: fresh memory is cleared by the system first, page by page.
+  thread_local std::vector<float> scratch;
+  float** const parts[] = {&l.normed, &l.heads, &l.queries, &l.attended, &l.gates, &l.inner};
+  const int64_t sizes[] = {l.D, heads, queries, queries, 2 * l.F, l.F};
+  const size_t needed = R * std::accumulate(sizes, sizes + 6, int64_t(0));
+  if (scratch.size() < needed) scratch.resize(needed);
+  float* at = scratch.data();
+  for (size_t i = 0; i < 6; at += R * sizes[i++]) *parts[i] = at;
+  RunLayer(pool, l);
   return ffi::Error::Success();
 }
 
@@ -136,21 +168,33 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_product, ProductHandler,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::U32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("per_word"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_attend, AttendHandler,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_layer, LayerHandler,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("window"));
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("n_heads")
+                                  .Attr<int64_t>("d_ff")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("per_word")
+                                  .Attr<double>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_norm, NormHandler,
                               ffi::Ffi::Bind()

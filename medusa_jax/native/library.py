@@ -26,7 +26,7 @@ from medusa_jax.console import announced, cache_directory, processor
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 HANDLERS = tuple(
-    f"medusa_{name}" for name in ("product", "attend", "norm", "rotate", "read")
+    f"medusa_{name}" for name in ("product", "layer", "norm", "rotate", "read")
 )
 # For this processor, in the words of x86 compilers and of those for ARM; vectors as wide as it has.
 MACHINE = (

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <utility>
+
 #include "vectors.h"
 
 namespace {
@@ -10,9 +12,23 @@ namespace {
 // Outputs of a panel: two vectors, so that a row of words is whole cache lines.
 constexpr int kPanel = 2 * kLanes;
 // A memory stream is asked for this many bytes ahead; without it AVX2 code waits for memory.
-constexpr int64_t kAhead = 4096;
+constexpr int64_t kAhead = 8192;
 // What one worker takes at a time: small enough to share out evenly, large enough to stream.
 constexpr int64_t kChunkBytes = 1 << 17;
+
+// A kernel in panels. Outputs are multiplied by scales [panels * kPanel] and added to bias [outputs], unless
+// these are null.
+struct Kernel {
+  const uint32_t* words;
+  const float *scales, *bias;
+  int64_t per_word, inputs, panels, outputs;
+
+  // Words of a panel.
+  int64_t Size() const { return (inputs + per_word - 1) / per_word * kPanel; }
+  // Panels that one worker takes at a time, and how many times they can be taken.
+  int64_t Chunk() const { return std::clamp<int64_t>(kChunkBytes / (Size() * 4), 1, panels); }
+  int64_t Chunks() const { return (panels + Chunk() - 1) / Chunk(); }
+};
 
 // The weights of input j of the n in each word.
 template <int n>
@@ -54,38 +70,50 @@ void PanelRows(const uint32_t* panel, const float* x, int64_t inputs, Vector sca
   }
 }
 
+using PanelFn = decltype(&PanelRows<1, 1>);
+
 // `PanelRows` for 1 to kRows rows.
 template <int n, size_t... R>
-auto ForRows(int64_t rows, std::index_sequence<R...>) {
-  constexpr decltype(&PanelRows<1, n>) table[] = {PanelRows<int(R) + 1, n>...};
+PanelFn ForRows(int64_t rows, std::index_sequence<R...>) {
+  constexpr PanelFn table[] = {PanelRows<int(R) + 1, n>...};
   return table[rows - 1];
 }
 
-// y [rows, outputs] = x [rows, inputs] times `panels` panels of words of n weights, times scales
-// [panels * kPanel] unless they are null.
-template <int n>
-void Product(ffi::ThreadPool& pool, const float* x, const uint32_t* words, const float* scales,
-             float* y, int64_t rows, int64_t inputs, int64_t panels, int64_t outputs) {
-  const int64_t size = (inputs + n - 1) / n * kPanel;
-  const int64_t per = std::clamp<int64_t>(kChunkBytes / (size * 4), 1, panels);
+inline PanelFn PanelFor(int64_t rows, int64_t per_word) {
+  constexpr std::make_index_sequence<kRows> all;
+  if (per_word == 1) return ForRows<1>(rows, all);
+  return per_word == 2 ? ForRows<2>(rows, all) : ForRows<4>(rows, all);
+}
+
+// The outputs of one chunk of x [rows, inputs] times the kernel, added to those of `onto` [rows, outputs]
+// unless it is null, in y [rows, outputs].
+inline void MultiplyChunk(const Kernel& kernel, const float* x, int64_t rows, int64_t chunk,
+                          const float* onto, float* y) {
+  const int64_t size = kernel.Size(), per = kernel.Chunk(), outputs = kernel.outputs;
   // Blocks of rows of nearly one size: 8 rows are 4 and 4 where 6 fit the registers, not 6 and 2.
   const int64_t blocks = (rows + kRows - 1) / kRows;
-  Share(pool, (panels + per - 1) / per, [=](int64_t chunk) {
-    float out[kRows * kPanel];
-    for (int64_t p = chunk * per; p < std::min(panels, (chunk + 1) * per); ++p) {
-      Vector scale0 = {}, scale1 = {};
-      scale0 += 1.0f, scale1 += 1.0f;
-      if (scales) scale0 = Load(scales + p * kPanel), scale1 = Load(scales + p * kPanel + kLanes);
-      const int64_t width = std::min<int64_t>(kPanel, outputs - p * kPanel);
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t first = rows * b / blocks, count = rows * (b + 1) / blocks - first;
-        const auto run = ForRows<n>(count, std::make_index_sequence<kRows>());
-        run(words + p * size, x + first * inputs, inputs, scale0, scale1, out);
-        for (int64_t r = 0; r < count; ++r)
-          std::memcpy(y + (first + r) * outputs + p * kPanel, out + r * kPanel, width * 4);
+  float out[kRows * kPanel];
+  for (int64_t p = chunk * per; p < std::min(kernel.panels, (chunk + 1) * per); ++p) {
+    const int64_t begin = p * kPanel, width = std::min<int64_t>(kPanel, outputs - begin);
+    Vector scale0 = {}, scale1 = {};
+    scale0 += 1.0f, scale1 += 1.0f;
+    if (kernel.scales)
+      scale0 = Load(kernel.scales + begin), scale1 = Load(kernel.scales + begin + kLanes);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t first = rows * b / blocks, count = rows * (b + 1) / blocks - first;
+      const PanelFn run = PanelFor(count, kernel.per_word);
+      run(kernel.words + p * size, x + first * kernel.inputs, kernel.inputs, scale0, scale1, out);
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t at = (first + r) * outputs + begin;
+        float* sums = out + r * kPanel;
+        if (kernel.bias)
+          for (int64_t i = 0; i < width; ++i) sums[i] += kernel.bias[begin + i];
+        if (onto)
+          for (int64_t i = 0; i < width; ++i) sums[i] += onto[at + i];
+        std::memcpy(y + at, sums, width * 4);
       }
     }
-  });
+  }
 }
 
 }  // namespace

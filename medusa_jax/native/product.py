@@ -51,8 +51,9 @@ def panel_product(
     call = jax.ffi.ffi_call(
         "medusa_product", jax.ShapeDtypeStruct((x_RI.shape[0], outputs), jnp.float32)
     )
-    scales = jnp.zeros((0,), jnp.float32) if scales is None else scales
-    y_RO = call(x_RI, panels, scales, per_word=np.int64(per_word))
+    nothing = jnp.zeros((0,), jnp.float32)
+    scales = nothing if scales is None else scales
+    y_RO = call(x_RI, panels, scales, nothing, per_word=np.int64(per_word))
     return y_RO.reshape(*x.shape[:-1], outputs)
 
 

@@ -1,4 +1,4 @@
-// What is done to each row by itself: the norm, its mean square in one order, and rotation.
+// What is done to each row by itself: the norm, its mean square in one order, rotation, and SwiGLU's gate.
 
 #pragma once
 
@@ -26,6 +26,22 @@ inline void RotateHead(const float* x, const float* cos, const float* sin, int64
     y[i] = x[i] * cos[i] - x[i + half] * sin[i];
     y[i + half] = x[i + half] * cos[i + half] + x[i] * sin[i + half];
   }
+}
+
+// silu(gate) * up, silu(x) = x / (1 + exp(-x)).
+inline void GateRow(const float* gate, const float* up, int64_t size, float* y) {
+  const auto gated = [](Vector g, Vector u) {
+    const Vector one = Vector{} + 1.0f, power = Exp(g < 0 ? g : -g);  // exp(-|g|) does not overflow
+    return g * ((g < 0 ? power : one) / (one + power)) * u;
+  };
+  const int64_t whole = size / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) Store(y + i, gated(Load(gate + i), Load(up + i)));
+  if (whole == size) return;
+  Vector g = {}, u = {};
+  std::memcpy(&g, gate + whole, (size - whole) * 4);
+  std::memcpy(&u, up + whole, (size - whole) * 4);
+  const Vector last = gated(g, u);
+  std::memcpy(y + whole, &last, (size - whole) * 4);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Vectors as wide as the machine's registers, and work shared out to XLA's threads.
+// Vectors as wide as the machine's registers.
 //
 // Compiled on the machine it runs on (native/library.py), so the width is the compiler's to tell; vector
 // extensions of GCC and Clang keep one source for AVX2, AVX-512 and NEON.
@@ -6,18 +6,9 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <thread>
-#include <utility>
-#include <vector>
-
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -40,51 +31,46 @@ inline Vector Load(const float* at) { return *reinterpret_cast<const Unaligned*>
 inline Words LoadWords(const uint32_t* at) { return *reinterpret_cast<const UnalignedWords*>(at); }
 inline void Store(float* at, Vector x) { *reinterpret_cast<Unaligned*>(at) = x; }
 
-// The sum of all lanes, halves first.
-inline float Sum(Vector x) {
-  float lanes[kLanes];
-  std::memcpy(lanes, &x, sizeof lanes);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
+template <int n>
+struct Lanes {
+  typedef float Type __attribute__((vector_size(n * 4)));
+};
+
+// The sum of n lanes, halves first. In registers: a loop over an array of them goes through memory.
+template <int n>
+inline float SumOf(typename Lanes<n>::Type x) {
+  if constexpr (n == 1) {
+    return x[0];
+  } else {
+    typename Lanes<n / 2>::Type halves[2];
+    std::memcpy(halves, &x, sizeof x);
+    return SumOf<n / 2>(halves[0] + halves[1]);
+  }
 }
 
-inline void Wait(int64_t tries) {
-  if (tries > 2000) {
-    std::this_thread::yield();
-    return;
-  }
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
+inline float Sum(Vector x) { return SumOf<kLanes>(x); }
 
-// `work(i)` for every i < n, on XLA's own threads and this one; returns when all are done.
-//
-// Nobody waits for a thread to begin: whoever is there takes the next index, and a helper that comes
-// late finds none. So it cannot lock up, whatever else the threads are busy with.
-template <typename Work>
-void Share(ffi::ThreadPool& pool, int64_t n, const Work& work) {
-  struct Counts {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), n) - 1;
-  if (helpers <= 0) {
-    for (int64_t i = 0; i < n; ++i) work(i);
-    return;
-  }
-  auto counts = std::make_shared<Counts>();
-  auto take = [counts, n, work] {
-    for (int64_t i; (i = counts->next.fetch_add(1)) < n;) {
-      work(i);
-      counts->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  for (int64_t t = 0; t < helpers; ++t) pool.Schedule([take] { take(); });
-  take();
-  for (int64_t tries = 0; counts->done.load(std::memory_order_acquire) < n; ++tries) Wait(tries);
+// exp(x) for x <= 0 to 2 units in the last place: 2^n exp(r) with x = n ln 2 + r, |r| <= ln 2 / 2, and the
+// series of exp(r) to r^7 / 5040. Zero below -87, where float32 ends.
+inline Vector Exp(Vector x) {
+  const Vector zero = {};
+  const Vector least = zero - 87.0f;
+  const auto nothing = x < least;
+  x = nothing ? least : x;
+  // Adding 1.5 x 2^23 rounds to a whole number, which is then in the lower bits.
+  const float kRound = 12582912.0f;
+  const Vector shifted = x * 1.44269504088896341f + kRound;
+  const Vector n = shifted - kRound;
+  const Vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vector y = zero + 1.0f / 5040;
+  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    y = y * r + c;
+  Ints power;
+  std::memcpy(&power, &shifted, sizeof power);
+  power = (power << 23) + (127 << 23);
+  Vector scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  return nothing ? zero : y * scale;
 }
 
 }  // namespace

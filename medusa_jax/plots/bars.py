@@ -16,7 +16,8 @@ def draw_bars(
 ) -> Path:
     """Draws charts one below the other.
 
-    charts: title -> label of a series -> category -> value; the first series orders the categories.
+    charts: title -> label of a series -> category -> value; the first series orders the categories,
+    one alone needs no legend.
     level: a horizontal line in every chart, such as plain decoding.
     """
     categories = list(next(iter(next(iter(charts.values())).values())))
@@ -32,7 +33,8 @@ def draw_bars(
         if level is not None:
             axes.axhline(level, color=INK, linewidth=1.2, linestyle=":")
         axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")
-        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+        if len(series) > 1:
+            axes.legend(frameon=False, labelcolor=INK, fontsize=8)
         axes.set_title(name, color=INK, fontsize=10)
         mute(axes)
     if title:

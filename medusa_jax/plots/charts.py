@@ -72,12 +72,16 @@ class Chart:
       title, xlabel: what is drawn over what.
       lines: label -> (x, y).
       levels: label -> y of a horizontal line (a baseline).
+      points: label -> (x, y), drawn without a line.
     """
 
     title: str
     xlabel: str
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
     levels: Mapping[str, float] = field(default_factory=dict)
+    points: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(
+        default_factory=dict
+    )
 
 
 # Distinct on light and dark ground, and in print by marker.
@@ -96,6 +100,10 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
             chart.lines.items(), itertools.cycle(LINE_STYLES), strict=False
         ):
             axes.plot(x, y, color=colour, marker=marker, markersize=3.5, label=label)
+        for (label, (x, y)), (colour, marker) in zip(
+            chart.points.items(), reversed(LINE_STYLES), strict=False
+        ):
+            axes.scatter(x, y, color=colour, marker=marker, s=14, alpha=0.6, label=label)
         for (label, level), dash in zip(
             chart.levels.items(), itertools.cycle((":", "--", "-.")), strict=False
         ):

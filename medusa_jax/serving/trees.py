@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from medusa_jax.api import Model, device_tree
-from medusa_jax.tree import Tree, tree_of_size
+from medusa_jax.tree import Tree
 
 
 def trees_by_rows(model: Model, sizes: Sequence[int], measured: bool) -> dict[int, Tree]:
@@ -16,19 +16,5 @@ def trees_by_rows(model: Model, sizes: Sequence[int], measured: bool) -> dict[in
     calibrated = model.calibrated
     if not (measured and device_tree.is_measured(calibrated)):
         return dict.fromkeys(sizes, model.tree)
-    trees = {}
-    for rows in sizes:
-        kept = device_tree.kept_choice(
-            calibrated,
-            rows,
-            model.config,
-            model.drafter.heads,
-            model.dtype,
-            model.storage,
-            model.mesh,
-        )
-        size = device_tree.kept_size(kept)
-        if size is None:
-            size = device_tree.choose_on_device(model, calibrated, rows, kept)["nodes"]
-        trees[rows] = tree_of_size(calibrated["growth"], size)
-    return trees
+    ladder = device_tree.measured_ladder(model, calibrated, sizes)
+    return {rows: ladder.at(rows) for rows in sizes}

@@ -22,7 +22,7 @@ from medusa_jax.training import checks, estimate, export, losses
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import features, prepare
 from medusa_jax.training.data.pipeline import batches, read
-from medusa_jax.training.data.rows import TokenRows
+from medusa_jax.training.data.rows import Rows, mixed
 from medusa_jax.training.data.vocabulary import draft_vocab
 from medusa_jax.training.log.run_log import RunLog
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
@@ -47,7 +47,7 @@ class Evaluator:
     With heads also the tokens per decoding step to expect, see `estimate.py`.
     """
 
-    def __init__(self, cfg: Config, stage: Stage, mesh: Mesh, rows: TokenRows):
+    def __init__(self, cfg: Config, stage: Stage, mesh: Mesh, rows: Rows):
         self.rows, self.mesh = rows, mesh
         self.size = cfg.train.batch_size // cfg.train.accumulation
         self.total = min(cfg.data.eval_samples, rows.rows)
@@ -106,14 +106,9 @@ def train(cfg: Config) -> dict[str, Any]:
     checks.fit_accumulation(cfg, mesh)
     checks.check(cfg, mesh)
     features.check(cfg)
-    vocab = cfg.model.arch.vocab_size
-    directory = prepare.token_directory(cfg, cfg.data.source, cfg.data)
-    rows: Any = TokenRows(directory, cfg.data, vocab)
-    held_out: Any = None
-    if cfg.data.eval_source:
-        limit = dataclasses.replace(cfg.data, max_samples=cfg.data.eval_samples)
-        directory = prepare.token_directory(cfg, cfg.data.eval_source, limit)
-        held_out = TokenRows(directory, cfg.data, vocab, shuffle=False)
+    texts, held_out_text = prepare.texts(cfg), prepare.held_out_text(cfg)
+    rows: Rows = mixed(texts)
+    held_out: Rows | None = held_out_text
     checkpoints = Checkpoints(cfg.workdir, cfg.train.keep_checkpoints)
     if "heads" in trained_groups(cfg) and cfg.heads.draft_vocab:
         setup = with_draft_vocab(setup, mesh, partial(draft_vocab, cfg, rows))
@@ -123,9 +118,10 @@ def train(cfg: Config) -> dict[str, Any]:
     if cfg.data.cache_features:
         assert stage.hidden is not None and setup.base is not None
         read = (stage.hidden, setup.frozen, setup.base["fingerprint"])
-        rows = features.cached(cfg, mesh, rows, *read)
-        if held_out:
-            held_out = features.cached(cfg, mesh, held_out, *read, cfg.data.eval_samples)
+        rows = mixed([features.cached(cfg, mesh, text, *read) for text in texts])
+        if held_out_text:
+            limit = cfg.data.eval_samples
+            held_out = features.cached(cfg, mesh, held_out_text, *read, limit)
     schedule = make_schedule(cfg.optim, steps)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
     with announced("initialising"):

@@ -1,6 +1,16 @@
 """The draft tree, and how it is fitted to what draft heads guess."""
 
 from medusa_jax.tree.files import auto_tree, load_tree_file, parse_tree, tree_of_size
+from medusa_jax.tree.ladder import Ladder, file_ladder
 from medusa_jax.tree.tree import Choice, Tree
 
-__all__ = ["Choice", "Tree", "auto_tree", "load_tree_file", "parse_tree", "tree_of_size"]
+__all__ = [
+    "Choice",
+    "Ladder",
+    "Tree",
+    "auto_tree",
+    "file_ladder",
+    "load_tree_file",
+    "parse_tree",
+    "tree_of_size",
+]

@@ -169,10 +169,3 @@ def held_out_tokens(
         tokens, steps = (sum(column) for column in zip(*runs))
         found.append(tokens / max(steps, 1))
     return found
-
-
-def best_size(
-    sizes: Sequence[int], tokens: Sequence[float], seconds: Sequence[float]
-) -> int:
-    """The size with the most tokens per second: argmax E[tokens] / t_step(M)."""
-    return int(sizes[int(np.argmax(np.array(tokens) / np.array(seconds)))])

@@ -1,14 +1,18 @@
 """bench --questions on a tiny model: both turns, files that others read, figures that add up."""
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tiny_model import write_model
 from tokenizers import Tokenizer, processors
 
+from medusa_jax import Options, Tree
 from medusa_jax.commands import bench
 from medusa_jax.evaluate import answering, scores
+from medusa_jax.evaluate.questions import MT_BENCH_TEMPERATURES
 from medusa_jax.evaluate.speed import pooled
 
 QUESTIONS = [
@@ -164,9 +168,7 @@ def test_a_token_too_many_shows_in_the_difference(directory, out, monkeypatch):
 
 
 def test_the_step_is_timed_in_the_middle_of_a_text_of_median_length(monkeypatch):
-    from types import SimpleNamespace as Space
-
-    asked = []
+    Space, asked = SimpleNamespace, []
 
     def timed(model, trees, prompt, **flags):
         asked.append((prompt, flags["acceptance"]))
@@ -175,13 +177,68 @@ def test_the_step_is_timed_in_the_middle_of_a_text_of_median_length(monkeypatch)
     monkeypatch.setattr(answering, "step_seconds", timed)
     answered = [
         Space(
-            prompts=[[i] * n], turns=[Space(drafted=Space(token_ids=[9] * 4, new_tokens=4))]
+            prompts=[[i] * n],
+            turns=[Space(drafted=Space(token_ids=[9] * 4, new_tokens=4))],
+            temperature=0.35 * i,
         )
         for i, n in enumerate((30, 2, 10))
     ]
-    options = Space(temperature=0.7)
-    assert answering.step_ratio(None, answered, None, options, 1) == 1.5
+    assert answering.step_ratio(None, answered, None, 1) == 1.5
     assert asked == [([2] * 10 + [9, 9], "sampled")]
+
+
+def test_mt_bench_s_categories_at_fastchat_s_temperatures(monkeypatch):
+    drawn = {}
+
+    def compare(model, prompts, options, *, ids, **how):
+        drawn[ids[0]] = options.temperature
+        return [SimpleNamespace(drafted=SimpleNamespace(text="a"))]
+
+    monkeypatch.setattr(answering, "compare", compare)
+    monkeypatch.setattr(answering, "turn_prompt", lambda *_: ([4], False))
+    how = {"repeats": 1, "template": "plain", "room": 9}
+    ask = partial(
+        answering.answer_all, None, QUESTIONS, Tree.none(), Options(temperature=0.3), **how
+    )
+    answered = ask(temperatures=MT_BENCH_TEMPERATURES)
+    assert list(drawn.values()) == [0.7, 0.0, 0.3, 0.3, 0.3]
+    assert [one.temperature for one in answered] == [0.7, 0.0, 0.3, 0.3, 0.3]
+    ask()
+    assert set(drawn.values()) == {0.3}
+
+
+PROBLEM = {
+    "task_id": "HumanEval/0", "prompt": "def double(x):\n    ", "entry_point": "double",
+    "canonical_solution": "return 2 * x\n", "test": "def check(f):\n    assert f(2) == 4\n",
+}  # fmt: skip
+
+
+def test_humaneval_is_run_where_that_is_allowed(directory, tmp_path, capsys, monkeypatch):
+    """Answers are planted: what the tiny model writes is no program."""
+    compared = answering.compare
+
+    def planted(*args, **how):
+        found = compared(*args, **how)
+        for c in found:
+            c.drafted.text, c.autoregressive.text = "return 2 * x", "return x"
+        return found
+
+    monkeypatch.setattr(answering, "compare", planted)
+    monkeypatch.setattr(answering, "step_ratio", lambda *_: 2.0)
+    file = tmp_path / "HumanEval.jsonl"
+    file.write_text(json.dumps(PROBLEM) + "\n")
+    for execute in (False, True):
+        flags = [*arguments(directory, tmp_path, questions=file), *["--execute"] * execute]
+        assert bench.main(flags) == 0
+        printed = capsys.readouterr()
+        (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+        if execute:
+            assert row["scores"] == {
+                "pass@1": {"drafted": 1.0, "plain": 0.0, "questions": 1}
+            }
+            assert "| 100.00 (0.00) |" in printed.out
+        else:
+            assert not row["scores"] and "which --execute allows" in printed.err
 
 
 @pytest.mark.parametrize(

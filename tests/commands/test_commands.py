@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_model import write_model
 
-from medusa_jax.api import Model
+from medusa_jax.api import Model, device_tree
 from medusa_jax.commands import bench, calibrate, distill, sweep, ties
 from medusa_jax.config import DataConfig
 from medusa_jax.training.data.rows import TokenRows
@@ -33,23 +33,37 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys):
         [
             f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
             f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4", "--rounds=2",
-            f"--plots={tmp_path}/plots",
+            "--batches=1,2", "--one_depth=2,4", "--dense=3", f"--plots={tmp_path}/plots",
         ]
     )  # fmt: skip
     assert code == 0
     found = json.loads(out.read_text())
-    ladder = found["evidence"]["ladder"]
+    evidence = found["evidence"]
+    ladder = evidence["ladder"]
     assert [row["nodes"] for row in ladder] == [1, 2, 4]
     assert ladder[0]["tokens_per_step"] == 1 and ladder[0]["step_latency_ratio"] == 1
     assert ladder[1]["tokens_per_step"] <= ladder[2]["tokens_per_step"]
-    speeds = [row["tokens_per_step"] / row["step_seconds"] for row in ladder]
-    assert found["nodes"] == ladder[int(np.argmax(speeds))]["nodes"]
-    assert len(found["choices"]) == found["nodes"] - 1
+    level = evidence["one_depth"]
+    assert [row["nodes"] for row in level] == [2, 4]
+    dense = evidence["dense"]
+    assert [Tree.cartesian(row["widths"]).n_nodes for row in dense] == [
+        row["nodes"] for row in dense
+    ]
+    assert len(dense) == 3 and all(row["step_seconds"] > 0 for row in dense)
+    one, two = found["batches"]
+    assert (one["batch"], two["batch"]) == (1, 2)
+    for rung in (one, two):
+        fastest = max(row["speedup"] for row in rung["rows"])
+        chosen = {1: 1.0} | {row["nodes"]: row["speedup"] for row in rung["rows"]}
+        assert chosen[rung["nodes"]] >= max(1, fastest) / device_tree.MARGIN
+    assert found["nodes"] == one["nodes"] == len(found["choices"]) + 1
     assert Tree.from_choices(found["growth"]).n_nodes == len(found["growth"]) + 1
-    assert np.shape(found["evidence"]["head_accuracies"])[0] == 3
+    assert np.shape(evidence["head_accuracies"])[0] == 3
     assert (found["temperature"], found["batch"], found["platform"]) == (0, 1, "cpu")
-    assert "<- best" in capsys.readouterr().out
-    assert {p.name for p in (tmp_path / "plots").iterdir()} == {"tree.png", "curves.png"}
+    printed = capsys.readouterr().out
+    assert "2 at a time" in printed and "table 7" in printed
+    pictures = {p.name for p in (tmp_path / "plots").iterdir()}
+    assert pictures == {"tree.png", "curves.png", "dense.png"}
 
 
 def test_calibrate_by_the_paper_s_product(files, tmp_path):
@@ -57,7 +71,7 @@ def test_calibrate_by_the_paper_s_product(files, tmp_path):
     out = tmp_path / "tree.json"
     arguments = [
         f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
-        f"--out={out}", "--max_new_tokens=30", "--sizes=1,3", "--rounds=1",
+        f"--out={out}", "--max_new_tokens=30", "--sizes=1,3", "--rounds=1", "--batches=1", "--one_depth=",
         "--values=product", "--temperature=0.9",
     ]  # fmt: skip
     assert calibrate.main(arguments) == 0
@@ -213,6 +227,7 @@ def test_ties_reports_divergences_and_judges_them(files, tmp_path, capsys, monke
     [
         (calibrate, ["--prompts=missing.jsonl", "--out=x.json"], "missing.jsonl"),
         (calibrate, ["--prompts={p}", "--out=x.json", "--sizes=a"], "--sizes"),
+        (calibrate, ["--prompts={p}", "--out=x.json", "--batches=0"], "--batches"),
         (distill, ["--prompts=missing.jsonl", "--out=x"], "missing.jsonl"),
         (sweep, ["--epsilons=a,b"], "--epsilons"),
         (ties, ["--prompts=missing.jsonl"], "missing.jsonl"),

@@ -1,5 +1,8 @@
 """The native kernels against NumPy, and that a row comes out the same bit for bit in any company."""
 
+import dataclasses
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +17,6 @@ from medusa_jax.model.placing import decoder
 from medusa_jax.model.rope import rotate
 from medusa_jax.model.stored import Storage, multiply, store
 from medusa_jax.native import (
-    attend_native,
     library,
     norm_native,
     read_native,
@@ -56,41 +58,39 @@ def test_a_product_in_panels(rows, inputs, outputs, weights):
         np.testing.assert_array_equal(alone[0], got[row])
 
 
-def reference_attention(q, k, v, visible):
-    """One query [H] over keys and values [S, H] that it sees, in float64."""
-    score = np.where(visible, k @ q / np.sqrt(q.size), -np.inf)
-    weight = np.exp(score - score.max())
-    return weight @ v / weight.sum()
+# Every option of a layer in one case at least; MLPs that fill panels and not.
+@pytest.mark.parametrize(
+    ("weights", "options"),
+    [
+        ("", {"qk_norm": True, "n_kv_heads": 1, "d_ff": 550}),
+        ("bfloat16", {"qkv_bias": True, "out_bias": True, "mlp_bias": True}),
+        ("int8", {"sliding_window": 7, "n_kv_heads": 4}),
+    ],
+)
+def test_a_layer_in_one_call(weights, options):
+    """Against the layer's own modules, by XLA: a tree behind texts of two lengths."""
+    config = dataclasses.replace(CONFIG, n_layers=1, **{"qk_norm": False, **options})
+    tree, start_B = Tree.cartesian([2, 2]), jnp.array([29, 3])
+    shape = (2, config.n_kv_heads, 40, config.head_dim)
+    rng = np.random.default_rng(0)
+    cache = KVCache(
+        (tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in "kv"),)
+    )
+    tokens_BT = rng.integers(0, config.vocab_size, (2, tree.n_nodes))
+    positions_BT = start_B[:, None] + tree.depth_M[None]
 
+    def run(storage, params):
+        llama = decoder(config, jnp.float32, make_mesh(), storage)
+        params = store(prepare(params, config, jnp.float32), storage)
+        args = (tokens_BT, positions_BT, cache, start_B, jnp.asarray(tree.mask_MM))
+        return llama.apply({"params": params}, *args, method="decode")
 
-@pytest.mark.parametrize("window", [0, 7])
-@pytest.mark.parametrize("groups", [1, 3])
-def test_attention_along_paths(window, groups):
-    rng = np.random.default_rng(groups)
-    B, N, H, S = 2, 3, 32, 40
-    tree = Tree.cartesian([2, 2])
-    T, start = tree.n_nodes, np.array([29, 3])
-    q, k, v = (rng.standard_normal((B, n, T, H)) for n in (N, groups, groups))
-    cache = [rng.standard_normal((B, groups, S, H)) for _ in range(2)]
-    f32 = [jnp.asarray(x, jnp.float32) for x in (q.swapaxes(1, 2), k, v, *cache)]
-    got = attend_native(
-        f32[0], tuple(f32[1:3]), tuple(f32[3:]), jnp.asarray(start),
-        jnp.asarray(tree.mask_MM), window,
-    ).reshape(B, T, N, H)  # fmt: skip
-    for b in range(B):
-        for t in range(T):
-            position = start[b] + np.concatenate([np.arange(-start[b], 0), tree.depth_M])
-            visible = np.concatenate([np.ones(start[b], bool), tree.mask_MM[t]])
-            if window:
-                visible &= position > start[b] + tree.depth_M[t] - window
-            for n in range(N):
-                g = n // (N // groups)
-                keys, values = (
-                    np.concatenate([old[b, g, : start[b]], new[b, g]])
-                    for old, new in zip(cache, (k, v))
-                )
-                want = reference_attention(q[b, n, t], keys, values, visible)
-                assert_close(got[b, t, n], want, dtype="float32")
+    params = random_params(config, 1)
+    native, plain = (
+        jax.jit(partial(run, Storage(panel, weights)))(params)
+        for panel in (library().panel, 0)
+    )
+    assert_close(native, plain, roundings=256)
 
 
 @pytest.mark.parametrize("width", [5, 64, 70])

@@ -10,7 +10,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.layers import later
 from medusa_jax.training import losses
-from medusa_jax.training.data.rows import TokenRows, first_fit
+from medusa_jax.training.data.rows import TokenRows, first_fit, mixed
 
 
 @settings(max_examples=60, deadline=None)
@@ -143,3 +143,24 @@ def test_an_array_file_that_is_garbage(tmp_path):
     (tmp_path / "tokens.npy").write_bytes(b"no array")
     with pytest.raises(UserError, match=r"tokens\.npy"):
         open_rows(tmp_path, "concat")
+
+
+@pytest.mark.parametrize("packing", ["first_fit", "concat"])
+def test_several_texts_are_mixed_row_by_row(tmp_path, packing):
+    """An epoch has every row of every text once, in an order that mixes them."""
+    texts = []
+    for seed, n in ((0, 600), (1, 1000)):
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        write_tokens(directory, n=n, seed=seed)
+        texts.append(open_rows(directory, packing))
+    both = mixed(texts)
+    assert both.rows == texts[0].rows + texts[1].rows
+    expected = [text.row(i)["tokens"].tolist() for text in texts for i in range(text.rows)]
+    epoch = both.batch(0, both.rows)["tokens"].tolist()
+    assert sorted(epoch) == sorted(expected)
+    first_of_each = [expected[0], expected[texts[0].rows]]
+    assert epoch != expected and all(row in epoch for row in first_of_each)
+    counts_V = both.counts(VOCAB)
+    assert np.array_equal(counts_V, texts[0].counts(VOCAB) + texts[1].counts(VOCAB))
+    assert mixed(texts[:1]) is texts[0]

@@ -18,7 +18,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import trainer
-from medusa_jax.training.data import features
+from medusa_jax.training.data import features, prepare
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.stage import make_stage
 
@@ -72,17 +72,27 @@ def test_every_batch_of_every_epoch_has_its_own_states(
         assert_close(batch["hidden"].astype(np.float32), expected, roundings, kind)
 
 
-def test_training_gives_the_same_losses(tokens, tmp_path):
-    """Held-out text included; 40 batches of 8 pass the end of the first epoch."""
+@pytest.fixture
+def more(tokens, tmp_path):
+    """A second text."""
+    shutil.copytree(tokens, tmp_path / "more")
+    ids = np.load(tmp_path / "more" / "tokens.npy")
+    np.save(tmp_path / "more" / "tokens.npy", ids[::-1].copy())
+    return str(tmp_path / "more")
+
+
+def test_training_gives_the_same_losses(tokens, more, tmp_path):
+    """Of two texts, held-out text included; 80 batches of 8 pass the end of the first epoch."""
     logs = {}
     for kind in ("", "float32"):
-        cfg = config(tokens, tmp_path / (kind or "plain"), kind, steps=40, save_every=40)
+        cfg = config(tokens, tmp_path / (kind or "plain"), kind, steps=80, save_every=80)
+        cfg.data.source = f"{tokens}, {more}"
         cfg.data.eval_source, cfg.data.eval_samples = tokens, 8
         trainer.train(cfg)
         lines = (tmp_path / (kind or "plain") / "log.jsonl").read_text().splitlines()
         logs[kind] = [json.loads(line) for line in lines]
-    rows = TokenRows(tokens, cfg.data, 64).rows
-    assert rows < 40 * 8
+    rows = [TokenRows(text, cfg.data, 64).rows for text in (tokens, more)]
+    assert sum(rows) < 80 * 8
     assert len(logs["float32"]) == len(logs[""])
     for a, b in zip(logs["float32"], logs[""]):
         np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
@@ -234,3 +244,19 @@ def test_held_out_rows_are_cached_only_as_far_as_they_are_read(tokens, tmp_path,
     hidden = jax.jit(stage.hidden)(frozen, held_out.batch(4, 2))
     assert_close(batch["hidden"][:2], hidden)
     assert cache(cfg, setup).directory != few.directory
+
+
+def test_a_text_that_is_added_leaves_the_states_of_the_others(
+    tokens, more, tmp_path, setup
+):
+    """Each text of `data.source` has its own files."""
+    mesh, stage, frozen, _ = setup
+    cfg = config(tokens, tmp_path)
+    cached = []
+    for source in (tokens, f"{more},{tokens}"):
+        cfg.data.source = source
+        texts = [features.cached(cfg, mesh, text, stage.hidden, frozen, "abc")
+                 for text in prepare.texts(cfg)]  # fmt: skip
+        cached.append([(text.directory, files_of(text)) for text in texts])
+    (alone,), (added, again) = cached
+    assert alone == again and added[0] != alone[0]

@@ -91,11 +91,6 @@ def test_trees_are_counted_on_texts_they_were_not_grown_from() -> None:
     assert fit.held_out_tokens([texts[0]] * 3, grow, [1, 2, 3]) == [1.0, 2.0, 3.0]
 
 
-def test_best_size_weighs_tokens_against_latency() -> None:
-    assert fit.best_size([1, 4, 8], [1.0, 2.0, 2.4], [1.0, 1.2, 2.0]) == 4
-    assert fit.best_size([1, 4, 8], [1.0, 2.0, 2.4], [1.0, 3.0, 3.0]) == 1
-
-
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("temperature, ngram", [(0.0, 0), (0.9, 0), (0.0, 4), (0.9, 4)])
 def test_replay_gives_the_steps_that_decoding_takes(temperature: float, ngram: int) -> None:

@@ -32,7 +32,7 @@ from medusa_jax.config import Config
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import PyTree
-from medusa_jax.training.data.rows import TokenRows
+from medusa_jax.training.data.rows import Rows, TokenRows
 
 # (frozen variables, batch of [B, T] arrays) -> hidden states [B, T, D].
 Hidden = Callable[[PyTree, PyTree], jax.Array]
@@ -43,7 +43,7 @@ SPARE_BYTES = 2**30
 KINDS = ("float32", "bfloat16")
 
 
-class CachedRows:
+class CachedRows(Rows):
     """`TokenRows` whose batches also hold `hidden` [B, T, D]; rows in the same order.
 
     Attributes:
@@ -54,6 +54,7 @@ class CachedRows:
     def __init__(
         self, source: TokenRows, rows: int, directory: str, d_model: int, kind: str
     ):
+        super().__init__(source.cfg, source.shuffle)
         self.source, self.rows, self.directory, self.kind = source, rows, directory, kind
         self.shape = (source.cfg.seq_len, d_model)
         row_bytes = self.shape[0] * d_model * np.dtype(jnp.dtype(kind)).itemsize
@@ -74,14 +75,14 @@ class CachedRows:
         """Shards that are still to be computed."""
         return [s for s in self.shards if not os.path.exists(self.path(s))]
 
-    def batch(self, first: int, n: int) -> dict[str, np.ndarray]:
-        """As `TokenRows.batch`, with the hidden states of the same rows."""
-        # The evaluator blanks rows beyond the last.
-        numbers = np.minimum(self.source.numbers(first, n), self.rows - 1)
-        hidden = np.stack([self._row(int(i)) for i in numbers])
-        return self.source.batch(first, n) | {"hidden": hidden}
+    def counts(self, vocab_size: int) -> np.ndarray:
+        return self.source.counts(vocab_size)
 
-    def _row(self, number: int) -> np.ndarray:
+    def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
+        """As `TokenRows.row`, with the row's hidden states."""
+        return self.source.row(number, epoch) | {"hidden": self._hidden(number)}
+
+    def _hidden(self, number: int) -> np.ndarray:
         shard, inside = divmod(number, self.shard_rows)
         if shard not in self._open:
             try:

@@ -1,6 +1,7 @@
 """Text of any source to a token directory."""
 
 import collections
+import dataclasses
 import hashlib
 import json
 import os
@@ -18,6 +19,28 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.repetition import repeated_ngram_share
+from medusa_jax.training.data.rows import TokenRows
+
+
+def texts(cfg: Config) -> list[TokenRows]:
+    """Rows of each text of `data.source`."""
+    directories = [token_directory(cfg, name, cfg.data) for name in sources(cfg)]
+    vocab_size = cfg.model.arch.vocab_size
+    return [TokenRows(path, cfg.data, vocab_size) for path in directories]
+
+
+def held_out_text(cfg: Config) -> TokenRows | None:
+    """Rows of `data.eval_source` in their order, None if there is no such text."""
+    if not cfg.data.eval_source:
+        return None
+    limit = dataclasses.replace(cfg.data, max_samples=cfg.data.eval_samples)
+    path = token_directory(cfg, cfg.data.eval_source, limit)
+    return TokenRows(path, cfg.data, cfg.model.arch.vocab_size, shuffle=False)
+
+
+def sources(cfg: Config) -> list[str]:
+    """The names in `data.source`."""
+    return [name.strip() for name in cfg.data.source.split(",")]
 
 
 def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:

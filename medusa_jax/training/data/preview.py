@@ -35,7 +35,7 @@ def preview(cfg: Config, out: TextIO | None = None) -> None:
       UserError: no source, no tokenizer, or no usable sample in it.
     """
     out = out or sys.stdout
-    tokenizer = load_tokenizer(prepare.tokenizer_path(cfg, cfg.data.source))
+    tokenizer = load_tokenizer(prepare.tokenizer_path(cfg, prepare.sources(cfg)[0]))
     sample = first_sample(cfg, tokenizer)
     kept = len(sample.ids)
     if cfg.data.packing == "first_fit":
@@ -105,8 +105,8 @@ def pairs_line(cfg: Config, counted: list[bool]) -> str:
 
 
 def first_sample(cfg: Config, tokenizer: Tokenizer) -> Sample:
-    """The first sample of `data.source` that training would use."""
-    source = cfg.data.source
+    """The first sample of `data.source`, of its first text, that training would use."""
+    source = prepare.sources(cfg)[0]
     if os.path.isfile(os.path.join(source, "tokens.npy")):
         return _first_of_arrays(source)
     records = prepare.read_records(source, cfg.data)

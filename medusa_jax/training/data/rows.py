@@ -11,8 +11,10 @@ configuration and of their number, so the position in the data is the number of 
 and resuming needs nothing else.
 """
 
+import abc
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,12 +26,73 @@ from medusa_jax.errors import UserError
 OPEN_ROWS = 64
 
 
-class TokenRows:
+class Rows(abc.ABC):
     """Packed rows of `seq_len` tokens, shuffled anew in every epoch.
 
     A batch is a dict of [B, T] arrays: `tokens` int32, `positions` int32 (from 0 in every
     segment), `segment_ids` int32 (1, 2, ... in a row; 0 is padding), `counted` bool.
+
+    Attributes:
+      rows: how many there are in an epoch.
     """
+
+    rows: int
+
+    def __init__(self, cfg: DataConfig, shuffle: bool):
+        self.cfg, self.shuffle = cfg, shuffle
+        self._orders: dict[int, np.ndarray] = {}
+
+    @abc.abstractmethod
+    def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
+        """Row number `number` of those that are shuffled: [T] arrays."""
+
+    @abc.abstractmethod
+    def counts(self, vocab_size: int) -> np.ndarray:
+        """How often each token is a target: [V]."""
+
+    def batch(self, first: int, n: int) -> dict[str, np.ndarray]:
+        """Rows number first ... first + n - 1, counted through all epochs."""
+        rows = [self._place(*divmod(i, self.rows)) for i in range(first, first + n)]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _place(self, epoch: int, i: int) -> dict[str, np.ndarray]:
+        order = self._orders.get(epoch)
+        if order is None:  # several threads may come here: what each makes is the same
+            rng = np.random.default_rng((self.cfg.seed, epoch))
+            order = rng.permutation(self.rows) if self.shuffle else np.arange(self.rows)
+            self._orders = dict(list(self._orders.items())[-1:]) | {epoch: order}
+        return self.row(int(order[i]), epoch)
+
+
+class MixedRows(Rows):
+    """Rows of several texts shuffled together; each text is packed by itself.
+
+    So a text that is added leaves the rows of the others, and what is kept of them on disk, alone.
+
+    Example: parts of 3 and 2 rows: row 1 is the first part's row 1, row 4 the second's row 1.
+    """
+
+    def __init__(self, parts: Sequence[Rows]):
+        super().__init__(parts[0].cfg, parts[0].shuffle)
+        self.parts = parts
+        self.firsts = np.cumsum([0, *(part.rows for part in parts)])
+        self.rows = int(self.firsts[-1])
+
+    def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
+        part = int(np.searchsorted(self.firsts, number, side="right")) - 1
+        return self.parts[part].row(number - int(self.firsts[part]), epoch)
+
+    def counts(self, vocab_size: int) -> np.ndarray:
+        return np.sum([part.counts(vocab_size) for part in self.parts], axis=0)
+
+
+def mixed(parts: Sequence[Rows]) -> Rows:
+    """One text's rows as they are, those of several together."""
+    return MixedRows(parts) if len(parts) > 1 else parts[0]
+
+
+class TokenRows(Rows):
+    """Rows of one text, packed from a token directory."""
 
     def __init__(
         self, directory: str, cfg: DataConfig, vocab_size: int, shuffle: bool = True
@@ -39,7 +102,8 @@ class TokenRows:
         Raises:
           UserError: arrays that are missing, do not fit together or exceed the vocabulary.
         """
-        self.directory, self.cfg, self.shuffle = directory, cfg, shuffle
+        super().__init__(cfg, shuffle)
+        self.directory = directory
         tokens = read_array(directory, "tokens.npy")
         if tokens is None or not tokens.size:
             raise UserError(f"{directory} has no tokens.npy with at least one token")
@@ -76,49 +140,25 @@ class TokenRows:
             self.rows = len(self.packed)
         else:
             self.rows = max(size // cfg.seq_len - 1, 1)
-        self._orders: dict[int, np.ndarray] = {}
-
-    def batch(self, first: int, n: int) -> dict[str, np.ndarray]:
-        """Rows number first ... first + n - 1, counted through all epochs."""
-        rows = [self._row(*divmod(i, self.rows)) for i in range(first, first + n)]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def counts(self, vocab_size: int) -> np.ndarray:
-        """How often each token is a target: [V]."""
         targets = self.tokens if self.counted is None else self.tokens[self.counted != 0]
         return np.bincount(targets, minlength=vocab_size)
 
-    def numbers(self, first: int, n: int) -> np.ndarray:
-        """Which packed rows `batch(first, n)` holds: numbers below `rows`, by epoch's order."""
-        places = (divmod(i, self.rows) for i in range(first, first + n))
-        return np.array([self._order(epoch)[i] for epoch, i in places])
-
-    def row(self, number: int) -> dict[str, np.ndarray]:
-        """A packed row of "first_fit", the same in every epoch."""
-        documents = self.packed[number]
-        return self._assemble(
-            [(self.starts[d], self.starts[d] + self.lengths[d]) for d in documents]
-        )
-
-    def _order(self, epoch: int) -> np.ndarray:
-        order = self._orders.get(epoch)
-        if order is None:  # several threads may come here: what each makes is the same
-            rng = np.random.default_rng((self.cfg.seed, epoch))
-            order = rng.permutation(self.rows) if self.shuffle else np.arange(self.rows)
-            self._orders = dict(list(self._orders.items())[-1:]) | {epoch: order}
-        return order
-
-    def _row(self, epoch: int, i: int) -> dict[str, np.ndarray]:
-        i = int(self._order(epoch)[i])
-        T = self.cfg.seq_len
+    def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
+        """As of every epoch where samples are kept whole; "concat" cuts each one elsewhere."""
         if self.cfg.packing == "first_fit":
-            return self.row(i)
+            documents = self.packed[number]
+            return self._assemble(
+                [(self.starts[d], self.starts[d] + self.lengths[d]) for d in documents]
+            )
+        T = self.cfg.seq_len
         # Every epoch cuts the stream at another phase.
         slack = max(self.tokens.size - self.rows * T, 0)
         phase = np.random.default_rng((self.cfg.seed, epoch, 1)).integers(
             min(slack, T - 1) + 1
         )
-        begin = i * T + (int(phase) if self.shuffle else 0)
+        begin = number * T + (int(phase) if self.shuffle else 0)
         end = min(begin + T, self.tokens.size)
         low, high = np.searchsorted(self.starts, [begin + 1, end])
         inner = self.starts[low:high]

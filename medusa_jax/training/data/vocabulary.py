@@ -9,12 +9,12 @@ from medusa_jax.config import Config
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import COUNTS, check_ids, covered, most_frequent
-from medusa_jax.training.data.rows import TokenRows
+from medusa_jax.training.data.rows import Rows
 
 FILE = "draft_vocab.npy"
 
 
-def draft_vocab(cfg: Config, rows: TokenRows) -> np.ndarray:
+def draft_vocab(cfg: Config, rows: Rows) -> np.ndarray:
     """Ids of the `heads.draft_vocab` most frequent tokens, rising.
 
     They are counted at the start of a run, which goes on with the same ones whatever the counts say

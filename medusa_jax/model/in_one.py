@@ -1,0 +1,55 @@
+"""A layer of the backbone by one call of the kernels of `native`, from the layer's parameters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.model.attention import Pair, Paths
+from medusa_jax.native import Kernel, layer_native
+
+
+def layer_in_one(
+    config: LlamaConfig,
+    layer: Mapping[str, Any],
+    x_BTD: jax.Array,
+    rope: Pair,
+    sees: Paths,
+    cache: Pair,
+    start_B: jax.Array,
+) -> tuple[jax.Array, Pair]:
+    """What `Block` computes; its kernels are `Panels`, fused by `prepare`.
+
+    Between some ten operations a layer, threads fall asleep and memory stands idle; within one
+    they do not.
+
+    Returns: the rows [B, T, D], and the cache with their keys and values behind the text.
+    """
+    attention, mlp = layer["self_attn"], layer["mlp"]
+    norms = [layer["input_layernorm"], layer["post_attention_layernorm"]]
+    norms += [attention.get("q_norm"), attention.get("k_norm")]
+    linears = [
+        attention["qkv_proj"],
+        attention["o_proj"],
+        mlp["gate_up_proj"],
+        mlp["down_proj"],
+    ]
+    kernels = [linear["kernel"] for linear in linears]
+    return layer_native(
+        x_BTD,
+        rope,
+        cache,
+        start_B,
+        sees.mask_TT,
+        [norm and norm["scale"] for norm in norms],
+        [
+            Kernel(k.panels, k.scales, linear.get("bias"))
+            for k, linear in zip(kernels, linears)
+        ],
+        n_heads=config.n_heads,
+        d_ff=config.d_ff,
+        window=sees.window,
+        per_word=kernels[0].per_word,
+        eps=config.rms_eps,
+    )

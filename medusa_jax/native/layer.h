@@ -1,0 +1,97 @@
+// One layer of the backbone over few new tokens behind a cached text (`model/llama.py: Block`), in stages
+// between which no thread goes to sleep.
+
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "product.h"
+#include "rows.h"
+#include "threads.h"
+
+namespace {
+
+// B texts with T new tokens each, R = B * T rows, behind S slots of cache; N query heads of size H, G of keys
+// and of values; D wide, F within the MLP.
+struct Layer {
+  int64_t B, T, N, G, H, S, D, F, window;
+  float eps;
+  AttendFn attend;
+  const float *x, *cos, *sin;             // [R, D], [R, H]
+  const int32_t* start;                   // [B], where each text ends
+  const int32_t* paths;                   // [T, T + 1], see `Paths`
+  const float *attn_norm, *mlp_norm;      // [D]
+  const float *q_norm, *k_norm;           // [H]; null: heads have none
+  Kernel qkv, out, gate_up, down;
+  float *keys, *values;                   // [B, G, S, H]
+  float* y;                               // [R, D]
+  // Between the stages: [R, D], [R, N + 2 G, H], [R, N, H] twice, [R, 2 F], [R, F].
+  float *normed, *heads, *queries, *attended, *gates, *inner;
+
+  // The slot of a text's first new token. A row that is not to step now may have no room left.
+  int64_t Slot(int64_t b) const { return std::clamp<int64_t>(start[b], 0, S - T); }
+
+  // Query heads of row r by their angles; keys, likewise, and values into their slots.
+  void Place(int64_t r) const {
+    const int64_t b = r / T, slot = Slot(b) + r % T;
+    for (int64_t n = 0; n < N + 2 * G; ++n) {
+      float* head = heads + (r * (N + 2 * G) + n) * H;
+      const auto slot_of = [&](float* cache, int64_t g) { return cache + ((b * G + g) * S + slot) * H; };
+      if (n >= N + G) {
+        std::memcpy(slot_of(values, n - N - G), head, H * 4);
+        continue;
+      }
+      if (q_norm) NormRow(head, n < N ? q_norm : k_norm, H, eps, head);
+      float* to = n < N ? queries + (r * N + n) * H : slot_of(keys, n - N);
+      RotateHead(head, cos + r * H, sin + r * H, H, to);
+    }
+  }
+
+  // One query head of one row. Neighbours are of different groups: threads begin with different keys.
+  void Attend(int64_t i) const {
+    const int64_t R = B * T, g = i % G, r = i / G % R, n = g * (N / G) + i / G / R;
+    const int64_t b = r / T, at = (b * G + g) * S * H;
+    const int32_t *path = paths + r % T * (T + 1), length = path[T];
+    const int64_t count = Slot(b) + length;
+    const int64_t first = window ? std::max<int64_t>(0, count - window) : 0;
+    thread_local std::vector<float> scores;
+    scores.resize(count + kLanes);
+    const int64_t row = (r * N + n) * H;
+    attend(queries + row, Text{keys + at, path, Slot(b), H}, Text{values + at, path, Slot(b), H}, first,
+           count, 1.0f / std::sqrt(float(H)), scores.data(), attended + row);
+  }
+};
+
+// Components of an MLP that one worker gates at a time.
+constexpr int64_t kGated = 512;
+
+// x + out(attention(norm(x))), then that + down(silu(gate) * up) of its norm.
+inline void RunLayer(ffi::ThreadPool& pool, const Layer& layer) {
+  const int64_t R = layer.B * layer.T, gated = (layer.F + kGated - 1) / kGated;
+  const std::array<int64_t, 9> sizes = {
+      R, layer.qkv.Chunks(), R, R * layer.N, layer.out.Chunks(),
+      R, layer.gate_up.Chunks(), R * gated, layer.down.Chunks()};
+  ShareStages(pool, sizes, [R, gated, l = layer](size_t stage, int64_t i) {
+    const auto norm = [&](const float* x, const float* scale) {
+      NormRow(x + i * l.D, scale, l.D, l.eps, l.normed + i * l.D);
+    };
+    switch (stage) {
+      case 0: return norm(l.x, l.attn_norm);
+      case 1: return MultiplyChunk(l.qkv, l.normed, R, i, nullptr, l.heads);
+      case 2: return l.Place(i);
+      case 3: return l.Attend(i);
+      case 4: return MultiplyChunk(l.out, l.attended, R, i, l.x, l.y);
+      case 5: return norm(l.y, l.mlp_norm);
+      case 6: return MultiplyChunk(l.gate_up, l.normed, R, i, nullptr, l.gates);
+      case 7: {
+        const int64_t r = i / gated, begin = i % gated * kGated;
+        const float* gate = l.gates + r * 2 * l.F + begin;
+        return GateRow(gate, gate + l.F, std::min(kGated, l.F - begin), l.inner + r * l.F + begin);
+      }
+      default: return MultiplyChunk(l.down, l.inner, R, i, l.y, l.y);
+    }
+  });
+}
+
+}  // namespace

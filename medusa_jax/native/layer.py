@@ -1,0 +1,70 @@
+"""A layer of the backbone in one call: few new tokens behind a cached text, each along its own path."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+class Kernel(NamedTuple):
+    """A kernel in panels (`in_panels`), its scales [n * panel] and its bias [outputs]; None: without."""
+
+    panels: jax.Array
+    scales: jax.Array | None = None
+    bias: jax.Array | None = None
+
+
+def layer_native(
+    x_BTD: jax.Array,
+    rope: Pair,
+    cache: Pair,
+    start_B: jax.Array,
+    path_mask_TT: jax.Array,
+    norms: Sequence[jax.Array | None],
+    kernels: Sequence[Kernel],
+    *,
+    n_heads: int,
+    d_ff: int,
+    window: int,
+    per_word: int,
+    eps: float,
+) -> tuple[jax.Array, Pair]:
+    """x + attention(norm(x)), then that + mlp(norm(that)), in float32.
+
+    All sums behind a number are taken in one order, those over the text in the order of its
+    positions, whether these lie in the cache or among the new tokens: a token comes out the same,
+    bit for bit, as a node of a tree and in plain decoding, in a batch and alone.
+
+    Args:
+      rope: cos and sin of the tokens' angles, [B, T, 1, H].
+      cache: keys and values [B, G, S, H]; slots [0, start) are the text. Those behind it are
+        written, in place where nobody else needs the cache as it was.
+      path_mask_TT: [t, s] is True where new token s lies on the path to t, itself included.
+      norms: scales before attention [D] and before the MLP [D], of query heads and of key heads
+        [H] (None where they have no norm).
+      kernels: queries, keys and values in one; attention's output; gate and up in one; down.
+      window: only the last `window` positions are seen, itself included; 0: all.
+      per_word: weights in a word of the panels.
+
+    Returns: the rows [B, T, D], and the cache with their keys and values.
+    """
+    f32 = jnp.float32
+    nothing = jnp.zeros((0,), f32)
+
+    def given(x: jax.Array | None) -> jax.Array:
+        return nothing if x is None else x.astype(f32).reshape(-1)
+
+    weights = [(k.panels, given(k.scales), given(k.bias)) for k in kernels]
+    results = [jax.ShapeDtypeStruct(a.shape, f32) for a in (x_BTD, *cache)]
+    call = jax.ffi.ffi_call("medusa_layer", results, input_output_aliases={5: 1, 6: 2})
+    y_BTD, keys_BGSH, values_BGSH = call(
+        x_BTD.astype(f32), *rope, start_B.astype(jnp.int32), path_mask_TT.astype(bool), *cache,
+        *map(given, norms), *(operand for kernel in weights for operand in kernel),
+        n_heads=np.int64(n_heads), d_ff=np.int64(d_ff), window=np.int64(window),
+        per_word=np.int64(per_word), eps=np.float64(eps),
+    )  # fmt: skip
+    return y_BTD, (keys_BGSH, values_BGSH)

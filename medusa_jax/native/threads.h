@@ -1,0 +1,80 @@
+// Work shared out to XLA's own threads and the one that asks.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+inline void Wait(int64_t tries) {
+  if (tries > 2000) {
+    std::this_thread::yield();
+    return;
+  }
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Unit `taken` of n, in the order of taking, for workers that take turns: each goes through neighbours, whose
+// memory is then read from end to end. Of 7 units two workers take 0 4 1 5 2 6 3: the first half, the second.
+inline int64_t Neighbour(int64_t taken, int64_t n, int64_t workers) {
+  const int64_t worker = taken % workers;
+  return worker * (n / workers) + std::min(worker, n % workers) + taken / workers;
+}
+
+// `work(s, i)` for every i < sizes[s] of every stage s, a stage when all of the stages before it is done;
+// returns when all is done.
+//
+// Nobody waits for a thread to begin: whoever is there takes the next unit, and a helper that comes late
+// takes up where the others are, or finds nothing left. Units are taken in the order of their stages, so
+// that what a unit waits for is in somebody's hands already. So it cannot lock up, whatever else the threads
+// are busy with; and they stay awake from one stage to the next.
+template <size_t kStages, typename Work>
+void ShareStages(ffi::ThreadPool& pool, const std::array<int64_t, kStages>& sizes, const Work& work) {
+  std::array<int64_t, kStages> ends;
+  int64_t n = 0, widest = 0;
+  for (size_t s = 0; s < kStages; ++s) {
+    ends[s] = n += sizes[s];
+    widest = std::max(widest, sizes[s]);
+  }
+  struct Counts {  // a cache line each: taking a unit shall not disturb those who wait
+    alignas(64) std::atomic<int64_t> next{0};
+    alignas(64) std::atomic<int64_t> done{0};
+  };
+  const int64_t workers = std::max<int64_t>(1, std::min(pool.num_threads(), widest));
+  auto counts = std::make_shared<Counts>();
+  auto take = [=] {
+    size_t stage = 0;
+    for (int64_t i; (i = counts->next.fetch_add(1)) < n;) {
+      while (i >= ends[stage]) ++stage;
+      const int64_t before = stage ? ends[stage - 1] : 0, size = ends[stage] - before;
+      for (int64_t tries = 0; counts->done.load(std::memory_order_acquire) < before; ++tries)
+        Wait(tries);
+      work(stage, Neighbour(i - before, size, workers));
+      counts->done.fetch_add(1, std::memory_order_acq_rel);
+    }
+  };
+  for (int64_t t = 1; t < workers; ++t) pool.Schedule([take] { take(); });
+  take();
+  for (int64_t tries = 0; counts->done.load(std::memory_order_acquire) < n; ++tries) Wait(tries);
+}
+
+// `work(i)` for every i < n.
+template <typename Work>
+void Share(ffi::ThreadPool& pool, int64_t n, const Work& work) {
+  ShareStages<1>(pool, {n}, [work](size_t, int64_t i) { work(i); });
+}
+
+}  // namespace
