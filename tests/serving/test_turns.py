@@ -204,7 +204,7 @@ def test_which_text_is_given_up(turns):
         assert list(turns._seats[n].kept) == known[n]
 
 
-@pytest.mark.parametrize("n", range(10, 20))
+@pytest.mark.parametrize("n", range(10, 18))
 def test_the_last_slots_of_an_ended_row_are_others_to_write(turns, n):
     """It ends where the cache is full, or shortly before, and another one takes its steps."""
     full = Client(turns, [2] * 14, n)

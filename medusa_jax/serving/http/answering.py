@@ -159,10 +159,10 @@ class EventStream:
 
         try:
             await unless_gone(receive, self._stream(put))
+        except TimeoutError:  # it does not read: nothing more can be said; an OSError, too
+            status = 408
         except (Gone, OSError):
             status = 499
-        except TimeoutError:  # it does not read: nothing more can be said
-            status = 408
         finally:
             await self._answering.__aexit__()
             self._ended(status)
