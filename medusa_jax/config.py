@@ -191,6 +191,9 @@ class TrainConfig:
     # cross-entropy with the backbone's own distribution there (Hydra 6.1, Amphista eq. 7).
     label_weight: float = 1.0
     teacher_weight: float = 0.0
+    # To it comes feature_weight x smooth L1 between what the head's logits are read from and the
+    # hidden state that the backbone has there (EAGLE); for heads that share the LM head.
+    feature_weight: float = 0.0
     # Noise on the hidden states that heads train on: uniform(-1, 1) x this / sqrt(L d).
     hidden_noise: float = 0.0
     log_every: int = 10

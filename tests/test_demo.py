@@ -7,8 +7,9 @@ import pytest
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.api import DEMO
-from medusa_jax.heads import DRAFTERS
+from medusa_jax.api import DEMO, bundled_heads
+
+BUNDLED = bundled_heads(None)
 
 
 @cache
@@ -23,7 +24,7 @@ def size(path) -> int:
 
 def test_sizes_stay_within_their_limits():
     assert size(DEMO / "backbone") <= 14_000_000
-    for name in DRAFTERS:
+    for name in BUNDLED:
         assert size(DEMO / name) <= 5_000_000, name
     assert size(DEMO / "draft_model") <= 2_000_000
     assert size(DEMO) <= 40_000_000
@@ -44,7 +45,7 @@ def plain_texts() -> list[list[int]]:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "tree", "least"),
-    [(n, "64" if n == "medusa" else "8", 1.5) for n in DRAFTERS]
+    [(n, "64" if n == "medusa" else "8", 1.5) for n in BUNDLED]
     + [("draft_model", "chain:3", 1.2)],
 )
 def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(name, tree, least):
@@ -55,7 +56,7 @@ def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(name, tree, 
         assert (result.new_tokens - 1) / result.steps > least
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", BUNDLED)
 def test_tree_beside_the_heads_is_the_one_its_evidence_names(name):
     tree = json.loads((DEMO / name / "tree.json").read_text())
     ladder = tree["evidence"]["ladder"]

@@ -25,10 +25,9 @@ from medusa_jax.heads.drafter import (
     Params,
     RankScores,
     Untrained,
-    best_tokens,
 )
 from medusa_jax.heads.layers import take_last
-from medusa_jax.heads.levels import Level, inner_nodes
+from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import decoding_config
 from medusa_jax.tree import Tree
@@ -137,24 +136,26 @@ class DraftModel(Untrained):
 
         The root is run once more along with the first level, so that its key and value are there.
         """
-        model, cache = self._model(params, backbone), state.cache
-        levels = Level.of(tree)
-        inner = inner_nodes(levels, tree)
-        nodes_BM = jnp.tile(root_B[:, None], (1, tree.n_nodes))
-        hidden_BPE, done = state.hidden_BE[:, None], np.zeros(0, int)
-        for depth, level in enumerate(levels):
+        model = self._model(params, backbone)
+        inner = inner_nodes(Level.of(tree), tree)
+
+        def logits_of(
+            depth: int, level: Level, tokens_BP: jax.Array, carry: Any
+        ) -> tuple[jax.Array, Any]:
+            hidden_BPE, cache, done = carry
             if depth:
-                fresh = np.concatenate([inner[0], inner[1]]) if depth == 1 else inner[depth]
+                fresh = inner[depth]
+                if depth == 1:
+                    fresh = np.concatenate([inner[0], fresh])
+                    tokens_BP = jnp.concatenate([root_B[:, None], tokens_BP], axis=1)
                 done = np.concatenate([done, fresh])
                 positions_BP = state.length_B[:, None] + tree.depth_M[fresh][None, :]
                 mask_PR = jnp.asarray(tree.mask_MM[fresh][:, done])
                 hidden_BPE, cache = model.decode(
-                    nodes_BM[:, fresh], positions_BP, cache, state.length_B, mask_PR
+                    tokens_BP, positions_BP, cache, state.length_B, mask_PR
                 )
                 hidden_BPE = hidden_BPE[:, -len(inner[depth]) :]
-            scores_BPV = rank_scores(depth + 1, model.lm_head(hidden_BPE))
-            best_BPR = best_tokens(model, scores_BPV, int(level.rank_C.max()) + 1)
-            children = tree.level(depth + 1)
-            tokens_BC = best_BPR[:, level.parent_C, level.rank_C]
-            nodes_BM = nodes_BM.at[:, children].set(tokens_BC.astype(nodes_BM.dtype))
-        return nodes_BM
+            return model.lm_head(hidden_BPE), (hidden_BPE, cache, done)
+
+        root = (state.hidden_BE[:, None], state.cache, np.zeros(0, int))
+        return fill_by_level(tree, model, logits_of, root, root_B, rank_scores)

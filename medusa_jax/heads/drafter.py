@@ -179,9 +179,19 @@ class Drafter:
         return self.heads.n_heads
 
     @property
+    def stored_heads(self) -> int:
+        """How many heads have parameters of their own, under "heads_{k}"."""
+        return self.heads.n_heads
+
+    @property
     def stored_layers(self) -> int:
         """How many layers of a head have parameters of their own."""
         return self.heads.n_layers
+
+    @property
+    def judged(self) -> "Drafter":
+        """The drafter over whose heads a training loss is; its parameters are those of this one."""
+        return self
 
     @property
     def default_tree(self) -> Tree:

@@ -25,7 +25,6 @@ from medusa_jax.heads.drafter import (
     Drafter,
     Params,
     RankScores,
-    best_tokens,
 )
 from medusa_jax.heads.layers import (
     ResBlock,
@@ -34,7 +33,7 @@ from medusa_jax.heads.layers import (
     lm_head_start,
     take_last,
 )
-from medusa_jax.heads.levels import Level
+from medusa_jax.heads.levels import Level, fill_by_level
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear
 from medusa_jax.tree import Tree
@@ -174,20 +173,16 @@ class Hydra(Drafter):
         tree: Tree,
         rank_scores: RankScores,
     ) -> jax.Array:
-        """Head d runs on one row per node of depth d with children; its children are the best.
-
-        The rows of a level are gathered from those of the level above by constants, so shapes
-        are static and nothing loops over nodes.
-        """
+        """Head d runs on one row per node of depth d with children; its children are the best."""
         dtype = backbone.llama.dtype
-        tokens = [root_B[:, None]]  # per depth, all its nodes
-        x_BPW = self.context(state).astype(dtype)[:, None, :]
-        for k, level in enumerate(Level.of(tree)):
-            embedded_BPD = backbone.embed(tokens[-1][:, level.nodes_P])
-            x_BPW = jnp.concatenate([x_BPW[:, level.rows_P], embedded_BPD], axis=-1)
+
+        def logits_of(
+            k: int, level: Level, tokens_BP: jax.Array, x_BPW: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            rows = [x_BPW[:, level.rows_P], backbone.embed(tokens_BP)]
+            x_BPW = jnp.concatenate(rows, axis=-1)
             features_BPD = self.mlp(params, k, x_BPW, dtype)
-            logits_BPO = self.head_logits(params, backbone, k, features_BPD)
-            scores_BPO = rank_scores(k + 1, logits_BPO)
-            best_BPR = best_tokens(backbone, scores_BPO, int(level.rank_C.max()) + 1)
-            tokens.append(best_BPR[:, level.parent_C, level.rank_C])
-        return jnp.concatenate(tokens, axis=1)
+            return self.head_logits(params, backbone, k, features_BPD), x_BPW
+
+        context_B1D = self.context(state).astype(dtype)[:, None, :]
+        return fill_by_level(tree, backbone, logits_of, context_B1D, root_B, rank_scores)

@@ -9,7 +9,7 @@ from flax import struct
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.drafter import Backbone, Params
-from medusa_jax.model.attention import FEW, Sees
+from medusa_jax.model.attention import FEW, Sees, tree_mask
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Linear, RMSNorm, kernel_of
 from medusa_jax.model.llama import Block
@@ -100,7 +100,27 @@ def lm_head_logits(
     return logits
 
 
-# A decoder layer that belongs to the drafter.
+# Decoder layers that belong to the drafter.
+
+
+def sees_behind(
+    T: int, slots: int, start_B: jax.Array, self_mask_TR: jax.Array | None = None
+) -> Sees:
+    """What T rows behind a cached text look at: all of it, and each other as `Llama.decode` says."""
+    if self_mask_TR is not None:
+        return tree_mask(slots, start_B, self_mask_TR)
+    if T > FEW:
+        return Causal()
+    offset_BS = jnp.arange(slots)[None, :] - start_B[:, None]
+    return offset_BS[:, None, :] <= jnp.arange(T)[None, :, None]
+
+
+def adding_nothing(layer: Params) -> Params:
+    """The parameters of a decoder layer that passes on what it reads: its last kernels are zero."""
+    out = dict(layer)
+    for room, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+        out[room] = layer[room] | {name: jax.tree.map(jnp.zeros_like, layer[room][name])}
+    return out
 
 
 class CausalLayer(nn.Module):
@@ -134,11 +154,7 @@ class CausalLayer(nn.Module):
         start_B: jax.Array,
     ) -> tuple[jax.Array, Any]:
         """T rows behind the `start` that are in the cache, each seeing itself and all before."""
-        T = x_BTD.shape[1]
-        sees: Sees = Causal()
-        if T <= FEW:
-            offset_BS = jnp.arange(cache[0].shape[2])[None, :] - start_B[:, None]
-            sees = offset_BS[:, None, :] <= jnp.arange(T)[None, :, None]
+        sees = sees_behind(x_BTD.shape[1], cache[0].shape[2], start_B)
         rope = rope_tables(self.config, positions_BT, self.dtype)
         x_BTD, new = self.layers_0(x_BTD.astype(self.dtype), rope, sees, cache, start_B)
         return self._out(x_BTD), new
@@ -159,9 +175,7 @@ class CausalLayer(nn.Module):
         one = jnp.ones((1, 1), jnp.int32)
         module = cls(config, jnp.float32, out_norm)
         params: Params = module.init(key, probe, one, one, method="forward")["params"]
-        layer = params["layers_0"]
-        for room, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
-            layer[room][name] = jax.tree.map(jnp.zeros_like, layer[room][name])
+        params["layers_0"] = adding_nothing(params["layers_0"])
         if out_norm:
             size = jnp.sqrt(
                 jnp.mean(backbone.params["norm"]["scale"].astype(jnp.float32) ** 2)

@@ -1,6 +1,6 @@
 """A tree drafted level by level: the constants of each step down, and tokens that are given."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.heads.drafter import RankScores
+from medusa_jax.heads.drafter import Backbone, RankScores, best_tokens
 from medusa_jax.tree import Tree
 
 # What a given token is ahead of the sibling behind it: all the mass that is left, in any precision.
@@ -51,6 +51,38 @@ class Level:
             )
             above = parents
         return levels
+
+
+# (depth, constants, tokens of its parents [B, P], what the depth before handed on) -> logits of their
+# children [B, P, O], what to hand on.
+LogitsOf = Callable[[int, Level, jax.Array, Any], tuple[jax.Array, Any]]
+
+
+def fill_by_level(
+    tree: Tree,
+    backbone: Backbone,
+    logits_of: LogitsOf,
+    carry: Any,
+    root_B: jax.Array,
+    rank_scores: RankScores,
+) -> jax.Array:
+    """Node tokens [B, M] where guesses depend on the path: the best behind each node's own.
+
+    Rows of a level are gathered from those of the level above by constants, so shapes are static
+    and nothing loops over nodes.
+
+    Args:
+      backbone: what leads from logits to tokens.
+      carry: what `logits_of` is handed at the root.
+    """
+    tokens = [root_B[:, None]]  # per depth, all its nodes
+    for depth, level in enumerate(Level.of(tree)):
+        parents_BP = tokens[-1][:, level.nodes_P]
+        logits_BPO, carry = logits_of(depth, level, parents_BP, carry)
+        scores_BPO = rank_scores(depth + 1, logits_BPO)
+        best_BPR = best_tokens(backbone, scores_BPO, int(level.rank_C.max()) + 1)
+        tokens.append(best_BPR[:, level.parent_C, level.rank_C].astype(root_B.dtype))
+    return jnp.concatenate(tokens, axis=1)
 
 
 def rank_given(

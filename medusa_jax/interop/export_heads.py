@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,9 +17,10 @@ import numpy as np
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
-from medusa_jax.interop import heads_io, hydra_files
+from medusa_jax.interop import eagle_files, heads_io, hydra_files
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.hf_config import config_to_hf
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.interop.torch_writer import save_torch
@@ -236,6 +237,27 @@ def to_hydra(export: Export, out: str) -> None:
     tensor_files.save_json(os.path.join(out, "config.json"), config)
 
 
+def to_eagle(export: Export, out: str) -> None:
+    """The layout of EAGLE-1's authors: `pytorch_model.bin`."""
+    heads: Any = export.stored.heads
+    if heads.drafter != "eagle" or heads.lm_head != "shared":
+        raise UserError(
+            "EAGLE's layout is for eagle heads that share the model's LM head, "
+            f"{export.stored.source} holds {heads.drafter} heads with LM head {heads.lm_head!r}"
+        )
+    arrays: Arrays = {}
+    for path, array in export.params.items():
+        key, transposed = eagle_files.locate(path)
+        arrays[key] = array.T if transposed else array
+    embedding = export.base.array("embed_tokens/embedding").astype(export.kind)
+    arrays[eagle_files.EMBEDDING] = embedding
+    save_torch(os.path.join(_made(out), "pytorch_model.bin"), arrays)
+    # Its layers reach back over the whole text.
+    config = replace(export.base.config, n_layers=heads.n_layers, sliding_window=0)
+    raw = config_to_hf(config) | {"bias": heads.fc_bias, "torch_dtype": export.kind.name}
+    tensor_files.save_json(os.path.join(out, "config.json"), raw)
+
+
 def to_merged(export: Export, out: str) -> None:
     """A full model in Hugging Face format with its heads in it (Medusa v1.0)."""
     from medusa_jax.interop.merge import save_merged
@@ -262,6 +284,7 @@ TARGETS: dict[str, tuple[Callable[[Export, str], None], str]] = {
     "tensorrt_llm": (to_tensorrt_llm, "TensorRT-LLM up to 1.1, and Medusa's own code"),
     "merged": (to_merged, "model and heads as one Hugging Face model (Medusa v1.0)"),
     "hydra": (to_hydra, "Hydra's own code"),
+    "eagle": (to_eagle, "EAGLE's own code"),
 }
 
 

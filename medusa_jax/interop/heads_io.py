@@ -170,6 +170,12 @@ def check_base(
             f"vocabulary {theirs.get('vocab_size')}, the model has width {ours['d_model']} and "
             f"vocabulary {ours['vocab_size']}"
         )
+    for name, value in stored.layers.items():
+        if (own := getattr(llama, name)) != value:
+            raise UserError(
+                f"the layers in {stored.source} were made with {name} {value!r}, the model has "
+                f"{own!r}"
+            )
     if allow_other:
         return
     way_out = "allow_other_base (--allow_other_base) uses them all the same"

@@ -21,6 +21,7 @@ LOADING = {
     "merged": "`python decode.py --model {out} --drafter {out}`; the repository of Medusa's "
     "authors loads it by path",
     "hydra": "`HydraModel.from_pretrained` of the authors' code",
+    "eagle": "`EaModel.from_pretrained` of the authors' code, as its `ea_model_path`",
 }
 
 

@@ -99,17 +99,18 @@ def _read_description(
 
 def _check_counts(weights: str, tensors: Tensors, stored: HeadsConfig) -> None:
     """Heads and layers are counted in the keys; heads.json may only agree."""
+    # Any backbone will do: these numbers do not depend on it.
+    drafter = drafter_class(stored.drafter)(stored, LlamaConfig())
     heads = {int(m[1]) for name in tensors if (m := re.match(r"heads_(\d+)/", name))}
-    if len(heads) != stored.n_heads:
+    if len(heads) != drafter.stored_heads:
         raise UserError(
-            f"{weights} holds {len(heads)} heads, {DESCRIPTION} says {stored.n_heads}"
+            f"{weights} holds {len(heads)} heads, {DESCRIPTION} says {drafter.stored_heads}"
         )
     layers = {
         int(m[1]) for name in tensors if (m := re.match(r"heads_0/layers_(\d+)/", name))
     }
-    # Any backbone will do: the number of layers does not depend on it.
-    n_layers = drafter_class(stored.drafter)(stored, LlamaConfig()).stored_layers
-    if layers and len(layers) != n_layers:
+    if layers and len(layers) != drafter.stored_layers:
         raise UserError(
-            f"{weights} holds {len(layers)} layers per head, {DESCRIPTION} says {n_layers}"
+            f"{weights} holds {len(layers)} layers per head, {DESCRIPTION} says "
+            f"{drafter.stored_layers}"
         )

@@ -36,6 +36,8 @@ class StoredHeads:
       ignore: keys that may be there and are not read.
       meta: what the description beside the weights says, {} if nothing.
       base: width, vocabulary and fingerprint of their backbone, as far as known.
+      layers: fields of the backbone's shape that their own layers were made with, where a
+        description says so.
       ids: of their draft vocabulary, None where they score all tokens.
       beside: what else belongs to them that reading the heads alone would lose; "" if nothing.
     """
@@ -49,6 +51,7 @@ class StoredHeads:
     ignore: Callable[[str], bool] = _none
     meta: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
+    layers: dict[str, Any] = field(default_factory=dict)
     ids: np.ndarray | None = None
     beside: str = ""
 

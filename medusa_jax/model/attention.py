@@ -139,8 +139,27 @@ def write_behind(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array
     return write_both(cache, (new[0] + nothing_B111, new[1] + nothing_B111), start_B)
 
 
+def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Array:
+    """What new tokens see of a cache [B, T, S]: the text and, of R rows behind it, what is said.
+
+    Args:
+      start_B: where the text ends.
+      self_mask_TR: [t, r] is True where token t sees row r behind the text.
+    """
+    R = self_mask_TR.shape[1]
+    offset_BS = jnp.arange(slots)[None, :] - start_B[:, None]
+    # Column of each slot in the tokens' own mask; slots outside it are clipped away.
+    inside_BS = (offset_BS >= 0) & (offset_BS < R)
+    own_BTS = jnp.take(self_mask_TR, jnp.clip(offset_BS, 0, R - 1), axis=1)
+    own_BTS = jnp.moveaxis(own_BTS, 0, 1) & inside_BS[:, None, :]
+    return (offset_BS < 0)[:, None, :] | own_BTS
+
+
 class Attention(nn.Module):
-    """Self-attention; the caller passes the rotation, who sees what and (decoding) the cache."""
+    """Self-attention; the caller passes the rotation, who sees what and (decoding) the cache.
+
+    With the output it gives the cache with the new keys and values, or these alone if there is none.
+    """
 
     config: LlamaConfig
     dtype: Any
@@ -155,7 +174,7 @@ class Attention(nn.Module):
         sees: Sees,
         cache: Pair | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, Pair | None]:
+    ) -> tuple[jax.Array, Pair]:
         c = self.config
         B, T, _ = x_BTD.shape
         sizes = [
@@ -183,19 +202,19 @@ class Attention(nn.Module):
         q_BTNH = turn(q_BTNH, *rope)
         k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
+        new = (k_BGTH, v_BGTH)
         if cache is None:
             assert isinstance(sees, Causal)
-            out_BTD = attend_rows(q_BTNH, k_BGTH, v_BGTH, sees)
+            out_BTD, kept = attend_rows(q_BTNH, *new, sees), new
         else:
             assert start_B is not None and not isinstance(sees, Paths)
-            new = (k_BGTH, v_BGTH)
             if isinstance(sees, Causal):
                 out_BTD = attend_behind(q_BTNH, new, cache, start_B, sees.window)
-                cache = write_behind(cache, new, start_B, out_BTD)
+                kept = write_behind(cache, new, start_B, out_BTD)
             elif T == 1:
                 out_BTD = attend_one(q_BTNH, new, cache, start_B, sees)
-                cache = write_behind(cache, new, start_B, out_BTD)
+                kept = write_behind(cache, new, start_B, out_BTD)
             else:
-                cache = write_both(cache, new, start_B)
-                out_BTD = attend(q_BTNH, *cache, sees)
-        return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), cache
+                kept = write_both(cache, new, start_B)
+                out_BTD = attend(q_BTNH, *kept, sees)
+        return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), kept

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.model.attention import FEW, Attention, Paths, Sees
+from medusa_jax.model.attention import FEW, Attention, Paths, Sees, tree_mask
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.in_one import layer_in_one
 from medusa_jax.model.layers import Linear, RMSNorm
@@ -54,12 +54,13 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm` attention reads x itself."""
 
     config: LlamaConfig
     dtype: Any
     shards: int = 0
     native: bool = False
+    input_norm: bool = True
 
     @nn.compact
     def __call__(
@@ -69,19 +70,19 @@ class Block(nn.Module):
         sees: Sees,
         cache: tuple[jax.Array, jax.Array] | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         c = self.config
         if isinstance(sees, Paths):
             assert cache is not None and start_B is not None
             layer = self.variables["params"]
             return layer_in_one(c, layer, x_BTD, rope, sees, cache, start_B)
         norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
-        normed = norm(name="input_layernorm")(x_BTD)
+        normed = norm(name="input_layernorm")(x_BTD) if self.input_norm else x_BTD
         attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")
-        out, cache = attention(normed, rope, sees, cache, start_B)
+        out, kept = attention(normed, rope, sees, cache, start_B)
         x_BTD = x_BTD + out
         normed = norm(name="post_attention_layernorm")(x_BTD)
-        return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), cache
+        return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), kept
 
 
 class Llama(nn.Module):
@@ -193,16 +194,11 @@ class Llama(nn.Module):
             self_mask_TR = jnp.asarray(np.tril(np.ones((T, T), bool)))
         if self.native:
             return Paths(self_mask_TR), Paths(self_mask_TR, window)
-        R = self_mask_TR.shape[1]
-        slot_S = jnp.arange(slots)
-        offset_BS = slot_S[None, :] - start_B[:, None]
-        # Column of each slot in the new tokens' own mask; slots outside it are clipped away.
-        inside_BS = (offset_BS >= 0) & (offset_BS < R)
-        own_BTS = jnp.take(self_mask_TR, jnp.clip(offset_BS, 0, R - 1), axis=1)
-        own_BTS = jnp.moveaxis(own_BTS, 0, 1) & inside_BS[:, None, :]
-        mask_BTS = (offset_BS < 0)[:, None, :] | own_BTS
-        near_BTS = mask_BTS
+        mask_BTS = near_BTS = tree_mask(slots, start_B, self_mask_TR)
         if window:
+            R, slot_S = self_mask_TR.shape[1], jnp.arange(slots)
+            offset_BS = slot_S[None, :] - start_B[:, None]
+            inside_BS = (offset_BS >= 0) & (offset_BS < R)
             # A tree node's position is its depth behind the prefix, not its slot. Nodes of earlier
             # calls, a few positions back, count as near.
             own_BS = jnp.take_along_axis(

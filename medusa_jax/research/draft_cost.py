@@ -64,6 +64,7 @@ def drafters() -> dict[str, Any]:
     """What is compared, in the papers' settings."""
     from medusa_jax.config import HeadsConfig
     from medusa_jax.heads.amphista import AmphistaAlphaConfig, AmphistaConfig
+    from medusa_jax.heads.eagle import EagleConfig
     from medusa_jax.heads.hydra import HydraConfig
     from medusa_jax.heads.hydrapp import HydraPPConfig
 
@@ -76,6 +77,7 @@ def drafters() -> dict[str, Any]:
         "amphista, rank 256": AmphistaConfig(lm_head="low_rank", rank=256),
         "amphista-alpha": AmphistaAlphaConfig(),
         "amphista-alpha, rank 256": AmphistaAlphaConfig(lm_head="low_rank", rank=256),
+        "eagle": EagleConfig(n_heads=4),
     }
 
 

@@ -77,6 +77,11 @@ def check(cfg: Config, mesh: Mesh) -> None:
         raise UserError(
             "data.draft_vocab_from is set, but heads.draft_vocab is 0: heads score all tokens"
         )
+    if t.feature_weight and cfg.heads.lm_head != "shared":
+        raise UserError(
+            f"train.feature_weight draws heads towards hidden states, which the model's LM head "
+            f"reads: it needs heads.lm_head shared, not {cfg.heads.lm_head!r}"
+        )
     shards = row_shards(mesh)
     if t.batch_size % (t.accumulation * shards):
         raise UserError(

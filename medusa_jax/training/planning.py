@@ -10,6 +10,7 @@ import jax
 
 from medusa_jax.chips import CHIPS, Chip
 from medusa_jax.config import Config, LlamaConfig
+from medusa_jax.heads import make_drafter
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.partition import trained_groups
 
@@ -49,7 +50,8 @@ def flops_per_token(cfg: Config, params: PyTree) -> float:
         of_heads = 2.0 * arch.d_model * scored
         total += 3 * 2.0 * _kernels(params["heads"])
         if cfg.heads.lm_head == "shared":
-            total += cfg.heads.n_heads * of_heads * (2 + full)
+            judged = make_drafter(cfg.heads, arch).judged
+            total += judged.n_heads * of_heads * (2 + full)
         total += of_heads * (t.teacher_weight > 0)
     return total
 

@@ -67,8 +67,8 @@ def make_stage(cfg: Config, steps: int, mesh: Mesh | None = None) -> Stage:
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     init = partial(fresh_groups, cfg, drafter)
     objective = head_objective(cfg, drafter)
-    offsets = tuple(k + 2 for k in range(drafter.n_heads))
-    ranks = partial(label_ranks, grouped, objective)
+    offsets = tuple(k + 2 for k in range(objective.drafter.n_heads))
+    ranks = partial(label_ranks, grouped, drafter)
     if trained == {"heads"}:
         loss, hidden = heads_stage(grouped, objective), grouped.hidden_states
         return Stage(offsets, loss, init, lambda_0, hidden, ranks, cfg.heads.draft_vocab)
@@ -122,8 +122,10 @@ class GroupedBackbone:
 def head_objective(cfg: Config, drafter: Drafter) -> HeadObjective:
     """How the configuration judges draft heads."""
     t = cfg.train
-    targets = HeadTargets(t.label_weight, t.teacher_weight, t.hidden_noise)
-    return HeadObjective(drafter, t.loss_chunk, t.lambda_decay, targets)
+    targets = HeadTargets(
+        t.label_weight, t.teacher_weight, t.hidden_noise, t.feature_weight
+    )
+    return HeadObjective(drafter.judged, t.loss_chunk, t.lambda_decay, targets)
 
 
 def backbone_stage(grouped: GroupedBackbone) -> LossFn:
@@ -173,7 +175,7 @@ def joint_stage(grouped: GroupedBackbone, objective: HeadObjective) -> LossFn:
 
 def label_ranks(
     grouped: GroupedBackbone,
-    objective: HeadObjective,
+    drafter: Drafter,
     params: PyTree,
     frozen: PyTree,
     batch: PyTree,
@@ -181,7 +183,7 @@ def label_ranks(
     """Rank of each head's label [B, T, K], -1 where a pair does not count."""
     backbone = grouped.drafting(frozen | grouped.with_adapters(params))
     hidden_BTD = losses.hidden_states(backbone, batch)
-    drafter, chunk = objective.drafter, objective.chunk
+    chunk = grouped.cfg.train.loss_chunk
     return estimate.head_ranks(params["heads"], drafter, backbone, hidden_BTD, batch, chunk)
 
 

@@ -18,6 +18,7 @@ from planted import (
 )
 
 from medusa_jax.decoding import generate as loop
+from medusa_jax.heads.lookahead import Lookahead, LookaheadConfig
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -173,6 +174,13 @@ def test_rows_ended_by_the_caller_stop_and_do_not_disturb_the_others():
     assert (np.asarray(seen[-1].status_B)[wanted] == loop.STOPPED).all()
 
 
+def test_a_row_that_has_ended_keeps_its_reason():
+    engine, _ = all_accepted()
+    status_B = jnp.array([loop.RUNNING, loop.LIMIT, loop.STOPPED, loop.RUNNING])
+    ended = loop.end_rows(engine, status_B, jnp.array([True, True, True, False]))
+    assert ended.tolist() == [loop.STOPPED, loop.LIMIT, loop.STOPPED, loop.RUNNING]
+
+
 def test_when_all_rows_are_ended_the_stream_ends():
     engine, variables = all_accepted()
     chunks = loop.stream(engine, variables, request_of([NEW] * ROWS), chunk_steps=1)
@@ -245,11 +253,17 @@ def test_warming_up_leaves_nothing_behind():
     """It takes no step, and the run behind it compiles nothing more."""
     engine, variables = all_accepted()
     request = request_of([NEW] * ROWS, [(6,)])
+    programs = loop.decode_loop, loop.prefill, loop.copied, loop.end_rows
+    for program in programs[2:]:  # small ones, which other tests have compiled
+        program.clear_cache()
     loop.warm_up(engine, variables, request)
-    before = loop.decode_loop._cache_size(), loop.prefill._cache_size()
+    before = [program._cache_size() for program in programs]
     progress = loop.generate(engine, variables, request)
-    list(loop.stream(engine, variables, request))
-    assert before == (loop.decode_loop._cache_size(), loop.prefill._cache_size())
+    chunks = loop.stream(engine, variables, request)
+    next(chunks)
+    chunks.send(np.arange(ROWS) == 0)
+    list(chunks)
+    assert before == [program._cache_size() for program in programs]
     assert texts_of(progress) == [cut(t, (6,))[0] for t in plain_texts()]
 
 
@@ -287,6 +301,15 @@ def test_slot_ladder(longest, needed, expected):
     ladder = loop.slot_ladder(engine, longest, needed)
     assert ladder == expected
     assert ladder[0] >= longest + 4 and ladder[-1] >= needed
+
+
+def test_rows_beside_the_tree_need_slots():
+    drafter = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), tiny_config())
+    engine = loop.Engine(None, drafter, drafter.default_tree)
+    tree, beside = 1 + 3 * 3, 3 + 4 + 4
+    assert engine.n_rows == tree + beside
+    assert loop.slot_ladder(engine, 128 - tree - beside, 1) == [128]
+    assert loop.slot_ladder(engine, 128 - tree - beside + 1, 1) == [256]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000])

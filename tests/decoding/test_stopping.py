@@ -1,7 +1,6 @@
 """Where rows end: stop sequences as one array, against a plain search through the text."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ from medusa_jax.decoding.stopping import (
 TOKEN = st.integers(0, 2)
 B, L, MOST_BEFORE = 2, 3, 4
 # Compiled once: all cases are brought to one shape.
-completes = jax.jit(completes_stop)
+completes, counted = jax.jit(completes_stop), jax.jit(count_until_end)
 
 
 def test_packed_as_documented():
@@ -44,13 +43,22 @@ def test_a_stop_is_found_where_the_text_ends_with_it(data):
     for b in range(B):
         text = before[b] + emitted[b]
         tokens_BO[b, : len(text)] = text
-    n_new_B = jnp.array([len(x) for x in before])
-    found = np.asarray(completes(packed, tokens_BO, jnp.array(emitted), n_new_B))
+    n_new_B = np.array([len(x) for x in before])
+    found = np.asarray(completes(packed, tokens_BO, np.array(emitted), n_new_B))
     for b in range(B):
         text = before[b] + emitted[b]
         for i in range(L):
             so_far = text[: len(before[b]) + i + 1]
             assert found[b, i] == any(so_far[-len(s) :] == s for s in rows[b])
+
+
+def test_nothing_stands_before_the_first_new_token():
+    """A stop of two equal tokens is met by the second of them."""
+    never = (9, 9, 9)
+    packed = pack_stops([[(1, 1), never], [never, never]])
+    tokens_BO = np.full((B, MOST_BEFORE + L), 1, np.int32)
+    found = completes(packed, tokens_BO, tokens_BO[:, :L], np.array([0, 0]))
+    assert found.tolist() == [[False, True, True], [False] * L]
 
 
 @settings(max_examples=100, deadline=None)
@@ -63,5 +71,5 @@ def test_the_first_end_counts(stops, n, room):
     while status == RUNNING and count < n:
         count += 1
         status = STOPPED if stops[count - 1] else LIMIT if count == room else RUNNING
-    got = count_until_end(jnp.array([stops]), jnp.array([n]), jnp.array([room]))
+    got = counted(np.array([stops]), np.array([n]), np.array([room]))
     assert [int(x[0]) for x in got] == [count, status]

@@ -104,7 +104,9 @@ def numpy_layer(params, config, x_TD):
         cos, sin = np.cos(position * frequency), np.sin(position * frequency)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin])
 
-    attention, normed = params["self_attn"], numpy_norm(params["input_layernorm"], x_TD)
+    attention, normed = params["self_attn"], x_TD
+    if "input_layernorm" in params:
+        normed = numpy_norm(params["input_layernorm"], x_TD)
     q, k, v = (normed @ attention[f"{name}_proj"]["kernel"] for name in "qkv")
     out = np.zeros((T, N * H))
     for n in range(N):

@@ -22,6 +22,7 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
 from medusa_jax.heads import BASELINES, Backbone, make_drafter
 from medusa_jax.heads.draft_model import DraftModelConfig
+from medusa_jax.heads.drafter import Committed
 from medusa_jax.heads.lookahead import LookaheadConfig, remembered
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig, continuations
 from medusa_jax.heads.text import TextState
@@ -117,6 +118,17 @@ def test_prompt_lookup_drafts_the_matches_path_by_path():
             assert nodes.tolist() == [text[-1], *expected], text
             filled += sum(t != text[-1] for t in expected)
     assert filled > 100
+
+
+def test_a_text_that_outgrows_its_slots_goes_on():
+    drafter, pair = lookup(), np.array([2], np.int32)
+    state = drafter.start(1, 4, jnp.float64)
+    for begin in (1, 3, 5):
+        if begin == 5:
+            state = drafter.grow(state, 8)
+        tokens = np.array([[begin, begin + 1]])
+        state = drafter.commit({}, None, state, Committed(None, tokens, None, None, pair))
+    assert state.text_BS[0, :6].tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_docstring_example():

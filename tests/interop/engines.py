@@ -9,7 +9,7 @@ import pickle
 import zipfile
 
 import numpy as np
-from head_files import hydra_logits, medusa_logits, silu
+from head_files import eagle_logits, hydra_logits, medusa_logits, silu
 from safetensors.numpy import load_file
 
 
@@ -218,18 +218,41 @@ def hydra(path, base, hidden, embedded):
             "one module in the authors' code"
         )
     if plus:
-        stem, heads = "prefix_embeding_layer", base["num_attention_heads"]
-        q, kv = heads * base["head_dim"], base["num_key_value_heads"] * base["head_dim"]
-        ff = base["intermediate_size"]
-        shapes = {"self_attn.q_proj": (q, D), "self_attn.k_proj": (kv, D)}
-        shapes |= {"self_attn.v_proj": (kv, D), "self_attn.o_proj": (D, q)}
-        shapes |= {
-            "mlp.gate_proj": (ff, D),
-            "mlp.up_proj": (ff, D),
-            "mlp.down_proj": (D, ff),
-        }
-        shapes |= {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
-        wanted |= {f"{stem}.layers.0.{name}.weight": s for name, s in shapes.items()}
+        stem = "prefix_embeding_layer"
+        wanted |= layer_shapes(base, f"{stem}.layers.0")
+        wanted[f"{stem}.layers.0.input_layernorm.weight"] = (D,)
         wanted |= {f"{stem}.norm.weight": (D,), f"{stem}.embed_tokens.weight": (V, D)}
     strict(state, wanted)
     return hydra_logits(state, hidden, embedded, n_heads, n_layers, plus)
+
+
+def layer_shapes(config, stem):
+    """A decoder layer without a norm before its attention."""
+    D, ff, H = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * H, config["num_key_value_heads"] * H
+    shapes = {
+        "self_attn.q_proj": (q, D),
+        "self_attn.k_proj": (kv, D),
+        "self_attn.v_proj": (kv, D),
+        "self_attn.o_proj": (D, q),
+        "mlp.gate_proj": (ff, D),
+        "mlp.up_proj": (ff, D),
+        "mlp.down_proj": (D, ff),
+        "post_attention_layernorm": (D,),
+    }
+    return {f"{stem}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def eagle(path, base, hidden, following, lm_head):
+    """The EAGLE authors' class: model/cnets1.py, sizes from config.json, with load_state_dict."""
+    config, state = config_of(path), torch_state(path / "pytorch_model.bin")
+    for field in ("hidden_size", "vocab_size", "rms_norm_eps", "rope_theta"):
+        assert config[field] == base[field]
+    assert config["num_hidden_layers"] == 1
+    D, V = config["hidden_size"], config["vocab_size"]
+    wanted = {"embed_tokens.weight": (V, D), "fc.weight": (D, 2 * D)}
+    wanted |= layer_shapes(config, "layers.0")
+    if config.get("bias", True):
+        wanted["fc.bias"] = (D,)
+    strict(state, wanted)
+    return eagle_logits(state, hidden, following, lm_head)

@@ -78,6 +78,33 @@ def prefix_layer(rng):
     return state
 
 
+def eagle_state(bias=True, seed=0):
+    """Released EAGLE-1 heads: one layer without a norm before it, FC over [embedding ; hidden]."""
+    rng = np.random.default_rng(seed)
+    state = {
+        key.removeprefix("prefix_embeding_layer."): x
+        for key, x in prefix_layer(rng).items()
+    }
+    del state["norm.weight"], state["layers.0.input_layernorm.weight"]
+    state["fc.weight"] = 2 * normal(rng, D, 2 * D)
+    return state | ({"fc.bias": normal(rng, D)} if bias else {})
+
+
+# What lies beside them; it calls the bias of FC "bias", or leaves it out.
+EAGLE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": D,
+    "intermediate_size": LLAMA.d_ff,
+    "num_attention_heads": LLAMA.n_heads,
+    "num_key_value_heads": LLAMA.n_kv_heads,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": LLAMA.rms_eps,
+    "vocab_size": V,
+}
+
+
 def write(folder, state, name, config=None):
     """A file of weights, .pt or .safetensors, and config.json."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,13 +175,35 @@ def rope(x):
 
 def prefix_output(state, x):
     """Hydra++'s decoder layer and its norm over hidden states [T, D]."""
-    stem = "prefix_embeding_layer.layers.0"
+    x = decoder_layer(state, "prefix_embeding_layer.layers.0", x)
+    return rms(x, state["prefix_embeding_layer.norm.weight"])
+
+
+def eagle_logits(state, hidden, following, lm_head, depth=4):
+    """[depth, V] behind the hidden states [T, D], every level fed back to the next.
+
+    Args:
+      following: embeddings [T + depth - 1, D] of the tokens behind each position.
+    """
+    state, rows, logits = wide(state), hidden, []
+    for _ in range(depth):
+        both = np.concatenate([following[: len(rows)], rows], -1)
+        x = both @ state["fc.weight"].T + state.get("fc.bias", 0)
+        f = decoder_layer(state, "layers.0", x)[-1]
+        logits.append(lm_head @ f)
+        rows = np.concatenate([rows, f[None]])
+    return np.stack(logits)
+
+
+def decoder_layer(state, stem, x):
+    """A Llama layer over [T, D]; without a norm before its attention if there is none."""
 
     def w(name):
         return state[f"{stem}.{name}.weight"]
 
     T, G, N = len(x), LLAMA.n_kv_heads, LLAMA.n_heads
-    normed = rms(x, w("input_layernorm"))
+    first = f"{stem}.input_layernorm.weight"
+    normed = rms(x, state[first]) if first in state else x
     q = rope((normed @ w("self_attn.q_proj").T).reshape(T, N, -1))
     k = rope((normed @ w("self_attn.k_proj").T).reshape(T, G, -1)).repeat(N // G, 1)
     v = (normed @ w("self_attn.v_proj").T).reshape(T, G, -1).repeat(N // G, 1)
@@ -165,5 +214,4 @@ def prefix_output(state, x):
     x = x + mixed @ w("self_attn.o_proj").T
     normed = rms(x, w("post_attention_layernorm"))
     inner = silu(normed @ w("mlp.gate_proj").T) * (normed @ w("mlp.up_proj").T)
-    x = x + inner @ w("mlp.down_proj").T
-    return rms(x, state["prefix_embeding_layer.norm.weight"])
+    return x + inner @ w("mlp.down_proj").T

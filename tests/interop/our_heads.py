@@ -17,6 +17,8 @@ HIDDEN = np.random.default_rng(5).standard_normal((T, D))
 TOKENS = np.random.default_rng(6).integers(0, V, 9)
 # What Hydra's heads read behind position T - 1: the tokens that follow, up to the head's own.
 EMBEDDED = BASE["embed_tokens"]["embedding"][TOKENS[T : T + 3]]
+# What EAGLE's layers read, as deep as there are tokens: those behind each position.
+FOLLOWING = BASE["embed_tokens"]["embedding"][TOKENS[1:]]
 
 
 def load(path, **options):

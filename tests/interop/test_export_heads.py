@@ -9,9 +9,19 @@ import engines
 import jax
 import numpy as np
 import pytest
+from closeness import assert_close
 from engines import WouldFailSilently
-from head_files import LLAMA, D, hydra_state, medusa_state, normal, write
-from our_heads import BASE, EMBEDDED, HIDDEN, load, our_logits
+from head_files import (
+    EAGLE,
+    LLAMA,
+    D,
+    eagle_state,
+    hydra_state,
+    medusa_state,
+    normal,
+    write,
+)
+from our_heads import BASE, EMBEDDED, FOLLOWING, HIDDEN, load, our_logits
 from safetensors.numpy import load_file, save_file
 from tiny_model import write_tokenizer
 
@@ -214,7 +224,7 @@ def test_adapters_are_merged(fields, scale, base, tmp_path):
         want = np.float64(x) + scale * changes.get(key, 0)
         if key == "model.norm.weight":
             want = np.float64(state[f"base_model.model.{key}"])
-        np.testing.assert_allclose(after[key], want, rtol=1e-6, atol=1e-6)
+        assert_close(after[key], want, 8)
     for k in range(2):
         key = f"medusa_head.{k}.0.linear.weight"
         np.testing.assert_array_equal(after[key], state[f"base_model.model.{key}"])
@@ -350,3 +360,31 @@ def test_hydra_round_trip_from_published_files(base, tmp_path):
     for key in state.keys() - unused:
         if "inv_freq" not in key:
             np.testing.assert_array_equal(found[key], state[key])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_eagle_round_trip_from_published_files(bias, base, facts, tmp_path):
+    """Released heads, kept in our format, written again: the same tensors, read by the authors."""
+    state = eagle_state(bias)
+    write(tmp_path / "a", state, "pytorch_model.bin", EAGLE | {"bias": bias})
+    native = exported(open_heads(str(tmp_path / "a")), base, "native", tmp_path / "b")
+    again = exported(open_heads(str(native)), base, "eagle", tmp_path / "c")
+    found = engines.torch_state(again / "pytorch_model.bin")
+    for key in found.keys() - {"embed_tokens.weight"}:
+        np.testing.assert_array_equal(found[key], state[key])
+    np.testing.assert_array_equal(
+        found["embed_tokens.weight"], np.float32(BASE["embed_tokens"]["embedding"])
+    )
+    heads, params, _ = load(again, n_heads=4)
+    logits = engines.eagle(again, facts[0], HIDDEN, FOLLOWING, facts[1])
+    assert_close(our_logits(heads, params), logits, dtype="float32")
+
+
+def test_what_eagles_layout_cannot_say_is_refused(base, tmp_path):
+    for fields, said in (
+        ({"drafter": "eagle", "lm_head": "own"}, "eagle heads with LM head 'own'"),
+        ({"drafter": "hydra", "lm_head": "shared"}, "hydra heads with LM head 'shared'"),
+    ):
+        stored = own_heads(tmp_path / fields["drafter"], base, **fields)
+        with pytest.raises(UserError, match=said):
+            exported(stored, base, "eagle", tmp_path / "out")

@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from head_files import LLAMA, hydra_state, medusa_state, write
+from head_files import EAGLE, LLAMA, eagle_state, hydra_state, medusa_state, write
 from planted import random_params
 from safetensors.numpy import load_file
 from tiny_model import write_tokenizer
@@ -136,6 +136,9 @@ def targets(tmp_path_factory, sentencepiece_dir):
                    {"hydra_num_heads": 2, "hydra_num_layers": 3})  # fmt: skip
     add("hydra", folder / "hydra_lm_head.pt", read_heads(folder), weights=True)
     add("hydra-config", folder / "config.json", read_heads(folder))
+    folder = write(root / "eagle", eagle_state(), "pytorch_model.bin", EAGLE)
+    add("eagle", folder / "pytorch_model.bin", read_heads(folder), weights=True)
+    add("eagle-config", folder / "config.json", read_heads(folder))
 
     stored = open_heads(str(root / "medusa-pt"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
@@ -297,6 +300,12 @@ def change_value(rng, data):
 MUTATIONS = [flip, flip_early, cut, remove, double, overwrite, insert, absurd_size, nest]
 
 
+def write_anew(file, data):
+    """Into a new file: one that is written over goes to the disk at once (ext4), and one waits."""
+    file.unlink()
+    file.write_bytes(data)
+
+
 def fuzz(targets, count, seed):
     """Spoil the files in turn; returns how many mutations were refused."""
     rng, refused = random.Random(seed), 0
@@ -309,7 +318,7 @@ def fuzz(targets, count, seed):
         is_json = target.file.suffix == ".json"
         mutate = change_value if is_json and rng.random() < 0.5 else rng.choice(MUTATIONS)
         spoilt = mutate(rng, target.good)
-        target.file.write_bytes(spoilt)
+        write_anew(target.file, spoilt)
         what = f"{name}, {mutate.__name__}, mutation {n} of seed {seed}"
         started = time.monotonic()
         try:
@@ -328,7 +337,7 @@ def fuzz(targets, count, seed):
             assert not (target.end and mutate is cut), f"{what} loads without its end"
         seconds = time.monotonic() - started
         assert seconds < SECONDS, f"{what} took {seconds:.1f} s"
-        target.file.write_bytes(target.good)
+        write_anew(target.file, target.good)
     faulthandler.cancel_dump_traceback_later()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown << 10 < GROWTH, f"{grown >> 10} MiB more at the peak"

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from head_files import (
+    EAGLE,
     LLAMA,
     D,
     V,
+    eagle_logits,
+    eagle_state,
     hydra_logits,
     hydra_state,
     medusa_logits,
@@ -19,7 +22,7 @@ from head_files import (
     normal,
     write,
 )
-from our_heads import BASE, EMBEDDED, HIDDEN, load, our_logits
+from our_heads import BASE, EMBEDDED, FOLLOWING, HIDDEN, load, our_logits
 from safetensors.numpy import load_file, save_file
 
 from medusa_jax.errors import UserError
@@ -231,6 +234,38 @@ def test_hydra_that_is_not_supported(tmp_path):
         r"'hydra_mlp\.1\..*missing from .*a head 2",
         write(tmp_path, gap, "hydra_lm_head.pt", HYDRA),
     )
+
+
+# EAGLE-1.
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_eagle(name, bias, tmp_path):
+    """One layer for all depths; the copy of the embedding and the rotary table are left."""
+    state = eagle_state(bias)
+    folder = write(tmp_path, state, name, EAGLE | {"bias": bias})
+    heads, params, _ = load(folder, n_heads=4)
+    assert (heads.drafter, heads.n_layers, heads.lm_head) == ("eagle", 1, "shared")
+    assert heads.fc_bias == bias and list(params) == ["heads_0"]
+    lm_head = BASE["lm_head"]["kernel"].T
+    want = eagle_logits(state, HIDDEN, FOLLOWING, lm_head)
+    assert_close(our_logits(heads, params), want, 512)
+
+
+def test_eagle_that_is_not_supported(tmp_path):
+    state, name = eagle_state(), "pytorch_model.bin"
+    for match, changes in {
+        r"holds the layers \[0\], its config.json says 2": {"num_hidden_layers": 2},
+        "rope_theta 5000.0, the model has 10000.0": {"rope_theta": 5000},
+        "rms_eps 1e-06, the model has 1e-05": {"rms_norm_eps": 1e-6},
+        "n_heads 2, the model has 4": {"num_attention_heads": 2},
+    }.items():
+        fails(match, write(tmp_path, state, name, EAGLE | changes))
+    norm = {"layers.0.input_layernorm.weight": normal(np.random.default_rng(0), D)}
+    fails("no place for: 'layers.0.input_lay", write(tmp_path, state | norm, name, EAGLE))
+    less = {key: x for key, x in state.items() if "up_proj" not in key}
+    fails("'layers.0.mlp.up_proj.weight'.*missing", write(tmp_path, less, name, EAGLE))
 
 
 # The traps: right, or a sentence with the file, the key and both shapes.

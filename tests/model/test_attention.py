@@ -92,7 +92,7 @@ def test_a_text_behind_a_cache_sees_it_and_itself(T, window, first, monkeypatch)
     mask_BTS = (behind_BTS >= 0) & (behind_BTS < (window or S))
     expected = attend_written(q, new, cache, start_B, mask_BTS)
     got = jax.jit(partial(attend_behind, window=window))(q, new, cache, start_B)
-    np.testing.assert_allclose(got, expected, atol=1e-11)
+    assert_close(got, expected)
 
 
 @pytest.mark.parametrize("start", [0, 3, 9])

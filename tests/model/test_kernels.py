@@ -103,6 +103,7 @@ def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
 ON_A_MESH = """
 import jax, numpy as np
 from functools import partial
+from closeness import assert_close
 from test_kernels import kernels, own, rows
 from medusa_jax.sharding import batch_sharding, make_mesh
 mesh = make_mesh((2, 1, 2))
@@ -113,7 +114,7 @@ for G in (2, 1):
     with jax.set_mesh(mesh):
         text = run.lower(*placed).compile().as_text()
     assert "all-gather" not in text
-    np.testing.assert_allclose(run(*placed), own(*qkv, sees), atol=1e-5)
+    assert_close(run(*placed), own(*qkv, sees))
 """
 
 

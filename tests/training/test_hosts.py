@@ -47,6 +47,34 @@ def test_flags_that_do_not_say_who_is_who(given, words):
         hosts.join(given)
 
 
+def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch):
+    """There the environment says nothing: JAX is asked, and knows of no others, or of a fault."""
+    asked, answer = [], ValueError("no pod")
+
+    def initialize(*args, **numbers):
+        asked.append((args, numbers))
+        raise answer
+
+    monkeypatch.setattr(hosts.jax.distributed, "initialize", initialize)
+    hosts.join({})
+    assert not asked  # no launcher, no TPU
+    monkeypatch.setattr(hosts, "TPU_DEVICES", (str(tmp_path),))
+    hosts.join({})
+    assert asked == [((None,), {})]
+    answer = RuntimeError("nobody answers\nstack")
+    with pytest.raises(UserError, match=r"did not meet: nobody answers$"):
+        hosts.join({})
+    given = {"coordinator_address": "a:1", "num_processes": "2", "process_id": "1"}
+    answer = ValueError("no address")
+    with pytest.raises(UserError, match="no address"):
+        hosts.join(given)
+    assert asked[-1] == (("a:1",), {"num_processes": 2, "process_id": 1})
+    monkeypatch.setattr(hosts, "TPU_DEVICES", ())
+    monkeypatch.setattr(hosts, "launched", lambda environment: True)
+    with pytest.raises(UserError, match="no address"):  # one that was launched is not alone
+        hosts.join({})
+
+
 def free_port():
     with socket.socket() as s:
         s.bind(("localhost", 0))
@@ -199,7 +227,12 @@ def test_a_lost_process_ends_this_one_in_a_sentence(monkeypatch, capsys):
             raise error
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1
-    assert left == [hosts.LOST, 2]
+    for error in (JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes"), ValueError("a bug")):
+        with hosts.together():  # its own doing: with a traceback, and not to be tried again
+            raise error
+        said = capsys.readouterr().err
+        assert str(error) in said and "error: this process failed" in said
+    assert left == [hosts.LOST, 2, 1, 1]
     monkeypatch.setattr(hosts.jax, "process_count", lambda: 1)
     with pytest.raises(UserError, match="the disk"), hosts.together():
         raise UserError("the disk is full")

@@ -35,6 +35,11 @@ ATTENTION = 2 * 32 * 4096 * 2048 / 1e9
             "vicuna7b_m2", (),
             3 * (2 * LAYERS + ATTENTION) + 4 * LM_HEAD + 6 * HEADS + 6 * 0.0811,
         ),
+        # One pass of its layer, whatever the depth: LM head there and back, and the teacher's.
+        (
+            "vicuna7b_eagle", ("--config.data.cache_features=bfloat16",),
+            6 * 0.2359 + 4 * LM_HEAD + 2 * LM_HEAD,
+        ),
     ],
 )  # fmt: skip
 def test_arithmetic_of_a_token(name, more, billions):

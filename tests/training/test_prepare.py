@@ -178,6 +178,7 @@ def test_unknown_choices_name_the_nearest():
     [
         ("train", "batch_size", 6, "multiple of accumulation"),
         ("train", "loss_chunk", 0, "train.loss_chunk must be at least 1"),
+        ("train", "feature_weight", 1.0, "needs heads.lm_head shared, not 'own'"),
         ("data", "seq_len", 1000, "exceeds the model's 64 positions"),
     ],
 )

@@ -15,7 +15,9 @@ from children import environment
 from closeness import assert_close
 from training_setup import command, tiny_config, write_config
 
+import medusa_jax
 from medusa_jax.errors import UserError
+from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.interop.heads_io import load_heads
 from medusa_jax.interop.hf import fingerprint, load_backbone
 from medusa_jax.model.llama import init_params
@@ -91,6 +93,30 @@ def test_heads_train_on_a_backbone_that_does_not_change(backbone, tokens, tmp_pa
     belongs = {"fingerprint": fingerprint(arch, params)}
     heads, _, meta = load_heads(str(tmp_path / "export"), arch, make_mesh(), **belongs)
     assert heads == cfg.heads and meta["recipe"]["config"]["train"]["stage"] == "medusa1"
+
+
+@pytest.mark.usefixtures("x64")
+def test_eagle_learns_hidden_states_and_its_export_decodes(backbone, tokens, tmp_path):
+    """By EAGLE's loss, from hidden states that were kept, over the first of its levels."""
+    model = str(backbone[0] / "export")
+    fields = {"feature_weight": 1.0, "label_weight": 0.0, "teacher_weight": 0.1}
+    cfg = tiny_config(
+        tokens, "medusa1", steps=60, save_every=60, hidden_noise=1.6, **fields
+    )
+    cfg.model.path, cfg.optim.name, cfg.heads = model, "adamw", EagleConfig(n_heads=3)
+    cfg.data.packing, cfg.data.cache_features = "first_fit", "float32"
+    cfg.data.eval_source, cfg.data.eval_samples = tokens, 12
+    run(cfg, tmp_path)
+    log = records(tmp_path)
+    first, last = (np.mean([r["objective"] for r in x]) for x in (log[:5], log[-5:]))
+    assert last < 0.9 * first and len(log[0]["loss"]) == 1
+    assert records(tmp_path, "eval")[-1]["accepted_length_chain"] > 1
+    heads = str(tmp_path / "export")
+    drafting = medusa_jax.load(model, heads, dtype="float64", tree="chain:3")
+    options = medusa_jax.Options(max_new_tokens=30)
+    [found] = drafting.generate([[5, 6, 7, 8]], options)
+    [plain] = drafting.generate([[5, 6, 7, 8]], options, tree="none")
+    assert found.token_ids == plain.token_ids and found.steps < plain.steps
 
 
 def pieces(cfg, tokens):

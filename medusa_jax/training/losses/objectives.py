@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh
 
 from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.heads.layers import later
+from medusa_jax.model.product import at_least_f32
 from medusa_jax.training.losses.streamed import (
     Sums,
     Teacher,
@@ -34,12 +36,14 @@ class HeadTargets(NamedTuple):
     Each head's loss is label_weight CE(text) + teacher_weight CE(backbone), the latter against
     the distribution that the backbone has for that same token (Hydra 6.1, Amphista eq. 7-9).
     `noise` is Hydra's (6.1): in training the heads read hidden states plus
-    uniform(-1, 1) noise / sqrt(L d).
+    uniform(-1, 1) noise / sqrt(L d). To it comes feature_weight smooth-L1(what the head's logits
+    are read from, the hidden state that the backbone has there) (EAGLE's regression loss).
     """
 
     label_weight: float = 1.0
     teacher_weight: float = 0.0
     noise: float = 0.0
+    feature_weight: float = 0.0
 
 
 class HeadObjective(NamedTuple):
@@ -145,7 +149,7 @@ def heads_sums(
     objective: HeadObjective,
     inputs: StepInputs,
 ) -> tuple[jax.Array, Sums]:
-    """sum_k lambda_k L_k: each head's sum over its own count.
+    """sum_k lambda_k L_k: each head's sum over its own count; `HeadTargets` says what L_k is.
 
     k is 1-based as in the paper, head k looks k + 1 ahead. Everything is laid out by the token
     that is guessed, so that all heads' guesses of a token meet the same label and teacher. A token
@@ -165,14 +169,16 @@ def heads_sums(
         read_BTD += hidden_noise(noise_key, hidden_BTD, targets.noise)
     features_KBTD = drafter.features(heads, backbone, read_BTD, *rows(batch), dropout_key)
     teacher, teacher_BTD, weight = None, None, targets.label_weight
+    before_BTD = lax.stop_gradient(delay(hidden_BTD, 1))  # right before the target
     if targets.teacher_weight:
         frozen: Backbone = lax.stop_gradient(backbone)
         teacher = Teacher(frozen.lm_head, targets.teacher_weight, targets.label_weight)
-        teacher_BTD = delay(hidden_BTD, 1)  # the hidden state right before the target
+        teacher_BTD = before_BTD
         weight = 1.0  # both are the teacher's to weigh
     label_BT = backbone.places(batch["tokens"])
     scored_BT = label_BT < backbone.outputs
     logits_K, features_K, mask_K, weight_K = [], [], [], []
+    regression = jnp.zeros((), jnp.float32)
     for k in range(drafter.n_heads):
 
         def logits(p: Params, features: jax.Array, k: int = k) -> jax.Array:
@@ -184,13 +190,26 @@ def heads_sums(
         logits_K.append(logits)
         features_K.append(delay(features_KBTD[k], ahead))
         mask_K.append(delay(mask_BT, ahead) & scored_BT)
-        count = jnp.maximum(inputs.counts_K[k], 1.0)
-        weight_K.append(weight * objective.lambda_k(k + 1) / count)
-    return heads_cross_entropy(
+        share = objective.lambda_k(k + 1) / jnp.maximum(inputs.counts_K[k], 1.0)
+        weight_K.append(weight * share)
+        if targets.feature_weight:
+            apart = feature_sum(features_K[k], before_BTD, delay(mask_BT, ahead))
+            regression += targets.feature_weight * share * apart
+    loss, sums = heads_cross_entropy(
         logits_K, params, jnp.stack(weight_K), features_K,
         jnp.where(scored_BT, label_BT, 0), mask_K, objective.chunk, teacher, teacher_BTD,
         mesh_to_walk(backbone) if drafter.heads.lm_head == "shared" else backbone.llama.mesh,
     )  # fmt: skip
+    return loss + regression, sums
+
+
+def feature_sum(
+    features_BTD: jax.Array, hidden_BTD: jax.Array, mask_BT: jax.Array
+) -> jax.Array:
+    """Smooth L1 between features and hidden states: the mean over a vector, summed over pairs."""
+    wide = at_least_f32(features_BTD.dtype)
+    apart_BTD = optax.losses.huber_loss(features_BTD.astype(wide), hidden_BTD.astype(wide))
+    return jnp.sum(jnp.where(mask_BT, jnp.mean(apart_BTD, axis=-1), 0.0))
 
 
 def hidden_noise(key: jax.Array, hidden_BTD: jax.Array, alpha: float) -> jax.Array:

@@ -1,0 +1,250 @@
+"""EAGLE-1 (Li et al., ICML 2024): decoder layers that continue the hidden states themselves.
+
+    f^_{i+1} = Layers(FC([e_{i+1} ; f_i]))    logits of token i + 2 = LM-Head(f^_{i+1})
+
+f is the backbone's hidden state where there is one, f^ of the node above where there is none; e
+embeds the token behind it. So one small model drafts to any depth: the layers' keys and values of
+accepted positions are kept, a level of the tree is run behind them, each node seeing its path.
+LM head and embedding are the backbone's. As released, the first layer has no norm before its
+attention and none stands behind the last.
+
+Training is over the first level (3.2): it reads true hidden states with noise on them, and learns
+the next hidden state and the distribution there. Deeper levels read what the first ones made.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.heads.drafter import Backbone, Committed, Drafter, Params, RankScores
+from medusa_jax.heads.layers import (
+    LayerState,
+    adding_nothing,
+    later,
+    lm_head_logits,
+    lm_head_start,
+    sees_behind,
+)
+from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
+from medusa_jax.model.attention import Pair, Sees
+from medusa_jax.model.layers import Linear
+from medusa_jax.model.llama import Block
+from medusa_jax.model.parts import Causal
+from medusa_jax.model.rope import rope_tables
+from medusa_jax.tree import Tree
+
+# Positions from which deeper levels are run at a time, teacher-forced: their scores exist at once.
+CHUNK = 64
+
+
+@dataclass(unsafe_hash=True)
+class EagleConfig(HeadsConfig):
+    """`n_heads` is how deep trees may be, `n_layers` the decoder layers that all depths share."""
+
+    drafter: str = "eagle"
+    n_heads: int = 5
+    lm_head: str = "shared"
+    # FC has a bias.
+    fc_bias: bool = True
+
+
+class Layers(nn.Module):
+    """FC and the decoder layers, of the backbone's shape."""
+
+    config: LlamaConfig
+    dtype: Any
+    n_layers: int
+    fc_bias: bool
+
+    def setup(self) -> None:
+        self.fc = Linear(self.config.d_model, self.fc_bias, self.dtype)
+        self.layers = [
+            Block(self.config, self.dtype, input_norm=j > 0) for j in range(self.n_layers)
+        ]
+
+    def __call__(
+        self,
+        hidden_BTD: jax.Array,
+        next_BTD: jax.Array,
+        positions_BT: jax.Array,
+        sees: Sees,
+        cache: tuple[Pair, ...] | None = None,
+        start_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[Pair, ...]]:
+        """f and e -> f^, and the keys and values of every layer as `Attention` gives them."""
+        both = [next_BTD.astype(self.dtype), hidden_BTD.astype(self.dtype)]
+        x_BTD = self.fc(jnp.concatenate(both, axis=-1))
+        rope = rope_tables(self.config, positions_BT, self.dtype)
+        kept = []
+        for j, block in enumerate(self.layers):
+            mine = None if cache is None else cache[j]
+            x_BTD, pair = block(x_BTD, rope, sees, mine, start_B)
+            kept.append(pair)
+        return x_BTD, tuple(kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle(Drafter):
+    """One set of layers for all depths, under "heads_0"; the state is their cache."""
+
+    heads: EagleConfig
+
+    name = "eagle"
+    Config = EagleConfig
+
+    @property
+    def stored_heads(self) -> int:
+        return 1
+
+    @property
+    def judged(self) -> Drafter:
+        return dataclasses.replace(self, heads=dataclasses.replace(self.heads, n_heads=1))
+
+    def _layers(self, dtype: Any) -> Layers:
+        return Layers(self.llama, dtype, self.heads.n_layers, self.heads.fc_bias)
+
+    def _run(self, params: Params, backbone: Backbone, *args: Any) -> Any:
+        module = self._layers(backbone.llama.dtype)
+        return module.apply({"params": params["heads_0"]}, *args)
+
+    def init(self, key: jax.Array, backbone: Backbone) -> Params:
+        """Layers that pass f on, so that all depths start as the LM head."""
+        D = self.llama.d_model
+        probe, one = jnp.zeros((1, 1, D)), jnp.ones((1, 1), jnp.int32)
+        module = self._layers(jnp.float32)
+        params: Params = dict(module.init(key, probe, probe, one, Causal())["params"])
+        params["fc"] = params["fc"] | {"kernel": jnp.eye(2 * D, D, -D)}  # [0 ; I]
+        for j in range(self.heads.n_layers):
+            params[f"layers_{j}"] = adding_nothing(params[f"layers_{j}"])
+        return {"heads_0": params | lm_head_start(self.heads, backbone)}
+
+    def features(
+        self,
+        params: Params,
+        backbone: Backbone,
+        hidden_BTD: jax.Array,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Level k of row t stands at position t + k, behind true rows up to t and levels 1 to k."""
+        ahead = [
+            later(backbone.embed(tokens_BT), k + 1).astype(backbone.llama.dtype)
+            for k in range(self.n_heads)
+        ]
+        sees = Causal(segment_ids_BT)
+        first_BTD, text = self._run(
+            params, backbone, hidden_BTD, ahead[0], positions_BT, sees
+        )
+        if self.n_heads == 1:
+            return first_BTD[None]
+        (B, T), K = tokens_BT.shape, self.n_heads
+        size = min(CHUNK, T)
+        # Behind the text there is room for one chunk's rows of each level.
+        text = jax.tree.map(lambda x: padded(x, 2, size * (K - 1)), text)
+        rows = (first_BTD, positions_BT, segment_ids_BT, *ahead[1:])
+        first_BTD, positions_BT, segment_ids_BT, *ahead = (
+            padded(x, 1, -T % size) for x in rows
+        )
+        row_C, slot_R = np.arange(size), np.arange(size * (K - 1))
+        own_CR = row_C[:, None] == slot_R[None, :] % size
+
+        def deeper(begin: jax.Array) -> jax.Array:
+            """Levels 1 to K - 1 of the rows [begin, begin + size)."""
+
+            def here(x: jax.Array, axis: int = 1) -> jax.Array:
+                return lax.dynamic_slice_in_dim(x, begin, size, axis=axis)
+
+            seen_BCT = Causal(segment_ids_BT).visible(begin, size, 0, T)
+
+            def level(above: Any, given: Any) -> tuple[Any, jax.Array]:
+                (features_BCD, cache), (k, next_BCD) = above, given
+                so_far_CR = own_CR & (slot_R < k * size)[None, :]
+                own_BCR = jnp.broadcast_to(so_far_CR, (B, *own_CR.shape))
+                found = self._run(
+                    params, backbone, features_BCD, next_BCD, here(positions_BT) + k,
+                    jnp.concatenate([seen_BCT, own_BCR], axis=-1),
+                    cache, jnp.broadcast_to(T + (k - 1) * size, (B,)),
+                )  # fmt: skip
+                return found, found[0]
+
+            levels = (jnp.arange(1, K), here(jnp.stack(ahead), axis=2))
+            return lax.scan(level, (here(first_BTD), text), levels)[1]
+
+        found = lax.map(deeper, jnp.arange(0, first_BTD.shape[1], size))
+        deep_KBTD = jnp.moveaxis(found, 0, 2).reshape(K - 1, *first_BTD.shape)
+        return jnp.concatenate([first_BTD[None], deep_KBTD])[:, :, :T]
+
+    def head_logits(
+        self, params: Params, backbone: Backbone, k: int, features: jax.Array
+    ) -> jax.Array:
+        return lm_head_logits(self.heads, params["heads_0"], backbone, features)
+
+    def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
+        state = LayerState.zeros(self.llama, self.heads.n_layers, batch, slots, dtype)
+        return state.replace(context_BSD=state.context_BSD[:, :1])  # the last layer's alone
+
+    def grow(self, state: LayerState, slots: int) -> LayerState:
+        return state.grown(slots)
+
+    def rewound(self, state: LayerState, length_B: jax.Array) -> LayerState:
+        return state.rewound(length_B)
+
+    def commit(
+        self, params: Params, backbone: Backbone, state: LayerState, new: Committed
+    ) -> LayerState:
+        next_BTD = backbone.embed(new.next_tokens_BT)
+        sees = sees_behind(next_BTD.shape[1], state.cache.slots, state.length_B)
+        rows = (new.hidden_BTD, next_BTD, new.positions_BT, sees)
+        features_BTD, layers = self._run(
+            params, backbone, *rows, state.cache.layers, state.length_B
+        )
+        return state.taken(list(layers), [features_BTD], new.n_B)
+
+    def propose(
+        self,
+        params: Params,
+        backbone: Backbone,
+        state: LayerState,
+        root_B: jax.Array,
+        tree: Tree,
+        rank_scores: RankScores,
+    ) -> jax.Array:
+        """The root's row is in the state; nodes with children are run behind the text, by level."""
+        inner = inner_nodes(Level.of(tree), tree)
+
+        def logits_of(
+            depth: int, level: Level, tokens_BP: jax.Array, carry: Any
+        ) -> tuple[jax.Array, Any]:
+            features_BPD, cache, done = carry
+            if depth:
+                done = np.concatenate([done, inner[depth]])
+                mask_PR = jnp.asarray(tree.mask_MM[inner[depth]][:, done])
+                P, R = mask_PR.shape
+                start_B = state.length_B
+                sees = sees_behind(P, state.cache.slots, start_B, mask_PR)
+                positions_BP = jnp.tile(start_B[:, None] + depth - 1, (1, P))
+                features_BPD, cache = self._run(
+                    params, backbone, features_BPD[:, level.rows_P],
+                    backbone.embed(tokens_BP), positions_BP, sees, cache, start_B + R - P,
+                )  # fmt: skip
+            logits = self.head_logits(params, backbone, depth, features_BPD)
+            return logits, (features_BPD, cache, done)
+
+        root = (state.context_BSD, state.cache.layers, np.zeros(0, int))
+        return fill_by_level(tree, backbone, logits_of, root, root_B, rank_scores)
+
+
+def padded(x: jax.Array, axis: int, more: int) -> jax.Array:
+    """x with zeros behind it along an axis."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(x, widths)

@@ -1,0 +1,71 @@
+"""EAGLE-1 heads as their authors released them, told by their keys.
+
+  fc.weight, fc.bias                                  [D, 2 D]: embedding first; some have no bias
+  layers.{j}.self_attn.*, mlp.*, *_layernorm.weight   as in a Llama model; layer 0 has no input_layernorm
+  embed_tokens.weight                                 a copy of the backbone's, left
+
+`pytorch_model.bin` or `model.safetensors`, beside a Llama's `config.json`. How deep trees may be is
+nowhere said: the same layers draft all depths.
+"""
+
+import re
+from typing import Any
+
+from medusa_jax.errors import UserError
+from medusa_jax.heads.eagle import EagleConfig
+from medusa_jax.interop.hf import HARMLESS, read_config
+from medusa_jax.interop.hf import locate as locate_in_llama
+from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.tensor import Tensors
+
+EMBEDDING = "embed_tokens.weight"
+_LAYER = re.compile(r"layers\.(\d+)\.")
+# What of the layers' shape no tensor tells.
+UNTOLD = (
+    "n_heads",
+    "n_kv_heads",
+    "rms_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_factor",
+)
+
+
+def is_eagle(tensors: Tensors) -> bool:
+    """Whether a file holds EAGLE-1 heads in their authors' layout."""
+    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors.keys()
+
+
+def open_eagle(
+    source: str, directory: str, tensors: Tensors, config: dict[str, Any]
+) -> StoredHeads:
+    """Describe the EAGLE-1 heads of a file.
+
+    Args: as for `open_medusa`.
+
+    Raises:
+      UserError: layers are missing or not as many as the configuration says; no configuration, or
+        one of other layers than a Llama's.
+    """
+    there = {int(m[1]) for key in tensors if (m := _LAYER.match(key))}
+    said = read_config(directory)
+    if len(there) != said.n_layers or there != set(range(len(there))):
+        raise UserError(
+            f"{source} holds the layers {sorted(there)}, its config.json says {said.n_layers}"
+        )
+    heads = EagleConfig(n_layers=len(there), fc_bias="fc.bias" in tensors)
+
+    def ignore(key: str) -> bool:
+        return key == EMBEDDING or bool(HARMLESS.search(key))
+
+    layers = {name: getattr(said, name) for name in UNTOLD}
+    return StoredHeads(
+        source, directory, "EAGLE-1 heads", heads, tensors, locate, ignore, meta=config,
+        layers=layers,
+    )  # fmt: skip
+
+
+def locate(path: str) -> tuple[str, bool]:
+    """A path of `heads/eagle.py` -> (key, whether it is stored transposed)."""
+    key, transposed = locate_in_llama(path.removeprefix("heads_0/"))
+    return key.removeprefix("model."), transposed

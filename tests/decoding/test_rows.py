@@ -1,0 +1,79 @@
+"""Rows that wait while others step: their texts are those of one fixed batch."""
+
+import numpy as np
+import pytest
+from planted import decoder, planted, random_params, texts_of, tiny_config
+
+from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import rows
+from medusa_jax.decoding.prefill import Piece
+from medusa_jax.decoding.stopping import LIMIT, PAUSED, RUNNING
+from medusa_jax.heads import make_drafter
+from medusa_jax.heads.prompt_lookup import PromptLookupConfig
+from medusa_jax.tree import Tree
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def test_rows_wait_for_their_turn_and_for_room():
+    """The first fills the cache and is paused; nothing may be written over its last slots.
+
+    One that has ended is never woken.
+    """
+    config = tiny_config(vocab_size=7, n_layers=1)
+    llama, backbone = decoder(config, random_params(config, 1))
+    engine = loop.Engine(llama, planted(config), Tree.none(), "sampled")
+    variables = {"backbone": backbone, "heads": {}}
+    request = loop.Request(
+        [[1, 2, 3, 4, 5] * 24, [1, 2, 3]], [30, 20], temperature=[1.5, 1.5], seed=[1, 2]
+    )
+    whole = loop.generate(engine, variables, request)
+
+    def go_on(state, *wanted):
+        status_B = rows.run_only(engine, state.status_B, np.array(wanted, np.int32))
+        state = state.replace(status_B=status_B)
+        return loop.decode_loop(engine, variables, state, np.int32(loop.FOREVER))
+
+    state, [slots, more] = loop.begin(engine, variables, request)
+    state, full = go_on(state, RUNNING, RUNNING)
+    assert full.length_B.tolist() == [slots, 3 + slots - 120]
+    state, still = go_on(state, PAUSED, RUNNING)
+    assert still.steps_B.tolist() == full.steps_B.tolist()
+    state, second = go_on(loop.grow(engine, more, state), PAUSED, RUNNING)
+    assert second.steps_B.tolist() == [full.steps_B[0], whole.steps_B[1]]
+    assert second.status_B.tolist() == [PAUSED, LIMIT]
+    state, both = go_on(state, RUNNING, RUNNING)
+    assert both.status_B.tolist() == [LIMIT, LIMIT]
+    assert both.steps_B.tolist() == whole.steps_B.tolist()
+    assert texts_of(both) == texts_of(whole)
+
+
+def test_a_drafter_goes_on_from_where_texts_part():
+    """What it keeps of a text is that of a row which read the whole prompt."""
+    config = tiny_config(vocab_size=7, n_layers=1)
+    llama, backbone = decoder(config, random_params(config, 1))
+    drafter = make_drafter(PromptLookupConfig(tokens=2), config)
+    engine = loop.Engine(llama, drafter, Tree.chain(2))
+    variables = {"backbone": backbone, "heads": {}}
+    request, _ = loop.begin(engine, variables, loop.Request([[0]], [9]))
+    state = rows.idle(engine, rows.Sizes(64, (1, 1)), 2, 32)
+
+    def read(state, source, prompt, begin):
+        row = rows.begin_row(
+            engine, state, np.int32(source), request.sampling,
+            request.limit_B, request.max_steps_B, request.stop_BQW,
+        )  # fmt: skip
+        tokens_1T = np.zeros((1, 17), np.int32)
+        tokens_1T[0, : len(prompt) - begin] = prompt[begin:]
+        places = np.array([begin], np.int32), np.array([len(prompt)], np.int32)
+        piece = Piece(tokens_1T[:, :-1], tokens_1T[:, 1:], *places)
+        return rows.read_row(engine, variables, row, piece)
+
+    first, second = [1, 2, 3, 4, 5, 6, 1, 2], [1, 2, 3, 4, 1, 1]
+    fresh = read(state, 0, second, 0)
+    state = rows.insert_row(engine, state, read(state, 0, first, 0), np.int32(1))
+    again = read(state, 1, second, 3)
+    for row in (fresh, again):
+        assert row.drafter.length_B.tolist() == [6]
+        assert row.drafter.text_BS[0, :6].tolist() == second
+    assert again.root_B.tolist() == fresh.root_B.tolist()
