@@ -1,5 +1,6 @@
 """`serve`: what it refuses before it serves; a whole process from start to SIGTERM."""
 
+import contextlib
 import json
 import re
 import socket
@@ -95,8 +96,9 @@ def test_kill_under_load(process):
         started.acquire()
     process.terminate()
     with pytest.raises(httpx.ConnectError):
-        while True:
-            httpx.get(url + "/health")
+        while True:  # one that comes while the listener closes may be reset
+            with contextlib.suppress(httpx.ReadError, httpx.RemoteProtocolError):
+                httpx.get(url + "/health", timeout=60)
     assert process.poll() is None and len(answers) < 8  # it is not gone, it finishes
     for thread in threads:
         thread.join()
