@@ -275,16 +275,24 @@ def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.A
     return write(row_BO, new_BL.astype(row_BO.dtype), at_B)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def decode_loop(
-    engine: Engine, variables: dict[str, Any], state: DecodeState, max_steps: jax.Array
+    engine: Engine,
+    variables: dict[str, Any],
+    state: DecodeState,
+    max_steps: jax.Array,
+    until_one_ends: bool = False,
 ) -> tuple[DecodeState, Progress]:
     """Steps until every row has ended, one that has not lacks room in the cache, or `max_steps`.
 
     Compiled once per cache size: the cost of a step follows the slots there are, so the
     drivers grow the cache with the text.
+
+    Args:
+      until_one_ends: return as soon as any of the rows has ended.
     """
     slots, R = state.cache.slots, engine.n_rows
+    began_B = state.status_B == RUNNING
 
     def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         step, state = carry
@@ -292,7 +300,10 @@ def decode_loop(
         # Steps write R slots of paused rows as well, behind their text.
         alive_B = running_B | (state.status_B == PAUSED)
         fits = jnp.max(jnp.where(alive_B, state.length_B, 0)) + R <= slots
-        return (step < max_steps) & jnp.any(running_B) & fits
+        go_on = jnp.any(running_B)
+        if until_one_ends:
+            go_on &= jnp.all(running_B == began_B)
+        return (step < max_steps) & go_on & fits
 
     def one(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         step, state = carry

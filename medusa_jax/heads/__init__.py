@@ -11,7 +11,7 @@ import pkgutil
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.drafter import Backbone, Drafter, NoDrafter
 
 __all__ = [
     "BASELINES",
@@ -104,5 +104,5 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
 
 
 def no_drafter(llama: LlamaConfig) -> Drafter:
-    """What stands in a drafter's place in plain decoding: it has no parameters and no layers."""
-    return make_drafter(HeadsConfig(n_heads=1, lm_head="shared"), llama)
+    """What stands in a drafter's place in plain decoding; equal for all models of one shape."""
+    return NoDrafter(HeadsConfig(), llama)

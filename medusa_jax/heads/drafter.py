@@ -312,6 +312,30 @@ class Untrained(Drafter):
         )
 
 
+class NoDrafter(Drafter):
+    """What stands in a drafter's place in plain decoding: no parameters, no layers, no state.
+
+    It leaves the state of any other drafter as it was.
+    """
+
+    def start(self, batch: int, slots: int, dtype: Any) -> tuple[()]:
+        return ()
+
+    def commit(self, params: Params, backbone: Backbone, state: Any, new: Committed) -> Any:
+        return state
+
+    def propose(
+        self,
+        params: Params,
+        backbone: Backbone,
+        state: Any,
+        root_B: jax.Array,
+        tree: Tree,
+        rank_scores: RankScores,
+    ) -> jax.Array:
+        return root_B[:, None]
+
+
 def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:
     """Ids of the n best guesses [..., n], by scores [..., O]: the one way from logits to drafts."""
     return backbone.tokens(lax.top_k(scores, n)[1])

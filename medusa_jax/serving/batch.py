@@ -16,6 +16,7 @@ from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import DecodeState, Progress, progress_of
 from medusa_jax.decoding.step import decode_loop
 from medusa_jax.decoding.stopping import STOPPED, pack_stops
+from medusa_jax.heads import no_drafter
 from medusa_jax.serving.job import STOPS
 from medusa_jax.tree import Tree
 
@@ -124,13 +125,14 @@ class Batch:
         whole, rest = divmod(n, self._piece)
         return whole * self._piece + (power_of_two(rest, MIN_PROMPT) if rest else 0)
 
-    def read(self, reading: Reading) -> int:
-        """Read the next piece, behind which the first token is known if it was the last.
+    def next_tokens(self, reading: Reading) -> int:
+        """Tokens of the next piece, padding included."""
+        rest = len(reading.prompt) - reading.position
+        return min(power_of_two(rest, MIN_PROMPT), self._piece)
 
-        Returns: its tokens, padding included.
-        """
-        n = len(reading.prompt)
-        T = min(power_of_two(n - reading.position, MIN_PROMPT), self._piece)
+    def read(self, reading: Reading) -> None:
+        """Read the next piece, behind which the first token is known if it was the last."""
+        n, T = len(reading.prompt), self.next_tokens(reading)
         if reading.row.cache.slots != self.slots:
             reading.row = rows.resized(
                 self._engine, self._sizes, 1, self.slots, reading.row
@@ -144,7 +146,6 @@ class Batch:
         engine = replace(self._engine, acceptance=reading.rule)
         reading.row = rows.read_row(engine, self._variables, reading.row, piece)
         reading.position = min(begin + T, n)
-        return T
 
     def insert(self, reading: Reading, at: int) -> Progress:
         """Put a row that has been read in the place of another; what there is of it so far."""
@@ -154,18 +155,26 @@ class Batch:
     def run(
         self, wanted_B: np.ndarray, drafts: bool, rule: str, steps: int
     ) -> tuple[Progress, int]:
-        """Up to `steps` steps of the rows that should be RUNNING; returns without waiting.
+        """Steps of the rows that should be RUNNING, until one of them ends; does not wait for it.
+
+        Args:
+          steps: at most.
+          drafts: False decodes plainly and leaves the drafter's state behind: a row that has
+            gone on so cannot draft again.
 
         Returns: what there is then, and how many nodes the tree had.
         """
-        tree = self.trees[self.rows] if drafts else Tree.none()
-        engine = replace(self._engine, tree=tree, acceptance=rule)
+        tree, drafter = self.trees[self.rows], self._engine.drafter
+        if not drafts:
+            tree, drafter = Tree.none(), no_drafter(self._engine.llama.config)
+        engine = replace(self._engine, tree=tree, drafter=drafter, acceptance=rule)
         status_B = rows.run_only(self._engine, self._state.status_B, wanted_B)
         self._state, progress = decode_loop(
             engine,
             self._variables,
             self._state.replace(status_B=status_B),
             np.int32(steps),
+            True,
         )
         return progress, tree.n_nodes
 

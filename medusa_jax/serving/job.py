@@ -30,6 +30,7 @@ class Job:
       seat: the row of the batch that it has, once its prompt is read.
       longest: most tokens that a step can append.
       reused, tree_nodes: as in `Ending`.
+      drafted: how many tokens of its prompt the drafter has taken in, once it is read.
     """
 
     request: Request
@@ -44,6 +45,7 @@ class Job:
     length: int = 0
     seat: int | None = None
     reused: int = 0
+    drafted: int = 0
     tree_nodes: int = 1
     longest: int = 1
     submitted_at: float = field(default_factory=time.perf_counter)

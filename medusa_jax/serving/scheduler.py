@@ -1,8 +1,9 @@
 """Which row takes which request, and when: continuous batching, one turn at a time.
 
 A turn reads one piece of a prompt, or several short prompts, and dispatches one chunk of steps of the
-rows that run; then the host looks at the chunk before that. So rows that run hardly stall for longer
-than one piece, and the device has work while the host turns tokens into text.
+rows that run; then the host looks at the chunk before that. So rows that run stall for no longer than
+one piece, and the device has work while the host turns tokens into text. A chunk ends when a row does,
+which is then given away.
 """
 
 from collections import deque
@@ -31,13 +32,19 @@ class Seat:
 
     Attributes:
       kept: tokens of the text that its cache is right for, whether its request has ended or not.
+      drafted: how many of them the drafter has taken in; plain decoding leaves it behind.
       job: the request that has it.
       used: the turn in which it last changed hands.
     """
 
     kept: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    drafted: int = 0
     job: Job | None = None
     used: int = 0
+
+    def keep(self, text: np.ndarray, drafted: int) -> None:
+        """Its cache is right for this text from now on, and the drafter has taken so much of it in."""
+        self.kept, self.drafted = text, min(drafted, len(text))
 
 
 @dataclass
@@ -122,9 +129,10 @@ class Scheduler:
         self._turn += 1
         self._drop_cancelled()
         self._read()
-        running = self._run()
-        # The chunk just dispatched is looked at in the next turn, while the device has another.
-        while len(self._looks) > running:
+        # The chunk just dispatched is looked at in the next turn, while the device has another;
+        # where somebody waits for a row that it may free, at once.
+        ahead = self._run() and not self._waiting
+        while len(self._looks) > ahead:
             self._look(self._looks.popleft())
         return bool(self._waiting or self._reading or self._looks or self.busy)
 
@@ -152,7 +160,9 @@ class Scheduler:
             what it must for this row behind its text, or in the last slots where that is full.
         """
         assert seat.job
-        seat.kept = seat.job.known_text()[: slots - self._batch.widest]
+        job, text = seat.job, seat.job.known_text()
+        drafted = len(text) if job.request.drafts else job.drafted
+        seat.keep(text[: slots - self._batch.widest], drafted)
         seat.job, seat.used = None, self._turn
 
     # Reading prompts.
@@ -160,12 +170,15 @@ class Scheduler:
     def _read(self) -> None:
         """Read a piece of the prompt whose turn it is, or as many short prompts as that takes."""
         left = self._piece
-        while left > 0:
+        while True:
             self._reading = self._reading or self._begin()
             if self._reading is None:
                 return
             job, reading, at = self._reading
-            left -= self._batch.read(reading)
+            left -= self._batch.next_tokens(reading)
+            if left < 0:
+                return
+            self._batch.read(reading)
             if reading.done:
                 self._insert(job, reading, at)
                 self._reading = None
@@ -173,7 +186,7 @@ class Scheduler:
     def _insert(self, job: Job, reading: Reading, at: int) -> None:
         """A prompt that has been read gets its row."""
         seat, job.seat, job.length = self._seats[at], at, len(job.prompt)
-        seat.kept = reading.prompt
+        seat.keep(reading.prompt, job.drafted)
         progress = self._batch.insert(reading, at)
         self._looks.append(Look(progress, {0: job}, self._batch.slots, 0))
 
@@ -192,7 +205,9 @@ class Scheduler:
         batch.keep_logprobs(any(one.options.logprobs is not None for one in busy))
         prompt = np.array(job.prompt, np.int32)
         seats = self._seats[: batch.rows]
-        shared = [shared_start(seat.kept, prompt) for seat in seats]
+        # Drafts need a start that the drafter has taken in as well.
+        known = [seat.drafted if job.request.drafts else len(seat.kept) for seat in seats]
+        shared = [shared_start(seat.kept[:n], prompt) for seat, n in zip(seats, known)]
 
         def lost(i: int) -> tuple[bool, int, int]:
             """A row whose whole text goes on loses nothing, nor does one that has none."""
@@ -205,6 +220,8 @@ class Scheduler:
         source = int(np.argmax(shared))
         reading = batch.begin(job.row, source, shared[source], job.request.acceptance)
         job.reused, job.longest, seats[at].job = reading.position, batch.longest, job
+        drafted = seats[source].drafted  # what is read behind a gap does not count
+        job.drafted = drafted if drafted < reading.position else len(prompt)
         job.begin()
         return job, reading, at
 
@@ -254,9 +271,9 @@ class Scheduler:
         """Another size of the batch; where it is smaller, rows keep less of their texts."""
         if slots < self._batch.slots:
             for seat in self._seats:
-                seat.kept = seat.kept[: slots - self._batch.widest]
+                seat.keep(seat.kept[: slots - self._batch.widest], seat.drafted)
         for seat in self._seats[n_rows:]:
-            seat.kept = seat.kept[:0]
+            seat.keep(seat.kept[:0], 0)
         self._batch.fit(n_rows, slots)
 
     # Results.

@@ -27,7 +27,7 @@ class Client:
         while True:
             with self.http.stream("POST", "/v1/completions", json=sent) as answer:
                 if answer.status_code == 429:
-                    time.sleep(0.02)
+                    time.sleep(float(answer.headers["retry-after"]))
                     continue
                 for line in answer.iter_lines():
                     if not line.startswith("data: {"):

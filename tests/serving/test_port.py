@@ -1,9 +1,12 @@
 """What else can happen at a port: faults, limits, strangers, an end in the middle of work."""
 
 import asyncio
+import hmac
 import json
 import socket
+import threading
 import time
+from types import SimpleNamespace
 
 import httpx2 as httpx
 import pytest
@@ -12,8 +15,9 @@ from hypothesis import strategies as st
 from served import NAME, TREE, Port, alone
 
 from medusa_jax import Options
-from medusa_jax.serving import Request, Server
+from medusa_jax.serving import Request, Server, Stopped
 from medusa_jax.serving.http import Limits, make_app
+from medusa_jax.serving.http.replies import finish_reason
 
 ASKED = {"model": NAME, "prompt": "in the hat", "max_tokens": 60, "temperature": 0}
 
@@ -92,6 +96,22 @@ def test_a_body_without_a_length_is_cut_off(http):
     assert answer.status_code == 413
 
 
+def test_a_body_of_just_the_limit(other):
+    """It is read, one byte more is not, whether its length was told or not."""
+    kind, limits = {"content-type": "application/json"}, Limits(body_bytes=20)
+
+    def ask(content):
+        sent = {"content": content, "headers": kind}
+        return other("POST", "/v1/completions", limits=limits, **sent).status_code
+
+    async def in_parts(content):
+        yield content[:7]
+        yield content[7:]
+
+    for sent_as in (bytes, in_parts):
+        assert [ask(sent_as(b"[" * n)) for n in (20, 21)] == [400, 413]
+
+
 def test_paths_and_methods(http):
     assert http.get("/nowhere").status_code == 404
     refused = http.get("/v1/completions")
@@ -111,10 +131,17 @@ def test_garbage_on_the_wire(port, http):
     assert http.get("/health").status_code == 200
 
 
-def test_a_client_that_vanishes_frees_its_slot(port, http):
+def test_a_client_that_vanishes_frees_its_slot(port, http, monkeypatch):
     """Streaming or not; those beside it never notice."""
     expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
     before = counted(http, "medusa_cancelled_total")
+    handles, submit_all = [], port.server.submit_all
+
+    def submit(*asked):
+        handles.extend(submit_all(*asked))
+        return handles[-1:]
+
+    monkeypatch.setattr(port.server, "submit_all", submit)
     with port.slowed(0.3):
         streaming = raw(port, ASKED | {"stream": True})
         assert b"200 OK" in streaming.recv(100)
@@ -124,6 +151,7 @@ def test_a_client_that_vanishes_frees_its_slot(port, http):
         streaming.close()
         whole.close()
         port.wait_idle()
+    assert [handle.cancelled for handle in handles] == [True, True]
     said = http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"]
     assert said == expected
     assert counted(http, "medusa_cancelled_total") == before + 2
@@ -140,6 +168,36 @@ def test_a_slow_reader_holds_nobody_up(port, http):
     assert events.pop() == "[DONE]"
     said = "".join(json.loads(event)["choices"][0]["text"] for event in events)
     assert said == alone(port.model, ASKED["prompt"], max_new_tokens=60).text
+
+
+def test_a_reader_that_never_reads_is_left(port):
+    """Nothing can be said to it any more, and its slot is wanted."""
+    limits = Limits(read_seconds=0.05)
+    app = make_app(port.server, name=NAME, template="", limits=limits)
+    body = json.dumps(ASKED | {"stream": True}).encode()
+    kind = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": kind}
+    scope |= {"query_string": b""}
+
+    async def once():
+        given = [{"type": "http.request", "body": body}]
+
+        async def receive():
+            return given.pop() if given else await asyncio.sleep(60)
+
+        async def send(message):
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(60)
+
+        await asyncio.wait_for(app(scope, receive, send), 30)
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return (await client.get("/metrics")).text
+
+    with port.slowed(0.1):
+        metrics = asyncio.run(once())
+    assert 'medusa_calls_total{endpoint="completions",status="408"} 1.0' in metrics
+    assert "medusa_cancelled_total 1.0" in metrics
 
 
 def test_a_full_queue(port, http):
@@ -167,6 +225,19 @@ def test_a_key(other):
     assert other("GET", "/v1/models", key="open sesame", headers=right).status_code == 200
     odd = {"authorization": "Bearer \u00e9".encode()}
     assert other("GET", "/v1/models", key="k", headers=odd).status_code == 401
+
+
+def test_keys_are_compared_in_constant_time(other, monkeypatch):
+    compared = []
+
+    def compare(given, wanted):
+        compared.append((given, wanted))
+        return True
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    sent = {"authorization": "Bearer no"}
+    assert other("GET", "/v1/models", key="k", headers=sent).status_code == 200
+    assert compared == [(b"Bearer no", b"Bearer k")]
 
 
 def test_an_answer_that_takes_too_long(port, other):
@@ -203,19 +274,31 @@ def counted(http, name):
 
 
 def test_metrics_count_what_was_done(http):
-    names = ("prompt_tokens", "generated_tokens", "answers", "steps", "calls")
-    before = {name: counted(http, f"medusa_{name}_total") for name in names}
+    totals = ("prompt_tokens", "reused_tokens", "generated_tokens", "answers", "steps")
+    names = [f"{name}_total" for name in (*totals, "calls")]
+    names += [
+        f"{name}_seconds_count" for name in ("queue", "first_token", "between_tokens")
+    ]
+    before = {name: counted(http, f"medusa_{name}") for name in names}
     answer = http.post("/v1/completions", json=ASKED | {"n": 2}).json()
-    after = {name: counted(http, f"medusa_{name}_total") for name in names}
+    after = {name: counted(http, f"medusa_{name}") for name in names}
     grown = {name: after[name] - before[name] for name in names}
     steps = sum(choice["medusa"]["steps"] for choice in answer["choices"])
-    read = answer["usage"]["prompt_tokens"]
+    read, reused = (
+        answer["usage"]["prompt_tokens"],
+        sum(choice["medusa"]["reused_tokens"] for choice in answer["choices"]),
+    )
+    assert answer["usage"]["total_tokens"] == read + 120
     assert grown == {
-        "prompt_tokens": 2 * read,
-        "generated_tokens": 120,
-        "answers": 2,
-        "steps": steps,
-        "calls": 1,
+        "prompt_tokens_total": 2 * read,
+        "reused_tokens_total": reused,
+        "generated_tokens_total": 120,
+        "answers_total": 2,
+        "steps_total": steps,
+        "calls_total": 1,
+        "queue_seconds_count": 2,
+        "first_token_seconds_count": 2,
+        "between_tokens_seconds_count": 2,
     }
     assert counted(http, "medusa_slots ") == 3 and counted(http, "medusa_busy_slots") == 0
 
@@ -301,4 +384,35 @@ def test_a_closed_server_takes_nothing(port):
                 "/v1/completions", json=ASKED
             )
 
-    assert [answer.status_code for answer in asyncio.run(ask())] == [503, 503]
+    for answer in asyncio.run(ask()):
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_is_told_to_everybody(port):
+    """To who is answered, to who waits, and to who comes later."""
+    server = Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3)
+    held, over = threading.Event(), threading.Event()
+
+    def step():
+        held.set()
+        over.wait()
+        raise RuntimeError("the device is gone")
+
+    server._scheduler.step = step
+    handles = [server.submit(Request("in"))]
+    held.wait()
+    handles.append(server.submit(Request("the")))
+    over.set()
+    for handle in handles:
+        with pytest.raises(Stopped, match="the device is gone"):
+            list(handle)
+    with pytest.raises(Stopped):
+        server.submit(Request("in"))
+    server.close()
+    assert not server.running
+
+
+def test_a_full_context_is_openai_s_length():
+    ending = SimpleNamespace(result=SimpleNamespace(finish_reason="context"))
+    assert finish_reason(ending) == "length"

@@ -11,9 +11,11 @@ from tiny_model import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
+from medusa_jax.decoding.state import progress_of
+from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.serving import Request
 from medusa_jax.serving.job import make_job
-from medusa_jax.serving.request import Handle, Stopped
+from medusa_jax.serving.request import Handle, Stopped, TooLong
 from medusa_jax.serving.scheduler import Scheduler, shared_start
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -115,18 +117,27 @@ def test_no_text_depends_on_slot_neighbours_or_arrival(model, scheduler):
     true_run = batch.run
 
     def watched(wanted_B, *rest):
+        before = jax.tree.map(np.array, progress_of(batch._state))
         progress, nodes = true_run(wanted_B, *rest)
+        ran_B = (wanted_B == RUNNING) & np.isin(before.status_B, (RUNNING, PAUSED))
+        ended_B = ran_B & (np.array(progress.status_B) != RUNNING)
+        taken_B = np.array(progress.steps_B) - before.steps_B
+        assert not ended_B.any() or set(taken_B[ended_B]) == {taken_B.max()}, (
+            before.status_B, progress.status_B, taken_B, wanted_B,
+        )  # fmt: skip
         seen.add((batch.rows, batch.slots, rest[0], nodes))
         assert len(wanted_B) == batch.rows
         return progress, nodes
 
-    batch.run = watched
-    clients = run(scheduler, arrivals, model)
-    batch.run = true_run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "run", watched)
+        clients = run(scheduler, arrivals, model)
     check(model, clients)
     rows, slots, drafts, nodes = map(set, zip(*seen))
     assert rows == {2, 3} and slots >= {128, 256}
     assert drafts == {True, False} and nodes == {1, TREE.n_nodes}
+    for rows, _, drafts, nodes in seen:
+        assert nodes == (scheduler._batch.trees[rows].n_nodes if drafts else 1)
     assert scheduler.busy == scheduler.waiting == 0
     reused = [client.deltas[-1].ending.reused_tokens for client in clients]
     longest = model.encode(LONG)
@@ -217,6 +228,16 @@ def test_what_cannot_be_answered_is_refused_at_once(model):
     ):
         with pytest.raises(UserError):
             make_job(model, request, 399, 300, Handle(lambda: None), print)
+
+
+def test_what_a_server_takes_bounds_a_request(model):
+    """A prompt of just the most is taken; an answer is cut at the most."""
+    prompt, handle = model.encode("the cat"), Handle(lambda: None)
+    asked = Request(prompt, options(300))
+    job = make_job(model, asked, len(prompt), 5, handle, print)
+    assert job.row.limits == [5]
+    with pytest.raises(TooLong, match="shorten it"):
+        make_job(model, asked, len(prompt) - 1, 5, handle, print)
 
 
 def test_every_client_hears_of_a_failure(model):

@@ -152,14 +152,17 @@ class EventStream:
         status = 200
 
         async def put(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._read_seconds)
+            async with asyncio.timeout(
+                self._read_seconds
+            ):  # cheaper than `wait_for`'s task
+                await send(message)
 
         try:
             await unless_gone(receive, self._stream(put))
+        except TimeoutError:  # it does not read: nothing more can be said; an OSError, too
+            status = 408
         except (Gone, OSError):
             status = 499
-        except TimeoutError:  # it does not read: nothing more can be said
-            status = 408
         finally:
             await self._answering.__aexit__()
             self._ended(status)
