@@ -5,7 +5,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from medusa_jax.errors import UserError
@@ -16,10 +16,15 @@ def inform(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@contextmanager
-def announced(what: str, after: float = 2.0) -> Iterator[None]:
+def announced(what: str, after: float = 2.0) -> AbstractContextManager[None]:
     """Says "`what` ..." if the block takes longer than `after` seconds."""
-    timer = threading.Timer(after, lambda: inform(f"{what} ..."))
+    return overtime(after, lambda: inform(f"{what} ..."))
+
+
+@contextmanager
+def overtime(seconds: float, act: Callable[[], None]) -> Iterator[None]:
+    """Acts, on a thread of its own, if the block takes longer than so many seconds."""
+    timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
     try:

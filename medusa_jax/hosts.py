@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax._src import distributed  # its service has no public name
 from jax.experimental import multihost_utils
 
-from medusa_jax.console import inform
+from medusa_jax.console import inform, overtime
 from medusa_jax.errors import UserError
 
 # Command line flags, as `jax.distributed.initialize` calls them.
@@ -199,16 +199,9 @@ def _listen(ended: threading.Event) -> None:
         ended.wait(PULSE)
 
 
-@contextmanager
-def _within(seconds: float, reason: str) -> Iterator[None]:
+def _within(seconds: float, reason: str) -> AbstractContextManager[None]:
     """Ends this process where the block takes longer."""
-    timer = threading.Timer(seconds, lambda: _leave(LOST, _without_another(reason)))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return overtime(seconds, lambda: _leave(LOST, _without_another(reason)))
 
 
 def _without_another(reason: str) -> str:
