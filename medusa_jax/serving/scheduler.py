@@ -257,10 +257,12 @@ class Scheduler:
             job, _, at = self._reading
             lengths.append(len(job.prompt))
             last = max(last, at)
-        slots = batch.slots_for(max(lengths))
+        self._fit(batch.rows, max(batch.slots, batch.slots_for(max(lengths))))
+        # The device is ahead of what the host has seen by the chunks that are on their way.
+        unseen = sum(look.tree_nodes > 0 for look in self._looks)
+        longest = max(lengths) + unseen * self._chunk_steps * batch.longest
+        slots = min(batch.slots, batch.slots_for(longest))
         n_rows = next(n for n in self.sizes if n > last)
-        if slots > batch.slots:
-            self._fit(batch.rows, slots)
         fewer = n_rows < batch.rows or slots < batch.slots
         self._roomy = self._roomy + 1 if fewer else 0
         if self._roomy == PATIENCE:
