@@ -16,7 +16,8 @@ from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.serving import Request
 from medusa_jax.serving.job import make_job
 from medusa_jax.serving.request import Handle, Stopped, TooLong
-from medusa_jax.serving.scheduler import Scheduler, shared_start
+from medusa_jax.serving.scheduler import Scheduler
+from medusa_jax.serving.seats import shared_start
 
 pytestmark = pytest.mark.usefixtures("x64")
 
