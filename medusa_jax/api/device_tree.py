@@ -115,7 +115,7 @@ def measure_rung(
     prompt = [min(1, model.config.vocab_size - 1)] * PROMPT
     for size in (s for s in tokens if 1 < s <= (most_nodes or s)):
         tree = tree_of_size(calibrated["growth"], size)
-        if tree.depth > model.drafter.n_heads:
+        if tree.drafted.depth > model.drafter.n_heads:
             break
         plain_rounds, rounds = engine_rounds(
             [plain, model.engine(tree)],

@@ -117,7 +117,7 @@ class Model:
             raise no_heads
         else:
             tree = parse_tree(spec, self.calibrated)
-        if tree.depth and not self.drafts:
+        if tree.drafted.depth and not self.drafts:
             raise no_heads
         self.drafter.check_tree(tree)
         few = self.drafter.heads.draft_vocab
@@ -154,7 +154,7 @@ class Model:
         return loop.Engine(
             self.llama,
             # Plain decoding pays for no layers that only drafts are made of.
-            self.drafter if tree.depth else no_drafter(self.config),
+            self.drafter if tree.drafted.depth else no_drafter(self.config),
             tree,
             acceptance,
             no_repeat_ngram_size=self.no_repeat_ngram_size,

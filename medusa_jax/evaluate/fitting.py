@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from medusa_jax.api import Model, Options, device_tree
 from medusa_jax.console import announced
+from medusa_jax.decoding.copying import copied_lengths
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.ranks import rank_tuples
 from medusa_jax.decoding.sampling import row_keys
@@ -23,13 +24,16 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate import shapes
 from medusa_jax.evaluate.latency import step_seconds
 from medusa_jax.tree import Choice, Tree, growth
+from medusa_jax.tree.growth import Recorded
 
 # Choices that are kept in order of worth: trees of up to 128 nodes can be cut from a file.
 GROWTH = 127
+# Longest chain that is copied from the text, as prompt lookup has it.
+MOST_COPIED = 10
 
 
-def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[np.ndarray]:
-    """Rank tuples [positions, K] on the model's own continuation of each prompt.
+def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Recorded]:
+    """Ranks, and what copying has right, on the model's own continuation of each prompt.
 
     Only positions whose guesses all fall on generated text count: from the last prompt token
     on, as far as the deepest head still has its token.
@@ -37,6 +41,7 @@ def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[n
     Raises:
       UserError: fewer than two continuations are long enough.
     """
+    lengths = jax.jit(copied_lengths, static_argnums=2)
     ranks = jax.jit(rank_tuples, static_argnames=("drafter", "no_repeat_ngram_size"))
     K = model.drafter.n_heads
     texts = []
@@ -62,7 +67,10 @@ def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[n
         # The step after prefill starts at the last prompt position.
         first, last = result.prompt_tokens - 1, len(ids) - K - 1
         if last > first:
-            texts.append(np.asarray(found)[0, first:last])
+            copied = lengths(jnp.asarray(padded[0]), np.int32(len(ids)), MOST_COPIED)
+            texts.append(
+                Recorded(np.asarray(found)[0, first:last], np.asarray(copied)[first:last])
+            )
     if len(texts) < 2:
         raise UserError(
             f"{len(texts)} of {len(prompts)} continuations are long enough to calibrate on, two "
@@ -80,6 +88,7 @@ def fit_tree(
     batches: Sequence[int] = (1,),
     rounds: int = 7,
     worth: str = "joint",
+    copies: bool = True,
     level_sizes: Sequence[int] = (),
     n_dense: int = 0,
 ) -> dict[str, Any]:
@@ -91,18 +100,23 @@ def fit_tree(
       batches: numbers of rows, each of which gets its rung; the evidence is of the first.
       worth: of a node: "joint", the measured frequency of its path, or "product", the paper's
         product of head accuracies.
+      copies: whether trees may hold a chain copied from the text.
       level_sizes: numbers of nodes of the trees of one depth.
       n_dense: how many random dense trees to set beside the fitted ones.
     """
     texts = rank_texts(model, prompts, options)
-    tuples_PK = np.concatenate(texts)
+    whole = Recorded.joined(texts)
+    tuples_PK = whole.ranks_PK
 
-    def grow(tuples_PK: np.ndarray) -> list[Choice]:
-        if worth == "joint":
-            return growth.joint_growth(tuples_PK, GROWTH)
-        return growth.product_growth(growth.head_accuracies(tuples_PK), GROWTH)
+    def grow(recorded: Recorded) -> list[Choice]:
+        if worth == "product":
+            accuracies = growth.head_accuracies(recorded.ranks_PK)
+            return growth.product_growth(accuracies, GROWTH)
+        if copies:
+            return growth.growth_with_copies(recorded, GROWTH)
+        return growth.joint_growth(recorded.ranks_PK, GROWTH)
 
-    choices = grow(tuples_PK)
+    choices = grow(whole)
     sizes = sorted({1, *(s for s in sizes if s <= len(choices) + 1)})
     nested = [Tree.from_choices(choices[: size - 1]) for size in sizes]
     level = shapes.of_one_depth(texts, grow, level_sizes)
@@ -124,6 +138,7 @@ def fit_tree(
         return {
             "nodes": tree.n_nodes,
             "depth": tree.depth,
+            "copied": len(tree.copied_C),
             "tokens_per_step": round(tokens, 4),
             "fitted_tokens_per_step": round(growth.replayed_tokens(texts, tree), 4),
             "step_seconds": shapes.latency(tree, seconds),
