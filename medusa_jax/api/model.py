@@ -77,6 +77,12 @@ class Model:
         """Whether there is something to draft with."""
         return bool(self.variables["heads"]) or not self.drafter.trained
 
+    def drafts_by(self, tree: Tree | None = None) -> str:
+        """What fills a tree (default: the model's): "hydra", "hydra+copy", "copy" or "none"."""
+        tree = self.tree if tree is None else tree
+        who = [self.drafter.heads.drafter] if tree.drafted.depth else []
+        return "+".join([*who, "copy"] if tree.copied_C.size else who) or "none"
+
     @property
     def products(self) -> str:
         """Whose products of few rows these are: "native", the kernels of our own, or "plain", XLA's."""

@@ -81,7 +81,7 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
                 model, questions, tree, options,
                 repeats=flags.repeats, template=template, room=room, temperatures=temperatures,
             )  # fmt: skip
-            drafter = model.drafter.heads.drafter if tree.depth else "none"
+            drafter = model.drafts_by(tree)
             write_answers(answered, f"{drafter}-{tree.n_nodes}", out)
             found = answering.category_rows(
                 model, answered, tree, flags.repeats, flags.execute

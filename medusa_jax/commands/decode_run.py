@@ -221,7 +221,7 @@ def describe(
         "decode_seconds": result.decode_seconds,
         "compile_seconds": result.compile_seconds,
         "tokens_per_second": result.tokens_per_second,
-        "drafter": model.drafter.heads.drafter if model.tree.depth else "none",
+        "drafter": model.drafts_by(),
         "tree_nodes": model.tree.n_nodes,
         "acceptance": acceptance,
         "lossless": model.guarantee(acceptance, options),
