@@ -48,7 +48,10 @@ def run(flags: argparse.Namespace) -> int:
     warn_if_accelerator_unused()
     model = load_model(
         flags,
-        tree="none" if flags.drafter == "none" else flags.tree,
+        # Without heads a tree may still be copied from the text.
+        tree="none"
+        if flags.drafter == "none" and "copy:" not in flags.tree
+        else flags.tree,
         mesh=parse_mesh(flags.mesh),
         tokenizer=flags.tokenizer,
         batch=min(flags.batch_size, max(1, len(prompts))),
