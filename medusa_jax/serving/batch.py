@@ -154,12 +154,13 @@ class Batch:
         return progress_of(reading.row)
 
     def run(
-        self, wanted_B: np.ndarray, drafts: bool, rule: str, steps: int
+        self, wanted_B: np.ndarray, drafts: bool, rule: str, steps: int, few: int
     ) -> tuple[Progress, int]:
         """Steps of the rows that should be RUNNING, until one of them ends; does not wait for it.
 
         Args:
           steps: at most.
+          few: at most, if one of them has ended already: then its place may soon be wanted.
           drafts: False decodes plainly and leaves the drafter's state behind: a row that has
             gone on so cannot draft again.
 
@@ -169,12 +170,14 @@ class Batch:
         if not drafts:
             tree, drafter = Tree.none(), no_drafter(self._engine.llama.config)
         engine = replace(self._engine, tree=tree, drafter=drafter, acceptance=rule)
-        status_B = rows.run_only(self._engine, self._state.status_B, wanted_B)
+        status_B, max_steps = rows.run_only(
+            self._engine, self._state.status_B, wanted_B, np.int32(steps), np.int32(few)
+        )
         self._state, progress = decode_loop(
             engine,
             self._variables,
             self._state.replace(status_B=status_B),
-            np.int32(steps),
+            max_steps,
             True,
         )
         return progress, tree.n_nodes
@@ -207,7 +210,7 @@ class Batch:
         jax.block_until_ready(self._state)
 
     def _run_nothing(self, drafts: bool, rule: str) -> None:
-        self.run(np.full(self.rows, STOPPED, np.int32), drafts, rule, 0)
+        self.run(np.full(self.rows, STOPPED, np.int32), drafts, rule, 0, 0)
 
     def _warm_reading(self, most_tokens: int) -> Reading:
         """Read prompts of all sizes; the last of them."""
