@@ -224,7 +224,7 @@ def describe(
         "drafter": model.drafter.heads.drafter if model.tree.depth else "none",
         "tree_nodes": model.tree.n_nodes,
         "acceptance": acceptance,
-        "lossless": model.guarantee(acceptance, options),
+        "lossless": model.guarantee(acceptance),
         "guarantee": RULES[acceptance].guarantee,
         "seed": options.seed,
         "dtype": str(model.dtype),
