@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from closeness import assert_close
 from planted import filtered_scores, sampling_of
 
 from medusa_jax.decoding.sampling import Sampling, gumbel, ordered_sum, row_keys
