@@ -141,7 +141,7 @@ def load(
             ladder = device_tree.known_ladder(calibrated, *about)
             measured = device_tree.kept_choice(calibrated, batch, *about)
             size = device_tree.kept_size(measured)
-            if size is not None:
+            if size is not None and device_tree.is_settled(measured):
                 tree, measured = tree_of_size(calibrated["growth"], size), None
         elif calibrated and tree in ("auto", "bundled"):
             ladder = file_ladder(calibrated, jax.default_backend())

@@ -88,18 +88,16 @@ class Model:
         """Whose products of few rows these are: "native", the kernels of our own, or "plain", XLA's."""
         return "native" if self.storage.panel else "plain"
 
-    def guarantee(self, acceptance: str, options: Options) -> bool | str:
+    def guarantee(self, acceptance: str) -> bool | str:
         """How a drafted text is that of plain decoding: "bitwise", True (but for ties), or False.
 
         "bitwise": every number behind a token is the same, bit for bit, in a tree and alone, so
-        that not even ties within rounding may differ. A nucleus (top_p) is summed up by XLA.
+        that not even ties within rounding may differ.
         """
         if not RULES[acceptance].lossless:
             return False
-        plain_sum = acceptance == "greedy" or (
-            acceptance == "sampled" and options.top_p >= 1
-        )
-        return "bitwise" if self.llama.native and plain_sum else True
+        by_target = acceptance in ("greedy", "sampled")
+        return "bitwise" if self.llama.native and by_target else True
 
     @property
     def backbone(self) -> Backbone:

@@ -161,9 +161,13 @@ def measure_steps(flags: argparse.Namespace, batches: Sequence[int]) -> int:
         )
     for rows in batches:
         kept = device_tree.kept_for(model, calibrated, rows)
-        found = device_tree.choose_on_device(model, calibrated, rows, kept)
+        found = device_tree.choose_on_device(model, calibrated, rows, kept, afresh=True)
         print_rung(found)
         inform(f"--tree auto takes {found['nodes']} nodes at batch {rows} from now on")
+        if not found["sure"]:
+            inform(
+                "another size may be faster: the machine was busy, it is measured again next time"
+            )
     return 0
 
 

@@ -227,7 +227,7 @@ def describe(
         "drafter": model.drafts_by(),
         "tree_nodes": model.tree.n_nodes,
         "acceptance": acceptance,
-        "lossless": model.guarantee(acceptance, options),
+        "lossless": model.guarantee(acceptance),
         "guarantee": RULES[acceptance].guarantee,
         "seed": options.seed,
         "dtype": str(model.dtype),

@@ -184,7 +184,7 @@ def fit_tree(
     }
     rungs = [
         device_tree.choose_on_device(
-            model, found, rows, device_tree.kept_for(model, found, rows)
+            model, found, rows, device_tree.kept_for(model, found, rows), afresh=True
         )
         for rows in batches
     ]
