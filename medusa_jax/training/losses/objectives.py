@@ -153,7 +153,8 @@ def heads_sums(
 
     k is 1-based as in the paper, head k looks k + 1 ahead. Everything is laid out by the token
     that is guessed, so that all heads' guesses of a token meet the same label and teacher. A token
-    outside the draft vocabulary teaches nothing; it counts all the same, as a miss.
+    outside the draft vocabulary is no label; it counts all the same, as a miss, and the hidden state
+    that it was written from is one to come near.
 
     Args:
       split: gives the backbone as heads see it: with a draft vocabulary its LM head, and so the
