@@ -4,7 +4,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from medusa_jax.commands.flags import add_generation, add_model, command, run_command
+from medusa_jax.commands.flags import (
+    add_generation,
+    add_hosts,
+    add_model,
+    command,
+    on_hosts,
+    run_command,
+)
 
 EXAMPLES = """examples:
   python decode.py --prompt "def parse("
@@ -120,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
         "--repeats", type=int, default=3, help="timed runs of --compare (medians are shown)"
     )
     add("--json", action="store_true", help="print one JSON object instead of text")
+    add_hosts(p)
     return p
 
 
@@ -131,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return decode_run.run(flags)
 
-    return run_command(parser(), run, argv)
+    return run_command(parser(), on_hosts(run), argv)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from medusa_jax.decoding.stopping import (
 from medusa_jax.heads.drafter import Backbone, Committed, Drafter
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.sharding import pin_state
+from medusa_jax.sharding import on_all, pin_state
 
 
 def decode_step(
@@ -317,4 +317,5 @@ def decode_loop(
 
     _, state = lax.while_loop(more, one, (jnp.zeros((), jnp.int32), state))
     state = pin_state(engine.llama.mesh, state)
-    return state, jax.tree.map(jnp.copy, progress_of(state))
+    progress = jax.tree.map(jnp.copy, progress_of(state))
+    return state, on_all(engine.llama.mesh, progress)
