@@ -61,7 +61,7 @@ def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
         delta_B=real_B,
     )
     text_BS = None
-    if engine.no_repeat_ngram_size:
+    if engine.keeps_text:
         text_BS = jnp.zeros((rows, text_slots(engine, slots)), jnp.int32)
     state = DecodeState(
         cache=cache,

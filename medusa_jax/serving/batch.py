@@ -18,7 +18,7 @@ from medusa_jax.decoding.step import decode_loop
 from medusa_jax.decoding.stopping import STOPPED, pack_stops
 from medusa_jax.heads import no_drafter
 from medusa_jax.serving.job import STOPS
-from medusa_jax.tree import Tree
+from medusa_jax.tree import Tree, stand_in
 
 # Most alternatives of a token whose log-probabilities a request may ask for.
 MOST_BEST = 20
@@ -55,9 +55,10 @@ class Batch:
     """
 
     def __init__(self, model: Model, trees: Mapping[int, Tree], most_new: int, piece: int):
-        deepest = max(tree.depth for tree in trees.values())
+        deepest = max(trees.values(), key=lambda tree: tree.drafted.depth)
+        engine = model.engine(deepest, "sampled", sampled=True)
         # Knows the depth alone, as `Engine.depth_only`: what is not a step is one program for all.
-        self._engine = model.engine(Tree.chain(deepest), "sampled", sampled=True)
+        self._engine = replace(engine, tree=stand_in(trees.values()))
         self._variables = model.variables
         self._piece = piece
         self.trees = dict(trees)

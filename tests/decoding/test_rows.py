@@ -31,9 +31,7 @@ def test_rows_wait_for_their_turn_and_for_room():
 
     def run_only(state, *wanted):
         steps, few = np.int32(loop.FOREVER), np.int32(0)
-        return rows.run_only(
-            engine, state.status_B, np.array(wanted, np.int32), steps, few
-        )
+        return rows.run_only(engine, state.status_B, np.array(wanted, np.int32), steps, few)
 
     def go_on(state, *wanted):
         status_B, steps = run_only(state, *wanted)
