@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import Any
 
 import jax
@@ -83,6 +83,24 @@ def launched(environment: Mapping[str, str]) -> bool:
 def first() -> bool:
     """Whether this process is the one that writes results, logs and pictures."""
     return jax.process_index() == 0
+
+
+@contextmanager
+def one_prints() -> Iterator[None]:
+    """What the block prints as its result is printed by process 0 alone."""
+    if first():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def of_first(x: Any) -> np.ndarray:
+    """What process 0 says, in all of them: numbers of one shape, for which all must ask.
+
+    What each reads from a disk or a clock by itself may differ, and with it the programs that they run.
+    """
+    return np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(x)))
 
 
 def on_host(x: Any) -> np.ndarray:
@@ -207,7 +225,7 @@ def _within(seconds: float, reason: str) -> AbstractContextManager[None]:
 def _without_another(reason: str) -> str:
     return (
         f"another process of this run is lost ({reason}); start all processes again with the "
-        "same command: they go on from the last complete checkpoint"
+        "same command: they go on from what was saved last"
     )
 
 

@@ -70,6 +70,11 @@ def make_mesh(shape: Sequence[int] = (1, 1, 1)) -> Mesh:
         raise UserError(
             f"mesh {tuple(sizes)} needs {wanted} devices, this process has {len(devices)}"
         )
+    if jax.process_count() > len({d.process_index for d in devices[:wanted]}):
+        raise UserError(
+            f"mesh {tuple(sizes)} leaves out all devices of some of the {jax.process_count()} "
+            f"processes: they have {len(devices)} together"
+        )
     # Auto, not the default Explicit axes: under Explicit ones `nn.Embed` cannot gather.
     return jax.make_mesh(
         tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:wanted]
@@ -134,6 +139,13 @@ def pin_state(mesh: Mesh | None, state: Any) -> Any:
     if mesh is None or mesh.size == 1:
         return state
     return jax.lax.with_sharding_constraint(state, decode_shardings(mesh, state))
+
+
+def on_all(mesh: Mesh | None, tree: Any) -> Any:
+    """Whole copies on every device: what hosts look at, each on devices of its own."""
+    if mesh is None or mesh.size == 1:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, replicated(mesh))
 
 
 def decode_shardings(mesh: Mesh, state: Any) -> Any:

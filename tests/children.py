@@ -1,6 +1,8 @@
 """What child processes of the tests are started with."""
 
 import os
+import socket
+import subprocess
 import sys
 
 
@@ -24,3 +26,26 @@ def devices(n: int) -> str:
     late = "--xla_cpu_collective_call_terminate_timeout_seconds=900"
     later = "--xla_cpu_collective_timeout_seconds=900"
     return f"--xla_force_host_platform_device_count={n} {late} {later}"
+
+
+def two(*args: str) -> list[subprocess.Popen]:
+    """The same command in two processes that find each other, with four devices each."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    flags = [f"--coordinator_address=localhost:{port}", "--num_processes=2"]
+    return [
+        subprocess.Popen(
+            [*args, *flags, f"--process_id={i}"],
+            env=environment(devices(4)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+
+
+def ended(processes: list[subprocess.Popen]) -> list[str]:
+    """What each wrote to stderr, once they have ended; what they printed is dropped."""
+    return [process.communicate(timeout=900)[1] for process in processes]

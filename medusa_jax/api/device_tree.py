@@ -55,13 +55,17 @@ def tokens_by_size(calibrated: dict[str, Any] | None, platform: str) -> dict[int
 def is_measured(calibrated: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
     """Whether "auto" is to be measured: the tree file says what each size gives, and nobody said no.
 
+    Several processes would measure several choices, and run programs that do not go together.
+
     Raises:
       UserError: the variable says something else than "bundled".
     """
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "bundled"):
         raise UserError(f"{VARIABLE} is bundled or not set, not {asked!r}")
-    return bool(tokens_by_size(calibrated, jax.default_backend())) and asked != "bundled"
+    if asked == "bundled" or jax.process_count() > 1:
+        return False
+    return bool(tokens_by_size(calibrated, jax.default_backend()))
 
 
 def kept_choice(
@@ -133,7 +137,7 @@ def measure_rung(
     engines = {1: model.engine(tree="none")} | {
         size: model.engine(tree)
         for size, tree in trees.items()
-        if size <= (most_nodes or size) and tree.depth <= model.drafter.n_heads
+        if size <= (most_nodes or size) and tree.drafted.depth <= model.drafter.n_heads
     }
     prompt = [min(1, model.config.vocab_size - 1)] * PROMPT
     clock = StepClock(

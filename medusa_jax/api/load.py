@@ -153,7 +153,7 @@ def load(
             ladder = file_ladder(calibrated, jax.default_backend())
             tree = ladder.at(batch) if ladder else tree
         wanted = _choose_tree(tree, calibrated, Tree.chain(there))
-        deepest = max(wanted.depth, ladder.depth if ladder else 0)
+        deepest = max(wanted.drafted.depth, ladder.depth if ladder else 0)
         wanted.check_depth(there)
         heads, head_params, _ = heads_io.load_heads(
             stored,

@@ -77,6 +77,12 @@ class Model:
         """Whether there is something to draft with."""
         return bool(self.variables["heads"]) or not self.drafter.trained
 
+    def drafts_by(self, tree: Tree | None = None) -> str:
+        """What fills a tree (default: the model's): "hydra", "hydra+copy", "copy" or "none"."""
+        tree = self.tree if tree is None else tree
+        who = [self.drafter.heads.drafter] if tree.drafted.depth else []
+        return "+".join([*who, "copy"] if tree.copied_C.size else who) or "none"
+
     @property
     def products(self) -> str:
         """Whose products of few rows these are: "native", the kernels of our own, or "plain", XLA's."""
@@ -115,7 +121,7 @@ class Model:
             raise no_heads
         else:
             tree = parse_tree(spec, self.calibrated)
-        if tree.depth and not self.drafts:
+        if tree.drafted.depth and not self.drafts:
             raise no_heads
         self.drafter.check_tree(tree)
         few = self.drafter.heads.draft_vocab
@@ -152,7 +158,7 @@ class Model:
         return loop.Engine(
             self.llama,
             # Plain decoding pays for no layers that only drafts are made of.
-            self.drafter if tree.depth else no_drafter(self.config),
+            self.drafter if tree.drafted.depth else no_drafter(self.config),
             tree,
             acceptance,
             no_repeat_ngram_size=self.no_repeat_ngram_size,

@@ -4,7 +4,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from medusa_jax.commands.flags import add_generation, add_model, command, run_command
+from medusa_jax.commands.flags import (
+    add_generation,
+    add_hosts,
+    add_model,
+    command,
+    on_hosts,
+    run_command,
+)
 
 EXAMPLES = """examples:
   python decode.py --prompt "def parse("
@@ -39,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
         "--tree",
         default="auto",
         help="auto (measured on this device at first use), bundled (the tree file's own choice), "
-        "none, a number of nodes, cartesian:2,3, chain:4, or a JSON file of choices (default: auto)",
+        "none, a number of nodes, cartesian:2,3, chain:4, copy:4 (tokens copied from the text), 8+copy:4, or "
+        "a JSON file of choices (default: auto)",
     )
     add(
         "--acceptance",
@@ -119,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
         "--repeats", type=int, default=3, help="timed runs of --compare (medians are shown)"
     )
     add("--json", action="store_true", help="print one JSON object instead of text")
+    add_hosts(p)
     return p
 
 
@@ -130,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return decode_run.run(flags)
 
-    return run_command(parser(), run, argv)
+    return run_command(parser(), on_hosts(run), argv)
 
 
 if __name__ == "__main__":

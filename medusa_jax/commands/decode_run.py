@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from medusa_jax import hosts
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.batching import equal_batches
 from medusa_jax.commands.chat import Chat
@@ -40,6 +42,8 @@ def run(flags: argparse.Namespace) -> int:
     if flags.acceptance not in ("auto", *RULES):
         known = ", ".join(("auto", *RULES))
         raise UserError(f"--acceptance is one of {known}, not {flags.acceptance!r}")
+    if talking and jax.process_count() > 1:
+        raise UserError("a chat runs on one host: give --prompt or --prompts_file")
     if flags.batch_size < 1:
         raise UserError(f"--batch_size must be at least 1, not {flags.batch_size}")
     if flags.logprobs is not None and not (flags.json or flags.prompts_file):
@@ -48,7 +52,10 @@ def run(flags: argparse.Namespace) -> int:
     warn_if_accelerator_unused()
     model = load_model(
         flags,
-        tree="none" if flags.drafter == "none" else flags.tree,
+        # Without heads a tree may still be copied from the text.
+        tree="none"
+        if flags.drafter == "none" and "copy:" not in flags.tree
+        else flags.tree,
         mesh=parse_mesh(flags.mesh),
         tokenizer=flags.tokenizer,
         batch=min(flags.batch_size, max(1, len(prompts))),
@@ -127,7 +134,7 @@ def run_file(
     from tqdm import tqdm
 
     with tqdm(total=len(prompts), unit="request", disable=None) as bar:
-        for ids, rows in equal_batches(len(prompts), flags.batch_size):
+        for n, (ids, rows) in enumerate(equal_batches(len(prompts), flags.batch_size)):
             batch = [prompts[i] for i in rows], [options[i] for i in rows], rows
             with announced("compiling"):
                 compile_seconds = model.compile(*batch, **engine_options)
@@ -144,6 +151,10 @@ def run_file(
                 tqdm.write(json.dumps(facts, ensure_ascii=False), file=sys.stdout)
             sys.stdout.flush()
             bar.update(len(ids))
+            if hosts.asked_to_stop(n):
+                done = min((n + 1) * flags.batch_size, len(prompts))
+                inform(f"stopped by SIGTERM behind {done} of {len(prompts)} requests")
+                return 128 + signal.SIGTERM
     return 0
 
 
@@ -221,7 +232,7 @@ def describe(
         "decode_seconds": result.decode_seconds,
         "compile_seconds": result.compile_seconds,
         "tokens_per_second": result.tokens_per_second,
-        "drafter": model.drafter.heads.drafter if model.tree.depth else "none",
+        "drafter": model.drafts_by(),
         "tree_nodes": model.tree.n_nodes,
         "acceptance": acceptance,
         "lossless": model.guarantee(acceptance),

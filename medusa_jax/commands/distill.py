@@ -15,7 +15,8 @@ are prompts to go on with, or conversations whose user turns are asked again (se
     provenance.json   settings, sizes and speed, written when all is done
 
 A run that was stopped, even killed, goes on behind its last whole batch and ends with the same
-files, byte for byte.
+files, byte for byte. Over several hosts rows lie on the devices of all of them, process 0 writes, and
+SIGTERM to any ends all behind the same batch.
 """
 
 import argparse
@@ -30,11 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.flags import (
+    add_hosts,
     add_model,
     add_no_repeat,
     add_prompts,
     command,
     load_model,
+    on_hosts,
     parse_mesh,
     run_command,
 )
@@ -92,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max_turns", type=int, default=4, help="most answers in a conversation")
     add("--batch_size", type=int, default=32)
     add("--split", default="train", help="of a hub dataset")
+    add_hosts(p)
     return p
 
 
@@ -119,6 +123,7 @@ def warn_if_quantised(model: str | None) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Answer all seeds that are not answered yet."""
+    from medusa_jax import hosts
     from medusa_jax.api import Options
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.distill import files
@@ -162,25 +167,34 @@ def run(flags: argparse.Namespace) -> int:
         template_source(model.tokenizer, flags.chat_template)  # fails before any work
         ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}
         options = dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
-    out = Path(flags.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out, lines = Path(flags.out), []
     settings = files.settings_of(flags, mode, seeds, model)
-    files.check_settings(out, settings)
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
-    lines = files.finished_lines(path, flags.batch_size, len(seeds))
-    if lines:
-        inform(f"{len(lines)} of {len(seeds)} seeds are answered already")
-    start, before = time.perf_counter(), len(lines)
-    news = News(len(seeds), len(lines))
-    write_all(Writer(model, flags, mode, options, news), path, seeds, lines)
+    if hosts.first():
+        out.mkdir(parents=True, exist_ok=True)
+        files.check_settings(out, settings)
+        lines = files.finished_lines(path, flags.batch_size, len(seeds))
+        if lines:
+            inform(f"{len(lines)} of {len(seeds)} seeds are answered already")
+    start, before = time.perf_counter(), int(hosts.of_first(len(lines)))
+    news = News(len(seeds), before)
+    made = write_all(Writer(model, flags, mode, options, news), path, seeds[before:])
+    if not hosts.first():
+        return 0
+    lines += made
+    if len(lines) < len(seeds):
+        inform(
+            f"stopped by SIGTERM behind {len(lines)} of {len(seeds)} seeds; the same command "
+            "goes on from there"
+        )
+        return 0
     seconds = time.perf_counter() - start
     found = files.sizes(mode, lines)
     if mode == "continue":
         files.write_token_directory(out, lines)
     counts_V = files.vocab_counts(mode, lines, model, flags.chat_template)
     files.write_array(out / COUNTS, counts_V)
-    made = files.sizes(mode, lines[before:])["answer_tokens"]
-    speed = made / max(seconds, 1e-9)
+    speed = files.sizes(mode, made)["answer_tokens"] / max(seconds, 1e-9)
     engine = {"drafter": flags.drafter, "tree_nodes": model.tree.n_nodes}
     provenance = settings | engine | found | {"date": date.today().isoformat()}
     files.write_text(out / "provenance.json", json.dumps(provenance, indent=1) + "\n")
@@ -196,7 +210,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), on_hosts(run), argv)
 
 
 if __name__ == "__main__":

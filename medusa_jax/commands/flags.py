@@ -183,6 +183,34 @@ def parse_mesh(text: str) -> tuple[int, ...]:
         raise UserError(f"--mesh is three numbers like 1,2,4, not {text!r}") from error
 
 
+def add_hosts(p: argparse.ArgumentParser) -> None:
+    """--coordinator_address, --num_processes and --process_id."""
+    several = p.add_argument_group(
+        "several hosts",
+        "the same command on each; SLURM, Open MPI, Cloud TPU and GKE say who they are, elsewhere "
+        "give all three",
+    )
+    several.add_argument("--coordinator_address", metavar="HOST:PORT", help="process 0's")
+    several.add_argument("--num_processes", metavar="N")
+    several.add_argument("--process_id", metavar="I", help="from 0")
+
+
+def on_hosts(
+    run: Callable[[argparse.Namespace], int],
+) -> Callable[[argparse.Namespace], int]:
+    """`run` in every process of a run over several hosts; process 0 alone prints."""
+
+    def in_each(flags: argparse.Namespace) -> int:
+        from medusa_jax import hosts  # here, not for --help
+
+        given = {name: getattr(flags, name) for name in hosts.FLAGS}
+        hosts.join({name: value for name, value in given.items() if value is not None})
+        with hosts.together(), hosts.one_prints():
+            return run(flags)
+
+    return in_each
+
+
 def run_command(
     parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace], int],

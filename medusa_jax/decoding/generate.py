@@ -25,7 +25,7 @@ from medusa_jax.decoding.state import (
 )
 from medusa_jax.decoding.step import decode_loop, decode_step
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
-from medusa_jax.sharding import pin_state
+from medusa_jax.sharding import on_all, pin_state
 
 __all__ = [
     "FOREVER",
@@ -195,7 +195,7 @@ def stream(
     ended (stop strings): they take no step beyond the chunk that is on its way.
     """
     state, ladder = begin(engine, variables, request)
-    seen = copied(progress_of(state))
+    seen = copied(engine.depth_only, progress_of(state))
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
     while True:
@@ -203,7 +203,7 @@ def stream(
         wanted_B = yield seen
         if wanted_B is not None and (wanted_B & ~ended_B).any():
             ended_B = ended_B | wanted_B
-            status_B = end_rows(engine.depth_only, state.status_B, jnp.asarray(ended_B))
+            status_B = end_rows(engine.depth_only, state.status_B, ended_B)
             state = state.replace(status_B=status_B)
         running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B
         if not running_B.any():
@@ -215,10 +215,10 @@ def stream(
         seen = ahead
 
 
-@jax.jit
-def copied(progress: Progress) -> Progress:
+@partial(jax.jit, static_argnums=0)
+def copied(engine: Engine, progress: Progress) -> Progress:
     """Progress that stays when its state is donated to the next loop."""
-    return jax.tree.map(jnp.copy, progress)
+    return on_all(engine.llama.mesh, jax.tree.map(jnp.copy, progress))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -234,8 +234,8 @@ def warm_up(engine: Engine, variables: dict[str, Any], request: Request) -> None
     Reads the prompts once and takes no decode step.
     """
     state, ladder = begin(engine, variables, request)
-    copied(progress_of(state))
-    end_rows(engine.depth_only, state.status_B, jnp.zeros((len(request.prompts),), bool))
+    copied(engine.depth_only, progress_of(state))
+    end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from medusa_jax import hosts
 from medusa_jax.console import announced, inform
 from medusa_jax.distill.conversation import Converse
 
@@ -28,7 +30,9 @@ class News:
         from tqdm import tqdm
 
         self.total, self.before, self.done = total, done, done
-        self.bar = tqdm(total=total, initial=done, unit="seed", disable=None)
+        self.shown = hosts.first()
+        hidden = None if self.shown else True
+        self.bar = tqdm(total=total, initial=done, unit="seed", disable=hidden)
         self.start = self.told = time.perf_counter()
         # New tokens of the decode calls that are over, and of the one under way.
         self.tokens, self.growing = 0, 0
@@ -54,7 +58,7 @@ class News:
         speed = made / (now - self.start)
         if not self.bar.disable:
             self.bar.set_postfix_str(f"{made} tokens, {speed:.0f} tokens/s")
-        elif now - self.told > NEWS_SECONDS:
+        elif self.shown and now - self.told > NEWS_SECONDS:
             self.told = now
             line = f"{self.done} of {self.total} seeds, {made} tokens, {speed:.0f} tokens/s"
             if answered := self.done - self.before:
@@ -127,13 +131,20 @@ class Writer:
         ]
 
 
-def write_all(
-    writer: Writer, path: Path, seeds: Sequence[Any], lines: list[dict[str, Any]]
-) -> None:
-    """Append the lines of every batch that is missing, a batch at a time, and show how far."""
-    with open(path, "a") as file, writer.news.bar:
-        for batch in writer.batches(seeds[len(lines) :]):
+def write_all(writer: Writer, path: Path, seeds: Sequence[Any]) -> list[dict[str, Any]]:
+    """Append the lines of these seeds, a batch at a time, and show how far.
+
+    Over several processes all of them decode and process 0 writes.
+
+    Returns: the lines; not those of all seeds where SIGTERM was sent to one of several processes.
+    """
+    lines: list[dict[str, Any]] = []
+    with open(path if hosts.first() else os.devnull, "a") as file, writer.news.bar:
+        for n, batch in enumerate(writer.batches(seeds)):
             file.write("".join(json.dumps(line) + "\n" for line in batch))
             file.flush()
             lines += batch
             writer.news.batch_done(len(batch))
+            if hosts.asked_to_stop(n):
+                break
+    return lines

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from children import devices, environment
+from children import devices, ended, environment, two
+from closeness import assert_close
 from jax.errors import JaxRuntimeError
 from training_setup import command, write_config
 
@@ -77,38 +77,12 @@ def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch):
         hosts.join({})
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
-
-def two(*args):
-    """The same command in two processes, each with four devices."""
-    flags = [f"--coordinator_address=localhost:{free_port()}", "--num_processes=2"]
-    return [
-        subprocess.Popen(
-            [*args, *flags, f"--process_id={i}"],
-            env=environment(devices(4)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-
-
-def ended(processes):
-    """What both wrote to stderr, once they have ended."""
-    return [process.communicate(timeout=900)[1] for process in processes]
-
-
 def logged(workdir, kind="train"):
     """step -> losses."""
     path = workdir / "log.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]
-    return {r["step"]: (r["loss"], r["lm_loss"]) for r in records if r["kind"] == kind}
+    return {r["step"]: (r["loss"], r.get("lm_loss")) for r in records if r["kind"] == kind}
 
 
 def wait_for_step(workdir, step, processes):
@@ -151,7 +125,7 @@ def test_two_processes_train_as_one(arguments, tmp_path):
     assert [p.returncode for p in processes] == [hosts.LOST, -signal.SIGKILL], errors
     last = errors[0].strip().splitlines()[-1]
     assert last.startswith("error: another process of this run is lost"), errors[0][-3000:]
-    assert "go on from the last complete checkpoint" in last
+    assert "go on from what was saved last" in last
 
     # Both again; SIGTERM to one ends both after the same step.
     processes = two(*arguments(cut))
@@ -182,6 +156,46 @@ def test_two_processes_train_as_one(arguments, tmp_path):
             assert (workdir / "export" / name).stat().st_size == (
                 (whole / "export" / name).stat().st_size
             )
+
+
+CACHING = """
+import sys
+from medusa_jax.commands.train import main
+from medusa_jax.training.data import features
+features.SHARD_BYTES = 30 * 16 * 16 * 4
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_hidden_states_are_computed_by_all_and_written_by_one(arguments, tmp_path):
+    """Files that are missing, rows that no number of devices divides; the losses of one process."""
+    kept, alone, both = tmp_path / "kept", tmp_path / "alone", tmp_path / "both"
+    fields = {"train__stage": "medusa1", "train__steps": 10, "data__packing": "first_fit"}
+    fields |= {"data__cache_features": "float32", "data__features_path": kept}
+    start = [sys.executable, "-c", CACHING]
+    args = [*start, *arguments(alone, mesh="1,1,1", **fields)[2:]]
+    env = environment(devices(1))
+    done = subprocess.run(args, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = {file: np.load(file) for file in kept.glob("*/hidden_*.npy")}
+    assert len(expected) > 6
+    gone = {*sorted(expected)[1::3], max(expected)}
+    for file in gone:
+        file.unlink()
+    stamps = {file: file.stat().st_mtime_ns for file in expected if file.exists()}
+    processes = two(*start, *arguments(both, **fields)[2:])
+    errors = ended(processes)
+    assert [p.returncode for p in processes] == [0, 0], errors
+    assert "files are there" in errors[0] and "hidden states" not in errors[1]
+    assert stamps == {file: file.stat().st_mtime_ns for file in stamps}
+    for file in gone:
+        assert_close(np.load(file), expected[file])
+    for kind in ("train", "eval"):
+        found, wanted = logged(both, kind), logged(alone, kind)
+        assert found.keys() == wanted.keys()
+        for n in wanted:
+            np.testing.assert_allclose(found[n][0], wanted[n][0], rtol=1e-4)
 
 
 PLACED = r"""

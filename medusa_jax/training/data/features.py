@@ -10,9 +10,11 @@ differ in seeds, heads or loss share the files. They lie under `data.features_pa
     hidden_00000.npy ...    [rows of the shard, seq_len, d_model]; bfloat16 as its bits (uint16)
 
 A shard is complete or not there, so a run that was killed goes on with the next one. Of several
-runs at a time that need the same files one writes them; the others wait.
+runs at a time that need the same files one writes them; the others wait. The processes of one run
+compute the rows of their devices, and process 0 writes them.
 """
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -26,12 +28,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from medusa_jax import hosts
 from medusa_jax.config import Config
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.sharding import PyTree
+from medusa_jax.sharding import PyTree, own_rows
 from medusa_jax.training.data.rows import Rows, TokenRows
 
 # (frozen variables, batch of [B, T] arrays) -> hidden states [B, T, D].
@@ -96,7 +100,7 @@ class CachedRows(Rows):
         return row.view(jnp.bfloat16) if self.kind == "bfloat16" else row
 
     def write(self, shard: int, batches: Any) -> None:
-        """One file from arrays [rows, T, D] that together hold its rows, whole or not at all."""
+        """One file from arrays [rows, T, D] that hold its rows and no less, whole or not at all."""
         first = shard * self.shard_rows
         count = min(self.shard_rows, self.rows - first)
         new = os.path.join(self.directory, f".hidden_{shard:05d}.new.npy")
@@ -104,7 +108,7 @@ class CachedRows(Rows):
         out = np.lib.format.open_memmap(new, "w+", stored, (count, *self.shape))
         at = 0
         for hidden in batches:
-            hidden = np.asarray(hidden.astype(self.kind))[: count - at]
+            hidden = hidden[: count - at]
             out[at : at + len(hidden)] = hidden.view(stored)
             at += len(hidden)
         assert at == count
@@ -135,8 +139,6 @@ def check(cfg: Config) -> None:
             "data.cache_features needs data.packing first_fit: 'concat' cuts the text at other "
             "places in every epoch"
         )
-    if jax.process_count() > 1:
-        raise UserError("data.cache_features works on one host only")
 
 
 def cached(
@@ -160,18 +162,26 @@ def cached(
     found = CachedRows(
         rows, count, directory, cfg.model.arch.d_model, cfg.data.cache_features
     )
-    missing = found.missing
-    if not missing:
-        inform(f"hidden states: {found.bytes / 2**30:.2f} GiB read from {directory}")
+    if not _missing(found):
+        if hosts.first():
+            inform(f"hidden states: {found.bytes / 2**30:.2f} GiB read from {directory}")
         return found
     os.makedirs(directory, exist_ok=True)
-    with exclusive(directory):
-        missing = found.missing  # another run may have written them meanwhile
+    with exclusive(directory) if hosts.first() else contextlib.nullcontext():
+        missing = _missing(found)  # another run may have written them meanwhile
         if missing:
-            announce(found, missing)
+            if hosts.first():
+                announce(found, missing)
             size = cfg.train.batch_size // cfg.train.accumulation
             compute(found, missing, mesh, size, jax.jit(hidden), frozen)
+    multihost_utils.sync_global_devices(f"hidden states {digest}")  # the last file is there
     return found
+
+
+def _missing(found: CachedRows) -> list[int]:
+    """Shards that are still to be computed, as process 0 sees the directory."""
+    absent = np.isin(found.shards, found.missing)
+    return np.flatnonzero(hosts.of_first(absent)).tolist()
 
 
 @contextlib.contextmanager
@@ -239,22 +249,29 @@ def compute(
 
     names = ("tokens", "positions", "segment_ids")
     told = time.monotonic()
-    with tqdm(total=found.rows, unit="row", desc="hidden states", disable=None) as bar:
+    own, shown = own_rows(mesh, batch_rows), hosts.first()
+    bar = tqdm(
+        total=found.rows, unit="row", desc="hidden states", disable=None if shown else True
+    )
+    with bar:
         bar.update((len(found.shards) - len(missing)) * found.shard_rows)
 
         def batches(shard: int) -> Any:
             first = shard * found.shard_rows
             end = min(first + found.shard_rows, found.rows)
             for at in range(first, end, batch_rows):
-                numbers = np.minimum(np.arange(at, at + batch_rows), found.rows - 1)
+                numbers = np.minimum(at + own, found.rows - 1)
                 rows = [found.source.row(int(i)) for i in numbers]
                 batch = {name: np.stack([row[name] for row in rows]) for name in names}
                 placed = jax.tree.map(lambda x: x[0], microbatches(mesh, batch, 1))
-                yield hidden(frozen, placed)[: end - at]
+                yield hosts.on_host(hidden(frozen, placed).astype(found.kind))
                 bar.update(min(batch_rows, end - at))
 
         for i, shard in enumerate(missing, start=1):
-            found.write(shard, batches(shard))
-            if bar.disable and time.monotonic() - told > 60:
+            if hosts.first():
+                found.write(shard, batches(shard))
+            else:
+                collections.deque(batches(shard), maxlen=0)
+            if shown and bar.disable and time.monotonic() - told > 60:
                 told = time.monotonic()
                 inform(f"hidden states: {i} of {len(missing)} files written")
