@@ -83,7 +83,9 @@ def test_what_is_distilled_is_that_of_one_host(model, tmp_path):
     alone(*args, "--out", str(tmp_path / "alone"))
     together = [*args, "--mesh", "4,1,2", "--out", str(out)]
     processes = two(*together)
-    while not (out / "samples.jsonl").exists() or not (out / "samples.jsonl").stat().st_size:
+    while (
+        not (out / "samples.jsonl").exists() or not (out / "samples.jsonl").stat().st_size
+    ):
         assert all(p.poll() is None for p in processes), ended(processes)
         time.sleep(0.01)
     processes[1].send_signal(signal.SIGTERM)
