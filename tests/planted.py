@@ -4,6 +4,7 @@ as often as a test wants it to be.
 
 import dataclasses
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +156,12 @@ class TreeArrays:
     depth: int
     path_length: int
     max_rank: int
+    copied_C: ClassVar[np.ndarray] = np.zeros(0, int)
+
+    @property
+    def drafted(self) -> "TreeArrays":
+        """Nothing is copied in it."""
+        return self
 
     @classmethod
     def of(cls, tree: Tree, max_rank: int = 9) -> "TreeArrays":

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from tiny_model import write_model
 
@@ -32,12 +33,19 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.delenv(device_tree.VARIABLE)
     cost, measured = dict.fromkeys(LADDER, 1.0), []
 
-    def seconds(engines, variables, prompt, *, batch, **how):
-        nodes = [e.tree.n_nodes for e in engines]
-        measured.append((*nodes, batch))
-        return [[cost[n], 1.1 * cost[n]] for n in nodes]
+    class Clock:
+        n_steps = 1
 
-    monkeypatch.setattr(device_tree, "engine_rounds", seconds)
+        def __init__(self, engines, variables, prompt, *, batch, n_steps):
+            self.batch = batch
+
+        def seconds(self, engine):
+            nodes = engine.tree.n_nodes
+            if (nodes, self.batch) not in measured:
+                measured.append((nodes, self.batch))
+            return 0.1 * (cost[nodes]() if callable(cost[nodes]) else cost[nodes])
+
+    monkeypatch.setattr(device_tree, "StepClock", Clock)
     return cost, measured
 
 
@@ -49,12 +57,33 @@ def test_the_most_tokens_per_second_win_and_are_kept(directory, machine):
     cost, measured = machine
     cost |= {4: 1.3, 6: 1.9, 8: 2.5}
     assert load(directory).tree.n_nodes == 3  # 1.9 tokens in a step as long as plain
-    # Plain decoding is timed beside every size; two losers end the search.
-    assert measured == [(1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 6, 1)]
+    # Two losers end the search.
+    assert measured == [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1)]
+    del measured[:]
     assert load(directory, all_heads=False).tree.n_nodes == 3
-    assert len(measured) == 4  # kept
+    assert not measured  # kept
     load(directory, batch=4)
-    assert measured[4:] and {batch for *_, batch in measured[4:]} == {4}
+    assert measured and {batch for _, batch in measured} == {4}
+
+
+def test_a_choice_made_in_noise_is_measured_again_but_not_for_ever(directory, machine):
+    cost, measured = machine
+    quiet, rng = {4: 1.3, 6: 1.9, 8: 2.5}, np.random.default_rng(0)
+    cost |= {n: lambda n=n: 1 + n * rng.exponential(0.3) for n in LADDER if n > 1}
+    assert load(directory).tree.n_nodes != 3  # what is taken meanwhile
+    cost |= dict.fromkeys(LADDER, 1.0) | quiet
+    assert load(directory).tree.n_nodes == 3
+    del measured[:]
+    assert load(directory).tree.n_nodes == 3 and not measured
+    # A machine that is never quiet: so many starts, and no more.
+    cost |= {n: lambda n=n: 1 + n * rng.exponential(0.3) for n in LADDER if n > 1}
+    for _ in range(device_tree.STARTS):
+        del measured[:]
+        load(directory, batch=2)
+        assert measured
+    del measured[:]
+    load(directory, batch=2)
+    assert not measured
 
 
 def test_a_batch_takes_its_own_rung(directory, machine):

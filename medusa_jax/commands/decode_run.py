@@ -52,7 +52,10 @@ def run(flags: argparse.Namespace) -> int:
     warn_if_accelerator_unused()
     model = load_model(
         flags,
-        tree="none" if flags.drafter == "none" else flags.tree,
+        # Without heads a tree may still be copied from the text.
+        tree="none"
+        if flags.drafter == "none" and "copy:" not in flags.tree
+        else flags.tree,
         mesh=parse_mesh(flags.mesh),
         tokenizer=flags.tokenizer,
         batch=min(flags.batch_size, max(1, len(prompts))),
@@ -229,10 +232,10 @@ def describe(
         "decode_seconds": result.decode_seconds,
         "compile_seconds": result.compile_seconds,
         "tokens_per_second": result.tokens_per_second,
-        "drafter": model.drafter.heads.drafter if model.tree.depth else "none",
+        "drafter": model.drafts_by(),
         "tree_nodes": model.tree.n_nodes,
         "acceptance": acceptance,
-        "lossless": model.guarantee(acceptance, options),
+        "lossless": model.guarantee(acceptance),
         "guarantee": RULES[acceptance].guarantee,
         "seed": options.seed,
         "dtype": str(model.dtype),

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa_jax.commands.bench_questions import add_question_file, prompt_room
 from medusa_jax.commands.flags import (
     add_generation,
     add_limit,
@@ -23,13 +24,15 @@ from medusa_jax.commands.flags import (
     run_command,
 )
 from medusa_jax.console import inform
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions, spread
 from medusa_jax.evaluate.tables import markdown_table
 
 EXAMPLES = """examples:
   python -m medusa_jax ties
   python -m medusa_jax ties --dtype float32 --tree 64 --temperature 0.7 --top_p 0.9
   python -m medusa_jax ties --model path/to/model --drafter path/to/heads --prompts q.jsonl
+  python -m medusa_jax ties --model smollm2 --questions mt_bench.jsonl --limit 0 --batch_size 8 \\
+      --dtype float32 --tree auto --max_new_tokens 512
 """
 
 
@@ -41,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
         EXAMPLES,
     )
     p.add_argument("--prompts", default=str(DEMO_PROMPTS), help="questions, as for bench")
+    add_question_file(p)
     add_limit(p, 50)
     add_model(p)
     p.set_defaults(dtype="bfloat16")
@@ -72,14 +76,27 @@ def divergence_table(facts: dict[str, Any]) -> str:
 def run(flags: argparse.Namespace) -> int:
     """The report; exit status 1 if rounding does not explain every divergence."""
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.evaluate.divergence import divergences
+    from medusa_jax.evaluate.conversation import find_template
+    from medusa_jax.evaluate.divergence import compared, compared_talks, tie_report
 
     use_compilation_cache()
-    questions = read_questions(flags.prompts, flags.limit)
-    model = load_model(flags, needs_heads=True, tree=flags.tree)
-    prompts = [model.encode(prompt_of(question)) for question in questions]
     options = generation_options(flags, top_p=flags.top_p)
-    facts = divergences(model, prompts, options, flags.batch_size)
+    questions = read_questions(flags.questions or flags.prompts)
+    questions = (
+        spread(questions, flags.limit)
+        if flags.questions
+        else questions[: flags.limit or None]
+    )
+    model = load_model(flags, needs_heads=True, tree=flags.tree)
+    if flags.questions:
+        template = find_template(model, flags.chat_template)
+        room = prompt_room(flags, model.config.max_position)
+        found = compared_talks(model, questions, options, flags.batch_size, template, room)
+    else:
+        prompts = [model.encode(prompt_of(question)) for question in questions]
+        names = [str(i) for i in range(len(prompts))]
+        found = compared(model, prompts, options, flags.batch_size, names)
+    facts = tie_report(model, options, found)
     out = Path(flags.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(facts, indent=1) + "\n")

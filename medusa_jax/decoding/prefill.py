@@ -78,7 +78,7 @@ def read_piece(
     """Take in a piece of every prompt, and choose the first token of the rows that end in it.
 
     Args:
-      text_BS: the prompts as far as this piece; None unless n-grams are barred.
+      text_BS: the prompts as far as this piece; None unless the engine keeps them.
       whole: every prompt ends in this piece, which need not be asked then.
     """
     tokens_BT, next_BT, begin_B, length_B = piece
@@ -95,7 +95,7 @@ def read_piece(
         here_B1 = jnp.clip(last_B1 - begin_B[:, None], 0, T - 1)
         last_B1D = jnp.take_along_axis(hidden_BTD, here_B1[..., None], axis=1)
         logits_B1V = backbone.lm_head(last_B1D)
-        if text_BS is not None:
+        if text_BS is not None and engine.no_repeat_ngram_size:
             logits_B1V = without_repeats(
                 logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram_size
             )
@@ -154,7 +154,7 @@ def prefill(
     config, dtype = engine.llama.config, engine.llama.dtype
     zero_B = jnp.zeros((B,), jnp.int32)
     text_BS = None
-    if engine.no_repeat_ngram_size:
+    if engine.keeps_text:
         text_BS = jnp.zeros((B, text_slots(engine, slots)), prompt_BT.dtype)
         text_BS = text_BS.at[:, :T].set(prompt_BT)
     following_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)

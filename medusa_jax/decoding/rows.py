@@ -61,7 +61,7 @@ def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
         delta_B=real_B,
     )
     text_BS = None
-    if engine.no_repeat_ngram_size:
+    if engine.keeps_text:
         text_BS = jnp.zeros((rows, text_slots(engine, slots)), jnp.int32)
     state = DecodeState(
         cache=cache,
@@ -177,13 +177,24 @@ def insert_row(
 
 
 @partial(jax.jit, static_argnums=0)
-def run_only(engine: Engine, status_B: jax.Array, wanted_B: jax.Array) -> jax.Array:
+def run_only(
+    engine: Engine,
+    status_B: jax.Array,
+    wanted_B: jax.Array,
+    steps: jax.Array,
+    few: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """The status with rows that have not ended running, paused or stopped, as is wanted.
 
     A paused row keeps its text: what a step writes for it lies behind that and is never seen.
+
+    Returns: that, and how many steps to take: `steps`, or `few` where one that is to run has
+      ended, which the host did not know when it asked.
     """
     alive_B = (status_B == RUNNING) | (status_B == PAUSED)
-    return pin_state(engine.llama.mesh, jnp.where(alive_B, wanted_B, status_B))
+    ended = jnp.any((wanted_B == RUNNING) & ~alive_B)
+    status_B = pin_state(engine.llama.mesh, jnp.where(alive_B, wanted_B, status_B))
+    return status_B, jnp.where(ended, few, steps)
 
 
 @partial(jax.jit, static_argnums=0)

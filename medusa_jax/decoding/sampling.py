@@ -80,6 +80,29 @@ def _largest_threshold(keep_at_least, low, high, rounds: int) -> jax.Array:
     return lax.fori_loop(0, rounds, halve, (low, high))[0]
 
 
+# Partial sums that are carried side by side; a power of two.
+LANES = 512
+
+
+def ordered_sum(x: jax.Array) -> jax.Array:
+    """The sum over the last axis [..., 1], in an order that other rows do not change.
+
+    Lane i adds up entries i, i + LANES, ...; then halves are added until one lane is left. All of it
+    is elementwise, which no compiler reorders; XLA's own reductions follow the shape of the whole.
+    """
+    rest = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % LANES)]
+    filled = jnp.pad(x, rest)
+
+    def add(i: jax.Array, sums: jax.Array) -> jax.Array:
+        return sums + lax.dynamic_slice_in_dim(filled, i * LANES, LANES, axis=x.ndim - 1)
+
+    first = filled[..., :LANES]
+    sums = lax.fori_loop(1, filled.shape[-1] // LANES, add, first)
+    while (half := sums.shape[-1] // 2) > 0:
+        sums = sums[..., :half] + sums[..., half:]
+    return sums
+
+
 def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
     """logits / T, minus infinity where top-k, top-p or min-p (in this order) drop a token.
 
@@ -112,13 +135,9 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
     weight = jnp.exp(x - top_BM1)
 
     def likeliest(weight: jax.Array) -> jax.Array:
-        wanted = sampling.top_p_B.astype(x.dtype)[:, None, None] * weight.sum(
-            -1, keepdims=True
-        )
+        wanted = sampling.top_p_B.astype(x.dtype)[:, None, None] * ordered_sum(weight)
         cut = _largest_threshold(
-            lambda t: (
-                jnp.sum(jnp.where(weight >= t, weight, 0), axis=-1, keepdims=True) >= wanted
-            ),
+            lambda t: ordered_sum(jnp.where(weight >= t, weight, 0)) >= wanted,
             jnp.zeros_like(top_BM1),
             jnp.ones_like(top_BM1),
             rounds,

@@ -12,7 +12,7 @@ from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
-from medusa_jax.tree import Tree
+from medusa_jax.tree import Tree, stand_in
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,14 @@ class Engine:
 
     @property
     def depth_only(self) -> "Engine":
-        """The engine as it reads prompts and grows caches: of the tree it knows the depth, so that
-        trees of one depth share these programs."""
-        return replace(self, tree=Tree.chain(self.tree.depth))
+        """The engine as it reads prompts and grows caches: of the tree it knows the depth and
+        whether it copies, so that trees of one depth share these programs."""
+        return replace(self, tree=stand_in([self.tree]))
+
+    @property
+    def keeps_text(self) -> bool:
+        """Whether a state holds the tokens of its texts: to bar n-grams, or to copy from."""
+        return bool(self.no_repeat_ngram_size or self.tree.copied_C.size)
 
 
 class DecodeState(struct.PyTreeNode):
@@ -78,7 +83,7 @@ class DecodeState(struct.PyTreeNode):
       steps_B: decode steps the row took part in.
       histogram_BL: steps that appended 1, 2, ..., L tokens.
       text_BS: prompt and emitted tokens at their positions, the root the last that counts;
-        None unless n-grams are barred. S leaves room for a path behind the cache's slots.
+        None unless the engine keeps it. S leaves room for a path behind the cache's slots.
       logprobs: those of `tokens_BO`; None unless the engine keeps them.
     """
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.acceptance import Accepted, Verified
+from medusa_jax.decoding.copying import with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.repeats import texts_behind, without_repeats
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
@@ -72,7 +73,7 @@ class Drafts(NamedTuple):
 def draft(
     engine: Engine, heads: Any, backbone: Backbone, state: DecodeState, tree: Any
 ) -> Drafts:
-    """Every node's token, by its rank among its head's guesses behind the root (2.1.1)."""
+    """Every node's token: by its rank among its head's guesses behind the root (2.1.1), or copied."""
     backbone = for_drafting(backbone, heads)
     # g[pos] of the position behind the root and on: a child at depth d sits at length + d, so
     # its target token and its rank as a draft are decided by noise_BLV[:, d - 1].
@@ -82,12 +83,13 @@ def draft(
         V, dtype = engine.llama.config.vocab_size, at_least_f32(engine.llama.dtype)
         noise_BLV = engine.rule.noise(state.sampling, position_BL, V, dtype)
     ranked: dict[int, jax.Array] = {}
+    barring_BS = state.text_BS if engine.no_repeat_ngram_size else None
 
     def rank_scores(depth: int, logits: jax.Array) -> jax.Array:
         """Order of logits / T + g, as the verifier will see it (rows of T = 0: of the logits)."""
-        if depth == 1 and state.text_BS is not None:  # the text behind the root is known
+        if depth == 1 and barring_BS is not None:  # the text behind the root is known
             logits_B1O = logits.reshape(logits.shape[0], 1, -1)
-            text_B1S, last_B1 = state.text_BS[:, None], state.length_B[:, None]
+            text_B1S, last_B1 = barring_BS[:, None], state.length_B[:, None]
             barred_B1O = without_repeats(
                 logits_B1O, text_B1S, last_B1, engine.no_repeat_ngram_size, backbone.places
             )
@@ -101,8 +103,11 @@ def draft(
         return logits + scaled_BO.reshape(scaled_BO.shape[0], *middle, scaled_BO.shape[1])
 
     nodes_BM = engine.drafter.propose(
-        heads, backbone, state.drafter, state.root_B, tree, rank_scores
+        heads, backbone, state.drafter, state.root_B, tree.drafted, rank_scores
     )
+    if tree.copied_C.size:
+        assert state.text_BS is not None  # `Engine.keeps_text`
+        nodes_BM = with_copies(tree, nodes_BM, state.text_BS, state.length_B)
     return Drafts(nodes_BM.astype(jnp.int32), noise_BLV, ranked, backbone.ids_O)
 
 
@@ -124,7 +129,7 @@ def verify(
         scored_BRD = jnp.concatenate([hidden_BMD, own_BUD], axis=1)
     logits_BRV = backbone.lm_head(scored_BRD)
     logits_BMV = logits_BRV[:, :M]
-    if state.text_BS is not None:
+    if engine.no_repeat_ngram_size and state.text_BS is not None:
         texts = texts_behind(state.text_BS, state.length_B, drafts.nodes_BM, tree)
         logits_BMV = without_repeats(logits_BMV, *texts, engine.no_repeat_ngram_size)
     return Verified(

@@ -10,6 +10,7 @@ tokens can move together, twice the band.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,18 +21,21 @@ import numpy as np
 from jax import lax
 from tqdm import tqdm
 
-from medusa_jax.api import Model, Options
+from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.batching import equal_batches
 from medusa_jax.console import announced
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.evaluate.compare import perturbed
+from medusa_jax.evaluate.conversation import PLAIN, ending_turns, turn_prompt
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree import Tree
 
 # Positions at which the noise is measured: that of the divergence and those before it.
 POSITIONS = 8
+# Where one of two texts has ended.
+NO_TOKEN = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +78,14 @@ def find_divergence(
       request: the request id that both were decoded under.
       tree: the tree that `ours` was decoded with; its size is that of the drafted pass.
     """
-    first = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
+    # A text that ends where the other goes on differs there: no rounding explains that.
+    both = [[*ours, NO_TOKEN], [*theirs, NO_TOKEN]]
+    first = next((i for i, (a, b) in enumerate(zip(*both)) if a != b), None)
     if first is None:
         return None
+    pair = [text[first] for text in both]
+    if NO_TOKEN in pair:
+        return Divergence(first, pair[0], pair[1], math.inf, 0.0, at_cut=False)
     text = [*prompt, *theirs[:first]]
     padded = np.zeros((1, power_of_two(len(text) + tree.n_nodes, 64)), np.int32)
     padded[0, : len(text)] = text
@@ -86,7 +95,6 @@ def find_divergence(
     ]
     logits_BV = without_barred(passes[0], text, model.no_repeat_ngram_size)
     scores_BV = np.asarray(perturbed(logits_BV, len(text), option, request), np.float64)
-    pair = [ours[first], theirs[first]]
     kept_BV = np.isfinite(scores_BV)
     moved = max(movement(np.asarray(x, np.float64), pair) for x in passes)
     best = np.sort(scores_BV[1])[-2:]
@@ -141,12 +149,29 @@ def three_passes(
     return backbone.lm_head(jnp.concatenate(hidden))
 
 
-def divergences(
-    model: Model, prompts: Sequence[list[int]], options: Options, batch_size: int
-) -> dict[str, Any]:
-    """Every prompt decoded with the model's tree and plainly, each first divergence judged."""
-    compared = 0
-    found: list[dict[str, Any]] = []
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One prompt decoded with the model's tree and plainly.
+
+    Attributes:
+      name: what a report calls the prompt.
+      divergence: where the drafted text leaves the plain one; None if it does not.
+    """
+
+    name: str
+    plain: Result
+    divergence: Divergence | None
+
+
+def compared(
+    model: Model,
+    prompts: Sequence[list[int]],
+    options: Options,
+    batch_size: int,
+    names: Sequence[str],
+) -> list[Compared]:
+    """Every prompt decoded with the model's tree and plainly, as request 0, 1, ..."""
+    found = []
     batches = list(equal_batches(len(prompts), batch_size))
     for ids, rows in tqdm(batches, unit="batch", disable=None):
         batch = [prompts[i] for i in rows]
@@ -154,22 +179,66 @@ def divergences(
             drafted = model.generate(batch, options, rows)
             plain = model.generate(batch, options, rows, tree=Tree.none())
         for i, ours, theirs in zip(ids, drafted, plain):
-            one = find_divergence(
+            where = find_divergence(
                 model, prompts[i], ours.token_ids, theirs.token_ids, options, i, model.tree
             )
-            # Behind a divergence the texts are different texts and say nothing more.
-            compared += one.position + 1 if one else ours.new_tokens
-            if one:
-                found.append({"prompt": i, **dataclasses.asdict(one), "is_tie": one.is_tie})
+            found.append(Compared(names[i], theirs, where))
+    return found
+
+
+def compared_talks(
+    model: Model,
+    questions: Sequence[dict[str, Any]],
+    options: Options,
+    batch_size: int,
+    template: str,
+    room: int,
+) -> list[Compared]:
+    """Every turn of every question, behind the plain answers to the turns before it.
+
+    Args:
+      template, room: as for `conversation.turn_prompt`.
+    """
+    if template != PLAIN:
+        options = ending_turns(model, options, template)
+    found: list[Compared] = []
+    answers: list[list[str]] = [[] for _ in questions]
+    turns = [max(1, len(question["turns"])) for question in questions]
+    for turn in range(max(turns)):
+        left = [i for i, own in enumerate(turns) if turn < own]
+        prompts = [
+            turn_prompt(model, questions[i], answers[i], template, room)[0] for i in left
+        ]
+        names = [f"{questions[i]['question_id']}, turn {turn + 1}" for i in left]
+        of_turn = compared(model, prompts, options, batch_size, names)
+        for i, one in zip(left, of_turn, strict=True):
+            answers[i].append(one.plain.text)
+        found += of_turn
+    return found
+
+
+def tie_report(
+    model: Model, options: Options, compared: Sequence[Compared]
+) -> dict[str, Any]:
+    """Every first divergence, and how many of them rounding does not explain."""
+    parted = [(one, one.divergence) for one in compared if one.divergence]
+    # Behind a divergence the texts are different texts and say nothing more.
+    tokens = sum(
+        one.divergence.position + 1 if one.divergence else one.plain.new_tokens
+        for one in compared
+    )
     return {
         "dtype": str(model.dtype),
         "tree_nodes": model.tree.n_nodes,
         "temperature": options.temperature,
         "top_p": options.top_p,
-        "prompts": len(prompts),
-        "tokens_compared": compared,
-        "divergences": found,
-        "divergences_per_token": len(found) / max(1, compared),
-        "prompts_that_diverge": len(found) / len(prompts),
-        "not_explained": sum(not one["is_tie"] for one in found),
+        "prompts": len(compared),
+        "tokens_compared": tokens,
+        "divergences": [
+            {"prompt": one.name, **dataclasses.asdict(where), "is_tie": where.is_tie}
+            for one, where in parted
+        ],
+        "divergences_per_token": len(parted) / max(1, tokens),
+        "prompts_that_diverge": len(parted) / len(compared),
+        "not_explained": sum(not where.is_tie for _, where in parted),
     }

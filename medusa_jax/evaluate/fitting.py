@@ -15,7 +15,9 @@ import numpy as np
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options, device_tree
+from medusa_jax.api.batching import equal_batches
 from medusa_jax.console import announced
+from medusa_jax.decoding.copying import copied_lengths
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.ranks import rank_tuples
 from medusa_jax.decoding.sampling import row_keys
@@ -23,13 +25,18 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate import shapes
 from medusa_jax.evaluate.latency import step_seconds
 from medusa_jax.tree import Choice, Tree, growth
+from medusa_jax.tree.growth import Recorded
 
 # Choices that are kept in order of worth: trees of up to 128 nodes can be cut from a file.
 GROWTH = 127
+# Longest chain that is copied from the text, as prompt lookup has it.
+MOST_COPIED = 10
+# Prompts that are continued at a time.
+ROWS = 8
 
 
-def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[np.ndarray]:
-    """Rank tuples [positions, K] on the model's own continuation of each prompt.
+def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Recorded]:
+    """Ranks, and what copying has right, on the model's own continuation of each prompt.
 
     Only positions whose guesses all fall on generated text count: from the last prompt token
     on, as far as the deepest head still has its token.
@@ -37,32 +44,46 @@ def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[n
     Raises:
       UserError: fewer than two continuations are long enough.
     """
+    lengths = jax.jit(jax.vmap(copied_lengths, (0, 0, None)), static_argnums=2)
     ranks = jax.jit(rank_tuples, static_argnames=("drafter", "no_repeat_ngram_size"))
     K = model.drafter.n_heads
     texts = []
-    for prompt in tqdm(prompts, unit="prompt", desc="rank statistics", disable=None):
-        result = model.generate([prompt], options, tree="none")[0]
-        ids = model.encode(prompt) + result.token_ids
-        padded = np.zeros((1, power_of_two(len(ids), 64)), np.int32)
-        padded[0, : len(ids)] = ids
-        noise = None
-        if options.temperature > 0:
-            seed_1 = jnp.full((1,), options.seed, jnp.uint32)
-            keys = row_keys(seed_1, jnp.zeros((1,), jnp.int32))
-            noise = (keys, jnp.full((1,), options.temperature))
-        found = ranks(
-            model.drafter,
-            model.variables["heads"],
-            model.backbone,
-            jnp.asarray(padded),
-            jnp.array([len(ids)], jnp.int32),
-            noise,
-            model.no_repeat_ngram_size,
-        )
-        # The step after prefill starts at the last prompt position.
-        first, last = result.prompt_tokens - 1, len(ids) - K - 1
-        if last > first:
-            texts.append(np.asarray(found)[0, first:last])
+    with tqdm(
+        total=len(prompts), unit="prompt", desc="rank statistics", disable=None
+    ) as bar:
+        for own, rows in equal_batches(len(prompts), ROWS):
+            noise = None
+            if options.temperature > 0:
+                seed_B = jnp.full((len(rows),), options.seed, jnp.uint32)
+                keys = row_keys(seed_B, jnp.zeros((len(rows),), jnp.int32))
+                noise = (keys, jnp.full((len(rows),), options.temperature))
+            batch = [prompts[i] for i in rows]
+            results = model.generate(batch, options, [0] * len(rows), tree="none")
+            ids = [model.encode(p) + r.token_ids for p, r in zip(batch, results)]
+            length_B = np.array([len(x) for x in ids], np.int32)
+            tokens_BT = np.zeros(
+                (len(rows), power_of_two(int(length_B.max()), 64)), np.int32
+            )
+            for row, x in zip(tokens_BT, ids):
+                row[: len(x)] = x
+            ranks_BTK = np.asarray(
+                ranks(
+                    model.drafter,
+                    model.variables["heads"],
+                    model.backbone,
+                    jnp.asarray(tokens_BT),
+                    jnp.asarray(length_B),
+                    noise,
+                    model.no_repeat_ngram_size,
+                )
+            )
+            copied_BT = np.asarray(lengths(tokens_BT, length_B, MOST_COPIED))
+            for b in range(len(own)):
+                # The step after prefill starts at the last prompt position.
+                here = slice(results[b].prompt_tokens - 1, int(length_B[b]) - K - 1)
+                if here.stop > here.start:
+                    texts.append(Recorded(ranks_BTK[b, here], copied_BT[b, here]))
+            bar.update(len(own))
     if len(texts) < 2:
         raise UserError(
             f"{len(texts)} of {len(prompts)} continuations are long enough to calibrate on, two "
@@ -80,6 +101,7 @@ def fit_tree(
     batches: Sequence[int] = (1,),
     rounds: int = 7,
     worth: str = "joint",
+    copies: bool = True,
     level_sizes: Sequence[int] = (),
     n_dense: int = 0,
 ) -> dict[str, Any]:
@@ -91,18 +113,23 @@ def fit_tree(
       batches: numbers of rows, each of which gets its rung; the evidence is of the first.
       worth: of a node: "joint", the measured frequency of its path, or "product", the paper's
         product of head accuracies.
+      copies: whether trees may hold a chain copied from the text.
       level_sizes: numbers of nodes of the trees of one depth.
       n_dense: how many random dense trees to set beside the fitted ones.
     """
     texts = rank_texts(model, prompts, options)
-    tuples_PK = np.concatenate(texts)
+    whole = Recorded.joined(texts)
+    tuples_PK = whole.ranks_PK
 
-    def grow(tuples_PK: np.ndarray) -> list[Choice]:
-        if worth == "joint":
-            return growth.joint_growth(tuples_PK, GROWTH)
-        return growth.product_growth(growth.head_accuracies(tuples_PK), GROWTH)
+    def grow(recorded: Recorded) -> list[Choice]:
+        if worth == "product":
+            accuracies = growth.head_accuracies(recorded.ranks_PK)
+            return growth.product_growth(accuracies, GROWTH)
+        if copies:
+            return growth.growth_with_copies(recorded, GROWTH)
+        return growth.joint_growth(recorded.ranks_PK, GROWTH)
 
-    choices = grow(tuples_PK)
+    choices = grow(whole)
     sizes = sorted({1, *(s for s in sizes if s <= len(choices) + 1)})
     nested = [Tree.from_choices(choices[: size - 1]) for size in sizes]
     level = shapes.of_one_depth(texts, grow, level_sizes)
@@ -124,6 +151,7 @@ def fit_tree(
         return {
             "nodes": tree.n_nodes,
             "depth": tree.depth,
+            "copied": len(tree.copied_C),
             "tokens_per_step": round(tokens, 4),
             "fitted_tokens_per_step": round(growth.replayed_tokens(texts, tree), 4),
             "step_seconds": shapes.latency(tree, seconds),
@@ -156,7 +184,7 @@ def fit_tree(
     }
     rungs = [
         device_tree.choose_on_device(
-            model, found, rows, device_tree.kept_for(model, found, rows)
+            model, found, rows, device_tree.kept_for(model, found, rows), afresh=True
         )
         for rows in batches
     ]

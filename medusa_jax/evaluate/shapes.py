@@ -16,19 +16,19 @@ DENSE_NODES = 256
 
 
 def of_one_depth(
-    texts: Sequence[np.ndarray],
-    grow: Callable[[np.ndarray], list[Choice]],
+    texts: Sequence[growth.Recorded],
+    grow: Callable[[growth.Recorded], list[Choice]],
     sizes: Sequence[int],
 ) -> dict[Tree, float]:
     """The best trees of these sizes, `LEVEL_DEPTH` deep at most, and their tokens per step.
 
     Args:
-      texts: rank tuples [positions, K] of each text, two at least; trees are counted on texts that
-        they were not grown from.
-      grow: best choices first, from tuples [positions, K].
+      texts: positions of each text, two texts at least; trees are counted on texts that they were
+        not grown from.
+      grow: best choices first.
     """
-    texts = [tuples_PK[:, :LEVEL_DEPTH] for tuples_PK in texts]
-    choices = grow(np.concatenate(texts))
+    texts = [text.cut(LEVEL_DEPTH) for text in texts]
+    choices = grow(growth.Recorded.joined(texts))
     sizes = [size for size in sizes if size <= len(choices) + 1]
     trees = [Tree.from_choices(choices[: size - 1]) for size in sizes]
     return dict(zip(trees, growth.held_out_tokens(texts, grow, sizes)))

@@ -46,7 +46,7 @@ def drafting_row(
     ideal = figures["mean_accepted_length"] / figures["step_latency_ratio"]
     name = f"{model.drafter.heads.drafter}-{tree.n_nodes}"
     return {
-        "drafter": model.drafter.heads.drafter if tree.depth else "none",
+        "drafter": model.drafts_by(tree),
         "tree_nodes": tree.n_nodes,
         "temperature": options.temperature,
         "prompts": len(compared),

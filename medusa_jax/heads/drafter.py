@@ -188,9 +188,20 @@ class Drafter:
         """How many layers of a head have parameters of their own."""
         return self.heads.n_layers
 
-    @property
-    def judged(self) -> "Drafter":
-        """The drafter over whose heads a training loss is; its parameters are those of this one."""
+    def judged(self, levels: int = 1) -> "Drafter":
+        """The drafter over whose heads a training loss is; its parameters are those of this one.
+
+        Args:
+          levels: `train.levels`, for a drafter whose levels share their parameters.
+
+        Raises:
+          UserError: more than one for any other, or more than trees may be deep.
+        """
+        if levels != 1:
+            raise UserError(
+                f"train.levels {levels} is for drafters whose levels share their layers, as eagle's "
+                f"do; all heads of {self.name} train anyway"
+            )
         return self
 
     @property

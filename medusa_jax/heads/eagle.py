@@ -9,7 +9,9 @@ LM head and embedding are the backbone's. As released, the first layer has no no
 attention and none stands behind the last.
 
 Training is over the first level (3.2): it reads true hidden states with noise on them, and learns
-the next hidden state and the distribution there. Deeper levels read what the first ones made.
+the next hidden state and the distribution there. Deeper levels read what the first ones made; with
+`train.levels` they are trained on that (HASS, arXiv 2408.15766; EAGLE-3's training-time test, arXiv
+2503.01840), and the gradient goes back through all of them.
 """
 
 import dataclasses
@@ -23,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Committed, Drafter, Params, RankScores
 from medusa_jax.heads.layers import (
     LayerState,
@@ -103,9 +106,13 @@ class Eagle(Drafter):
     def stored_heads(self) -> int:
         return 1
 
-    @property
-    def judged(self) -> Drafter:
-        return dataclasses.replace(self, heads=dataclasses.replace(self.heads, n_heads=1))
+    def judged(self, levels: int = 1) -> Drafter:
+        if not 1 <= levels <= self.n_heads:
+            raise UserError(
+                f"train.levels is from 1 to heads.n_heads {self.n_heads}, not {levels}"
+            )
+        heads = dataclasses.replace(self.heads, n_heads=levels)
+        return dataclasses.replace(self, heads=heads)
 
     def _layers(self, dtype: Any) -> Layers:
         return Layers(self.llama, dtype, self.heads.n_layers, self.heads.fc_bias)
@@ -179,7 +186,11 @@ class Eagle(Drafter):
             levels = (jnp.arange(1, K), here(jnp.stack(ahead), axis=2))
             return lax.scan(level, (here(first_BTD), text), levels)[1]
 
-        found = lax.map(deeper, jnp.arange(0, first_BTD.shape[1], size))
+        # A gradient computes each chunk again: the scores of all of them would fill the memory.
+        once_more = jax.checkpoint(
+            deeper, prevent_cse=False
+        )  # nothing to merge with in a loop
+        found = lax.map(once_more, jnp.arange(0, first_BTD.shape[1], size))
         deep_KBTD = jnp.moveaxis(found, 0, 2).reshape(K - 1, *first_BTD.shape)
         return jnp.concatenate([first_BTD[None], deep_KBTD])[:, :, :T]
 

@@ -101,13 +101,20 @@ class PromptLookup(Untrained):
 
 
 def continuations(
-    text_BS: jax.Array, last_B: jax.Array, ngram: int, matches: int, length: int
+    text_BS: jax.Array,
+    last_B: jax.Array,
+    ngram: int,
+    matches: int,
+    length: int,
+    *,
+    latest: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """What stands behind the best matches of the end of each text.
 
     Args:
       text_BS: tokens; `last` is the index of the last that counts.
       length: tokens of a continuation.
+      latest: of equally long matches the last comes first, not the first.
 
     Returns: tokens [B, C, length] in order of preference, and whether there is such a match [B, C].
     """
@@ -120,8 +127,8 @@ def continuations(
         tail_B1 = jnp.take_along_axis(text_BS, jnp.maximum(last_B1 - back, 0), axis=1)
         still_BS &= (begin_1S > back) & (jnp.roll(text_BS, back + 1, axis=1) == tail_B1)
         same_BS += still_BS
-    # Longest first, then from the left.
-    worth_BS = jnp.where(same_BS > 0, same_BS * S - begin_1S, 0)
+    place_1S = begin_1S if latest else S - begin_1S
+    worth_BS = jnp.where(same_BS > 0, same_BS * (S + 1) + place_1S, 0)
     best_BC, begin_BC = lax.top_k(worth_BS, min(matches, S))
     period_BC = jnp.maximum(last_B1 + 1 - begin_BC, 1)
     ahead_11L = jnp.arange(length)[None, None, :]

@@ -45,7 +45,7 @@ def draw_tree(
     path: str | Path,
     title: str = "",
 ) -> Path:
-    """Draws a draft tree, the root on top, each node labelled with its rank.
+    """Draws a draft tree, the root on top, each node labelled with its rank, c where it is copied.
 
     values: how often each node is accepted (0..1), in the order of `choices` or by path;
     they set width and colour of the edge above a node and are printed in small trees.
@@ -77,7 +77,8 @@ def draw_tree(
         if node:
             label = {"ha": "center", "va": "center", "zorder": 3}
             size = 5 if small else 8.5
-            axes.text(x, -d, str(node[-1]), color="white", fontsize=size, **label)
+            name = str(node[-1]) if node[-1] >= 0 else "c"
+            axes.text(x, -d, name, color="white", fontsize=size, **label)
             if value is not None and len(place) <= 24:
                 text = f"{value:.2f}".removeprefix("0")
                 axes.text(x + 0.28, -d, text, color=INK, fontsize=7, va="center")

@@ -18,7 +18,7 @@ from medusa_jax.decoding.step import decode_loop
 from medusa_jax.decoding.stopping import STOPPED, pack_stops
 from medusa_jax.heads import no_drafter
 from medusa_jax.serving.job import STOPS
-from medusa_jax.tree import Tree
+from medusa_jax.tree import Tree, stand_in
 
 # Most alternatives of a token whose log-probabilities a request may ask for.
 MOST_BEST = 20
@@ -55,9 +55,10 @@ class Batch:
     """
 
     def __init__(self, model: Model, trees: Mapping[int, Tree], most_new: int, piece: int):
-        deepest = max(tree.depth for tree in trees.values())
+        deepest = max(trees.values(), key=lambda tree: tree.drafted.depth)
+        engine = model.engine(deepest, "sampled", sampled=True)
         # Knows the depth alone, as `Engine.depth_only`: what is not a step is one program for all.
-        self._engine = model.engine(Tree.chain(deepest), "sampled", sampled=True)
+        self._engine = replace(engine, tree=stand_in(trees.values()))
         self._variables = model.variables
         self._piece = piece
         self.trees = dict(trees)
@@ -153,12 +154,13 @@ class Batch:
         return progress_of(reading.row)
 
     def run(
-        self, wanted_B: np.ndarray, drafts: bool, rule: str, steps: int
+        self, wanted_B: np.ndarray, drafts: bool, rule: str, steps: int, few: int
     ) -> tuple[Progress, int]:
         """Steps of the rows that should be RUNNING, until one of them ends; does not wait for it.
 
         Args:
           steps: at most.
+          few: at most, if one of them has ended already: then its place may soon be wanted.
           drafts: False decodes plainly and leaves the drafter's state behind: a row that has
             gone on so cannot draft again.
 
@@ -168,12 +170,14 @@ class Batch:
         if not drafts:
             tree, drafter = Tree.none(), no_drafter(self._engine.llama.config)
         engine = replace(self._engine, tree=tree, drafter=drafter, acceptance=rule)
-        status_B = rows.run_only(self._engine, self._state.status_B, wanted_B)
+        status_B, max_steps = rows.run_only(
+            self._engine, self._state.status_B, wanted_B, np.int32(steps), np.int32(few)
+        )
         self._state, progress = decode_loop(
             engine,
             self._variables,
             self._state.replace(status_B=status_B),
-            np.int32(steps),
+            max_steps,
             True,
         )
         return progress, tree.n_nodes
@@ -206,7 +210,7 @@ class Batch:
         jax.block_until_ready(self._state)
 
     def _run_nothing(self, drafts: bool, rule: str) -> None:
-        self.run(np.full(self.rows, STOPPED, np.int32), drafts, rule, 0)
+        self.run(np.full(self.rows, STOPPED, np.int32), drafts, rule, 0, 0)
 
     def _warm_reading(self, most_tokens: int) -> Reading:
         """Read prompts of all sizes; the last of them."""

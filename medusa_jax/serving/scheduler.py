@@ -24,6 +24,8 @@ from medusa_jax.tree import Tree
 
 # After so many turns that needed fewer rows or slots than there are, there are fewer.
 PATIENCE = 64
+# Whoever has been answered may ask again: for so many turns a row that is free makes chunks this short.
+HOPE, FEW_STEPS = 4, 2
 
 
 @dataclass
@@ -129,10 +131,10 @@ class Scheduler:
         self._turn += 1
         self._drop_cancelled()
         self._read()
+        ran = self._run()
         # The chunk just dispatched is looked at in the next turn, while the device has another;
-        # where somebody waits for a row that it may free, at once.
-        ahead = self._run() and not self._waiting
-        while len(self._looks) > ahead:
+        # where a row is about to change hands, at once.
+        while len(self._looks) > (ran and not self._waiting and not self._hopes):
             self._look(self._looks.popleft())
         return bool(self._waiting or self._reading or self._looks or self.busy)
 
@@ -245,9 +247,17 @@ class Scheduler:
         if rule == "auto":
             sampled = any(job.options.temperature > 0 for job in chosen.values())
             rule = "sampled" if sampled else "greedy"
-        progress, nodes = self._batch.run(wanted_B, drafts, rule, self._chunk_steps)
+        few = min(FEW_STEPS, self._chunk_steps)
+        steps = few if self._hopes else self._chunk_steps
+        progress, nodes = self._batch.run(wanted_B, drafts, rule, steps, few)
         self._looks.append(Look(progress, chosen, self._batch.slots, nodes))
         return True
+
+    @property
+    def _hopes(self) -> bool:
+        """A row has just become free and may soon be wanted."""
+        seats = self._seats[: self._batch.rows]
+        return any(not s.job and self._turn - s.used < HOPE for s in seats)
 
     def _make_room(self, jobs: dict[int, Job]) -> None:
         """As many slots as the longest text needs; in time as few as it needs, and few rows."""
@@ -257,10 +267,12 @@ class Scheduler:
             job, _, at = self._reading
             lengths.append(len(job.prompt))
             last = max(last, at)
-        slots = batch.slots_for(max(lengths))
+        self._fit(batch.rows, max(batch.slots, batch.slots_for(max(lengths))))
+        # The device is ahead of what the host has seen by the chunks that are on their way.
+        unseen = sum(look.tree_nodes > 0 for look in self._looks)
+        longest = max(lengths) + unseen * self._chunk_steps * batch.longest
+        slots = min(batch.slots, batch.slots_for(longest))
         n_rows = next(n for n in self.sizes if n > last)
-        if slots > batch.slots:
-            self._fit(batch.rows, slots)
         fewer = n_rows < batch.rows or slots < batch.slots
         self._roomy = self._roomy + 1 if fewer else 0
         if self._roomy == PATIENCE:

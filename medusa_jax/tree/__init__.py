@@ -2,7 +2,7 @@
 
 from medusa_jax.tree.files import auto_tree, load_tree_file, parse_tree, tree_of_size
 from medusa_jax.tree.ladder import Ladder, file_ladder
-from medusa_jax.tree.tree import Choice, Tree
+from medusa_jax.tree.tree import Choice, Tree, stand_in
 
 __all__ = [
     "Choice",
@@ -12,5 +12,6 @@ __all__ = [
     "file_ladder",
     "load_tree_file",
     "parse_tree",
+    "stand_in",
     "tree_of_size",
 ]

@@ -59,23 +59,30 @@ def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu")
     """The tree that a `--tree` value names.
 
     Args:
-      spec: "none", "auto", "bundled" (the tree file's own choice), a number of nodes (root included), "cartesian:2,3", "chain:4" or
-        the path of a JSON file.
+      spec: "none", "auto", "bundled" (the tree file's own choice), a number of nodes (root
+        included), "cartesian:2,3", "chain:4", "copy:4" (tokens copied from the text) or the path of
+        a JSON file; any of them with "+copy:4" has that chain instead of its own copies.
       calibrated: content of the tree file that lies beside the heads, for "auto" (its
         `choices`) and a number (the first nodes of its `growth`).
       platform: where the tree is to run, see `auto_tree`.
     """
+    spec, and_copies, copies = spec.partition("+copy:")
+    if and_copies:
+        heads = parse_tree(spec, calibrated, platform).drafted
+        return Tree.from_choices([*heads.choices, *parse_tree(f"copy:{copies}").choices])
     kind, _, rest = spec.partition(":")
     try:
         if spec == "none":
             return Tree.none()
         if kind == "chain":
             return Tree.chain(int(rest))
+        if kind == "copy":
+            return Tree.copies(int(rest))
         if kind == "cartesian":
             return Tree.cartesian([int(w) for w in rest.split(",")])
     except ValueError as error:
         raise UserError(
-            f"--tree {spec!r}: write chain:4 or cartesian:2,3 with whole numbers"
+            f"--tree {spec!r}: write chain:4, copy:4 or cartesian:2,3 with whole numbers"
         ) from error
     if spec in ("auto", "bundled") or spec.isdecimal():
         if calibrated is None:

@@ -9,13 +9,40 @@ Measured step latency then says which size yields most tokens per second.
 import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from medusa_jax.tree.tree import Choice, Tree
+from medusa_jax.tree.tree import COPIED, Choice, Tree
 
 # Ranks at or beyond this count as a miss: no tree worth having goes so wide.
 MISS = 64
+
+
+class Recorded(NamedTuple):
+    """What drafting was worth at every position of a text.
+
+    Attributes:
+      ranks_PK: ranks of the true next tokens under the heads.
+      copied_P: how many of them a chain copied from the text has right, one behind the other.
+    """
+
+    ranks_PK: np.ndarray
+    copied_P: np.ndarray
+
+    @classmethod
+    def of_heads(cls, ranks_PK: np.ndarray) -> "Recorded":
+        """Nothing is copied."""
+        return cls(ranks_PK, np.zeros(len(ranks_PK), int))
+
+    @classmethod
+    def joined(cls, texts: "Sequence[Recorded]") -> "Recorded":
+        """All positions of some texts."""
+        return cls(*(np.concatenate(column) for column in zip(*texts, strict=True)))
+
+    def cut(self, depth: int) -> "Recorded":
+        """As far as trees of this depth go."""
+        return Recorded(self.ranks_PK[:, :depth], np.minimum(self.copied_P, depth))
 
 
 def head_accuracies(tuples_PK: np.ndarray, n_ranks: int = 10) -> np.ndarray:
@@ -113,39 +140,97 @@ def expected_tokens(tuples_PK: np.ndarray, tree: Tree) -> float:
     return 1 + sum(counts[c] for c in tree.choices) / len(tuples_PK)
 
 
-def replay(texts: Sequence[np.ndarray], tree: Tree) -> tuple[int, int]:
-    """(tokens, steps) of the accept walk over recorded tuples.
+def growth_with_copies(recorded: Recorded, n_choices: int) -> list[Choice]:
+    """Nodes one by one, each the one that is worth most beside those that are there.
+
+    Of two paths that agree with the text only the longer one counts, so that what the heads draft
+    is worth less where it can be copied, and the other way round. Without anything copied this is
+    `joint_growth`.
+
+    Example: in three of four places the next token can be copied, in two, one of them another,
+    the first head has it: [-1] is worth 3/4, then [0] 1/4.
+    """
+    ranks_PK, copied_P = recorded
+    reached_P = np.zeros(len(ranks_PK), int)  # how deep drafts agree with the text
+    # Positions whose true path runs through a node.
+    on_path: dict[Choice, np.ndarray] = {(): np.arange(len(ranks_PK))}
+    worth: dict[Choice, int] = {}
+    heap: list[tuple[int, int, Choice]] = []
+    n_copied, growth = 0, list[Choice]()
+
+    def offer(path: Choice, positions: np.ndarray) -> None:
+        on_path[path] = positions
+        covered = (copied_P[positions] >= len(path)) & (n_copied >= len(path))
+        worth[path] = int((~covered).sum())
+        heapq.heappush(heap, (-worth[path], len(path), path))
+
+    def offer_children(path: Choice) -> None:
+        if len(path) < ranks_PK.shape[1]:
+            here = on_path[path]
+            ranks = ranks_PK[here, len(path)]
+            for rank in np.unique(ranks[ranks < MISS]).tolist():
+                offer((*path, rank), here[ranks == rank])
+
+    offer_children(())
+    while len(growth) < n_choices:
+        while (
+            heap and -heap[0][0] != worth[heap[0][2]]
+        ):  # it was worth more when it was offered
+            _, depth, path = heapq.heappop(heap)
+            heapq.heappush(heap, (-worth[path], depth, path))
+        best = -heap[0][0] if heap else 0
+        more = (copied_P > n_copied) & (reached_P <= n_copied)
+        if max(best, more.sum()) == 0:
+            break
+        if more.sum() > best:
+            n_copied += 1
+            growth.append((COPIED,) * n_copied)
+            gone = copied_P >= n_copied
+            for path in worth:
+                if len(path) == n_copied:
+                    worth[path] -= int(gone[on_path[path]].sum())
+        else:
+            _, _, path = heapq.heappop(heap)
+            growth.append(path)
+            reached_P[on_path[path]] = len(path)
+            offer_children(path)
+    return growth
+
+
+def replay(texts: Sequence[Recorded], tree: Tree) -> tuple[int, int]:
+    """(tokens, steps) of the accept walk over recorded texts.
 
     A step that accepts n drafts starts the next one n + 1 positions further, so starts are not
     uniform over positions: this is what decoding will measure.
 
     Args:
-      texts: rank tuples [positions, K] of each text, in order.
+      texts: positions of each text, in order.
     """
-    nodes = set(tree.choices)
+    nodes, n_copied = set(tree.choices), len(tree.copied_C)
     steps = tokens = 0
-    for tuples in texts:
+    for ranks_PK, copied_P in texts:
         at = 0
-        while at < len(tuples):
+        while at < len(ranks_PK):
             path: Choice = ()
-            for rank in tuples[at].tolist():
+            for rank in ranks_PK[at].tolist():
                 if (*path, rank) not in nodes:
                     break
                 path = (*path, rank)
-            gain = min(len(path) + 1, len(tuples) - at)
+            accepted = max(len(path), min(int(copied_P[at]), n_copied))
+            gain = min(accepted + 1, len(ranks_PK) - at)
             steps, tokens, at = steps + 1, tokens + gain, at + gain
     return tokens, steps
 
 
-def replayed_tokens(texts: Sequence[np.ndarray], tree: Tree) -> float:
+def replayed_tokens(texts: Sequence[Recorded], tree: Tree) -> float:
     """Mean accepted length of the tree in a replay of these texts."""
     tokens, steps = replay(texts, tree)
     return tokens / max(steps, 1)
 
 
 def held_out_tokens(
-    texts: Sequence[np.ndarray],
-    grow: Callable[[np.ndarray], list[Choice]],
+    texts: Sequence[Recorded],
+    grow: Callable[[Recorded], list[Choice]],
     sizes: Sequence[int],
 ) -> list[float]:
     """Mean accepted length of the best tree of every size, on texts it was not grown from.
@@ -154,12 +239,12 @@ def held_out_tokens(
     its own texts a large tree looks better than it is, since its last nodes were seen once.
 
     Args:
-      texts: rank tuples [positions, K] of each text, two at least.
-      grow: best choices first, from tuples [positions, K].
+      texts: positions of each text, two texts at least.
+      grow: best choices first.
       sizes: numbers of nodes, root included.
     """
     folds = texts[::2], texts[1::2]
-    growths = [grow(np.concatenate(fold)) for fold in folds]
+    growths = [grow(Recorded.joined(fold)) for fold in folds]
     found = []
     for size in sizes:
         runs = [

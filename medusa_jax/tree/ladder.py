@@ -30,8 +30,8 @@ class Ladder:
 
     @property
     def depth(self) -> int:
-        """Of its deepest tree: so many heads are used."""
-        return max(tree.depth for tree in self.rungs.values())
+        """Of its deepest tree's drafts: so many heads are used."""
+        return max(tree.drafted.depth for tree in self.rungs.values())
 
 
 def file_ladder(calibrated: Mapping[str, Any], platform: str = "cpu") -> Ladder | None:

@@ -3,6 +3,9 @@
 A tree is a set of *choices*: each is a path of ranks, `[0, 2]` meaning "the best guess of head
 1, then the third-best guess of head 2". The root, which is the token already chosen by the
 backbone, is added. The empty tree has the root alone and is autoregressive decoding.
+
+Beside what heads guess a tree may hold one chain of tokens that are copied from the text
+(`decoding/copying.py`): `[-1]`, `[-1, -1]`, ... are its nodes.
 """
 
 import itertools
@@ -15,13 +18,15 @@ import numpy as np
 from medusa_jax.errors import UserError
 
 Choice = tuple[int, ...]
+# In the place of a rank: the token is copied from the text.
+COPIED = -1
 
 
 @dataclass(frozen=True)
 class Tree:
     """A static tree; hashed on its choices, so it can be a static argument of `jax.jit`.
 
-    Build it with `from_choices`, `cartesian`, `chain` or `none`. Nodes are ordered by depth,
+    Build it with `from_choices`, `cartesian`, `chain`, `copies` or `none`. Nodes are ordered by depth,
     then by path; node 0 is the root. All arrays are numpy constants.
 
     Example: `from_choices([[0], [1], [0, 0], [0, 2]])` has five nodes,
@@ -39,7 +44,8 @@ class Tree:
         """Validate and order a list of paths.
 
         Raises:
-          UserError: a path is empty, negative, given twice, or its prefix is missing.
+          UserError: a path is empty, negative (and no copied one), given twice, or its prefix is
+            missing.
         """
         paths: list[Choice] = []
         for path in choices:
@@ -51,8 +57,11 @@ class Tree:
                 raise UserError(
                     "a tree choice is empty: the root is added by itself, remove it"
                 )
-            if min(path) < 0:
-                raise UserError(f"tree choice {list(path)} holds a negative rank")
+            if min(path) < 0 and set(path) != {COPIED}:
+                raise UserError(
+                    f"tree choice {list(path)} holds a negative rank, which only a path of "
+                    f"{COPIED} alone does, copied from the text"
+                )
             paths.append(tuple(int(r) for r in path))
         known = set(paths)
         if len(known) < len(paths):
@@ -78,6 +87,13 @@ class Tree:
         return cls.cartesian([1] * depth)
 
     @classmethod
+    def copies(cls, depth: int) -> "Tree":
+        """So many tokens copied from the text, and none of heads."""
+        if depth < 0:
+            raise UserError(f"0 or more tokens are copied, not {depth}")
+        return cls(tuple((COPIED,) * d for d in range(1, depth + 1)))
+
+    @classmethod
     def cartesian(cls, widths: Sequence[int]) -> "Tree":
         """Every combination of the top s_k guesses of head k (Medusa 2.1.2).
 
@@ -97,8 +113,28 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest node: how many heads the tree uses."""
+        """Depth of the deepest node; heads it uses: `drafted.depth`."""
         return max((len(c) for c in self.choices), default=0)
+
+    @cached_property
+    def copied_C(self) -> np.ndarray:
+        """The nodes that are copied from the text, by depth."""
+        copied = [i for i, c in enumerate(self.choices, 1) if c[0] == COPIED]
+        return np.array(copied, np.int32)
+
+    @cached_property
+    def drafted(self) -> "Tree":
+        """The tree without them: what a drafter fills."""
+        drafted = tuple(c for c in self.choices if c[0] != COPIED)
+        return self if drafted == self.choices else Tree(drafted)
+
+    @cached_property
+    def drafted_N(self) -> np.ndarray:
+        """Its nodes as nodes of this tree, the root first.
+
+        Example: [[-1], [0], [-1, -1], [0, 2]] has the copied nodes 1 and 3, and drafted 0, 2, 4.
+        """
+        return np.setdiff1d(np.arange(self.n_nodes, dtype=np.int32), self.copied_C)
 
     @property
     def path_length(self) -> int:
@@ -123,7 +159,7 @@ class Tree:
 
     @cached_property
     def rank_M(self) -> np.ndarray:
-        """Rank of each node among the guesses of its head (0 for the root)."""
+        """Rank of each node among the guesses of its head (0 for the root, -1 for a copied one)."""
         return np.array([0] + [c[-1] for c in self.choices], np.int32)
 
     @cached_property
@@ -168,10 +204,12 @@ class Tree:
 
     @property
     def dense(self) -> "Tree":
-        """The same shape with the ranks of every family made 0, 1, 2, ...
+        """The same shape with the ranks of every family made 0, 1, 2, ..., and nothing copied.
 
         Nodes keep their order. Example: [[0], [3], [3, 2]] becomes [[0], [1], [1, 0]].
         """
+        if self.copied_C.size:
+            return self.drafted.dense
         renamed: dict[Choice, Choice] = {(): ()}
         for node, choice in enumerate(self.choices, 1):
             family = self.children_MC[self.parent_M[node]].tolist()
@@ -188,9 +226,20 @@ class Tree:
         return np.flatnonzero(self.depth_M == depth)
 
     def check_depth(self, n_heads: int) -> None:
-        """Raise UserError when the tree is deeper than there are heads."""
-        deep = next((list(c) for c in self.choices if len(c) > n_heads), None)
+        """Raise UserError when drafts go deeper than there are heads."""
+        deep = next((list(c) for c in self.drafted.choices if len(c) > n_heads), None)
         if deep is not None:
             raise UserError(
                 f"tree choice {deep} is {len(deep)} deep, but there are only {n_heads} heads"
             )
+
+
+def stand_in(trees: Iterable[Tree]) -> Tree:
+    """A chain as deep as the deepest of them, copied if any of them copies.
+
+    What is compiled for it serves them all, where only the length of a step and the need for the
+    text count.
+    """
+    trees = list(trees)
+    copies = any(tree.copied_C.size for tree in trees)
+    return (Tree.copies if copies else Tree.chain)(max(tree.depth for tree in trees))

@@ -176,6 +176,21 @@ def test_without_a_drafter(decode):
     assert facts["acceptance_histogram"] == [19]
 
 
+def test_tokens_are_copied_beside_heads_and_without_them(decode):
+    said = ("--prompt", "in the hat, the cat in the hat", "--json", "--dtype", "float64")
+    plain = json.loads(decode(*said, tree="none")[1])
+    for heads, tree, by, nodes in (
+        ("heads", "chain:2+copy:3", "medusa+copy", 6),
+        ("none", "copy:3", "copy", 4),
+    ):
+        status, out, err = decode(*said, heads=heads, tree=tree)
+        assert status == 0, err
+        facts = json.loads(out)
+        assert facts["token_ids"] == plain["token_ids"]
+        assert (facts["drafter"], facts["tree_nodes"]) == (by, nodes)
+    assert decode("--prompt", "in", tree="copy:x")[0] == 2
+
+
 def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
     records = [
         {"prompt": "the cat"},

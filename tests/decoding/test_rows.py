@@ -7,7 +7,7 @@ from planted import decoder, planted, random_params, texts_of, tiny_config
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import rows
 from medusa_jax.decoding.prefill import Piece
-from medusa_jax.decoding.stopping import LIMIT, PAUSED, RUNNING
+from medusa_jax.decoding.stopping import LIMIT, PAUSED, RUNNING, STOPPED
 from medusa_jax.heads import make_drafter
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
 from medusa_jax.tree import Tree
@@ -29,10 +29,13 @@ def test_rows_wait_for_their_turn_and_for_room():
     )
     whole = loop.generate(engine, variables, request)
 
+    def run_only(state, *wanted):
+        steps, few = np.int32(loop.FOREVER), np.int32(0)
+        return rows.run_only(engine, state.status_B, np.array(wanted, np.int32), steps, few)
+
     def go_on(state, *wanted):
-        status_B = rows.run_only(engine, state.status_B, np.array(wanted, np.int32))
-        state = state.replace(status_B=status_B)
-        return loop.decode_loop(engine, variables, state, np.int32(loop.FOREVER))
+        status_B, steps = run_only(state, *wanted)
+        return loop.decode_loop(engine, variables, state.replace(status_B=status_B), steps)
 
     state, [slots, more] = loop.begin(engine, variables, request)
     state, full = go_on(state, RUNNING, RUNNING)
@@ -42,7 +45,10 @@ def test_rows_wait_for_their_turn_and_for_room():
     state, second = go_on(loop.grow(engine, more, state), PAUSED, RUNNING)
     assert second.steps_B.tolist() == [full.steps_B[0], whole.steps_B[1]]
     assert second.status_B.tolist() == [PAUSED, LIMIT]
-    state, both = go_on(state, RUNNING, RUNNING)
+    # One that has ended without the host's knowledge makes the next chunk short.
+    assert int(run_only(state, RUNNING, RUNNING)[1]) == 0
+    assert int(run_only(state, RUNNING, STOPPED)[1]) == loop.FOREVER
+    state, both = go_on(state, RUNNING, STOPPED)
     assert both.status_B.tolist() == [LIMIT, LIMIT]
     assert both.steps_B.tolist() == whole.steps_B.tolist()
     assert texts_of(both) == texts_of(whole)

@@ -2,14 +2,16 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import filtered_scores, sampling_of
 
-from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
+from medusa_jax.decoding.sampling import Sampling, gumbel, ordered_sum, row_keys
 
 
 def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
@@ -72,6 +74,23 @@ def test_filters_in_low_precision(dtype, temperature):
         )
         assert int(np.argmax(logits)) in kept
         assert len(kept ^ expected) <= (1 if temperature == 100.0 else 0)
+
+
+def test_a_nucleus_is_that_of_the_row_alone():
+    """Every row's wanted mass is that of its likeliest 100 tokens, up to rounding: whether the next
+    one is kept depends on the order of the sums."""
+    B, V = 10, 49_152  # so many that XLA would share out a sum among threads
+    logits = np.random.default_rng(0).standard_normal((B, 1, V)).astype(np.float32)
+    mass = -np.sort(-np.exp(logits - logits.max(-1, keepdims=True)), axis=-1)[:, 0]
+    top_p = mass[:, :100].sum(-1) / mass.sum(-1)
+    among = filtered_scores(logits, sampling_of(B, top_p=top_p))
+    rows = [sampling_of(1, top_p=top_p[b]) for b in range(B)]
+    alone = [filtered_scores(logits[b : b + 1], rows[b])[0] for b in range(B)]
+    np.testing.assert_array_equal(among, alone)
+    nodes = filtered_scores(logits[:, 0][None], sampling_of(1, top_p=top_p[0]))
+    np.testing.assert_array_equal(nodes[0, 0], alone[0][0])
+    total = jax.jit(ordered_sum)(logits)
+    assert_close(total, logits.astype(np.float64).sum(-1, keepdims=True), dtype="float32")
 
 
 def test_ties_at_the_cut_are_kept_together():

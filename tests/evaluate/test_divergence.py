@@ -1,5 +1,7 @@
 """The tie report: three passes over one position, and which divergences rounding explains."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -82,6 +84,61 @@ def test_gap_and_position(exact, temperature):
     assert (
         divergence.find_divergence(exact, prompt, theirs, theirs, option, 6, TREE) is None
     )
+
+
+def test_a_text_that_ends_early_is_no_tie(exact):
+    """Rounding moves scores; it does not end one text and not the other."""
+    for ours, theirs in (([0, 7], [0, 7, 7]), ([0, 7, 7], [0, 7])):
+        found = divergence.find_divergence(
+            exact, TEXT[:3], ours, theirs, Options(), 0, TREE
+        )
+        assert found.position == 2 and divergence.NO_TOKEN in (found.ours, found.theirs)
+        assert not found.is_tie
+
+
+def test_later_turns_stand_behind_the_plain_answers(exact, monkeypatch):
+    """Question 3 has two turns, question 5 one; the drafted answer leaves the plain one once."""
+    asked = []
+
+    class Talker:
+        no_repeat_ngram_size, eos_ids = 0, (0,)
+        tree = TREE
+
+        def encode(self, text):
+            return [ord(c) for c in text]
+
+        def generate(self, batch, options, ids, tree=None):
+            asked.append((list(batch), tree is None))
+            said = [9, 7] if tree is None and len(asked) == 1 else [9, 9]
+            return [Answer(said) for _ in batch]
+
+    @dataclasses.dataclass
+    class Answer:
+        token_ids: list
+        text: str = "yes"
+        new_tokens: int = 2
+
+    judged = divergence.Divergence(1, 7, 9, 0.0, 1.0, False)
+    monkeypatch.setattr(
+        divergence, "find_divergence",
+        lambda model, prompt, ours, theirs, *_: judged if ours != theirs else None,
+    )  # fmt: skip
+    questions = [
+        {"question_id": 3, "turns": ["a", "b"], "frame": None},
+        {"question_id": 5, "turns": ["c"], "frame": None},
+    ]
+    found = divergence.compared_talks(Talker(), questions, Options(), 2, "plain", 100)
+    assert [one.name for one in found] == ["3, turn 1", "5, turn 1", "3, turn 2"]
+    texts = [["".join(map(chr, ids)) for ids in batch] for batch, _ in asked]
+    assert texts == [["a", "c"]] * 2 + [["a\n\nyes\n\nb"]] * 2
+    assert [drafted for _, drafted in asked] == [True, False, True, False]
+
+    class Named:
+        dtype, tree = "float32", TREE
+
+    report = divergence.tie_report(Named(), Options(), found)
+    assert [one["prompt"] for one in report["divergences"]] == ["3, turn 1", "5, turn 1"]
+    assert report["tokens_compared"] == 6 and report["not_explained"] == 0
 
 
 def test_what_counts_as_a_tie():

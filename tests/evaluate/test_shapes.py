@@ -9,19 +9,20 @@ from medusa_jax.tree import Tree, growth
 def texts(K):
     """Ranks that fall off geometrically, in four texts."""
     rng = np.random.default_rng(0)
-    return [rng.geometric(0.5, (300, K)) - 1 for _ in range(4)]
+    ranks = (rng.geometric(0.5, (300, K)) - 1 for _ in range(4))
+    return [growth.Recorded.of_heads(r) for r in ranks]
 
 
 def test_trees_of_one_depth_leave_deeper_heads_out():
-    def grow(tuples_PK):
-        return growth.joint_growth(tuples_PK, 127)
+    def grow(recorded):
+        return growth.joint_growth(recorded.ranks_PK, 127)
 
     five = texts(5)
     sizes = (22, 35, 45, 64)
     found = shapes.of_one_depth(five, grow, (*sizes, 200))
     assert [tree.n_nodes for tree in found] == list(sizes)
     assert [tree.depth for tree in found] == [4] * 4
-    four = shapes.of_one_depth([t[:, :4] for t in five], grow, sizes)
+    four = shapes.of_one_depth([text.cut(4) for text in five], grow, sizes)
     assert found == four
     lengths = list(found.values())
     assert lengths == sorted(lengths) and lengths[-1] > lengths[0] > 1.5

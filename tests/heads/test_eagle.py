@@ -1,5 +1,6 @@
 """EAGLE-1: levels fed back to each other, against a plain numpy decoder layer; its start and sizes."""
 
+import itertools
 from functools import cache
 
 import family
@@ -10,9 +11,12 @@ from closeness import assert_close
 from family import drafter_of, numpy_layer, numpy_lm_head, stored_base
 from test_hydra import numpy_tree, parameters, vicuna
 
-from medusa_jax.heads import eagle
+from medusa_jax.config import HeadsConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads import eagle, make_drafter
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.levels import Level, inner_nodes
+from medusa_jax.training import losses
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -114,6 +118,108 @@ def test_chunks_of_positions_are_all_positions_at_once(monkeypatch):
         run = jax.jit(lambda p, *rows: drafter.features(p, backbone, *rows))
         found.append(run(params, hidden, tokens, positions, segments))
     assert_close(*found)
+
+
+TARGETS = losses.HeadTargets(label_weight=0.25, teacher_weight=0.5, feature_weight=3.0)
+
+
+def numpy_log_softmax(x):
+    return x - np.log(np.exp(x - x.max()).sum()) - x.max()
+
+
+def numpy_loss(params, backbone, rows, counted, levels, decay):
+    """sum_k decay^k (3 smooth L1 to the hidden state + CE / 4 with text + CE / 2 with the backbone),
+    each level's mean over the pairs of its own distance."""
+    hidden, tokens, _, segments = rows
+    kernel = backbone.params["lm_head"]["kernel"]
+    terms = [[] for _ in range(levels)]
+    for segment in np.unique(segments):
+        here = segments[0] == segment
+        h, ids, counts = hidden[0][here], tokens[0][here], counted[0][here]
+        for t, k in itertools.product(range(len(ids)), range(levels)):
+            if t + k + 2 >= len(ids) or not counts[t + 1 : t + k + 3].all():
+                continue
+            x = numpy_reader(params, backbone, h[: t + 1], ids[: t + 1])(
+                ids[t + 1 : t + k + 2]
+            )
+            logp = numpy_log_softmax(x @ kernel)
+            teacher = np.exp(numpy_log_softmax(h[t + k + 1] @ kernel))
+            apart = np.abs(x - h[t + k + 1])
+            smooth = np.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean()
+            soft = -(teacher * logp).sum()
+            terms[k].append(3.0 * smooth - 0.25 * logp[ids[t + k + 2]] + 0.5 * soft)
+    return sum(decay ** (k + 1) * np.mean(x) for k, x in enumerate(terms))
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch):
+    """Each level reads what the one above made: the slope of the numpy loss is the gradient.
+
+    Two texts in a row, three chunks of deeper levels, one token in between that does not count.
+    """
+    monkeypatch.setattr(eagle, "CHUNK", 4)
+    backbone, drafter, params = problem(n_layers=1)
+    hidden, tokens, _, segments = family.random_rows(np.random.default_rng(3), B=1, T=11)
+    segments[0, 7:] = 2
+    positions = np.array([[*range(7), *range(4)]], np.int32)
+    counted = np.ones((1, 11), bool)
+    counted[0, 2] = False
+    rows = (2 * hidden, tokens, positions, segments)
+    batch = dict(zip(("hidden", "tokens", "positions", "segment_ids"), rows))
+    batch["counted"] = counted
+    objective = losses.HeadObjective(drafter.judged(levels), 4, 0.7, TARGETS)
+    offsets = tuple(range(2, levels + 2))
+
+    @jax.jit
+    def value_and_gradient(params):
+        def loss(params):
+            inputs = losses.StepInputs(batch, losses.pair_counts(batch, offsets))
+            return losses.head_loss(params, backbone, objective, inputs)[0]
+
+        return jax.value_and_grad(loss)(params)
+
+    value, gradient = value_and_gradient(params)
+    assert_close(value, numpy_loss(params, backbone, rows, counted, levels, 0.7))
+    rng, step = np.random.default_rng(4), 1e-6
+    away = jax.tree.map(lambda x: rng.standard_normal(x.shape), params)
+
+    def moved(by):
+        there = jax.tree.map(lambda x, y: np.asarray(x) + by * y, params, away)
+        return numpy_loss(there, backbone, rows, counted, levels, 0.7)
+
+    slope = (moved(step) - moved(-step)) / (2 * step)
+    product = jax.tree.map(lambda x, y: (np.asarray(x) * y).sum(), gradient, away)
+    assert sum(jax.tree.leaves(product)) == pytest.approx(slope, rel=1e-6)
+
+
+def test_levels_keep_no_scores_for_the_gradient():
+    """Two more levels cost less memory than the scores of one."""
+    B, T = 1, 1024
+    backbone, drafter, params = problem(n_layers=1)
+    shape = jax.ShapeDtypeStruct((B, T), np.int32)
+    hidden = jax.ShapeDtypeStruct((B, T, family.D), np.float64)
+
+    def held(levels):
+        def loss(params, *rows):
+            return drafter.judged(levels).features(params, backbone, *rows).sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(params, hidden, *[shape] * 3).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    scores = B * backbone.llama.config.n_heads * T * T * 8
+    assert held(3) - held(1) < scores
+
+
+def test_as_many_levels_as_trees_may_be_deep():
+    _, drafter, _ = problem()
+    assert drafter.judged(4).n_heads == 4 and drafter.judged().n_heads == 1
+    for levels in (0, 5):
+        with pytest.raises(UserError, match=f"from 1 to heads.n_heads 4, not {levels}"):
+            drafter.judged(levels)
+    medusa = make_drafter(HeadsConfig(), drafter.llama)
+    assert medusa.judged() is medusa
+    with pytest.raises(UserError, match=r"train\.levels 2 .* all heads of medusa train"):
+        medusa.judged(2)
 
 
 def test_the_start_passes_hidden_states_on():

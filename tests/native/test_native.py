@@ -115,10 +115,11 @@ def test_rotation():
     assert_close(rotate_native(*f32), rotate(*f32))
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture(scope="module", params=["", "bfloat16", "int8"])
+def model(request):
+    """With kernels in each type that they are stored in; activations are float32."""
     params = random_params(CONFIG, 0)
-    storage = Storage(library().panel)
+    storage = Storage(library().panel, request.param)
     llama = decoder(CONFIG, jnp.float32, make_mesh(), storage)
     assert llama.native
     return llama, jax.jit(lambda p: store(prepare(p, CONFIG, jnp.float32), storage))(params)
@@ -156,14 +157,21 @@ def test_every_number_is_that_of_one_token_at_a_time(model):
         jax.tree.map(np.testing.assert_array_equal, several, single)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_are_equal_bit_for_bit(model, temperature):
-    """With a tree and without, greedy and sampled, in float32: no mismatch, and none explained."""
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [("", "greedy"), ("", "sampled"), ("bfloat16", "sampled"), ("int8", "greedy")],
+    indirect=["model"],
+)
+def test_texts_are_equal_bit_for_bit(model, rule):
+    """With a tree and without, in float32: no mismatch, and none explained. Sampled from all tokens,
+    from a nucleus, and through every filter at once."""
     llama, backbone = model
     rng = np.random.default_rng(0)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-    request = loop.Request(prompts, [120] * 3, temperature=[temperature] * 3)
-    rule = "sampled" if temperature else "greedy"
+    request = loop.Request(prompts, [120] * 3)
+    if rule == "sampled":
+        filters = {"top_p": [1.0, 0.9, 0.8], "top_k": [0, 0, 30], "min_p": [0.0, 0.0, 0.02]}
+        request = loop.Request(prompts, [120] * 3, temperature=[1.0] * 3, **filters)
 
     def text(tree, texts):
         variables = {"backbone": backbone, "heads": planted_params(texts, 70, 0)}

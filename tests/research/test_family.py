@@ -59,6 +59,8 @@ def test_orders():
         "- medusa < amphista with 64 nodes: holds, 0.400 ± 0.141 in 2 seeds",
     ]
     assert report.orders({"hydra": RUNS["hydra"]}) == ""
+    both = {"hydrapp": [found((1.8, 1.9))], "eagle": [found((1.9, 2.0))]}
+    assert "- hydrapp < eagle with 8 nodes: holds, 0.100 in 1 seed" in report.orders(both)
 
 
 def test_claim():
@@ -136,6 +138,7 @@ def test_plot(tmp_path):
     [
         (["--drafters=medusa,hydro"], "there is no configs/demo_hydro.py"),
         (["--nodes=8,many"], "--nodes is a list like 8,64, not '8,many'"),
+        (["--drafters=hydra,eagle"], "it needs --lm_head shared, not low_rank"),
         (["--seeds=0"], "--seeds at least 1"),
         (["--speed=9"], "unknown flag --speed=9"),
     ],

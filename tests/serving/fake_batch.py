@@ -130,11 +130,13 @@ class FakeBatch:
         self.state[at] = row
         return self.progress([row])
 
-    def run(self, wanted_B, drafts, rule, steps):
+    def run(self, wanted_B, drafts, rule, steps, few):
         assert len(wanted_B) == self.rows
         M = self.trees[self.rows].n_nodes if drafts else 1
         most = self.trees[self.rows].path_length if drafts else 1
         alive = (RUNNING, PAUSED)
+        asked = [row for row, wanted in zip(self.state, wanted_B) if wanted == RUNNING]
+        steps = steps if all(row.status in alive for row in asked) else few
         for row, wanted in zip(self.state, wanted_B):
             row.status = int(wanted) if row.status in alive else row.status
         for row in self.state:

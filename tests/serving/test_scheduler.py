@@ -182,6 +182,25 @@ def test_another_turn_behind_the_same_start(model, scheduler):
     assert warm.result.draft_depths == cold.result.draft_depths
 
 
+def test_rows_copy_from_their_own_texts(model, monkeypatch):
+    """One tree copies and another does not; a text's start is what another row has read."""
+    monkeypatch.setattr(
+        model, "no_repeat_ngram_size", 0
+    )  # what is barred is not worth copying
+    copying = Tree.from_choices([*TREE.choices, *Tree.copies(4).choices])
+    trees = {1: copying, 2: TREE}
+    scheduler = Scheduler(model, trees=trees, most_new=300, chunk_steps=3, piece=64)
+    arrivals = {
+        0: [Request("hat hat hat hat", options(110))],
+        14: [Request("in", options(9, 0.8, seed=1))],
+        16: [Request("the cat and the", options(60, 0.3, seed=2))],
+    }
+    clients = run(scheduler, arrivals, model)
+    check(model, clients)
+    # Deeper than what is drafted goes.
+    assert max(depth for c in clients for depth in c.result.draft_depths) > TREE.depth
+
+
 def test_stop_strings_and_cancelled_requests_free_their_rows(model, scheduler):
     [whole] = alone(model, [Request("the cat", options(60))])
     stop = whole.text[20:23]

@@ -37,7 +37,7 @@ def test_each_number_of_rows_gets_what_pays_there(model, monkeypatch):
 
     def choose(model, calibrated, rows, kept):
         asked.append(rows)
-        kept.write({"nodes": {1: 4, 2: 2}.get(rows, 1)})
+        kept.write({"nodes": {1: 4, 2: 2}.get(rows, 1), "sure": True})
         return kept.read()
 
     monkeypatch.setattr(device_tree, "choose_on_device", choose)

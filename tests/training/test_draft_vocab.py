@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from closeness import assert_close
 from test_trainer import records, run
@@ -51,7 +52,10 @@ def pairs_inside(batch, offset):
 
 @pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
 def test_tokens_outside_teach_nothing_and_are_misses(lm_head):
-    """Labels and the teacher's distribution over the chosen tokens alone, by hand."""
+    """Labels and the teacher's distribution over the chosen tokens alone, by hand.
+
+    A hidden state to come near is there for every pair, whichever token the backbone wrote from it.
+    """
     arch = tiny_arch()
     whole = Backbone(Llama(arch), init_params(arch, jax.random.key(1)))
     backbone = vocabulary.narrowed(whole, jnp.asarray(IDS))
@@ -62,6 +66,8 @@ def test_tokens_outside_teach_nothing_and_are_misses(lm_head):
     counts = losses.pair_counts(batch, (2, 3, 4))
     rows = losses.rows(batch)
     pairs = [pairs_inside(batch, k + 2) for k in range(3)]
+    marks = batch["counted"], batch["segment_ids"]
+    every = [np.nonzero(np.asarray(losses.pair_mask(*marks, k + 2))) for k in range(3)]
 
     def plain(params):
         """(loss, pairs right of each head), one gather a head."""
@@ -79,12 +85,15 @@ def test_tokens_outside_teach_nothing_and_are_misses(lm_head):
             logp = jax.nn.log_softmax(logits)[b, t]
             hard = -logp[np.arange(len(place)), place].sum()
             soft = -(teacher[b, t + k + 1] * logp).sum()
-            total += 0.8 ** (k + 1) * (0.1 * hard + 0.7 * soft) / counts[k]
+            b, t = every[k]
+            apart = optax.losses.huber_loss(features[k, b, t], hidden[b, t + k + 1])
+            near = 0.3 * apart.mean(axis=-1).sum()
+            total += 0.8 ** (k + 1) * (0.1 * hard + 0.7 * soft + near) / counts[k]
             right.append((jnp.argmax(logp, axis=-1) == place).sum())
         return total, right
 
     def streamed(params):
-        targets = losses.HeadTargets(label_weight=0.1, teacher_weight=0.7)
+        targets = losses.HeadTargets(0.1, teacher_weight=0.7, feature_weight=0.3)
         objective = losses.HeadObjective(drafter, 5, 0.8, targets)
         inputs = losses.StepInputs(batch, counts)
         return losses.head_loss(params, backbone, objective, inputs)

@@ -40,6 +40,12 @@ ATTENTION = 2 * 32 * 4096 * 2048 / 1e9
             "vicuna7b_eagle", ("--config.data.cache_features=bfloat16",),
             6 * 0.2359 + 4 * LM_HEAD + 2 * LM_HEAD,
         ),
+        # The second and third level again in the backward pass.
+        (
+            "vicuna7b_eagle",
+            ("--config.data.cache_features=bfloat16", "--config.train.levels=3"),
+            (6 + 8 + 8) * 0.2359 + 3 * 4 * LM_HEAD + 2 * LM_HEAD,
+        ),
     ],
 )  # fmt: skip
 def test_arithmetic_of_a_token(name, more, billions):

@@ -9,6 +9,7 @@ from training_setup import ROOT, tiny_config
 
 from medusa_jax.commands import train as cli
 from medusa_jax.errors import UserError
+from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.data.preview import COUNTED, RESET, painted, preview
 
@@ -60,6 +61,12 @@ def test_what_the_assistant_says_is_marked_and_nothing_else(vicuna, sharegpt):
     # Two answers: the first head loses one pair in each, the next two, the third three.
     pairs = [counted - 2 * n for n in (1, 2, 3)]
     assert f"targets of heads 1 ... 3: {pairs[0]} {pairs[1]} {pairs[2]}" in legend
+    cfg.heads = EagleConfig(n_heads=3)
+    assert f"targets of head 1: {pairs[0]}\n" in shown(
+        cfg
+    )  # what trains of its three levels
+    cfg.train.levels = 2
+    assert f"targets of heads 1 ... 2: {pairs[0]} {pairs[1]}\n" in shown(cfg)
     cfg.train.stage = "backbone"
     assert f"next-token targets: {counted}" in shown(cfg)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planted import decoder
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.decoding.copying import copied_lengths
 from medusa_jax.decoding.generate import Engine, Request, generate
 from medusa_jax.decoding.ranks import rank_tuples
 from medusa_jax.decoding.sampling import row_keys
@@ -74,16 +75,16 @@ def test_paper_s_expectation_on_a_hand_made_case() -> None:
     # [0] is right at 2 of 4 positions, [1] at 1, [0,0] at 1: 1 + (2 + 1 + 1) / 4.
     assert fit.expected_tokens(tuples, tree) == 2.0
     # Replay: position 0 accepts two drafts and moves on by 3, position 3 accepts none.
-    assert fit.replayed_tokens([tuples], tree) == 2.0
+    assert fit.replayed_tokens([fit.Recorded.of_heads(tuples)], tree) == 2.0
     assert fit.head_accuracies(tuples, 2).tolist() == [[0.5, 0.25], [0.75, 0.25]]
 
 
 def test_trees_are_counted_on_texts_they_were_not_grown_from() -> None:
     """Two texts with nothing in common: each one's tree is worth nothing on the other."""
-    texts = [np.full((30, 2), 0), np.full((30, 2), 5)]
+    texts = [fit.Recorded.of_heads(np.full((30, 2), rank)) for rank in (0, 5)]
 
-    def grow(tuples: np.ndarray) -> list:
-        return fit.joint_growth(tuples, 4)
+    def grow(recorded: fit.Recorded) -> list:
+        return fit.joint_growth(recorded.ranks_PK, 4)
 
     assert fit.held_out_tokens(texts, grow, [1, 3]) == [1.0, 1.0]
     assert fit.replayed_tokens(texts, Tree.from_choices([[0], [0, 0]])) == 60 / (10 + 30)
@@ -91,10 +92,58 @@ def test_trees_are_counted_on_texts_they_were_not_grown_from() -> None:
     assert fit.held_out_tokens([texts[0]] * 3, grow, [1, 2, 3]) == [1.0, 2.0, 3.0]
 
 
+def recorded_at_random(seed: int, n: int = 60) -> fit.Recorded:
+    rng = np.random.default_rng(seed)
+    ranks = rng.choice([0, 0, 1, 2, fit.MISS], size=(n, 3))
+    return fit.Recorded(ranks, rng.choice([0, 0, 1, 2, 4], size=n))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000))
+def test_nothing_copied_is_the_best_tree_of_the_heads(seed: int) -> None:
+    heads = fit.Recorded.of_heads(recorded_at_random(seed).ranks_PK)
+    assert fit.growth_with_copies(heads, 20) == fit.joint_growth(heads.ranks_PK, 20)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000))
+def test_every_node_of_a_growth_with_copies_is_worth_most(seed: int) -> None:
+    """Beside the nodes before it, by the definition: the longer of two agreeing paths counts."""
+    recorded = recorded_at_random(seed)
+
+    def tokens(choices: list) -> int:
+        nodes, n_copied = set(choices), sum(c[0] < 0 for c in choices)
+        deep = [
+            max(d for d in range(4) if d == 0 or tuple(ranks[:d]) in nodes)
+            for ranks in recorded.ranks_PK.tolist()
+        ]
+        return int(np.maximum(deep, np.minimum(recorded.copied_P, n_copied)).sum())
+
+    growth = fit.growth_with_copies(recorded, 8)
+    assert any(c[0] < 0 for c in growth) and any(c[0] >= 0 for c in growth)
+    for n, taken in enumerate(growth):
+        there = growth[:n]
+        heads = [c for c in there if c[0] >= 0]
+        children = {(*c, rank) for c in [(), *heads] if len(c) < 3 for rank in range(3)}
+        copied = (-1,) * (n - len(heads) + 1)
+        gains = {c: tokens([*there, c]) for c in {*children, copied} - set(there)}
+        assert gains[taken] == max(gains.values())
+
+
+def test_a_replay_takes_the_longer_of_what_is_drafted_and_what_is_copied() -> None:
+    ranks = np.array([[0, 0], [0, 0], [fit.MISS, 0], [0, fit.MISS], [0, 0], [0, 0]])
+    text = fit.Recorded(ranks, np.array([3, 0, 0, 0, 0, 1]))
+    tree = Tree.from_choices([[0], [-1], [-1, -1]])
+    # Two of the three copied tokens have nodes: on to position 3; one draft each there and at 5.
+    assert fit.replay([text], tree) == (6, 3)
+    assert fit.replay([text], tree.drafted) == (6, 4)
+    assert fit.replay([text.cut(1)], tree) == (6, 4)
+
+
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("temperature, ngram", [(0.0, 0), (0.9, 0), (0.0, 4), (0.9, 4)])
 def test_replay_gives_the_steps_that_decoding_takes(temperature: float, ngram: int) -> None:
-    """Ranks recorded teacher-forced are those that drafting meets: in float64 all of them.
+    """Ranks and copies recorded on a text are those that drafting meets: in float64 all of them.
 
     Heads start as the LM head, so on a model that repeats tokens some drafts are right.
     """
@@ -106,7 +155,7 @@ def test_replay_gives_the_steps_that_decoding_takes(temperature: float, ngram: i
     llama, base_params = decoder(config, params)
     drafter = make_drafter(HeadsConfig(n_heads=2), config)
     heads = drafter.init(jax.random.key(0), Backbone(Llama(config), params))
-    tree = Tree.cartesian([3, 2])
+    tree = Tree.from_choices([*Tree.cartesian([3, 2]).choices, *Tree.copies(3).choices])
     acceptance = "sampled" if temperature else "greedy"
     engine = Engine(llama, drafter, tree, acceptance, no_repeat_ngram_size=ngram)
     request = Request([[1, 2, 3]], [100], temperature=[temperature], seed=[5])
@@ -122,16 +171,20 @@ def test_replay_gives_the_steps_that_decoding_takes(temperature: float, ngram: i
             np.array([len(text)]), noise, ngram,
         )
     )  # fmt: skip
+    copied = np.asarray(
+        jax.jit(copied_lengths, static_argnums=2)(np.array(text), len(text), 3)
+    )
     nodes, root, appended = set(tree.choices), 3, []
     while root < len(text) - 1:
         path: tuple[int, ...] = ()
         while len(path) < 2 and (*path, int(ranks[root - 1, len(path)])) in nodes:
             path = (*path, int(ranks[root - 1, len(path)]))
-        appended.append(min(len(path) + 1, len(text) - 1 - root))  # the limit cuts the last
+        accepted = max(len(path), copied[root - 1])
+        appended.append(min(accepted + 1, len(text) - 1 - root))  # the limit cuts the last
         root += appended[-1]
     [histogram] = np.asarray(out.histogram_BL).tolist()
     assert sum(histogram[1:]) > 10, "the case must accept drafts to show anything"
-    assert np.bincount(appended, minlength=4)[1:].tolist() == histogram
+    assert np.bincount(appended, minlength=5)[1:].tolist() == histogram
 
 
 def test_best_cartesian_is_the_best_of_all_widths():

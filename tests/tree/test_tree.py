@@ -112,13 +112,16 @@ def test_the_order_of_the_choices_plays_no_part(tree, random):
         ([[0, 1]], r"\[0, 1\] needs its prefix \[0\]"),
         ([[0], [0, 0, 2]], r"\[0, 0, 2\] needs its prefix \[0, 0\]"),
         ([[0], [1], [0]], r"\[0\] is given twice"),
-        ([[0], [-1]], r"\[-1\] holds a negative rank"),
+        ([[0], [-3]], r"\[-3\] holds a negative rank"),
         ([[0], []], "empty"),
         ([0, 1], "not 0"),
         ([[0], [1.0]], r"\[1\.0\]"),
         ([["0"]], r"\['0'\]"),
         ([[True]], r"\[True\]"),
         ([None], "None"),
+        ([[0], [0, -1]], r"\[0, -1\] holds a negative rank"),
+        ([[-1], [-1, 0]], r"\[-1, 0\] holds a negative rank"),
+        ([[-1, -1]], r"needs its prefix \[-1\]"),
     ],
 )
 def test_choices_that_make_no_tree_are_named(choices, words):

@@ -33,9 +33,10 @@ from medusa_jax.research.family.report import (
 
 DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
 # label_weight and teacher_weight of each paper's loss: Medusa equation 1; Hydra 3 and, for Hydra++,
-# 6.1; Amphista equations 7 to 9.
+# 6.1; Amphista equations 7 to 9; EAGLE 3.2, whose regression and noise its configuration has.
 LOSSES = {"medusa": (1.0, 0.0), "hydra": (1.0, 0.0), "hydrapp": (0.0, 1.0),
-          "amphista": (0.1, 1.0), "amphista_alpha": (0.1, 1.0)}  # fmt: skip
+          "amphista": (0.1, 1.0), "amphista_alpha": (0.1, 1.0),
+          "eagle": (0.0, 0.1)}  # fmt: skip
 CURVE_POINTS = 8
 # What may differ between a finished training and the one that is asked for: how it was watched,
 # where it put things, how it was cut up.
@@ -65,7 +66,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--calibration", required=True, help="JSONL of prompts to fit trees on")
     p.add_argument("--prompts", default=str(DEMO_PROMPTS),
                    help="JSONL of prompts to decode (not those of --calibration)")  # fmt: skip
-    p.add_argument("--drafters", default=DRAFTERS)
+    p.add_argument("--drafters", default=DRAFTERS,
+                   help=f"default {DRAFTERS}; eagle as well with --lm_head shared")  # fmt: skip
     p.add_argument(
         "--recipe", default="demo", help="configs/{recipe}_{drafter}.py are used"
     )
@@ -163,6 +165,11 @@ def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
         raise UserError("--nodes must be at least 2 and --seeds at least 1")
     use_compilation_cache()
     names = flags.drafters.split(",")
+    if "eagle" in names and flags.lm_head != "shared":
+        raise UserError(
+            f"eagle learns hidden states, which the model's LM head reads: it needs --lm_head shared, "
+            f"not {flags.lm_head}"
+        )
     for given in flags.only:
         if given.partition(":")[0] not in names:
             raise UserError(f"--only {given}: the drafters are {', '.join(names)}")

@@ -92,7 +92,7 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
     fitted = read_questions(flags.calibration, flags.calibration_limit)
     prompts = [prompt_of(question) for question in fitted]
     options = Options(max_new_tokens=flags.max_new_tokens)
-    tuples_PK = np.concatenate(rank_texts(model, prompts, options))
+    tuples_PK = growth.Recorded.joined(rank_texts(model, prompts, options)).ranks_PK
     decoded = []
     for size in (int(n) for n in flags.nodes.split(",")):
         tree = Tree.from_choices(growth.joint_growth(tuples_PK, size - 1))

@@ -11,8 +11,11 @@ import numpy as np
 
 from medusa_jax.evaluate.tables import markdown_table
 
-# Orders that the papers report for the mean accepted length.
-ORDERS = (("medusa", "hydra", "hydrapp"), ("medusa", "amphista", "amphista_alpha"))
+# Orders that the papers report for the mean accepted length; EAGLE's place is Amphista's table 9.
+ORDERS = (
+    ("medusa", "hydra", "hydrapp", "eagle"),
+    ("medusa", "amphista", "amphista_alpha", "eagle"),
+)
 
 
 def curve(run: Path) -> list[dict[str, Any]]:

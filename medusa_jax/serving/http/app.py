@@ -116,7 +116,7 @@ class Port:
         asked, model = request.path_params.get("name"), self._server.model
         if asked not in (None, self._name):
             raise Refused(404, f"there is no model {asked!r} here", code="model_not_found")
-        drafter = model.drafter.heads.drafter if model.tree.depth else "none"
+        drafter = model.drafts_by()
         one = {
             "id": self._name,
             "object": "model",

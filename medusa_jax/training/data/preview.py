@@ -89,18 +89,23 @@ def painted(
 
 def pairs_line(cfg: Config, counted: list[bool]) -> str:
     """How many pairs (t, k) of this sample each loss gets (see `losses.pair_mask`)."""
+    from medusa_jax.heads import drafter_class, whole_config
     from medusa_jax.training import losses
 
-    backbone = cfg.train.stage == "backbone"
-    offsets = (1,) if backbone else tuple(k + 2 for k in range(cfg.heads.n_heads))
+    if cfg.train.stage == "backbone":
+        what, offsets = "next-token targets", [1]
+    else:  # of the model's shape, which a preview does not read, nothing is asked
+        drafter = drafter_class(cfg.heads.drafter)(whole_config(cfg.heads), cfg.model.arch)
+        n = drafter.judged(cfg.train.levels).n_heads
+        what = "targets of head 1" if n == 1 else f"targets of heads 1 ... {n}"
+        offsets = [k + 2 for k in range(n)]
     counted_1T = np.array([counted], bool)
     batch: Any = {
         "tokens": np.zeros_like(counted_1T, np.int32),
         "counted": counted_1T,
         "segment_ids": np.ones_like(counted_1T, np.int32),
     }
-    numbers = " ".join(f"{int(n)}" for n in losses.pair_counts(batch, offsets))
-    what = "next-token targets" if backbone else f"targets of heads 1 ... {len(offsets)}"
+    numbers = " ".join(f"{int(n)}" for n in losses.pair_counts(batch, tuple(offsets)))
     return f"{what}: {numbers}"
 
 

@@ -153,7 +153,8 @@ def heads_sums(
 
     k is 1-based as in the paper, head k looks k + 1 ahead. Everything is laid out by the token
     that is guessed, so that all heads' guesses of a token meet the same label and teacher. A token
-    outside the draft vocabulary teaches nothing; it counts all the same, as a miss.
+    outside the draft vocabulary is no label; it counts all the same, as a miss, and the hidden state
+    that it was written from is one to come near.
 
     Args:
       split: gives the backbone as heads see it: with a draft vocabulary its LM head, and so the
@@ -178,7 +179,8 @@ def heads_sums(
     label_BT = backbone.places(batch["tokens"])
     scored_BT = label_BT < backbone.outputs
     logits_K, features_K, mask_K, weight_K = [], [], [], []
-    regression = jnp.zeros((), jnp.float32)
+    count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTD.dtype))
+    regression = jnp.zeros((), count_K.dtype)
     for k in range(drafter.n_heads):
 
         def logits(p: Params, features: jax.Array, k: int = k) -> jax.Array:
@@ -190,7 +192,7 @@ def heads_sums(
         logits_K.append(logits)
         features_K.append(delay(features_KBTD[k], ahead))
         mask_K.append(delay(mask_BT, ahead) & scored_BT)
-        share = objective.lambda_k(k + 1) / jnp.maximum(inputs.counts_K[k], 1.0)
+        share = objective.lambda_k(k + 1) / count_K[k]
         weight_K.append(weight * share)
         if targets.feature_weight:
             apart = feature_sum(features_K[k], before_BTD, delay(mask_BT, ahead))

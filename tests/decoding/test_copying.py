@@ -1,0 +1,106 @@
+"""Copied nodes: what they hold, that drafted text stays plain text, and that they are accepted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import decoder, planted, planted_params, random_params, texts_of, tiny_config
+
+from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.copying import NGRAM, copied_lengths, copied_tokens, with_copies
+from medusa_jax.tree import Tree
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+# As deep as the heads' part, and deeper.
+TREE = Tree.from_choices([[0], [1], [0, 0], [-1], [-1, -1], [-1, -1, -1]])
+
+
+def copied(text, n):
+    """What follows the end of a text, by the definition."""
+    for length in range(NGRAM, 0, -1):
+        for begin in range(len(text) - 1, length - 1, -1):
+            if len(text) > length and text[begin - length : begin] == text[-length:]:
+                period = len(text) - begin
+                return [text[begin + i % period] for i in range(n)]
+    return [text[-1]] * n
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(0, 3))
+def test_what_followed_the_latest_longest_match_is_copied(text, behind):
+    padded = np.full((1, 24), 9)
+    padded[0, : len(text) + behind] = [*text, *[text[0]] * behind]
+    got = jax.jit(copied_tokens, static_argnums=2)(padded, np.array([len(text) - 1]), 4)
+    assert got[0].tolist() == copied(text, 4)
+
+
+def test_copies_lie_between_what_is_drafted():
+    tree = Tree.from_choices([[0], [0, 2], [-1], [-1, -1]])
+    assert tree.copied_C.tolist() == [1, 3] and tree.drafted_N.tolist() == [0, 2, 4]
+    assert tree.drafted == Tree.from_choices([[0], [0, 2]])
+    text_BS = np.array([[5, 6, 7, 5, 0, 0]])
+    nodes_BM = with_copies(tree, jnp.array([[5, 8, 9]]), text_BS, np.array([3]))
+    assert nodes_BM.tolist() == [[5, 6, 8, 7, 9]]
+
+
+def test_recorded_lengths_end_with_the_text():
+    text = [1, 2, 3, 1, 2, 3, 1, 4]
+    got = copied_lengths(jnp.array([*text, 2, 3]), np.int32(len(text)), 3)
+    # The root at 3 is 1 and 2 3 1 follow; that at 4 is followed by 3 1, then 2 for 4; ...
+    expected = [
+        next((i for i, (a, b) in enumerate(zip(copied(text[: t + 2], 3), ahead)) if a != b),
+             min(3, len(ahead)))
+        for t in range(len(text) - 1)
+        for ahead in [text[t + 2 :]]
+    ]  # fmt: skip
+    assert got[: len(text) - 1].tolist() == expected
+    assert expected[2:5] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("ngram", [0, 3])
+@pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
+def test_drafted_text_is_plain_text(acceptance, ngram):
+    """Ragged rows of their own limits; a small vocabulary, so that much repeats."""
+    config = tiny_config(vocab_size=7)
+    params = random_params(config, 3)
+    llama, backbone = decoder(config, params)
+    prompts, limits = [[1, 2, 1], [5], [3, 4, 3, 4, 3, 6, 0]], [40, 17, 33]
+    extra = {"temperature": [0.3, 0.0, 0.6], "seed": [1, 2, 3]}
+    request = loop.Request(prompts, limits, **(extra if acceptance == "sampled" else {}))
+    told = {"acceptance": acceptance, "no_repeat_ngram_size": ngram}
+    plain = loop.Engine(llama, planted(config), Tree.none(), **told)
+    nothing = {"backbone": backbone, "heads": {}}
+    expected = texts_of(loop.generate(plain, nothing, request))
+    known = [p + t for p, t in zip(prompts, expected)]
+    variables = {"backbone": backbone, "heads": planted_params(known, 7, 5)}
+    steps = {}
+    for tree in (TREE, TREE.drafted):
+        engine = loop.Engine(llama, planted(config), tree, **told)
+        got = loop.generate(engine, variables, request)
+        assert texts_of(got) == expected
+        steps[tree] = np.asarray(got.histogram_BL).sum()
+        if tree == TREE:
+            deep = np.asarray(got.histogram_BL)[:, 3].sum()
+    if not ngram:  # barred n-grams are what copying would find
+        assert deep > 0 and steps[TREE] < steps[TREE.drafted]
+
+
+def test_a_rule_that_needs_the_drafts_law_copies_nothing():
+    config = tiny_config(vocab_size=7)
+    llama, _ = decoder(config, random_params(config, 3))
+    engine = loop.Engine(llama, planted(config), TREE, "rejection")
+    assert engine.tree == TREE.drafted.dense and not engine.keeps_text
+
+
+def test_trees_of_one_depth_that_copy_share_what_is_not_a_step():
+    config = tiny_config(vocab_size=7)
+    llama, _ = decoder(config, random_params(config, 3))
+
+    def apart(tree):
+        return loop.Engine(llama, planted(config), tree).depth_only
+
+    assert apart(TREE) == apart(Tree.copies(3)) != apart(Tree.chain(3))
+    assert apart(TREE).keeps_text and not apart(Tree.chain(3)).keeps_text
