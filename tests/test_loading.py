@@ -19,6 +19,7 @@ from medusa_jax.interop import hf, tensors
 from medusa_jax.model import placing
 from medusa_jax.model.llama import init_params, prepare
 from medusa_jax.model.stored import Panels
+from medusa_jax.native import library
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, setup
 from medusa_jax.training.setup import load_setup
@@ -86,6 +87,29 @@ def test_loading_takes_the_model_and_one_layer(
     assert held > LAYERS * layer
     read = largest_part(model.config, model.dtype.itemsize)
     assert held <= peak.bytes <= held + 1.2 * read
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+def test_bfloat16_with_native_products(tmp_path, monkeypatch):
+    """Rounded parameters and float32 in between: so a drafted text is plain decoding's, bit for bit."""
+    monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "native")
+    write_model(tmp_path, head_dim=32)
+    directory = str(tmp_path)
+    model = medusa_jax.load(
+        directory, directory + "/heads", tree="chain:2", dtype="bfloat16"
+    )
+    assert (model.dtype, model.storage.weights) == (jnp.float32, "bfloat16")
+    assert model.guarantee("greedy") == "bitwise"
+    _, params = hf.load_backbone(directory, make_mesh())
+    table = params["embed_tokens"]["embedding"]
+    held = model.variables["backbone"]["embed_tokens"]["embedding"]
+    assert held.dtype == jnp.float32 and (held != table).any()
+    np.testing.assert_array_equal(held, table.astype(jnp.bfloat16))
+    options = medusa_jax.Options(max_new_tokens=20, eos_ids=())
+    plain, drafted = (
+        model.generate([[4, 5]], options, tree=t)[0] for t in ("none", "chain:2")
+    )
+    assert plain.token_ids == drafted.token_ids
 
 
 def test_33b_in_bfloat16_loads_on_80_gb():

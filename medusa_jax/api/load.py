@@ -1,6 +1,7 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def load(
       tree: the default tree, as for `--tree`. "auto" is a ladder: what pays for `batch` rows,
         and for another number what is known to pay there, from this device (`calibrate`) or the
         tree file.
-      dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. "float64"
+      dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with
+        native products "bfloat16" rounds and stores parameters so and computes in float32. "float64"
         needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
       weights: "bfloat16" or "int8" stores kernels so, which makes a step's bytes fewer; the
         model is then the one with these rounded weights. By default they have the `dtype`.
@@ -115,6 +117,10 @@ def load(
         text_to_ids = NoTokenizer(directory)
     marks, number = hf.Fingerprint(), jnp.dtype(kind)
     storage = choose_storage(hf.read_config(directory), number, devices, weights)
+    if storage.panel and kind == "bfloat16":
+        # The kernels compute in float32 whatever they read, and what is around them is quicker in it.
+        number = jnp.dtype("float32")
+        storage = replace(storage, weights=storage.weights or kind)
     drafting = _DraftHead(stored, devices, storage)
 
     def place(config: LlamaConfig, part: Any) -> Any:
@@ -154,7 +160,7 @@ def load(
             config,
             devices,
             None if all_heads or measured else max(1, deepest),
-            kind,
+            number.name,
             fingerprint=marks.digits(config),
             allow_other_base=allow_other_base,
             convert=partial(place_head, storage=storage),
