@@ -7,7 +7,8 @@ The loss is smooth L1 to the backbone's next hidden state and 0.1 times cross-en
 distribution there, on hidden states with noise of U(-0.1, 0.1). Learning rate 3e-5 after 2000
 warm-up steps, AdamW (0.9, 0.95) and 20 epochs are those of the authors' code; it clips single
 gradients at 0.5, here their norm is; batch 32 is ours. 0.24 B parameters, whatever the depth of the
-trees (`--config.heads.n_heads`).
+trees (`--config.heads.n_heads`). The loss is over the first level, as released;
+`--config.train.levels=3` trains the second and third on what the levels before made.
 
 What to expect: on MT-bench, greedy, Amphista's table 9 has it at 3.84 tokens per step and 2.58x the
 speed of plain decoding on an A100.

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -41,17 +42,20 @@ def cache_directory(name: str) -> str:
     return os.path.join(root, "medusa_jax", name)
 
 
+def instruction_limit() -> str:
+    """The instruction set beyond which XLA must not go on this CPU, such as "AVX2"; "" without one."""
+    limits = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
+    return limits[-1].upper() if limits else ""
+
+
 def processor() -> str:
     """What tells processors apart that one home directory may serve."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return "\n".join(
-        sorted(
-            {line for line in lines if line.startswith(("flags", "Features", "model name"))}
-        )
-    )
+    marks = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return "\n".join(sorted(marks | {instruction_limit()} - {""}))
 
 
 def use_compilation_cache() -> None:

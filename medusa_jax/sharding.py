@@ -5,6 +5,7 @@ that runs on one device (mesh 1,1,1) needs no rewrite for many.
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,6 +80,20 @@ def make_mesh(shape: Sequence[int] = (1, 1, 1)) -> Mesh:
     return jax.make_mesh(
         tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:wanted]
     )
+
+
+def simulate_devices(n: int) -> None:
+    """As many CPU devices as programs are to be compiled for, before anything is computed.
+
+    XLA's usual scheduler for CPUs runs side by side what can be, and so gathers the weights of many
+    layers before it needs the first. The other one is taken, unless XLA_FLAGS says which.
+    """
+    scheduler = "xla_cpu_enable_concurrency_optimized_scheduler"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if scheduler not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{scheduler}=false"
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", n)
 
 
 # Batch rows lie over both: fsdp gathers the weights of a layer, not the rows. fsdp comes first, as in

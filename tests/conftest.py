@@ -26,8 +26,10 @@ if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     except OSError:  # a home that cannot be written
         cache = Path(tempfile.mkdtemp(prefix="medusa_jax_tests"))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-# Writing a program there takes 45 ms: of small ones, which few come back to, that is more than it saves.
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+# Writing a program there takes as long as compiling a small one.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.15"
+# Where in the source an operation stands is looked up and written into every program: 4% of its time.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import jax
 import pytest

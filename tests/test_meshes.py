@@ -52,8 +52,10 @@ def configurations(tokens):
     )
     halves = of("medusa1", teacher_weight=1.0)
     halves.heads = drafter_class("amphista").Config(drafter="amphista", n_heads=2)
+    continued = of("medusa1", teacher_weight=0.1, label_weight=0.0, feature_weight=1.0)
+    continued.heads = drafter_class("eagle").Config(n_heads=2, n_layers=1)
     return {"medusa1": heads, "lora": lora, "full": full, "hydrapp": attending,
-            "amphista": halves}
+            "amphista": halves, "eagle": continued}
 
 
 def run(cfg, shape, dtype, steps):
@@ -81,7 +83,7 @@ def run(cfg, shape, dtype, steps):
     state = step.init_state(stage, optimizer, mesh, frozen, 0, start)
     params = placed(jax.tree.map(moved, state.params))
     state = state._replace(params=params, opt=placed(jax.jit(optimizer.init)(params)))
-    fn = step.make_step(stage, optimizer, make_schedule(cfg.optim, STEPS), 0)
+    fn = step.make_step(stage, optimizer, make_schedule(cfg.optim, STEPS), 0, mesh)
     compiled = step.compile_step(fn, state, frozen, step.abstract_batch(cfg, mesh), mesh)
     rows = TokenRows(cfg.data.source, cfg.data, ARCH.vocab_size)
     losses = []
@@ -155,7 +157,9 @@ def child(script, *args):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("kind", ["medusa1", "lora", "full", "hydrapp", "amphista"])
+@pytest.mark.parametrize(
+    "kind", ["medusa1", "lora", "full", "hydrapp", "amphista", "eagle"]
+)
 def test_training_is_that_of_one_device(kind, tmp_path):
     """Twenty steps in float64, and the gradients of the first in float32."""
     training = Path(__file__).parent / "training"

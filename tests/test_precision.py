@@ -6,10 +6,12 @@ The programs are traced, none is compiled.
 
 import dataclasses
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from planted import tiny_config
 
@@ -56,6 +58,17 @@ def check(fn, *args):
         assert precision == HIGHEST, f"{precision}\n{where}"
 
 
+def zeros(fn, *args):
+    """What `fn(*args)` gives, in numpy zeros: it is not run, nor compiled."""
+    shapes = jax.eval_shape(fn, *args)
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+
+
+def backbone_of(config):
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return zeros(partial(init_params, config), key)
+
+
 def rows_of(config):
     ints = jnp.zeros((B, T), jnp.int32)
     return jnp.zeros((B, T, config.d_model)), ints, ints, ints + 1
@@ -65,14 +78,14 @@ def rows_of(config):
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_backbone(form, tied):
     config = tiny_config(d_model=64, tie_embeddings=tied)
-    params, llama = init_params(config, jax.random.key(0)), Llama(config)
+    params, llama = backbone_of(config), Llama(config)
     if form in ("fused", "coded"):
         llama = decoder(config, jnp.float32, make_mesh(), Storage())
-        params = prepare(params, config, jnp.float32)
+        params = zeros(lambda p: prepare(p, config, jnp.float32), params)
     if form == "coded":
-        params = store(params, Storage(weights="int8"))
+        params = zeros(lambda p: store(p, Storage(weights="int8")), params)
     if form == "int8":
-        params = quantise_backbone(params, "int8")
+        params = zeros(lambda p: quantise_backbone(p, "int8"), params)
     _, tokens, positions, segments = rows_of(config)
     cache = KVCache.zeros(2, B, SLOTS, config.n_kv_heads, config.head_dim, jnp.float32)
     start_B, triangle = jnp.zeros((B,), jnp.int32), jnp.tri(T, dtype=bool)
@@ -99,7 +112,7 @@ def test_the_backbone(form, tied):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_drafter(name, lm_head, weights):
     config = tiny_config(d_model=64, vocab_size=64)
-    backbone = Backbone(Llama(config), init_params(config, jax.random.key(0)))
+    backbone = Backbone(Llama(config), backbone_of(config))
     sizes = {"drafter": name, "n_heads": 3, "lm_head": lm_head, "rank": 64}
     drafter = make_drafter(
         dataclasses.replace(drafter_class(name).Config(), **sizes), config
@@ -140,11 +153,13 @@ def test_losses_and_their_gradients(stage, more):
     cfg = training_setup.tiny_config("", stage, **more)
     cfg.heads = HeadsConfig(n_heads=3, lm_head="low_rank", rank=8)
     key = jax.random.key(0)
-    frozen = {"backbone": init_params(cfg.model.arch, key)}
+    frozen = {"backbone": backbone_of(cfg.model.arch)}
     if stage == "medusa2":
         cfg.lora = LoraConfig(rank=4, dropout=0.1)
         cfg.model.path, cfg.train.backbone_loss = "somewhere", "kl"
-        frozen = {"backbone": quantise_backbone(frozen["backbone"], "nf4")}
+        frozen = zeros(
+            lambda f: {"backbone": quantise_backbone(f["backbone"], "nf4")}, frozen
+        )
     elif stage != "medusa1":
         frozen = {}
     made = make_stage(cfg, 10)

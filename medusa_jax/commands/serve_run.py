@@ -55,7 +55,8 @@ def run(flags: argparse.Namespace) -> int:
             if flags.warm_up:
                 with announced("compiling"):
                     most = min(flags.warm_up, model.config.max_position)
-                    server.warm_up(most, [(True, "auto")])
+                    # A client may ask for its answer without drafts, too.
+                    server.warm_up(most, [(True, "auto"), (False, "auto")])
             answer_calls(uvicorn, listener, server, template, key, flags)
     return 0
 

@@ -60,14 +60,13 @@ def simulate(devices: str, cfg: Config) -> None:
     Raises:
       UserError: it is no dry run, or no number.
     """
-    import jax
+    from medusa_jax.sharding import simulate_devices
 
     if not cfg.dry_run:
         raise UserError("--devices simulates devices for --config.dry_run only")
     if not devices.isdigit() or not int(devices):
         raise UserError(f"--devices takes a number of devices, not {devices!r}")
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", int(devices))
+    simulate_devices(int(devices))
 
 
 def run(cfg: Config) -> None:

@@ -79,7 +79,8 @@ def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
         stage = naive_stage(stage, cfg)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
     state = init_state(stage, optimizer, mesh, setup.frozen, cfg.train.seed, setup.start)
-    step_fn = make_step(stage, optimizer, make_schedule(cfg.optim, steps), cfg.train.seed)
+    schedule = make_schedule(cfg.optim, steps)
+    step_fn = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
     compiled = compile_step(step_fn, state, setup.frozen, abstract_batch(cfg, mesh), mesh)
     batch = microbatches(mesh, random_rows(cfg), cfg.train.accumulation)
     seconds = []

@@ -21,7 +21,12 @@ from pathlib import Path
 import jax
 import jaxlib
 
-from medusa_jax.console import announced, cache_directory, processor
+from medusa_jax.console import (
+    announced,
+    cache_directory,
+    instruction_limit,
+    processor,
+)
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
@@ -34,6 +39,13 @@ MACHINE = (
     ("-march=native",),
     ("-mcpu=native",),
 )
+# XLA's limits on instructions, in the same words: one limit for its programs and for the kernels.
+LIMITED = {
+    "SSE4_2": "-march=x86-64-v2",
+    "AVX": "-march=sandybridge",
+    "AVX2": "-march=x86-64-v3",
+    "AVX512": "-march=x86-64-v4",
+}
 
 
 @dataclass(frozen=True)
@@ -84,12 +96,14 @@ def _compiled() -> Path | None:
     if compiler is None:
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
+    limit = instruction_limit()
+    machines = ((LIMITED[limit],),) if limit in LIMITED else MACHINE
     with (
         announced("compiling kernels for this processor, once"),
         tempfile.TemporaryDirectory(dir=path.parent) as scratch,
     ):
         made = Path(scratch) / path.name
-        for machine in MACHINE:
+        for machine in machines:
             command = [
                 *shlex.split(compiler), *FLAGS, *machine, "-isystem", jax.ffi.include_dir(),
                 str(SOURCES / "kernels.cc"), "-o", str(made),

@@ -32,7 +32,9 @@ TRAINING = (
     ("Medusa-2, Vicuna-13B (QLoRA)", "vicuna13b_m2", None),
     ("Medusa-2, Vicuna-33B (LoRA, KL)", "vicuna33b", None),
     ("Medusa-1, Llama-3.1-8B", "llama31_8b", None),
+    ("Medusa-2, Llama-3.1-8B (QLoRA)", "vicuna13b_m2", "llama3.1-8b"),
     ("Medusa-1, Llama-3.1-70B", "llama31_8b", "llama3.1-70b"),
+    ("Medusa-2, Llama-3.1-70B (QLoRA)", "vicuna13b_m2", "llama3.1-70b"),
 )
 DECODING = ("llama-7b", "llama-13b", "llama-33b", "llama3.1-8b", "llama3.1-70b")
 # Updates that train on 60,000 rows of 2048 tokens twice, the papers' samples at most.
@@ -71,16 +73,19 @@ def extrapolated(measure: Callable[[int], dict[str, Any]], n_layers: int) -> dic
 
 
 def training(cfg: Any, devices: int) -> dict[str, Any]:
-    """The dry run of a recipe on a mesh (1, devices, 1)."""
+    """The dry run of a recipe on a mesh (1, devices, 1), and `counted`, bytes summed up by hand."""
+    from medusa_jax.research.memory import training_bytes
     from medusa_jax.training import dry
 
-    def measure(n_layers: int) -> dict[str, Any]:
+    def of(n_layers: int) -> tuple[Any, dry.Shapes]:
         few = copy.deepcopy(cfg)
         few.model.arch = dataclasses.replace(cfg.model.arch, n_layers=n_layers)
         few.mesh, few.dry_run = (1, devices, 1), True
-        return dry.measure(few, dry.step_shapes(few))
+        return few, dry.step_shapes(few)
 
-    return extrapolated(measure, cfg.model.arch.n_layers)
+    n_layers = cfg.model.arch.n_layers
+    report = extrapolated(lambda n: dry.measure(*of(n)), n_layers)
+    return report | {"counted": training_bytes(*of(n_layers))}
 
 
 def mesh_for(arch: Any, devices: int) -> tuple[int, int, int]:
@@ -96,25 +101,28 @@ def decoding(arch: Any, mesh_shape: Sequence[int], rows: int, dtype: Any) -> dic
     """One step of Medusa with a tree of 64 nodes, `rows` rows behind 512 tokens each.
 
     Returns: bytes that a device holds and computes with, bytes that it sends in a step, bytes of
-      weights that it reads.
+      weights that it reads; `counted`, bytes that it holds, summed up by hand.
     """
     import jax
 
     from medusa_jax.collectives import collectives, sent_by_kind
     from medusa_jax.config import HeadsConfig
     from medusa_jax.research.draft_cost import paper_tree
+    from medusa_jax.research.memory import decoding_bytes
     from medusa_jax.sharding import make_mesh
 
     mesh = make_mesh(mesh_shape)
 
     def measure(n_layers: int) -> dict[str, Any]:
         config = dataclasses.replace(arch, n_layers=n_layers)
-        program, variables = compiled_loop(
-            config, HeadsConfig(n_heads=4), paper_tree(), mesh, rows, 512, dtype
+        tree = paper_tree()
+        program, variables, state = compiled_loop(
+            config, HeadsConfig(n_heads=4), tree, mesh, rows, 512, dtype
         )
         memory = program.memory_analysis()
         if memory is None:
             raise UserError("this backend does not report the memory of a compiled program")
+        counted = decoding_bytes(variables, state, tree.n_nodes, config.vocab_size)
         del variables["backbone"]["embed_tokens"]  # looked up, not read
         read = sum(
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -125,6 +133,7 @@ def decoding(arch: Any, mesh_shape: Sequence[int], rows: int, dtype: Any) -> dic
             "total_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
             "weight_bytes": read,
             "sent_bytes": sent_by_kind(collectives(program.as_text())),
+            "counted": counted,
         }
 
     return extrapolated(measure, arch.n_layers)
@@ -132,8 +141,8 @@ def decoding(arch: Any, mesh_shape: Sequence[int], rows: int, dtype: Any) -> dic
 
 def compiled_loop(
     config: Any, heads: Any, tree: Any, mesh: Any, rows: int, tokens: int, dtype: Any
-) -> tuple[Any, Any]:
-    """The loop of decode steps on a mesh, and the variables it reads: all from shapes alone.
+) -> tuple[Any, Any, Any]:
+    """The loop of decode steps on a mesh, the variables and the state it reads: all from shapes.
 
     Args:
       tokens: of the prompts, from which the number of cache slots follows.
@@ -161,7 +170,7 @@ def compiled_loop(
     state = abstract_state(engine, variables, tokens, rows)
     state = placed(state, decode_shardings(mesh, state))
     program = decode_loop.lower(engine, variables, state, np.int32(1)).compile()
-    return program, variables
+    return program, variables, state
 
 
 def training_row(name: str, report: dict[str, Any], chip: Any) -> dict[str, Any]:
@@ -176,6 +185,7 @@ def training_row(name: str, report: dict[str, Any], chip: Any) -> dict[str, Any]
         "devices": round(report["devices"]),
         "batch": f"{accumulation} x {rows}",
         "GB": round(report["total_bytes"] / 1e9, 1),
+        "GB counted": round(sum(report["counted"].values()) / 1e9, 1),
         "GB sent": round(sum(report["sent_bytes"].values()) / 1e9, 2),
         "compute s": float(f"{p.compute:.3g}"),
         "links s": float(f"{p.links:.3g}"),
@@ -195,6 +205,7 @@ def decoding_row(
         "mesh": ",".join(map(str, mesh)),
         "rows": rows,
         "GB": round(found["total_bytes"] / 1e9, 1),
+        "GB counted": round(sum(found["counted"].values()) / 1e9, 1),
         "MB sent": round(sent / 1e6, 2),
         "read ms": float(f"{1e3 * read / chip.bandwidth:.3g}"),
         "links ms": float(f"{2e3 * sent / chip.link:.3g}"),
@@ -203,13 +214,12 @@ def decoding_row(
 
 def run(flags: argparse.Namespace) -> int:
     """Compile, and print a line for each row as soon as it is known, or tables at the end."""
-    import jax
     import jax.numpy as jnp
 
     from medusa_jax.chips import find_chip
+    from medusa_jax.sharding import simulate_devices
 
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", max(flags.devices))
+    simulate_devices(max(flags.devices))
     chip = find_chip(flags.chip)
     tables: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
 

@@ -26,6 +26,7 @@ class Job:
       row: the request as the decode loop takes it, B = 1.
       token_ids, depths: emitted so far, as far as the host has looked.
       length: text positions in the cache, likewise.
+      steps: decode steps when its tokens were last taken.
       logprobs, top_logprobs: as in `Result`, if asked for.
       seat: the row of the batch that it has, once its prompt is read.
       longest: most tokens that a step can append.
@@ -43,6 +44,7 @@ class Job:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     length: int = 0
+    steps: int = 0
     seat: int | None = None
     reused: int = 0
     drafted: int = 0
@@ -88,7 +90,7 @@ class Job:
         )
         parts = self.text.take(tokens, depths, ended)
         end = self.text.tokens_used
-        self.length = int(progress.length_B[row])
+        self.steps = int(progress.steps_B[row])
         self.token_ids += tokens[: end - seen]
         self.depths += depths[: end - seen]
         new = logprobs_of_row(progress, row, slice(seen, end), self.options.logprobs)

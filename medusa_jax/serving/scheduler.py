@@ -2,74 +2,30 @@
 
 A turn reads one piece of a prompt, or several short prompts, and dispatches one chunk of steps of the
 rows that run; then the host looks at the chunk before that. So rows that run stall for no longer than
-one piece, and the device has work while the host turns tokens into text. A chunk ends when a row does,
-which is then given away.
+one piece. A chunk ends when a row does, which is then given away. The host turns tokens into text while
+the device has work: what has ended is handed out at once; what goes on behind the next dispatch, and not
+for every one of many short chunks.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import jax
 import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.decoding.prefill import PIECE
-from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.serving.batch import Batch, Reading
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.request import Stopped
+from medusa_jax.serving.seats import Look, Seat, shared_start
 from medusa_jax.tree import Tree
 
 # After so many turns that needed fewer rows or slots than there are, there are fewer.
 PATIENCE = 64
 # Whoever has been answered may ask again: for so many turns a row that is free makes chunks this short.
 HOPE, FEW_STEPS = 4, 2
-
-
-@dataclass
-class Seat:
-    """A row of the batch.
-
-    Attributes:
-      kept: tokens of the text that its cache is right for, whether its request has ended or not.
-      drafted: how many of them the drafter has taken in; plain decoding leaves it behind.
-      job: the request that has it.
-      used: the turn in which it last changed hands.
-    """
-
-    kept: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    drafted: int = 0
-    job: Job | None = None
-    used: int = 0
-
-    def keep(self, text: np.ndarray, drafted: int) -> None:
-        """Its cache is right for this text from now on, and the drafter has taken so much of it in."""
-        self.kept, self.drafted = text, min(drafted, len(text))
-
-
-@dataclass
-class Look:
-    """What a program will have given when the host looks at it.
-
-    Attributes:
-      jobs: by row of `progress`, the requests that it was of.
-      slots: of the cache then.
-      tree_nodes: of the tree of its steps; 0: it took none.
-    """
-
-    progress: Progress
-    jobs: dict[int, Job]
-    slots: int
-    tree_nodes: int
-
-
-def shared_start(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two texts have in common at their start."""
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if differs.size else n
 
 
 class Scheduler:
@@ -98,6 +54,7 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._reading: tuple[Job, Reading, int] | None = None
         self._looks: deque[Look] = deque()
+        self._late: dict[int, tuple[Job, Look, int]] = {}
         self._chunk_steps, self._piece = chunk_steps, piece
         self._group: tuple[bool, str] = (False, "")
         self._turn = self._roomy = 0
@@ -132,10 +89,13 @@ class Scheduler:
         self._drop_cancelled()
         self._read()
         ran = self._run()
+        self._hand_out()
         # The chunk just dispatched is looked at in the next turn, while the device has another;
         # where a row is about to change hands, at once.
         while len(self._looks) > (ran and not self._waiting and not self._hopes):
             self._look(self._looks.popleft())
+            if self._looks:
+                self._hand_out()
         return bool(self._waiting or self._reading or self._looks or self.busy)
 
     def fail(self, error: Stopped) -> None:
@@ -291,14 +251,38 @@ class Scheduler:
     # Results.
 
     def _look(self, look: Look) -> None:
-        """Wait for a program and hand out what is new."""
-        progress = jax.tree.map(np.asarray, look.progress)
+        """Wait for a program; hand out what has ended, and leave the rest for `_hand_out`."""
+        look.progress = jax.tree.map(np.asarray, look.progress)
         for row, job in look.jobs.items():
-            if job.seat is None or self._seats[job.seat].job is not job:
+            if job.seat is None or not self._has_seat(job):
                 continue  # it ended before
+            self._late.pop(job.seat, None)
             job.tree_nodes = look.tree_nodes or job.tree_nodes
-            delta = job.take(progress, row)
-            if delta.ending:
-                self._free(self._seats[job.seat], look.slots)
-            if delta.token_ids or delta.parts or delta.ending:
-                job.deliver(delta)
+            job.length = int(look.progress.length_B[row])
+            if look.progress.status_B[row] in (RUNNING, PAUSED):
+                self._late[job.seat] = job, look, row
+            else:
+                self._take(job, look, row)
+
+    def _hand_out(self) -> None:
+        """What is new of texts that go on: the first token at once, else that of a few steps."""
+        late, self._late = self._late, {}
+        for seat, (job, look, row) in late.items():
+            if not self._has_seat(job):
+                continue
+            steps = look.progress.steps_B[row] - job.steps
+            if job.token_ids and steps < self._chunk_steps / 2:
+                self._late[seat] = job, look, row
+            else:
+                self._take(job, look, row)
+
+    def _has_seat(self, job: Job) -> bool:
+        return job.seat is not None and self._seats[job.seat].job is job
+
+    def _take(self, job: Job, look: Look, row: int) -> None:
+        assert job.seat is not None
+        delta = job.take(look.progress, row)
+        if delta.ending:
+            self._free(self._seats[job.seat], look.slots)
+        if delta.token_ids or delta.parts or delta.ending:
+            job.deliver(delta)

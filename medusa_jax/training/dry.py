@@ -90,7 +90,7 @@ def step_shapes(cfg: Config) -> Shapes:
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
     abstract = TrainState(counter, counter, params, jax.eval_shape(optimizer.init, params))
     state = placed(abstract, state_shardings(mesh, abstract))
-    step = make_step(stage, optimizer, schedule, cfg.train.seed)
+    step = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
     return Shapes(step, state, frozen, abstract_batch(cfg, mesh), mesh)
 
 

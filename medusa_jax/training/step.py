@@ -38,10 +38,14 @@ def make_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     seed: int,
+    mesh: Mesh | None = None,
 ) -> Callable[[TrainState, PyTree, PyTree], tuple[TrainState, PyTree]]:
     """step(state, frozen, batch) -> (state, metrics); batch arrays are [A, B / A, T].
 
     The gradients of the A microbatches add up: each divides by the counts of the whole batch.
+    Weights that lie over the mesh are gathered in each: XLA would gather what does not change from
+    one to the next before the loop over them, the weights of all layers, and keep it.
+
     A loss or gradient that is not finite leaves parameters and optimizer as they were.
     """
 
@@ -55,7 +59,13 @@ def make_step(
         def one(micro: PyTree, i: jax.Array) -> PyTree:
             key = jax.random.fold_in(step_key, i)
             inputs = losses.StepInputs(micro, counts_K, key, lambda_0)
-            return gradient(state.params, frozen, inputs)
+            weights = (state.params, frozen)
+            if A > 1 and mesh is not None and mesh.shape["fsdp"] > 1:
+                # Placed again, or XLA gathers first and adds what ties them behind it.
+                weights = not_before(weights, i)
+                placed = param_shardings(mesh, weights)
+                weights = jax.lax.with_sharding_constraint(weights, placed)
+            return gradient(*weights, inputs)
 
         if A == 1:
             (loss, sums), grads = one(

@@ -145,7 +145,7 @@ def train(cfg: Config) -> dict[str, Any]:
     elif hosts.first():
         export.write_json(os.path.join(cfg.workdir, "config.json"), dataclasses.asdict(cfg))
     run = Run(cfg, mesh, stage, setup, rows, checkpoints, steps, best)
-    step_fn = make_step(stage, optimizer, schedule, cfg.train.seed)
+    step_fn = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
     compiled = compile_step(step_fn, state, setup.frozen, abstract_batch(cfg, mesh), mesh)
     evaluator = Evaluator(cfg, stage, mesh, held_out) if held_out else None
     with checkpoints:

@@ -13,11 +13,11 @@ SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
 
 def counting(batch, slots):
     """Every entry of every array its own number."""
-    cache = KVCache.zeros(2, batch, slots, 2, 3, jnp.float32)
-    leaves, structure = jax.tree.flatten(cache)
+    shapes = jax.eval_shape(lambda: KVCache.zeros(2, batch, slots, 2, 3, jnp.float32))
+    leaves, structure = jax.tree.flatten(shapes)
     total = leaves[0].size
     numbered = [
-        jnp.arange(i * total, (i + 1) * total, dtype=jnp.float32).reshape(x.shape)
+        np.arange(i * total, (i + 1) * total, dtype=np.float32).reshape(x.shape)
         for i, x in enumerate(leaves)
     ]
     return jax.tree.unflatten(structure, numbered)
@@ -26,8 +26,11 @@ def counting(batch, slots):
 def test_worked_example_of_the_docstring():
     for batch in (1, 2):
         before = counting(batch, 16)
-        after = before.commit(jnp.full((batch,), 10), jnp.array([[0, 2, 3]] * batch))
-        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after)):
+        start, path = (np.array([x] * batch, np.int32) for x in (10, [0, 2, 3]))
+        after = jax.jit(KVCache.commit)(before, start, path)
+        for old, new in zip(
+            *(map(np.asarray, jax.tree.leaves(c)) for c in (before, after))
+        ):
             np.testing.assert_array_equal(new[:, :, :10], old[:, :, :10])
             np.testing.assert_array_equal(new[:, :, 10:13], old[:, :, [10, 12, 13]])
 
@@ -66,8 +69,8 @@ def test_growing_keeps_what_is_there():
     before = counting(2, 8)
     after = before.grown(20)
     assert (before.slots, after.slots) == (8, 20)
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after)):
+    for old, new in zip(*(map(np.asarray, jax.tree.leaves(c)) for c in (before, after))):
         np.testing.assert_array_equal(new[:, :, :8], old)
-        assert not np.asarray(new[:, :, 8:]).any()
+        assert not new[:, :, 8:].any()
     assert after.grown(4).slots == 20
     assert KVCache(layers=()).slots == 0

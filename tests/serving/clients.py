@@ -3,6 +3,7 @@
 python tests/serving/clients.py < attack.json: the arguments of `attack`; prints what it returns.
 """
 
+import http.client
 import json
 import random
 import sys
@@ -10,39 +11,41 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx2 as httpx
+KIND = {"content-type": "application/json"}
 
 
 class Client:
-    """Notes the times of what comes."""
+    """Notes the times of what comes. It runs beside the server, so it does no more than it must."""
 
     def __init__(self, url):
-        self.http = httpx.Client(base_url=url, timeout=600)
+        self.link = http.client.HTTPConnection(url.removeprefix("http://"), timeout=600)
         self.first, self.between, self.tokens = [], [], 0
 
     def ask(self, fields):
         """The text that a call is answered with; where the queue is full, asked again."""
         start = last = time.perf_counter()
-        said, sent = "", fields | {"stream": True}
+        said, sent = "", json.dumps(fields | {"stream": True})
         while True:
-            with self.http.stream("POST", "/v1/completions", json=sent) as answer:
-                if answer.status_code == 429:
-                    time.sleep(float(answer.headers["retry-after"]))
+            self.link.request("POST", "/v1/completions", sent, KIND)
+            answer = self.link.getresponse()
+            if answer.status == 429:
+                answer.read()
+                time.sleep(float(answer.headers["retry-after"]))
+                continue
+            for line in answer:
+                if not line.startswith(b"data: {"):
                     continue
-                for line in answer.iter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    [choice] = json.loads(line[6:])["choices"]
-                    now, tokens = time.perf_counter(), choice["medusa"]["tokens"]
-                    if not tokens:
-                        continue
-                    if last == start:
-                        self.first.append(now - start)
-                    else:  # several come at once
-                        self.between += [0.0] * (tokens - 1) + [now - last]
-                    last, said = now, said + choice["text"]
-                    self.tokens += tokens
-                return said
+                [choice] = json.loads(line[6:])["choices"]
+                now, tokens = time.perf_counter(), choice["medusa"]["tokens"]
+                if not tokens:
+                    continue
+                if last == start:
+                    self.first.append(now - start)
+                else:  # several come at once
+                    self.between += [0.0] * (tokens - 1) + [now - last]
+                last, said = now, said + choice["text"]
+                self.tokens += tokens
+            return said
 
 
 def attack(url, n_clients, n_calls, asked, pause):
@@ -62,7 +65,7 @@ def attack(url, n_clients, n_calls, asked, pause):
             with lock:
                 kind = next(work, None)
             if kind is None:
-                client.http.close()
+                client.link.close()
                 return
             time.sleep(waits.random() * pause)
             text = client.ask(asked[kind])

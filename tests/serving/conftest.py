@@ -1,7 +1,10 @@
 """One server for all tests of the port, so that its programs are compiled once."""
 
+import httpx2 as httpx
 import pytest
-from served import load_model, port_of, write_chat_model
+from served import NAME, ask_app, load_model, port_of, write_chat_model
+
+from medusa_jax.serving.http import make_app
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +20,20 @@ def port(shared_port):
     """The shared server, idle again when a test is over."""
     yield shared_port
     shared_port.wait_idle()
+
+
+@pytest.fixture
+def http(port):
+    with httpx.Client(base_url=port.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def other(port):
+    """The same server behind other settings: a function that asks it once."""
+
+    def ask(method, path, *, limits=None, key="", **sent):
+        app = make_app(port.server, name=NAME, template="", key=key, limits=limits)
+        return ask_app(app, method, path, **sent)
+
+    return ask

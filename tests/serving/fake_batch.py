@@ -45,6 +45,7 @@ class Row:
     limit: int = 0
     status: int = STOPPED
     depths: list = field(default_factory=list)
+    steps: int = 0
 
     @property
     def length(self):
@@ -160,6 +161,7 @@ class FakeBatch:
         running = row.status == RUNNING
         n = min(1 + sum(row.text) % most, row.limit - row.new) if running else 0
         at = row.length
+        row.steps += running
         for _ in range(n):
             row.text.append(next_token(row.text))
         new = row.text[at : row.length]
@@ -183,7 +185,7 @@ class FakeBatch:
             n_new_B=np.array(n_new),
             length_B=np.array([row.length for row in rows]),
             status_B=np.array([row.status for row in rows]),
-            steps_B=np.zeros(len(rows), int),
+            steps_B=np.array([row.steps for row in rows]),
             histogram_BL=np.zeros((len(rows), 1), int),
             logprobs=None,
         )

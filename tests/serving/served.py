@@ -1,11 +1,13 @@
 """A server on a free port of this process, for tests."""
 
+import asyncio
 import contextlib
 import json
 import socket
 import threading
 import time
 
+import httpx2 as httpx
 import uvicorn
 from tiny_model import write_model
 
@@ -22,6 +24,8 @@ TEMPLATE = (
 )
 NAME = "tiny"
 QUEUE = 6
+# A call, and how many tokens it is answered with.
+ASKED = {"model": NAME, "prompt": "in the hat", "max_tokens": 60, "temperature": 0}
 
 
 def write_chat_model(path, **fields):
@@ -50,7 +54,9 @@ class Port:
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.url = "http://{}:{}".format(*self.address)
-        self.uvicorn = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        # Connections stay open where somebody stops this process for a while.
+        config = uvicorn.Config(app, log_level="error", timeout_keep_alive=600)
+        self.uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(target=self.uvicorn.run, args=([listener],))
         self._thread.start()
 
@@ -105,3 +111,55 @@ def port_of(model, **fields):
 def alone(model, prompt, **options):
     """The result of plain decoding without any other."""
     return model.generate([prompt], Options(**options), tree="none")[0]
+
+
+def ask_app(app, method, path, **sent):
+    """The answer of an application that listens nowhere."""
+
+    async def once():
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.request(method, path, **sent)
+
+    return asyncio.run(once())
+
+
+def raw(port, body, path="/v1/completions", head=""):
+    """A connection that has sent a call."""
+    link = socket.create_connection(port.address)
+    content = json.dumps(body).encode()
+    start = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{head}"
+    link.sendall(f"{start}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return link
+
+
+def read_all(link):
+    """What comes until an answer in chunks has ended."""
+    got = b""
+    while not got.endswith(b"0\r\n\r\n"):
+        part = link.recv(65536)
+        assert part, got
+        got += part
+    return got.decode()
+
+
+def events_of(stream):
+    """The objects of a stream that came to its end."""
+    lines = [line[6:] for line in stream.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def texts_of(events):
+    """What they said of a completion, by the number of the choice."""
+    said = {}
+    for event in events:
+        [choice] = event["choices"]
+        said[choice["index"]] = said.get(choice["index"], "") + choice["text"]
+    return said
+
+
+def counted(http, name):
+    """The sum of a counter over its labels."""
+    lines = http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))

@@ -94,6 +94,7 @@ def test_nothing_is_compiled_in_steady_state(port):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("n_clients", [8, 64])
 def test_two_thousand_requests(n_clients, tmp_path, capsys):
     """In float64, where texts are equal without exception; with drafts and without, at any time."""
@@ -105,6 +106,7 @@ def test_two_thousand_requests(n_clients, tmp_path, capsys):
         fields["drafts"] = False
     expected = expected_texts(model, asked)
     with serving(model, trees={2: TREE, SLOTS: Tree.chain(2)}) as port:
+        port.server.warm_up(model.config.max_position, [(True, "auto"), (False, "auto")])
         apart(port.url, n_clients, 300, asked, 0.05)
         port.wait_idle()
         before, memory = alive(), resident()

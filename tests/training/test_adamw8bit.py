@@ -144,8 +144,8 @@ def test_moments_are_unpacked_when_their_gradients_are_there(monkeypatch):
     # Microbatches whose logits are larger than everything the update needs.
     cfg = tiny_config("", stage="medusa1", batch_size=32, accumulation=2, loss_chunk=512)
     cfg.model.arch = tiny_arch(vocab_size=2048, d_model=128)
-    cfg.heads.n_heads, cfg.optim.name, cfg.data.seq_len = 5, "adamw8bit", 512
-    heads = 5 * 2048 * 128 * 4  # float32 bytes of the LM heads
+    cfg.heads.n_heads, cfg.optim.name, cfg.data.seq_len = 2, "adamw8bit", 512
+    heads = 2 * 2048 * 128 * 4  # float32 bytes of the LM heads
     waits = step_temporaries(cfg)
     monkeypatch.setattr(step_module, "not_before", lambda tree, done: tree)
     early = step_temporaries(cfg)

@@ -163,6 +163,9 @@ class Port:
         except (Gone, ClientDisconnect):
             count(499)  # nobody sees it
             return Response(status_code=499)
+        except Exception:
+            count(500)
+            raise
         if not isinstance(response, EventStream):
             count(200)
         return response

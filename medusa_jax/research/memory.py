@@ -1,0 +1,93 @@
+"""What a device holds, summed up by hand: the check on what a compiled program is said to take.
+
+Training is counted where most is held at a time: in the walk over chunks of the heads' loss, with
+the update's gradients beside it where there are several microbatches. XLA for CPUs lays memory out
+with gaps, widens 16-bit kernels to float32 for its products, and keeps a transposed copy of those
+that it multiplies both ways; the last is counted by name, since the walk reads such kernels again and
+again, the others are not.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.config import Config
+from medusa_jax.sharding import PyTree, row_shards
+from medusa_jax.training.dry import Shapes
+from medusa_jax.training.partition import trained_groups
+
+F32 = 4
+
+
+def bytes_on_device(tree: PyTree) -> int:
+    """What of arrays, or of shapes with their places, lies on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+
+
+def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
+    """Bytes by what they are for, of Medusa heads with LM heads of their own, or the backbone's.
+
+    Args:
+      cfg: with the microbatches of `shapes`.
+      shapes: of the whole step.
+    """
+    mesh, arch, heads = shapes.mesh, cfg.model.arch, cfg.heads
+    A, B, T = shapes.batch["tokens"].shape
+    rows, tensor = B // row_shards(mesh), mesh.shape["tensor"]
+    joint = not trained_groups(cfg).keys() <= {"heads"}
+    wide = jnp.dtype(cfg.train.dtype).itemsize
+    # LM heads that the walk reads; those of low rank count as nothing.
+    own = heads.n_heads if heads.lm_head == "own" else 0
+    read = own + (joint or heads.lm_head == "shared")
+    columns = (heads.draft_vocab or arch.vocab_size) // tensor
+    lm_head = arch.d_model * columns
+    hidden = rows * T * arch.d_model
+    logits = rows * min(cfg.train.loss_chunk, T) * columns * F32
+    # A block of a head keeps what its activation reads, in float32, and what it gives.
+    of_head = 2 * wide + heads.n_layers * (F32 + wide)
+    trained = sum(
+        x.size for x in jax.tree.leaves(jax.tree.map(_own_part, shapes.state.params))
+    )
+    return {
+        "parameters": bytes_on_device((shapes.frozen, shapes.state.params)),
+        "moments": bytes_on_device(shapes.state.opt),
+        "batch": bytes_on_device(shapes.batch),
+        "gradients of the update": F32 * trained if A > 1 else 0,
+        "LM heads as they are read": read * lm_head * wide,
+        "the same transposed": read * lm_head * wide,
+        "gradients of LM heads, and of one in a chunk": (own + (own > 0)) * lm_head * F32,
+        "features and their gradients": hidden
+        * (heads.n_heads * of_head + wide + joint * 2 * wide),
+        # As they are, as probabilities, and their gradient; a teacher's and their logarithm.
+        "logits": (3 + 2 * (cfg.train.backbone_loss == "kl")) * logits,
+        "inputs of blocks": joint * arch.n_layers * hidden * wide,
+    }
+
+
+def _own_part(x: Any) -> Any:
+    """The shape of what one device has of an array."""
+    return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+
+
+def decoding_bytes(
+    variables: PyTree, state: Any, nodes: int, vocab_size: int
+) -> dict[str, int]:
+    """Bytes by what they are for, from shapes with their places.
+
+    Logits in float32, each device's of its own columns of the LM head.
+    """
+    cache = (state.cache, state.drafter)
+    rows = _own_part(state.status_B).size
+    columns = vocab_size // state.status_B.sharding.mesh.shape["tensor"]
+    return {
+        "parameters": bytes_on_device(variables),
+        "caches": bytes_on_device(cache),
+        "other state": bytes_on_device(state) - bytes_on_device(cache),
+        "logits": rows * nodes * columns * F32,
+    }

@@ -1,0 +1,82 @@
+"""Memory of compiled programs beside sums by hand, on eight simulated devices in a child process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from children import environment
+
+from medusa_jax.sharding import simulate_devices
+
+CHILD = r"""
+import json, os, sys
+import jax
+import jax.numpy as jnp
+from medusa_jax.sharding import make_mesh, simulate_devices
+
+simulate_devices(8)
+from medusa_jax.commands.train import load_config
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.research import memory, scaling
+from medusa_jax.training import dry
+from medusa_jax.tree import Tree
+
+arch = LlamaConfig(vocab_size=8192, d_model=256, n_layers=2, n_heads=8, n_kv_heads=8, head_dim=32,
+                   d_ff=2048, max_position=512)
+cfg = load_config(sys.argv[1])
+cfg.model.path, cfg.model.arch, cfg.mesh, cfg.dry_run = "", arch, (1, 8, 1), True
+cfg.data.seq_len, cfg.train.loss_chunk, cfg.heads.n_heads = 512, 64, 2
+cfg.train.batch_size, cfg.train.accumulation = 64, 16
+shapes = dry.step_shapes(cfg)
+trained = dry.measure(cfg, shapes)
+report = {"training": [memory.training_bytes(cfg, shapes), trained, trained["batch"]]}
+
+heads, tree = HeadsConfig(n_heads=2), Tree.cartesian([3, 2])
+program, variables, state = scaling.compiled_loop(
+    arch, heads, tree, make_mesh((1, 1, 8)), 4, 200, jnp.float32
+)
+found = program.memory_analysis()
+sizes = {"argument_bytes": found.argument_size_in_bytes}
+sizes["total_bytes"] = found.argument_size_in_bytes + found.temp_size_in_bytes
+counted = memory.decoding_bytes(variables, state, tree.n_nodes, arch.vocab_size)
+report["decoding"] = [counted, sizes, None]
+report["flags"] = os.environ["XLA_FLAGS"]
+print(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def report():
+    config = Path(__file__).parents[2] / "configs" / "vicuna7b_m1.py"
+    # What is measured is the program that users compile.
+    env = environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    command = [sys.executable, "-c", CHILD, str(config)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", ["training", "decoding"])
+def test_compiled_memory_is_what_is_counted(report, kind):
+    """Parameters, moments, caches exactly; with logits, gradients, gathered kernels to 10%."""
+    counted, compiled, batch = report[kind]
+    held = ("parameters", "moments", "batch", "caches", "other state")
+    arguments = sum(counted.get(name, 0) for name in held)
+    assert arguments == pytest.approx(compiled["argument_bytes"], rel=1e-3)
+    assert sum(counted.values()) == pytest.approx(compiled["total_bytes"], rel=0.1)
+    # Microbatches in a loop, before which the weights of all layers could be gathered.
+    assert kind == "decoding" or batch == [2, 32, 512]
+
+
+def test_programs_are_planned_by_a_scheduler_that_waits(report, monkeypatch):
+    """Unless the user says which."""
+    scheduler = "--xla_cpu_enable_concurrency_optimized_scheduler="
+    assert report["flags"].endswith(f"{scheduler}false")
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setenv("XLA_FLAGS", f"{scheduler}true")
+    simulate_devices(8)
+    assert os.environ["XLA_FLAGS"] == f"{scheduler}true"

@@ -1,0 +1,79 @@
+"""The end of a server, wanted or not: who is answered, and what everybody else is told."""
+
+import socket
+import threading
+import time
+
+import pytest
+from served import (
+    ASKED,
+    NAME,
+    TREE,
+    Port,
+    alone,
+    ask_app,
+    events_of,
+    raw,
+    read_all,
+    texts_of,
+)
+
+from medusa_jax import Options
+from medusa_jax.serving import Request, Server, Stopped
+from medusa_jax.serving.http import make_app
+
+
+def test_an_end_in_the_middle_of_work(port):
+    """What SIGTERM starts: running answers are finished, new calls find nobody."""
+    expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
+    second = Port(port.server, port.app)  # another listener of the same server
+    with port.held():
+        link = raw(second, ASKED | {"stream": True})
+        while not port.server.waiting:
+            time.sleep(0.01)
+        second.uvicorn.should_exit = True
+        while True:
+            try:
+                socket.create_connection(second.address).close()
+            except ConnectionRefusedError:
+                break
+            time.sleep(0.02)
+    text = read_all(link)
+    second.close()
+    assert texts_of(events_of(text)) == {0: expected}
+
+
+def test_a_closed_server_takes_nothing(port):
+    with Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3) as server:
+        handle = server.submit(Request("in", Options(max_new_tokens=5)))
+    assert list(handle)[-1].ending.result.new_tokens == 5  # what was submitted is answered
+    app = make_app(server, name=NAME, template="")
+
+    for asked in (("GET", "/health"), ("POST", "/v1/completions")):
+        answer = ask_app(app, *asked, json=ASKED)
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_is_told_to_everybody(port):
+    """To who is answered, to who waits, and to who comes later."""
+    server = Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3)
+    held, over = threading.Event(), threading.Event()
+
+    def step():
+        held.set()
+        over.wait()
+        raise RuntimeError("the device is gone")
+
+    server._scheduler.step = step
+    handles = [server.submit(Request("in"))]
+    held.wait()
+    handles.append(server.submit(Request("the")))
+    over.set()
+    for handle in handles:
+        with pytest.raises(Stopped, match="the device is gone"):
+            list(handle)
+    with pytest.raises(Stopped):
+        server.submit(Request("in"))
+    server.close()
+    assert not server.running

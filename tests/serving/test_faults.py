@@ -1,0 +1,113 @@
+"""Clients that leave, that do not read, that wait too long, and those that are too many."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from served import ASKED, NAME, alone, ask_app, counted, events_of, raw, read_all, texts_of
+
+from medusa_jax import Options
+from medusa_jax.serving import Request
+from medusa_jax.serving.http import Limits, make_app
+
+
+@pytest.fixture
+def submitted(port, monkeypatch):
+    """The handles of what is asked."""
+    handles, submit_all = [], port.server.submit_all
+
+    def submit(*asked):
+        new = submit_all(*asked)
+        handles.extend(new)
+        return new
+
+    monkeypatch.setattr(port.server, "submit_all", submit)
+    return handles
+
+
+def test_a_client_that_vanishes_frees_its_slot(port, http, submitted):
+    """Streaming or not; those beside it never notice."""
+    expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
+    gone = 'medusa_calls_total{endpoint="completions",status="499"}'
+    before = counted(http, "medusa_cancelled_total"), counted(http, gone)
+    with port.slowed(0.3):
+        streaming = raw(port, ASKED | {"stream": True})
+        assert b"200 OK" in streaming.recv(100)
+        whole = raw(port, ASKED)
+        while port.server.busy < 2:
+            time.sleep(0.01)
+        streaming.close()
+        whole.close()
+        port.wait_idle()
+    assert [handle.cancelled for handle in submitted] == [True, True]
+    said = http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"]
+    assert said == expected
+    after = counted(http, "medusa_cancelled_total"), counted(http, gone)
+    assert after == (before[0] + 2, before[1] + 2)
+
+
+def test_a_slow_reader_holds_nobody_up(port, http):
+    """Its answer waits for it; its slot does not."""
+    with raw(port, ASKED | {"stream": True}) as link:
+        assert b"200 OK" in link.recv(20)
+        port.wait_idle()
+        http.post("/v1/completions", json=ASKED).raise_for_status()
+        text = read_all(link)
+    expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
+    assert texts_of(events_of(text)) == {0: expected}
+
+
+def test_a_reader_that_never_reads_is_left(port):
+    """Nothing can be said to it any more, and its slot is wanted."""
+    limits = Limits(read_seconds=0.05)
+    app = make_app(port.server, name=NAME, template="", limits=limits)
+    body = json.dumps(ASKED | {"stream": True}).encode()
+    kind = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": kind}
+    scope |= {"query_string": b""}
+
+    async def once():
+        given = [{"type": "http.request", "body": body}]
+
+        async def receive():
+            return given.pop() if given else await asyncio.sleep(60)
+
+        async def send(message):
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(60)
+
+        await asyncio.wait_for(app(scope, receive, send), 30)
+
+    with port.slowed(0.1):
+        asyncio.run(once())
+    metrics = ask_app(app, "GET", "/metrics").text
+    assert 'medusa_calls_total{endpoint="completions",status="408"} 1.0' in metrics
+    assert "medusa_cancelled_total 1.0" in metrics
+
+
+def test_a_full_queue(port, http):
+    short = Request("in", Options(max_new_tokens=2))
+    with port.held():
+        handles = [port.server.submit(short) for _ in range(port.server.queue)]
+        refused = http.post("/v1/completions", json=ASKED)
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["code"] == "queue_full"
+    for handle in handles:
+        assert list(handle)[-1].ending
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_an_answer_that_takes_too_long(port, other, submitted, waiting):
+    """Before its first piece, or piece by piece; nobody works for it any longer."""
+    limits = Limits(seconds=0.4)
+    with port.held() if waiting else port.slowed(0.1):
+        whole, streamed = (
+            other("POST", "/v1/completions", limits=limits, json=ASKED | {"stream": stream})
+            for stream in (False, True)
+        )
+        assert [handle.cancelled for handle in submitted] == [True, True]
+    assert whole.status_code == 504 and whole.json()["error"]["code"] == "timeout"
+    *pieces, last, _ = streamed.text.split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+    assert bool(pieces) != waiting

@@ -1,0 +1,131 @@
+"""The JSON objects of calls and answers, field by field."""
+
+import pytest
+from served import ASKED, NAME, alone, events_of, texts_of
+
+from medusa_jax import Options
+from medusa_jax.interop.chat import encode_prompt
+
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}
+PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+
+
+def test_a_stream_of_two_choices(port, http):
+    asked = ASKED | {"temperature": 1, "seed": 3, "n": 2, "stream": True}
+    answer = http.post(PATHS["completion"], json=asked)
+    events = events_of(answer.text)
+    prompts, options = [ASKED["prompt"]] * 2, Options(60, temperature=1, seed=3)
+    expected = port.model.generate(prompts, options, [0, 1], tree="none")
+    assert texts_of(events) == {i: result.text for i, result in enumerate(expected)}
+    [id] = {event["id"] for event in events}
+    assert id.startswith("cmpl-")
+    assert {event["object"] for event in events} == {"text_completion"}
+    assert not any("usage" in event for event in events)  # nobody asked for it
+    choices = [event["choices"][0] for event in events]
+    assert sum(choice["medusa"]["tokens"] for choice in choices) == 120
+    assert all(choice["logprobs"] is None for choice in choices)
+    for index in (0, 1):
+        reasons = [c["finish_reason"] for c in choices if c["index"] == index]
+        assert reasons == [None] * (len(reasons) - 1) + ["length"]
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.headers["x-accel-buffering"] == "no"
+
+
+def test_a_stream_of_a_chat(http):
+    """Each choice says its role first, and only then."""
+    asked = CHAT | {"n": 2, "max_tokens": 3, "stream": True}
+    asked["stream_options"] = {"include_usage": True}
+    *events, last = events_of(http.post(PATHS["chat"], json=asked).text)
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert all(event["id"].startswith("chatcmpl-") for event in events)
+    roles = [event["choices"][0]["delta"].get("role") for event in events]
+    assert roles == ["assistant"] * 2 + [None] * (len(roles) - 2)
+    assert [event["choices"][0]["index"] for event in events[:2]] == [0, 1]
+    usage = last["usage"]
+    assert usage["completion_tokens"] == 6
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 6
+
+
+def test_our_own_numbers(http):
+    [choice] = http.post(PATHS["completion"], json=ASKED).json()["choices"]
+    own = choice["medusa"]
+    assert own["new_tokens"] == 60 and own["steps"] == sum(own["acceptance_histogram"])
+    appended = sum(n * steps for n, steps in enumerate(own["acceptance_histogram"], 1))
+    assert appended == 59  # the first token comes with the prompt
+    assert own["mean_accepted_length"] == pytest.approx(59 / own["steps"], abs=1e-4)
+
+
+def test_how_long_an_answer_may_be(port, http):
+    def length(kind, fields):
+        answer = http.post(PATHS[kind], json=fields).json()
+        return answer["usage"]["completion_tokens"]
+
+    assert length("completion", {"prompt": "in", "temperature": 0}) == 16
+    prompt = encode_prompt(port.model.tokenizer, CHAT["messages"])
+    whole = alone(port.model, prompt, max_new_tokens=port.model.config.max_position)
+    assert length("chat", CHAT) == whole.new_tokens > 60
+    for both in ({"max_tokens": 5}, {"max_tokens": 9, "max_completion_tokens": 5}):
+        assert length("chat", CHAT | both) == 5
+
+
+def test_seeds(http):
+    """Any whole number is one, as at OpenAI; those of one remainder are the same."""
+
+    def text(seed):
+        asked = ASKED | {"temperature": 1, "seed": seed}
+        return http.post(PATHS["completion"], json=asked).json()["choices"][0]["text"]
+
+    assert text(-1) == text(2**32 - 1) == text(2**64 - 1) != text(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("completion", {"logprobs": 2}), ("chat", {"logprobs": True, "top_logprobs": 2})],
+)
+def test_logprobs_of_a_stream_are_those_of_the_whole(http, kind, fields):
+    asked = (ASKED if kind == "completion" else CHAT) | fields | {"max_tokens": 9}
+    [whole] = http.post(PATHS[kind], json=asked).json()["choices"]
+    events = events_of(http.post(PATHS[kind], json=asked | {"stream": True}).text)
+    pieces = [event["choices"][0]["logprobs"] for event in events]
+    names = ("content",) if kind == "chat" else ("tokens", "token_logprobs", "top_logprobs")
+    for name in names:
+        said = [one for piece in pieces if piece for one in piece[name]]
+        assert len(said) == 9 and said == whole["logprobs"][name]
+    if kind == "chat":
+        for one in whole["logprobs"]["content"]:
+            assert bytes(one["bytes"]).decode() == one["token"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "field"),
+    [
+        ("completion", {"n": True}, "n"),
+        ("completion", {"n": 2, "prompt": ["a"] * 9}, "n"),
+        ("completion", {"max_tokens": 2.5}, "max_tokens"),
+        ("completion", {"temperature": "1"}, "temperature"),
+        ("completion", {"stop": [""]}, "stop"),
+        ("completion", {"stop": ["a"] * 17}, "stop"),
+        ("completion", {"stop": ["a", 3]}, "stop"),
+        ("completion", {"logprobs": 21}, "logprobs"),
+        ("completion", {"prompt": []}, "prompt"),
+        ("completion", {"prompt": [["x"]]}, "prompt"),
+        ("completion", {"stream": "yes"}, "stream"),
+        ("completion", {"stream_options": {"every": 1}}, "every"),
+        ("completion", {"logit_bias": {"1": 2}}, "logit_bias"),
+        ("completion", {"min_p": 1.5}, "min_p"),
+        ("chat", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat", {"messages": []}, "messages"),
+    ],
+)
+def test_the_field_that_is_to_blame(http, kind, fields, field):
+    asked = (CHAT if kind == "chat" else ASKED) | {"max_tokens": 2} | fields
+    answer = http.post(PATHS[kind], json=asked)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == field and error["type"] == "invalid_request_error"
+
+
+def test_a_prompt_that_is_too_long_has_openai_s_code(http):
+    answer = http.post(PATHS["completion"], json=ASKED | {"prompt": "the " * 200})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
