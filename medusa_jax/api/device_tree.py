@@ -184,12 +184,18 @@ def kept_for(model: Model, calibrated: dict[str, Any], rows: int) -> Kept:
 def measured_ladder(
     model: Model, calibrated: dict[str, Any], sizes: Sequence[int]
 ) -> Ladder:
-    """A rung for each number of rows, measured on this device at first use."""
-    rungs = {}
+    """A rung for each number of rows, measured on this device at first use.
+
+    Of the choices that noise could have turned one is measured again at a start, or somebody with a
+    busy machine would wait for all of them every time.
+    """
+    rungs, looked_again = {}, False
     for rows in sizes:
         kept = kept_for(model, calibrated, rows)
         size = kept_size(kept)
-        if size is None or not is_settled(kept):
+        again = size is not None and not is_settled(kept) and not looked_again
+        if size is None or again:
             size = choose_on_device(model, calibrated, rows, kept)["nodes"]
+        looked_again |= again
         rungs[rows] = tree_of_size(calibrated["growth"], size)
     return Ladder(rungs)
