@@ -64,7 +64,9 @@ class KVCache(struct.PyTreeNode):
         then hold what was in 10, 12, 13, and the caller's new length is 13 (two drafts
         accepted after the root) or less.
         """
-        source_BL = length_B[:, None] + path_BL
+        # A row that has ended may lack room. What is read beyond its slots must be a number: with
+        # NaN there, whoever takes over the row would have it times a weight of zero.
+        source_BL = jnp.minimum(length_B[:, None] + path_BL, self.slots - 1)
 
         def move(x_BGSH: jax.Array) -> jax.Array:
             if x_BGSH.shape[0] == 1:

@@ -52,6 +52,15 @@ def test_commit_is_a_gather(seed, batch):
         np.testing.assert_array_equal(new, expected)
 
 
+def test_a_row_without_room_copies_numbers():
+    """As one that has ended may be: its cache is reused, and zero times NaN is no zero."""
+    for batch in (1, 2):
+        start, path = (np.array([x] * batch, np.int32) for x in (14, [0, 2, 3]))
+        after = jax.jit(KVCache.commit)(counting(batch, 16), start, path)
+        for x in jax.tree.leaves(after):
+            assert np.isfinite(x).all()
+
+
 @SETTINGS
 @given(st.integers(0, 2**20), st.sampled_from([1, 3]))
 def test_rows_are_written_where_each_starts_and_nowhere_else(seed, batch):
