@@ -58,7 +58,9 @@ class KVCache(struct.PyTreeNode):
 
         Row b's slot `length + path[b, i]` is copied to slot `length + i`. Entries of the path
         behind the last accepted one may be anything in [0, M): what they copy lies behind the
-        new length and is overwritten by the next step.
+        new length and is overwritten by the next step. A row that has ended may have no room for
+        M candidates; its last slots then hold any of its numbers, but numbers: a mask keeps a later
+        text of that row from seeing a slot, not from multiplying 0 by NaN.
 
         Example: length 10, four candidates in slots 10..13, path [0, 2, 3]: slots 10, 11, 12
         then hold what was in 10, 12, 13, and the caller's new length is 13 (two drafts
@@ -70,7 +72,8 @@ class KVCache(struct.PyTreeNode):
             if x_BGSH.shape[0] == 1:
                 rows = jnp.take(x_BGSH, source_BL[0], axis=2, mode="clip")
             else:
-                rows = jnp.take_along_axis(x_BGSH, source_BL[:, None, :, None], axis=2)
+                source_B1L1 = source_BL[:, None, :, None]
+                rows = jnp.take_along_axis(x_BGSH, source_B1L1, axis=2, mode="clip")
             return write_rows(x_BGSH, rows, length_B)
 
         return jax.tree.map(move, self)
