@@ -54,7 +54,7 @@ def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[R
         for own, rows in equal_batches(len(prompts), ROWS):
             noise = None
             if options.temperature > 0:
-                seed_B = jnp.full((len(rows),), options.seed, jnp.uint32)
+                seed_B = jnp.full((len(rows),), options.seed % 2**32, jnp.uint32)
                 keys = row_keys(seed_B, jnp.zeros((len(rows),), jnp.int32))
                 noise = (keys, jnp.full((len(rows),), options.temperature))
             batch = [prompts[i] for i in rows]
