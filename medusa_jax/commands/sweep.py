@@ -18,6 +18,7 @@ from medusa_jax.commands.flags import (
     add_generation,
     add_limit,
     add_model,
+    at_least,
     command,
     load_model,
     numbers,
@@ -53,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
     add_generation(p, temperature=0.7)
     p.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
     p.add_argument("--temperatures", default=",".join(map(str, TEMPERATURES)))
-    p.add_argument("--batch_size", type=int, default=16, help="prompts decoded at a time")
+    p.add_argument(
+        "--batch_size", type=at_least(1), default=16, help="prompts decoded at a time"
+    )
     p.add_argument(
         "--small", action="store_true", help="8 prompts, 60 tokens, every fifth epsilon"
     )
@@ -79,7 +82,8 @@ def run(flags: argparse.Namespace) -> int:
         raise UserError("the threshold sweep needs --temperature above 0")
     use_compilation_cache()
     questions = read_questions(flags.prompts, flags.limit)
-    model = load_model(flags, needs_heads=True, tree=flags.tree)
+    batch = min(flags.batch_size, len(questions))
+    model = load_model(flags, needs_heads=True, tree=flags.tree, batch=batch)
     prompts = [model.encode(prompt_of(question)) for question in questions]
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
