@@ -177,7 +177,7 @@ def compared(
     for ids, rows in tqdm(batches, unit="batch", disable=None):
         batch = [prompts[i] for i in rows]
         with nullcontext() if found else announced("compiling"):
-            drafted = model.generate(batch, options, rows)
+            drafted = model.generate(batch, options, rows, tree=model.tree)
             plain = model.generate(batch, options, rows, tree=Tree.none())
         for i, ours, theirs in zip(ids, drafted, plain):
             where = find_divergence(

@@ -119,7 +119,10 @@ def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu")
         if spec == "bundled":
             return Tree.from_choices(calibrated["choices"])
         return tree_of_size(calibrated.get("growth", calibrated["choices"]), int(spec))
+    if not spec:
+        raise UserError("--tree is empty: name a tree, a number of nodes or a file")
+    choices = load_tree_file(spec)["choices"]
     try:
-        return Tree.from_choices(load_tree_file(spec)["choices"])
+        return Tree.from_choices(choices)
     except UserError as error:
         raise UserError(f"{spec}: {error}") from error

@@ -206,6 +206,7 @@ def test_specs():
         ("cartesian:64,64,64,64", "at most 4096 nodes and is at most 127 deep"),
         ("chain:1000000000", "this one has 1000000001 and is 1000000000 deep"),
         ("copy:128", "is 128 deep"),
+        ("", "--tree is empty"),
         ("auto", "calibrate"),
         ("64", "calibrate"),
         ("\u00b2", "cannot read the tree file \u00b2"),
