@@ -279,4 +279,7 @@ class Run:
             self.checkpoints.save(n, state.params, state.opt, data, meta)
 
     def recipe(self, n: int) -> dict[str, Any]:
-        return {"step": n, "steps": self.steps, "config": dataclasses.asdict(self.cfg)}
+        """How the result of step n came about; under "start" the heads that the run began with."""
+        own = {"step": n, "steps": self.steps, "config": dataclasses.asdict(self.cfg)}
+        before = self.setup.heads_recipe
+        return own if before is None else own | {"start": before}

@@ -192,6 +192,12 @@ def test_tokens_are_copied_beside_heads_and_without_them(decode):
     assert decode("--prompt", "in", tree="copy:x")[0] == 2
 
 
+def test_a_tree_without_anybody_to_draft_it(refused):
+    for tree in ("chain:2", "2"):
+        said = refused("--prompt", "in", heads="none", tree=tree)
+        assert "no draft heads are loaded" in said
+
+
 def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
     records = [
         {"prompt": "the cat"},
@@ -424,9 +430,11 @@ def test_trees_that_are_not_there(refused, tree, words):
         (("--temperature", "-1"), "temperature"),
         (("--top_p", "0"), "top_p"),
         (("--no_repeat_ngram_size", "-1"), "no_repeat_ngram_size must be 0"),
+        (("--no_repeat_ngram_size", "1000000000"), "0 (off) to 64, not 1000000000"),
         (("--max_new_tokens", "0"), "max_new_tokens"),
         (("--max_steps", "0"), "max_steps"),
         (("--logprobs", "2"), "--logprobs is shown in JSON only"),
+        (("--json", "--save_drafts", "x.svg"), "--save_drafts draws one text"),
         (("--eos_ids", "2,x"), "--eos_ids is a list like 1,4,8"),
         (("--stop_sequence", "none"), "at least one token id"),
         (("--stop_sequence", "1,-4"), "stop_sequences are lists"),
@@ -459,6 +467,7 @@ def test_flags_that_are_unknown(decode, capsys, flags):
         ('{"prompt_ids": ["a"]}', "line 2: 'prompt_ids' must be a list of token ids"),
         ('{"prompt_ids": [99999]}', "a prompt id is outside the vocabulary"),
         ('{"prompt": null}', "line 2"),
+        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
         ('{"messages": "hello"}', "messages"),
         ('{"prompt": "a", "temperature": "hot"}', "line 2"),
         ('{"prompt": "a", "temperature": -1}', "line 2: temperature"),
