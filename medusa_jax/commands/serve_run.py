@@ -9,7 +9,6 @@ from typing import Any
 
 from medusa_jax.commands.flags import load_model, parse_mesh
 from medusa_jax.console import (
-    announced,
     inform,
     use_compilation_cache,
     warn_if_accelerator_unused,
@@ -30,20 +29,19 @@ def run(flags: argparse.Namespace) -> int:
     positive = ("slots", "queue", "max_prompt_tokens", "max_new_tokens", "max_body")
     for name in (*positive, "timeout", "read_timeout"):
         value = getattr(flags, name)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:  # nan is not, either
             raise UserError(f"--{name} must be more than 0, not {value}")
     with listening(flags.host, flags.port) as listener:
         use_compilation_cache()
         warn_if_accelerator_unused()
         model = load_model(
             flags,
-            tree="none" if flags.drafter == "none" else flags.tree,
+            tree=flags.tree,
             mesh=parse_mesh(flags.mesh),
             tokenizer=flags.tokenizer,
         )
         template = chosen_template(model, flags.chat)
-        measured = flags.tree == "auto" and flags.drafter != "none"
-        trees = trees_by_rows(model, row_sizes(flags.slots), measured)
+        trees = trees_by_rows(model, row_sizes(flags.slots), flags.tree == "auto")
         with Server(
             model,
             slots=flags.slots,
@@ -53,10 +51,13 @@ def run(flags: argparse.Namespace) -> int:
             max_new_tokens=flags.max_new_tokens,
         ) as server:
             if flags.warm_up:
-                with announced("compiling"):
-                    most = min(flags.warm_up, model.config.max_position)
-                    # A client may ask for its answer without drafts, too.
-                    server.warm_up(most, [(True, "auto"), (False, "auto")])
+                most = min(flags.warm_up, model.config.max_position)
+                # A client may ask for its answer without drafts, too.
+                groups = [(True, "auto"), (False, "auto")]
+                server.warm_up(most, groups, wait=False)
+                inform(
+                    "compiling ahead; until that is done the first answers may begin late"
+                )
             answer_calls(uvicorn, listener, server, template, key, flags)
     return 0
 

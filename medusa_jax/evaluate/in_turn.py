@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options, Result
+from medusa_jax.evaluate.speed import timed
 from medusa_jax.tree import Tree
 
 # Text that a drafter's state is sized for.
@@ -90,14 +91,14 @@ def measure(
 def total(by_prompt: Sequence[Sequence[Result]]) -> dict[str, float]:
     """Tokens behind the first, steps, seconds and tokens per second over all prompts."""
     seconds = sum(statistics.median(r.decode_seconds for r in runs) for runs in by_prompt)
-    tokens = sum(runs[0].new_tokens - 1 for runs in by_prompt)
+    tokens = timed(sum(runs[0].new_tokens - 1 for runs in by_prompt))
     steps = max(1, sum(runs[0].steps for runs in by_prompt))
     return {"tokens": tokens, "steps": steps, "seconds": seconds, "speed": tokens / seconds}
 
 
 def memory(entrant: Entrant) -> dict[str, int]:
     """Bytes of the drafter: its parameters, and its state behind `TEXT` tokens of one row."""
-    if not entrant.tree.depth:
+    if not entrant.tree.drafted.depth:
         return {"parameter_bytes": 0, "state_bytes": 0}
     model = entrant.model
     state = jax.eval_shape(lambda: model.drafter.start(1, TEXT, model.dtype))
@@ -110,15 +111,25 @@ def memory(entrant: Entrant) -> dict[str, int]:
 
 
 def trained_tokens(recipe: dict[str, Any]) -> int | None:
-    """Tokens that a training run of ours saw, by the recipe beside its result; None: not said."""
+    """Tokens that training runs of ours saw, by the recipe beside their result; None: not said.
+
+    What the heads had seen that a run began with counts too.
+    """
     config = recipe.get("config", {})
+    training = config.get("train", {})
     sizes = (
         recipe.get("step"),
-        config.get("train", {}).get("batch_size"),
+        training.get("batch_size"),
         config.get("data", {}).get("seq_len"),
     )
     known = [n for n in sizes if isinstance(n, int)]
-    return math.prod(known) if len(known) == len(sizes) else None
+    if len(known) < len(sizes):
+        return None
+    own = math.prod(known)
+    if not training.get("heads_path"):
+        return own
+    before = trained_tokens(recipe.get("start", {}))
+    return None if before is None else before + own
 
 
 def recipe_of(directory: str) -> dict[str, Any]:

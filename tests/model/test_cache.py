@@ -52,6 +52,16 @@ def test_commit_is_a_gather(seed, batch):
         np.testing.assert_array_equal(new, expected)
 
 
+def test_a_row_without_room_gets_numbers():
+    """Rows that have ended are written, too, and a later text may begin in one of them."""
+    start, path = np.array([4, 15], np.int32), np.array([[0, 2, 3]] * 2, np.int32)
+    before = counting(2, 16)
+    after = jax.jit(KVCache.commit)(before, start, path)
+    for old, new in zip(*(map(np.asarray, jax.tree.leaves(c)) for c in (before, after))):
+        assert np.isfinite(new).all()
+        np.testing.assert_array_equal(new[1, :, :13], old[1, :, :13])
+
+
 @SETTINGS
 @given(st.integers(0, 2**20), st.sampled_from([1, 3]))
 def test_rows_are_written_where_each_starts_and_nowhere_else(seed, batch):
