@@ -84,7 +84,8 @@ def warn_if_accelerator_unused() -> None:
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Run an entry point; bad input and lack of memory become one line and exit status 2."""
+    """Run an entry point; bad input, files that cannot be used and lack of memory become one line
+    and exit status 2."""
     try:
         return main()
     except UserError as error:
@@ -95,6 +96,11 @@ def run_main(main: Callable[[], int]) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        inform(f"error: {error.filename}: {error.strerror}")
+        return 2
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
             raise

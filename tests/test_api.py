@@ -270,6 +270,13 @@ def test_heads_of_another_backbone_are_used_when_allowed(directory, tmp_path):
     assert text == plain
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_heads_are_those_of_the_backbone_in_every_type(directory, dtype):
+    """Types round differently; what is compared is the model."""
+    path, heads = str(directory[0]), str(directory[0] / "heads")
+    assert medusa_jax.load(path, heads, tree="chain:1", dtype=dtype).drafts
+
+
 def test_a_model_without_heads_decodes_plainly_by_default(directory):
     assert medusa_jax.load(str(directory[0])).tree == Tree.none()
 
@@ -319,6 +326,8 @@ def test_compiling_is_timed_once(model):
     options = Options(max_new_tokens=11)
     assert model.compile(PROMPTS, options, tree="chain:3") > 0
     assert model.compile(PROMPTS, options, tree="chain:3") == 0
+    similar = dataclasses.replace(options, max_new_tokens=12)
+    assert model.compile([p[1:] for p in PROMPTS], similar, tree="chain:3") == 0
     assert model.generate(PROMPTS, options, tree="chain:3")[0].compile_seconds == 0
 
 
@@ -473,6 +482,13 @@ def test_a_lone_string_and_greedy_with_temperature_are_mistakes(model):
         model.generate(["a"], Options(logprobs=99))
 
 
+def test_limits_and_ends_beyond_any_text_are_none(model):
+    """No number of steps and no token is so large: such a request runs to its other ends."""
+    far = Options(3, max_steps=2**40, eos_ids=(10**12,), stop_sequences=((5, 2**31),))
+    request = model.request(["a"], [far])
+    assert request.max_steps == [loop.FOREVER] and request.stops == [[]]
+
+
 @pytest.mark.parametrize(
     "field",
     [
@@ -480,12 +496,14 @@ def test_a_lone_string_and_greedy_with_temperature_are_mistakes(model):
         {"max_steps": 0},
         {"logprobs": -1},
         {"temperature": -0.1},
+        {"temperature": 1e-38},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"min_p": -1.0},
         {"top_k": -2},
+        {"top_k": 2**31},
         {"epsilon": 0.0},
         {"delta": -1.0},
     ],

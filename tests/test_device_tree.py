@@ -155,6 +155,15 @@ def test_bundled_is_the_files_own_choice(directory, machine, monkeypatch):
         load(directory)
 
 
+def test_several_hosts_measure_nothing(directory, monkeypatch):
+    """Each would find another tree, and their programs would not go together."""
+    calibrated = json.loads((directory / "heads" / "tree.json").read_text())
+    monkeypatch.delenv(device_tree.VARIABLE)
+    assert device_tree.is_measured(calibrated)
+    monkeypatch.setattr(device_tree.jax, "process_count", lambda: 2)
+    assert not device_tree.is_measured(calibrated)
+
+
 def test_an_accelerator_may_take_more_than_the_evidence_reaches():
     growth = [[i] for i in range(70)]
     file = {

@@ -18,6 +18,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, make_drafter, vocabulary
 from medusa_jax.heads.draft_model import DraftModel
 from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop.base_files import fingerprint_as_read
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.names import named
 from medusa_jax.interop.published import open_heads
@@ -43,6 +44,8 @@ from medusa_jax.tree import (
 
 DEMO = Path(__file__).parents[1] / "demo"
 MODELS = Path(__file__).parents[1] / "models"
+# A step compares so many tokens with each place of the text, each by an operation of its own.
+LONGEST_NGRAM = 64
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -161,7 +164,7 @@ def load(
             devices,
             None if all_heads or measured else max(1, deepest),
             number.name,
-            fingerprint=marks.digits(config),
+            fingerprint=fingerprint_as_read(model or directory, marks, config, kind),
             allow_other_base=allow_other_base,
             convert=partial(place_head, storage=storage),
         )
@@ -314,6 +317,8 @@ def _ngram_size(directory: str, asked: int | None) -> int:
     size = asked
     if size is None:
         size = hf.generation_config(directory).get("no_repeat_ngram_size") or 0
-    if not isinstance(size, int) or size < 0:
-        raise UserError(f"no_repeat_ngram_size must be 0 (off) or more, not {size!r}")
+    if type(size) is not int or not 0 <= size <= LONGEST_NGRAM:
+        raise UserError(
+            f"no_repeat_ngram_size must be 0 (off) to {LONGEST_NGRAM}, not {size!r}"
+        )
     return size

@@ -225,24 +225,28 @@ class Model:
             ids=ids,
             epsilon=[o.epsilon for o in options],
             delta=[o.delta for o in options],
-            max_steps=[o.max_steps or loop.FOREVER for o in options],
+            max_steps=[min(o.max_steps or loop.FOREVER, loop.FOREVER) for o in options],
         )
 
     def _stops(self, options: Options) -> list[tuple[int, ...]]:
-        """The token sequences that end a request: EOS ids and its own stop sequences."""
+        """The token sequences that end a request: EOS ids and its own stop sequences.
+
+        Those with ids outside the vocabulary never come.
+        """
         eos_ids = self.eos_ids if options.eos_ids is None else options.eos_ids
-        return [*((i,) for i in eos_ids), *options.stop_sequences]
+        ends = [*((i,) for i in eos_ids), *options.stop_sequences]
+        return [ids for ids in ends if max(ids) < self.config.vocab_size]
 
     def _compile(self, engine: loop.Engine, request: loop.Request) -> float:
         """Seconds spent on compiling what this request needs (0 when it is there already)."""
-        longest, limit = max(map(len, request.prompts)), max(request.limits)
+        longest = max(map(len, request.prompts))
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits))
         ladder = loop.slot_ladder(engine, longest, needed + engine.n_rows)
         shape = (
             engine,
             len(request.prompts),
-            loop.power_of_two(longest, 1),
-            limit,
+            loop.power_of_two(longest, loop.MIN_PROMPT),
+            loop.output_slots(engine, max(request.limits)),
             pack_stops(request.stops or ()).shape,
             *ladder,
         )

@@ -57,14 +57,17 @@ class Options:
             raise UserError(f"max_steps must be at least 1, not {self.max_steps}")
         if self.logprobs is not None and self.logprobs < 0:
             raise UserError(f"logprobs must be 0 or more alternatives, not {self.logprobs}")
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature must be 0 or more, not {self.temperature}")
+        # Logits that are divided by less overflow.
+        if self.temperature != 0 and not 1e-30 <= self.temperature < float("inf"):
+            raise UserError(
+                f"temperature must be 0 or more, 1e-30 the least above 0, not {self.temperature}"
+            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be in (0, 1], not {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p must be in [0, 1], not {self.min_p}")
-        if self.top_k < 0:
-            raise UserError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        if not 0 <= self.top_k < 2**31:
+            raise UserError(f"top_k must be 0 (off) to 2**31 - 1, not {self.top_k}")
         if any(i < 0 for i in self.eos_ids or ()):
             raise UserError(f"eos_ids are token ids, 0 or more, not {self.eos_ids}")
         if any(not s or min(s) < 0 for s in self.stop_sequences):

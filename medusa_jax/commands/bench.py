@@ -22,6 +22,7 @@ from medusa_jax.commands.flags import (
     add_base,
     add_generation,
     add_limit,
+    at_least,
     command,
     generation_options,
     load_model,
@@ -29,7 +30,6 @@ from medusa_jax.commands.flags import (
     run_command,
 )
 from medusa_jax.console import inform
-from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
 from medusa_jax.evaluate.tables import markdown_table
 
@@ -71,11 +71,14 @@ def parser() -> argparse.ArgumentParser:
                    "widths with x: cartesian:2x3)")  # fmt: skip
     add_generation(p)
     p.add_argument(
-        "--repeats", type=int, default=3, help="timed runs per prompt; medians count"
+        "--repeats",
+        type=at_least(1),
+        default=3,
+        help="timed runs per prompt; medians count",
     )
     p.add_argument("--batches", help="instead of the table of drafters: one of batch sizes, e.g. "
                    "1,2,4,6,8, with the tree fitted to each")  # fmt: skip
-    p.add_argument("--most_nodes", type=int, default=16,
+    p.add_argument("--most_nodes", type=at_least(1), default=16,
                    help="largest tree that --batches tries (default: 16)")  # fmt: skip
     p.add_argument(
         "--cache_check",
@@ -197,9 +200,7 @@ def run_batches(
     """The table over batch sizes, once for every drafter."""
     from medusa_jax.evaluate.batches import batch_rows
 
-    batches = numbers(flags.batches, "--batches")
-    if min(batches) < 1:
-        raise UserError(f"--batches are at least 1, not {flags.batches!r}")
+    batches = numbers(flags.batches, "--batches", least=1)
     options = generation_options(flags)
     for name in drafter_names(flags):
         model = load_model(flags, name)

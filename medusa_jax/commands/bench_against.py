@@ -42,10 +42,8 @@ def run_against(
     wanted = flags.against.split(",")
     if unknown := sorted(set(wanted) - set(PEERS)):
         raise UserError(f"--against takes {' and '.join(PEERS)}, not {unknown[0]!r}")
-    if flags.temperature or flags.max_new_tokens < 2 or flags.repeats < 1:
-        raise UserError(
-            "--against decodes greedily (--temperature 0), at least 2 tokens, once or more"
-        )
+    if flags.temperature or flags.max_new_tokens < 2:
+        raise UserError("--against decodes greedily (--temperature 0), at least 2 tokens")
     if jax.default_backend() != "cpu":
         raise UserError("--against compares on the CPU: set JAX_PLATFORMS=cpu")
     threads = flags.threads or processors()

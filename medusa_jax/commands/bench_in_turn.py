@@ -35,8 +35,6 @@ def run_in_turn(
 
     from medusa_jax.evaluate import in_turn
 
-    if flags.repeats < 1:
-        raise UserError("--repeats is at least 1")
     entrants = load_entrants(flags)
     if flags.ladder:
         entrants = [rung for e in entrants for rung in ladder(e, flags.ladder)]
@@ -103,7 +101,8 @@ def load_entrants(flags: argparse.Namespace) -> list[Any]:
         else:
             stored = find_heads(flags.model, name)
             tokens = trained_tokens(stored.meta.get("recipe", {})) if stored else 0
-        entrants.append(Entrant(model.drafter.heads.drafter, model, model.tree, tokens))
+        label = model.drafts_by() if model.tree.depth else name
+        entrants.append(Entrant(label, model, model.tree, tokens))
     return entrants
 
 
@@ -131,8 +130,9 @@ def ladder(entrant: Any, n_nodes: int) -> list[Any]:
         f"cartesian {'x'.join(map(str, widths))}": Tree.cartesian(widths),
         "fitted": tree_of_size(found["growth"], n_nodes),
     }
+    drafts_by = entrant.model.drafts_by
     return [
-        dataclasses.replace(entrant, label=f"{entrant.label}, {kind}", tree=tree)
+        dataclasses.replace(entrant, label=f"{drafts_by(tree)}, {kind}", tree=tree)
         for kind, tree in trees.items()
     ]
 

@@ -15,7 +15,9 @@ from medusa_jax.commands.flags import (
     add_generation,
     add_limit,
     add_model,
+    at_least,
     command,
+    file_to_write,
     generation_options,
     load_model,
     numbers,
@@ -62,13 +64,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--sizes", default=",".join(map(str, SIZES)), help="tree sizes to time")
     p.add_argument("--one_depth", default=",".join(map(str, LEVEL_SIZES)), metavar="SIZES",
                    help="sizes to fit a tree of depth 4 at most to (Amphista's table 7); empty: none")  # fmt: skip
-    p.add_argument("--rounds", type=int, default=7, help="timed rounds over all sizes")
+    p.add_argument(
+        "--rounds", type=at_least(1), default=7, help="timed rounds over all sizes"
+    )
     p.add_argument("--values", choices=["joint", "product"], default="joint",
                    help="worth of a node: measured frequency of its path, or the paper's "
                    "product of head accuracies")  # fmt: skip
     p.add_argument("--no_copies", action="store_true",
                    help="trees of the heads' guesses alone, without a chain copied from the text")  # fmt: skip
-    p.add_argument("--dense", type=int, default=0, metavar="N",
+    p.add_argument("--dense", type=at_least(0), default=0, metavar="N",
                    help="set N random dense trees of up to 256 nodes beside the fitted ones (Medusa's "
                    "figure 4)")  # fmt: skip
     p.add_argument("--plots", help="directory for PNG plots (needs matplotlib)")
@@ -83,14 +87,17 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.evaluate.questions import read_prompts
 
     use_compilation_cache()
-    batches = numbers(flags.batches, "--batches")
-    if min(batches) < 1 or flags.dense < 0:
-        raise UserError("--batches are 1 or more, --dense is 0 or more")
+    batches = numbers(flags.batches, "--batches", least=1)
+    sizes = numbers(flags.sizes, "--sizes", least=1)
+    level_sizes = (
+        numbers(flags.one_depth, "--one_depth", least=1) if flags.one_depth else []
+    )
     if flags.latency_only:
         return measure_steps(flags, batches)
     if not (flags.prompts and flags.out):
         raise UserError("give --prompts and --out, or --latency_only")
     records = read_prompts(flags.prompts, flags.limit, messages=True)
+    out = file_to_write(flags.out, "--out")
     model = load_model(flags, needs_heads=True, mesh=parse_mesh(flags.mesh), tree="none")
     options = generation_options(flags)
     if "messages" in records[0]:
@@ -99,16 +106,14 @@ def run(flags: argparse.Namespace) -> int:
         model,
         [asked(model, record) for record in records],
         options,
-        numbers(flags.sizes, "--sizes"),
+        sizes,
         batches=batches,
         rounds=flags.rounds,
         worth=flags.values,
         copies=not flags.no_copies,
-        level_sizes=numbers(flags.one_depth, "--one_depth") if flags.one_depth else (),
+        level_sizes=level_sizes,
         n_dense=flags.dense,
     )
-    out = Path(flags.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
     evidence = found["evidence"]
     print("fitted trees")

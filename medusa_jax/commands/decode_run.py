@@ -48,14 +48,13 @@ def run(flags: argparse.Namespace) -> int:
         raise UserError(f"--batch_size must be at least 1, not {flags.batch_size}")
     if flags.logprobs is not None and not (flags.json or flags.prompts_file):
         raise UserError("--logprobs is shown in JSON only: give --json or --prompts_file")
+    if flags.save_drafts and (flags.json or flags.prompts_file or talking):
+        raise UserError("--save_drafts draws one text as it is shown: give --prompt alone")
     use_compilation_cache()
     warn_if_accelerator_unused()
     model = load_model(
         flags,
-        # Without heads a tree may still be copied from the text.
-        tree="none"
-        if flags.drafter == "none" and "copy:" not in flags.tree
-        else flags.tree,
+        tree=flags.tree,
         mesh=parse_mesh(flags.mesh),
         tokenizer=flags.tokenizer,
         batch=min(flags.batch_size, max(1, len(prompts))),

@@ -23,6 +23,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from medusa_jax.commands.flags import (
     add_model,
     add_no_repeat,
     add_prompts,
+    at_least,
     command,
     load_model,
     on_hosts,
@@ -71,9 +73,9 @@ def parser() -> argparse.ArgumentParser:
         "or conversations",
         required=False,
     )
-    add("--ask", type=int, default=0,
+    add("--ask", type=at_least(0), default=0,
         help="instead of --prompts: so many conversations whose user the model plays from the start")  # fmt: skip
-    add("--compose", type=int, default=0,
+    add("--compose", type=at_least(0), default=0,
         help="instead of --prompts: so many questions put together from tasks and subjects")  # fmt: skip
     add("--out", required=True, help="directory to write")
     add("--mode", default="auto",
@@ -86,14 +88,14 @@ def parser() -> argparse.ArgumentParser:
         help="default: 0.3 in the chat modes (the paper's), 0 in mode continue")  # fmt: skip
     add("--user_temperature", type=float, default=0.8,
         help="of user turns that the model writes (default: 0.8)")  # fmt: skip
-    add("--user_tokens", type=int, default=80,
+    add("--user_tokens", type=at_least(1), default=80,
         help="most tokens of such a turn; one that is longer ends the conversation (default: 80)")  # fmt: skip
     add("--top_p", type=float, default=1.0)
     add("--seed", type=int, default=0)
     add_no_repeat(p)
     add("--max_new_tokens", type=int, default=200, help="per answer")
-    add("--max_turns", type=int, default=4, help="most answers in a conversation")
-    add("--batch_size", type=int, default=32)
+    add("--max_turns", type=at_least(1), default=4, help="most answers in a conversation")
+    add("--batch_size", type=at_least(1), default=32)
     add("--split", default="train", help="of a hub dataset")
     add_hosts(p)
     return p
@@ -133,8 +135,6 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.interop.chat import stop_ids, template_source
 
-    if flags.batch_size < 1 or flags.max_turns < 1:
-        raise UserError("--batch_size and --max_turns must be at least 1")
     if bool(flags.prompts) + (flags.ask > 0) + (flags.compose > 0) != 1:
         raise UserError(
             "give one of --prompts FILE, --ask N and --compose N, a number of conversations"
@@ -161,8 +161,8 @@ def run(flags: argparse.Namespace) -> int:
         seed=flags.seed,
     )
     warn_if_quantised(flags.model)
-    tree = "none" if flags.drafter == "none" else flags.tree
-    model = load_model(flags, tree=tree, mesh=parse_mesh(flags.mesh))
+    mesh = parse_mesh(flags.mesh)
+    model = load_model(flags, tree=flags.tree, mesh=mesh, batch=flags.batch_size)
     if mode != "continue":
         template_source(model.tokenizer, flags.chat_template)  # fails before any work
         ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}
@@ -179,15 +179,16 @@ def run(flags: argparse.Namespace) -> int:
     start, before = time.perf_counter(), int(hosts.of_first(len(lines)))
     news = News(len(seeds), before)
     made = write_all(Writer(model, flags, mode, options, news), path, seeds[before:])
+    stopped = before + len(made) < len(seeds)
     if not hosts.first():
-        return 0
+        return 128 + signal.SIGTERM if stopped else 0
     lines += made
-    if len(lines) < len(seeds):
+    if stopped:
         inform(
             f"stopped by SIGTERM behind {len(lines)} of {len(seeds)} seeds; the same command "
             "goes on from there"
         )
-        return 0
+        return 128 + signal.SIGTERM
     seconds = time.perf_counter() - start
     found = files.sizes(mode, lines)
     if mode == "continue":

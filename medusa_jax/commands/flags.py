@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from medusa_jax.console import inform, run_main
@@ -109,8 +110,20 @@ def add_limit(p: argparse.ArgumentParser, limit: int) -> None:
     """--limit: how many prompts of the file to use."""
     shown = f"default: {limit}" if limit else "default: all"
     p.add_argument(
-        "--limit", type=int, default=limit, help=f"most prompts to use ({shown})"
+        "--limit", type=at_least(0), default=limit, help=f"most prompts to use ({shown})"
     )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of a flag of whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        if (given := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{least} or more, not {given}")
+        return given
+
+    number.__name__ = "int"  # what argparse calls it where the text is no number
+    return number
 
 
 def add_generation(p: argparse.ArgumentParser, temperature: float | None = 0.0) -> None:
@@ -154,16 +167,32 @@ def add_no_repeat(p: argparse.ArgumentParser) -> None:
     )
 
 
-def numbers(text: str, flag: str, kind: Callable = int) -> list:
+def file_to_write(path: str, flag: str) -> Path:
+    """Where a result goes, made sure of before the work that leads to it.
+
+    Raises:
+      UserError: it is a directory.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise UserError(f"{flag} {path} is a directory: name a file")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
+
+
+def numbers(text: str, flag: str, kind: Callable = int, least: float | None = None) -> list:
     """ "1,4,8" -> [1, 4, 8].
 
     Raises:
-      UserError: not a list of numbers; names the flag.
+      UserError: not a list of numbers, or of smaller ones than `least`; names the flag.
     """
     try:
-        return [kind(part) for part in text.split(",")]
+        found = [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise UserError(f"{flag} is a list like 1,4,8, not {text!r}") from error
+    if least is not None and min(found) < least:
+        raise UserError(f"{flag} are {least} or more, not {text!r}")
+    return found
 
 
 def token_ids(text: str, flag: str) -> tuple[int, ...]:

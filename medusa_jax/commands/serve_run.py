@@ -29,20 +29,19 @@ def run(flags: argparse.Namespace) -> int:
     positive = ("slots", "queue", "max_prompt_tokens", "max_new_tokens", "max_body")
     for name in (*positive, "timeout", "read_timeout"):
         value = getattr(flags, name)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:  # nan is not, either
             raise UserError(f"--{name} must be more than 0, not {value}")
     with listening(flags.host, flags.port) as listener:
         use_compilation_cache()
         warn_if_accelerator_unused()
         model = load_model(
             flags,
-            tree="none" if flags.drafter == "none" else flags.tree,
+            tree=flags.tree,
             mesh=parse_mesh(flags.mesh),
             tokenizer=flags.tokenizer,
         )
         template = chosen_template(model, flags.chat)
-        measured = flags.tree == "auto" and flags.drafter != "none"
-        trees = trees_by_rows(model, row_sizes(flags.slots), measured)
+        trees = trees_by_rows(model, row_sizes(flags.slots), flags.tree == "auto")
         with Server(
             model,
             slots=flags.slots,

@@ -18,6 +18,7 @@ from medusa_jax.commands.flags import (
     add_generation,
     add_limit,
     add_model,
+    at_least,
     command,
     load_model,
     numbers,
@@ -54,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
     add_generation(p, temperature=0.7)
     p.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
     p.add_argument("--temperatures", default=",".join(map(str, TEMPERATURES)))
-    p.add_argument("--batch_size", type=int, default=16, help="prompts decoded at a time")
+    p.add_argument(
+        "--batch_size", type=at_least(1), default=16, help="prompts decoded at a time"
+    )
     p.add_argument(
         "--small", action="store_true", help="8 prompts, 60 tokens, every fifth epsilon"
     )
@@ -76,9 +79,10 @@ def run(flags: argparse.Namespace) -> int:
         raise UserError("the threshold sweep needs --temperature above 0")
     use_compilation_cache()
     questions = read_questions(flags.prompts, flags.limit)
+    batch = min(flags.batch_size, len(questions))
     swept = []
     for name in flags.drafter.split(",") if flags.drafter else [None]:
-        model = load_model(flags, name, needs_heads=True, tree=flags.tree)
+        model = load_model(flags, name, needs_heads=True, tree=flags.tree, batch=batch)
         label = name or model.drafter.heads.drafter
         swept.append(
             {"drafter": label} | sweep_one(flags, model, questions, epsilons, temperatures)

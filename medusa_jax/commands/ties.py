@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.bench_questions import add_question_file, prompt_room
@@ -18,7 +17,9 @@ from medusa_jax.commands.flags import (
     add_generation,
     add_limit,
     add_model,
+    at_least,
     command,
+    file_to_write,
     generation_options,
     load_model,
     run_command,
@@ -51,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tree", default="64", help="as for decode.py (default: 64 nodes)")
     add_generation(p)
     p.add_argument("--top_p", type=float, default=1.0)
-    p.add_argument("--batch_size", type=int, default=1, help="prompts decoded at a time")
+    p.add_argument(
+        "--batch_size", type=at_least(1), default=1, help="prompts decoded at a time"
+    )
     p.add_argument("--out", default="work/ties.json", help="file for all figures")
     return p
 
@@ -87,7 +90,9 @@ def run(flags: argparse.Namespace) -> int:
         if flags.questions
         else questions[: flags.limit or None]
     )
-    model = load_model(flags, needs_heads=True, tree=flags.tree)
+    out = file_to_write(flags.out, "--out")
+    batch = min(flags.batch_size, len(questions))
+    model = load_model(flags, needs_heads=True, tree=flags.tree, batch=batch)
     if flags.questions:
         template = find_template(model, flags.chat_template)
         room = prompt_room(flags, model.config.max_position)
@@ -97,8 +102,6 @@ def run(flags: argparse.Namespace) -> int:
         names = [str(i) for i in range(len(prompts))]
         found = compared(model, prompts, options, flags.batch_size, names)
     facts = tie_report(model, options, found)
-    out = Path(flags.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(facts, indent=1) + "\n")
     print(divergence_table(facts))
     inform(f"wrote {out}")

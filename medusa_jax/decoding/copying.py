@@ -11,6 +11,7 @@ The latest of the longest matches counts, of up to `NGRAM` tokens: text resemble
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from medusa_jax.heads.prompt_lookup import continuations
@@ -36,10 +37,14 @@ def copied_tokens(text_BS: jax.Array, last_B: jax.Array, n: int) -> jax.Array:
 def with_copies(
     tree: Tree, drafted_BN: jax.Array, text_BS: jax.Array, last_B: jax.Array
 ) -> jax.Array:
-    """Tokens of all nodes [B, M], of those that a drafter filled and the text."""
+    """Tokens of all nodes [B, M], of those that a drafter filled and the text.
+
+    Example: of the nodes 0 to 4, 1 and 3 are copied. Drafted r x y for 0, 2, 4, copied a b: r a x b y,
+    the places 0 3 1 4 2 of r x y a b.
+    """
     copied_BC = copied_tokens(text_BS, last_B, len(tree.copied_C))
     both_BM = jnp.concatenate([drafted_BN, copied_BC.astype(drafted_BN.dtype)], axis=1)
-    place_M = jnp.argsort(jnp.concatenate([tree.drafted_N, tree.copied_C]))
+    place_M = np.argsort(np.concatenate([tree.drafted_N, tree.copied_C]))
     return both_BM[:, place_M]
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "finish",
     "generate",
     "grow",
+    "output_slots",
     "power_of_two",
     "prefill",
     "progress_of",
@@ -93,6 +94,12 @@ def slot_ladder(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
     return ladder
 
 
+def output_slots(engine: Engine, limit: int) -> int:
+    """Room for new tokens: `limit` and a whole path behind them, rounded up, so that requests of
+    similar limits share one compilation."""
+    return power_of_two(limit + engine.tree.path_length, 64)
+
+
 @dataclass
 class Request:
     """What to decode, host side; one entry per row.
@@ -131,7 +138,7 @@ def begin(
     limits = np.array(request.limits, np.int32)
     if lengths.min() < 1 or limits.min() < 1:
         raise ValueError("every row needs a prompt of at least one token and a limit >= 1")
-    L, needed = engine.tree.path_length, int((lengths + limits).max()) + engine.n_rows
+    needed = int((lengths + limits).max()) + engine.n_rows
     ladder = slot_ladder(engine, int(lengths.max()), needed)
     T = min(power_of_two(int(lengths.max()), MIN_PROMPT), ladder[0])
     prompt_BT = np.zeros((B, T), np.int32)
@@ -151,8 +158,7 @@ def begin(
         epsilon_B=per_row(request.epsilon, 0.09, np.float32),
         delta_B=per_row(request.delta, 0.3, np.float32),
     )
-    # Rounded up, so that requests of similar limits share one compilation.
-    output = np.zeros((B, power_of_two(int(limits.max()) + L, 64)), np.int32)
+    output = np.zeros((B, output_slots(engine, int(limits.max()))), np.int32)
     state = prefill(
         engine.depth_only,
         ladder[0],

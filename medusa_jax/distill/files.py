@@ -54,7 +54,10 @@ def check_settings(out: Path, settings: dict[str, Any]) -> None:
     """
     path = out / "settings.json"
     if path.exists():
-        before = json.loads(path.read_text())
+        try:
+            before = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path} is damaged ({error}): use another --out") from error
         for name in sorted(settings | before):
             old, new = before.get(name), settings.get(name)
             if old != new:
@@ -73,6 +76,9 @@ def finished_lines(path: Path, batch_size: int, total: int) -> list[dict[str, An
 
     Only whole batches, so that a batch is always decoded with the same neighbours: rounding
     then is the same too, and a resumed file equals an uninterrupted one.
+
+    Raises:
+      UserError: lines that are no JSON.
     """
     if not path.exists():
         return []
@@ -81,7 +87,10 @@ def finished_lines(path: Path, batch_size: int, total: int) -> list[dict[str, An
         lines = lines[: len(lines) // batch_size * batch_size]
     with open(path, "rb+") as file:
         file.truncate(sum(len(line) + 1 for line in lines))
-    return [json.loads(line) for line in lines]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): use another --out") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from medusa_jax.api import Model, Options, device_tree
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.speed import timed
 from medusa_jax.tree import Tree, tree_of_size
 
 
@@ -64,7 +65,7 @@ def batch_rows(
                 differing += sum(a.token_ids != b.token_ids for a, b in zip(ours, theirs))
             for side, value in spent.items():
                 seconds.setdefault((batch, side), []).append(value)
-            measured[batch] = (steps, tokens, differing, len(groups) * batch)
+            measured[batch] = (steps, timed(tokens), differing, len(groups) * batch)
     out: list[dict[str, Any]] = []
     for batch in batches:
         steps, tokens, differing, texts = measured[batch]

@@ -12,6 +12,7 @@ tokens can move together, twice the band.
 import dataclasses
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -171,12 +172,12 @@ def compared(
     names: Sequence[str],
 ) -> list[Compared]:
     """Every prompt decoded with the model's tree and plainly, as request 0, 1, ..."""
-    found = []
+    found: list[Compared] = []
     batches = list(equal_batches(len(prompts), batch_size))
     for ids, rows in tqdm(batches, unit="batch", disable=None):
         batch = [prompts[i] for i in rows]
-        with announced("compiling"):
-            drafted = model.generate(batch, options, rows)
+        with nullcontext() if found else announced("compiling"):
+            drafted = model.generate(batch, options, rows, tree=model.tree)
             plain = model.generate(batch, options, rows, tree=Tree.none())
         for i, ours, theirs in zip(ids, drafted, plain):
             where = find_divergence(

@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options, Result
+from medusa_jax.evaluate.speed import timed
 from medusa_jax.tree import Tree
 
 # Text that a drafter's state is sized for.
@@ -90,14 +91,14 @@ def measure(
 def total(by_prompt: Sequence[Sequence[Result]]) -> dict[str, float]:
     """Tokens behind the first, steps, seconds and tokens per second over all prompts."""
     seconds = sum(statistics.median(r.decode_seconds for r in runs) for runs in by_prompt)
-    tokens = sum(runs[0].new_tokens - 1 for runs in by_prompt)
+    tokens = timed(sum(runs[0].new_tokens - 1 for runs in by_prompt))
     steps = max(1, sum(runs[0].steps for runs in by_prompt))
     return {"tokens": tokens, "steps": steps, "seconds": seconds, "speed": tokens / seconds}
 
 
 def memory(entrant: Entrant) -> dict[str, int]:
     """Bytes of the drafter: its parameters, and its state behind `TEXT` tokens of one row."""
-    if not entrant.tree.depth:
+    if not entrant.tree.drafted.depth:
         return {"parameter_bytes": 0, "state_bytes": 0}
     model = entrant.model
     state = jax.eval_shape(lambda: model.drafter.start(1, TEXT, model.dtype))

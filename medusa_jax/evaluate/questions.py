@@ -36,17 +36,44 @@ def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Reco
 
     Args:
       messages: whether conversations as `distill` writes them will do as well.
+
+    Raises:
+      UserError: not readable, or without anything to ask.
     """
     records = read_records(path)[: limit or None]
     if messages and all("messages" in r for r in records):
-        return [r for r in records if r["messages"]]
+        for number, record in enumerate(records):
+            said = record["messages"]
+            if not isinstance(said, list) or not all(isinstance(t, dict) for t in said):
+                raise UserError(f"{path}: record {number} has no list of turns as messages")
+        if talks := [r for r in records if r["messages"]]:
+            return talks
+        raise UserError(f"{path} holds no conversation with a turn")
     if not _are_prompts(records):
         raise UserError(f"every line of {path} needs 'prompt' or 'prompt_ids'")
-    return records
+    return [_checked(r, f"{path}: record {number}") for number, r in enumerate(records)]
 
 
 def _are_prompts(records: Sequence[Record]) -> bool:
     return all("prompt" in r or "prompt_ids" in r for r in records)
+
+
+def _checked(record: Record, where: str) -> Record:
+    """The record, if what it asks is text or token ids.
+
+    Raises:
+      UserError: it is something else, or nothing.
+    """
+    ids, turns = record.get("prompt_ids"), record.get("turns")
+    if turns is None:
+        turns = [record["prompt"]] if "prompt" in record else []
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise UserError(f"{where} should ask text, not {turns!r}")
+    if ids is None and not turns:
+        raise UserError(f"{where} asks nothing")
+    if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
+        raise UserError(f"{where}: 'prompt_ids' should be a list of token ids, not {ids!r}")
+    return record
 
 
 def read_questions(path: str, limit: int = 0) -> list[Record]:
@@ -80,7 +107,14 @@ def read_questions(path: str, limit: int = 0) -> list[Record]:
             "frame": None,
             "references": [],
         }
-        found |= record | form.adapt(record)
+        where = f"{path}: record {number}"
+        try:
+            found |= record | form.adapt(record)
+        except TypeError as error:
+            raise UserError(
+                f"{where} has other values in {', '.join(form.fields)}: {error}"
+            ) from error
+        found = _checked(found, where) | {"category": str(found["category"])}
         if found["turns"]:
             found["prompt"] = framed(found, found["turns"][0])
         questions.append(found)
@@ -89,8 +123,8 @@ def read_questions(path: str, limit: int = 0) -> list[Record]:
 
 def prompt_of(question: Record) -> str | list[int]:
     """A question's prompt, as ids where they are given."""
-    prompt: str | list[int] = question.get("prompt_ids") or question["prompt"]
-    return prompt
+    ids: list[int] = question.get("prompt_ids") or []
+    return ids if ids or "prompt" not in question else question["prompt"]
 
 
 def framed(question: Record, turn: str) -> str:
@@ -176,7 +210,7 @@ def _conversation(record: Record) -> Record:
     """Spec-Bench and MT-bench; a reference is a text, or a list of them, for each turn."""
     given = record.get("reference") or []
     references = [[one] if isinstance(one, str) else list(one) for one in given]
-    return {"turns": list(record["turns"]), "references": references}
+    return {"turns": record["turns"], "references": references}
 
 
 def _instruction(record: Record) -> Record:

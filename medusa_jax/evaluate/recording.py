@@ -76,7 +76,7 @@ def record(model: Model, texts: Sequence[Text], options: Options) -> list[Record
         for own, rows in equal_batches(len(texts), ROWS):
             noise = None
             if options.temperature > 0:
-                seed_B = jnp.full((len(rows),), options.seed, jnp.uint32)
+                seed_B = jnp.full((len(rows),), options.seed % 2**32, jnp.uint32)
                 keys = row_keys(seed_B, jnp.zeros((len(rows),), jnp.int32))
                 noise = (keys, jnp.full((len(rows),), options.temperature))
             ids = [texts[i].ids for i in rows]

@@ -8,6 +8,7 @@ import numpy as np
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options
+from medusa_jax.errors import UserError
 from medusa_jax.evaluate.answers import answer_line
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.questions import prompt_of
@@ -41,10 +42,10 @@ def drafting_row(
     whole = [sum(r.prefill_seconds + r.decode_seconds for r in side) for side in (
         [c.autoregressive for c in compared], [c.drafted for c in compared]
     )]  # fmt: skip
-    plain_tokens = sum(c.autoregressive.new_tokens - 1 for c in compared)
-    end_to_end = (whole[0] / plain_tokens) / (whole[1] / figures["tokens"])
+    plain_tokens = timed(sum(c.autoregressive.new_tokens - 1 for c in compared))
+    end_to_end = (whole[0] / plain_tokens) / (whole[1] / timed(figures["tokens"]))
     ideal = figures["mean_accepted_length"] / figures["step_latency_ratio"]
-    name = f"{model.drafter.heads.drafter}-{tree.n_nodes}"
+    name = f"{model.drafts_by(tree)}-{tree.n_nodes}"
     return {
         "drafter": model.drafts_by(tree),
         "tree_nodes": tree.n_nodes,
@@ -61,6 +62,20 @@ def drafting_row(
         else None,
         "answers": [answer_line(q, [c], name) for q, c in zip(questions, compared)],
     }
+
+
+def timed(tokens: int) -> int:
+    """The number of tokens behind the first ones, which prefill gives.
+
+    Raises:
+      UserError: there are none, so that no step was timed.
+    """
+    if not tokens:
+        raise UserError(
+            "every answer ended with its first token, so that no step was timed: allow more "
+            "--max_new_tokens, or ask other prompts"
+        )
+    return tokens
 
 
 def pooled(compared: Sequence[Comparison]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class Backbone:
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-    """Backbone class of all drafters. Hashable: a static argument of `jax.jit`.
+    """The base of all drafters. Hashable: a static argument of `jax.jit`.
 
     A new drafter is one file in this package with one subclass that has a `name`; the registry
     finds it by that. Parameters of head k lie under "heads_{k}", its hidden layers there under

@@ -108,7 +108,7 @@ class Lookahead(Untrained):
 
     def check_tree(self, tree: Tree) -> None:
         super().check_tree(tree)
-        if any(any(c[1:]) or c[0] >= self.heads.guesses for c in tree.choices):
+        if any(any(c[1:]) or c[0] >= self.heads.guesses for c in tree.drafted.choices):
             raise UserError(
                 f"{self.name} drafts at most {self.heads.guesses} chains side by side: its trees "
                 "branch at the root alone"

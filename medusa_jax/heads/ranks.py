@@ -28,8 +28,9 @@ def label_ranks(
     """Rank of each true later token under each head: [B, T, K] int32, at most MISS.
 
     Entry [b, t, k] is the number of tokens that head k, at position t, prefers to the token at
-    t + k + 2, and MISS where that is outside its draft vocabulary. Where that lies beyond the row it means nothing: the caller knows which count.
-    Logits exist for `chunk` positions of one head at a time.
+    t + k + 2, and MISS where that token is outside its draft vocabulary. Where t + k + 2 lies beyond
+    the row it means nothing: the caller knows which count. Logits exist for `chunk` positions of one
+    head at a time.
 
     Args:
       features_KBTD: `Drafter.features` of these rows.

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.config import LlamaConfig
@@ -64,3 +66,21 @@ class BaseFiles:
     @cached_property
     def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return tensor_files.flatten(hf.abstract_params(self.config))
+
+
+def fingerprint_as_read(
+    path_or_id: str, marks: Fingerprint, config: LlamaConfig, dtype: Any
+) -> str:
+    """The fingerprint of a backbone that was read in some type.
+
+    float16 rounds weights otherwise than a fingerprint does, so there it is taken from the files.
+
+    Args:
+      path_or_id: where it was read from, "" for one at random.
+      marks: what was seen of it while it was read.
+    """
+    if path_or_id and jnp.dtype(dtype) == jnp.float16:
+        base = BaseFiles.open(path_or_id)
+        if base.config == config:  # no layers were added
+            return base.fingerprint()
+    return marks.digits(config)

@@ -61,16 +61,27 @@ class Tokenizer:
         """Ids of `text`; special tokens written out in it are recognised.
 
         With `add_bos` the BOS comes first, for tokenizers that put it there (`adds_bos`).
+
+        Raises:
+          UserError: the text is no Unicode.
         """
-        ids = self.backend.encode(text, add_special_tokens=False).ids
+        ids = self._encoding(text).ids
         if add_bos and self.adds_bos and self.bos_id is not None:
             return [self.bos_id, *ids]
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text` and the characters [start, end) that each stands for."""
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text)
         return encoding.ids, encoding.offsets
+
+    def _encoding(self, text: str) -> Any:
+        try:
+            return self.backend.encode(text, add_special_tokens=False)
+        except TypeError as error:  # what the library makes of it
+            raise UserError(
+                "a text holds half of a surrogate pair, which stands for no character"
+            ) from error
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""

@@ -58,9 +58,7 @@ class KVCache(struct.PyTreeNode):
 
         Row b's slot `length + path[b, i]` is copied to slot `length + i`. Entries of the path
         behind the last accepted one may be anything in [0, M): what they copy lies behind the
-        new length and is overwritten by the next step. A row that has ended may have no room for
-        M candidates; its last slots then hold any of its numbers, but numbers: a mask keeps a later
-        text of that row from seeing a slot, not from multiplying 0 by NaN.
+        new length and is overwritten by the next step.
 
         Example: length 10, four candidates in slots 10..13, path [0, 2, 3]: slots 10, 11, 12
         then hold what was in 10, 12, 13, and the caller's new length is 13 (two drafts
@@ -68,6 +66,8 @@ class KVCache(struct.PyTreeNode):
         """
         source_BL = length_B[:, None] + path_BL
 
+        # A row that has ended may lack room. What is read beyond its slots must be a number (clip): with
+        # NaN there, whoever takes over the row would have it times a weight of zero.
         def move(x_BGSH: jax.Array) -> jax.Array:
             if x_BGSH.shape[0] == 1:
                 rows = jnp.take(x_BGSH, source_BL[0], axis=2, mode="clip")

@@ -49,7 +49,9 @@ def take_steps(model: Any, prompt: str, n: int) -> dict[str, Any]:
 
     engine = model.engine()
     request = model.request([prompt], [Options(max_new_tokens=n * engine.tree.path_length)])
-    state, _ = loop.begin(engine, model.variables, request)
+    state, sizes = loop.begin(engine, model.variables, request)
+    if len(sizes) > 1:  # room for all steps: a loop stops where its cache is full
+        state = loop.grow(engine.depth_only, sizes[-1], state)
     state, _ = loop.decode_loop(engine, model.variables, state, np.int32(n - 1))
 
     @jax.jit

@@ -9,7 +9,13 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.decoding import rows
-from medusa_jax.decoding.generate import FOREVER, MIN_PROMPT, MIN_SLOTS, power_of_two
+from medusa_jax.decoding.generate import (
+    FOREVER,
+    MIN_PROMPT,
+    MIN_SLOTS,
+    output_slots,
+    power_of_two,
+)
 from medusa_jax.decoding.generate import Request as Row
 from medusa_jax.decoding.prefill import Piece
 from medusa_jax.decoding.sampling import Sampling, row_keys
@@ -65,8 +71,7 @@ class Batch:
         beside = self._engine.n_rows - self._engine.tree.n_nodes
         self.widest = max(tree.n_nodes for tree in trees.values()) + beside
         self.longest = self._engine.tree.path_length
-        outputs = power_of_two(most_new + self.longest, 64)
-        self._sizes = rows.Sizes(outputs, STOPS)
+        self._sizes = rows.Sizes(output_slots(self._engine, most_new), STOPS)
         self.rows, self.slots = min(trees), MIN_SLOTS
         self._state = rows.idle(self._engine, self._sizes, self.rows, self.slots)
 

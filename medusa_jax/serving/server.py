@@ -61,8 +61,8 @@ class Server:
         self.queue = queue
         context = model.config.max_position
         self.most_prompt = min(max_prompt_tokens or context, context - 1)
-        self.most_new = max_new_tokens or context
-        trees = trees or dict.fromkeys(row_sizes(slots), model.tree)
+        self.most_new = min(max_new_tokens or context, context)
+        trees = trees or {rows: model.tree_at(rows) for rows in row_sizes(slots)}
         self._scheduler = Scheduler(model, trees=trees, most_new=self.most_new, **more)
         self._wake = threading.Condition()
         self._inbox: list[Job] = []

@@ -11,10 +11,10 @@ def trees_by_rows(model: Model, sizes: Sequence[int], measured: bool) -> dict[in
 
     Args:
       measured: measure which pays on this device, at first use, where the tree file says what
-        each size gives; else it is the model's own for all.
+        each size gives; else they are the model's own.
     """
     calibrated = model.calibrated
     if not (measured and device_tree.is_measured(calibrated)):
-        return dict.fromkeys(sizes, model.tree)
+        return {rows: model.tree_at(rows) for rows in sizes}
     ladder = device_tree.measured_ladder(model, calibrated, sizes)
     return {rows: ladder.at(rows) for rows in sizes}

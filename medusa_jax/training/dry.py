@@ -135,7 +135,7 @@ def measure(cfg: Config, shapes: Shapes) -> dict[str, Any]:
 
 
 def frozen_shapes(cfg: Config, key: Any) -> PyTree:
-    """The groups that the stage does not train, as `setup.load` would hold them."""
+    """The groups that the stage does not train, as `setup.load_setup` would hold them."""
     dtype = jnp.dtype(cfg.model.param_dtype)
 
     def backbone(key: jax.Array) -> PyTree:

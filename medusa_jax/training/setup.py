@@ -15,6 +15,7 @@ from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary, whole_config
 from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop.base_files import fingerprint_as_read
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import PyTree, init_sharded, replicated
@@ -67,7 +68,10 @@ def load_setup(cfg: Config, mesh: Mesh) -> Setup:
             params = keep(
                 arch, init_sharded(mesh, lambda k: init_params(arch, k, dtype), key)
             )
-    base = None if params is None else heads_io.base_record(arch, marks.digits(arch))
+    base = None
+    if params is not None:
+        own = fingerprint_as_read(cfg.model.path, marks, arch, dtype)
+        base = heads_io.base_record(arch, own)
     start: PyTree = {}
     recipe: dict[str, Any] | None = None
     if cfg.train.heads_path:

@@ -81,7 +81,7 @@ class GroupedBackbone:
 
     def __init__(self, cfg: Config, mesh: Mesh | None):
         self.cfg = cfg
-        # Nothing is recomputed in a backward pass that does not reach the grouped.
+        # Nothing is recomputed in a backward pass that does not reach the backbone.
         remat = cfg.train.remat and set(trained_groups(cfg)) != {"heads"}
         dtype = jnp.dtype(cfg.train.dtype)
         self.llama = Llama(cfg.model.arch, dtype, remat=remat, mesh=mesh)
@@ -115,7 +115,7 @@ class GroupedBackbone:
         )
 
     def hidden_states(self, frozen: PyTree, batch: PyTree) -> jax.Array:
-        """[B, T, D] of a frozen grouped."""
+        """[B, T, D] of a frozen backbone."""
         return self.backbone(frozen).forward(*losses.rows(batch))
 
 
@@ -143,7 +143,7 @@ def backbone_stage(grouped: GroupedBackbone) -> LossFn:
 
 
 def heads_stage(grouped: GroupedBackbone, objective: HeadObjective) -> LossFn:
-    """Medusa-1: heads on a frozen grouped."""
+    """Medusa-1: heads on a frozen backbone."""
 
     def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
         return losses.head_loss(

@@ -95,7 +95,9 @@ def total_steps(cfg: Config, rows: int) -> int:
 
 
 def train(cfg: Config) -> dict[str, Any]:
-    """Run (or go on with) the training that `cfg` describes; returns the last metrics.
+    """Run (or go on with) the training that `cfg` describes.
+
+    Returns: the last metrics, and "stopped": True where SIGTERM ended it before its last step.
 
     Raises:
       UserError: anything wrong with the configuration, the data or the machine.
@@ -215,7 +217,7 @@ class Run:
                     inform(
                         f"stopped by SIGTERM after step {n}; the same command goes on from there"
                     )
-                    return last
+                    return last | {"stopped": True}
             export.result(
                 self.cfg, self.setup, state.params, "export", self.recipe(self.steps)
             )

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from medusa_jax.errors import UserError
 from medusa_jax.tree.tree import Tree
@@ -14,8 +15,10 @@ ACCELERATOR_NODES = 64
 def load_tree_file(path: str | Path) -> dict:
     """A tree file: a JSON list of choices, or an object with `choices` (and evidence).
 
+    Returns: the object; the order of growth is that of the choices where the file has no other.
+
     Raises:
-      UserError: not readable, not JSON, or neither of the two forms.
+      UserError: not readable, not JSON, neither of the two forms, or evidence of another form.
     """
     try:
         data = json.loads(Path(path).read_text())
@@ -27,7 +30,28 @@ def load_tree_file(path: str | Path) -> dict:
         data = {"choices": data}
     if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
         raise UserError(f"tree file {path} must be a list of choices or hold 'choices'")
+    data = {"growth": data["choices"]} | data
+    if not isinstance(data["growth"], list):
+        raise UserError(f"tree file {path}: 'growth' must be a list of choices")
+    if not _is_evidence(data.get("evidence")):
+        raise UserError(
+            f"tree file {path}: 'ladder' in 'evidence' must be a list of objects with a whole number "
+            "'nodes' and a number 'tokens_per_step'"
+        )
     return data
+
+
+def _is_evidence(evidence: Any) -> bool:
+    """Whether what each size gives can be read from it, or it is not there."""
+    if not evidence:
+        return True
+    rows = evidence.get("ladder") or [] if isinstance(evidence, dict) else [evidence]
+    return isinstance(rows, list) and all(
+        isinstance(row, dict)
+        and type(row.get("nodes")) is int
+        and type(row.get("tokens_per_step")) in (int, float)
+        for row in rows
+    )
 
 
 def tree_of_size(growth: Sequence[Sequence[int]], n_nodes: int) -> Tree:
@@ -95,7 +119,10 @@ def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu")
         if spec == "bundled":
             return Tree.from_choices(calibrated["choices"])
         return tree_of_size(calibrated.get("growth", calibrated["choices"]), int(spec))
+    if not spec:
+        raise UserError("--tree is empty: name a tree, a number of nodes or a file")
+    choices = load_tree_file(spec)["choices"]
     try:
-        return Tree.from_choices(load_tree_file(spec)["choices"])
+        return Tree.from_choices(choices)
     except UserError as error:
         raise UserError(f"{spec}: {error}") from error

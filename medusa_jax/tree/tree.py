@@ -9,6 +9,7 @@ Beside what heads guess a tree may hold one chain of tokens that are copied from
 """
 
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,9 @@ from medusa_jax.errors import UserError
 Choice = tuple[int, ...]
 # In the place of a rank: the token is copied from the text.
 COPIED = -1
+# The depth that an emitted token was accepted at is kept as int8. More nodes than these pay nowhere,
+# and every program would hold their square as a constant.
+MOST_DEEP, MOST_NODES = 127, 4096
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Tree:
 
         Raises:
           UserError: a path is empty, negative (and no copied one), given twice, or its prefix is
-            missing.
+            missing; more nodes or depth than any tree has.
         """
         paths: list[Choice] = []
         for path in choices:
@@ -63,6 +67,7 @@ class Tree:
                     f"{COPIED} alone does, copied from the text"
                 )
             paths.append(tuple(int(r) for r in path))
+        _check_size(len(paths) + 1, max(map(len, paths), default=0))
         known = set(paths)
         if len(known) < len(paths):
             twice = next(list(p) for p in paths if paths.count(p) > 1)
@@ -84,6 +89,7 @@ class Tree:
         """One candidate per head (blockwise parallel decoding)."""
         if depth < 0:
             raise UserError(f"a chain is 0 or more nodes deep, not {depth}")
+        _check_size(depth + 1, depth)
         return cls.cartesian([1] * depth)
 
     @classmethod
@@ -91,6 +97,7 @@ class Tree:
         """So many tokens copied from the text, and none of heads."""
         if depth < 0:
             raise UserError(f"0 or more tokens are copied, not {depth}")
+        _check_size(depth + 1, depth)
         return cls(tuple((COPIED,) * d for d in range(1, depth + 1)))
 
     @classmethod
@@ -101,6 +108,8 @@ class Tree:
         """
         if any(w < 1 for w in widths):
             raise UserError(f"cartesian widths must be at least 1, not {list(widths)}")
+        n_nodes = 1 + sum(itertools.accumulate(widths, operator.mul))
+        _check_size(n_nodes, len(widths))
         paths: list[Sequence[int]] = []
         for depth in range(1, len(widths) + 1):
             paths += itertools.product(*(range(w) for w in widths[:depth]))
@@ -232,6 +241,15 @@ class Tree:
             raise UserError(
                 f"tree choice {deep} is {len(deep)} deep, but there are only {n_heads} heads"
             )
+
+
+def _check_size(n_nodes: int, depth: int) -> None:
+    """Refuse what no tree is, before its paths are built."""
+    if n_nodes > MOST_NODES or depth > MOST_DEEP:
+        raise UserError(
+            f"a tree has at most {MOST_NODES} nodes and is at most {MOST_DEEP} deep, this one has "
+            f"{n_nodes} and is {depth} deep"
+        )
 
 
 def stand_in(trees: Iterable[Tree]) -> Tree:

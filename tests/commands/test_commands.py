@@ -10,6 +10,7 @@ from tiny_model import write_model
 from medusa_jax.api import Model, rounds
 from medusa_jax.commands import bench, calibrate, distill, sweep, ties
 from medusa_jax.config import DataConfig
+from medusa_jax.errors import UserError
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.tree import Tree
 
@@ -72,7 +73,7 @@ def test_calibrate_by_the_paper_s_product(files, tmp_path):
     arguments = [
         f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
         f"--out={out}", "--max_new_tokens=30", "--sizes=1,3", "--rounds=1", "--batches=1", "--one_depth=",
-        "--values=product", "--temperature=0.9",
+        "--values=product", "--temperature=0.9", "--seed=-1",
     ]  # fmt: skip
     assert calibrate.main(arguments) == 0
     found = json.loads(out.read_text())
@@ -217,7 +218,7 @@ def test_ties_reports_divergences_and_judges_them(files, tmp_path, capsys, monke
     plain = Model.generate
 
     def wrong(self, batch, options, ids=None, **kwargs):
-        if kwargs:  # the plain side is given a tree
+        if kwargs["tree"] == Tree.none():
             batch = [[*b[:-1], 5] for b in batch]
         return plain(self, batch, options, ids, **kwargs)
 
@@ -227,16 +228,32 @@ def test_ties_reports_divergences_and_judges_them(files, tmp_path, capsys, monke
     assert facts["not_explained"] > 0 and "NO" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [distill, sweep, ties])
+def test_the_tree_is_that_of_the_batches(command, files, tmp_path, capsys, monkeypatch):
+    def load(flags, **more):
+        raise UserError(f"for {more['batch']} rows")
+
+    monkeypatch.setattr(command, "load_model", load)
+    arguments = [f"--prompts={files[1]}", f"--out={tmp_path}/out", "--batch_size=3"]
+    assert command.main(arguments) == 2
+    assert "for 3 rows" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "command, arguments, words",
     [
         (calibrate, ["--prompts=missing.jsonl", "--out=x.json"], "missing.jsonl"),
         (calibrate, ["--prompts={p}", "--out=x.json", "--sizes=a"], "--sizes"),
         (calibrate, ["--prompts={p}", "--out=x.json", "--batches=0"], "--batches"),
+        (calibrate, ["--prompts={p}", "--out=x.json", "--sizes=4,0"], "--sizes are 1 or"),
+        (calibrate, ["--prompts={p}", "--out=x.json", "--one_depth=-2"], "--one_depth are"),
+        (calibrate, ["--prompts={p}", "--out=."], "--out . is a directory"),
         (distill, ["--prompts=missing.jsonl", "--out=x"], "missing.jsonl"),
         (sweep, ["--epsilons=a,b"], "--epsilons"),
         (ties, ["--prompts=missing.jsonl"], "missing.jsonl"),
+        (ties, ["--prompts={p}", "--out=."], "--out . is a directory"),
         (bench, ["--prompts=missing.jsonl", "--out=x"], "missing.jsonl"),
+        (bench, ["--prompts={p}", "--out={p}/x"], "prompts.jsonl/x: Not a directory"),
         (bench, ["--prompts={p}", "--out=x", "--model=nowhere/at/all"], "nowhere"),
     ],
 )
@@ -247,3 +264,23 @@ def test_bad_input_is_one_line(
     assert command.main([a.format(p=files[1]) for a in arguments]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert words in lines[-1] and lines[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "command, flag, words",
+    [
+        (bench, "--repeats=0", "argument --repeats: 1 or more, not 0"),
+        (bench, "--limit=-1", "argument --limit: 0 or more, not -1"),
+        (bench, "--most_nodes=x", "argument --most_nodes: invalid int value: 'x'"),
+        (calibrate, "--rounds=0", "1 or more, not 0"),
+        (calibrate, "--dense=-1", "0 or more, not -1"),
+        (distill, "--ask=-2", "0 or more, not -2"),
+        (distill, "--batch_size=0", "1 or more, not 0"),
+        (sweep, "--batch_size=0", "1 or more, not 0"),
+        (ties, "--batch_size=0", "1 or more, not 0"),
+    ],
+)
+def test_counts_that_cannot_be(command, flag, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main([flag, "--prompts=missing.jsonl", "--out=x"])
+    assert ended.value.code == 2 and words in capsys.readouterr().err

@@ -10,6 +10,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import jax
 import pytest
 from tiny_model import CONTEXT, write_model, write_tokenizer
 
@@ -189,6 +190,12 @@ def test_tokens_are_copied_beside_heads_and_without_them(decode):
         assert facts["token_ids"] == plain["token_ids"]
         assert (facts["drafter"], facts["tree_nodes"]) == (by, nodes)
     assert decode("--prompt", "in", tree="copy:x")[0] == 2
+
+
+def test_a_tree_without_anybody_to_draft_it(refused):
+    for tree in ("chain:2", "2"):
+        said = refused("--prompt", "in", heads="none", tree=tree)
+        assert "no draft heads are loaded" in said
 
 
 def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
@@ -423,9 +430,11 @@ def test_trees_that_are_not_there(refused, tree, words):
         (("--temperature", "-1"), "temperature"),
         (("--top_p", "0"), "top_p"),
         (("--no_repeat_ngram_size", "-1"), "no_repeat_ngram_size must be 0"),
+        (("--no_repeat_ngram_size", "1000000000"), "0 (off) to 64, not 1000000000"),
         (("--max_new_tokens", "0"), "max_new_tokens"),
         (("--max_steps", "0"), "max_steps"),
         (("--logprobs", "2"), "--logprobs is shown in JSON only"),
+        (("--json", "--save_drafts", "x.svg"), "--save_drafts draws one text"),
         (("--eos_ids", "2,x"), "--eos_ids is a list like 1,4,8"),
         (("--stop_sequence", "none"), "at least one token id"),
         (("--stop_sequence", "1,-4"), "stop_sequences are lists"),
@@ -458,6 +467,7 @@ def test_flags_that_are_unknown(decode, capsys, flags):
         ('{"prompt_ids": ["a"]}', "line 2: 'prompt_ids' must be a list of token ids"),
         ('{"prompt_ids": [99999]}', "a prompt id is outside the vocabulary"),
         ('{"prompt": null}', "line 2"),
+        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
         ('{"messages": "hello"}', "messages"),
         ('{"prompt": "a", "temperature": "hot"}', "line 2"),
         ('{"prompt": "a", "temperature": -1}', "line 2: temperature"),
@@ -577,6 +587,15 @@ def test_chat_with_a_shipped_template_and_with_none(decode, refused, directory):
     assert got["prompt_tokens"] > bare["prompt_tokens"]
     assert "no chat template" in refused("--prompt", "the cat", "--chat")
     assert "did you mean 'vicuna'" in refused("--prompt", "the cat", "--chat", "vicunha")
+
+
+def test_a_chat_runs_on_one_host(decode, monkeypatch):
+    """The others have no keyboard. A process that fails among several ends at once."""
+    statuses = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert "error: a chat runs on one host" in decode("--chat", "zephyr")[2]
+    assert statuses == [2]
 
 
 def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):

@@ -12,8 +12,10 @@ import children
 import pytest
 from tiny_model import write_model
 
+from medusa_jax.commands import serve_run
 from medusa_jax.commands.serve import main
 from medusa_jax.commands.serve_run import read_key
+from medusa_jax.errors import UserError
 
 
 @pytest.fixture
@@ -35,12 +37,22 @@ def test_what_is_refused(refused, tmp_path):
         assert "cannot listen" in refused("--port", taken.getsockname()[1])
     assert "cannot listen" in refused("--port", 10**6)
     assert "--slots must be more than 0" in refused("--slots", 0)
+    assert "--timeout must be more than 0, not nan" in refused("--timeout", "nan")
     assert "cannot read --api_key_file" in refused("--api_key_file", tmp_path / "none")
     (tmp_path / "empty").write_text(" \n")
     assert "holds no key" in refused("--api_key_file", tmp_path / "empty")
     assert "there are: vicuna" in refused(
         "--chat", "vicnua", "--port", 0, "--drafter", "none"
     )
+
+
+def test_a_tree_that_copies_needs_no_heads(refused, monkeypatch):
+    def load(flags, **more):
+        raise UserError(f"asked for {more['tree']}")
+
+    monkeypatch.setattr(serve_run, "load_model", load)
+    flags = ("--port", 0, "--drafter", "none", "--tree", "copy:4")
+    assert "asked for copy:4" in refused(*flags)
 
 
 def test_a_missing_package_is_named(refused, monkeypatch):

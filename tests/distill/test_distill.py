@@ -355,3 +355,12 @@ def test_a_quantised_teacher_is_named(tmp_path, capsys):
     distill.warn_if_quantised(str(tmp_path))
     said = capsys.readouterr().err
     assert "is quantised (awq)" in said and "unquantised" in said
+
+
+def test_damaged_files_are_named(tmp_path):
+    (tmp_path / "settings.json").write_text("{")
+    with pytest.raises(UserError, match=r"settings\.json is damaged"):
+        files.check_settings(tmp_path, {})
+    (tmp_path / "samples.jsonl").write_text("{}\nx\n")
+    with pytest.raises(UserError, match=r"samples\.jsonl is damaged"):
+        files.finished_lines(tmp_path / "samples.jsonl", 1, 2)

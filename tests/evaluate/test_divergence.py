@@ -107,9 +107,10 @@ def test_later_turns_stand_behind_the_plain_answers(exact, monkeypatch):
         def encode(self, text):
             return [ord(c) for c in text]
 
-        def generate(self, batch, options, ids, tree=None):
-            asked.append((list(batch), tree is None))
-            said = [9, 7] if tree is None and len(asked) == 1 else [9, 9]
+        def generate(self, batch, options, ids, tree):
+            """The tree that the noise band is measured with is named."""
+            asked.append((list(batch), tree == TREE))
+            said = [9, 7] if tree == TREE and len(asked) == 1 else [9, 9]
             return [Answer(said) for _ in batch]
 
     @dataclasses.dataclass

@@ -72,9 +72,26 @@ def test_containers(tmp_path):
 
 
 def test_ids_and_limits_of_our_own_files(tmp_path):
-    path = write(tmp_path / "q.jsonl", [{"prompt_ids": [3, 4]}, {"prompt": "a"}])
-    assert [prompt_of(q) for q in read_questions(path)] == [[3, 4], "a"]
-    assert len(read_prompts(path, 1)) == 1 and len(read_prompts(path)) == 2
+    asked = [{"prompt_ids": [3, 4]}, {"prompt": "a"}, {"prompt_ids": []}]
+    path = write(tmp_path / "q.jsonl", asked)
+    assert [prompt_of(q) for q in read_questions(path)] == [[3, 4], "a", []]
+    assert len(read_prompts(path, 1)) == 1 and len(read_prompts(path)) == 3
+
+
+@pytest.mark.parametrize(
+    "record, sentence",
+    [
+        ({"prompt": 5}, r"record 0 should ask text, not \[5\]"),
+        ({"messages": 5}, "record 0 has no list of turns as messages"),
+        ({"messages": [5]}, "record 0 has no list of turns as messages"),
+        ({"messages": []}, "holds no conversation with a turn"),
+        ({"x": 5}, "every line of .* needs 'prompt' or 'prompt_ids'"),
+    ],
+)
+def test_prompts_that_ask_nothing(record, sentence, tmp_path):
+    path = write(tmp_path / "q.jsonl", [record])
+    with pytest.raises(UserError, match=sentence):
+        read_prompts(path, messages=True)
 
 
 def test_a_limit_takes_from_all_categories():
@@ -93,6 +110,13 @@ def test_a_limit_takes_from_all_categories():
             "is in no known form; by fields of a record: all: turns; human",
         ),
         ('{"turns": ["a"]}\n{"x": 1}\n', "record 1 lacks turns"),
+        ('{"turns": [5]}', r"record 0 should ask text, not \[5\]"),
+        ('{"turns": "a"}', "record 0 should ask text, not 'a'"),
+        ('{"turns": []}', "record 0 asks nothing"),
+        ('{"turns": ["a"], "reference": 5}', "record 0 has other values in turns: 'int'"),
+        ('{"instruction": 5}', "record 0 has other values in instruction"),
+        ('{"prompt": null}', r"record 0 should ask text, not \[None\]"),
+        ('{"prompt_ids": ["a"]}', "record 0: 'prompt_ids' should be a list of token ids"),
         ("[1]", "every record has to be a JSON object"),
         ("", "holds no prompts"),
         ("{", "is not JSONL"),

@@ -277,6 +277,8 @@ def test_guesses_are_branches_and_nothing_else():
     for tree in (Tree.cartesian([2, 2]), Tree.cartesian([4])):
         with pytest.raises(UserError, match="at most 3 chains side by side"):
             drafter.check_tree(tree)
+    # What is copied from the text stands beside them, as deep as it likes.
+    drafter.check_tree(Tree.from_choices([[0], [1], [1, 0], [-1], [-1, -1]]))
 
 
 # All of them.

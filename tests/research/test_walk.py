@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
-from medusa_jax.research.walk import main
+from tiny_model import write_model
+
+from medusa_jax import Options, load
+from medusa_jax.decoding import generate as loop
+from medusa_jax.research.walk import main, take_steps
 
 PAGE = Path(__file__).parents[2] / "docs" / "one_step.md"
 
@@ -20,6 +24,20 @@ def test_pictures_are_drawn_beside_it(tmp_path, capsys):
         "tree.svg",
     ]
     assert "kept" in capsys.readouterr().out
+
+
+def test_a_step_beyond_the_first_cache(tmp_path, monkeypatch):
+    """Step 9 is the one that decoding takes, though the cache of the prompt is full long before."""
+    monkeypatch.setattr(loop, "MIN_SLOTS", 16)
+    write_model(tmp_path)
+    model = load(str(tmp_path), str(tmp_path / "heads"), tree="chain:2")
+    found = take_steps(model, "the cat", 9)
+    [result] = model.generate(["the cat"], Options(max_new_tokens=40))
+    *before, last = result.accepted_lengths[:9]
+    n, accepted = 1 + sum(before), found["n"]
+    assert (found["n_new"], accepted + 1) == (n, last)
+    emitted = [*found["text"][:n], *found["emitted"][: accepted + 1]]
+    assert emitted == result.token_ids[: n + last]
 
 
 def test_bad_input_is_one_line(capsys):

@@ -23,7 +23,7 @@ def model(monkeypatch, tmp_path):
     ladder = [{"nodes": 2, "tokens_per_step": 1.5}, {"nodes": 4, "tokens_per_step": 2.0}]
     return SimpleNamespace(
         calibrated={"growth": GROWTH, "evidence": {"ladder": ladder}},
-        tree=Tree.chain(1),
+        tree_at={1: Tree.chain(1), 2: Tree.none(), 3: Tree.none()}.get,
         config=tiny_config(),
         drafter=SimpleNamespace(heads=HeadsConfig()),
         dtype="float32",
@@ -71,6 +71,7 @@ def test_one_unsure_choice_is_measured_again_at_a_start(model, monkeypatch):
 
 
 def test_what_was_asked_for_is_not_measured(model):
-    assert trees_by_rows(model, [1, 2], False) == {1: Tree.chain(1), 2: Tree.chain(1)}
+    """A tree file's ladder, taken as it is, has a rung for each number of rows."""
+    assert trees_by_rows(model, [1, 2], False) == {1: Tree.chain(1), 2: Tree.none()}
     model.calibrated = None
-    assert trees_by_rows(model, [3], True) == {3: Tree.chain(1)}
+    assert trees_by_rows(model, [3], True) == {3: Tree.none()}

@@ -122,6 +122,8 @@ def test_the_order_of_the_choices_plays_no_part(tree, random):
         ([[0], [0, -1]], r"\[0, -1\] holds a negative rank"),
         ([[-1], [-1, 0]], r"\[-1, 0\] holds a negative rank"),
         ([[-1, -1]], r"needs its prefix \[-1\]"),
+        ([[0] * d for d in range(1, 129)], "128 deep"),
+        ([[rank] for rank in range(4096)], "this one has 4097"),
     ],
 )
 def test_choices_that_make_no_tree_are_named(choices, words):
@@ -146,6 +148,7 @@ def test_tree_files(tmp_path):
         parse_tree(str(plain)) == parse_tree(str(rich)) == Tree.from_choices([[0], [0, 1]])
     )
     assert load_tree_file(rich)["device"] == "cpu"
+    assert load_tree_file(rich)["growth"] == [[0], [0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -156,6 +159,10 @@ def test_tree_files(tmp_path):
         ('{"tree": []}', "'choices'"),
         ('"none"', "'choices'"),
         ('{"choices": 3}', "'choices'"),
+        ('{"choices": [], "growth": 3}', "'growth' must be a list of choices"),
+        ('{"choices": [], "evidence": [1]}', "'ladder' in 'evidence' must be"),
+        ('{"choices": [], "evidence": {"ladder": 3}}', "'ladder' in 'evidence' must be"),
+        ('{"choices": [], "evidence": {"ladder": [{"nodes": 2}]}}', "'tokens_per_step'"),
         ("[[0], [2, 1]]", r"\[2, 1\] needs its prefix"),
         ("[[0], 4]", "not 4"),
         ("\udcff", "not valid JSON"),
@@ -196,6 +203,10 @@ def test_specs():
         ("chain:-1", "-1"),
         ("cartesian:2,", "cartesian:2,3"),
         ("cartesian:0,2", r"\[0, 2\]"),
+        ("cartesian:64,64,64,64", "at most 4096 nodes and is at most 127 deep"),
+        ("chain:1000000000", "this one has 1000000001 and is 1000000000 deep"),
+        ("copy:128", "is 128 deep"),
+        ("", "--tree is empty"),
         ("auto", "calibrate"),
         ("64", "calibrate"),
         ("\u00b2", "cannot read the tree file \u00b2"),

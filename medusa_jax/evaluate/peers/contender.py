@@ -54,7 +54,7 @@ def ourselves(model: Model, tree: Tree) -> Contender:
         result = model.generate([prompt], options, tree=tree)[0]
         return Run(result.token_ids, result.prefill_seconds, result.decode_seconds)
 
-    drafts = f"{model.drafter.heads.drafter}, {tree.n_nodes} nodes"
+    drafts = f"{model.drafts_by(tree)}, {tree.n_nodes} nodes"
     weights = model.storage.weights or str(model.dtype)
     return Contender(f"medusa_jax, {drafts if tree.depth else 'plain'}", weights, decode)
 
