@@ -20,14 +20,15 @@ set -euo pipefail
 
 [ $# -gt 0 ] || { echo "usage: sbatch --nodes=N launch/slurm.sh --config=... --workdir=..." >&2; exit 2; }
 . "${VENV:-.venv}/bin/activate"
-# All of them or none: the others would wait for one that is gone.
+# Preemption may signal this shell as well: its end would be the job's, before the processes have saved.
+trap : TERM
+# All of them or none: the others would wait for one that is gone. Since SLURM 22.05 srun no longer
+# takes the number of CPUs from the job.
 status=0
-srun --kill-on-bad-exit=1 python train.py "$@" || status=$?
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" python train.py "$@" || status=$?
 
-workdir=$(printf '%s\n' "$@" | sed -n 's/^--workdir=//p')
-[ -d "$workdir/export" ] && exit "$status"
 case $status in
-    1 | 2) ;; # a mistake, which the next attempt would make again
+    0 | 1 | 2) ;; # done, or a mistake, which the next attempt would make again
     *) [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] || scontrol requeue "$SLURM_JOB_ID" ;;
 esac
 exit "$status"

@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("commands.convert", "heads from and to the layouts of other engines"),
     "distill": ("commands.distill", "let a model write the text that its heads learn from"),
     "bench": ("commands.bench", "drafters and trees side by side, against plain decoding"),
+    "replay": ("commands.replay", "accepted lengths on a question file, without timings"),
     "sweep": ("commands.sweep", "acceptance rules over threshold and temperature"),
     "ties": ("commands.ties", "where low precision leaves plain decoding, and why"),
     "train_cost": ("commands.train_cost", "seconds and memory of a training step"),

@@ -21,7 +21,7 @@ from medusa_jax.errors import UserError
 FLAGS = ("coordinator_address", "num_processes", "process_id")
 # On virtual machines with TPUs the environment says nothing, JAX asks the machine.
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
-# Exit status where another process is lost: try again (EX_TEMPFAIL of sysexits.h).
+# Exit status where another process is lost or never came: try again (EX_TEMPFAIL of sysexits.h).
 LOST = 75
 # What passes the devices at a time on its way to the hosts.
 PIECE_BYTES = 64 * 2**20
@@ -41,7 +41,8 @@ def join(given: Mapping[str, str]) -> None:
     `FLAGS` are given. A process that no launcher started beside others runs alone.
 
     Raises:
-      UserError: some of the flags are missing or no numbers, or nobody answers.
+      UserError: some of the flags are missing or no numbers. Where nobody answers the process ends
+        with `LOST`.
     """
     if given and set(given) != set(FLAGS):
         missing = [f"--{name}" for name in FLAGS if name not in given]
@@ -57,11 +58,14 @@ def join(given: Mapping[str, str]) -> None:
         raise UserError("--num_processes and --process_id are whole numbers") from None
     try:
         jax.distributed.initialize(given.get("coordinator_address"), **numbers)
-    except (RuntimeError, ValueError) as error:
-        if perhaps and isinstance(error, ValueError):
+    except RuntimeError as error:
+        # The others may only be late, on machines that are still to come.
+        _leave(LOST, f"the processes of this run did not meet: {_first(error)}")
+    except ValueError as error:
+        if perhaps:
             return  # a TPU that belongs to no pod
         raise UserError(
-            f"the processes of this run did not meet: {_first(error)}"
+            f"this process does not know the others: {_first(error)}"
         ) from error
 
 

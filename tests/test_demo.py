@@ -57,6 +57,15 @@ def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(name, tree, 
         assert (result.new_tokens - 1) / result.steps > least
 
 
+def test_provenance_says_of_all_heads_what_lies_beside_them():
+    made = json.loads((DEMO / "provenance.json").read_text())["heads"]
+    assert set(made) == set(BUNDLED)
+    for name in BUNDLED:
+        recipe = json.loads((DEMO / name / "heads.json").read_text())["recipe"]
+        assert made[name]["config"] == recipe["config"], name
+        assert made[name]["last"]["train"]["step"] == recipe["step"], name
+
+
 @pytest.mark.parametrize("name", BUNDLED)
 def test_tree_beside_the_heads_is_the_one_its_evidence_names(name):
     tree = json.loads((DEMO / name / "tree.json").read_text())

@@ -39,6 +39,9 @@ def machine(monkeypatch, tmp_path):
         def __init__(self, engines, variables, prompt, *, batch, n_steps):
             self.batch = batch
 
+        def shorten(self, engine, enough):
+            pass
+
         def seconds(self, engine):
             nodes = engine.tree.n_nodes
             if (nodes, self.batch) not in measured:
@@ -150,6 +153,15 @@ def test_bundled_is_the_files_own_choice(directory, machine, monkeypatch):
     monkeypatch.setenv(device_tree.VARIABLE, "measured")
     with pytest.raises(UserError, match="is bundled or not set, not 'measured'"):
         load(directory)
+
+
+def test_several_hosts_measure_nothing(directory, monkeypatch):
+    """Each would find another tree, and their programs would not go together."""
+    calibrated = json.loads((directory / "heads" / "tree.json").read_text())
+    monkeypatch.delenv(device_tree.VARIABLE)
+    assert device_tree.is_measured(calibrated)
+    monkeypatch.setattr(device_tree.jax, "process_count", lambda: 2)
+    assert not device_tree.is_measured(calibrated)
 
 
 def test_an_accelerator_may_take_more_than_the_evidence_reaches():

@@ -29,8 +29,9 @@ from medusa_jax.tree.files import ACCELERATOR_NODES
 
 # "bundled": the file's own choice is taken and nothing is measured.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Steps in one go, and tokens of the text that they are timed behind.
-STEPS, PROMPT = 3, 16
+# Most steps in one go, seconds of plain decoding that do for one, tokens of the text that they are
+# timed behind.
+STEPS, ENOUGH, PROMPT = 16, 0.01, 16
 # A choice is not measured again once it was measured at so many starts, sure or not.
 STARTS = 4
 # Numbers of rows that have a rung.
@@ -78,7 +79,7 @@ def kept_choice(
     mesh: Mesh,
 ) -> Kept:
     """Where the choice for this device, model and batch size is kept."""
-    tree = (calibrated["growth"], calibrated["evidence"]["ladder"])
+    tree = (calibrated["growth"], calibrated["evidence"]["ladder"], STEPS, ENOUGH, PROMPT)
     sizes = tuple(mesh.shape.values())
     forms = (storage, storage.of_drafts)
     return Kept("trees", *tree, batch, config, heads, str(dtype), forms, sizes)
@@ -143,7 +144,8 @@ def measure_rung(
     clock = StepClock(
         list(engines.values()), model.variables, prompt, batch=batch, n_steps=STEPS
     )
-    compiled = set[int]()
+    clock.shorten(engines[1], ENOUGH)
+    compiled = {1}
 
     def seconds(size: int) -> float:
         if size not in compiled:
@@ -182,12 +184,18 @@ def kept_for(model: Model, calibrated: dict[str, Any], rows: int) -> Kept:
 def measured_ladder(
     model: Model, calibrated: dict[str, Any], sizes: Sequence[int]
 ) -> Ladder:
-    """A rung for each number of rows, measured on this device at first use."""
-    rungs = {}
+    """A rung for each number of rows, measured on this device at first use.
+
+    Of the choices that noise could have turned one is measured again at a start, or somebody with a
+    busy machine would wait for all of them every time.
+    """
+    rungs, looked_again = {}, False
     for rows in sizes:
         kept = kept_for(model, calibrated, rows)
         size = kept_size(kept)
-        if size is None or not is_settled(kept):
+        again = size is not None and not is_settled(kept) and not looked_again
+        if size is None or again:
             size = choose_on_device(model, calibrated, rows, kept)["nodes"]
+        looked_again |= again
         rungs[rows] = tree_of_size(calibrated["growth"], size)
     return Ladder(rungs)

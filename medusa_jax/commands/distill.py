@@ -23,6 +23,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -178,15 +179,16 @@ def run(flags: argparse.Namespace) -> int:
     start, before = time.perf_counter(), int(hosts.of_first(len(lines)))
     news = News(len(seeds), before)
     made = write_all(Writer(model, flags, mode, options, news), path, seeds[before:])
+    stopped = before + len(made) < len(seeds)
     if not hosts.first():
-        return 0
+        return 128 + signal.SIGTERM if stopped else 0
     lines += made
-    if len(lines) < len(seeds):
+    if stopped:
         inform(
             f"stopped by SIGTERM behind {len(lines)} of {len(seeds)} seeds; the same command "
             "goes on from there"
         )
-        return 0
+        return 128 + signal.SIGTERM
     seconds = time.perf_counter() - start
     found = files.sizes(mode, lines)
     if mode == "continue":

@@ -9,7 +9,6 @@ from typing import Any
 
 from medusa_jax.commands.flags import load_model, parse_mesh
 from medusa_jax.console import (
-    announced,
     inform,
     use_compilation_cache,
     warn_if_accelerator_unused,
@@ -52,10 +51,13 @@ def run(flags: argparse.Namespace) -> int:
             max_new_tokens=flags.max_new_tokens,
         ) as server:
             if flags.warm_up:
-                with announced("compiling"):
-                    most = min(flags.warm_up, model.config.max_position)
-                    # A client may ask for its answer without drafts, too.
-                    server.warm_up(most, [(True, "auto"), (False, "auto")])
+                most = min(flags.warm_up, model.config.max_position)
+                # A client may ask for its answer without drafts, too.
+                groups = [(True, "auto"), (False, "auto")]
+                server.warm_up(most, groups, wait=False)
+                inform(
+                    "compiling ahead; until that is done the first answers may begin late"
+                )
             answer_calls(uvicorn, listener, server, template, key, flags)
     return 0
 

@@ -32,6 +32,7 @@ from medusa_jax.evaluate.tables import markdown_table
 EXAMPLES = """examples:
   python -m medusa_jax sweep
   python -m medusa_jax sweep --small
+  python -m medusa_jax sweep --drafter medusa,hydrapp --tree 64
   python -m medusa_jax sweep --model path/to/model --drafter path/to/heads --tree 64 \\
       --prompts questions.jsonl --limit 64 --dtype bfloat16
 """
@@ -65,13 +66,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Both sweeps, tables, pictures."""
-    from tqdm import tqdm
-
-    from medusa_jax.api import Options
+    """Both sweeps of every drafter, tables, pictures."""
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.decoding.acceptance import RULES as ACCEPTANCE
-    from medusa_jax.evaluate.rules import measure_rule
 
     epsilons = numbers(flags.epsilons, "--epsilons", float)
     temperatures = numbers(flags.temperatures, "--temperatures", float)
@@ -83,12 +80,46 @@ def run(flags: argparse.Namespace) -> int:
     use_compilation_cache()
     questions = read_questions(flags.prompts, flags.limit)
     batch = min(flags.batch_size, len(questions))
-    model = load_model(flags, needs_heads=True, tree=flags.tree, batch=batch)
-    prompts = [model.encode(prompt_of(question)) for question in questions]
+    swept = []
+    for name in flags.drafter.split(",") if flags.drafter else [None]:
+        model = load_model(flags, name, needs_heads=True, tree=flags.tree, batch=batch)
+        label = name or model.drafter.heads.drafter
+        swept.append(
+            {"drafter": label} | sweep_one(flags, model, questions, epsilons, temperatures)
+        )
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "dtype": str(model.dtype),
+        "prompts": len(questions),
+        "max_new_tokens": flags.max_new_tokens,
+        "guarantees": {name: rule.guarantee for name, rule in ACCEPTANCE.items()},
+        "drafters": swept,
+    }
+    (out / "sweep.json").write_text(json.dumps(facts, indent=1) + "\n")
+    print(threshold_table(swept))
+    print()
+    print(temperature_table(swept))
+    draw(swept, out)
+    inform(f"wrote {out}/sweep.json, thresholds.png and temperatures.png")
+    return 0
+
+
+def sweep_one(
+    flags: argparse.Namespace,
+    model: Any,
+    questions: Sequence[dict[str, Any]],
+    epsilons: Sequence[float],
+    temperatures: Sequence[float],
+) -> dict[str, Any]:
+    """Both sweeps of one drafter with its tree."""
+    from tqdm import tqdm
+
+    from medusa_jax.api import Options
+    from medusa_jax.evaluate.rules import measure_rule
 
     T = flags.temperature
+    prompts = [model.encode(prompt_of(question)) for question in questions]
     plan: list[tuple[str, float, float, float]] = [
         ("greedy", 0.0, 0.09, 0.3),
         ("sampled", T, 0.09, 0.3),
@@ -103,33 +134,19 @@ def run(flags: argparse.Namespace) -> int:
             )
             rows.append(measure_rule(model, prompts, rule, options, flags.batch_size))
     greedy, plain, *rest = rows
-    thresholds, by_temperature = rest[: len(epsilons)], rest[len(epsilons) :]
-    facts = {
-        "drafter": model.drafter.heads.drafter,
+    return {
         "tree_nodes": model.tree.n_nodes,
-        "dtype": str(model.dtype),
-        "prompts": len(prompts),
-        "max_new_tokens": flags.max_new_tokens,
-        "guarantees": {name: rule.guarantee for name, rule in ACCEPTANCE.items()},
         "greedy": greedy,
         "plain_sampling": plain,
-        "thresholds": thresholds,
-        "temperatures": by_temperature,
+        "thresholds": rest[: len(epsilons)],
+        "temperatures": rest[len(epsilons) :],
     }
-    (out / "sweep.json").write_text(json.dumps(facts, indent=1) + "\n")
-    print(threshold_table(greedy, plain, thresholds))
-    print()
-    print(temperature_table(by_temperature))
-    draw(facts, out)
-    inform(f"wrote {out}/sweep.json, thresholds.png and temperatures.png")
-    return 0
 
 
-def threshold_table(
-    greedy: dict[str, Any], plain: dict[str, Any], rows: list[dict[str, Any]]
-) -> str:
+def threshold_table(swept: Sequence[dict[str, Any]]) -> str:
     """Figure 5 as a Markdown table."""
     header = (
+        "drafter",
         "acceptance",
         "epsilon",
         "delta",
@@ -137,68 +154,69 @@ def threshold_table(
         "mean log-probability",
     )
     cells = []
-    for row in (greedy, plain, *rows):
-        epsilon, delta = row["epsilon"], row["delta"]
-        cells.append(
-            (
-                f"{row['acceptance']}, T {row['temperature']:g}",
-                "-" if epsilon is None else f"{epsilon:.2f}",
-                "-" if delta is None else f"{delta:.2f}",
-                f"{row['mean_accepted_length']:.3f}",
-                f"{row['mean_log_probability']:.3f}",
+    for one in swept:
+        for row in (one["greedy"], one["plain_sampling"], *one["thresholds"]):
+            epsilon, delta = row["epsilon"], row["delta"]
+            cells.append(
+                (
+                    one["drafter"],
+                    f"{row['acceptance']}, T {row['temperature']:g}",
+                    "-" if epsilon is None else f"{epsilon:.2f}",
+                    "-" if delta is None else f"{delta:.2f}",
+                    f"{row['mean_accepted_length']:.3f}",
+                    f"{row['mean_log_probability']:.3f}",
+                )
             )
-        )
     return markdown_table(header, cells)
 
 
-def temperature_table(rows: list[dict[str, Any]]) -> str:
+def by_rule(one: dict[str, Any]) -> dict[str, dict[float, float]]:
+    """Mean accepted length over temperature of every rule, by its name in tables and pictures."""
+    found: dict[str, dict[float, float]] = {}
+    for row in one["temperatures"]:
+        lossy = " (lossy)" if row["acceptance"] == "typical" else ""
+        label = f"{one['drafter']}, {row['acceptance']}{lossy}"
+        found.setdefault(label, {})[row["temperature"]] = row["mean_accepted_length"]
+    return found
+
+
+def temperature_table(swept: Sequence[dict[str, Any]]) -> str:
     """Mean accepted length of every rule over temperature, as a Markdown table."""
-    temperatures = sorted({row["temperature"] for row in rows})
-    cells = []
-    for rule in RULES:
-        own = {
-            r["temperature"]: r["mean_accepted_length"]
-            for r in rows
-            if r["acceptance"] == rule
-        }
-        label = f"{rule} (lossy)" if rule == "typical" else rule
-        cells.append((label, *(f"{own[t]:.3f}" for t in temperatures)))
+    lines = {label: own for one in swept for label, own in by_rule(one).items()}
+    temperatures = sorted({t for own in lines.values() for t in own})
+    cells = [
+        (label, *(f"{own[t]:.3f}" for t in temperatures)) for label, own in lines.items()
+    ]
     header = ("mean accepted length at T", *(f"{t:g}" for t in temperatures))
     return markdown_table(header, cells)
 
 
-def draw(facts: dict[str, Any], out: Path) -> None:
-    """thresholds.png and temperatures.png."""
+def draw(swept: Sequence[dict[str, Any]], out: Path) -> None:
+    """thresholds.png (Medusa's figure 5, with several drafters Hydra's figure 6) and temperatures.png."""
     from medusa_jax.plots import Chart, draw_lines
 
-    epsilons = [row["epsilon"] for row in facts["thresholds"]]
-    plain = facts["plain_sampling"]
     charts = []
     for title, name in (
         ("mean accepted length", "mean_accepted_length"),
         ("mean log-probability of the text", "mean_log_probability"),
     ):
-        charts.append(
-            Chart(
-                title,
-                "epsilon (delta = sqrt epsilon)",
-                {"typical (lossy)": (epsilons, [r[name] for r in facts["thresholds"]])},
-                {
-                    "greedy": facts["greedy"][name],
-                    f"sampling, T {plain['temperature']:g}": plain[name],
-                },
-            )
-        )
+        lines, levels = {}, {}
+        for one in swept:
+            rows, plain = one["thresholds"], one["plain_sampling"]
+            label = f"{one['drafter']}, typical (lossy)"
+            lines[label] = ([r["epsilon"] for r in rows], [r[name] for r in rows])
+            # The lossless rules write the same text with every drafter.
+            whose = f"{one['drafter']}, " if name == "mean_accepted_length" else ""
+            levels[f"{whose}greedy"] = one["greedy"][name]
+            levels[f"{whose}sampling, T {plain['temperature']:g}"] = plain[name]
+        charts.append(Chart(title, "epsilon (delta = sqrt epsilon)", lines, levels))
     draw_lines(charts, path=out / "thresholds.png")
-    lines = {}
-    for rule in RULES:
-        own = [r for r in facts["temperatures"] if r["acceptance"] == rule]
-        label = f"{rule} (lossy)" if rule == "typical" else rule
-        lines[label] = (
-            [r["temperature"] for r in own],
-            [r["mean_accepted_length"] for r in own],
-        )
-    chart = Chart("mean accepted length", "temperature", lines)
+    over = {
+        label: (list(own), list(own.values()))
+        for one in swept
+        for label, own in by_rule(one).items()
+    }
+    chart = Chart("mean accepted length", "temperature", over)
     draw_lines([chart], path=out / "temperatures.png")
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import importlib.util
 import os
+import signal
 import sys
 import typing
 from collections.abc import Collection
@@ -48,8 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             simulate(flags["devices"], cfg)
         hosts.join({name: flags[name] for name in hosts.FLAGS if name in flags})
         with hosts.together():
-            run(cfg)
-        return 0
+            return run(cfg)
 
     return run_main(go)
 
@@ -69,8 +69,11 @@ def simulate(devices: str, cfg: Config) -> None:
     simulate_devices(int(devices))
 
 
-def run(cfg: Config) -> None:
-    """Train, or with `dry_run` only compile, or with `data.preview` only show a sample."""
+def run(cfg: Config) -> int:
+    """Train, or with `dry_run` only compile, or with `data.preview` only show a sample.
+
+    Returns: the exit status, SIGTERM's where it ended a training that is to go on.
+    """
     from medusa_jax.training import checks, dry
     from medusa_jax.training.data.preview import preview
     from medusa_jax.training.trainer import train
@@ -78,14 +81,14 @@ def run(cfg: Config) -> None:
     checks.check_choices(cfg)
     if cfg.data.preview:
         preview(cfg)
-        return
+        return 0
     warn_if_accelerator_unused()
     try:
         if cfg.dry_run:
             dry.dry_run(cfg)
-        else:
-            use_compilation_cache()  # a resumed run starts at once
-            train(cfg)
+            return 0
+        use_compilation_cache()  # a resumed run starts at once
+        return 128 + signal.SIGTERM if train(cfg).get("stopped") else 0
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
             raise

@@ -88,7 +88,10 @@ def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
 def resized(
     engine: Engine, sizes: Sizes, rows: int, slots: int, state: DecodeState
 ) -> DecodeState:
-    """The first rows and slots of a state, and idle ones behind them."""
+    """The first rows and slots of a state, and idle ones behind them.
+
+    Where there are fewer slots than a row that has ended has text, its text ends with them.
+    """
 
     def keep(new: jax.Array, old: jax.Array) -> jax.Array:
         first = (0,) * new.ndim
@@ -96,6 +99,7 @@ def resized(
         return lax.dynamic_update_slice(new, lax.slice(old, first, shared), first)
 
     kept = jax.tree.map(keep, idle(engine, sizes, rows, slots), state)
+    kept = kept.replace(length_B=jnp.minimum(kept.length_B, slots))
     return pin_state(engine.llama.mesh, kept)
 
 

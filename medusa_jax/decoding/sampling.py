@@ -80,24 +80,25 @@ def _largest_threshold(keep_at_least, low, high, rounds: int) -> jax.Array:
     return lax.fori_loop(0, rounds, halve, (low, high))[0]
 
 
-# Partial sums that are carried side by side; a power of two.
+# Partial sums that are carried side by side, at most; a power of two.
 LANES = 512
 
 
 def ordered_sum(x: jax.Array) -> jax.Array:
     """The sum over the last axis [..., 1], in an order that other rows do not change.
 
-    Lane i adds up entries i, i + LANES, ...; then halves are added until one lane is left. All of it
+    Lane i adds up entries i, i + lanes, ...; then halves are added until one lane is left. All of it
     is elementwise, which no compiler reorders; XLA's own reductions follow the shape of the whole.
     """
-    rest = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % LANES)]
-    filled = jnp.pad(x, rest)
+    V = x.shape[-1]
+    lanes = min(LANES, 1 << (V - 1).bit_length())  # a small vocabulary fills no more
+    filled = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -V % lanes)])
 
     def add(i: jax.Array, sums: jax.Array) -> jax.Array:
-        return sums + lax.dynamic_slice_in_dim(filled, i * LANES, LANES, axis=x.ndim - 1)
+        return sums + lax.dynamic_slice_in_dim(filled, i * lanes, lanes, axis=x.ndim - 1)
 
-    first = filled[..., :LANES]
-    sums = lax.fori_loop(1, filled.shape[-1] // LANES, add, first)
+    first = filled[..., :lanes]
+    sums = lax.fori_loop(1, filled.shape[-1] // lanes, add, first)
     while (half := sums.shape[-1] // 2) > 0:
         sums = sums[..., :half] + sums[..., half:]
     return sums

@@ -13,7 +13,7 @@ from medusa_jax.evaluate.answers import answer_line, spec_bench_speedup
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.conversation import PLAIN, ending_turns, turn_prompt
 from medusa_jax.evaluate.latency import step_seconds
-from medusa_jax.evaluate.questions import MT_BENCH
+from medusa_jax.evaluate.questions import grouped
 from medusa_jax.evaluate.speed import pooled
 from medusa_jax.tree import Tree
 
@@ -89,18 +89,11 @@ def category_rows(
     Args:
       execute: whether to run programs that the model wrote, for HumanEval's pass@1.
     """
-    by_category: dict[str, list[Answered]] = {}
-    for one in answered:
-        by_category.setdefault(one.question["category"], []).append(one)
-    rows = dict(by_category)
-    talks = [one for name in MT_BENCH for one in by_category.get(name, ())]
-    if talks and len(talks) < len(answered):
-        rows["mt_bench"] = talks
-    if len(by_category) > 1:
-        rows["overall"] = list(answered)
+    groups = grouped([one.question["category"] for one in answered])
     return [
-        {"category": category} | category_row(model, own, tree, repeats, execute)
-        for category, own in rows.items()
+        {"category": category}
+        | category_row(model, [answered[i] for i in own], tree, repeats, execute)
+        for category, own in groups.items()
     ]
 
 

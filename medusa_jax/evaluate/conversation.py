@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from medusa_jax.api import Model, Options
 from medusa_jax.errors import UserError
@@ -13,6 +13,8 @@ from medusa_jax.interop.chat import encode_prompt, stop_ids
 PLAIN = "plain"
 # The length that Amphista (A.2.1) cuts prompts to.
 PAPER_ROOM = 2048
+
+Came = TypeVar("Came")
 
 
 def find_template(model: Model, asked: str) -> str:
@@ -92,6 +94,36 @@ def turn_prompt(
         return cut(model, ids_with, turns[longest], room, keep_end=not in_frame), True
     except UserError as error:
         raise UserError(f"question {question['question_id']}: {error}") from error
+
+
+def all_turns(
+    model: Model,
+    questions: Sequence[dict[str, Any]],
+    template: str,
+    room: int,
+    ask: Callable[[list[list[int]], list[str]], Sequence[tuple[Came, str]]],
+) -> list[tuple[int, Came]]:
+    """Every turn of every question behind the answers to the turns before it, a turn of all at a time.
+
+    Args:
+      template, room: as for `turn_prompt`.
+      ask: (prompts, what each turn is called) -> what came of each, and its answer.
+
+    Returns: numbers of questions and what came of a turn; first turns before the second ones.
+    """
+    found: list[tuple[int, Came]] = []
+    answers: list[list[str]] = [[] for _ in questions]
+    turns = [max(1, len(question["turns"])) for question in questions]
+    for turn in range(max(turns)):
+        left = [i for i, own in enumerate(turns) if turn < own]
+        prompts = [
+            turn_prompt(model, questions[i], answers[i], template, room)[0] for i in left
+        ]
+        names = [f"{questions[i]['question_id']}, turn {turn + 1}" for i in left]
+        for i, (came, answer) in zip(left, ask(prompts, names), strict=True):
+            answers[i].append(answer)
+            found.append((i, came))
+    return found
 
 
 def cut(

@@ -12,6 +12,7 @@ tokens can move together, twice the band.
 import dataclasses
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from medusa_jax.console import announced
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.evaluate.compare import perturbed
-from medusa_jax.evaluate.conversation import PLAIN, ending_turns, turn_prompt
+from medusa_jax.evaluate.conversation import PLAIN, all_turns, ending_turns
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree import Tree
@@ -171,11 +172,11 @@ def compared(
     names: Sequence[str],
 ) -> list[Compared]:
     """Every prompt decoded with the model's tree and plainly, as request 0, 1, ..."""
-    found = []
+    found: list[Compared] = []
     batches = list(equal_batches(len(prompts), batch_size))
     for ids, rows in tqdm(batches, unit="batch", disable=None):
         batch = [prompts[i] for i in rows]
-        with announced("compiling"):
+        with nullcontext() if found else announced("compiling"):
             drafted = model.generate(batch, options, rows, tree=model.tree)
             plain = model.generate(batch, options, rows, tree=Tree.none())
         for i, ours, theirs in zip(ids, drafted, plain):
@@ -201,20 +202,12 @@ def compared_talks(
     """
     if template != PLAIN:
         options = ending_turns(model, options, template)
-    found: list[Compared] = []
-    answers: list[list[str]] = [[] for _ in questions]
-    turns = [max(1, len(question["turns"])) for question in questions]
-    for turn in range(max(turns)):
-        left = [i for i, own in enumerate(turns) if turn < own]
-        prompts = [
-            turn_prompt(model, questions[i], answers[i], template, room)[0] for i in left
-        ]
-        names = [f"{questions[i]['question_id']}, turn {turn + 1}" for i in left]
-        of_turn = compared(model, prompts, options, batch_size, names)
-        for i, one in zip(left, of_turn, strict=True):
-            answers[i].append(one.plain.text)
-        found += of_turn
-    return found
+
+    def ask(prompts: list[list[int]], names: list[str]) -> list[tuple[Compared, str]]:
+        found = compared(model, prompts, options, batch_size, names)
+        return [(one, one.plain.text) for one in found]
+
+    return [one for _, one in all_turns(model, questions, template, room, ask)]
 
 
 def tie_report(

@@ -10,86 +10,18 @@ from datetime import date
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from medusa_jax.api import Model, Options, device_tree
-from medusa_jax.api.batching import equal_batches
 from medusa_jax.console import announced
-from medusa_jax.decoding.copying import copied_lengths
-from medusa_jax.decoding.generate import power_of_two
-from medusa_jax.decoding.ranks import rank_tuples
-from medusa_jax.decoding.sampling import row_keys
-from medusa_jax.errors import UserError
 from medusa_jax.evaluate import shapes
 from medusa_jax.evaluate.latency import step_seconds
+from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.tree import Choice, Tree, growth
 from medusa_jax.tree.growth import Recorded
 
 # Choices that are kept in order of worth: trees of up to 128 nodes can be cut from a file.
 GROWTH = 127
-# Longest chain that is copied from the text, as prompt lookup has it.
-MOST_COPIED = 10
-# Prompts that are continued at a time.
-ROWS = 8
-
-
-def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Recorded]:
-    """Ranks, and what copying has right, on the model's own continuation of each prompt.
-
-    Only positions whose guesses all fall on generated text count: from the last prompt token
-    on, as far as the deepest head still has its token.
-
-    Raises:
-      UserError: fewer than two continuations are long enough.
-    """
-    lengths = jax.jit(jax.vmap(copied_lengths, (0, 0, None)), static_argnums=2)
-    ranks = jax.jit(rank_tuples, static_argnames=("drafter", "no_repeat_ngram_size"))
-    K = model.drafter.n_heads
-    texts = []
-    with tqdm(
-        total=len(prompts), unit="prompt", desc="rank statistics", disable=None
-    ) as bar:
-        for own, rows in equal_batches(len(prompts), ROWS):
-            noise = None
-            if options.temperature > 0:
-                seed_B = jnp.full((len(rows),), options.seed % 2**32, jnp.uint32)
-                keys = row_keys(seed_B, jnp.zeros((len(rows),), jnp.int32))
-                noise = (keys, jnp.full((len(rows),), options.temperature))
-            batch = [prompts[i] for i in rows]
-            results = model.generate(batch, options, [0] * len(rows), tree="none")
-            ids = [model.encode(p) + r.token_ids for p, r in zip(batch, results)]
-            length_B = np.array([len(x) for x in ids], np.int32)
-            tokens_BT = np.zeros(
-                (len(rows), power_of_two(int(length_B.max()), 64)), np.int32
-            )
-            for row, x in zip(tokens_BT, ids):
-                row[: len(x)] = x
-            ranks_BTK = np.asarray(
-                ranks(
-                    model.drafter,
-                    model.variables["heads"],
-                    model.backbone,
-                    jnp.asarray(tokens_BT),
-                    jnp.asarray(length_B),
-                    noise,
-                    model.no_repeat_ngram_size,
-                )
-            )
-            copied_BT = np.asarray(lengths(tokens_BT, length_B, MOST_COPIED))
-            for b in range(len(own)):
-                # The step after prefill starts at the last prompt position.
-                here = slice(results[b].prompt_tokens - 1, int(length_B[b]) - K - 1)
-                if here.stop > here.start:
-                    texts.append(Recorded(ranks_BTK[b, here], copied_BT[b, here]))
-            bar.update(len(own))
-    if len(texts) < 2:
-        raise UserError(
-            f"{len(texts)} of {len(prompts)} continuations are long enough to calibrate on, two "
-            "are needed: trees are counted on texts that they were not grown from"
-        )
-    return texts
 
 
 def fit_tree(

@@ -111,15 +111,25 @@ def memory(entrant: Entrant) -> dict[str, int]:
 
 
 def trained_tokens(recipe: dict[str, Any]) -> int | None:
-    """Tokens that a training run of ours saw, by the recipe beside its result; None: not said."""
+    """Tokens that training runs of ours saw, by the recipe beside their result; None: not said.
+
+    What the heads had seen that a run began with counts too.
+    """
     config = recipe.get("config", {})
+    training = config.get("train", {})
     sizes = (
         recipe.get("step"),
-        config.get("train", {}).get("batch_size"),
+        training.get("batch_size"),
         config.get("data", {}).get("seq_len"),
     )
     known = [n for n in sizes if isinstance(n, int)]
-    return math.prod(known) if len(known) == len(sizes) else None
+    if len(known) < len(sizes):
+        return None
+    own = math.prod(known)
+    if not training.get("heads_path"):
+        return own
+    before = trained_tokens(recipe.get("start", {}))
+    return None if before is None else before + own
 
 
 def recipe_of(directory: str) -> dict[str, Any]:

@@ -147,6 +147,25 @@ def spread(questions: Sequence[Record], limit: int) -> list[Record]:
     return [questions[i] for i in sorted(i for _, i in order[: limit or None])]
 
 
+def grouped(categories: Sequence[str]) -> dict[str, list[int]]:
+    """Numbers of the questions of each category in the order of the file, MT-bench's eight together,
+    and all: what a table by category has rows of.
+
+    Example: writing math qa gives {"writing": [0], "math": [1], "qa": [2], "mt_bench": [0, 1],
+    "overall": [0, 1, 2]}.
+    """
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, category in enumerate(categories):
+        groups[category].append(i)
+    talks = [i for i, category in enumerate(categories) if category in MT_BENCH]
+    several = len(groups) > 1
+    if talks and len(talks) < len(categories):
+        groups["mt_bench"] = talks
+    if several:
+        groups["overall"] = list(range(len(categories)))
+    return dict(groups)
+
+
 def read_records(path: str) -> list[Record]:
     """Records of a .jsonl, .json (a list), .parquet or gzipped file.
 

@@ -16,7 +16,7 @@ from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.medusa_files import ADAPTER, is_head_key
 from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.stored_heads import StoredHeads
-from medusa_jax.interop.tensor import Tensors, whole
+from medusa_jax.interop.tensor import Tensor, Tensors, whole
 from medusa_jax.interop.tensors import read_json
 
 PEFT = "base_model.model."
@@ -35,10 +35,11 @@ def save_merged(
       dtype: what everything is stored in; "" keeps every tensor's own type.
 
     Raises:
-      UserError: an adapter that is no plain LoRA or does not fit; the disk is full.
+      UserError: an adapter that is no plain LoRA, does not fit or makes weights that are not
+        finite; the disk is full.
     """
     backbone = {key: t for key, t in base.tensors.items() if not is_head_key(key)}
-    changed = _merge_adapter(backbone, stored) if stored.layout == ADAPTER else {}
+    changed = _merge_adapter(backbone, stored, dtype) if stored.layout == ADAPTER else {}
     leaves: dict[str, Any] = {**backbone, **heads}
 
     def read(key: str) -> np.ndarray:
@@ -55,7 +56,7 @@ def save_merged(
 
 
 def _merge_adapter(
-    backbone: Tensors, stored: StoredHeads
+    backbone: Tensors, stored: StoredHeads, dtype: str
 ) -> dict[str, Callable[[], np.ndarray]]:
     """Key of the backbone -> what reads it with the adapter merged in, float32 inside.
 
@@ -89,19 +90,26 @@ def _merge_adapter(
             other = key.replace(".lora_A", ".lora_B")
             if other not in rest:
                 raise UserError(f"key {other!r} is missing from {stored.source}")
-            changed[target] = _with_lora(backbone, target, rest, key, other, scale)
             product = rest[other].shape[:1] + rest[key].shape[1:]
             _fits(stored.source, key, product, backbone[target].shape)
+            what = f"{target!r} with the adapter of {stored.source} merged in"
+            factors = rest[key], rest[other]
+            changed[target] = _with_lora(what, backbone[target], *factors, scale, dtype)
     return changed
 
 
 def _with_lora(
-    backbone: Tensors, target: str, rest: Tensors, a: str, b: str, scale: float
+    what: str, stored: Tensor, a: Tensor, b: Tensor, scale: float, dtype: str
 ) -> Callable[[], np.ndarray]:
+    @np.errstate(over="ignore", invalid="ignore")  # refused in words
     def read() -> np.ndarray:
-        weight = whole(backbone[target])
-        down, up = (whole(rest[name]).astype(np.float32) for name in (a, b))
-        return (weight.astype(np.float32) + scale * (up @ down)).astype(weight.dtype)
+        weight = whole(stored)
+        down, up = (whole(factor).astype(np.float32) for factor in (a, b))
+        merged = weight.astype(np.float32) + scale * (up @ down)
+        merged = merged.astype(np.dtype(dtype or weight.dtype))
+        if np.isfinite(weight).all() and not np.isfinite(merged).all():
+            raise UserError(f"{what} has values that {merged.dtype.name} cannot hold")
+        return merged
 
     return read
 

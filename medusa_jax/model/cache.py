@@ -64,15 +64,16 @@ class KVCache(struct.PyTreeNode):
         then hold what was in 10, 12, 13, and the caller's new length is 13 (two drafts
         accepted after the root) or less.
         """
-        # A row that has ended may lack room. What is read beyond its slots must be a number: with
-        # NaN there, whoever takes over the row would have it times a weight of zero.
-        source_BL = jnp.minimum(length_B[:, None] + path_BL, self.slots - 1)
+        source_BL = length_B[:, None] + path_BL
 
+        # A row that has ended may lack room. What is read beyond its slots must be a number (clip): with
+        # NaN there, whoever takes over the row would have it times a weight of zero.
         def move(x_BGSH: jax.Array) -> jax.Array:
             if x_BGSH.shape[0] == 1:
                 rows = jnp.take(x_BGSH, source_BL[0], axis=2, mode="clip")
             else:
-                rows = jnp.take_along_axis(x_BGSH, source_BL[:, None, :, None], axis=2)
+                source_B1L1 = source_BL[:, None, :, None]
+                rows = jnp.take_along_axis(x_BGSH, source_B1L1, axis=2, mode="clip")
             return write_rows(x_BGSH, rows, length_B)
 
         return jax.tree.map(move, self)

@@ -2,9 +2,9 @@
 
 Training is counted where most is held at a time: in the walk over chunks of the heads' loss, with
 the update's gradients beside it where there are several microbatches. XLA for CPUs lays memory out
-with gaps, widens 16-bit kernels to float32 for its products, and keeps a transposed copy of those
-that it multiplies both ways; the last is counted by name, since the walk reads such kernels again and
-again, the others are not.
+with gaps, widens 16-bit kernels to float32 for some of its products, and keeps a transposed copy of
+those that it multiplies both ways; the last is counted by name, since the walk reads such kernels again
+and again, the others are not. Decoding is counted with what is widened, which stays for the whole loop.
 """
 
 import math
@@ -19,6 +19,8 @@ from medusa_jax.training.dry import Shapes
 from medusa_jax.training.partition import trained_groups
 
 F32 = 4
+# What only a CPU holds of a decode step in 16 bits.
+COPIES = "float32 copies"
 
 
 def bytes_on_device(tree: PyTree) -> int:
@@ -80,14 +82,25 @@ def decoding_bytes(
 ) -> dict[str, int]:
     """Bytes by what they are for, from shapes with their places.
 
-    Logits in float32, each device's of its own columns of the LM head.
+    Logits in float32, each device's of its own columns of the LM head. Products of 16-bit kernels with
+    several rows stay in 16 bits on a CPU; before the loop XLA makes float32 copies of what is looked up
+    and of what is multiplied with a single row, the draft heads' kernels. An accelerator makes none.
     """
     cache = (state.cache, state.drafter)
     rows = _own_part(state.status_B).size
+    copied = [
+        variables["backbone"]["embed_tokens"],
+        variables["heads"] if rows == 1 else {},
+    ]
     columns = vocab_size // state.status_B.sharding.mesh.shape["tensor"]
     return {
         "parameters": bytes_on_device(variables),
         "caches": bytes_on_device(cache),
         "other state": bytes_on_device(state) - bytes_on_device(cache),
         "logits": rows * nodes * columns * F32,
+        COPIES: sum(
+            F32 * _own_part(x).size
+            for x in jax.tree.leaves(copied)
+            if x.ndim > 1 and x.dtype.itemsize < F32
+        ),
     }

@@ -2,7 +2,8 @@
 
 Programs are compiled for so many simulated CPU devices. Layers are alike, so memory, traffic and
 arithmetic are affine in their number: models of two and of three layers are compiled, and L layers
-take c(2) + (L - 2) (c(3) - c(2)). `train.py --config.dry_run --devices=N` compiles all of them.
+take c(2) + (L - 2) (c(3) - c(2)). With --all_layers all of them are compiled, which holds the line to
+the program that it stands for.
 """
 
 import argparse
@@ -42,6 +43,7 @@ SAMPLES, EPOCHS = 60_000, 2
 EXAMPLES = """examples:
   python -m medusa_jax scaling > docs/scaling_table.md
   python -m medusa_jax scaling --devices 8 --only 33B
+  python -m medusa_jax scaling --devices 8 --only "Medusa-1, Vicuna-7B" --all_layers
 """
 
 
@@ -52,14 +54,25 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--devices", type=int, nargs="+", default=list(DEVICES))
     p.add_argument("--only", default="", help="rows whose name holds this")
+    p.add_argument(
+        "--all_layers", action="store_true", help="compile them, not two and three"
+    )
     p.add_argument("--chip", default="a100-sxm", help="whose peaks predict times")
     p.add_argument("--configs", default="configs", help="where the recipes lie")
     p.add_argument("--json", action="store_true", help="one JSON object a row, at once")
     return p
 
 
-def extrapolated(measure: Callable[[int], dict[str, Any]], n_layers: int) -> dict[str, Any]:
-    """Figures of `n_layers` layers from those of few: numbers, and dictionaries of them."""
+def extrapolated(
+    measure: Callable[[int], dict[str, Any]], n_layers: int, all_layers: bool = False
+) -> dict[str, Any]:
+    """Figures of `n_layers` layers from those of few: numbers, and dictionaries of them.
+
+    Args:
+      all_layers: measure them instead.
+    """
+    if all_layers:
+        return measure(n_layers)
     few, more = (measure(n) for n in FEW)
 
     def line(a: Any, b: Any) -> Any:
@@ -72,7 +85,7 @@ def extrapolated(measure: Callable[[int], dict[str, Any]], n_layers: int) -> dic
     return line(few, more)
 
 
-def training(cfg: Any, devices: int) -> dict[str, Any]:
+def training(cfg: Any, devices: int, all_layers: bool = False) -> dict[str, Any]:
     """The dry run of a recipe on a mesh (1, devices, 1), and `counted`, bytes summed up by hand."""
     from medusa_jax.research.memory import training_bytes
     from medusa_jax.training import dry
@@ -84,7 +97,7 @@ def training(cfg: Any, devices: int) -> dict[str, Any]:
         return few, dry.step_shapes(few)
 
     n_layers = cfg.model.arch.n_layers
-    report = extrapolated(lambda n: dry.measure(*of(n)), n_layers)
+    report = extrapolated(lambda n: dry.measure(*of(n)), n_layers, all_layers)
     return report | {"counted": training_bytes(*of(n_layers))}
 
 
@@ -97,7 +110,9 @@ def mesh_for(arch: Any, devices: int) -> tuple[int, int, int]:
     return devices // tensor, 1, tensor
 
 
-def decoding(arch: Any, mesh_shape: Sequence[int], rows: int, dtype: Any) -> dict[str, Any]:
+def decoding(
+    arch: Any, mesh_shape: Sequence[int], rows: int, dtype: Any, all_layers: bool = False
+) -> dict[str, Any]:
     """One step of Medusa with a tree of 64 nodes, `rows` rows behind 512 tokens each.
 
     Returns: bytes that a device holds and computes with, bytes that it sends in a step, bytes of
@@ -136,7 +151,7 @@ def decoding(arch: Any, mesh_shape: Sequence[int], rows: int, dtype: Any) -> dic
             "counted": counted,
         }
 
-    return extrapolated(measure, arch.n_layers)
+    return extrapolated(measure, arch.n_layers, all_layers)
 
 
 def compiled_loop(
@@ -197,7 +212,9 @@ def training_row(name: str, report: dict[str, Any], chip: Any) -> dict[str, Any]
 def decoding_row(
     name: str, mesh: Sequence[int], rows: int, found: dict[str, Any], chip: Any
 ) -> dict[str, Any]:
-    """The same of decoding."""
+    """The same of decoding; what only a CPU holds counts in both figures of memory."""
+    from medusa_jax.research.memory import COPIES
+
     read, sent = found["weight_bytes"], sum(found["sent_bytes"].values())
     return {
         "run": f"decode {name}",
@@ -206,6 +223,7 @@ def decoding_row(
         "rows": rows,
         "GB": round(found["total_bytes"] / 1e9, 1),
         "GB counted": round(sum(found["counted"].values()) / 1e9, 1),
+        "of a CPU only": round(found["counted"][COPIES] / 1e9, 1),
         "MB sent": round(sent / 1e6, 2),
         "read ms": float(f"{1e3 * read / chip.bandwidth:.3g}"),
         "links ms": float(f"{2e3 * sent / chip.link:.3g}"),
@@ -235,12 +253,15 @@ def run(flags: argparse.Namespace) -> int:
             if shape:
                 cfg.model.arch = SHAPES[shape]
             with announced(f"compiling {name} for {devices}"):
-                add(tables[0], training_row(name, training(cfg, devices), chip))
+                report = training(cfg, devices, flags.all_layers)
+                add(tables[0], training_row(name, report, chip))
     for shape in DECODING:
         for devices in flags.devices if flags.only in shape else ():
             mesh = mesh_for(SHAPES[shape], devices)
             with announced(f"compiling decoding of {shape} for {devices}"):
-                found = decoding(SHAPES[shape], mesh, mesh[0], jnp.bfloat16)
+                found = decoding(
+                    SHAPES[shape], mesh, mesh[0], jnp.bfloat16, flags.all_layers
+                )
                 add(tables[1], decoding_row(shape, mesh, mesh[0], found, chip))
     for table in tables:
         if table and not flags.json:

@@ -1,6 +1,6 @@
 """The device's side of serving: one batch of rows, and the programs that run on it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,10 +82,11 @@ class Batch:
     def fit(self, n_rows: int, slots: int) -> None:
         """Go on with so many rows and slots; what lies behind them is gone."""
         if (n_rows, slots) != (self.rows, self.slots):
-            self._state = rows.resized(
-                self._engine, self._sizes, n_rows, slots, self._state
-            )
-            self.rows, self.slots = n_rows, slots
+            self._resize(n_rows, slots)
+
+    def _resize(self, n_rows: int, slots: int) -> None:
+        self._state = rows.resized(self._engine, self._sizes, n_rows, slots, self._state)
+        self.rows, self.slots = n_rows, slots
 
     def keep_logprobs(self, wanted: bool) -> None:
         """Keep log-probabilities of what is emitted from now on, or none; while none is read."""
@@ -187,10 +188,12 @@ class Batch:
         )
         return progress, tree.n_nodes
 
-    def warm_up(self, most_tokens: int, groups: Sequence[tuple[bool, str]]) -> None:
-        """Compile what texts of up to so many tokens need, for every number of rows; and wait.
+    def warm_up(
+        self, most_tokens: int, groups: Sequence[tuple[bool, str]]
+    ) -> Iterator[None]:
+        """Compile what texts of up to so many tokens need, one number of rows and slots at a time.
 
-        Whatever the rows hold is gone.
+        Whatever the rows hold is gone each time.
 
         Args:
           groups: of which requests, as `Job.group` has it.
@@ -198,9 +201,9 @@ class Batch:
         slots = MIN_SLOTS
         while True:
             for n_rows in self.trees:
-                self.fit(n_rows, slots)
                 # A program is another one for what came out of another program, so each runs
                 # behind every one that it may follow.
+                self._resize(n_rows, slots)
                 reading = self._warm_reading(most_tokens)
                 for drafts, rule in groups:
                     for one in ("greedy", "sampled") if rule == "auto" else (rule,):
@@ -208,11 +211,12 @@ class Batch:
                         self._run_nothing(drafts, one)
                         self._run_nothing(drafts, one)
                 self._warm_reading(most_tokens)
+                jax.block_until_ready(self._state)
+                yield
             if slots >= self.slots_for(most_tokens):
                 break
             slots *= 2
-        self.fit(min(self.trees), MIN_SLOTS)
-        jax.block_until_ready(self._state)
+        self._resize(min(self.trees), MIN_SLOTS)
 
     def _run_nothing(self, drafts: bool, rule: str) -> None:
         self.run(np.full(self.rows, STOPPED, np.int32), drafts, rule, 0, 0)

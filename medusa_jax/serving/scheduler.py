@@ -8,7 +8,7 @@ for every one of many short chunks.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -74,10 +74,13 @@ class Scheduler:
         """Requests that have none yet."""
         return len(self._waiting)
 
-    def warm_up(self, most_tokens: int, groups: Sequence[tuple[bool, str]]) -> None:
-        """Compile ahead, see `Batch.warm_up`; only while nothing is being answered."""
-        self._batch.warm_up(most_tokens, groups)
-        self._seats = [Seat() for _ in self._seats]
+    def warm_up(
+        self, most_tokens: int, groups: Sequence[tuple[bool, str]]
+    ) -> Iterator[None]:
+        """Compile ahead, see `Batch.warm_up`; a part at a time, while nothing is being answered."""
+        for _ in self._batch.warm_up(most_tokens, groups):
+            self._seats = [Seat() for _ in self._seats]
+            yield
 
     def add(self, job: Job) -> None:
         """Have a request answered, after those that came before it."""

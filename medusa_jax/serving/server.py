@@ -1,7 +1,7 @@
 """A model that answers many at a time: a queue, and a thread that takes the turns."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from medusa_jax.api import Model
@@ -10,6 +10,8 @@ from medusa_jax.serving.job import Job, make_job
 from medusa_jax.serving.request import Deliver, Handle, Request, Stopped
 from medusa_jax.serving.scheduler import Scheduler
 from medusa_jax.tree import Tree
+
+_NO_MORE = object()
 
 
 class Busy(Exception):
@@ -65,6 +67,7 @@ class Server:
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
         self._closing = False
+        self._parts: Iterator[None] | None = None  # of what is compiled ahead
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="decoding", daemon=True)
         self._thread.start()
@@ -137,9 +140,29 @@ class Server:
             self._wake.notify()
         return handles
 
-    def warm_up(self, most_tokens: int, groups: Sequence[tuple[bool, str]]) -> None:
-        """Compile what texts of so many tokens need; before anything is submitted."""
-        self._scheduler.warm_up(most_tokens, groups)
+    def warm_up(
+        self, most_tokens: int, groups: Sequence[tuple[bool, str]], *, wait: bool = True
+    ) -> None:
+        """Compile what texts of so many tokens need; before anything is submitted.
+
+        Args:
+          wait: until all is compiled. Else requests are taken meanwhile and a part is compiled
+            whenever there is none: an early one may wait for the part in hand, and for what it needs
+            and is not compiled yet.
+        """
+        parts = self._scheduler.warm_up(most_tokens, groups)
+        if wait:
+            for _ in parts:
+                pass
+            return
+        with self._wake:
+            self._parts = parts
+            self._wake.notify()
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether something is still to be compiled ahead."""
+        return self._parts is not None
 
     def close(self) -> None:
         """Answer what was submitted, take nothing new, and end."""
@@ -157,14 +180,17 @@ class Server:
         try:
             while True:
                 with self._wake:
-                    while not (more or self._inbox or self._closing):
+                    while not (more or self._inbox or self._closing or self._parts):
                         self._wake.wait()
                     arrived, self._inbox = self._inbox, []
                     for job in arrived:
                         self._scheduler.add(job)
                 if self._closing and not (more or arrived):
                     return
-                more = self._scheduler.step()
+                if more or arrived:
+                    more = self._scheduler.step()
+                elif self._parts and next(self._parts, _NO_MORE) is _NO_MORE:
+                    self._parts = None
         except BaseException as error:  # every client is told, whatever it was
             with self._wake:
                 self._error = error

@@ -32,12 +32,14 @@ class Setup(NamedTuple):
         the ids that heads score.
       start: trained groups that are not initialised afresh.
       base: how heads on the backbone as loaded name it; None if there is none yet.
+      heads_recipe: how the heads to start from came about; None for fresh ones.
     """
 
     arch: LlamaConfig
     frozen: PyTree
     start: PyTree
     base: dict[str, Any] | None
+    heads_recipe: dict[str, Any] | None = None
 
 
 def load_setup(cfg: Config, mesh: Mesh) -> Setup:
@@ -71,10 +73,11 @@ def load_setup(cfg: Config, mesh: Mesh) -> Setup:
         own = fingerprint_as_read(cfg.model.path, marks, arch, dtype)
         base = heads_io.base_record(arch, own)
     start: PyTree = {}
+    recipe: dict[str, Any] | None = None
     if cfg.train.heads_path:
-        start["heads"] = load_heads(cfg, arch, base, mesh)
+        start["heads"], recipe = load_heads(cfg, arch, base, mesh)
     if params is not None and frozen_backbone:
-        return Setup(arch, {"backbone": params}, start, base)
+        return Setup(arch, {"backbone": params}, start, base, recipe)
     frozen: PyTree = {}
     if params is not None:
         start["backbone"] = params
@@ -82,7 +85,7 @@ def load_setup(cfg: Config, mesh: Mesh) -> Setup:
             # A copy: the step gives its own parameters' buffers away.
             dtype = jnp.dtype(cfg.model.param_dtype)
             frozen["teacher"] = jax.tree.map(lambda x: jnp.array(x, dtype), params)
-    return Setup(arch, frozen, start, base)
+    return Setup(arch, frozen, start, base, recipe)
 
 
 def with_draft_vocab(setup: Setup, mesh: Mesh, choose: Callable[[], np.ndarray]) -> Setup:
@@ -125,8 +128,8 @@ def more_layers(
 
 def load_heads(
     cfg: Config, arch: LlamaConfig, base: dict[str, Any] | None, mesh: Mesh
-) -> PyTree:
-    """The heads of `train.heads_path`, which must be the kind that `heads` describes."""
+) -> tuple[PyTree, dict[str, Any]]:
+    """The heads of `train.heads_path`, which must be the kind that `heads` describes, and their recipe."""
     path = cfg.train.heads_path
     if "heads" not in trained_groups(cfg):
         raise UserError(
@@ -136,9 +139,9 @@ def load_heads(
         raise UserError(
             f"the heads in {path} belong to a backbone: set model.path to its directory"
         )
-    heads, params, _ = heads_io.load_heads(
+    heads, params, described = heads_io.load_heads(
         path, arch, mesh, fingerprint=base["fingerprint"]
     )
     if heads != whole_config(cfg.heads):
         raise UserError(f"{path} holds {heads}, the configuration says {cfg.heads}")
-    return params
+    return params, described.get("recipe", {})

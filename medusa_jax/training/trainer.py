@@ -95,7 +95,9 @@ def total_steps(cfg: Config, rows: int) -> int:
 
 
 def train(cfg: Config) -> dict[str, Any]:
-    """Run (or go on with) the training that `cfg` describes; returns the last metrics.
+    """Run (or go on with) the training that `cfg` describes.
+
+    Returns: the last metrics, and "stopped": True where SIGTERM ended it before its last step.
 
     Raises:
       UserError: anything wrong with the configuration, the data or the machine.
@@ -215,7 +217,7 @@ class Run:
                     inform(
                         f"stopped by SIGTERM after step {n}; the same command goes on from there"
                     )
-                    return last
+                    return last | {"stopped": True}
             export.result(
                 self.cfg, self.setup, state.params, "export", self.recipe(self.steps)
             )
@@ -277,4 +279,7 @@ class Run:
             self.checkpoints.save(n, state.params, state.opt, data, meta)
 
     def recipe(self, n: int) -> dict[str, Any]:
-        return {"step": n, "steps": self.steps, "config": dataclasses.asdict(self.cfg)}
+        """How the result of step n came about; under "start" the heads that the run began with."""
+        own = {"step": n, "steps": self.steps, "config": dataclasses.asdict(self.cfg)}
+        before = self.setup.heads_recipe
+        return own if before is None else own | {"start": before}

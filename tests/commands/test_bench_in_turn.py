@@ -67,6 +67,15 @@ def test_training_costs_what_the_recipe_says():
     config = {"train": {"batch_size": 4}, "data": {"seq_len": 640}}
     assert trained_tokens({"step": 100, "config": config}) == 256_000
     assert trained_tokens({"step": 100, "config": {}}) is None
+    went_on = {
+        "train": {"batch_size": 2, "heads_path": "first/export"},
+        "data": {"seq_len": 640},
+    }
+    second = {"step": 50, "config": went_on, "start": {"step": 100, "config": config}}
+    assert trained_tokens(second) == 256_000 + 64_000
+    assert (
+        trained_tokens({"step": 50, "config": went_on}) is None
+    )  # the first run is not told
 
 
 def test_the_ladder_is_chain_cartesian_tree_and_fitted_tree():

@@ -172,21 +172,26 @@ def test_cache_check_reads_what_the_text_asks_for(files, tmp_path, capsys):
 
 def test_sweep_measures_every_rule_and_draws(files, tmp_path, capsys):
     directory, prompts, _ = files
+    heads = tmp_path / "other"  # the same heads under another name
+    shutil.copytree(directory / "heads", heads)
     arguments = [
-        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+        f"--model={directory}", f"--drafter={directory}/heads,{heads}", f"--prompts={prompts}",
         f"--out={tmp_path}", "--tree=chain:2", "--max_new_tokens=16",
         "--epsilons=0.01,0.8", "--temperatures=0,1.0",
     ]  # fmt: skip
     assert sweep.main(arguments) == 0
     printed = capsys.readouterr().out
-    assert printed.count("| typical, T 0.7 |") == 2 and "typical (lossy)" in printed
+    assert printed.count("| typical, T 0.7 |") == 4
+    assert f"| {heads}, typical (lossy) |" in printed
     facts = json.loads((tmp_path / "sweep.json").read_text())
-    low, high = facts["thresholds"]
+    first, second = facts["drafters"]
+    assert second == first | {"drafter": str(heads)}  # every drafter is swept
+    low, high = first["thresholds"]
     assert (low["epsilon"], low["delta"]) == (0.01, 0.1)
     # A lower threshold lets more drafts pass.
     assert low["mean_accepted_length"] > high["mean_accepted_length"] >= 1
-    rows = {(r["acceptance"], r["temperature"]): r for r in facts["temperatures"]}
-    greedy = facts["greedy"]
+    rows = {(r["acceptance"], r["temperature"]): r for r in first["temperatures"]}
+    greedy = first["greedy"]
     assert len(rows) == 6 and greedy["mean_log_probability"] < 0
     for rule in sweep.RULES:  # at temperature 0 all rules are greedy decoding
         cold = rows[rule, 0.0]

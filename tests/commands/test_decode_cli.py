@@ -10,6 +10,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import jax
 import pytest
 from tiny_model import CONTEXT, write_model, write_tokenizer
 
@@ -586,6 +587,15 @@ def test_chat_with_a_shipped_template_and_with_none(decode, refused, directory):
     assert got["prompt_tokens"] > bare["prompt_tokens"]
     assert "no chat template" in refused("--prompt", "the cat", "--chat")
     assert "did you mean 'vicuna'" in refused("--prompt", "the cat", "--chat", "vicunha")
+
+
+def test_a_chat_runs_on_one_host(decode, monkeypatch):
+    """The others have no keyboard. A process that fails among several ends at once."""
+    statuses = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert "error: a chat runs on one host" in decode("--chat", "zephyr")[2]
+    assert statuses == [2]
 
 
 def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):

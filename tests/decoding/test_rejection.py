@@ -221,5 +221,7 @@ def test_trees_that_are_not_dense_and_drafters_that_do_not_tell():
     with pytest.raises(ValueError, match="ranks 0, 1"):
         tree = Tree((((1,)),))
         accept_rejection(nodes, logits, tree, sampling, length, {1: logits[:, 0]})
-    with pytest.raises(ValueError, match="rank_scores"):
-        accept_rejection(nodes, logits, Tree.chain(1), sampling, length, {})
+    with pytest.raises(ValueError, match="rank_scores"):  # while it is traced
+        jax.jit(accept_rejection, static_argnums=2)(
+            nodes, logits, Tree.chain(1), sampling, length, {}
+        )

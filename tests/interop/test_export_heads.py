@@ -231,6 +231,21 @@ def test_adapters_are_merged(fields, scale, base, tmp_path):
     assert load(out)[0].n_heads == 2
 
 
+@pytest.mark.parametrize(
+    ("fields", "dtype"), [({"lora_alpha": 1e42}, ""), ({"lora_alpha": 1e6}, "float16")]
+)
+def test_merged_weights_that_do_not_fit_their_type(fields, dtype, base, tmp_path):
+    """Finite factors whose product is not, or which are stored in a smaller type."""
+    adapter(tmp_path / "a", np.random.default_rng(3), fields)
+    with pytest.raises(
+        UserError, match=f"proj.weight' .* {dtype or 'float32'} cannot hold"
+    ):
+        exported(
+            open_heads(str(tmp_path / "a")), base, "merged", tmp_path / "o", dtype=dtype
+        )
+    assert not (tmp_path / "o" / "model.safetensors").exists()
+
+
 def test_adapters_that_are_no_plain_lora(base, tmp_path):
     def fails(match, **fields):
         with pytest.raises(UserError, match=match):

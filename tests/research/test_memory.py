@@ -36,14 +36,15 @@ trained = dry.measure(cfg, shapes)
 report = {"training": [memory.training_bytes(cfg, shapes), trained, trained["batch"]]}
 
 heads, tree = HeadsConfig(n_heads=2), Tree.cartesian([3, 2])
-program, variables, state = scaling.compiled_loop(
-    arch, heads, tree, make_mesh((1, 1, 8)), 4, 200, jnp.float32
-)
-found = program.memory_analysis()
-sizes = {"argument_bytes": found.argument_size_in_bytes}
-sizes["total_bytes"] = found.argument_size_in_bytes + found.temp_size_in_bytes
-counted = memory.decoding_bytes(variables, state, tree.n_nodes, arch.vocab_size)
-report["decoding"] = [counted, sizes, None]
+for dtype, rows in ((jnp.float32, 4), (jnp.bfloat16, 4), (jnp.bfloat16, 1)):
+    program, variables, state = scaling.compiled_loop(
+        arch, heads, tree, make_mesh((1, 1, 8)), rows, 200, dtype
+    )
+    found = program.memory_analysis()
+    sizes = {"argument_bytes": found.argument_size_in_bytes}
+    sizes["total_bytes"] = found.argument_size_in_bytes + found.temp_size_in_bytes
+    counted = memory.decoding_bytes(variables, state, tree.n_nodes, arch.vocab_size)
+    report[f"decoding of {rows} in {dtype.__name__}"] = [counted, sizes, None]
 report["flags"] = os.environ["XLA_FLAGS"]
 print(json.dumps(report))
 """
@@ -60,7 +61,12 @@ def report():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("kind", ["training", "decoding"])
+DECODING = [
+    f"decoding of {case}" for case in ("4 in float32", "4 in bfloat16", "1 in bfloat16")
+]
+
+
+@pytest.mark.parametrize("kind", ["training", *DECODING])
 def test_compiled_memory_is_what_is_counted(report, kind):
     """Parameters, moments, caches exactly; with logits, gradients, gathered kernels to 10%."""
     counted, compiled, batch = report[kind]
@@ -69,7 +75,14 @@ def test_compiled_memory_is_what_is_counted(report, kind):
     assert arguments == pytest.approx(compiled["argument_bytes"], rel=1e-3)
     assert sum(counted.values()) == pytest.approx(compiled["total_bytes"], rel=0.1)
     # Microbatches in a loop, before which the weights of all layers could be gathered.
-    assert kind == "decoding" or batch == [2, 32, 512]
+    assert kind != "training" or batch == [2, 32, 512]
+
+
+def test_what_a_cpu_widens_is_counted_by_itself(report):
+    """The embedding, and draft heads that are multiplied with a single row."""
+    copies = [report[kind][0]["float32 copies"] for kind in DECODING]
+    embedding, heads = 1024 * 256 * 4, 2 * 256 * (1024 + 32) * 4
+    assert copies == [0, embedding, embedding + heads]
 
 
 def test_programs_are_planned_by_a_scheduler_that_waits(report, monkeypatch):

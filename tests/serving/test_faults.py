@@ -88,11 +88,15 @@ def test_a_reader_that_never_reads_is_left(port):
 
 def test_a_full_queue(port, http):
     short = Request("in", Options(max_new_tokens=2))
+    count = 'medusa_calls_total{endpoint="completions",status="429"}'
+    before = counted(http, count), counted(http, "medusa_calls_total")
     with port.held():
         handles = [port.server.submit(short) for _ in range(port.server.queue)]
         refused = http.post("/v1/completions", json=ASKED)
     assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
     assert refused.json()["error"]["code"] == "queue_full"
+    after = counted(http, count), counted(http, "medusa_calls_total")
+    assert after == (before[0] + 1, before[1] + 1)
     for handle in handles:
         assert list(handle)[-1].ending
 

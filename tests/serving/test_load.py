@@ -15,14 +15,14 @@ import children
 import clients
 import jax
 import pytest
-from served import NAME, TREE, Port
+from served import NAME, TREE, Port, alone
 from tiny_model import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree
 from medusa_jax.decoding import rows
 from medusa_jax.decoding.step import decode_loop
-from medusa_jax.serving import Server
+from medusa_jax.serving import Request, Server
 from medusa_jax.serving.http import make_app
 from medusa_jax.serving.job import Job
 
@@ -82,9 +82,16 @@ def test_some_clients_at_once(port):
 
 
 def test_nothing_is_compiled_in_steady_state(port):
-    """Once warm, texts of any length, arrival and parameters run the same programs."""
+    """Once warm, texts of any length, arrival and parameters run the same programs. Who asks before
+    that is answered between two parts of it."""
     programs = (decode_loop, rows.begin_row, rows.read_row, rows.insert_row, rows.run_only)
-    port.server.warm_up(95, [(True, "auto"), (False, "auto")])
+    port.server.warm_up(95, [(True, "auto"), (False, "auto")], wait=False)
+    early = port.server.submit(Request("in the", Options(max_new_tokens=9)))
+    *_, last = early
+    assert last.ending.result.text == alone(port.model, "in the", max_new_tokens=9).text
+    assert port.server.warming_up
+    while port.server.warming_up:
+        time.sleep(0.01)
     warm = [program._cache_size() for program in programs]
     asked = kinds(PROMPTS, [1, 3, 11, 25, 40])
     for fields in asked[::3]:

@@ -159,6 +159,18 @@ def test_a_paused_row_is_not_overwritten(model, scheduler):
     check(model, clients)
 
 
+def test_a_start_is_reused_of_a_row_that_ended_without_room(model, scheduler, monkeypatch):
+    """What the steps of others write for it is hidden from a later text, but has to be numbers."""
+    monkeypatch.setattr("medusa_jax.serving.scheduler.PATIENCE", 4)
+    scheduler._fit(2, 256)
+    start = model.encode(LONG)[:100]
+    longer, beside = Request(start, options(60)), Request("the hat", options(90))
+    clients = run(scheduler, {0: [longer, beside], 35: [Request(start, options(9))]}, model)
+    assert scheduler._batch.slots == 128  # fewer than the first row's text had
+    assert clients[-1].deltas[-1].ending.reused_tokens == len(start) - 1
+    check(model, clients)
+
+
 def test_a_conversation_is_read_from_where_it_goes_on(model, scheduler):
     """Turn by turn as a chat has it: what the model said itself is not read again either."""
     prompt, known = model.encode("the hat and"), 0

@@ -54,6 +54,22 @@ def test_each_number_of_rows_gets_what_pays_there(model, monkeypatch):
     assert asked == sizes
 
 
+def test_one_unsure_choice_is_measured_again_at_a_start(model, monkeypatch):
+    asked = []
+
+    def choose(model, calibrated, rows, kept):
+        starts = kept.read().get("starts", 0) + 1
+        kept.write({"nodes": 1, "sure": rows == 2 or starts == 2, "starts": starts})
+        asked.append(rows)
+        return kept.read()
+
+    monkeypatch.setattr(device_tree, "choose_on_device", choose)
+    for again in ([1, 2, 4], [1], [4], []):
+        trees_by_rows(model, row_sizes(4), True)
+        assert asked == again
+        del asked[:]
+
+
 def test_what_was_asked_for_is_not_measured(model):
     """A tree file's ladder, taken as it is, has a rung for each number of rows."""
     assert trees_by_rows(model, [1, 2], False) == {1: Tree.chain(1), 2: Tree.none()}

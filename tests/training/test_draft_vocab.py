@@ -28,22 +28,27 @@ IDS = np.sort(np.random.default_rng(7).permutation(VOCAB)[:40]).astype(np.int32)
 def random_batch(B=2, T=18):
     rng = np.random.default_rng(0)
     return {
-        "tokens": jnp.asarray(rng.integers(0, VOCAB, (B, T)), jnp.int32),
-        "positions": jnp.broadcast_to(jnp.arange(T), (B, T)),
-        "segment_ids": jnp.asarray(np.repeat([[1] * 12 + [2] * (T - 12)], B, 0), jnp.int32),
-        "counted": jnp.asarray(rng.random((B, T)) < 0.9),
+        "tokens": rng.integers(0, VOCAB, (B, T), np.int32),
+        "positions": np.broadcast_to(np.arange(T, dtype=np.int32), (B, T)),
+        "segment_ids": np.repeat([[1] * 12 + [2] * (T - 12)], B, 0).astype(np.int32),
+        "counted": rng.random((B, T)) < 0.9,
     }
 
 
-def moved(params):
-    """Away from the start, where many parts are zero."""
-    key = jax.random.key(3)
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(key, x.shape), params)
+def moved(init, *args):
+    """What `init` starts with, away from there: many parts of it are zero."""
+    rng = np.random.default_rng(3)
+    start = jax.jit(init)(*args)
+    return jax.tree.map(lambda x: np.float32(x + 0.1 * rng.standard_normal(x.shape)), start)
+
+
+pair_mask = jax.jit(losses.pair_mask, static_argnums=2)
+pair_counts = jax.jit(losses.pair_counts, static_argnums=1)
 
 
 def pairs_inside(batch, offset):
     """Row and position of every pair that counts and whose label is chosen, and where among IDS."""
-    mask = losses.pair_mask(batch["counted"], batch["segment_ids"], offset)
+    mask = pair_mask(batch["counted"], batch["segment_ids"], offset)
     b, t = np.nonzero(np.asarray(mask))
     labels = np.asarray(batch["tokens"])[b, t + offset]
     chosen = np.isin(labels, IDS)
@@ -61,13 +66,13 @@ def test_tokens_outside_teach_nothing_and_are_misses(lm_head):
     backbone = vocabulary.narrowed(whole, jnp.asarray(IDS))
     heads = HeadsConfig(n_heads=3, lm_head=lm_head, rank=4, draft_vocab=len(IDS))
     drafter = make_drafter(heads, arch)
-    params = moved(drafter.init(jax.random.key(2), backbone))
+    params = moved(drafter.init, jax.random.key(2), backbone)
     batch = random_batch()
-    counts = losses.pair_counts(batch, (2, 3, 4))
+    counts = pair_counts(batch, (2, 3, 4))
     rows = losses.rows(batch)
     pairs = [pairs_inside(batch, k + 2) for k in range(3)]
     marks = batch["counted"], batch["segment_ids"]
-    every = [np.nonzero(np.asarray(losses.pair_mask(*marks, k + 2))) for k in range(3)]
+    every = [np.nonzero(np.asarray(pair_mask(*marks, k + 2))) for k in range(3)]
 
     def plain(params):
         """(loss, pairs right of each head), one gather a head."""
@@ -117,7 +122,7 @@ def joint_stage(draft_vocab, **arch):
 
 def test_adapters_learn_through_the_shared_lm_head():
     """A vocabulary of all tokens is none: the same loss, and the same gradient in adapters."""
-    batch, ids = random_batch(), jnp.arange(VOCAB, dtype=jnp.int32)
+    batch, ids = random_batch(), jnp.asarray(np.arange(VOCAB, dtype=np.int32))
     arch = tiny_arch(tie_embeddings=True)
     frozen = {"backbone": init_params(arch, jax.random.key(1))}
     group = {vocabulary.GROUP: {"ids": ids}}
@@ -125,8 +130,8 @@ def test_adapters_learn_through_the_shared_lm_head():
     for n, more in ((0, {}), (VOCAB, group)):
         stage = joint_stage(n, tie_embeddings=True)
         given = frozen | more
-        params = moved(stage.init(jax.random.key(0), given))
-        counts = losses.pair_counts(batch, stage.offsets)
+        params = moved(stage.init, jax.random.key(0), given)
+        counts = pair_counts(batch, stage.offsets)
         inputs = losses.StepInputs(batch, counts, None, 0.5)
         found.append(
             jax.jit(jax.value_and_grad(lambda p: stage.loss(p, given, inputs)[0]))(params)  # noqa: B023

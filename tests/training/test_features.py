@@ -72,6 +72,17 @@ def test_every_batch_of_every_epoch_has_its_own_states(
         assert_close(batch["hidden"].astype(np.float32), expected, roundings, kind)
 
 
+def test_process_0_says_which_files_are_missing(tokens, tmp_path, setup, monkeypatch):
+    """Others may see a shared directory as it was; all have to compute the same rows together."""
+    monkeypatch.setattr(features, "SHARD_BYTES", 30 * ROW)
+    cfg = config(tokens, tmp_path)
+    before = files_of(cache(cfg, setup))
+    monkeypatch.setattr(features.hosts, "of_first", lambda x: np.arange(len(x)) == 1)
+    after = files_of(cache(cfg, setup))
+    assert before.keys() == after.keys()
+    assert {name for name in after if after[name] > before[name]} == {"hidden_00001.npy"}
+
+
 @pytest.fixture
 def more(tokens, tmp_path):
     """A second text."""

@@ -128,7 +128,9 @@ def test_two_stages_and_an_export_bound_to_the_new_backbone(tokens, stage_1, tmp
     folder = str(tmp_path / "export" / "heads")
     _, params, meta = heads_io.load_heads(folder, arch, mesh, fingerprint=print_of)
     assert meta["base"]["fingerprint"] == print_of
-    assert meta["recipe"]["config"]["train"]["stage"] == "medusa2"
+    recipe = meta["recipe"]
+    assert recipe["config"]["train"]["stage"] == "medusa2"
+    assert recipe["start"]["step"] == 8 and "start" not in recipe["start"]
     before = hf.load_backbone(str(model), mesh)[1]
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, trained)
     assert all(jax.tree.leaves(moved))
@@ -161,10 +163,12 @@ def test_a_plain_description_of_heads_loads_their_first_stage(tokens, tmp_path):
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     heads = drafter.init(jax.random.key(4), Backbone(Llama(cfg.model.arch), params))
     base = heads_io.describe_base(cfg.model.arch, params)
-    heads_io.save_heads(str(tmp_path), drafter.heads, heads, base=base, recipe={})
+    recipe = {"steps": 7}
+    heads_io.save_heads(str(tmp_path), drafter.heads, heads, base=base, recipe=recipe)
     cfg.train.heads_path = str(tmp_path)
     loaded = load_heads(cfg, cfg.model.arch, base, make_mesh())
-    jax.tree.map(np.testing.assert_array_equal, loaded, heads)
+    jax.tree.map(np.testing.assert_array_equal, loaded[0], heads)
+    assert loaded[1] == {"steps": 7}
     cfg.heads = HeadsConfig(drafter="medusa", n_heads=2)
     with pytest.raises(UserError, match=r"drafter='hydra'.*drafter='medusa'"):
         load_heads(cfg, cfg.model.arch, base, make_mesh())

@@ -69,9 +69,9 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
     import jax
 
     from medusa_jax.api import Options, load
-    from medusa_jax.evaluate.fitting import rank_texts
     from medusa_jax.evaluate.latency import step_seconds
     from medusa_jax.evaluate.questions import prompt_of, read_questions
+    from medusa_jax.evaluate.recording import rank_texts
     from medusa_jax.evaluate.speed import drafting_row
     from medusa_jax.tree import Tree, growth
 

@@ -1,0 +1,115 @@
+"""What drafting would be worth at every position of the model's own texts.
+
+Lossless decoding writes the text of plain decoding, whatever drafts. So one teacher-forced pass over
+that text says what each head would have guessed at every position, and from that follows the mean
+accepted length of any tree (`tree/growth.py: replay`): without timings, and without decoding again.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from medusa_jax.api import Model, Options
+from medusa_jax.api.batching import equal_batches
+from medusa_jax.decoding.copying import copied_lengths
+from medusa_jax.decoding.generate import power_of_two
+from medusa_jax.decoding.ranks import rank_tuples
+from medusa_jax.decoding.sampling import row_keys
+from medusa_jax.errors import UserError
+from medusa_jax.tree.growth import Recorded
+
+# Longest chain that is copied from the text, as prompt lookup has it.
+MOST_COPIED = 10
+# Prompts that are continued at a time, and texts that are looked at.
+ROWS = 8
+
+
+class Text(NamedTuple):
+    """A prompt and what the model wrote behind it.
+
+    Attributes:
+      ids: all tokens.
+      n_prompt: how many of them are the prompt's.
+      said: the answer as text.
+    """
+
+    ids: list[int]
+    n_prompt: int
+    said: str
+
+    @property
+    def answer(self) -> list[int]:
+        return self.ids[self.n_prompt :]
+
+
+def own_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Text]:
+    """Plain decoding's text behind each prompt, each as request 0."""
+    texts = []
+    with tqdm(total=len(prompts), unit="prompt", desc="writing", disable=None) as bar:
+        for own, rows in equal_batches(len(prompts), ROWS):
+            batch = [model.encode(prompts[i]) for i in rows]
+            results = model.generate(batch, options, [0] * len(rows), tree="none")
+            for _, ids, result in zip(own, batch, results):
+                texts.append(Text([*ids, *result.token_ids], len(ids), result.text))
+            bar.update(len(own))
+    return texts
+
+
+def record(model: Model, texts: Sequence[Text], options: Options) -> list[Recorded]:
+    """Ranks, and what copying has right, at the positions of each text where a step may begin.
+
+    Only positions whose guesses all fall on written text count: from the last prompt token on, as
+    far as the deepest head still has its token. Of a short text that may be none.
+
+    Args:
+      options: those that the texts were written with. Above temperature 0 drafts are ranked with the
+        noise that the verifier will add.
+    """
+    lengths = jax.jit(jax.vmap(copied_lengths, (0, 0, None)), static_argnums=2)
+    ranks = jax.jit(rank_tuples, static_argnames=("drafter", "no_repeat_ngram_size"))
+    found, drafter, no_repeat = [], model.drafter, model.no_repeat_ngram_size
+    with tqdm(total=len(texts), unit="text", desc="ranks", disable=None) as bar:
+        for own, rows in equal_batches(len(texts), ROWS):
+            noise = None
+            if options.temperature > 0:
+                seed_B = jnp.full((len(rows),), options.seed % 2**32, jnp.uint32)
+                keys = row_keys(seed_B, jnp.zeros((len(rows),), jnp.int32))
+                noise = (keys, jnp.full((len(rows),), options.temperature))
+            ids = [texts[i].ids for i in rows]
+            length_B = np.array([len(x) for x in ids], np.int32)
+            longest = power_of_two(int(length_B.max()), 64)
+            tokens_BT = np.zeros((len(rows), longest), np.int32)
+            for row, x in zip(tokens_BT, ids):
+                row[: len(x)] = x
+            heads, given = model.variables["heads"], (jnp.asarray(tokens_BT), length_B)
+            ranks_BTK = ranks(drafter, heads, model.backbone, *given, noise, no_repeat)
+            copied_BT = lengths(*given, MOST_COPIED)
+            for b, i in enumerate(own):
+                # The step after prefill starts at the last prompt position.
+                first, end = texts[i].n_prompt - 1, len(ids[b]) - drafter.n_heads - 1
+                here = slice(first, max(first, end))
+                found.append(
+                    Recorded(np.asarray(ranks_BTK)[b, here], np.asarray(copied_BT)[b, here])
+                )
+            bar.update(len(own))
+    return found
+
+
+def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Recorded]:
+    """`record` on the model's own continuations of prompts, where they are long enough.
+
+    Raises:
+      UserError: fewer than two are.
+    """
+    found = record(model, own_texts(model, prompts, options), options)
+    found = [one for one in found if len(one.ranks_PK)]
+    if len(found) < 2:
+        raise UserError(
+            f"{len(found)} of {len(prompts)} continuations are long enough to calibrate on, two "
+            "are needed: trees are counted on texts that they were not grown from"
+        )
+    return found
