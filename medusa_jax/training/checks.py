@@ -85,13 +85,13 @@ def check(cfg: Config, mesh: Mesh) -> None:
         "optim.weight_decay": o.weight_decay,
         "optim.clip_norm": o.clip_norm,
     }
-    for name, value in not_negative.items():
-        if not value >= 0:  # nan is not, either
-            raise UserError(f"{name} must be 0 or more, not {value}")
+    for name, number in not_negative.items():
+        if not number >= 0:  # nan is not, either
+            raise UserError(f"{name} must be 0 or more, not {number}")
     shares = {"optim.b1": o.b1, "optim.b2": o.b2, "lora.dropout": cfg.lora.dropout}
-    for name, value in shares.items():
-        if not 0 <= value < 1:
-            raise UserError(f"{name} must be from 0 to below 1, not {value}")
+    for name, share in shares.items():
+        if not 0 <= share < 1:
+            raise UserError(f"{name} must be from 0 to below 1, not {share}")
     if cfg.data.draft_vocab_from and not cfg.heads.draft_vocab:
         raise UserError(
             "data.draft_vocab_from is set, but heads.draft_vocab is 0: heads score all tokens"
