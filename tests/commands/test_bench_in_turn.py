@@ -108,8 +108,7 @@ def test_the_ladder_has_no_other_tree_measured(monkeypatch):
 
     def load(flags, name, tree):
         asked.append(tree)
-        drafter = SimpleNamespace(heads=SimpleNamespace(drafter=name))
-        return SimpleNamespace(variables={"backbone": 0}, drafter=drafter, tree=tree)
+        return SimpleNamespace(variables={"backbone": 0}, tree=Tree.none())
 
     monkeypatch.setattr(bench_in_turn, "load_model", load)
     for nodes in (0, 8):
