@@ -157,11 +157,16 @@ def perturbed(
         min_p_B=one(option.min_p, np.float32),
         key_B=row_keys(one(option.seed % 2**32, np.uint32), one(request, np.int32)),
     )
-    at_11 = one(position, np.int32)[:, None]
-    noise_11V = gumbel(sampling.key_B, at_11, logits_BV.shape[-1], logits_BV.dtype)
-    return filtered(logits_BV[None], sampling)[0] + jnp.broadcast_to(
-        noise_11V[0], logits_BV.shape
-    )
+    return _perturbed(logits_BV, sampling, one(position, np.int32)[:, None])
+
+
+@jax.jit
+def _perturbed(
+    logits_BV: jax.Array, sampling: Sampling, position_11: jax.Array
+) -> jax.Array:
+    noise_11V = gumbel(sampling.key_B, position_11, logits_BV.shape[-1], logits_BV.dtype)
+    noise_BV = jnp.broadcast_to(noise_11V[0], logits_BV.shape)
+    return filtered(logits_BV[None], sampling)[0] + noise_BV
 
 
 @jax.jit

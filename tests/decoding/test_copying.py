@@ -1,7 +1,6 @@
 """Copied nodes: what they hold, that drafted text stays plain text, and that they are accepted."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -42,13 +41,15 @@ def test_copies_lie_between_what_is_drafted():
     assert tree.copied_C.tolist() == [1, 3] and tree.drafted_N.tolist() == [0, 2, 4]
     assert tree.drafted == Tree.from_choices([[0], [0, 2]])
     text_BS = np.array([[5, 6, 7, 5, 0, 0]])
-    nodes_BM = with_copies(tree, jnp.array([[5, 8, 9]]), text_BS, np.array([3]))
+    fill = jax.jit(with_copies, static_argnums=0)
+    nodes_BM = fill(tree, np.array([[5, 8, 9]]), text_BS, np.array([3]))
     assert nodes_BM.tolist() == [[5, 6, 8, 7, 9]]
 
 
 def test_recorded_lengths_end_with_the_text():
     text = [1, 2, 3, 1, 2, 3, 1, 4]
-    got = copied_lengths(jnp.array([*text, 2, 3]), np.int32(len(text)), 3)
+    lengths = jax.jit(copied_lengths, static_argnums=2)
+    got = lengths(np.array([*text, 2, 3]), np.int32(len(text)), 3)
     # The root at 3 is 1 and 2 3 1 follow; that at 4 is followed by 3 1, then 2 for 4; ...
     expected = [
         next((i for i, (a, b) in enumerate(zip(copied(text[: t + 2], 3), ahead)) if a != b),
@@ -64,7 +65,7 @@ def test_recorded_lengths_end_with_the_text():
 @pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
 def test_drafted_text_is_plain_text(acceptance, ngram):
     """Ragged rows of their own limits; a small vocabulary, so that much repeats."""
-    config = tiny_config(vocab_size=7)
+    config = tiny_config(vocab_size=7, n_layers=1)
     params = random_params(config, 3)
     llama, backbone = decoder(config, params)
     prompts, limits = [[1, 2, 1], [5], [3, 4, 3, 4, 3, 6, 0]], [40, 17, 33]
@@ -89,14 +90,14 @@ def test_drafted_text_is_plain_text(acceptance, ngram):
 
 
 def test_a_rule_that_needs_the_drafts_law_copies_nothing():
-    config = tiny_config(vocab_size=7)
+    config = tiny_config(vocab_size=7, n_layers=1)
     llama, _ = decoder(config, random_params(config, 3))
     engine = loop.Engine(llama, planted(config), TREE, "rejection")
     assert engine.tree == TREE.drafted.dense and not engine.keeps_text
 
 
 def test_trees_of_one_depth_that_copy_share_what_is_not_a_step():
-    config = tiny_config(vocab_size=7)
+    config = tiny_config(vocab_size=7, n_layers=1)
     llama, _ = decoder(config, random_params(config, 3))
 
     def apart(tree):

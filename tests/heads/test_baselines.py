@@ -133,9 +133,10 @@ def test_a_text_that_outgrows_its_slots_goes_on():
 
 def test_the_docstring_example():
     text = [ord(c) for c in "abcdabebcab"]
-    tokens, there = continuations(jnp.array([text]), jnp.array([10]), 2, 4, 3)
-    found = ["".join(map(chr, chain)) for chain in np.asarray(tokens[0])]
-    assert found[:3] == ["cda", "ebc", "cab"] and there[0].tolist() == [True] * 3 + [False]
+    matches = jax.jit(continuations, static_argnums=(2, 3, 4))
+    [tokens], [there] = map(np.asarray, matches(np.array([text]), np.array([10]), 2, 4, 3))
+    found = ["".join(map(chr, chain)) for chain in tokens]
+    assert found[:3] == ["cda", "ebc", "cab"] and there.tolist() == [True] * 3 + [False]
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 3])
@@ -305,6 +306,8 @@ def test_there_is_nothing_to_train(name):
             "draft_model: gamma is from 1 to 16, not 0",
         ),
         (HeadsConfig(drafter="lookahed"), "did you mean 'lookahead'"),
+        (HeadsConfig(n_heads=0), "heads.n_heads must be at least 1, not 0"),
+        (HeadsConfig(n_layers=-1), "heads.n_layers must be at least 1, not -1"),
     ],
 )
 def test_bad_fields(fields, message):

@@ -224,7 +224,7 @@ PROMPTS, LIMITS = [[1, 2, 3, 1, 2], [5], [0, 0, 6]], [30, 17, 24]
 
 @cache
 def seven():
-    config = tiny_config(vocab_size=7)
+    config = tiny_config(vocab_size=7, n_layers=1)
     params = random_params(config, 1)
     return config, params, *decoder(config, params)
 

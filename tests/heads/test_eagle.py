@@ -91,7 +91,7 @@ def test_a_tree_is_drafted_along_its_paths():
     root = tokens[[0, 1], [3, 0]]  # what `committed` says stands behind the last position
     state = family.committed(drafter, backbone, params, rows, n)
     propose = family.proposed_logits(drafter, backbone, family.WILD)
-    nodes, logits = propose(params, state, root)
+    nodes, logits, state = jax.tree.map(np.asarray, (*propose(params, state, root), state))
     for b in range(2):
         read = numpy_reader(params, backbone, hidden[b, : n[b]], tokens[b, : n[b]])
         assert_close(state.context_BSD[b, 0], read([root[b]]))

@@ -39,17 +39,21 @@ def heads_of(backbone, **fields):
 def test_every_head_starts_as_the_lm_head(kind, n_layers, tied):
     backbone = stored_base(tie_embeddings=tied)
     drafter, _ = heads_of(backbone, lm_head=kind, n_layers=n_layers, n_heads=2, rank=16)
-    params = family.start_of(drafter, backbone)
-    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4, 16)))
-    ids = jnp.ones((1, 4), jnp.int32)
-    features = drafter.features(params, backbone, hidden, ids, ids, ids)
-    assert features.shape == (2, 1, 4, 16)
-    for k in range(2):
-        logits = drafter.head_logits(params, backbone, k, features[k])
+    hidden = np.random.default_rng(0).standard_normal((1, 4, 16))
+    ids = np.ones((1, 4), np.int32)
+
+    @jax.jit
+    def started(backbone):
+        params = drafter.init(jax.random.key(0), backbone)
+        features = drafter.features(params, backbone, hidden, ids, ids, ids)
+        assert features.shape == (2, 1, 4, 16)
+        own = [drafter.head_logits(params, backbone, k, features[k]) for k in range(2)]
+        return own, backbone.lm_head(hidden)
+
+    own, expected = started(backbone)
+    for logits in own:
         assert logits.dtype == jnp.float64
-        assert_close(
-            logits, backbone.lm_head(hidden), dtype="float32"
-        )  # of fresh parameters
+        assert_close(logits, expected, dtype="float32")  # of fresh parameters
 
 
 @pytest.mark.parametrize(
@@ -134,15 +138,25 @@ def test_proposals_are_the_ranks_of_each_heads_scores(kind):
 def test_heads_deeper_than_the_tree_are_not_even_needed(kind):
     backbone = stored_base()
     drafter, params = heads_of(backbone, lm_head=kind)
-    hidden, root = jnp.ones((1, 16)), jnp.array([3])
+    hidden, root = np.ones((1, 16)), np.array([3])
 
     def propose(params, tree):
         return drafter.propose(params, backbone, hidden, root, tree, lambda depth, x: x)
 
+    def those_of(params, depth):
+        return {f"heads_{k}": params[f"heads_{k}"] for k in range(depth)}
+
+    @jax.jit
+    def with_few_and_all(params):
+        trees = [Tree.chain(depth) for depth in range(4)]
+        return [propose(those_of(params, t.depth), t) for t in trees], [
+            propose(params, t) for t in trees
+        ]
+
+    for of_few, of_all in zip(*with_few_and_all(params)):
+        assert of_few.tolist() == of_all.tolist()
     for depth in range(4):
-        few = {f"heads_{k}": params[f"heads_{k}"] for k in range(depth)}
-        tree = Tree.chain(depth)
-        assert propose(few, tree).tolist() == propose(params, tree).tolist()
+        few, tree = those_of(params, depth), Tree.chain(depth)
         products = str(jax.make_jaxpr(propose, static_argnums=1)(few, tree)).count(
             "dot_general"
         )
@@ -171,7 +185,7 @@ def test_commit_keeps_the_last_accepted_row():
 )
 def test_real_heads_decode_the_autoregressive_text(kind, temperature):
     """Heads at their start guess the next token again: right where the text repeats itself."""
-    config = tiny_config()
+    config = tiny_config(n_layers=1)
     params = random_params(config, 2)
     llama, prepared = decoder(config, params)
     stored = Backbone(Llama(config), params)

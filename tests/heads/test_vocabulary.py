@@ -108,7 +108,7 @@ def request_of(acceptance):
 
 @cache
 def seven(tied=False):
-    config = tiny_config(vocab_size=7, tie_embeddings=tied)
+    config = tiny_config(vocab_size=7, n_layers=1, tie_embeddings=tied)
     params = random_params(config, 1)
     return config, params, *decoder(config, params)
 
@@ -165,16 +165,23 @@ def test_ranks_count_the_chosen_tokens_that_are_preferred(temperature, n_gram):
     )
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
     rows = (tokens, positions, (positions < length[:, None]).astype(np.int32))
-    features = whole.features(of_all, stored, stored.forward(*rows), *rows)
-    for k in range(K):
-        scores = whole.head_logits(of_all, stored, k, features[k])
-        if n_gram and k == 0:
-            text = np.broadcast_to(tokens[:, None, :], (B, T, T))
-            scores = without_repeats(scores, text, np.minimum(positions + 1, T - 1), n_gram)
-        if temperature:
-            g = gumbel(keys, positions + k + 2, 7, jnp.float64)
-            scores = scores + np.array(temperature)[:, None, None] * g
-        scores = np.asarray(scores)
+
+    @jax.jit
+    def all_scores(of_all):
+        features = whole.features(of_all, stored, stored.forward(*rows), *rows)
+        found = []
+        for k in range(K):
+            scores = whole.head_logits(of_all, stored, k, features[k])
+            if n_gram and k == 0:
+                text, last = np.broadcast_to(tokens[:, None, :], (B, T, T)), positions + 1
+                scores = without_repeats(scores, text, np.minimum(last, T - 1), n_gram)
+            if temperature:
+                g = gumbel(keys, positions + k + 2, 7, jnp.float64)
+                scores = scores + np.array(temperature)[:, None, None] * g
+            found.append(scores)
+        return jnp.stack(found)
+
+    for k, scores in enumerate(np.asarray(all_scores(of_all))):
         for b in range(B):
             for t in range(length[b] - k - 2):
                 label = tokens[b, t + k + 2]
@@ -222,16 +229,21 @@ def test_ranks_predict_what_decoding_accepts(acceptance, n_gram):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_start_is_the_backbones_lm_head_there(name):
     """Heads of every kind start from these columns, of a tied LM head as well."""
+    x = np.random.default_rng(1).standard_normal((3, family.D))
     for kind, tied in (("own", False), ("low_rank", True), ("shared", True)):
         config = tiny_config(tie_embeddings=tied)
         backbone = Backbone(Llama(config, jnp.float64), random_params(config, 0))
         heads = family.small_heads(name, lm_head=kind, rank=11, draft_vocab=len(IDS))
         drafter = make_drafter(heads, config)
-        narrow = vocabulary.narrowed(backbone, IDS)
-        params = drafter.init(jax.random.key(0), narrow)
-        x = np.random.default_rng(1).standard_normal((3, family.D))
-        logits = drafter.head_logits(params, narrow, 2, x)
-        assert_close(logits, np.asarray(backbone.lm_head(x))[:, IDS], dtype=jnp.float32)
+
+        @jax.jit
+        def logits_of(backbone, drafter=drafter):
+            narrow = vocabulary.narrowed(backbone, jnp.asarray(IDS))
+            params = drafter.init(jax.random.key(0), narrow)
+            return drafter.head_logits(params, narrow, 2, x), backbone.lm_head(x)
+
+        logits, of_all = logits_of(backbone)
+        assert_close(logits, np.asarray(of_all)[:, IDS], dtype=jnp.float32)
 
 
 # On disk.

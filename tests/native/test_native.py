@@ -40,11 +40,22 @@ CONFIG = tiny_config(
 )
 def test_a_product_in_panels(rows, inputs, outputs, weights):
     rng = np.random.default_rng(rows)
-    x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.float32)
-    kernel = jnp.asarray(rng.standard_normal((inputs, outputs)), jnp.float32)
-    [panels] = store({"kernel": kernel}, Storage(library().panel, weights)).values()
-    [plain] = store({"kernel": kernel}, Storage(0, weights)).values()
-    got = multiply(x, panels, jnp.float32)
+    x = rng.standard_normal((rows, inputs)).astype(np.float32)
+    kernel = rng.standard_normal((inputs, outputs)).astype(np.float32)
+    some = {0, rows // 2, rows - 1}
+
+    @jax.jit
+    def run(x, kernel):
+        """The product, the kernel as it is stored without panels, some rows alone."""
+        [panels] = store({"kernel": kernel}, Storage(library().panel, weights)).values()
+        [plain] = store({"kernel": kernel}, Storage(0, weights)).values()
+        got, *alone = (
+            multiply(part, panels, jnp.float32)
+            for part in (x, *(x[row : row + 1] for row in some))
+        )
+        return got, plain, alone
+
+    got, plain, alone = run(x, kernel)
     exact = (
         np.asarray(plain.codes, np.float64) * np.asarray(plain.scales)
         if weights == "int8"
@@ -53,9 +64,8 @@ def test_a_product_in_panels(rows, inputs, outputs, weights):
     assert_close(
         got, np.asarray(x, np.float64) @ np.asarray(exact, np.float64), dtype="float32"
     )
-    for row in {0, rows // 2, rows - 1}:  # alone, and among the others
-        alone = multiply(x[row : row + 1], panels, jnp.float32)
-        np.testing.assert_array_equal(alone[0], got[row])
+    for row, by_itself in zip(some, alone):
+        np.testing.assert_array_equal(by_itself[0], np.asarray(got)[row])
 
 
 # Every option of a layer in one case at least; MLPs that fill panels and not.

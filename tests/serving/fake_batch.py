@@ -36,6 +36,7 @@ class Row:
       cache, drafter: the token that each slot was computed from, or RUBBISH.
       text: prompt and answer; the last token is the root, which is in no slot yet.
       prompt: how many of them are the prompt's.
+      rule: the acceptance rule that was asked for.
     """
 
     cache: np.ndarray
@@ -43,6 +44,7 @@ class Row:
     text: list = field(default_factory=list)
     prompt: int = 0
     limit: int = 0
+    rule: str = "auto"
     status: int = STOPPED
     depths: list = field(default_factory=list)
     steps: int = 0
@@ -98,6 +100,9 @@ class FakeBatch:
         for row in self.state:
             row.resize(slots)
 
+    def warm_up(self, most_tokens, groups):
+        self.state = [self.idle() for _ in self.state]
+
     def keep_logprobs(self, wanted):
         self.keeps_logprobs = wanted
 
@@ -106,7 +111,8 @@ class FakeBatch:
         row = self.state[source]
         position = max(0, shared - 1)
         assert list(row.cache[:position]) == list(prompt[:position])
-        begun = Row(row.cache.copy(), row.drafter.copy(), list(prompt), len(prompt), limit)
+        slots = row.cache.copy(), row.drafter.copy()
+        begun = Row(*slots, list(prompt), len(prompt), limit, rule)
         return Reading(begun, np.array(prompt), position, rule)
 
     def next_tokens(self, reading):
@@ -137,6 +143,8 @@ class FakeBatch:
         most = self.trees[self.rows].path_length if drafts else 1
         alive = (RUNNING, PAUSED)
         asked = [row for row, wanted in zip(self.state, wanted_B) if wanted == RUNNING]
+        alike = ("auto", "greedy", "sampled")
+        assert all(row.rule == rule or {row.rule, rule} <= set(alike) for row in asked)
         steps = steps if all(row.status in alive for row in asked) else few
         for row, wanted in zip(self.state, wanted_B):
             row.status = int(wanted) if row.status in alive else row.status

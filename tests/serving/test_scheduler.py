@@ -4,6 +4,8 @@ In float64, where texts are equal without exception. Turns are taken by hand, so
 the same in every run.
 """
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -236,6 +238,8 @@ def test_stop_strings_and_cancelled_requests_free_their_rows(model, scheduler):
     assert scheduler.busy == scheduler.waiting == 0
     assert first.text == first.result.text == whole.text[: whole.text.index(stop)]
     assert first.result.finish_reason == "stop"
+    [cut] = alone(model, [stopped])
+    assert first.result.token_ids == cut.token_ids and cut.new_tokens < whole.new_tokens
     assert second.deltas and all(delta.ending is None for delta in second.deltas)
     [again] = run(scheduler, {0: [Request("in", options(20))]}, model)
     check(model, [again])
@@ -253,6 +257,12 @@ def test_log_probabilities_are_those_of_a_solo_run(model, scheduler):
     for mine, theirs in zip(second.result.top_logprobs, expected.top_logprobs, strict=True):
         assert [token for token, _ in mine] == [token for token, _ in theirs]
     assert first.result.logprobs is None and not first.deltas[0].logprobs
+    # None behind a stop string.
+    asked = replace(asked, options=replace(asked.options, stop=(expected.text[6:9],)))
+    [cut] = run(scheduler, {0: [asked]}, model)
+    n = cut.result.new_tokens
+    assert len(cut.result.logprobs) == len(cut.result.top_logprobs) == n < 30
+    assert cut.result.token_ids == expected.token_ids[:n]
 
 
 def test_what_cannot_be_answered_is_refused_at_once(model):

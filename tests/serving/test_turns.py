@@ -10,7 +10,7 @@ from medusa_jax.api import StoppingText
 from medusa_jax.decoding.generate import Request as Row
 from medusa_jax.serving import Request, scheduler
 from medusa_jax.serving.job import Job
-from medusa_jax.serving.request import Handle
+from medusa_jax.serving.request import Handle, Stopped
 
 TREES = {1: Tree.chain(3), 2: Tree.chain(2), 4: Tree.none()}
 PIECE = 16
@@ -34,11 +34,11 @@ def turns(monkeypatch):
 class Client:
     """A request that was added, and what came back."""
 
-    def __init__(self, turns, prompt, n, drafts=True, **options):
+    def __init__(self, turns, prompt, n, drafts=True, acceptance="auto", **options):
         self.deltas, self.handle = [], Handle(lambda: None)
         self.solo, drafted = (
             solo(prompt, n),
-            Request(prompt, Options(n, **options), 0, drafts),
+            Request(prompt, Options(n, **options), 0, drafts, acceptance),
         )
         text = StoppingText(Letters(), drafted.options.stop)
         self.job = Job(drafted, Row([prompt], [n]), text, self.handle, self.deltas.append)
@@ -121,13 +121,17 @@ def test_as_many_rows_as_are_busy(turns):
     long = Client(turns, [1], 900 // 3)
     turns.step()
     assert batch.rows == 1
-    others = [Client(turns, [2], 6) for _ in range(2)]
-    turns.step()
-    assert batch.rows == 4
+    others, alone = [], 0
+    for n_rows in (2, 4):
+        others.append(Client(turns, [2], 6))
+        turns.step()
+        assert batch.rows == n_rows
     while batch.rows > 1:
         assert not long.ended
+        alone += turns.busy == 1
         turns.step()
     assert all(client.ended for client in others)
+    assert alone > scheduler.PATIENCE / 2  # somebody may come soon
 
 
 @pytest.mark.parametrize("patience", range(1, 6))
@@ -156,6 +160,36 @@ def test_those_that_cannot_step_together_take_turns(turns):
         turns.step()
     kinds = [drafts for _, drafts in turns._batch.runs]
     assert kinds[1:] == [not kind for kind in kinds[:-1]]
+
+
+def test_a_chunk_has_one_rule(turns):
+    """That of every row which steps in it: the batch complains otherwise."""
+    rules = ("auto", "typical", "sampled", "rejection")
+    clients = [Client(turns, [3], 40, acceptance=rule) for rule in rules]
+    finish(turns)
+    for client in clients:
+        client.check()
+
+
+def test_everybody_hears_of_a_failure(turns):
+    """Who is answered, whose prompt is being read, and who waits; each once."""
+    clients = [Client(turns, [n] * (40 if n == 4 else 3), 200) for n in range(1, 7)]
+    turns.step()
+    assert turns._reading and (turns.busy, turns.waiting) == (4, 2)
+    turns.fail(Stopped("the device is gone"))
+    for client in clients:
+        told = [delta for delta in client.deltas if isinstance(delta, Stopped)]
+        assert len(told) == 1 and client.deltas[-1] is told[0]
+
+
+def test_what_was_known_before_warming_up_is_gone(turns):
+    first = Client(turns, [5] * 20, 4)
+    finish(turns)
+    turns.warm_up(64, [])
+    again = Client(turns, [*first.job.known_text(), 6], 4)
+    finish(turns)
+    again.check()
+    assert again.deltas[-1].ending.reused_tokens == 0
 
 
 @pytest.mark.parametrize(

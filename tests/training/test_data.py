@@ -1,5 +1,6 @@
 """Rows: nothing lost, nothing twice, no target across a sample's border."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -77,9 +78,16 @@ def test_no_head_s_target_crosses_a_border(tmp_path, packing):
     cfg = DataConfig(seq_len=40, packing=packing, seed=1)
     rows = TokenRows(str(tmp_path), cfg, 600)
     batch = rows.batch(0, rows.rows)
-    for ahead in range(1, 7):
-        mask = np.asarray(losses.pair_mask(batch["counted"], batch["segment_ids"], ahead))
-        labels = np.asarray(later(batch["tokens"], ahead))
+
+    @jax.jit
+    def pairs(batch):
+        marks = batch["counted"], batch["segment_ids"]
+        return [
+            (losses.pair_mask(*marks, k), later(batch["tokens"], k)) for k in range(1, 7)
+        ]
+
+    for ahead, found in enumerate(pairs(batch), start=1):
+        mask, labels = map(np.asarray, found)
         here, there = batch["tokens"][mask], labels[mask]
         assert len(here) > 20 and np.array_equal(there, here + ahead)
         sample = [np.searchsorted(starts, x, side="right") for x in (here, there)]

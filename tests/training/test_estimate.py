@@ -22,14 +22,16 @@ def test_ranks_are_those_of_the_labels(chunk):
     arch = tiny_arch()
     backbone = Backbone(Llama(arch), init_params(arch, jax.random.key(1)))
     drafter = make_drafter(HeadsConfig(n_heads=2), arch)
-    params = drafter.init(jax.random.key(2), backbone)
+    params = jax.jit(drafter.init)(jax.random.key(2), backbone)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: x + 0.5 * rng.standard_normal(x.shape), params)
+    params = jax.tree.map(
+        lambda x: np.float32(x + 0.5 * rng.standard_normal(x.shape)), params
+    )
     batch = {
-        "tokens": jnp.asarray(rng.integers(0, 64, (2, 13)), jnp.int32),
-        "positions": jnp.broadcast_to(jnp.arange(13), (2, 13)),
-        "segment_ids": jnp.asarray([[1] * 13, [1] * 6 + [2] * 7], jnp.int32),
-        "counted": jnp.asarray(rng.random((2, 13)) < 0.9),
+        "tokens": rng.integers(0, 64, (2, 13), np.int32),
+        "positions": np.tile(np.arange(13, dtype=np.int32), (2, 1)),
+        "segment_ids": np.array([[1] * 13, [1] * 6 + [2] * 7], np.int32),
+        "counted": rng.random((2, 13)) < 0.9,
     }
 
     @jax.jit
@@ -42,7 +44,8 @@ def test_ranks_are_those_of_the_labels(chunk):
         return ranks, jnp.stack(plain)
 
     found, logits_KBTV = (np.asarray(x) for x in both(params, batch))
-    whole = np.asarray(losses.pair_mask(batch["counted"], batch["segment_ids"], 3))
+    pair_mask = jax.jit(losses.pair_mask, static_argnums=2)
+    whole = np.asarray(pair_mask(batch["counted"], batch["segment_ids"], 3))
     assert found.shape == (2, 13, 2) and 5 < whole.sum() < 22
     for b, t in np.ndindex(2, 13):
         for k in range(2):

@@ -113,12 +113,12 @@ def test_a_cached_step_does_not_run_the_backbone(tokens, tmp_path, setup):
     cfg = config(tokens, tmp_path)
     _, stage, frozen, _ = setup
     batch = cache(cfg, setup).batch(0, 4)
-    poison = jax.tree.map(lambda x: x * jnp.nan, frozen["backbone"]["layers_0"])
+    poison = jax.tree.map(lambda x: np.full_like(x, np.nan), frozen["backbone"]["layers_0"])
     poisoned = {"backbone": frozen["backbone"] | {"layers_0": poison}}
-    heads = stage.init(jax.random.key(1), frozen)
+    heads = jax.jit(stage.init)(jax.random.key(1), frozen)
     from medusa_jax.training import losses
 
-    counts = losses.pair_counts(batch, stage.offsets)
+    counts = jax.jit(losses.pair_counts, static_argnums=1)(batch, stage.offsets)
     run = jax.jit(stage.loss)
     loss, _ = run(heads, poisoned, losses.StepInputs(batch, counts))
     assert np.isfinite(float(loss))
