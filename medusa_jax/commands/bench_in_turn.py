@@ -86,10 +86,12 @@ def load_entrants(flags: argparse.Namespace) -> list[Any]:
     from medusa_jax.evaluate.in_turn import Entrant, recipe_of, trained_tokens
 
     asked = flags.drafters.split(",") if flags.drafters else default_names(flags)
+    # The ladder has trees of its own: what "auto" is here need not be measured.
+    unsaid = "none" if flags.ladder else "auto"
     entrants: list[Entrant] = []
     for each in asked:
         name, _, tree = each.partition("@")
-        spec = (tree.replace("x", ",") if ":" in tree else tree) or "auto"
+        spec = (tree.replace("x", ",") if ":" in tree else tree) or unsaid
         model = load_model(flags, name, tree=spec)
         if entrants:
             shared = entrants[0].model.variables["backbone"]

@@ -108,8 +108,9 @@ def run(flags: argparse.Namespace) -> int:
                 replayed_tokens([recorded[i] for i in group], tree)
                 for group in grouped(categories).values()
             ]
-    text = replay_table(categories, texts, columns)
-    (Path(flags.out) / "replay.md").write_text(text + "\n")
+        # Behind each drafter: whoever stops this has those before.
+        text = replay_table(categories, texts, columns)
+        (Path(flags.out) / "replay.md").write_text(text + "\n")
     print(text)
     how = f"T {flags.temperature:g}" if flags.temperature else "greedy"
     inform(

@@ -19,7 +19,7 @@ from medusa_jax.training.dry import Shapes
 from medusa_jax.training.partition import trained_groups
 
 F32 = 4
-# What only a CPU holds of a decode step in 16 bits.
+# What only a CPU holds of a program in 16 bits.
 COPIES = "float32 copies"
 
 
@@ -56,8 +56,10 @@ def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
     trained = sum(
         x.size for x in jax.tree.leaves(jax.tree.map(_own_part, shapes.state.params))
     )
+    groups = (*shapes.frozen.values(), *shapes.state.params.values())
+    layers = [x for group in groups for name, x in group.items() if "layers_" in name]
     return {
-        "parameters": bytes_on_device((shapes.frozen, shapes.state.params)),
+        "parameters": bytes_on_device(groups),
         "moments": bytes_on_device(shapes.state.opt),
         "batch": bytes_on_device(shapes.batch),
         "gradients of the update": F32 * trained if A > 1 else 0,
@@ -69,7 +71,21 @@ def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
         # As they are, as probabilities, and their gradient; a teacher's and their logarithm.
         "logits": (3 + 2 * (cfg.train.backbone_loss == "kl")) * logits,
         "inputs of blocks": joint * arch.n_layers * hidden * wide,
+        # Kernels wait for their microbatch by a sum (`model/barrier.py`), whose terms are float32; and
+        # what comes of it, where the backward pass reads it again.
+        COPIES: _narrow(layers) * (F32 + joint * wide)
+        if A > 1 and mesh.shape["fsdp"] > 1
+        else 0,
     }
+
+
+def _narrow(tree: PyTree) -> int:
+    """How many elements of kernels in 16-bit floats one device has."""
+    return sum(
+        _own_part(x).size
+        for x in jax.tree.leaves(tree)
+        if x.ndim > 1 and x.dtype in (jnp.bfloat16, jnp.float16)
+    )
 
 
 def _own_part(x: Any) -> Any:
@@ -98,9 +114,5 @@ def decoding_bytes(
         "caches": bytes_on_device(cache),
         "other state": bytes_on_device(state) - bytes_on_device(cache),
         "logits": rows * nodes * columns * F32,
-        COPIES: sum(
-            F32 * _own_part(x).size
-            for x in jax.tree.leaves(copied)
-            if x.ndim > 1 and x.dtype.itemsize < F32
-        ),
+        COPIES: _narrow(copied) * F32,
     }

@@ -59,8 +59,11 @@ def check(cfg: Config, mesh: Mesh) -> None:
       UserError: names the two fields.
     """
     trained_groups(cfg)  # refuses what no stage trains
-    t = cfg.train
+    t, o = cfg.train, cfg.optim
     positive = {
+        "train.epochs": t.epochs,
+        "train.keep_checkpoints": t.keep_checkpoints,
+        "data.eval_samples": cfg.data.eval_samples,
         "train.batch_size": t.batch_size,
         "train.accumulation": t.accumulation,
         "train.loss_chunk": t.loss_chunk,
@@ -73,6 +76,22 @@ def check(cfg: Config, mesh: Mesh) -> None:
     for name, value in positive.items():
         if value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
+    not_negative = {
+        "train.steps": t.steps,
+        "model.add_layers": cfg.model.add_layers,
+        "lora.rank": cfg.lora.rank,
+        "optim.lr": o.lr,
+        "optim.warmup_steps": o.warmup_steps,
+        "optim.weight_decay": o.weight_decay,
+        "optim.clip_norm": o.clip_norm,
+    }
+    for name, number in not_negative.items():
+        if not number >= 0:  # nan is not, either
+            raise UserError(f"{name} must be 0 or more, not {number}")
+    shares = {"optim.b1": o.b1, "optim.b2": o.b2, "lora.dropout": cfg.lora.dropout}
+    for name, share in shares.items():
+        if not 0 <= share < 1:
+            raise UserError(f"{name} must be from 0 to below 1, not {share}")
     if cfg.data.draft_vocab_from and not cfg.heads.draft_vocab:
         raise UserError(
             "data.draft_vocab_from is set, but heads.draft_vocab is 0: heads score all tokens"

@@ -49,6 +49,7 @@ def _is_evidence(evidence: Any) -> bool:
     return isinstance(rows, list) and all(
         isinstance(row, dict)
         and type(row.get("nodes")) is int
+        and row["nodes"] > 0
         and type(row.get("tokens_per_step")) in (int, float)
         for row in rows
     )

@@ -103,6 +103,20 @@ def test_the_ladder_is_chain_cartesian_tree_and_fitted_tree():
             bench_in_turn.ladder(Entrant("medusa", model, Tree.none(), 5), nodes)
 
 
+def test_the_ladder_has_no_other_tree_measured(monkeypatch):
+    asked = []
+
+    def load(flags, name, tree):
+        asked.append(tree)
+        return SimpleNamespace(variables={"backbone": 0}, tree=Tree.none())
+
+    monkeypatch.setattr(bench_in_turn, "load_model", load)
+    for nodes in (0, 8):
+        flags = SimpleNamespace(model=None, drafters="hydra,medusa", ladder=nodes)
+        bench_in_turn.load_entrants(flags)
+    assert asked == ["auto", "auto", "none", "none"]
+
+
 def test_bad_input(directory, tmp_path, capsys):
     assert bench.main(arguments(directory, "lookahead@cartesian:2x2", tmp_path)) == 2
     assert "branch at the root alone" in capsys.readouterr().err

@@ -230,7 +230,7 @@ def test_ties_reports_divergences_and_judges_them(files, tmp_path, capsys, monke
 
 @pytest.mark.parametrize("command", [distill, sweep, ties])
 def test_the_tree_is_that_of_the_batches(command, files, tmp_path, capsys, monkeypatch):
-    def load(flags, **more):
+    def load(flags, name=None, **more):
         raise UserError(f"for {more['batch']} rows")
 
     monkeypatch.setattr(command, "load_model", load)

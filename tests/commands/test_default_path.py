@@ -45,4 +45,4 @@ def test_the_default_command_finds_its_heads(platform, drafter, traced, monkeypa
 
 
 def test_all_kinds_of_heads_are_bundled():
-    assert DRAFTERS == ["amphista", "amphista_alpha", "hydra", "hydrapp", "medusa"]
+    assert DRAFTERS == ["amphista", "amphista_alpha", "eagle", "hydra", "hydrapp", "medusa"]

@@ -306,6 +306,8 @@ def test_there_is_nothing_to_train(name):
             "draft_model: gamma is from 1 to 16, not 0",
         ),
         (HeadsConfig(drafter="lookahed"), "did you mean 'lookahead'"),
+        (HeadsConfig(n_heads=0), "heads.n_heads must be at least 1, not 0"),
+        (HeadsConfig(n_layers=-1), "heads.n_layers must be at least 1, not -1"),
     ],
 )
 def test_bad_fields(fields, message):

@@ -164,7 +164,7 @@ def test_curve_of_a_tree_file(tmp_path):
     with pytest.raises(UserError, match="holds no measured tokens per step"):
         predict.measured_acceleration(str(path))
     path.write_text('{"choices": [], "evidence": {"ladder": [{"nodes": 1}]}}')
-    with pytest.raises(UserError, match="lacks nodes or tokens_per_step"):
+    with pytest.raises(UserError, match="a number 'tokens_per_step'"):
         predict.measured_acceleration(str(path))
 
 

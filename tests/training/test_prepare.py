@@ -178,6 +178,13 @@ def test_unknown_choices_name_the_nearest():
     [
         ("train", "batch_size", 6, "multiple of accumulation"),
         ("train", "loss_chunk", 0, "train.loss_chunk must be at least 1"),
+        ("train", "epochs", 0, "train.epochs must be at least 1"),
+        ("train", "keep_checkpoints", 0, "train.keep_checkpoints must be at least 1"),
+        ("data", "eval_samples", 0, "data.eval_samples must be at least 1"),
+        ("train", "steps", -1, "train.steps must be 0 or more, not -1"),
+        ("optim", "lr", float("nan"), "optim.lr must be 0 or more, not nan"),
+        ("optim", "clip_norm", -1.0, "optim.clip_norm must be 0 or more"),
+        ("optim", "b1", 2.0, "optim.b1 must be from 0 to below 1, not 2.0"),
         ("train", "feature_weight", 1.0, "needs heads.lm_head shared, not 'own'"),
         ("data", "seq_len", 1000, "exceeds the model's 64 positions"),
     ],

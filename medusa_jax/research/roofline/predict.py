@@ -86,13 +86,9 @@ def measured_acceleration(path: str) -> Acceleration:
             f"{path} holds no measured tokens per step; `python -m medusa_jax calibrate` writes "
             "them beside the tree"
         )
-    try:
-        points = sorted(
-            (math.log(rung["nodes"]), float(rung["tokens_per_step"])) for rung in ladder
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: the ladder lacks nodes or tokens_per_step") from error
-    x, y = zip(*points)
+    x, y = zip(
+        *sorted((math.log(rung["nodes"]), rung["tokens_per_step"]) for rung in ladder)
+    )
     return lambda nodes: float(np.interp(math.log(nodes), x, y))
 
 
