@@ -155,10 +155,11 @@ def test_whoever_warms_up_hears_of_every_loss(batch, pieces, monkeypatch):
     monkeypatch.setattr(rows, "insert_row", lambda engine, state, row, at: state)
     monkeypatch.setattr(batches, "progress_of", lambda row: None)
     told = []
-    for _ in batch.warm_up(30, []):
+    for _ in batch.warm_up(200, []):
         told.append([size for size in sizes if size[0] == batch.rows][-1])
         sizes.clear()
-    assert told == [(1, 128), (2, 128), (1, 128)] and not sizes
+    every = [(1, 128), (2, 128), (1, 256), (2, 256)]
+    assert told == [*every, (1, 128)] and not sizes
 
 
 @pytest.mark.parametrize(
