@@ -267,6 +267,8 @@ def test_which_text_is_given_up(turns):
 @pytest.mark.parametrize("n", range(10, 18))
 def test_the_last_slots_of_an_ended_row_are_others_to_write(turns, n):
     """It ends where the cache is full, or shortly before, and another one takes its steps."""
+    trees = {2: Tree.chain(3)}  # a step of the other writes as much as any
+    turns = scheduler.Scheduler(None, trees=trees, most_new=300, chunk_steps=3, piece=PIECE)
     full = Client(turns, [2] * 14, n)
     turns.step()
     Client(turns, [1] * 3, 25)
