@@ -217,6 +217,7 @@ class Batch:
                 break
             slots *= 2
         self._resize(min(self.trees), MIN_SLOTS)
+        yield  # what was answered since the last part is gone, too
 
     def _run_nothing(self, drafts: bool, rule: str) -> None:
         self.run(np.full(self.rows, STOPPED, np.int32), drafts, rule, 0, 0)

@@ -101,7 +101,10 @@ class FakeBatch:
             row.resize(slots)
 
     def warm_up(self, most_tokens, groups):
-        self.state = [self.idle() for _ in self.state]
+        for n_rows in (*self.trees, min(self.trees)):
+            self.rows, self.slots = n_rows, LEAST_SLOTS
+            self.state = [self.idle() for _ in range(n_rows)]
+            yield
 
     def keep_logprobs(self, wanted):
         self.keeps_logprobs = wanted

@@ -142,6 +142,26 @@ def test_nothing_runs_where_nothing_changes(batch, monkeypatch):
     assert seen == [(1, 256), (2, 256), batches.MOST_BEST, None]
 
 
+def test_whoever_warms_up_hears_of_every_loss(batch, pieces, monkeypatch):
+    """Rows lose their texts before a part is handed back, and not behind the last one."""
+    sizes = []
+
+    def resized(engine, _, n_rows, slots, state):
+        sizes.append((n_rows, slots))
+        return state
+
+    monkeypatch.setattr(rows, "resized", resized)
+    monkeypatch.setattr(rows, "read_row", lambda engine, variables, row, piece: row)
+    monkeypatch.setattr(rows, "insert_row", lambda engine, state, row, at: state)
+    monkeypatch.setattr(batches, "progress_of", lambda row: None)
+    told = []
+    for _ in batch.warm_up(200, []):
+        told.append([size for size in sizes if size[0] == batch.rows][-1])
+        sizes.clear()
+    every = [(1, 128), (2, 128), (1, 256), (2, 256)]
+    assert told == [*every, (1, 128)] and not sizes
+
+
 @pytest.mark.parametrize(
     ("rule", "drawn_by"),
     [(rule, "sampled") for rule in ("auto", "greedy", "sampled")]

@@ -183,13 +183,15 @@ def test_everybody_hears_of_a_failure(turns):
 
 
 def test_what_was_known_before_warming_up_is_gone(turns):
-    first = Client(turns, [5] * 20, 4)
+    """So is what is answered between two parts of it, the last two included."""
+    clients = [Client(turns, [n] * 20, 4) for n in range(1, 5)]
     finish(turns)
-    turns.warm_up(64, [])
-    again = Client(turns, [*first.job.known_text(), 6], 4)
-    finish(turns)
-    again.check()
-    assert again.deltas[-1].ending.reused_tokens == 0
+    for _ in turns.warm_up(64, []):
+        clients = [Client(turns, [*c.job.known_text(), 6], 4) for c in clients]
+        finish(turns)
+        for client in clients:
+            client.check()
+            assert client.deltas[-1].ending.reused_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -265,6 +267,8 @@ def test_which_text_is_given_up(turns):
 @pytest.mark.parametrize("n", range(10, 18))
 def test_the_last_slots_of_an_ended_row_are_others_to_write(turns, n):
     """It ends where the cache is full, or shortly before, and another one takes its steps."""
+    trees = {2: Tree.chain(3)}  # a step of the other writes as much as any
+    turns = scheduler.Scheduler(None, trees=trees, most_new=300, chunk_steps=3, piece=PIECE)
     full = Client(turns, [2] * 14, n)
     turns.step()
     Client(turns, [1] * 3, 25)
