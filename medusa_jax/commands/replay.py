@@ -18,6 +18,7 @@ from medusa_jax.commands.flags import (
     add_base,
     add_generation,
     add_limit,
+    at_least,
     command,
     generation_options,
     load_model,
@@ -44,8 +45,6 @@ EXAMPLES = """examples:
   python -m medusa_jax replay --model smollm2 --questions spec_bench.jsonl --limit 180 \\
       --drafters hydrapp,work/smollm2/medusa/export --fit heldout.jsonl --temperature 0.7
 """
-# Nodes of a tree that are grown, the root not counted.
-GROWTH = 127
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--fit", metavar="FILE",
                    help="JSONL of other prompts or conversations to grow the trees on (default: the order in "
                    "the tree file beside the heads)")  # fmt: skip
-    p.add_argument("--fit_limit", type=int, default=64, help="most of them (default: 64)")
+    p.add_argument(
+        "--fit_limit", type=at_least(1), default=64, help="most of them (default: 64)"
+    )
     p.add_argument("--no_copies", action="store_true",
                    help="trees of the heads' guesses alone, without a chain copied from the text")  # fmt: skip
     add_base(p)
@@ -81,6 +82,7 @@ def run(flags: argparse.Namespace) -> int:
     from medusa_jax.api import default_drafter
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.evaluate.conversation import PLAIN, asked, ending_turns, find_template
+    from medusa_jax.evaluate.fitting import GROWTH
     from medusa_jax.evaluate.recording import record
 
     sizes = numbers(flags.nodes, "--nodes")
@@ -149,7 +151,9 @@ def answers_to(
     found = all_turns(model, questions, template, room, ask)
     categories, texts = [questions[i]["category"] for i, _ in found], [x for _, x in found]
     content = {"settings": settings, "categories": categories, "texts": texts}
-    file.write_text(json.dumps(content))
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(content))
+    new.replace(file)  # whole, or not there
     return categories, texts
 
 
@@ -157,6 +161,7 @@ def trees_for(
     model: Any, prompts: Sequence[Any], options: Any, sizes: Sequence[int], *, copies: bool
 ) -> list[Tree]:
     """Trees of these sizes: grown on other texts of the model, or cut from the heads' tree file."""
+    from medusa_jax.evaluate.fitting import GROWTH
     from medusa_jax.evaluate.recording import rank_texts
 
     if prompts:
@@ -168,7 +173,7 @@ def trees_for(
     elif model.calibrated is None:
         raise UserError("no tree file lies beside the heads: give --fit")
     else:
-        growth = model.calibrated.get("growth", model.calibrated["choices"])
+        growth = model.calibrated["growth"]
         if not copies:
             growth = [choice for choice in growth if COPIED not in choice]
     return [tree_of_size(growth, size) for size in sizes]

@@ -86,15 +86,13 @@ def record(model: Model, texts: Sequence[Text], options: Options) -> list[Record
             for row, x in zip(tokens_BT, ids):
                 row[: len(x)] = x
             heads, given = model.variables["heads"], (jnp.asarray(tokens_BT), length_B)
-            ranks_BTK = ranks(drafter, heads, model.backbone, *given, noise, no_repeat)
-            copied_BT = lengths(*given, MOST_COPIED)
+            ranked = ranks(drafter, heads, model.backbone, *given, noise, no_repeat)
+            ranks_BTK, copied_BT = map(np.asarray, (ranked, lengths(*given, MOST_COPIED)))
             for b, i in enumerate(own):
                 # The step after prefill starts at the last prompt position.
                 first, end = texts[i].n_prompt - 1, len(ids[b]) - drafter.n_heads - 1
                 here = slice(first, max(first, end))
-                found.append(
-                    Recorded(np.asarray(ranks_BTK)[b, here], np.asarray(copied_BT)[b, here])
-                )
+                found.append(Recorded(ranks_BTK[b, here], copied_BT[b, here]))
             bar.update(len(own))
     return found
 
