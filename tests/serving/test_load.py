@@ -8,6 +8,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -81,17 +82,33 @@ def test_some_clients_at_once(port):
     assert len({kind for kind, _ in done["answers"]}) > 15
 
 
-def test_nothing_is_compiled_in_steady_state(port):
+def test_nothing_is_compiled_in_steady_state(port, monkeypatch):
     """Once warm, texts of any length, arrival and parameters run the same programs. Who asks before
     that is answered between two parts of it."""
     programs = (decode_loop, rows.begin_row, rows.read_row, rows.insert_row, rows.run_only)
+    begun, asked, answered = (threading.Event() for _ in range(3))
+    warm_up, in_between = port.server._scheduler.warm_up, []
+
+    def slowly(*given):
+        for number, _ in enumerate(warm_up(*given)):
+            if number == 0:
+                begun.set()
+                asked.wait(30)
+            if number == 1:
+                in_between.append(answered.wait(30))
+            yield
+
+    monkeypatch.setattr(port.server._scheduler, "warm_up", slowly)
     port.server.warm_up(95, [(True, "auto"), (False, "auto")], wait=False)
+    assert begun.wait(60)
     early = port.server.submit(Request("in the", Options(max_new_tokens=9)))
+    asked.set()
     *_, last = early
+    answered.set()
     assert last.ending.result.text == alone(port.model, "in the", max_new_tokens=9).text
-    assert port.server.warming_up
     while port.server.warming_up:
         time.sleep(0.01)
+    assert in_between == [True]
     warm = [program._cache_size() for program in programs]
     asked = kinds(PROMPTS, [1, 3, 11, 25, 40])
     for fields in asked[::3]:
