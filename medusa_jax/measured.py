@@ -9,6 +9,8 @@ from typing import Any
 import jax
 
 from medusa_jax.console import cache_directory, processor
+from medusa_jax.errors import UserError
+from medusa_jax.whole_files import write_json
 
 
 class Kept:
@@ -38,6 +40,6 @@ class Kept:
         """Keep a note; where that cannot be, it is measured again next time."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps(note) + "\n")
-        except OSError:
+            write_json(self.file, note, indent=None)
+        except (OSError, UserError):
             pass

@@ -8,7 +8,7 @@ import pytest
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.api import DEMO, rounds
-from medusa_jax.api.load import bundled_heads
+from medusa_jax.api.finding import bundled_heads
 
 BUNDLED = bundled_heads(None)
 

@@ -11,7 +11,7 @@ PACKAGE = Path(medusa_jax.__file__).parent
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
     {"errors", "config"},
-    {"chips", "collectives", "console", "repetition", "sharding"},
+    {"chips", "collectives", "console", "repetition", "sharding", "whole_files"},
     {"hosts"},
     {"tree", "plots"},
     {"measured", "native"},

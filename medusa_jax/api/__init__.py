@@ -3,15 +3,8 @@
 decode.py, the notebooks, the evaluators and the tests all go through here.
 """
 
-from medusa_jax.api.load import (
-    DEMO,
-    DTYPES,
-    default_drafter,
-    default_dtype,
-    find_heads,
-    find_model,
-    load,
-)
+from medusa_jax.api.finding import DEMO, default_drafter, find_heads, find_model
+from medusa_jax.api.load import DTYPES, default_dtype, load
 from medusa_jax.api.model import Model, generate
 from medusa_jax.api.results import Options, Piece, Result, accepted_lengths, steps_of
 from medusa_jax.api.streaming import StoppingText

@@ -3,25 +3,26 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from medusa_jax.api import device_tree
+from medusa_jax.api import tree_choice
 from medusa_jax.api.baselines import find_baseline, load_baseline
+from medusa_jax.api.finding import (
+    bundled_draft_model,
+    default_drafter,
+    find_heads,
+    find_model,
+)
 from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import DRAFTERS, make_drafter, vocabulary
-from medusa_jax.heads.draft_model import DraftModel
+from medusa_jax.heads import make_drafter, vocabulary
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.base_files import fingerprint_as_read
-from medusa_jax.interop.hub import resolve
-from medusa_jax.interop.names import named
-from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tokenizer import (
     NoTokenizer,
@@ -33,17 +34,8 @@ from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import make_mesh, param_shardings
-from medusa_jax.tree import (
-    Ladder,
-    Tree,
-    file_ladder,
-    load_tree_file,
-    parse_tree,
-    tree_of_size,
-)
+from medusa_jax.tree import Tree
 
-DEMO = Path(__file__).parents[1] / "demo"
-MODELS = Path(__file__).parents[1] / "models"
 # A step compares so many tokens with each place of the text, each by an operation of its own.
 LONGEST_NGRAM = 64
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -101,14 +93,7 @@ def load(
     Raises:
       UserError: anything that cannot be read or does not fit together.
     """
-    kind = dtype or default_dtype()
-    if kind not in DTYPES:
-        raise UserError(f"dtype is one of {', '.join(DTYPES)}, not {kind!r}")
-    if kind == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        raise UserError(
-            'dtype float64 needs 64-bit types: call jax.config.update("jax_enable_x64", True) '
-            "before anything is loaded, or set JAX_ENABLE_X64=1"
-        )
+    kind = _checked_dtype(dtype or default_dtype())
     directory = find_model(model, kind)
     name = drafter or default_drafter(model)
     baseline = find_baseline(name, bundled_draft_model(model))
@@ -118,13 +103,8 @@ def load(
         text_to_ids = load_tokenizer(tokenizer or directory)
     else:
         text_to_ids = NoTokenizer(directory)
-    marks, number = hf.Fingerprint(), jnp.dtype(kind)
-    storage = choose_storage(hf.read_config(directory), number, devices, weights)
-    if storage.panel and kind == "bfloat16":
-        # The kernels compute in float32 whatever they read, and what is around them is quicker in it.
-        number = jnp.dtype("float32")
-        storage = replace(storage, weights=storage.weights or kind)
-    drafting = _DraftHead(stored, devices, storage)
+    number, storage = _forms(hf.read_config(directory), kind, devices, weights)
+    marks, drafting = hf.Fingerprint(), _DraftHead(stored, devices, storage)
 
     def place(config: LlamaConfig, part: Any) -> Any:
         marks.see(config, part)
@@ -132,37 +112,21 @@ def load(
         return place_part(config, part, number, devices, storage)
 
     config, backbone = hf.load_backbone(directory, devices, kind, place)
-    calibrated, measured = None, None
-    ladder: Ladder | None = None
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Any = {}
-    wanted: str | Tree
     if baseline is not None:
         heads, head_params = load_baseline(baseline, text_to_ids, number, devices, storage)
-        wanted = _choose_tree(tree, None, make_drafter(heads, config).default_tree)
+        chosen = tree_choice.for_baseline(tree, make_drafter(heads, config).default_tree)
     elif stored is None:
-        wanted = Tree.none() if tree == "auto" else tree
+        chosen = tree_choice.without_heads(tree)
     else:
-        calibrated = calibrated_tree(stored)
-        there = stored.heads.n_heads
-        if tree == "auto" and device_tree.is_measured(calibrated):
-            about = (config, stored.heads, number, storage, devices)
-            ladder = device_tree.known_ladder(calibrated, *about)
-            measured = device_tree.kept_choice(calibrated, batch, *about)
-            size = device_tree.kept_size(measured)
-            if size is not None and device_tree.is_settled(measured):
-                tree, measured = tree_of_size(calibrated["growth"], size), None
-        elif calibrated and tree in ("auto", "bundled"):
-            ladder = file_ladder(calibrated, jax.default_backend())
-            tree = ladder.at(batch) if ladder else tree
-        wanted = _choose_tree(tree, calibrated, Tree.chain(there))
-        deepest = max(wanted.drafted.depth, ladder.depth if ladder else 0)
-        wanted.check_depth(there)
+        about = (config, stored.heads, number, storage, devices)
+        chosen = tree_choice.for_heads(tree, stored, batch, *about)
         heads, head_params, _ = heads_io.load_heads(
             stored,
             config,
             devices,
-            None if all_heads or measured else max(1, deepest),
+            None if all_heads else chosen.levels,
             number.name,
             fingerprint=fingerprint_as_read(model or directory, marks, config, kind),
             allow_other_base=allow_other_base,
@@ -179,16 +143,36 @@ def load(
         dtype=number,
         mesh=devices,
         storage=storage,
-        tree=wanted,
-        calibrated=calibrated,
+        tree=chosen.tree,
+        calibrated=chosen.calibrated,
         eos_ids=eos_ids,
         no_repeat_ngram_size=_ngram_size(directory, no_repeat_ngram_size),
     )
-    if calibrated and measured:
-        found = device_tree.choose_on_device(loaded, calibrated, batch, measured)
-        loaded.tree = tree_of_size(calibrated["growth"], found["nodes"])
-    loaded.ladder = ladder and ladder.having(batch, loaded.tree)
+    chosen.settle(loaded, batch)
     return loaded
+
+
+def _checked_dtype(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise UserError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}")
+    if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise UserError(
+            'dtype float64 needs 64-bit types: call jax.config.update("jax_enable_x64", True) '
+            "before anything is loaded, or set JAX_ENABLE_X64=1"
+        )
+    return dtype
+
+
+def _forms(
+    config: LlamaConfig, dtype: str, mesh: Mesh, weights: str | None
+) -> tuple[Any, Storage]:
+    """What to compute in, and how kernels are stored (`model/forms.py`)."""
+    number = jnp.dtype(dtype)
+    storage = choose_storage(config, number, mesh, weights)
+    if storage.panel and dtype == "bfloat16":
+        # The kernels compute in float32 whatever they read, and what is around them is quicker in it.
+        return jnp.dtype("float32"), replace(storage, weights=storage.weights or dtype)
+    return number, storage
 
 
 class _DraftHead:
@@ -219,97 +203,6 @@ class _DraftHead:
         if self.ids_O is None:
             return heads
         return heads | {vocabulary.GROUP: heads[vocabulary.GROUP] | self.part}
-
-
-def default_drafter(model: str | None) -> str:
-    """The heads that go with a model when none are named: those of the demo, those that a name
-    brings with it, else "none".
-    """
-    if model is None:
-        return "hydra"
-    row = named(model)
-    return row.drafter if row and (MODELS / row.heads / row.drafter).is_dir() else "none"
-
-
-def bundled_heads(model: str | None) -> list[str]:
-    """The drafters whose heads come with a model: with the demo (None) or one called by name."""
-    folder = _bundle(model)
-    return [name for name in DRAFTERS if folder and (folder / name).is_dir()]
-
-
-def bundled_draft_model(model: str | None) -> str:
-    """The directory of the draft model that comes with a model, "" if none does."""
-    folder = _bundle(model)
-    found = folder and folder / DraftModel.name
-    return str(found) if found and found.is_dir() else ""
-
-
-def _bundle(model: str | None) -> Path | None:
-    """Where that lies which comes with the demo (None) or a model called by name."""
-    row = named(model)
-    return MODELS / row.heads if row else None if model else DEMO
-
-
-def find_model(model: str | None, dtype: str = "float32") -> str:
-    """Where the backbone lies, before anything else is looked for; None is the demo's.
-
-    Args:
-      dtype: what a GGUF file is converted to.
-
-    Raises:
-      UserError: nowhere.
-    """
-    if model is not None:
-        return resolve(model, dtype=dtype)
-    if not (DEMO / "backbone" / "config.json").exists():
-        raise UserError("this installation has no demo model: give --model")
-    return str(DEMO / "backbone")
-
-
-def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
-    """The heads that `drafter` names, described and not read; None for "none".
-
-    Raises:
-      UserError: there are none.
-    """
-    if drafter == "none":
-        return None
-    if drafter not in DRAFTERS:
-        return open_heads(drafter)
-    row = named(model)
-    if model is not None and row is None:
-        raise UserError(
-            f"--drafter {drafter} names the demo's heads, which do not fit {model}: give "
-            "the directory, file or hub id of heads trained for it, or --drafter none"
-        )
-    folder = (_bundle(model) or DEMO) / drafter
-    if not folder.is_dir():
-        raise UserError(
-            f"no {drafter} heads are bundled with {model or 'the demo'}: give --drafter the "
-            "directory of heads trained for it"
-        )
-    return open_heads(str(folder))
-
-
-def calibrated_tree(stored: StoredHeads) -> dict[str, Any] | None:
-    """The tree file beside the heads, if there is one."""
-    file = Path(stored.directory) / "tree.json"
-    return load_tree_file(file) if file.exists() else None
-
-
-def _choose_tree(
-    spec: str | Tree, calibrated: dict[str, Any] | None, default: Tree
-) -> Tree:
-    """The one choice of the default tree, made before heads are read: it says how many.
-
-    Args:
-      default: "auto" without a tree file.
-    """
-    if isinstance(spec, Tree):
-        return spec
-    if spec == "auto" and calibrated is None:
-        return default
-    return parse_tree(spec, calibrated, jax.default_backend())
 
 
 def _ngram_size(directory: str, asked: int | None) -> int:

@@ -7,7 +7,6 @@ Writes a table, a JSON file of all figures and the answers in Spec-Bench's JSONL
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from datetime import date
@@ -32,6 +31,7 @@ from medusa_jax.commands.flags import (
 from medusa_jax.console import inform
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.whole_files import write_json, write_text
 
 EXAMPLES = """examples:
   python -m medusa_jax bench
@@ -133,6 +133,7 @@ def run(flags: argparse.Namespace) -> int:
     import jax
 
     from medusa_jax.console import use_compilation_cache
+    from medusa_jax.evaluate.answers import write_lines
     from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
     from medusa_jax.evaluate.speed import drafting_row
 
@@ -165,8 +166,7 @@ def run(flags: argparse.Namespace) -> int:
         for spec in flags.trees.split(","):
             tree = model.parse_tree(spec.replace("x", ",") if ":" in spec else spec)
             row = drafting_row(model, questions, tree, options, flags.repeats)
-            with open(out / f"{row['drafter']}-{tree.n_nodes}.jsonl", "w") as file:
-                file.writelines(json.dumps(a) + "\n" for a in row.pop("answers"))
+            write_lines(out / f"{row['drafter']}-{tree.n_nodes}.jsonl", row.pop("answers"))
             rows.append(row)
     needed = bytes_per_token(model, 256)
     bandwidth = read_bandwidth(needed)
@@ -181,9 +181,9 @@ def run(flags: argparse.Namespace) -> int:
         "autoregressive_bandwidth_share": needed * speed / bandwidth,
         "rows": rows,
     }
-    (out / "bench.json").write_text(json.dumps(facts, indent=1) + "\n")
+    write_json(out / "bench.json", facts)
     text = drafting_table(rows)
-    (out / "bench.md").write_text(text + "\n")
+    write_text(out / "bench.md", text + "\n")
     print(text)
     print(
         f"\nautoregressive loop: {speed:.0f} tokens/s, {needed / 1e6:.1f} MB read per token, "
@@ -215,7 +215,7 @@ def run_batches(
         )
         drafter = model.drafter.heads.drafter
         facts = {"drafter": drafter, "dtype": str(model.dtype), "rows": rows}
-        (out / f"batches-{drafter}.json").write_text(json.dumps(facts, indent=1) + "\n")
+        write_json(out / f"batches-{drafter}.json", facts)
         print(f"{drafter}\n\n{batch_table(rows)}\n")
     inform(f"wrote {out}/batches-*.json")
     return 0
@@ -230,7 +230,7 @@ def run_cache_check(
     model = load_model(flags, drafter_names(flags)[0])
     prompt = (model.encode(prompt_of(questions[0])) * 64)[:64]
     found = cache_check(model, prompt)
-    (out / "cache_check.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_json(out / "cache_check.json", found)
     names = {
         "small": "128",
         "large": "4096, grown with the text (this engine)",

@@ -1,7 +1,6 @@
 """`bench --against`: other engines on the same weights and prompts, in turn with this one."""
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from datetime import date
@@ -13,6 +12,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import prompt_of
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.whole_files import write_json, write_text
 
 PEERS = ("transformers", "llama.cpp")
 
@@ -77,9 +77,9 @@ def run_against(
         "new_tokens": flags.max_new_tokens,
         "engines": rows,
     }
-    (out / "bench.json").write_text(json.dumps(facts, indent=1) + "\n")
+    write_json(out / "bench.json", facts)
     text = engine_table(rows)
-    (out / "bench.md").write_text(text + "\n")
+    write_text(out / "bench.md", text + "\n")
     print(text)
     print(
         f"\n{len(prompts)} prompts, {flags.max_new_tokens} tokens each, batch 1, greedy; medians "

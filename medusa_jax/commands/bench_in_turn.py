@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -13,6 +12,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import prompt_of
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.whole_files import write_json, write_text
 
 
 def add_in_turn(p: argparse.ArgumentParser) -> None:
@@ -55,9 +55,9 @@ def run_in_turn(
         "state_text": in_turn.TEXT,
         "rows": rows,
     }
-    (out / "in_turn.json").write_text(json.dumps(facts, indent=1) + "\n")
+    write_json(out / "in_turn.json", facts)
     text = in_turn_table(rows)
-    (out / "in_turn.md").write_text(text + "\n")
+    write_text(out / "in_turn.md", text + "\n")
     draw(rows, out)
     print(text)
     print(
@@ -70,7 +70,7 @@ def run_in_turn(
 
 def default_names(flags: argparse.Namespace) -> list[str]:
     """All heads that come with the model; except for --ladder also the drafters that need none."""
-    from medusa_jax.api.load import bundled_draft_model, bundled_heads
+    from medusa_jax.api.finding import bundled_draft_model, bundled_heads
 
     heads = bundled_heads(flags.model)
     if flags.ladder:
@@ -82,7 +82,7 @@ def default_names(flags: argparse.Namespace) -> list[str]:
 def load_entrants(flags: argparse.Namespace) -> list[Any]:
     """The drafters of --drafters, all on one copy of the backbone."""
     from medusa_jax.api.baselines import find_baseline
-    from medusa_jax.api.load import bundled_draft_model, find_heads
+    from medusa_jax.api.finding import bundled_draft_model, find_heads
     from medusa_jax.evaluate.in_turn import Entrant, recipe_of, trained_tokens
 
     asked = flags.drafters.split(",") if flags.drafters else default_names(flags)

@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import json
 import platform
 from collections.abc import Sequence
 from datetime import date
@@ -22,6 +21,7 @@ from medusa_jax.evaluate.questions import (
     spread,
 )
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.whole_files import write_json, write_text
 
 VERSIONED = ("jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers")
 
@@ -116,9 +116,9 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
         },
         "rows": rows,
     }
-    (out / "results.json").write_text(json.dumps(facts, indent=1) + "\n")
+    write_json(out / "results.json", facts)
     text = question_table(rows)
-    (out / "results.md").write_text(text + "\n")
+    write_text(out / "results.md", text + "\n")
     draw(rows, out)
     print(text)
     print(f"\n{facts['device']}, {facts['dtype']}, jax {version('jax')}, {facts['date']}")

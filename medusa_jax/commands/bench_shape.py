@@ -1,7 +1,6 @@
 """`bench --shape`: what a published shape costs on this device, without its weights."""
 
 import argparse
-import json
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.whole_files import write_json, write_text
 
 
 def add_shape(p: argparse.ArgumentParser) -> None:
@@ -50,9 +50,9 @@ def run_shape(flags: argparse.Namespace, out: Path) -> int:
         "shape": flags.shape,
         **found,
     }
-    (out / "bench.json").write_text(json.dumps(facts, indent=1) + "\n")
+    write_json(out / "bench.json", facts)
     text = shape_table(found)
-    (out / "bench.md").write_text(text + "\n")
+    write_text(out / "bench.md", text + "\n")
     print(text)
     print(f"\n{plain_line(facts)}")
     inform(f"wrote {out}/bench.json and bench.md")

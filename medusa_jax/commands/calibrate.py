@@ -5,7 +5,6 @@ number of rows; decoding uses the one that lies beside the heads.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from medusa_jax.commands.flags import (
 )
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.whole_files import write_json
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 BATCHES = (1, 2, 4, 8, 16)
@@ -114,7 +114,7 @@ def run(flags: argparse.Namespace) -> int:
         level_sizes=level_sizes,
         n_dense=flags.dense,
     )
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(out, found)
     evidence = found["evidence"]
     print("fitted trees")
     print_sizes(evidence["ladder"])

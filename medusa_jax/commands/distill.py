@@ -45,6 +45,7 @@ from medusa_jax.commands.flags import (
 )
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.whole_files import write_array, write_json
 
 EXAMPLES = """examples:
   python -m medusa_jax distill --prompts seeds.jsonl --out work/answers
@@ -194,11 +195,11 @@ def run(flags: argparse.Namespace) -> int:
     if mode == "continue":
         files.write_token_directory(out, lines)
     counts_V = files.vocab_counts(mode, lines, model, flags.chat_template)
-    files.write_array(out / COUNTS, counts_V)
+    write_array(out / COUNTS, counts_V)
     speed = files.sizes(mode, made)["answer_tokens"] / max(seconds, 1e-9)
     engine = {"drafter": flags.drafter, "tree_nodes": model.tree.n_nodes}
     provenance = settings | engine | found | {"date": date.today().isoformat()}
-    files.write_text(out / "provenance.json", json.dumps(provenance, indent=1) + "\n")
+    write_json(out / "provenance.json", provenance)
     inform(
         f"{found['samples']} samples, {found['answer_tokens']} tokens of the model's own, "
         f"{speed:.0f} tokens/s; in {path}"

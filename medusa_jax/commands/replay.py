@@ -39,6 +39,7 @@ from medusa_jax.tree.growth import (
     replayed_tokens,
 )
 from medusa_jax.tree.tree import COPIED
+from medusa_jax.whole_files import write_json, write_text
 
 EXAMPLES = """examples:
   python -m medusa_jax replay --model smollm2 --questions mt_bench.jsonl
@@ -112,7 +113,7 @@ def run(flags: argparse.Namespace) -> int:
             ]
         # Behind each drafter: whoever stops this has those before.
         text = replay_table(categories, texts, columns)
-        (Path(flags.out) / "replay.md").write_text(text + "\n")
+        write_text(Path(flags.out) / "replay.md", text + "\n")
     print(text)
     how = f"T {flags.temperature:g}" if flags.temperature else "greedy"
     inform(
@@ -151,9 +152,7 @@ def answers_to(
     found = all_turns(model, questions, template, room, ask)
     categories, texts = [questions[i]["category"] for i, _ in found], [x for _, x in found]
     content = {"settings": settings, "categories": categories, "texts": texts}
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps(content))
-    new.replace(file)  # whole, or not there
+    write_json(file, content, indent=None)
     return categories, texts
 
 

@@ -8,7 +8,6 @@ step of sampled, rejection and typical acceptance. `sampled` and `rejection` are
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.whole_files import write_json
 
 EXAMPLES = """examples:
   python -m medusa_jax sweep
@@ -96,7 +96,7 @@ def run(flags: argparse.Namespace) -> int:
         "guarantees": {name: rule.guarantee for name, rule in ACCEPTANCE.items()},
         "drafters": swept,
     }
-    (out / "sweep.json").write_text(json.dumps(facts, indent=1) + "\n")
+    write_json(out / "sweep.json", facts)
     print(threshold_table(swept))
     print()
     print(temperature_table(swept))
@@ -201,15 +201,22 @@ def draw(swept: Sequence[dict[str, Any]], out: Path) -> None:
         ("mean log-probability of the text", "mean_log_probability"),
     ):
         lines, levels = {}, {}
+        belongs: dict[str, str] = {}
         for one in swept:
             rows, plain = one["thresholds"], one["plain_sampling"]
             label = f"{one['drafter']}, typical (lossy)"
             lines[label] = ([r["epsilon"] for r in rows], [r[name] for r in rows])
             # The lossless rules write the same text with every drafter.
-            whose = f"{one['drafter']}, " if name == "mean_accepted_length" else ""
-            levels[f"{whose}greedy"] = one["greedy"][name]
-            levels[f"{whose}sampling, T {plain['temperature']:g}"] = plain[name]
-        charts.append(Chart(title, "epsilon (delta = sqrt epsilon)", lines, levels))
+            own = name == "mean_accepted_length"
+            whose = f"{one['drafter']}, " if own else ""
+            for how, row in (
+                ("greedy", one["greedy"]),
+                (f"sampling, T {plain['temperature']:g}", plain),
+            ):
+                levels[f"{whose}{how}"] = row[name]
+                belongs |= {f"{whose}{how}": label} if own else {}
+        axis = "epsilon (delta = sqrt epsilon)"
+        charts.append(Chart(title, axis, lines, levels, belongs=belongs))
     draw_lines(charts, path=out / "thresholds.png")
     over = {
         label: (list(own), list(own.values()))

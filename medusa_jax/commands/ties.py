@@ -7,7 +7,6 @@ rounding does not explain would be a defect; the exit status is then 1.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from medusa_jax.commands.flags import (
 from medusa_jax.console import inform
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions, spread
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.whole_files import write_json
 
 EXAMPLES = """examples:
   python -m medusa_jax ties
@@ -102,7 +102,7 @@ def run(flags: argparse.Namespace) -> int:
         names = [str(i) for i in range(len(prompts))]
         found = compared(model, prompts, options, flags.batch_size, names)
     facts = tie_report(model, options, found)
-    out.write_text(json.dumps(facts, indent=1) + "\n")
+    write_json(out, facts)
     print(divergence_table(facts))
     inform(f"wrote {out}")
     return 1 if facts["not_explained"] else 0

@@ -34,6 +34,7 @@ from typing import Any
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
+from medusa_jax.whole_files import write_json, write_text
 
 DRAFT_MODEL = "draft_model"
 # Seeds behind this line are for calibration only.
@@ -150,7 +151,7 @@ def run(flags: argparse.Namespace) -> int:
         ],
     )  # fmt: skip
     source = native / "export"
-    (source / GENERATION_FILE).write_text(json.dumps(GENERATION) + "\n")
+    write_json(source / GENERATION_FILE, GENERATION, indent=None)
     stage(
         "answers",
         answers / "provenance.json",
@@ -223,9 +224,9 @@ def split_seeds(work: Path) -> Path:
     lines = (work / "seeds.jsonl").read_text().splitlines(keepends=True)
     random.Random(0).shuffle(lines)
     held = min(CALIBRATION_SEEDS, len(lines) // 4)
-    (work / "answer_seeds.jsonl").write_text("".join(lines[:-held]))
+    write_text(work / "answer_seeds.jsonl", "".join(lines[:-held]))
     path = work / "calibration.jsonl"
-    path.write_text("".join(lines[-held:]))
+    write_text(path, "".join(lines[-held:]))
     return path
 
 
@@ -253,7 +254,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
     ends = {key: fields[key] for key in ("bos_token_id", "eos_token_id") if key in fields}
     hf.save_backbone(str(target / "backbone"), config, params, "bfloat16", ends)
     for file in TOKENIZER_FILES:
-        (target / "backbone" / file).write_text(compact((source / file).read_text()))
+        write_text(target / "backbone" / file, compact((source / file).read_text()))
     shutil.copyfile(source / GENERATION_FILE, target / "backbone" / GENERATION_FILE)
     for drafter in drafters:
         install_heads(work / drafter / "export", target / drafter, config)
@@ -264,7 +265,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
     prompts = spread([json.loads(line) for line in lines], DEMO_PROMPTS)
     keys = ("file", "prompt", "prompt_ids", "continuation_ids")
     kept = [json.dumps({key: record[key] for key in keys}) + "\n" for record in prompts]
-    (target / "prompts.jsonl").write_text("".join(kept))
+    write_text(target / "prompts.jsonl", "".join(kept))
     made = {
         "corpus": json.loads((work / "corpus.json").read_text()),
         "backbone": last_record(work / "backbone"),
@@ -274,7 +275,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
     }
     if draft_model.exists():
         made[DRAFT_MODEL] = last_record(draft_model)
-    (target / "provenance.json").write_text(json.dumps(made, indent=1) + "\n")
+    write_json(target / "provenance.json", made)
     size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
     inform(f"installed in {target}: {size / 1e6:.1f} MB")
 
@@ -300,7 +301,7 @@ def install_draft_model(trained: Path, out: Path) -> None:
     config, params = hf.load_backbone(str(trained), make_mesh())
     hf.save_backbone(str(out), config, params, "bfloat16")
     recipe = json.loads((trained / RECIPE_FILE).read_text())
-    (out / RECIPE_FILE).write_text(json.dumps(relative(recipe), indent=1) + "\n")
+    write_json(out / RECIPE_FILE, relative(recipe))
 
 
 def compact(text: str) -> str:

@@ -31,6 +31,7 @@ import numpy as np
 
 from medusa_jax.demo.sources import SourceFile, limit_files, read_sources, split_files
 from medusa_jax.errors import UserError
+from medusa_jax.whole_files import write_json, write_text
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -105,8 +106,8 @@ def save_tokenizer(tokenizer, folder: Path, max_length: int = 2048) -> None:
         "model_max_length": max_length,
     }
     specials = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-    _write_json(folder / "tokenizer_config.json", config)
-    _write_json(folder / "special_tokens_map.json", specials)
+    write_json(folder / "tokenizer_config.json", config)
+    write_json(folder / "special_tokens_map.json", specials)
 
 
 # --------------------------------------------------------------------------------------
@@ -204,13 +205,9 @@ def cut_prompts(
 # --------------------------------------------------------------------------------------
 
 
-def _write_json(path: Path, value) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
 def _write_jsonl(path: Path, rows: list[dict]) -> int:
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
     return len(rows)
 
 
@@ -285,7 +282,7 @@ def build(
             for p in outputs
         },
     }
-    _write_json(out / "corpus.json", report)
+    write_json(out / "corpus.json", report)
     return report
 
 

@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import covered
 from medusa_jax.interop import chat
+from medusa_jax.whole_files import write_array, write_json
 
 # Sizes of a draft vocabulary whose share of the text is told.
 DRAFT_SIZES = (2048, 4096, 8192, 16384)
@@ -68,7 +68,7 @@ def check_settings(out: Path, settings: dict[str, Any]) -> None:
         return
     if any((out / name).exists() for name in ("messages.jsonl", "samples.jsonl")):
         raise UserError(f"{out} has samples but no settings.json: use another --out")
-    write_text(path, json.dumps(settings, indent=1) + "\n")
+    write_json(path, settings)
 
 
 def finished_lines(path: Path, batch_size: int, total: int) -> list[dict[str, Any]]:
@@ -93,13 +93,6 @@ def finished_lines(path: Path, batch_size: int, total: int) -> list[dict[str, An
         raise UserError(f"{path} is damaged ({error}): use another --out") from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Complete or not there."""
-    new = path.with_name(f".{path.name}.tmp")
-    new.write_text(text)
-    os.replace(new, path)
-
-
 def write_token_directory(directory: Path, samples: Sequence[dict[str, Any]]) -> int:
     """tokens.npy, doc_starts.npy and counted.npy of the samples; returns the counted tokens."""
     tokens: list[int] = []
@@ -117,14 +110,6 @@ def write_token_directory(directory: Path, samples: Sequence[dict[str, Any]]) ->
     for name, array in arrays.items():
         write_array(directory / f"{name}.npy", array)
     return int(arrays["counted"].sum())
-
-
-def write_array(path: Path, array: np.ndarray) -> None:
-    """Complete or not there."""
-    new = path.with_name(f".{path.name}.tmp")
-    with open(new, "wb") as file:
-        np.save(file, array)
-    os.replace(new, path)
 
 
 def vocab_counts(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.evaluate.compare import Comparison
+from medusa_jax.whole_files import write_text
 
 Answer = dict[str, Any]
 
@@ -64,8 +65,7 @@ def judge_line(answer: Answer) -> Answer:
 def write_lines(path: Path, lines: Iterable[Answer]) -> None:
     """A JSONL file, with the directories that it lies in."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def spec_bench_speedup(

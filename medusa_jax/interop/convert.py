@@ -8,7 +8,8 @@ from medusa_jax.interop.export_heads import TARGETS, Export
 from medusa_jax.interop.heads_io import check_base
 from medusa_jax.interop.medusa_files import ADAPTER
 from medusa_jax.interop.model_card import model_card
-from medusa_jax.interop.tensors import optional_json, write_text
+from medusa_jax.interop.tensors import optional_json
+from medusa_jax.whole_files import write_text
 
 
 def convert(

@@ -14,6 +14,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.hosts import on_host
 from medusa_jax.interop.tensor import Tensor, Tensors
 from medusa_jax.sharding import param_shardings, path_string, replicated
+from medusa_jax.whole_files import replacing, write_text
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -278,42 +279,13 @@ def save_safetensors(
     from safetensors.numpy import save_file
 
     contiguous = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-    write_atomically(path, lambda temporary: save_file(contiguous, temporary, metadata))
+    with replacing(path) as new:
+        save_file(contiguous, new, metadata)
 
 
 def save_json(path: str, value: dict[str, Any]) -> None:
-    """Write a JSON object, atomically."""
+    """Write a JSON object as Hugging Face does, whole or not at all."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_text(path: str, text: str) -> None:
-    """Write a text file, atomically."""
-
-    def write(temporary: str) -> None:
-        with open(temporary, "w", encoding="utf-8") as f:
-            f.write(text)
-
-    write_atomically(path, write)
-
-
-def write_atomically(path: str, write: Callable[[str], None]) -> None:
-    """Let `write` fill a temporary file beside `path`, flush it to disk, rename it.
-
-    Raises:
-      UserError: the disk is full or the directory cannot be written; `path` is as it was.
-    """
-    temporary = f"{path}.tmp-{os.getpid()}"
-    try:
-        write(temporary)
-        with open(temporary, "rb+") as f:
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except Exception as error:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
-            raise UserError(f"{path} could not be written: {error}") from error
-        raise
 
 
 def host_array(x: Any, dtype: Any = None) -> np.ndarray:

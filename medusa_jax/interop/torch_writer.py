@@ -10,8 +10,8 @@ import zipfile
 
 import numpy as np
 
-from medusa_jax.interop.tensors import write_atomically
 from medusa_jax.interop.torch_files import STORAGES
+from medusa_jax.whole_files import replacing
 
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 # Where torch lets the bytes of a storage begin, so that they can be mapped.
@@ -26,15 +26,12 @@ def save_torch(path: str, arrays: dict[str, np.ndarray]) -> None:
     """
     ordered = {name: np.asarray(x, order="C") for name, x in arrays.items()}
 
-    def write(temporary: str) -> None:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-            _add(archive, "archive/data.pkl", _pickle(ordered))
-            _add(archive, "archive/byteorder", b"little")
-            for n, array in enumerate(ordered.values()):
-                _add(archive, f"archive/data/{n}", array.tobytes())
-            _add(archive, "archive/version", b"3\n")
-
-    write_atomically(path, write)
+    with replacing(path) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED) as archive:
+        _add(archive, "archive/data.pkl", _pickle(ordered))
+        _add(archive, "archive/byteorder", b"little")
+        for n, array in enumerate(ordered.values()):
+            _add(archive, f"archive/data/{n}", array.tobytes())
+        _add(archive, "archive/version", b"3\n")
 
 
 def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:

@@ -1,7 +1,7 @@
 """Charts: the curves that a tree is chosen by, and lines over one axis."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,6 +73,7 @@ class Chart:
       lines: label -> (x, y).
       levels: label -> y of a horizontal line (a baseline).
       points: label -> (x, y), drawn without a line.
+      belongs: label of a level -> the line whose colour it has.
     """
 
     title: str
@@ -82,6 +83,7 @@ class Chart:
     points: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(
         default_factory=dict
     )
+    belongs: Mapping[str, str] = field(default_factory=dict)
 
 
 # Distinct on light and dark ground, and in print by marker.
@@ -104,11 +106,16 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
             chart.points.items(), reversed(LINE_STYLES), strict=False
         ):
             axes.scatter(x, y, color=colour, marker=marker, s=14, alpha=0.6, label=label)
-        for (label, level), dash in zip(
-            chart.levels.items(), itertools.cycle((":", "--", "-.")), strict=False
-        ):
-            axes.axhline(level, color=INK, linewidth=1.2, linestyle=dash, label=label)
-        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+        colours = dict(zip(chart.lines, itertools.cycle(c for c, _ in LINE_STYLES)))
+        dashes: dict[str, Iterator[str]] = {}
+        for label, level in chart.levels.items():
+            whose = chart.belongs.get(label, "")
+            dash = next(dashes.setdefault(whose, itertools.cycle((":", "--", "-."))))
+            colour = colours.get(whose, INK)
+            axes.axhline(level, color=colour, linewidth=1.2, linestyle=dash, label=label)
+        many = len(chart.lines) + len(chart.levels) + len(chart.points) > 4
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8, **(below if many else {}))
         axes.set_title(chart.title, color=INK, fontsize=10)
         axes.set_xlabel(chart.xlabel, color=INK, fontsize=8)
         mute(axes)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from medusa_jax.errors import UserError
 from medusa_jax.plots.style import INK
+from medusa_jax.whole_files import write_text
 
 # Fill of accepted tokens by depth 1, 2, ...; deeper ones take the last. (light, dark)
 DEPTH_COLOURS = (
@@ -137,5 +138,5 @@ def draw_accepted_text(
         raise UserError(f"{path}: a picture of text is SVG, the name must end in .svg.")
     path.parent.mkdir(parents=True, exist_ok=True)
     svg = accepted_text_svg(segments, columns=columns, caption=caption)
-    path.write_text(svg, encoding="utf-8")
+    write_text(path, svg)
     return path

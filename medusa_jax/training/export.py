@@ -1,6 +1,5 @@
 """The result of a training run: heads, or a backbone with its heads and tokenizer."""
 
-import json
 import os
 from typing import Any
 
@@ -16,6 +15,7 @@ from medusa_jax.model import lora
 from medusa_jax.model.quantise import dequantise_backbone
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.setup import Setup
+from medusa_jax.whole_files import write_json
 
 
 def result(
@@ -66,10 +66,3 @@ def trained_backbone(
     arch, merged = lora.merge(setup.arch, original, params["lora"], cfg.lora)
     dtype = jnp.dtype(cfg.model.param_dtype)
     return arch, jax.tree.map(lambda x: x.astype(dtype), merged)
-
-
-def write_json(path: str, value: Any) -> None:
-    """Indented, and complete or not there."""
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-    os.replace(path + ".new", path)

@@ -39,6 +39,7 @@ from medusa_jax.training.step import (
     own_numbers,
     summary,
 )
+from medusa_jax.whole_files import write_json
 
 
 class Evaluator:
@@ -145,7 +146,7 @@ def train(cfg: Config) -> dict[str, Any]:
         state, best = TrainState(step, updates, params, opt), meta["best"]
         inform(f"resuming from step {meta['step']} of {steps} in {cfg.workdir}")
     elif hosts.first():
-        export.write_json(os.path.join(cfg.workdir, "config.json"), dataclasses.asdict(cfg))
+        write_json(os.path.join(cfg.workdir, "config.json"), dataclasses.asdict(cfg))
     run = Run(cfg, mesh, stage, setup, rows, checkpoints, steps, best)
     step_fn = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
     compiled = compile_step(step_fn, state, setup.frozen, abstract_batch(cfg, mesh), mesh)

@@ -12,6 +12,7 @@ import pytest
 from children import devices, environment
 from safetensors.numpy import load_file, save_file
 
+from medusa_jax import whole_files
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import hf, hub, shards, tensors
@@ -270,7 +271,7 @@ def test_saving_is_atomic(model_dir, tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensors.os, "fsync", full_disk)
+    monkeypatch.setattr(whole_files.os, "fsync", full_disk)
     params = init_params(TINY, jax.random.key(9))
     with pytest.raises(UserError, match=r"could not be written.*No space left"):
         hf.save_backbone(str(path), TINY, params)

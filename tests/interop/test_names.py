@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from gguf_files import byte_level_metadata, llama_tensors, shape_metadata, write
 
+from medusa_jax.api import finding, load
 from medusa_jax.commands import decode, decode_run, requests, train
 from medusa_jax.errors import UserError
 from medusa_jax.interop import names
@@ -17,9 +18,6 @@ from medusa_jax.interop.hf import load_backbone
 from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.interop.names import NAMES, NamedModel, file_of, named, speaks
 from medusa_jax.sharding import make_mesh
-
-# The package shows its function of that name.
-load = importlib.import_module("medusa_jax.api.load")
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 
@@ -50,7 +48,7 @@ def tiny(monkeypatch, tmp_path, byte_level_dir):
     monkeypatch.setitem(NAMES, "tiny", row)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     importlib.invalidate_caches()
-    monkeypatch.setattr(load, "MODELS", tmp_path / "models")
+    monkeypatch.setattr(finding, "MODELS", tmp_path / "models")
     return row
 
 
@@ -115,14 +113,14 @@ def test_sampling_is_the_names_where_flags_are_silent(tiny):
 
 
 def test_heads_come_with_the_name(tiny, tmp_path):
-    assert load.default_drafter("tiny") == "none"
+    assert finding.default_drafter("tiny") == "none"
     with pytest.raises(UserError, match="no hydra heads are bundled with tiny"):
-        load.load("tiny", "hydra")
+        load("tiny", "hydra")
     folder = tmp_path / "models" / "tiny" / "medusa"
     folder.mkdir(parents=True)
-    assert load.default_drafter("tiny") == "medusa"
+    assert finding.default_drafter("tiny") == "medusa"
     with pytest.raises(UserError, match=f"{folder} holds no draft heads"):
-        load.load("tiny")
+        load("tiny")
 
 
 def test_a_dry_run_has_the_shape_of_the_file(tiny, capsys):

@@ -136,7 +136,7 @@ def test_a_killed_run_goes_on_with_the_missing_files(
     before, expected = files_of(first), first.batch(0, first.rows)["hidden"]
     last = first.path(first.shards[-1])
     os.remove(last)
-    half = os.path.join(first.directory, ".hidden_00001.new.npy")
+    half = f"{last}.new"
     with open(half, "wb") as file:
         file.write(b"cut off")
     capsys.readouterr()

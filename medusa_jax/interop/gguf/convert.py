@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 from typing import Any
 
 import filelock
@@ -21,6 +20,7 @@ from medusa_jax.interop.gguf.vocabulary import (
 )
 from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.tensors import save_json
+from medusa_jax.whole_files import replacing
 
 # Part of every conversion's name: raise it when a file would be converted differently.
 VERSION = 2
@@ -76,15 +76,9 @@ def checksum(path: str) -> str:
 
 
 def _make(path: str, dtype: np.dtype | None, directory: str) -> None:
-    """Convert under another name, then rename; what an interrupted attempt left is removed."""
-    temporary = f"{directory}.new"
-    shutil.rmtree(temporary, ignore_errors=True)
-    os.makedirs(temporary)
-    try:
-        _convert(path, dtype, temporary)
-        os.rename(temporary, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with replacing(directory) as new:
+        os.makedirs(new)
+        _convert(path, dtype, new)
 
 
 def _convert(path: str, dtype: np.dtype | None, directory: str) -> None:

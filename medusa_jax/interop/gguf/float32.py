@@ -11,6 +11,7 @@ from medusa_jax.console import announced, cache_directory
 from medusa_jax.errors import UserError
 from medusa_jax.interop.gguf.convert import checksum
 from medusa_jax.interop.gguf.reader import read_gguf
+from medusa_jax.whole_files import replacing
 
 ARCHITECTURE = "general.architecture"
 # What `general.file_type` says of a file whose tensors are all float32.
@@ -38,19 +39,17 @@ def as_float32(path: str) -> str:
       UserError: a file that cannot be read or is damaged; the disk is full.
     """
     file = os.path.join(cache_directory("gguf"), f"{checksum(path)[:24]}-float32.gguf")
-    temporary = f"{file}.new"
     try:
         os.makedirs(os.path.dirname(file), exist_ok=True)
         with filelock.FileLock(f"{file}.lock"):
             if not os.path.isfile(file):
-                with announced(f"unpacking {path} to float32, once"):
-                    _write(path, temporary)
-                os.rename(temporary, file)
+                with (
+                    announced(f"unpacking {path} to float32, once"),
+                    replacing(file) as new,
+                ):
+                    _write(path, new)
     except OSError as error:
         raise UserError(f"{file} could not be written: {error}") from error
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
     return file
 
 

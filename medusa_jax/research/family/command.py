@@ -30,6 +30,7 @@ from medusa_jax.research.family.report import (
     family_table,
     orders,
 )
+from medusa_jax.whole_files import write_json, write_text
 
 DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
 # label_weight and teacher_weight of each paper's loss: Medusa equation 1; Hydra 3 and, for Hydra++,
@@ -186,20 +187,9 @@ def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
     verdict = f"{orders(runs)}\n{claim(runs, speeds)}\n"
     text = "\n\n".join((family_table(runs, speeds), convergence(curves), verdict))
     out = Path(flags.out)
-    (out / "family.json").write_text(
-        json.dumps(
-            {
-                "runs": runs,
-                "speeds": speeds,
-                "curves": curves,
-                "flags": vars(flags),
-                "extra": list(extra),
-            },
-            indent=1,
-        )
-        + "\n"
-    )
-    (out / "family.md").write_text(text)
+    facts = {"runs": runs, "speeds": speeds, "curves": curves}
+    write_json(out / "family.json", facts | {"flags": vars(flags), "extra": list(extra)})
+    write_text(out / "family.md", text)
     print(text)
     draw_drafters(runs, speeds, curves, out / "family.png")
     inform(f"wrote {out}/family.md, family.json and family.png")

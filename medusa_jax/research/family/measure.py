@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.console import inform
+from medusa_jax.whole_files import write_json
 
 
 def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> float:
@@ -117,7 +118,7 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
         "decoded": decoded,
         "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
     }
-    kept.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(kept, found)
     return found
 
 

@@ -29,6 +29,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.research.recipes.figures import accepted, draw, make_judge, recipe_table
 from medusa_jax.research.recipes.text import old_prompts, prepare_text
 from medusa_jax.research.recipes.variants import train_variant, variants
+from medusa_jax.whole_files import write_json, write_text
 
 DEMO = Path(medusa_jax.__file__).parent / "demo" / "backbone"
 EXAMPLES = """examples:
@@ -86,9 +87,9 @@ def study(flags: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
                 row["accepted_old"] = accepted(model, old, flags.tree, flags.new_tokens)
                 row["heads_loss"] = loss
             folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(row))
+            write_json(file, row, indent=None)
             figures.setdefault(name, []).append(row)
-        (out / "table.md").write_text(recipe_table(flags, figures))
+        write_text(out / "table.md", recipe_table(flags, figures))
     return figures
 
 

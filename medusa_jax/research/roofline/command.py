@@ -9,7 +9,6 @@ and predicts with that.
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from datetime import date
@@ -24,6 +23,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop.shapes import SHAPES, find_shape
 from medusa_jax.research.roofline import operators, predict, report
+from medusa_jax.whole_files import write_json
 
 EXAMPLES = """examples:
   python -m medusa_jax roofline
@@ -148,7 +148,7 @@ def run(flags: argparse.Namespace) -> int:
         size = measured["bytes_of_a_number"]
         predicted = predictions(measured["device"], roofs, size, out / "measured")
         facts["measured"] = measured | {"predicted": predicted}
-    (out / "roofline.json").write_text(json.dumps(facts, indent=1) + "\n")
+    write_json(out / "roofline.json", facts)
     inform(f"wrote {out}/roofline.json and the pictures")
     return 0
 

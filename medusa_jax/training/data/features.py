@@ -37,6 +37,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import PyTree, own_rows
 from medusa_jax.training.data.rows import Rows, TokenRows
+from medusa_jax.whole_files import replacing
 
 # (frozen variables, batch of [B, T] arrays) -> hidden states [B, T, D].
 Hidden = Callable[[PyTree, PyTree], jax.Array]
@@ -103,17 +104,16 @@ class CachedRows(Rows):
         """One file from arrays [rows, T, D] that hold its rows and no less, whole or not at all."""
         first = shard * self.shard_rows
         count = min(self.shard_rows, self.rows - first)
-        new = os.path.join(self.directory, f".hidden_{shard:05d}.new.npy")
         stored = "uint16" if self.kind == "bfloat16" else "float32"
-        out = np.lib.format.open_memmap(new, "w+", stored, (count, *self.shape))
-        at = 0
-        for hidden in batches:
-            hidden = hidden[: count - at]
-            out[at : at + len(hidden)] = hidden.view(stored)
-            at += len(hidden)
-        assert at == count
-        out.flush()
-        os.replace(new, self.path(shard))
+        with replacing(self.path(shard)) as new:
+            out = np.lib.format.open_memmap(new, "w+", stored, (count, *self.shape))
+            at = 0
+            for hidden in batches:
+                hidden = hidden[: count - at]
+                out[at : at + len(hidden)] = hidden.view(stored)
+                at += len(hidden)
+            assert at == count
+            out.flush()
 
 
 def check(cfg: Config) -> None:

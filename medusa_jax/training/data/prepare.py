@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.repetition import repeated_ngram_share
 from medusa_jax.training.data.rows import TokenRows
+from medusa_jax.whole_files import replacing, write_json
 
 
 def texts(cfg: Config) -> list[TokenRows]:
@@ -125,18 +125,14 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
     inform(f"{source}: {len(records) - skipped.total()} of {len(records)} samples used")
     if skipped:
         inform(f"{source}: {skipped.total()} samples skipped ({reasons})")
-    new = directory + ".new"
-    shutil.rmtree(new, ignore_errors=True)
-    os.makedirs(new)
-    np.save(os.path.join(new, "tokens.npy"), np.concatenate(ids))
-    np.save(os.path.join(new, "counted.npy"), np.concatenate(counted))
-    np.save(
-        os.path.join(new, "doc_starts.npy"), np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-    )
+    starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
     report = {"source": source, "samples": len(records), "skipped": dict(skipped)}
-    with open(os.path.join(new, "report.json"), "w", encoding="utf-8") as file:
-        json.dump(report, file, indent=1)
-    os.rename(new, directory)
+    with replacing(directory) as new:
+        os.makedirs(new)
+        np.save(os.path.join(new, "tokens.npy"), np.concatenate(ids))
+        np.save(os.path.join(new, "counted.npy"), np.concatenate(counted))
+        np.save(os.path.join(new, "doc_starts.npy"), starts)
+        write_json(os.path.join(new, "report.json"), report)
 
 
 def read_records(source: str, pack: DataConfig) -> Sequence[Any]:

@@ -10,6 +10,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import COUNTS, check_ids, covered, most_frequent
 from medusa_jax.training.data.rows import Rows
+from medusa_jax.whole_files import write_array
 
 FILE = "draft_vocab.npy"
 
@@ -34,9 +35,7 @@ def draft_vocab(cfg: Config, rows: Rows) -> np.ndarray:
     counts_V = read_counts(source, vocab_size) if source else own_counts_V
     ids = most_frequent(counts_V, n)
     if jax.process_index() == 0:
-        with open(path + ".new", "wb") as file:
-            np.save(file, ids)
-        os.replace(path + ".new", path)
+        write_array(path, ids)
     inside = own_counts_V[ids].sum() / max(own_counts_V.sum(), 1)
     inform(
         f"heads score {n} of {vocab_size} tokens: {100 * inside:.2f}% of the counted text, "

@@ -12,6 +12,7 @@ from typing import Any
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.training.log.curves import draw_run, read_log
+from medusa_jax.whole_files import replacing, write_text
 
 
 def duration(seconds: float) -> str:
@@ -54,10 +55,10 @@ class RunLog:
         if os.path.exists(path):
             with open(path, encoding="utf-8") as file:
                 kept = [line for line in file if _step(line) <= start]
-        self.file = open(path + ".new", "w", encoding="utf-8")  # noqa: SIM115
-        self.file.writelines(kept)
-        self.file.flush()
-        os.replace(path + ".new", path)
+        with replacing(path) as new:
+            self.file = open(new, "w", encoding="utf-8")  # noqa: SIM115
+            self.file.writelines(kept)
+            self.file.flush()
         self.board = _tensorboard(workdir, start)
         if wandb:
             self.wandb = start_wandb(workdir, wandb, config or {})
@@ -144,7 +145,7 @@ def start_wandb(workdir: str, project: str, config: dict[str, Any]) -> Any:
     file = Path(workdir) / "wandb_id"
     known = file.read_text().strip() if file.exists() else None
     run = wandb.init(project=project, dir=workdir, config=config, id=known, resume="allow")
-    file.write_text(run.id)
+    write_text(file, run.id)
     return run
 
 

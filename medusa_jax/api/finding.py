@@ -1,0 +1,84 @@
+"""Where a model and its heads lie: names, directories, files, hub ids, and what comes with the package."""
+
+from pathlib import Path
+
+from medusa_jax.errors import UserError
+from medusa_jax.heads import DRAFTERS
+from medusa_jax.heads.draft_model import DraftModel
+from medusa_jax.interop.hub import resolve
+from medusa_jax.interop.names import named
+from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.stored_heads import StoredHeads
+
+DEMO = Path(__file__).parents[1] / "demo"
+MODELS = Path(__file__).parents[1] / "models"
+
+
+def default_drafter(model: str | None) -> str:
+    """The heads that go with a model when none are named: those of the demo, those that a name
+    brings with it, else "none".
+    """
+    if model is None:
+        return "hydra"
+    row = named(model)
+    return row.drafter if row and (MODELS / row.heads / row.drafter).is_dir() else "none"
+
+
+def bundled_heads(model: str | None) -> list[str]:
+    """The drafters whose heads come with a model: with the demo (None) or one called by name."""
+    folder = _bundle(model)
+    return [name for name in DRAFTERS if folder and (folder / name).is_dir()]
+
+
+def bundled_draft_model(model: str | None) -> str:
+    """The directory of the draft model that comes with a model, "" if none does."""
+    folder = _bundle(model)
+    found = folder and folder / DraftModel.name
+    return str(found) if found and found.is_dir() else ""
+
+
+def _bundle(model: str | None) -> Path | None:
+    """Where that lies which comes with the demo (None) or a model called by name."""
+    row = named(model)
+    return MODELS / row.heads if row else None if model else DEMO
+
+
+def find_model(model: str | None, dtype: str = "float32") -> str:
+    """Where the backbone lies, before anything else is looked for; None is the demo's.
+
+    Args:
+      dtype: what a GGUF file is converted to.
+
+    Raises:
+      UserError: nowhere.
+    """
+    if model is not None:
+        return resolve(model, dtype=dtype)
+    if not (DEMO / "backbone" / "config.json").exists():
+        raise UserError("this installation has no demo model: give --model")
+    return str(DEMO / "backbone")
+
+
+def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
+    """The heads that `drafter` names, described and not read; None for "none".
+
+    Raises:
+      UserError: there are none.
+    """
+    if drafter == "none":
+        return None
+    if drafter not in DRAFTERS:
+        return open_heads(drafter)
+    row = named(model)
+    if model is not None and row is None:
+        raise UserError(
+            f"--drafter {drafter} names the demo's heads, which do not fit {model}: give "
+            "the directory, file or hub id of heads trained for it, or --drafter none"
+        )
+    folder = (_bundle(model) or DEMO) / drafter
+    if not folder.is_dir():
+        raise UserError(
+            f"no {drafter} heads are bundled with {model or 'the demo'}: give --drafter the "
+            "directory of heads trained for it"
+        )
+    return open_heads(str(folder))

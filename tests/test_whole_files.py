@@ -1,0 +1,87 @@
+"""Files that are there whole or not at all."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from medusa_jax import whole_files
+from medusa_jax.errors import UserError
+from medusa_jax.whole_files import replacing, write_array, write_json, write_text
+
+
+def test_what_is_written_reads_back(tmp_path):
+    write_text(tmp_path / "a.txt", "grüße\n")
+    write_json(tmp_path / "a.json", {"text": "\ud800 half of a pair", "n": [1, 2]})
+    write_array(tmp_path / "a.npy", np.arange(5))
+    assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "grüße\n"
+    assert json.loads((tmp_path / "a.json").read_text())["text"].startswith("\ud800")
+    assert np.load(tmp_path / "a.npy").tolist() == [0, 1, 2, 3, 4]
+    assert len(os.listdir(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), ValueError()])
+@pytest.mark.parametrize("moment", ["writing", "flushing", "moving"])
+def test_what_fails_leaves_the_old_file_and_no_other(
+    tmp_path, monkeypatch, failure, moment
+):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def fail(*_):
+        raise failure
+
+    if moment != "writing":
+        at = {"flushing": "fsync", "moving": "replace"}[moment]
+        monkeypatch.setattr(whole_files.os, at, fail)
+    kind = UserError if isinstance(failure, OSError) else ValueError
+    with pytest.raises(kind) as raised, replacing(path) as new:
+        with open(new, "w") as file:
+            file.write("half of")
+        if moment == "writing":
+            fail()
+    if kind is UserError:
+        assert "a.txt could not be written" in str(raised.value)
+        assert "No space left on device" in str(raised.value)
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_ctrl_c_leaves_no_litter(tmp_path):
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "model") as new:
+        os.makedirs(f"{new}/inside")
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_attempt_left_is_gone(tmp_path):
+    left = tmp_path / "model.new"
+    left.mkdir()
+    (left / "stale").write_text("half of it")
+    with replacing(tmp_path / "model") as new:
+        assert not os.path.exists(new)
+        os.makedirs(new)
+        write_text(f"{new}/config.json", "{}")
+    assert [p.name for p in tmp_path.rglob("*")] == ["model", "config.json"]
+
+
+def test_a_link_stays_one_and_a_device_is_written_itself(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_text(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "through")
+    assert os.read(end, 100) == b"through"
+    os.close(end)
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "target"]
+
+
+def test_a_directory_that_is_not_there_is_a_sentence(tmp_path):
+    with pytest.raises(
+        UserError, match=r"nowhere/a.txt could not be written: .*No such file"
+    ):
+        write_text(tmp_path / "nowhere" / "a.txt", "x")
