@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from medusa_jax.api.asking import prompt_ids, request_of
 from medusa_jax.api.results import DEFAULTS, Options, Piece, Result, results_of
 from medusa_jax.api.streaming import GrowingTexts
 from medusa_jax.config import LlamaConfig
@@ -171,21 +172,7 @@ class Model:
         Raises:
           UserError: nothing to start from (an empty prompt and no BOS), or ids out of range.
         """
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt, add_bos=True)
-        else:
-            ids = [int(i) for i in prompt]
-            if any(not 0 <= i < self.config.vocab_size for i in ids):
-                raise UserError(
-                    f"a prompt id is outside the vocabulary 0..{self.config.vocab_size - 1}"
-                )
-        if not ids:
-            if self.tokenizer.bos_id is None:
-                raise UserError(
-                    "the prompt is empty and the tokenizer has no BOS to start from"
-                )
-            ids = [self.tokenizer.bos_id]
-        return ids
+        return prompt_ids(self.tokenizer, prompt, self.config.vocab_size)
 
     def request(
         self,
@@ -204,38 +191,7 @@ class Model:
         if isinstance(self.tokenizer, NoTokenizer) and any(o.stop for o in options):
             raise self.tokenizer.missing("stop strings cannot be found")
         encoded = [self.encode(p) for p in prompts]
-        context = self.config.max_position
-        for prompt in encoded:
-            if len(prompt) >= context:
-                raise UserError(
-                    f"the prompt has {len(prompt)} tokens, the model's context is {context}: "
-                    "shorten it"
-                )
-        return loop.Request(
-            prompts=encoded,
-            limits=[
-                min(o.max_new_tokens, context - len(p)) for o, p in zip(options, encoded)
-            ],
-            stops=[self._stops(o) for o in options],
-            temperature=[o.temperature for o in options],
-            top_k=[o.top_k for o in options],
-            top_p=[o.top_p for o in options],
-            min_p=[o.min_p for o in options],
-            seed=[o.seed % 2**32 for o in options],
-            ids=ids,
-            epsilon=[o.epsilon for o in options],
-            delta=[o.delta for o in options],
-            max_steps=[min(o.max_steps or loop.FOREVER, loop.FOREVER) for o in options],
-        )
-
-    def _stops(self, options: Options) -> list[tuple[int, ...]]:
-        """The token sequences that end a request: EOS ids and its own stop sequences.
-
-        Those with ids outside the vocabulary never come.
-        """
-        eos_ids = self.eos_ids if options.eos_ids is None else options.eos_ids
-        ends = [*((i,) for i in eos_ids), *options.stop_sequences]
-        return [ids for ids in ends if max(ids) < self.config.vocab_size]
+        return request_of(encoded, options, self.config, self.eos_ids, ids)
 
     def _compile(self, engine: loop.Engine, request: loop.Request) -> float:
         """Seconds spent on compiling what this request needs (0 when it is there already)."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tiny_model import write_model
 
+from medusa_jax.commands import train
 from medusa_jax.errors import UserError
 from medusa_jax.research.family import picture, report
 from medusa_jax.research.family.command import main, refuse_other
@@ -73,6 +74,22 @@ def test_claim():
     assert "does not hold" in first and "does not hold" in second
     speeds["amphista"][0]["speedup"] = 1.5
     assert "+20.0% in speed: that it is faster holds" in report.claim(both, speeds)
+
+
+def test_sigterm_ends_it_behind_the_training_that_it_hit(tmp_path, monkeypatch):
+    """With the exit status of one who was stopped, and no word of a failure."""
+    trained = []
+    monkeypatch.setattr(train, "main", lambda arguments: trained.append(arguments) or 143)
+    args = [
+        "--model=m",
+        "--data=d",
+        "--eval_data=e",
+        "--calibration=c",
+        "--drafters=medusa,hydra",
+    ]
+    with pytest.raises(SystemExit) as stopped:
+        main([*args, f"--out={tmp_path}"])
+    assert stopped.value.code == 143 and len(trained) == 1
 
 
 def test_a_training_with_other_settings_is_not_taken_for_this_one(tmp_path):

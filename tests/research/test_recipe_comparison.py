@@ -8,6 +8,7 @@ from tiny_model import write_model
 
 from medusa_jax.model import quantise
 from medusa_jax.research.recipes import command, figures, text, variants
+from medusa_jax.training import trainer
 
 
 @pytest.mark.slow
@@ -49,6 +50,18 @@ def test_arms_end_in_a_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "train_variant", refuse)
     assert command.main(args) == 0 and capsys.readouterr().out == said
     assert (tmp_path / "out" / "table.md").read_text() == said
+
+
+def test_sigterm_ends_it_behind_the_run_that_it_hit(tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr(
+        trainer, "train", lambda cfg: runs.append(cfg.workdir) or {"stopped": True}
+    )
+    flags = command.parser().parse_args(["--original=x", f"--out={tmp_path}"])
+    two = [{"share": 0.5}, {"share": 0.5}]
+    with pytest.raises(SystemExit) as stopped:
+        variants.train_variant(flags, 0, two, tmp_path / "arm", tmp_path)
+    assert stopped.value.code == 143 and runs == [str(tmp_path / "arm" / "run0")]
 
 
 def test_every_arm_names_fields_that_exist(tmp_path):

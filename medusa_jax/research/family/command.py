@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,10 @@ def train_one(
         inform(f"{name}, seed {seed}: {done} is there, not trained again")
         return run
     inform(f"{name}, seed {seed}: train.py {' '.join(arguments)}")
-    if train.main(arguments) or not done.exists():
+    status = train.main(arguments)
+    if status == 128 + signal.SIGTERM:
+        raise SystemExit(status)  # stopped: the same command goes on with this training
+    if status or not done.exists():
         raise UserError(f"training {name} with seed {seed} failed; its command is above")
     return run
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,8 @@ def train_variant(
             cfg.train.heads_path = done[fields["heads"]][1]
         os.makedirs(cfg.workdir, exist_ok=True)
         last = train(cfg) or last
+        if last.get("stopped"):
+            raise SystemExit(128 + signal.SIGTERM)  # the same command goes on with this run
         export = f"{cfg.workdir}/export"
         both = os.path.exists(f"{export}/config.json")
         done.append((export, f"{export}/heads") if both else (flags.model, export))

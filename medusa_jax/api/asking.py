@@ -1,0 +1,83 @@
+"""Prompts and options as the decode loop takes them."""
+
+from collections.abc import Sequence
+
+from medusa_jax.api.results import Options
+from medusa_jax.config import LlamaConfig
+from medusa_jax.decoding import generate as loop
+from medusa_jax.errors import UserError
+from medusa_jax.interop.tokenizer import Tokenizer
+
+
+def prompt_ids(
+    tokenizer: Tokenizer, prompt: str | Sequence[int], vocab_size: int
+) -> list[int]:
+    """Token ids of a prompt, BOS first where the tokenizer puts one.
+
+    Raises:
+      UserError: nothing to start from (an empty prompt and no BOS), or ids out of range.
+    """
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt, add_bos=True)
+    else:
+        ids = [int(i) for i in prompt]
+        if any(not 0 <= i < vocab_size for i in ids):
+            raise UserError(f"a prompt id is outside the vocabulary 0..{vocab_size - 1}")
+    if not ids:
+        if tokenizer.bos_id is None:
+            raise UserError(
+                "the prompt is empty and the tokenizer has no BOS to start from"
+            )
+        ids = [tokenizer.bos_id]
+    return ids
+
+
+def request_of(
+    prompts: Sequence[list[int]],
+    options: Sequence[Options],
+    config: LlamaConfig,
+    eos_ids: Sequence[int],
+    ids: Sequence[int] | None = None,
+) -> loop.Request:
+    """Token ids of prompts with the options of each row, bounded by the model's context.
+
+    Args:
+      eos_ids: what ends a text whose options name nothing else.
+      ids: request ids, which decide the noise together with the seed; by default 0, 1, ...
+
+    Raises:
+      UserError: a prompt that leaves no room in the context.
+    """
+    context = config.max_position
+    for prompt in prompts:
+        if len(prompt) >= context:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens, the model's context is {context}: "
+                "shorten it"
+            )
+    return loop.Request(
+        prompts=list(prompts),
+        limits=[min(o.max_new_tokens, context - len(p)) for o, p in zip(options, prompts)],
+        stops=[_stops(o, eos_ids, config.vocab_size) for o in options],
+        temperature=[o.temperature for o in options],
+        top_k=[o.top_k for o in options],
+        top_p=[o.top_p for o in options],
+        min_p=[o.min_p for o in options],
+        seed=[o.seed % 2**32 for o in options],
+        ids=ids,
+        epsilon=[o.epsilon for o in options],
+        delta=[o.delta for o in options],
+        max_steps=[min(o.max_steps or loop.FOREVER, loop.FOREVER) for o in options],
+    )
+
+
+def _stops(
+    options: Options, eos_ids: Sequence[int], vocab_size: int
+) -> list[tuple[int, ...]]:
+    """The token sequences that end a request: EOS ids and its own stop sequences.
+
+    Those with ids outside the vocabulary never come.
+    """
+    ending = eos_ids if options.eos_ids is None else options.eos_ids
+    ends = [*((i,) for i in ending), *options.stop_sequences]
+    return [ids for ids in ends if max(ids) < vocab_size]
