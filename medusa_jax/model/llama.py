@@ -246,7 +246,8 @@ class Llama(nn.Module):
         def run(variables: Params, *args: Any) -> jax.Array:
             return unbound.apply(variables, *args)[0]
 
-        return rematerialised(run)(variables, x_BTD, rope, sees)
+        trained = "lora" if "lora" in variables else "params"
+        return rematerialised(run, trained)(variables, x_BTD, rope, sees)
 
 
 @partial(jax.jit, static_argnums=(0, 2))

@@ -58,25 +58,39 @@ def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
     )
     groups = (*shapes.frozen.values(), *shapes.state.params.values())
     layers = [x for group in groups for name, x in group.items() if "layers_" in name]
-    return {
+    # What the walk over chunks has beside the LM heads themselves.
+    walk = {
+        "LM heads transposed": read * lm_head * wide,
+        "gradients of LM heads, and of one in a chunk": (own + (own > 0)) * lm_head * F32,
+        # As they are, as probabilities, and their gradient; a teacher's and their logarithm.
+        "logits": (3 + 2 * (cfg.train.backbone_loss == "kl")) * logits,
+    }
+    # A CPU gathers an LM head in float32, where the walk will be.
+    gathered = F32 * lm_head if mesh.shape["fsdp"] > 1 else 0
+    copies = _narrow(layers) * _copy(A, mesh.shape["fsdp"], joint, wide)
+    return walk | {
         "parameters": bytes_on_device(groups),
         "moments": bytes_on_device(shapes.state.opt),
         "batch": bytes_on_device(shapes.batch),
         "gradients of the update": F32 * trained if A > 1 else 0,
         "LM heads as they are read": read * lm_head * wide,
-        "the same transposed": read * lm_head * wide,
-        "gradients of LM heads, and of one in a chunk": (own + (own > 0)) * lm_head * F32,
         "features and their gradients": hidden
         * (heads.n_heads * of_head + wide + joint * 2 * wide),
-        # As they are, as probabilities, and their gradient; a teacher's and their logarithm.
-        "logits": (3 + 2 * (cfg.train.backbone_loss == "kl")) * logits,
         "inputs of blocks": joint * arch.n_layers * hidden * wide,
-        # Kernels wait for their microbatch by a sum (`model/barrier.py`), whose terms are float32; and
-        # what comes of it, where the backward pass reads it again.
-        COPIES: _narrow(layers) * (F32 + joint * wide)
-        if A > 1 and mesh.shape["fsdp"] > 1
-        else 0,
+        COPIES: copies + max(gathered - sum(walk.values()), 0),
     }
+
+
+def _copy(A: int, fsdp: int, joint: bool, wide: int) -> int:
+    """Bytes that only a CPU spends beside an element of a 16-bit kernel of a layer.
+
+    Over fsdp kernels wait for their microbatch by a sum (`model/barrier.py`), whose terms are float32;
+    and what comes of it, where the backward pass reads it again. On one device those that a backward
+    pass reads are widened before the loop over microbatches.
+    """
+    if A == 1:
+        return 0
+    return F32 + joint * wide if fsdp > 1 else joint * F32
 
 
 def _narrow(tree: PyTree) -> int:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from medusa_jax.config import Config
 from medusa_jax.console import announced
-from medusa_jax.model.barrier import not_before
+from medusa_jax.model.barrier import gathered_anew, not_before
 from medusa_jax.sharding import (
     PyTree,
     batch_sharding,
@@ -60,11 +60,8 @@ def make_step(
             key = jax.random.fold_in(step_key, i)
             inputs = losses.StepInputs(micro, counts_K, key, lambda_0)
             weights = (state.params, frozen)
-            if A > 1 and mesh is not None and mesh.shape["fsdp"] > 1:
-                # Placed again, or XLA gathers first and adds what ties them behind it.
-                weights = not_before(weights, i)
-                placed = param_shardings(mesh, weights)
-                weights = jax.lax.with_sharding_constraint(weights, placed)
+            if A > 1:
+                weights = gathered_anew(weights, i, mesh)
             return gradient(*weights, inputs)
 
         if A == 1:

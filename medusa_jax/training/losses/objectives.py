@@ -4,6 +4,7 @@ The sums themselves are computed chunk by chunk in `streamed.py`; equation 1 as 
 stands in `reference.py`.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 
 from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.heads.layers import later
+from medusa_jax.model.barrier import gathered_anew
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.training.losses.streamed import (
     Sums,
@@ -98,7 +100,10 @@ def next_token_sums(
     teacher, teacher_BTD = None, None
     if original is not None:
         teacher = Teacher(original.lm_head, 1.0, 0.0)
-        teacher_BTD = original.forward(*rows(batch))
+        passed = lax.stop_gradient(hidden_BTD)
+        weights = gathered_anew(original.params, passed, original.llama.mesh)
+        again = dataclasses.replace(original, params=weights)
+        teacher_BTD = again.forward(*rows(batch))
 
     def logits(p: Params, hidden: jax.Array) -> Any:
         return backbone_of(p).lm_head(hidden)
