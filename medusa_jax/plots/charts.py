@@ -93,11 +93,18 @@ LINE_STYLES = (
 )  # fmt: skip
 
 
+# Names that a legend holds inside its chart.
+MANY = 4
+
+
 def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:
     """Draws charts side by side, each with its legend."""
-    figure = new_figure(4.2 * len(charts), 3.3)
+    entries = [len(c.lines) + len(c.levels) + len(c.points) for c in charts]
+    # Many names stand below the chart, in two columns.
+    below = max((-(-n // 2) for n in entries if n > MANY), default=0)
+    figure = new_figure(4.2 * len(charts), 3.3 + 0.2 * max(below - 3, 0))
     places = figure.subplots(1, len(charts), squeeze=False)[0]
-    for axes, chart in zip(places, charts, strict=True):
+    for axes, chart, n in zip(places, charts, entries, strict=True):
         for (label, (x, y)), (colour, marker) in zip(
             chart.lines.items(), itertools.cycle(LINE_STYLES), strict=False
         ):
@@ -113,9 +120,9 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
             dash = next(dashes.setdefault(whose, itertools.cycle((":", "--", "-."))))
             colour = colours.get(whose, INK)
             axes.axhline(level, color=colour, linewidth=1.2, linestyle=dash, label=label)
-        many = len(chart.lines) + len(chart.levels) + len(chart.points) > 4
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
-        axes.legend(frameon=False, labelcolor=INK, fontsize=8, **(below if many else {}))
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
+        style = {"frameon": False, "labelcolor": INK, "fontsize": 8}
+        axes.legend(**style, **(place if n > MANY else {}))
         axes.set_title(chart.title, color=INK, fontsize=10)
         axes.set_xlabel(chart.xlabel, color=INK, fontsize=8)
         mute(axes)
