@@ -1,0 +1,47 @@
+"""How often weights are gathered over fsdp, on eight simulated devices in a child process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from children import environment
+
+CHILD = r"""
+import json, sys
+from medusa_jax.sharding import simulate_devices
+
+simulate_devices(8)
+import jax
+from medusa_jax.commands.train import load_config
+from medusa_jax.config import LlamaConfig
+from medusa_jax.training import dry
+
+cfg = load_config(sys.argv[1])
+cfg.model.path, cfg.mesh, cfg.dry_run, cfg.train.dtype = "", (1, 8, 1), True, "bfloat16"
+cfg.model.arch = LlamaConfig(vocab_size=256, d_model=64, n_layers=2, n_heads=8, n_kv_heads=8,
+                             head_dim=8, d_ff=512, max_position=64)
+cfg.data.seq_len, cfg.train.loss_chunk, cfg.heads.n_heads, cfg.lora.rank = 32, 32, 1, 1
+cfg.train.batch_size, cfg.train.accumulation = 8, 1
+found = {}
+for loss in ("kl", "labels"):
+    cfg.train.backbone_loss = loss
+    shapes = dry.step_shapes(cfg)
+    found[loss] = dry.measure(cfg, shapes)["sent_bytes"]["all-gather"]
+layers = [x for name, x in shapes.frozen["backbone"].items() if name.startswith("layers_")]
+found["layers"] = 4 * sum(x.size for x in jax.tree.leaves(layers))
+print(json.dumps(found))
+"""
+
+
+def test_a_teacher_s_pass_gathers_its_own_weights():
+    """Gathered once for both passes, the kernels of all layers would wait between them."""
+    config = Path(__file__).parents[2] / "configs" / "vicuna33b.py"
+    # As users compile it: without XLA's passes nothing is gathered once for two.
+    env = environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    command = [sys.executable, "-c", CHILD, str(config)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    # A device takes seven eighths of what it gathers from the others.
+    assert found["kl"] - found["labels"] > 0.8 * 7 / 8 * found["layers"]
