@@ -280,7 +280,10 @@ def save_safetensors(
 
     contiguous = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     with replacing(path) as new:
+        with open(new, "wb") as file:
+            mode = os.fstat(file.fileno()).st_mode
         save_file(contiguous, new, metadata)
+        os.chmod(new, mode & 0o777)  # of its own it would be the owner's alone
 
 
 def save_json(path: str, value: dict[str, Any]) -> None:

@@ -262,6 +262,12 @@ def test_impossible_combination_cannot_be_saved(tmp_path):
         hf.save_backbone(str(tmp_path), config, init_params(config, jax.random.key(0)))
 
 
+def test_weights_may_be_read_by_whom_other_files_may(tmp_path):
+    hf.save_backbone(str(tmp_path), TINY, init_params(TINY, jax.random.key(0)))
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 def test_saving_is_atomic(model_dir, tmp_path, monkeypatch):
     """A write that fails leaves the old file and no litter."""
     path = tmp_path / "model"
