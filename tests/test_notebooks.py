@@ -16,8 +16,6 @@ SHOWS = {
     "fit_a_tree": (["best size here:", "mean accepted length"], {PNG}),
     "to_vllm": (["head 3: both layouts agree on 100%", "vllm serve"], {"text/markdown"}),
 }
-# Others compile and train for minutes.
-FAST = ("quickstart",)
 REAL = 'load("smollm2")'
 
 
@@ -25,10 +23,9 @@ def test_every_notebook_is_known():
     assert sorted(p.stem for p in NOTEBOOKS.glob("*.ipynb")) == sorted(SHOWS)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in SHOWS],
-)
+# They compile and train for minutes; the README's command for notebooks, which CI takes, runs all.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHOWS)
 def test_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(name, monkeypatch, {REAL: 'load("no such name")'})
 
