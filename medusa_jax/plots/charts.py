@@ -93,8 +93,8 @@ LINE_STYLES = (
 )  # fmt: skip
 
 
-# Names that a legend holds inside its chart.
-MANY = 4
+# Names that a legend holds inside its chart, and characters of one: the end of a path says most.
+MANY, LONGEST = 4, 32
 
 
 def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:
@@ -122,7 +122,9 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
             axes.axhline(level, color=colour, linewidth=1.2, linestyle=dash, label=label)
         place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
         style = {"frameon": False, "labelcolor": INK, "fontsize": 8}
-        axes.legend(**style, **(place if n > MANY else {}))
+        handles, labels = axes.get_legend_handles_labels()
+        short = [x if len(x) <= LONGEST else f"...{x[3 - LONGEST :]}" for x in labels]
+        axes.legend(handles, short, **style, **(place if n > MANY else {}))
         axes.set_title(chart.title, color=INK, fontsize=10)
         axes.set_xlabel(chart.xlabel, color=INK, fontsize=8)
         mute(axes)

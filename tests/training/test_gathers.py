@@ -19,18 +19,14 @@ from medusa_jax.training import dry
 
 cfg = load_config(sys.argv[1])
 cfg.model.path, cfg.mesh, cfg.dry_run, cfg.train.dtype = "", (1, 8, 1), True, "bfloat16"
-cfg.model.arch = LlamaConfig(vocab_size=256, d_model=64, n_layers=2, n_heads=8, n_kv_heads=8,
+cfg.model.arch = LlamaConfig(vocab_size=256, d_model=64, n_layers=1, n_heads=8, n_kv_heads=8,
                              head_dim=8, d_ff=512, max_position=64)
 cfg.data.seq_len, cfg.train.loss_chunk, cfg.heads.n_heads, cfg.lora.rank = 32, 32, 1, 1
-cfg.train.batch_size, cfg.train.accumulation = 8, 1
-found = {}
-for loss in ("kl", "labels"):
-    cfg.train.backbone_loss = loss
-    shapes = dry.step_shapes(cfg)
-    found[loss] = dry.measure(cfg, shapes)["sent_bytes"]["all-gather"]
+cfg.train.batch_size, cfg.train.accumulation, cfg.optim.name = 8, 1, "adamw"
+shapes = dry.step_shapes(cfg)
 layers = [x for name, x in shapes.frozen["backbone"].items() if name.startswith("layers_")]
-found["layers"] = 4 * sum(x.size for x in jax.tree.leaves(layers))
-print(json.dumps(found))
+sent = dry.measure(cfg, shapes)["sent_bytes"]["all-gather"]
+print(json.dumps([sent, 4 * sum(x.size for x in jax.tree.leaves(layers))]))
 """
 
 
@@ -42,6 +38,7 @@ def test_a_teacher_s_pass_gathers_its_own_weights():
     command = [sys.executable, "-c", CHILD, str(config)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    # A device takes seven eighths of what it gathers from the others.
-    assert found["kl"] - found["labels"] > 0.8 * 7 / 8 * found["layers"]
+    sent, layers = json.loads(done.stdout.splitlines()[-1])
+    # The student's pass, the teacher's and the one back, and little else; a device takes seven eighths of
+    # what it gathers from the others.
+    assert 3 <= sent / (7 / 8 * layers) < 3.5
