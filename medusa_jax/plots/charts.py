@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from medusa_jax.errors import UserError
 from medusa_jax.plots.style import ACCENT, INK, mute, new_figure, save_figure
@@ -93,18 +94,17 @@ LINE_STYLES = (
 )  # fmt: skip
 
 
-# Names that a legend holds inside its chart, and characters of one: the end of a path says most.
-MANY, LONGEST = 4, 32
+# Names that a legend holds inside its chart, and characters of one (the end of a path says most), alone
+# and beside another.
+MANY, LONGEST, SHORT = 4, 40, 25
 
 
 def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:
     """Draws charts side by side, each with its legend."""
-    entries = [len(c.lines) + len(c.levels) + len(c.points) for c in charts]
-    # Many names stand below the chart, in two columns.
-    below = max((-(-n // 2) for n in entries if n > MANY), default=0)
+    below = max(_rows_below([*c.lines, *c.levels, *c.points]) for c in charts)
     figure = new_figure(4.2 * len(charts), 3.3 + 0.2 * max(below - 3, 0))
     places = figure.subplots(1, len(charts), squeeze=False)[0]
-    for axes, chart, n in zip(places, charts, entries, strict=True):
+    for axes, chart in zip(places, charts, strict=True):
         for (label, (x, y)), (colour, marker) in zip(
             chart.lines.items(), itertools.cycle(LINE_STYLES), strict=False
         ):
@@ -120,14 +120,27 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
             dash = next(dashes.setdefault(whose, itertools.cycle((":", "--", "-."))))
             colour = colours.get(whose, INK)
             axes.axhline(level, color=colour, linewidth=1.2, linestyle=dash, label=label)
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
-        style = {"frameon": False, "labelcolor": INK, "fontsize": 8}
-        handles, labels = axes.get_legend_handles_labels()
-        short = [x if len(x) <= LONGEST else f"...{x[3 - LONGEST :]}" for x in labels]
-        axes.legend(handles, short, **style, **(place if n > MANY else {}))
+        _legend(axes)
         axes.set_title(chart.title, color=INK, fontsize=10)
         axes.set_xlabel(chart.xlabel, color=INK, fontsize=8)
         mute(axes)
     if title:
         figure.suptitle(title, color=INK, fontsize=10)
     return save_figure(figure, path)
+
+
+def _rows_below(names: Sequence[str]) -> int:
+    """Rows of names that stand below their chart, where they are many: two in a row if they are short."""
+    if len(names) <= MANY:
+        return 0
+    return len(names) if max(map(len, names)) > SHORT else -(-len(names) // 2)
+
+
+def _legend(axes: Any) -> None:
+    handles, names = axes.get_legend_handles_labels()
+    place: dict[str, Any] = {}
+    if rows := _rows_below(names):
+        columns = -(-len(names) // rows)
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": columns}
+    shown = [x if len(x) <= LONGEST else f"...{x[3 - LONGEST :]}" for x in names]
+    axes.legend(handles, shown, frameon=False, labelcolor=INK, fontsize=8, **place)
