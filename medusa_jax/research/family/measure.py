@@ -74,6 +74,7 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
     from medusa_jax.evaluate.questions import prompt_of, read_questions
     from medusa_jax.evaluate.recording import rank_texts
     from medusa_jax.evaluate.speed import drafting_row
+    from medusa_jax.evaluate.weightless import trained_shapes
     from medusa_jax.tree import Tree, growth
 
     heads = (run / "export" / "heads.safetensors").read_bytes()
@@ -107,10 +108,12 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
             | {name: row[name] for name in counted}
             | {"step_seconds": step, "draft_seconds": draft, "draft_share": draft / step}
         )  # fmt: skip
+    trained = trained_shapes(model.config, model.drafter)
     found = {
         "settings": settings,
         "drafter": model.drafter.heads.drafter,
-        "parameters": sum(x.size for x in jax.tree.leaves(model.variables["heads"])),
+        # As they are trained: decoding packs several 8-bit weights into a word.
+        "parameters": sum(x.size for x in jax.tree.leaves(trained["heads"])),
         "top1": (tuples_PK == 0).mean(axis=0).tolist(),
         "top5": (tuples_PK < 5).mean(axis=0).tolist(),
         "chain": growth.chain_length(tuples_PK),
