@@ -135,6 +135,7 @@ def test_lossy_acceptance_is_labelled(decode):
     assert "typical, LOSSY" in decode(*flags)[2]
 
 
+@pytest.mark.wide
 def test_rejection_is_labelled_lossless_in_distribution(decode):
     flags = ("--prompt", "the", "--acceptance", "rejection", "--temperature", 1)
     facts = json.loads(decode(*flags, "--json")[1])
@@ -154,6 +155,7 @@ def test_show_drafts_colours_accepted_drafts_only(decode):
     assert "accepted drafts by tree depth" in err
 
 
+@pytest.mark.wide
 def test_one_seed_one_text_whatever_the_tree(decode):
     flags = ("--prompt", "in the", "--json", "--temperature", 1.0, "--top_p", 0.9)
     texts = [
