@@ -93,7 +93,6 @@ def spec_bench_speed(answers, baseline, tokenizer, task):
     return np.mean(ours) / np.mean(theirs), np.mean(lengths)
 
 
-@pytest.mark.wide
 def test_spec_bench_s_own_script_gets_our_speedup(directory, out):
     from transformers import AutoTokenizer
 

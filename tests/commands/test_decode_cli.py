@@ -638,6 +638,7 @@ def test_a_file_larger_than_a_batch_keeps_texts_and_order(decode, tmp_path):
     assert outcomes[0][1] != outcomes[0][2][:7]
 
 
+@pytest.mark.wide
 def test_a_progress_bar_for_people_only(decode, tmp_path, monkeypatch):
     file = tmp_path / "requests.jsonl"
     file.write_text('{"prompt": "a"}\n' * 3)

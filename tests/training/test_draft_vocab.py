@@ -157,6 +157,7 @@ def few(tokens, model, stage="medusa1", **train):
     return cfg
 
 
+@pytest.mark.wide
 def test_a_run_keeps_its_tokens(tokens, model, tmp_path, capsys):
     """Counted in the text; then resumed, and gone on with in stage 2, under other counts."""
     cfg = few(tokens, model, steps=4, save_every=4)

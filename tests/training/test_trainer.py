@@ -271,6 +271,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tokens, tmp_path):
         assert [a[k] for k in keys] == [b[k] for k in keys], a["step"]
 
 
+@pytest.mark.wide
 def test_sigterm_saves_and_ends_cleanly(tokens, tmp_path):
     process = start(tmp_path, tokens, tmp_path / "run", "--config.train.save_every=1000")
     process.terminate()
