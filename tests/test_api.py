@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 from planted import forward_logits
 from tiny_model import CONTEXT, write_model, write_tokenizer
@@ -75,7 +76,7 @@ def test_greedy_text_is_the_argmax_of_the_model_on_disk(model, directory):
     assert sum(r.steps for r in results) < 3 * (NEW - 1)  # drafts were accepted
 
 
-@pytest.mark.parametrize("tree", ["none", "chain:2", "cartesian:2,2", TREE])
+@pytest.mark.parametrize("tree", ["none", *wide("chain:2", "cartesian:2,2"), TREE])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_tree_plays_no_part_in_the_text(model, tree, temperature):
     options = Options(max_new_tokens=NEW, temperature=temperature, top_p=0.95, seed=7)
@@ -180,7 +181,7 @@ def test_a_text_ends_where_its_request_says(model):
         check_result(model, result)
 
 
-@pytest.mark.parametrize("tree", [TREE, "none"])
+@pytest.mark.parametrize("tree", [TREE, *wide("none")])
 def test_log_probabilities_are_the_models_own(model, directory, tree):
     """Of drafts, bonus tokens and prefill's alike, whatever temperature and filters drew them."""
     _, config, params = directory
@@ -416,6 +417,7 @@ def test_the_gap_leaves_barred_tokens_out(model, directory):
     assert_close(best[0] + got, best[1])
 
 
+@pytest.mark.wide
 def test_float32_parts_from_the_plain_loop_only_at_a_tie(directory):
     path = str(directory[0])
     model = medusa_jax.load(path, f"{path}/heads", tree=TREE, dtype="float32")

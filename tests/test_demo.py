@@ -4,6 +4,7 @@ import json
 from functools import cache
 
 import pytest
+from cases import wide
 
 import medusa_jax
 from medusa_jax import Options
@@ -46,8 +47,12 @@ def plain_texts() -> list[list[int]]:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "tree", "least"),
-    [(n, "64" if n == "medusa" else "8", 1.5) for n in BUNDLED]
-    + [("draft_model", "chain:3", 1.2)],
+    [
+        ("hydrapp", "8", 1.5),
+        ("medusa", "64", 1.5),
+        *wide(*((n, "8", 1.5) for n in BUNDLED if n not in ("hydrapp", "medusa"))),
+        *wide(("draft_model", "chain:3", 1.2)),
+    ],
 )
 def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(name, tree, least):
     model = medusa_jax.load(drafter=name, dtype="float64", tree=tree)

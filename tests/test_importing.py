@@ -121,6 +121,7 @@ def found(directory):
     return json.loads(done.stdout)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mesh", MESHES)
 def test_no_device_and_not_the_host_holds_a_whole_parameter(found, mesh):
     """As stored, fused for decoding, or on the way from one to the other."""

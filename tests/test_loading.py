@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 from live import Peak, shard_bytes
 from tiny_model import write_heads, write_model
@@ -147,9 +148,9 @@ def test_a_part_is_that_part_of_the_whole(directory):
     assert marks.digits(config) == hf.fingerprint(config, params)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [True, *wide(False)])
 @pytest.mark.parametrize(
-    "products, weights", [("plain", None), ("native", None), ("plain", "int8")]
+    "products, weights", [("native", None), ("plain", "int8"), *wide(("plain", None))]
 )
 def test_a_shared_lm_head_is_read_in_columns(
     products, weights, tied, tmp_path, monkeypatch

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from planted import tiny_config
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))
@@ -108,7 +109,7 @@ def test_the_backbone(form, tied):
 
 
 @pytest.mark.parametrize("weights", ["", "int8"])
-@pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
+@pytest.mark.parametrize("lm_head", [*wide("shared", "own"), "low_rank"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_drafter(name, lm_head, weights):
     config = tiny_config(d_model=64, vocab_size=64)

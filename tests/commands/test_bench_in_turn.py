@@ -30,6 +30,7 @@ def arguments(directory, drafters, out):
     ]  # fmt: skip
 
 
+@pytest.mark.wide
 def test_drafters_in_one_table(directory, tmp_path, capsys, monkeypatch):
     backbones = []
     loaded = bench_in_turn.load_entrants

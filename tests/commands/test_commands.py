@@ -67,6 +67,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys):
     assert pictures == {"tree.png", "curves.png", "dense.png"}
 
 
+@pytest.mark.wide
 def test_calibrate_by_the_paper_s_product(files, tmp_path):
     directory, prompts, _ = files
     out = tmp_path / "tree.json"

@@ -135,6 +135,7 @@ def test_lossy_acceptance_is_labelled(decode):
     assert "typical, LOSSY" in decode(*flags)[2]
 
 
+@pytest.mark.wide
 def test_rejection_is_labelled_lossless_in_distribution(decode):
     flags = ("--prompt", "the", "--acceptance", "rejection", "--temperature", 1)
     facts = json.loads(decode(*flags, "--json")[1])
@@ -154,6 +155,7 @@ def test_show_drafts_colours_accepted_drafts_only(decode):
     assert "accepted drafts by tree depth" in err
 
 
+@pytest.mark.wide
 def test_one_seed_one_text_whatever_the_tree(decode):
     flags = ("--prompt", "in the", "--json", "--temperature", 1.0, "--top_p", 0.9)
     texts = [
@@ -636,6 +638,7 @@ def test_a_file_larger_than_a_batch_keeps_texts_and_order(decode, tmp_path):
     assert outcomes[0][1] != outcomes[0][2][:7]
 
 
+@pytest.mark.wide
 def test_a_progress_bar_for_people_only(decode, tmp_path, monkeypatch):
     file = tmp_path / "requests.jsonl"
     file.write_text('{"prompt": "a"}\n' * 3)

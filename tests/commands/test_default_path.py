@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from cases import thinned
 
 from medusa_jax.api import DEMO, Model
 from medusa_jax.commands.decode import main
@@ -32,7 +33,12 @@ def traced(monkeypatch):
 
 @pytest.mark.parametrize(
     ("platform", "drafter"),
-    [("cpu", "hydra"), ("tpu", "hydra"), *(("gpu", drafter) for drafter in DRAFTERS)],
+    thinned(
+        [("cpu", "hydra"), ("tpu", "hydra"), *(("gpu", drafter) for drafter in DRAFTERS)],
+        ("cpu", "hydra"),
+        ("gpu", "hydrapp"),
+        ("gpu", "medusa"),
+    ),
 )
 def test_the_default_command_finds_its_heads(platform, drafter, traced, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from cases import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import decoder, planted, planted_params, random_params, texts_of, tiny_config
@@ -61,8 +62,8 @@ def test_recorded_lengths_end_with_the_text():
     assert expected[2:5] == [3, 2, 1]
 
 
-@pytest.mark.parametrize("ngram", [0, 3])
-@pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
+@pytest.mark.parametrize("ngram", [0, *wide(3)])
+@pytest.mark.parametrize("acceptance", ["sampled", *wide("greedy")])
 def test_drafted_text_is_plain_text(acceptance, ngram):
     """Ragged rows of their own limits; a small vocabulary, so that much repeats."""
     config = tiny_config(vocab_size=7, n_layers=1)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 from laws import agrees, law_of, total_variation
 from planted import (
     decoder,
@@ -116,8 +117,12 @@ def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0, ids=(), basel
 
 @pytest.mark.parametrize(
     "acceptance, setting, ids",
-    [(rule, setting, ()) for rule in ("sampled", "rejection") for setting in SETTINGS]
-    + [("rejection", "temperature", (0, 1, 3))],
+    thinned(
+        [(rule, setting, ()) for rule in ("sampled", "rejection") for setting in SETTINGS]
+        + [("rejection", "temperature", (0, 1, 3))],
+        ("sampled", "top_p", ()),
+        ("rejection", "temperature", (0, 1, 3)),
+    ),
 )
 def test_three_tokens_have_the_models_joint_law(acceptance, setting, ids):
     """Also where the heads never draft one of the tokens."""
@@ -167,7 +172,7 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", thinned(MUTATIONS, "drafts_believed"))
 def test_a_broken_sampler_is_noticed(name, monkeypatch):
     monkeypatch.setattr(*MUTATIONS[name])
     mark = 1 + list(MUTATIONS).index(name)
@@ -183,6 +188,7 @@ def test_typical_acceptance_is_not_lossless():
     assert total_variation(law_of(tokens, V), joint_law("temperature")) > 0.3
 
 
+@pytest.mark.wide
 def test_without_drafts_rejection_is_plain_sampling_draw_for_draw():
     plain, _ = draws("sampled", "top_p", Tree.none(), batches=1)
     again, _ = draws("rejection", "top_p", Tree.none(), batches=1)
@@ -206,6 +212,7 @@ def test_rows_of_one_seed_draw_different_noise():
         assert agrees(law_of(pairs, V), np.outer(first, first))
 
 
+@pytest.mark.wide
 def test_a_row_of_rejection_does_not_depend_on_its_slot_or_its_batch_mates(monkeypatch):
     """Rows of other prompts, limits and parameters in any order (sampled: test_exactness.py)."""
     monkeypatch.setattr(loop, "MIN_SLOTS", 32)  # as many as all of them need: one program

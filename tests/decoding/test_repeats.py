@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import (
@@ -105,7 +106,7 @@ def reference(seed, acceptance, n=N):
     )
 
 
-@pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
+@pytest.mark.parametrize("acceptance", ["sampled", *wide("greedy")])
 def test_no_ngram_stands_twice(acceptance):
     for seed in range(2):
         _, texts = reference(seed, acceptance)
@@ -131,6 +132,7 @@ def test_the_plain_loop_takes_the_best_token_that_is_not_barred():
                 assert token == scores.argmax()
 
 
+@pytest.mark.wide
 def test_the_text_grows_with_the_cache():
     """150 tokens behind prompts of 5 and 120: the cache of 128 slots doubles on the way."""
     config = tiny_config(vocab_size=60)
@@ -157,7 +159,7 @@ def test_the_text_grows_with_the_cache():
         assert len(set(new)) == len(new) == 150
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+@pytest.mark.parametrize("acceptance", ["rejection", *wide("typical")])
 def test_other_rules_never_give_a_barred_token(acceptance):
     params, llama, backbone = model(0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)

@@ -85,6 +85,7 @@ def test_an_entry_is_made_and_placed_before_the_next(monkeypatch):
     assert len(beside) == 8 + 3 and max(beside) < 1000 < min(sorted(done)[-8:])
 
 
+@pytest.mark.wide
 def test_the_command_measures_a_small_shape(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(by_shape, "SIZES", (8, 16))
     monkeypatch.setattr(by_shape, "read_bandwidth", lambda n_bytes: 1e9)
@@ -158,6 +159,7 @@ def lowered(config, name, tree, dtype):
     return decode_loop.lower(engine, variables, state, np.int32(1)), read
 
 
+@pytest.mark.wide
 def test_layers_of_7b_lower_from_shapes_alone():
     """Two of the 32, with the tree of 64 nodes; nothing is allocated."""
     before = live_bytes()

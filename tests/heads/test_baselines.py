@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from planted import (
     decoder,
     forward_logits,
@@ -166,8 +167,8 @@ def test_a_chain_is_what_transformers_looks_up(ngram):
 @pytest.mark.parametrize(
     "acceptance, tree",
     [
-        ("greedy", Tree.chain(4)),
-        ("sampled", Tree.from_choices([[0], [1], [0, 0], [1, 0], [0, 0, 0]])),
+        *wide(("greedy", Tree.chain(4))),
+        *wide(("sampled", Tree.from_choices([[0], [1], [0, 0], [1, 0], [0, 0, 0]]))),
         ("rejection", Tree.from_choices([[0], [1], [0, 0], [1, 0]])),
     ],
 )

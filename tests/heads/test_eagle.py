@@ -192,6 +192,7 @@ def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch)
     assert sum(jax.tree.leaves(product)) == pytest.approx(slope, rel=1e-6)
 
 
+@pytest.mark.wide
 def test_levels_keep_no_scores_for_the_gradient():
     """Two more levels cost less memory than the scores of one."""
     B, T = 1, 1024

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 from family import drafter_of, numpy_lm_head, silu, stored_base
 
@@ -99,7 +100,7 @@ def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
                 )
 
 
-@pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
+@pytest.mark.parametrize("lm_head", [*wide("own", "shared"), "low_rank"])
 @pytest.mark.parametrize("tree", [family.WILD, Tree.cartesian([2, 2, 1])])
 def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
     """Every node's token is a rank of the scores that its own ancestors give."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 from planted import random_params
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
@@ -27,7 +28,7 @@ def stage_of(name, **train):
     return cfg, make_stage(cfg, 16)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, "amphista", "hydra"))
 def test_every_weight_has_a_gradient_and_the_start_can_be_improved(name):
     _, stage = stage_of(name, teacher_weight=1.0, label_weight=0.1, hidden_noise=1.0)
     backbone = random_params(tiny_arch(), 0)
@@ -69,7 +70,7 @@ def traced(step, state, frozen, batch, mesh):
     return jax.jit(lambda: 0).lower().compile()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, "eagle", "hydrapp"))
 def test_dry_run(name, capsys, monkeypatch):
     """One of them is compiled, all are traced; the test above compiles the loss of each."""
     if name != "amphista":

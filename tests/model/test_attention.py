@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 
 from medusa_jax.model import causal
@@ -23,7 +24,7 @@ def attend_written(q, new, cache, start_B, mask_BTS):
     return attend(q, *(write_rows(c, n, start_B) for c, n in zip(cache, new)), mask_BTS)
 
 
-@pytest.mark.parametrize("T", [1, 64, 65, 130, 256, 600])
+@pytest.mark.parametrize("T", [*wide(1, 64), 65, *wide(130, 256), 600])
 def test_blocks_of_queries_give_what_one_attention_gives(T):
     """Values and gradients, over packed rows with a window; 600 tokens are five blocks."""
     rng = np.random.default_rng(T)

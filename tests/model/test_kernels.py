@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from children import devices, environment
 
 from medusa_jax.model import attention, kernels
@@ -60,7 +61,7 @@ def own(q, k, v, sees):
     return attend_causal(q, k.swapaxes(1, 2), v.swapaxes(1, 2), sees).reshape(q.shape)
 
 
-@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("window", [20, *wide(0)])
 @pytest.mark.parametrize(
     "run",
     [partial(kernels.cudnn, implementation="xla"), partial(kernels.splash, interpret=True)],
@@ -118,6 +119,7 @@ for G in (2, 1):
 """
 
 
+@pytest.mark.wide
 def test_every_device_takes_its_own_rows():
     """Four devices; the heads are parted where there are two groups, and not where there is one."""
     command = [sys.executable, "-c", ON_A_MESH]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 
 from medusa_jax.config import LlamaConfig, LoraConfig
@@ -45,7 +46,7 @@ def paths(tree):
     }
 
 
-@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("tie", [True, *wide(False)])
 def test_every_linear_layer_has_one_the_lm_head_included(tie):
     config, params, adapters, _ = setup(tie)
     kernels = {
@@ -60,7 +61,7 @@ def test_every_linear_layer_has_one_the_lm_head_included(tie):
     assert lora.adapted_layers(config) == kernels
 
 
-@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("tie", [True, *wide(False)])
 def test_fresh_adapters_change_nothing_and_moved_ones_everything(tie):
     config, params, fresh, moved = setup(tie)
     plain = logits(config, params)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 
 from medusa_jax.config import LlamaConfig
@@ -101,7 +102,7 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("kind", ["nf4", *wide("int8")])
 def test_a_quantised_backbone_computes_with_its_dequantised_kernels(kind):
     params = init_params(CONFIG, jax.random.key(0))
     stored = jax.jit(quantise_backbone, static_argnums=1)(params, kind)
@@ -120,6 +121,7 @@ def test_a_quantised_backbone_computes_with_its_dequantised_kernels(kind):
     assert_close(jax.jit(hidden)(stored), plain(stored))
 
 
+@pytest.mark.wide
 def test_the_float_kernels_of_all_layers_never_exist_at_once():
     """Compiled peak memory of a gradient through the layers, against the float kernels' size."""
     shapes = jax.eval_shape(lambda k: init_params(CONFIG, k), jax.random.key(0))

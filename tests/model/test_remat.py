@@ -43,6 +43,7 @@ def test_gradients_of_every_argument():
         jax.tree.map(np.testing.assert_array_equal, plain, again)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_adapters_on_a_quantised_backbone(dropout):

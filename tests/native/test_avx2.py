@@ -25,6 +25,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 CHOSEN = "13-50-150 or (in_one_call and int8) or every_number"
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(
     library() is None or platform.machine() != "x86_64", reason="no x86 compiler"
 )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 from planted import planted, planted_params, random_params, random_tree, tiny_config
 
@@ -169,7 +170,7 @@ def test_every_number_is_that_of_one_token_at_a_time(model):
 
 @pytest.mark.parametrize(
     ("model", "rule"),
-    [("", "greedy"), ("", "sampled"), ("bfloat16", "sampled"), ("int8", "greedy")],
+    [*wide(("", "greedy"), ("", "sampled")), ("bfloat16", "sampled"), ("int8", "greedy")],
     indirect=["model"],
 )
 def test_texts_are_equal_bit_for_bit(model, rule):

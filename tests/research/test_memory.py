@@ -12,6 +12,8 @@ from children import environment
 
 from medusa_jax.sharding import simulate_devices
 
+pytestmark = pytest.mark.wide
+
 CHILD = r"""
 import json, os, sys
 import jax

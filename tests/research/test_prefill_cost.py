@@ -10,6 +10,7 @@ from medusa_jax.research import prefill_cost
 SMALL = LlamaConfig(512, 128, 1, 4, 2, 32, 256, 8192)
 
 
+@pytest.mark.wide
 def test_temporaries_do_not_grow_with_the_prompt():
     """Through a drafter with a layer of its own; four times the tokens, a few numbers each."""
     short, long = (

@@ -202,6 +202,7 @@ def test_command_predicts(tmp_path, capsys):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.wide
 def test_command_measures(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SHAPES, "llama-7b", TINY)
     monkeypatch.setattr(measure, "STRETCH", 1e-4)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from tiny_model import write_model
 
 from medusa_jax import Options, load
@@ -16,6 +17,7 @@ def test_the_page_is_the_commands_output(capsys):
     assert capsys.readouterr().out == PAGE.read_text()
 
 
+@pytest.mark.wide
 def test_pictures_are_drawn_beside_it(tmp_path, capsys):
     assert main(["--tree", "cartesian:2,1", "--pictures", str(tmp_path)]) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -26,6 +28,7 @@ def test_pictures_are_drawn_beside_it(tmp_path, capsys):
     assert "kept" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_a_step_beyond_the_first_cache(tmp_path, monkeypatch):
     """Step 9 is the one that decoding takes, though the cache of the prompt is full long before."""
     monkeypatch.setattr(loop, "MIN_SLOTS", 16)

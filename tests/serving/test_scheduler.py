@@ -245,6 +245,7 @@ def test_stop_strings_and_cancelled_requests_free_their_rows(model, scheduler):
     check(model, [again])
 
 
+@pytest.mark.wide
 def test_log_probabilities_are_those_of_a_solo_run(model, scheduler):
     """One asks for them while another, who does not, is answered beside it."""
     asked = Request(LONG, options(30, 1.0, seed=3, logprobs=4))

@@ -97,6 +97,7 @@ def test_its_loss_curve_is_adamws(tokens, tmp_path):
         np.testing.assert_allclose(other, plain, atol=most)
 
 
+@pytest.mark.wide
 def test_packed_moments_resume_bit_for_bit(tokens, tmp_path):
     whole = curve(tokens, tmp_path / "whole", "adamw8bit", steps=12)
     cfg = tiny_config(tokens, steps=12, save_every=5)
@@ -138,6 +139,7 @@ def step_temporaries(cfg):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.wide
 def test_moments_are_unpacked_when_their_gradients_are_there(monkeypatch):
     """Not before the first microbatch, all at once: that is float32 moments' memory again."""
     # Microbatches whose logits are larger than everything the update needs.

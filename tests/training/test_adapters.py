@@ -99,6 +99,7 @@ def test_kl_to_the_original_by_hand():
     assert_close((value, grads), (expected, expected_grads))
 
 
+@pytest.mark.wide
 def test_a_full_parameter_run_keeps_a_frozen_copy(tokens, model, tmp_path):
     cfg = config(tokens, backbone_loss="kl", steps=4)
     cfg.lora.rank, cfg.model.path = 0, model
@@ -107,6 +108,7 @@ def test_a_full_parameter_run_keeps_a_frozen_copy(tokens, model, tmp_path):
     assert abs(objective[0]) < 1e-6 and all(x > 1e-6 for x in objective[1:])
 
 
+@pytest.mark.wide
 def test_a_merged_export_gives_the_adapters_logits(tokens, model, tmp_path):
     cfg = config(tokens, steps=6)
     cfg.model.path, cfg.optim.lr = model, 0.02
@@ -131,6 +133,7 @@ def test_a_merged_export_gives_the_adapters_logits(tokens, model, tmp_path):
     heads_io.load_heads(heads, arch, mesh, fingerprint=hf.fingerprint(arch, merged))
 
 
+@pytest.mark.wide
 def test_qlora_trains_and_exports_plain_kernels(tokens, model, tmp_path):
     cfg = config(tokens, steps=4)
     cfg.model.path, cfg.model.quantise = model, "int8"
@@ -177,6 +180,7 @@ def memory(tokens, stage, rank=0, quantise=""):
     return dry.dry_run(cfg)
 
 
+@pytest.mark.wide
 def test_frozen_variables_cost_neither_gradient_nor_moments(tokens, capsys):
     """From the memory of the compiled step: what is frozen is there once, in its own type."""
     full = memory(tokens, "medusa2")

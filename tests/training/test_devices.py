@@ -14,6 +14,8 @@ import pytest
 from children import devices, environment
 from training_setup import tiny_arch, tiny_config
 
+pytestmark = pytest.mark.wide
+
 CHILD = r"""
 import json, os, sys
 import jax

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import wide
 from closeness import assert_close
 from test_trainer import records, run
 from training_setup import VOCAB, tiny_arch, tiny_config
@@ -55,7 +56,7 @@ def pairs_inside(batch, offset):
     return b[chosen], t[chosen], np.searchsorted(IDS, labels[chosen])
 
 
-@pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
+@pytest.mark.parametrize("lm_head", ["shared", *wide("own", "low_rank")])
 def test_tokens_outside_teach_nothing_and_are_misses(lm_head):
     """Labels and the teacher's distribution over the chosen tokens alone, by hand.
 
@@ -120,6 +121,7 @@ def joint_stage(draft_vocab, **arch):
     return make_stage(cfg, 16)
 
 
+@pytest.mark.wide
 def test_adapters_learn_through_the_shared_lm_head():
     """A vocabulary of all tokens is none: the same loss, and the same gradient in adapters."""
     batch, ids = random_batch(), jnp.asarray(np.arange(VOCAB, dtype=np.int32))
@@ -155,6 +157,7 @@ def few(tokens, model, stage="medusa1", **train):
     return cfg
 
 
+@pytest.mark.wide
 def test_a_run_keeps_its_tokens(tokens, model, tmp_path, capsys):
     """Counted in the text; then resumed, and gone on with in stage 2, under other counts."""
     cfg = few(tokens, model, steps=4, save_every=4)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from children import environment
 
 CHILD = r"""
@@ -30,6 +31,7 @@ print(json.dumps([sent, 4 * sum(x.size for x in jax.tree.leaves(layers))]))
 """
 
 
+@pytest.mark.wide
 def test_a_teacher_s_pass_gathers_its_own_weights():
     """Gathered once for both passes, the kernels of all layers would wait between them."""
     config = Path(__file__).parents[2] / "configs" / "vicuna33b.py"

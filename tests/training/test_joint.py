@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 from test_losses import heads_problem
 from test_trainer import host, pieces, records, run
@@ -32,7 +33,7 @@ def split_on(llama):
     return lambda p: (p["heads"], Backbone(llama, p["backbone"]))
 
 
-@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@pytest.mark.parametrize("lm_head", ["shared", *wide("own")])
 def test_joint_loss_is_equation_2(lm_head):
     """L_LM + lambda_0 sum_k 0.8^k L_k, and the gradients of all that both terms read."""
     _, backbone, drafter, heads, batch = heads_problem(lm_head=lm_head)
@@ -204,6 +205,7 @@ def test_native_heads_from_scratch(tokens, tmp_path):
     assert recipe["config"]["train"]["stage"] == "native"
 
 
+@pytest.mark.wide
 def test_joint_microbatches_add_up(tokens):
     """Masks differ between the microbatches; the update is the whole batch's."""
     results = []

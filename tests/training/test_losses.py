@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 from planted import random_heads, random_params
 from training_setup import tiny_arch
@@ -156,7 +157,7 @@ def heads_problem(K=3, T=12, B=2, lm_head="own"):
     return arch, backbone, drafter, params, batch
 
 
-@pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
+@pytest.mark.parametrize("lm_head", [*wide("own", "shared"), "low_rank"])
 def test_head_loss_is_equation_1(lm_head):
     """lambda_k = 0.8^k, each head's mean over its own pairs, head k on token t + k + 1."""
     _, backbone, drafter, params, batch = heads_problem(lm_head=lm_head)
@@ -228,6 +229,7 @@ def test_a_teacher_is_the_backbones_own_distribution():
     assert_close((value, grads), (expected, expected_grads))
 
 
+@pytest.mark.wide
 def test_features_are_drawn_to_the_backbones_hidden_states():
     """feature_weight smooth-L1(features of head k at t, hidden state at t + k + 1), a mean over D."""
     _, backbone, drafter, params, batch = heads_problem(lm_head="shared")

@@ -5,6 +5,7 @@ import ast
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import thinned, wide
 from jax.sharding import AbstractMesh
 from training_setup import ROOT
 
@@ -43,7 +44,9 @@ def test_recipes_are_sound_and_say_how_they_are_run(name):
         assert "What to expect" in said and "--config.dry_run" in said
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", thinned(RECIPES, "llama31_8b", "vicuna7b_amphista", "vicuna7b_m2")
+)
 def test_a_recipe_s_own_mesh_spreads_it_over_eight_devices(name):
     """Each device holds an eighth of what is stored and of the rows; nothing is compiled."""
     cfg = load(name)
@@ -88,7 +91,7 @@ BACKBONES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MEDUSA)
+@pytest.mark.parametrize("name", thinned(MEDUSA, "llama31_8b", "vicuna7b_m1"))
 def test_recipes_have_the_sizes_of_their_models(name):
     """Shapes of everything that is trained, without a compilation."""
     cfg = load(name)
@@ -132,7 +135,9 @@ def test_every_recipe_passes_the_dry_run(name, capsys):
 
 
 # The others are the same programs in other sizes.
-@pytest.mark.parametrize("name", ["vicuna7b_m1", "vicuna7b_m2", "zephyr7b", "llama31_8b"])
+@pytest.mark.parametrize(
+    "name", ["vicuna7b_m2", *wide("vicuna7b_m1", "zephyr7b", "llama31_8b")]
+)
 def test_the_step_of_a_recipe_compiles_with_small_sizes(name):
     """The recipe's own stage, optimizer, adapters and data fields on a tiny model."""
     small = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2,

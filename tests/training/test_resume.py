@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
+from cases import thinned, wide
 from test_trainer import records, run
 from training_setup import tiny_config
 
@@ -94,7 +95,7 @@ def at(monkeypatch):
 
 
 @pytest.mark.usefixtures("compiled_once")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", thinned(STAGES, "medusa1", "lora"))
 def test_stopped_and_cut_runs_go_on_bit_for_bit(
     tokens, model, tmp_path, monkeypatch, at, stage
 ):
@@ -158,7 +159,7 @@ def test_a_save_that_fails_ends_the_run(tokens, model, tmp_path, monkeypatch, at
     assert done == list(range(1, len(done) + 1)) and 5 <= len(done) <= 7
 
 
-@pytest.mark.parametrize("stage", ["medusa1", "lora"])
+@pytest.mark.parametrize("stage", ["lora", *wide("medusa1")])
 def test_a_poisoned_batch_neither_stops_nor_spoils(
     tokens, model, tmp_path, monkeypatch, stage
 ):

@@ -119,6 +119,7 @@ def test_a_model_that_is_not_there(tokens, tmp_path, capsys):
     assert "/no/such/model" in said and said.count("\n") == 1
 
 
+@pytest.mark.wide
 def test_dry_run_counts_and_trains_nothing(tmp_path, capsys):
     small = [
         "d_model=32",

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from children import environment
 from closeness import assert_close
 from training_setup import command, tiny_config, write_config
@@ -95,6 +96,7 @@ def test_heads_train_on_a_backbone_that_does_not_change(backbone, tokens, tmp_pa
     assert heads == cfg.heads and meta["recipe"]["config"]["train"]["stage"] == "medusa1"
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("x64")
 def test_eagle_learns_hidden_states_and_its_export_decodes(backbone, tokens, tmp_path):
     """By EAGLE's loss, from hidden states that were kept, over the first two of its levels."""
@@ -150,7 +152,7 @@ def test_the_frozen_tree_has_no_gradient_no_moments_and_keeps_its_bits(tokens):
     assert before["backbone"]["layers_0"]["mlp"]["up_proj"]["kernel"].shape not in shapes
 
 
-@pytest.mark.parametrize("stage", ["backbone", "medusa1"])
+@pytest.mark.parametrize("stage", ["medusa1", *wide("backbone")])
 def test_microbatches_add_up(tokens, stage):
     """Four microbatches give the update of the whole batch, although their counts differ."""
     results = []
@@ -205,6 +207,7 @@ def test_too_many_bad_steps_end_the_run(tokens, tmp_path, capsys):
     assert "update skipped" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_steps_look_at_the_metrics_of_the_step_before(tokens, tmp_path):
     last = run(tiny_config(tokens, steps=3), tmp_path)
     assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
@@ -246,6 +249,7 @@ def start(tmp_path, data, workdir, *more, hook=""):
     raise AssertionError(process.communicate()[1])
 
 
+@pytest.mark.wide
 def test_a_killed_run_goes_on_bit_for_bit(tokens, tmp_path):
     """SIGKILL six steps into a save; the series equals an unbroken run's."""
     save = "--config.train.save_every=8"
@@ -267,6 +271,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tokens, tmp_path):
         assert [a[k] for k in keys] == [b[k] for k in keys], a["step"]
 
 
+@pytest.mark.wide
 def test_sigterm_saves_and_ends_cleanly(tokens, tmp_path):
     process = start(tmp_path, tokens, tmp_path / "run", "--config.train.save_every=1000")
     process.terminate()

@@ -140,6 +140,7 @@ def test_a_replay_takes_the_longer_of_what_is_drafted_and_what_is_copied() -> No
     assert fit.replay([text.cut(1)], tree) == (6, 4)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("temperature, ngram", [(0.0, 0), (0.9, 0), (0.0, 4), (0.9, 4)])
 def test_replay_gives_the_steps_that_decoding_takes(temperature: float, ngram: int) -> None:
