@@ -105,6 +105,8 @@ def run(flags: argparse.Namespace) -> int:
         if not texts:
             categories, texts = answers_to(model, questions, own, template, flags)
         recorded = record(model, texts, own)
+        how = "growing trees and " if fitted else ""
+        inform(f"{name}: {how}walking through {len(texts)} texts ...")
         records = [asked(model, one) for one in fitted]
         for tree in trees_for(model, records, own, sizes, copies=not flags.no_copies):
             columns[f"{name}, {tree.n_nodes}"] = [
@@ -115,9 +117,9 @@ def run(flags: argparse.Namespace) -> int:
         text = replay_table(categories, texts, columns)
         write_text(Path(flags.out) / "replay.md", text + "\n")
     print(text)
-    how = f"T {flags.temperature:g}" if flags.temperature else "greedy"
+    rule = f"T {flags.temperature:g}" if flags.temperature else "greedy"
     inform(
-        f"mean accepted lengths by drafter and nodes, {how}, at most {flags.max_new_tokens} tokens a "
+        f"mean accepted lengths by drafter and nodes, {rule}, at most {flags.max_new_tokens} tokens a "
         f"turn; wrote {flags.out}/replay.md and texts.json"
     )
     return 0
