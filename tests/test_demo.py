@@ -48,9 +48,8 @@ def plain_texts() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "tree", "least"),
     [
-        ("hydrapp", "8", 1.5),
         ("medusa", "64", 1.5),
-        *wide(*((n, "8", 1.5) for n in BUNDLED if n not in ("hydrapp", "medusa"))),
+        *wide(*((n, "8", 1.5) for n in BUNDLED if n != "medusa")),
         *wide(("draft_model", "chain:3", 1.2)),
     ],
 )

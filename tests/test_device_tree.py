@@ -175,6 +175,7 @@ def test_an_accelerator_may_take_more_than_the_evidence_reaches():
     assert device_tree.tokens_by_size({"growth": growth}, "gpu") == {}
 
 
+@pytest.mark.wide
 def test_steps_are_really_timed(directory, monkeypatch, tmp_path):
     model = load(directory, tree="none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -74,7 +74,7 @@ prepared = placing._prepared
 texts = ["the cat and", "in", "abc", "the", "cab", "a b", "and", "er"]
 temperatures = (0, 0, 0.9, 0, 0, 0.7, 0, 0)
 everything = [Options(max_new_tokens=20, temperature=t, seed=2) for t in temperatures]
-for shape in ((1, 1, 1), (1, 1, 2), (2, 2, 2), (1, 8, 1), (8, 1, 1)):
+for shape in ((1, 1, 1), (2, 2, 2), (1, 8, 1)):
     peak = Peak()
     placing._prepared = peak.watching(prepared)
     heads = "/few" if shape == (2, 2, 2) else "/heads"  # with a draft vocabulary of 20 of 40
@@ -154,7 +154,7 @@ def test_parameters_lie_where_the_table_says(report):
 def test_decoding_over_devices_gives_the_same_tokens(report):
     """Greedy rows and sampled ones; over 2 x 2 x 2 devices in a cache that grows."""
     expected = report["decoded"]["(1, 1, 1)"]
-    assert len(report["decoded"]) == 5 and max(map(len, expected)) == 20
+    assert len(report["decoded"]) == 3 and max(map(len, expected)) == 20
     for texts in (report["decoded"], report["streamed"]):
         for shape, tokens in texts.items():
             assert tokens == expected[: len(tokens)], shape
@@ -162,15 +162,14 @@ def test_decoding_over_devices_gives_the_same_tokens(report):
 
 def test_a_generation_compiles_nothing_that_warming_up_did_not(report):
     """The state's shardings are those that the next call of the loop was compiled for."""
-    assert len(report["compiled"]) == 5
+    assert len(report["compiled"]) == 3
     for shape, (warming_up, afterwards) in report["compiled"].items():
         assert warming_up > 0 and afterwards == 0, shape
 
 
 def test_rows_and_key_value_heads_lie_over_the_devices(report):
     """Eight rows of four heads; three rows where eight devices do not divide them."""
-    shards = {"(1, 1, 1)": [8, 4], "(1, 1, 2)": [8, 2], "(2, 2, 2)": [2, 2]}
-    shards |= {"(1, 8, 1)": [3, 4], "(8, 1, 1)": [1, 4]}
+    shards = {"(1, 1, 1)": [8, 4], "(2, 2, 2)": [2, 2], "(1, 8, 1)": [3, 4]}
     assert report["keys"] == shards
 
 

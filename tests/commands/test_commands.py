@@ -171,6 +171,7 @@ def test_cache_check_reads_what_the_text_asks_for(files, tmp_path, capsys):
     assert "4096, preallocated" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_sweep_measures_every_rule_and_draws(files, tmp_path, capsys):
     directory, prompts, _ = files
     heads = tmp_path / "other"  # the same heads under another name

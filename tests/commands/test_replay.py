@@ -53,7 +53,7 @@ def steps_of(result, n_heads):
     return tokens, 1 + int(np.searchsorted(ends, tokens))
 
 
-@pytest.mark.parametrize("temperature", [0.9, *wide(0.0)])
+@pytest.mark.parametrize("temperature", wide(0.9, 0.0))
 def test_lengths_are_those_of_decoding(directory, tmp_path, temperature, capsys):
     asked = f"--fit={directory / 'other.jsonl'}", f"--temperature={temperature}"
     assert run(directory, tmp_path, *asked) == 0

@@ -121,7 +121,6 @@ def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0, ids=(), basel
         [(rule, setting, ()) for rule in ("sampled", "rejection") for setting in SETTINGS]
         + [("rejection", "temperature", (0, 1, 3))],
         ("sampled", "top_p", ()),
-        ("rejection", "temperature", (0, 1, 3)),
     ),
 )
 def test_three_tokens_have_the_models_joint_law(acceptance, setting, ids):

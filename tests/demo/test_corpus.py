@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from medusa_jax.demo import corpus
 from medusa_jax.demo.sources import distinct_lines
 
+pytestmark = pytest.mark.wide
+
 TINY = {"vocab": 512, "limit_mb": 0.5, "heldout": 0.1, "prompts": 20, "seeds": 50}
 
 

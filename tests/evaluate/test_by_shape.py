@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from planted import tiny_config
 
 from medusa_jax.commands import bench
@@ -33,7 +34,7 @@ def shapes_of(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
-@pytest.mark.parametrize("weights", ["", "int8"])
+@pytest.mark.parametrize("weights", ["", *wide("int8")])
 @pytest.mark.parametrize("tied", [False, True])
 def test_random_weights_lie_as_decoding_reads_them(weights, tied):
     config, storage = replace(TINY, tie_embeddings=tied), Storage(0, weights)

@@ -37,6 +37,7 @@ def test_an_answer_s_program_is_run(answer, right):
     assert programs.passes(PROBLEM, answer) == right
 
 
+@pytest.mark.wide
 def test_it_cannot_go_on_for_ever():
     assert not programs.comes_to_its_end("while True:\n    pass", 3.0)
 

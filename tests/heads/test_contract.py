@@ -60,7 +60,7 @@ def noisy(name, lm_head="low_rank"):
     return backbone, *family.drafter_of(heads, backbone)
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, "amphista", "eagle", "hydrapp"))
+@pytest.mark.parametrize("name", thinned(NAMES, "amphista", "eagle"))
 def test_decoding_reads_the_features_that_training_gave(name):
     """Ragged commits, some empty, some behind others: head by head the same logits, where there was
     room at first and where the state had to grow."""

@@ -78,7 +78,7 @@ def test_fresh_adapters_change_nothing_and_moved_ones_everything(tie):
         assert np.abs(grad).max() > 0, path
 
 
-@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("tie", [False, *wide(True)])
 def test_merging_gives_the_adapters_logits(tie):
     config, params, _, moved = setup(tie)
     adapted = logits(config, params, lora.scaled(moved, LORA))

@@ -12,6 +12,7 @@ from medusa_jax.research.walk import main, take_steps
 PAGE = Path(__file__).parents[2] / "docs" / "one_step.md"
 
 
+@pytest.mark.wide
 def test_the_page_is_the_commands_output(capsys):
     assert main(["--dtype", "float64"]) == 0
     assert capsys.readouterr().out == PAGE.read_text()

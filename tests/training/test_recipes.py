@@ -136,7 +136,7 @@ def test_every_recipe_passes_the_dry_run(name, capsys):
 
 # The others are the same programs in other sizes.
 @pytest.mark.parametrize(
-    "name", ["vicuna7b_m2", *wide("vicuna7b_m1", "zephyr7b", "llama31_8b")]
+    "name", wide("vicuna7b_m2", "vicuna7b_m1", "zephyr7b", "llama31_8b")
 )
 def test_the_step_of_a_recipe_compiles_with_small_sizes(name):
     """The recipe's own stage, optimizer, adapters and data fields on a tiny model."""

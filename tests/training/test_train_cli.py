@@ -141,6 +141,7 @@ def test_dry_run_counts_and_trains_nothing(tmp_path, capsys):
     assert "memory per device" in said and "8 x 1 x 32 tokens per update" in said
 
 
+@pytest.mark.wide
 def test_vicuna_recipe_on_a_tiny_vicuna(vicuna, sharegpt, tmp_path):
     """The shipped recipe, its data path and all, with other sizes only."""
     cfg = parse(
