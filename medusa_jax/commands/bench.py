@@ -15,7 +15,11 @@ from typing import Any
 
 from medusa_jax.commands.bench_against import add_against, run_against
 from medusa_jax.commands.bench_in_turn import add_in_turn, run_in_turn
-from medusa_jax.commands.bench_questions import add_questions, run_questions
+from medusa_jax.commands.bench_questions import (
+    add_questions,
+    first_prompts,
+    run_questions,
+)
 from medusa_jax.commands.bench_shape import add_shape, run_shape
 from medusa_jax.commands.flags import (
     add_base,
@@ -29,7 +33,7 @@ from medusa_jax.commands.flags import (
     run_command,
 )
 from medusa_jax.console import inform
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, read_questions, spread
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.whole_files import write_json, write_text
 
@@ -40,6 +44,7 @@ EXAMPLES = """examples:
   python -m medusa_jax bench --cache_check
   python -m medusa_jax bench --in_turn --drafters medusa@8,hydra@8,prompt_lookup@chain:3 --limit 16
   python -m medusa_jax bench --ladder 8 --drafters medusa,hydra --limit 16
+  python -m medusa_jax bench --in_turn --model smollm2 --questions mt_bench.jsonl --limit 16
   python -m medusa_jax bench --shape llama-7b --random_weights
   python -m medusa_jax bench --questions question.jsonl --limit 0 --max_new_tokens 1024
   python -m medusa_jax bench --model path/to/model --drafters path/to/heads,none \\
@@ -128,6 +133,13 @@ def drafting_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(header, cells)
 
 
+def other_table(flags: argparse.Namespace) -> bool:
+    """Whether a table is asked for of which --questions gives the prompts only."""
+    return bool(
+        flags.cache_check or flags.batches or flags.in_turn or flags.ladder or flags.against
+    )
+
+
 def run(flags: argparse.Namespace) -> int:
     """Run every drafter with every tree, print the table, write the files."""
     import jax
@@ -142,10 +154,13 @@ def run(flags: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     if flags.shape or flags.random_weights:
         return run_shape(flags, out)
-    if flags.questions:
+    if flags.questions and not other_table(flags):
         return run_questions(flags, drafter_names(flags), out)
-    questions = read_questions(flags.prompts, flags.limit)
-    if flags.model and flags.prompts == str(DEMO_PROMPTS):
+    if flags.questions:
+        questions = spread(read_questions(flags.questions), flags.limit)
+    else:
+        questions = read_questions(flags.prompts, flags.limit)
+    if flags.model and not flags.questions and flags.prompts == str(DEMO_PROMPTS):
         # Their ids are of the demo's vocabulary, their texts are anybody's.
         questions = [
             {name: value for name, value in question.items() if not name.endswith("_ids")}
@@ -204,7 +219,7 @@ def run_batches(
     options = generation_options(flags)
     for name in drafter_names(flags):
         model = load_model(flags, name)
-        prompts = [model.encode(prompt_of(question)) for question in questions]
+        prompts = first_prompts(flags, model, questions)
         rows = batch_rows(
             model,
             prompts,
@@ -228,7 +243,7 @@ def run_cache_check(
     from medusa_jax.evaluate.latency import cache_check
 
     model = load_model(flags, drafter_names(flags)[0])
-    prompt = (model.encode(prompt_of(questions[0])) * 64)[:64]
+    prompt = (first_prompts(flags, model, questions)[0] * 64)[:64]
     found = cache_check(model, prompt)
     write_json(out / "cache_check.json", found)
     names = {

@@ -7,10 +7,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from medusa_jax.commands.bench_questions import first_prompts
 from medusa_jax.commands.flags import load_model
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.questions import prompt_of
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.whole_files import write_json, write_text
 
@@ -57,7 +57,7 @@ def run_against(
                 for spec in flags.trees.split(",")
             ]
             ours += [ourselves(drafting, drafting.parse_tree(spec)) for spec in trees]
-    prompts = [model.encode(prompt_of(question)) for question in questions]
+    prompts = first_prompts(flags, model, questions)
     context = max(map(len, prompts)) + flags.max_new_tokens
     if context > model.config.max_position:
         raise UserError(

@@ -7,10 +7,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from medusa_jax.commands.bench_questions import first_prompts
 from medusa_jax.commands.flags import generation_options, load_model
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.questions import prompt_of
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.whole_files import write_json, write_text
 
@@ -40,7 +40,7 @@ def run_in_turn(
         entrants = [rung for e in entrants for rung in ladder(e, flags.ladder)]
     rows = in_turn.measure(
         entrants,
-        [prompt_of(question) for question in questions],
+        first_prompts(flags, entrants[0].model, questions),
         generation_options(flags),
         flags.repeats,
     )

@@ -17,6 +17,7 @@ from medusa_jax.evaluate import programs, scores
 from medusa_jax.evaluate.questions import (
     MT_BENCH,
     MT_BENCH_TEMPERATURES,
+    prompt_of,
     read_questions,
     spread,
 )
@@ -30,7 +31,8 @@ def add_question_file(p: argparse.ArgumentParser) -> None:
     """--questions and how a model is asked them."""
     p.add_argument("--questions", metavar="FILE",
                    help="instead: a question file as published (Spec-Bench, MT-bench, AlpacaEval, "
-                   "HumanEval, GSM8K, XSUM, CNN/DM), all turns")  # fmt: skip
+                   "HumanEval, GSM8K, XSUM, CNN/DM), all turns; beside another table's flag that "
+                   "table, of first turns")  # fmt: skip
     p.add_argument("--chat_template", default="auto",
                    help="for --questions: a shipped template, plain (none), or auto: the "
                    "tokenizer's own if it has one, else plain (default)")  # fmt: skip
@@ -124,6 +126,19 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
     print(f"\n{facts['device']}, {facts['dtype']}, jax {version('jax')}, {facts['date']}")
     inform(f"wrote {out}/results.json, results.md, categories.png and the answers")
     return 0
+
+
+def first_prompts(
+    flags: argparse.Namespace, model: Any, questions: Sequence[dict[str, Any]]
+) -> list[list[int]]:
+    """Ids of what is asked first: --questions through the chat template, --prompts as they stand."""
+    from medusa_jax.evaluate.conversation import find_template, turn_prompt
+
+    if not flags.questions:
+        return [model.encode(prompt_of(question)) for question in questions]
+    template = find_template(model, flags.chat_template)
+    room = prompt_room(flags, model.config.max_position)
+    return [turn_prompt(model, q, [], template, room)[0] for q in questions]
 
 
 def prompt_room(flags: argparse.Namespace, context: int) -> int:

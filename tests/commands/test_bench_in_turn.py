@@ -64,6 +64,46 @@ def test_drafters_in_one_table(directory, tmp_path, capsys, monkeypatch):
     assert "| medusa | 5 |" in printed and (tmp_path / "in_turn.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    "table", ["--in_turn", "--ladder=3", "--batches=1", "--cache_check"]
+)
+def test_a_question_file_is_asked_of_every_table(
+    directory, tmp_path, monkeypatch, capsys, table
+):
+    """Its first turns, as many of each category, through the template; --prompts stand as they are."""
+    path = tmp_path / "questions.jsonl"
+    questions = [
+        {"question_id": i, "category": category, "turns": [turn, "and then"]}
+        for i, (category, turn) in enumerate(
+            [("math", "a b c"), ("math", "the end"), ("coding", "the cat")]
+        )
+    ]
+    path.write_text("".join(json.dumps(q) + "\n" for q in questions))
+    asked = []
+    encode = Model.encode
+
+    def caught(self, prompt):
+        asked.append(prompt)
+        return encode(self, prompt)
+
+    def stop(*_, **__):
+        raise UserError("enough")
+
+    monkeypatch.setattr(Model, "encode", caught)
+    for where in ("in_turn.measure", "batches.batch_rows", "latency.cache_check"):
+        monkeypatch.setattr(f"medusa_jax.evaluate.{where}", stop)
+    flags = [f"--model={directory}", "--drafters=none", table, "--limit=2"]
+    flags += ["--max_new_tokens=9", f"--out={tmp_path}"]
+    if table == "--ladder=3":
+        monkeypatch.setattr(bench_in_turn, "ladder", lambda entrant, nodes: [entrant])
+    assert bench.main([*flags, f"--questions={path}", "--chat_template=plain"]) == 2
+    assert capsys.readouterr().err.endswith("enough\n")
+    assert asked == ["a b c", "the cat"]
+    asked.clear()
+    assert bench.main([*flags, f"--prompts={path}"]) == 2
+    assert asked[0] == "a b c" and "the cat" not in asked
+
+
 def test_training_costs_what_the_recipe_says():
     config = {"train": {"batch_size": 4}, "data": {"seq_len": 640}}
     assert trained_tokens({"step": 100, "config": config}) == 256_000
