@@ -18,6 +18,7 @@ from medusa_jax.commands.bench_in_turn import add_in_turn, run_in_turn
 from medusa_jax.commands.bench_questions import (
     add_questions,
     first_prompts,
+    questions_of,
     run_questions,
 )
 from medusa_jax.commands.bench_shape import add_shape, run_shape
@@ -33,7 +34,7 @@ from medusa_jax.commands.flags import (
     run_command,
 )
 from medusa_jax.console import inform
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, read_questions, spread
+from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.whole_files import write_json, write_text
 
@@ -156,10 +157,7 @@ def run(flags: argparse.Namespace) -> int:
         return run_shape(flags, out)
     if flags.questions and not other_table(flags):
         return run_questions(flags, drafter_names(flags), out)
-    if flags.questions:
-        questions = spread(read_questions(flags.questions), flags.limit)
-    else:
-        questions = read_questions(flags.prompts, flags.limit)
+    questions = questions_of(flags)
     if flags.model and not flags.questions and flags.prompts == str(DEMO_PROMPTS):
         # Their ids are of the demo's vocabulary, their texts are anybody's.
         questions = [

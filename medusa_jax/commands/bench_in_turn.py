@@ -34,16 +34,16 @@ def run_in_turn(
     import jax
 
     from medusa_jax.evaluate import in_turn
+    from medusa_jax.evaluate.conversation import ending_turns, find_template
 
     entrants = load_entrants(flags)
     if flags.ladder:
         entrants = [rung for e in entrants for rung in ladder(e, flags.ladder)]
-    rows = in_turn.measure(
-        entrants,
-        first_prompts(flags, entrants[0].model, questions),
-        generation_options(flags),
-        flags.repeats,
-    )
+    model, options = entrants[0].model, generation_options(flags)
+    if flags.questions:
+        options = ending_turns(model, options, find_template(model, flags.chat_template))
+    prompts = first_prompts(flags, model, questions)
+    rows = in_turn.measure(entrants, prompts, options, flags.repeats)
     device = jax.devices()[0]
     facts = {
         "date": date.today().isoformat(),

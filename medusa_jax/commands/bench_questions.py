@@ -60,7 +60,7 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
     from medusa_jax.evaluate import answering
     from medusa_jax.evaluate.conversation import find_template
 
-    questions = spread(read_questions(flags.questions), flags.limit)
+    questions = questions_of(flags)
     options = generation_options(flags)
     wanted = {scores.kind_of(question) for question in questions}
     if scores.ROUGE in wanted and not scores.has_rouge():
@@ -126,6 +126,13 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
     print(f"\n{facts['device']}, {facts['dtype']}, jax {version('jax')}, {facts['date']}")
     inform(f"wrote {out}/results.json, results.md, categories.png and the answers")
     return 0
+
+
+def questions_of(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """--limit of --questions, from all categories alike; else the first of --prompts."""
+    if flags.questions:
+        return spread(read_questions(flags.questions), flags.limit)
+    return read_questions(flags.prompts, flags.limit)
 
 
 def first_prompts(

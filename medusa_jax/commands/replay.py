@@ -82,7 +82,7 @@ def run(flags: argparse.Namespace) -> int:
     """Write the answers, or read them; replay every drafter on them; print the table."""
     from medusa_jax.api import default_drafter
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.evaluate.conversation import PLAIN, asked, ending_turns, find_template
+    from medusa_jax.evaluate.conversation import asked, ending_turns, find_template
     from medusa_jax.evaluate.fitting import GROWTH
     from medusa_jax.evaluate.recording import record
 
@@ -101,7 +101,7 @@ def run(flags: argparse.Namespace) -> int:
         if not model.drafter.trained:
             raise UserError(f"{name} has no heads whose guesses could be ranked: see bench")
         template = find_template(model, flags.chat_template)
-        own = options if template == PLAIN else ending_turns(model, options, template)
+        own = ending_turns(model, options, template)
         if not texts:
             categories, texts = answers_to(model, questions, own, template, flags)
         recorded = record(model, texts, own)

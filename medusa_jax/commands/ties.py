@@ -11,7 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from medusa_jax.commands.bench_questions import add_question_file, prompt_room
+from medusa_jax.commands.bench_questions import (
+    add_question_file,
+    first_prompts,
+    prompt_room,
+    questions_of,
+)
 from medusa_jax.commands.flags import (
     add_generation,
     add_limit,
@@ -24,7 +29,7 @@ from medusa_jax.commands.flags import (
     run_command,
 )
 from medusa_jax.console import inform
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions, spread
+from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.whole_files import write_json
 
@@ -84,12 +89,7 @@ def run(flags: argparse.Namespace) -> int:
 
     use_compilation_cache()
     options = generation_options(flags, top_p=flags.top_p)
-    questions = read_questions(flags.questions or flags.prompts)
-    questions = (
-        spread(questions, flags.limit)
-        if flags.questions
-        else questions[: flags.limit or None]
-    )
+    questions = questions_of(flags)
     out = file_to_write(flags.out, "--out")
     batch = min(flags.batch_size, len(questions))
     model = load_model(flags, needs_heads=True, tree=flags.tree, batch=batch)
@@ -98,7 +98,7 @@ def run(flags: argparse.Namespace) -> int:
         room = prompt_room(flags, model.config.max_position)
         found = compared_talks(model, questions, options, flags.batch_size, template, room)
     else:
-        prompts = [model.encode(prompt_of(question)) for question in questions]
+        prompts = first_prompts(flags, model, questions)
         names = [str(i) for i in range(len(prompts))]
         found = compared(model, prompts, options, flags.batch_size, names)
     facts = tie_report(model, options, found)

@@ -11,7 +11,7 @@ from medusa_jax.api import Model, Options
 from medusa_jax.evaluate import programs, scores
 from medusa_jax.evaluate.answers import answer_line, spec_bench_speedup
 from medusa_jax.evaluate.compare import Comparison, compare
-from medusa_jax.evaluate.conversation import PLAIN, ending_turns, turn_prompt
+from medusa_jax.evaluate.conversation import ending_turns, turn_prompt
 from medusa_jax.evaluate.latency import step_seconds
 from medusa_jax.evaluate.questions import grouped
 from medusa_jax.evaluate.speed import pooled
@@ -54,8 +54,7 @@ def answer_all(
       template, room: as for `conversation.turn_prompt`.
       temperatures: of categories that are not answered at the options' own.
     """
-    if template != PLAIN:
-        options = ending_turns(model, options, template)
+    options = ending_turns(model, options, template)
     found = []
     for number, question in enumerate(
         tqdm(questions, desc=f"{tree.n_nodes} nodes", unit="question", disable=None)

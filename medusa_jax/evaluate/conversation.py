@@ -26,7 +26,7 @@ def find_template(model: Model, asked: str) -> str:
 
 def ending_turns(model: Model, options: Options, template: str) -> Options:
     """Options whose text ends where the chat template ends a turn, unless they say where."""
-    if options.eos_ids is not None:
+    if options.eos_ids is not None or template == PLAIN:
         return options
     ends = {*model.eos_ids, *stop_ids(model.tokenizer, template)}
     return dataclasses.replace(options, eos_ids=tuple(sorted(ends)))

@@ -28,7 +28,7 @@ from medusa_jax.console import announced
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.evaluate.compare import perturbed
-from medusa_jax.evaluate.conversation import PLAIN, all_turns, ending_turns
+from medusa_jax.evaluate.conversation import all_turns, ending_turns
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree import Tree
@@ -200,8 +200,7 @@ def compared_talks(
     Args:
       template, room: as for `conversation.turn_prompt`.
     """
-    if template != PLAIN:
-        options = ending_turns(model, options, template)
+    options = ending_turns(model, options, template)
 
     def ask(prompts: list[list[int]], names: list[str]) -> list[tuple[Compared, str]]:
         found = compared(model, prompts, options, batch_size, names)

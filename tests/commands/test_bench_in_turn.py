@@ -11,6 +11,7 @@ from medusa_jax.api import Model
 from medusa_jax.commands import bench, bench_in_turn
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.in_turn import Entrant, trained_tokens
+from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.tree import Tree
 
 
@@ -67,11 +68,12 @@ def test_drafters_in_one_table(directory, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "table", ["--in_turn", "--ladder=3", "--batches=1", "--cache_check"]
 )
-def test_a_question_file_is_asked_of_every_table(
-    directory, tmp_path, monkeypatch, capsys, table
-):
+def test_a_question_file_is_asked_of_every_table(tmp_path, monkeypatch, capsys, table):
     """Its first turns, as many of each category, through the template; --prompts stand as they are."""
-    path = tmp_path / "questions.jsonl"
+    directory, path = tmp_path / "model", tmp_path / "questions.jsonl"
+    write_model(directory)
+    template = "{% for m in messages %}a {{ m.content }} the{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template)
     questions = [
         {"question_id": i, "category": category, "turns": [turn, "and then"]}
         for i, (category, turn) in enumerate(
@@ -79,29 +81,32 @@ def test_a_question_file_is_asked_of_every_table(
         )
     ]
     path.write_text("".join(json.dumps(q) + "\n" for q in questions))
-    asked = []
-    encode = Model.encode
+    asked = {}
 
-    def caught(self, prompt):
-        asked.append(prompt)
-        return encode(self, prompt)
-
-    def stop(*_, **__):
+    def caught(subject, prompts, options=None, *_, **__):
+        asked.update(prompts=prompts, options=options)
         raise UserError("enough")
 
-    monkeypatch.setattr(Model, "encode", caught)
     for where in ("in_turn.measure", "batches.batch_rows", "latency.cache_check"):
-        monkeypatch.setattr(f"medusa_jax.evaluate.{where}", stop)
+        monkeypatch.setattr(f"medusa_jax.evaluate.{where}", caught)
     flags = [f"--model={directory}", "--drafters=none", table, "--limit=2"]
     flags += ["--max_new_tokens=9", f"--out={tmp_path}"]
-    if table == "--ladder=3":
-        monkeypatch.setattr(bench_in_turn, "ladder", lambda entrant, nodes: [entrant])
-    assert bench.main([*flags, f"--questions={path}", "--chat_template=plain"]) == 2
+    monkeypatch.setattr(bench_in_turn, "ladder", lambda entrant, nodes: [entrant])
+    tokenizer = load_tokenizer(str(directory))
+
+    def expected(texts):
+        """As the table takes it: the step time is of 64 tokens of one prompt."""
+        return (texts[0] * 64)[:64] if table == "--cache_check" else texts
+
+    assert bench.main([*flags, f"--questions={path}"]) == 2
     assert capsys.readouterr().err.endswith("enough\n")
-    assert asked == ["a b c", "the cat"]
-    asked.clear()
+    through = [tokenizer.encode(f"a {turn} the") for turn in ("a b c", "the cat")]
+    assert asked["prompts"] == expected(through)
+    if table in ("--in_turn", "--ladder=3"):
+        assert tokenizer.eos_ids <= set(asked["options"].eos_ids)
     assert bench.main([*flags, f"--prompts={path}"]) == 2
-    assert asked[0] == "a b c" and "the cat" not in asked
+    plain = [[tokenizer.bos_id, *tokenizer.encode(t)] for t in ("a b c", "the end")]
+    assert asked["prompts"] == expected(plain)
 
 
 def test_training_costs_what_the_recipe_says():

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from cases import wide
 from tiny_model import write_model
 
 import medusa_jax
@@ -53,7 +52,8 @@ def steps_of(result, n_heads):
     return tokens, 1 + int(np.searchsorted(ends, tokens))
 
 
-@pytest.mark.parametrize("temperature", wide(0.9, 0.0))
+@pytest.mark.wide
+@pytest.mark.parametrize("temperature", [0.9, 0.0])
 def test_lengths_are_those_of_decoding(directory, tmp_path, temperature, capsys):
     asked = f"--fit={directory / 'other.jsonl'}", f"--temperature={temperature}"
     assert run(directory, tmp_path, *asked) == 0

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +43,6 @@ def documents(folder: Path) -> list[np.ndarray]:
     return np.split(tokens, starts[1:])
 
 
-@pytest.mark.wide
 def test_same_bytes_twice(built, tmp_path):
     again = corpus.build(tmp_path, **TINY)
     first = json.loads((built / "corpus.json").read_text())
@@ -147,7 +145,7 @@ def test_line_break_and_indent_are_one_token(tokenizer):
         (["--vocab", "100"], "between 258 and 65536"),
         (["--root", "/no/such/place"], "not a directory"),
         (["--heldout", "0.3", "--vocab", "20000"], "lower --vocab"),
-        *wide((["--limit_mb", "0.000001"], "raise --limit_mb")),
+        (["--limit_mb", "0.000001"], "raise --limit_mb"),
     ],
 )
 def test_bad_flags_end_with_one_line(flags, says, tmp_path, capsys):

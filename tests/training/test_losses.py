@@ -382,8 +382,8 @@ def test_a_head_costs_less_than_one_chunk_of_logits(teacher):
     """K = 1, 3, 5, beside the loss that holds all logits at once."""
     one, three, five = (peak(K, teacher) for K in (1, 3, 5))
     whole = [peak(K, None) for K in (1, 3, 5)]
-    for name, peaks in (("streamed", (one, three, five)), ("all at once", whole)):
-        print(f"{name}, teacher {teacher}:", *(f"{p / ALL_LOGITS:.2f}" for p in peaks))
+    for name, peaks in ((f"streamed, {teacher=}", (one, three, five)), ("at once", whole)):
+        print(f"{name}:", *(f"{p / ALL_LOGITS:.2f}" for p in peaks))
     assert (three - one) / 2 < ALL_LOGITS / 16
     assert (five - three) / 2 < ALL_LOGITS / 16
     assert (whole[2] - whole[0]) / 4 > ALL_LOGITS

@@ -5,7 +5,7 @@ import ast
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import thinned, wide
+from cases import thinned
 from jax.sharding import AbstractMesh
 from training_setup import ROOT
 
@@ -135,9 +135,8 @@ def test_every_recipe_passes_the_dry_run(name, capsys):
 
 
 # The others are the same programs in other sizes.
-@pytest.mark.parametrize(
-    "name", wide("vicuna7b_m2", "vicuna7b_m1", "zephyr7b", "llama31_8b")
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["vicuna7b_m2", "vicuna7b_m1", "zephyr7b", "llama31_8b"])
 def test_the_step_of_a_recipe_compiles_with_small_sizes(name):
     """The recipe's own stage, optimizer, adapters and data fields on a tiny model."""
     small = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2,
