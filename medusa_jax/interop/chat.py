@@ -11,6 +11,7 @@ import difflib
 import os
 import re
 import secrets
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ TEMPLATES = {
 
 # What ends a turn where that is not the tokenizer's own EOS.
 TURN_ENDS = {"llama3": "<|eot_id|>", "chatml": "<|im_end|>"}
+
+# transformers keeps one compiled template, and in it one list of the blocks of the rendering under
+# way: of two threads at once, one is refused and the other's spans are wrong.
+RENDERING = threading.Lock()
 
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -290,13 +295,14 @@ def render(
     specials: dict[str, Any] = dict.fromkeys(SPECIALS, "") | special_texts
     try:
         # Annotated as str; these are the texts and, with a mask asked for, their spans.
-        rendered: Any = render_jinja_template(
-            [messages],
-            chat_template=source,
-            return_assistant_tokens_mask=bool(MARKED.search(source)),
-            add_generation_prompt=add_generation_prompt,
-            **specials,
-        )
+        with RENDERING:
+            rendered: Any = render_jinja_template(
+                [messages],
+                chat_template=source,
+                return_assistant_tokens_mask=bool(MARKED.search(source)),
+                add_generation_prompt=add_generation_prompt,
+                **specials,
+            )
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"the chat template is broken: {error}") from error
     except Exception as error:  # raise_exception, or any operation on unexpected content

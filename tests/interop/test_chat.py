@@ -1,3 +1,6 @@
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from medusa_jax.errors import UserError
@@ -177,6 +180,22 @@ def test_masks_of_transformers_agree(llama3, byte_level_dir):
         )
         ids, counted = encode_conversation(llama3, TALK, name)
         assert (ids, counted) == (out["input_ids"], out["assistant_masks"])
+
+
+@pytest.mark.parametrize("name", ["chatml", "vicuna"])
+def test_threads_do_not_mix_their_marks(name):
+    """Training's conversations are read by many threads, which share the compiled template."""
+    source = shipped_template(name)
+    talks = [TALK[1 : 3 + 2 * (i % 2)] * (1 + i % 4) for i in range(200)]
+    alone = [render(source, talk, {}) for talk in talks]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            together = list(threads.map(lambda talk: render(source, talk, {}), talks))
+    finally:
+        sys.setswitchinterval(interval)
+    assert together == alone
 
 
 def test_content_cannot_forge_marks(llama3):
