@@ -59,6 +59,7 @@ def added(tmp_path, monkeypatch):
     return add
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("x64")
 def test_an_acceptance_rule_is_one_file(added, monkeypatch):
     added(acceptance, "nothing", RULE)

@@ -298,6 +298,7 @@ def test_the_context_ends_in_mid_generation(model):
     check_result(model, long, CONTEXT)
 
 
+@pytest.mark.wide
 def test_int8_weights_are_a_model_of_their_own(directory):
     """Lossless against plain decoding with the same weights, whose kernels take a quarter."""
     path = str(directory[0])
@@ -344,6 +345,7 @@ def test_compare_reports_identity(model):
     assert facts["step_latency_ratio"] == pytest.approx(ratio / steps)
 
 
+@pytest.mark.wide
 def test_compare_reports_where_a_lossy_text_parts(model):
     options = Options(max_new_tokens=NEW, temperature=0.9, seed=1)
     found = compare(model, PROMPTS[:1], options, acceptance="typical", repeats=1)
@@ -370,6 +372,7 @@ def test_the_gap_is_that_between_the_two_best_scores(model, directory, temperatu
     assert_close(best[0] + got, best[1])
 
 
+@pytest.mark.wide
 def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
     """generation_config.json: no token twice; what is given to `load` goes before it."""
     path = tmp_path / "model"

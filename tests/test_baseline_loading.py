@@ -20,6 +20,7 @@ def directory(tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("x64")
 def test_the_text_is_that_of_plain_decoding(directory):
     """A draft model that is the model itself is always right: five tokens in each of four steps."""

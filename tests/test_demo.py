@@ -4,7 +4,6 @@ import json
 from functools import cache
 
 import pytest
-from cases import wide
 
 import medusa_jax
 from medusa_jax import Options
@@ -44,13 +43,14 @@ def plain_texts() -> list[list[int]]:
     return [r.token_ids for r in model.generate(prompts()[3:5], greedy_and_sampled(40))]
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "tree", "least"),
     [
         ("medusa", "64", 1.5),
-        *wide(*((n, "8", 1.5) for n in BUNDLED if n != "medusa")),
-        *wide(("draft_model", "chain:3", 1.2)),
+        *((n, "8", 1.5) for n in BUNDLED if n != "medusa"),
+        ("draft_model", "chain:3", 1.2),
     ],
 )
 def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(name, tree, least):

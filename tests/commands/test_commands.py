@@ -34,7 +34,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys):
         [
             f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
             f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4", "--rounds=2",
-            "--batches=1,2", "--one_depth=2,4", "--dense=3", f"--plots={tmp_path}/plots",
+            "--batches=1,2", "--one_depth=3", "--dense=2", f"--plots={tmp_path}/plots",
         ]
     )  # fmt: skip
     assert code == 0
@@ -45,12 +45,12 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys):
     assert ladder[0]["tokens_per_step"] == 1 and ladder[0]["step_latency_ratio"] == 1
     assert ladder[1]["tokens_per_step"] <= ladder[2]["tokens_per_step"]
     level = evidence["one_depth"]
-    assert [row["nodes"] for row in level] == [2, 4]
+    assert [row["nodes"] for row in level] == [3]
     dense = evidence["dense"]
     assert [Tree.cartesian(row["widths"]).n_nodes for row in dense] == [
         row["nodes"] for row in dense
     ]
-    assert len(dense) == 3 and all(row["step_seconds"] > 0 for row in dense)
+    assert len(dense) == 2 and all(row["step_seconds"] > 0 for row in dense)
     one, two = found["batches"]
     assert (one["batch"], two["batch"]) == (1, 2)
     for rung in (one, two):
@@ -125,6 +125,7 @@ def test_bench_prints_a_table_and_writes_answers(files, tmp_path, capsys):
     assert sum(answer["accept_lengths"]) == answer["new_tokens"][0] - 1
 
 
+@pytest.mark.wide
 def test_bench_by_batch_fits_a_tree_to_each(files, tmp_path, capsys):
     directory, prompts, _ = files
     heads = tmp_path / "heads"
@@ -154,6 +155,7 @@ def test_bench_by_batch_fits_a_tree_to_each(files, tmp_path, capsys):
     assert one["against_first_batch"] == 1
 
 
+@pytest.mark.wide
 def test_cache_check_reads_what_the_text_asks_for(files, tmp_path, capsys):
     directory, prompts, _ = files
     arguments = [

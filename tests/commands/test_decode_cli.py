@@ -179,6 +179,7 @@ def test_without_a_drafter(decode):
     assert facts["acceptance_histogram"] == [19]
 
 
+@pytest.mark.wide
 def test_tokens_are_copied_beside_heads_and_without_them(decode):
     said = ("--prompt", "in the hat, the cat in the hat", "--json", "--dtype", "float64")
     plain = json.loads(decode(*said, tree="none")[1])
@@ -219,6 +220,7 @@ def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
     assert got[0]["token_ids"] == alone["token_ids"] != got[2]["token_ids"]
 
 
+@pytest.mark.wide
 def test_log_probabilities_and_a_limit_in_steps(decode, tmp_path):
     flags = ("--max_steps", 3, "--logprobs", 2)
     facts = json.loads(decode("--prompt", "the cat", "--json", *flags)[1])
@@ -617,6 +619,7 @@ def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):
     assert "last turn has to be the user's" in decode("--prompts_file", file, *flags)[2]
 
 
+@pytest.mark.wide
 def test_a_file_larger_than_a_batch_keeps_texts_and_order(decode, tmp_path):
     """Every batch size gives every request the same text: its number decides the draws."""
     file = tmp_path / "requests.jsonl"

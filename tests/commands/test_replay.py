@@ -80,6 +80,7 @@ def test_lengths_are_those_of_decoding(directory, tmp_path, temperature, capsys)
         assert rows[category][2] == f"{tokens / steps:.2f}"
 
 
+@pytest.mark.wide
 def test_answers_are_written_once(directory, tmp_path, capsys):
     fit = f"--fit={directory / 'other.jsonl'}"
     assert run(directory, tmp_path, fit) == 0

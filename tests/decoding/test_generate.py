@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from planted import (
     check_counts,
     decoder,
@@ -88,7 +89,7 @@ def test_texts_are_diverse():
     assert set().union(*texts) == set(range(VOCAB))
 
 
-@pytest.mark.parametrize("eos", [(5,), (0, 3, 5)])
+@pytest.mark.parametrize("eos", [*wide(((5,),)), (0, 3, 5)])
 def test_eos_ends_a_row_wherever_it_comes(eos):
     engine, variables = all_accepted()
     request = request_of([NEW] * ROWS, [(i,) for i in eos])
@@ -319,6 +320,7 @@ def test_power_of_two(n):
     assert loop.power_of_two(n, 64) == max(64, least)
 
 
+@pytest.mark.wide
 def test_bfloat16_runs():
     """No promise of identity there, but of whole, well-formed texts."""
     config = tiny_config(vocab_size=VOCAB)

@@ -303,6 +303,7 @@ def test_composed_questions_are_answered(model, seeds, tmp_path):
     assert asked == [compose(number) for number in range(8)]
 
 
+@pytest.mark.wide
 def test_killed_and_resumed_it_gives_the_same_file(model, seeds, tmp_path):
     """SIGKILL in the middle; then the end of the file is torn as a kill in a write would."""
     whole = flags_for(model, tmp_path / "whole", seeds, "--mode=self_talk")

@@ -45,8 +45,8 @@ NAMES = sorted(DRAFTERS)
 ALL = [*NAMES, *sorted(BASELINES)]
 READING = [name for name in ALL if name != "lookahead"]  # it keeps nothing of a prompt
 RULES = ("greedy", "sampled")
-# Every drafter by one of the rules.
-ONCE = [(name, RULES[i % 2]) for i, name in enumerate(ALL)]
+# Every drafter by one of the rules; Amphista-alpha runs nothing that Amphista does not.
+ONCE = [(name, RULES[i % 2]) for i, name in enumerate(ALL) if name != "amphista_alpha"]
 
 
 @cache
@@ -314,7 +314,7 @@ def prefilled(engine, variables, monkeypatch, piece):
 
 PIECES = thinned(
     [*((name, 0) for name in READING), ("medusa", 5)],
-    *((name, 0) for name in ("amphista_alpha", "draft_model", "hydrapp", "prompt_lookup")),
+    *((name, 0) for name in ("draft_model", "hydrapp")),
     ("medusa", 5),
 )
 
@@ -347,7 +347,7 @@ def test_typical_acceptance(name):
     assert [len(text) for text in texts_of(progress)] == LIMITS
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, "hydrapp", "medusa"))
+@pytest.mark.parametrize("name", thinned(NAMES, "hydrapp"))
 def test_calibration_predicts_what_decoding_accepts(name):
     """Replaying teacher-forced ranks gives the number of steps that decoding takes."""
     _, _, llama, backbone = seven()

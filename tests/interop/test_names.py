@@ -123,6 +123,7 @@ def test_heads_come_with_the_name(tiny, tmp_path):
         load("tiny")
 
 
+@pytest.mark.wide
 def test_a_dry_run_has_the_shape_of_the_file(tiny, capsys):
     config = Path(__file__).parents[2] / "configs" / "vicuna7b_m1.py"
     given = ["--config.dry_run", "--config.data.seq_len=32", "--config.train.batch_size=8"]

@@ -64,8 +64,12 @@ def own(q, k, v, sees):
 @pytest.mark.parametrize("window", [20, *wide(0)])
 @pytest.mark.parametrize(
     "run",
-    [partial(kernels.cudnn, implementation="xla"), partial(kernels.splash, interpret=True)],
-    ids=["cudnn", "splash"],
+    [
+        pytest.param(partial(kernels.cudnn, implementation="xla"), id="cudnn"),
+        pytest.param(
+            partial(kernels.splash, interpret=True), id="splash", marks=pytest.mark.wide
+        ),
+    ],
 )
 def test_values_and_gradients_are_our_own(run, window):
     """Packed rows with padding, two query heads on one key head."""

@@ -23,6 +23,7 @@ def found():
     return draft_cost.measure("llama-7b", 512, list(EXPECTED))
 
 
+@pytest.mark.wide
 def test_shares_of_a_backbone_pass(found):
     assert {row["drafter"] for row in found["rows"]} == {*EXPECTED}
     for row in found["rows"]:

@@ -82,6 +82,7 @@ def test_some_clients_at_once(port):
     assert len({kind for kind, _ in done["answers"]}) > 15
 
 
+@pytest.mark.wide
 def test_nothing_is_compiled_in_steady_state(port, monkeypatch):
     """Once warm, texts of any length, arrival and parameters run the same programs. Who asks before
     that is answered between two parts of it."""

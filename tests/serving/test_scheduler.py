@@ -202,6 +202,7 @@ def test_another_turn_behind_the_same_start(model, scheduler):
     assert warm.result.draft_depths == cold.result.draft_depths
 
 
+@pytest.mark.wide
 def test_rows_copy_from_their_own_texts(model, monkeypatch):
     """One tree copies and another does not; a text's start is what another row has read."""
     monkeypatch.setattr(

@@ -144,6 +144,7 @@ def test_qlora_trains_and_exports_plain_kernels(tokens, model, tmp_path):
     assert 0.001 < float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 0.3
 
 
+@pytest.mark.wide
 def test_heads_on_a_quantised_backbone_belong_to_the_original(tokens, model, tmp_path):
     cfg = config(tokens, "medusa1", steps=2)
     cfg.lora.rank, cfg.model.path, cfg.model.quantise = 0, model, "nf4"

@@ -92,6 +92,7 @@ def more(tokens, tmp_path):
     return str(tmp_path / "more")
 
 
+@pytest.mark.wide
 def test_training_gives_the_same_losses(tokens, more, tmp_path):
     """Of two texts, held-out text included; 80 batches of 8 pass the end of the first epoch."""
     logs = {}

@@ -108,6 +108,7 @@ def stage_1(tokens, tmp_path_factory):
     return folder / "model", folder / "m1" / "export"
 
 
+@pytest.mark.wide
 def test_two_stages_and_an_export_bound_to_the_new_backbone(tokens, stage_1, tmp_path):
     model, heads = stage_1
     cfg = tiny_config(tokens, "medusa2", steps=6, lambda_0_schedule="sine")
@@ -193,6 +194,7 @@ def test_an_export_keeps_the_models_own_ends(tmp_path):
     assert (out / "tokenizer.json").exists() and not (out / "config.json").exists()
 
 
+@pytest.mark.wide
 def test_native_heads_from_scratch(tokens, tmp_path):
     """No model.path: backbone and heads grow up together, here with Muon and wsd."""
     cfg = tiny_config(tokens, "native", steps=60, save_every=60, lambda_0=1.0)

@@ -377,6 +377,7 @@ def peak(K, teacher):
     return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("teacher", [*wide(0.0), 1.0])
 def test_a_head_costs_less_than_one_chunk_of_logits(teacher):
     """K = 1, 3, 5, beside the loss that holds all logits at once."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
-from cases import thinned, wide
+from cases import thinned
 from test_trainer import records, run
 from training_setup import tiny_config
 
@@ -159,7 +159,8 @@ def test_a_save_that_fails_ends_the_run(tokens, model, tmp_path, monkeypatch, at
     assert done == list(range(1, len(done) + 1)) and 5 <= len(done) <= 7
 
 
-@pytest.mark.parametrize("stage", ["lora", *wide("medusa1")])
+@pytest.mark.wide
+@pytest.mark.parametrize("stage", ["lora", "medusa1"])
 def test_a_poisoned_batch_neither_stops_nor_spoils(
     tokens, model, tmp_path, monkeypatch, stage
 ):

@@ -28,6 +28,7 @@ def test_the_naive_loss_is_the_same_loss():
     assert_close(a, b)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["", *wide("float32")])
 def test_the_command_prints_both(tokens, tmp_path, capsys, kind):
     config = write_config(tmp_path, tokens, "medusa1")

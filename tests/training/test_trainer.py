@@ -58,6 +58,7 @@ def backbone(tokens, tmp_path_factory):
     return workdir, records(workdir)
 
 
+@pytest.mark.wide
 def test_a_backbone_learns_and_is_exported(backbone, tokens):
     workdir, log = backbone
     losses = [r["loss"][0] for r in log]
@@ -197,6 +198,7 @@ def test_a_batch_without_targets_is_harmless(tokens):
     assert float(metrics["loss"][0]) == 0.0 and not bool(metrics["skipped"])
 
 
+@pytest.mark.wide
 def test_too_many_bad_steps_end_the_run(tokens, tmp_path, capsys):
     cfg = tiny_config(tokens, steps=30, max_bad_steps=3)
     run_cfg = tiny_config(tokens, steps=4)
@@ -283,6 +285,7 @@ def test_sigterm_saves_and_ends_cleanly(tokens, tmp_path):
     assert len(records(tmp_path / "run")) == step
 
 
+@pytest.mark.wide
 def test_another_batch_size_is_not_resumed(tokens, tmp_path):
     run(tiny_config(tokens, steps=2), tmp_path)
     with pytest.raises(UserError, match="use another --workdir"):
