@@ -13,6 +13,7 @@ from medusa_jax import hosts
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.batching import equal_batches
 from medusa_jax.commands.chat import Chat
+from medusa_jax.commands.decode_report import describe, summary
 from medusa_jax.commands.flags import load_model, parse_mesh
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.console import (
@@ -39,17 +40,7 @@ def run(flags: argparse.Namespace) -> int:
     template = chosen_template(flags)
     talking = template is not None and flags.prompt is None and flags.prompts_file is None
     prompts, options = ([], []) if talking else read_requests(flags)
-    if flags.acceptance not in ("auto", *RULES):
-        known = ", ".join(("auto", *RULES))
-        raise UserError(f"--acceptance is one of {known}, not {flags.acceptance!r}")
-    if talking and jax.process_count() > 1:
-        raise UserError("a chat runs on one host: give --prompt or --prompts_file")
-    if flags.batch_size < 1:
-        raise UserError(f"--batch_size must be at least 1, not {flags.batch_size}")
-    if flags.logprobs is not None and not (flags.json or flags.prompts_file):
-        raise UserError("--logprobs is shown in JSON only: give --json or --prompts_file")
-    if flags.save_drafts and (flags.json or flags.prompts_file or talking):
-        raise UserError("--save_drafts draws one text as it is shown: give --prompt alone")
+    check_flags(flags, talking)
     use_compilation_cache()
     warn_if_accelerator_unused()
     model = load_model(
@@ -62,7 +53,6 @@ def run(flags: argparse.Namespace) -> int:
     )
     if flags.tree == "auto" and model.drafts and not model.tree.depth:
         inform("plain decoding: no tree pays on this device")
-    engine_options = {"acceptance": flags.acceptance}
     if template is not None and talking:
         own = ending_turns(model, Options(**shared_options(flags)), template)
         with Server(model, slots=1) as server:
@@ -72,38 +62,27 @@ def run(flags: argparse.Namespace) -> int:
     if template is not None:
         options = [ending_turns(model, own, template) for own in options]
     prompts = [chat_prompt(model, p, template) for p in prompts]
-    sampled = any(o.temperature > 0 for o in options)
     # Named, so that greedy batches of a file that also samples run the same program.
-    engine_options["acceptance"] = model.engine(
-        sampled=sampled, **engine_options
-    ).acceptance
+    sampled = any(o.temperature > 0 for o in options)
+    acceptance = model.engine(sampled=sampled, acceptance=flags.acceptance).acceptance
     model.request(prompts, options)  # refuse before anything is decoded
-    if flags.prompts_file:
-        return run_file(model, prompts, options, engine_options, flags)
-    with announced("compiling"):
-        compile_seconds = model.compile(prompts, options, **engine_options)
-    if flags.json:
-        results = model.generate(prompts, options, **engine_options)
-    else:
-        results = stream_to_terminal(model, prompts, options, engine_options, flags)
-    compared: list[Any] = [None]
-    if flags.compare:
-        with announced("timing the autoregressive loop"):
-            compared = compare(
-                model, prompts, options, repeats=flags.repeats, **engine_options
-            )
-    results[0].compile_seconds = compile_seconds
-    acceptance = engine_options["acceptance"]
-    facts = describe(model, results[0], acceptance, options[0], compared[0])
-    if flags.json:
-        print(json.dumps(facts, ensure_ascii=False), flush=True)
-        return 0
-    inform(summary(facts))
-    if results[0].finish_reason == "context":
-        inform(
-            f"note: stopped at the model's context of {model.config.max_position} tokens"
-        )
-    return 0
+    run_all = run_file if flags.prompts_file else run_one
+    return run_all(model, prompts, options, acceptance, flags)
+
+
+def check_flags(flags: argparse.Namespace, talking: bool) -> None:
+    """Refuse what cannot be, before a model is loaded."""
+    if flags.acceptance not in ("auto", *RULES):
+        known = ", ".join(("auto", *RULES))
+        raise UserError(f"--acceptance is one of {known}, not {flags.acceptance!r}")
+    if talking and jax.process_count() > 1:
+        raise UserError("a chat runs on one host: give --prompt or --prompts_file")
+    if flags.batch_size < 1:
+        raise UserError(f"--batch_size must be at least 1, not {flags.batch_size}")
+    if flags.logprobs is not None and not (flags.json or flags.prompts_file):
+        raise UserError("--logprobs is shown in JSON only: give --json or --prompts_file")
+    if flags.save_drafts and (flags.json or flags.prompts_file or talking):
+        raise UserError("--save_drafts draws one text as it is shown: give --prompt alone")
 
 
 def give_way_to_demo(flags: argparse.Namespace) -> None:
@@ -122,11 +101,44 @@ def give_way_to_demo(flags: argparse.Namespace) -> None:
         flags.model = None
 
 
+def run_one(
+    model: Model,
+    prompts: list[Any],
+    options: list[Options],
+    acceptance: str,
+    flags: argparse.Namespace,
+) -> int:
+    """One request: its text as it comes and a line of measurements, or one JSON object."""
+    with announced("compiling"):
+        compile_seconds = model.compile(prompts, options, acceptance=acceptance)
+    if flags.json:
+        [result] = model.generate(prompts, options, acceptance=acceptance)
+    else:
+        [result] = stream_to_terminal(model, prompts, options, acceptance, flags)
+    result.compile_seconds = compile_seconds
+    compared: Comparison | None = None
+    if flags.compare:
+        with announced("timing the autoregressive loop"):
+            [compared] = compare(
+                model, prompts, options, repeats=flags.repeats, acceptance=acceptance
+            )
+    facts = describe(model, result, acceptance, options[0], compared)
+    if flags.json:
+        print(json.dumps(facts, ensure_ascii=False), flush=True)
+        return 0
+    inform(summary(facts))
+    if result.finish_reason == "context":
+        inform(
+            f"note: stopped at the model's context of {model.config.max_position} tokens"
+        )
+    return 0
+
+
 def run_file(
     model: Model,
     prompts: list[Any],
     options: list[Options],
-    engine_options: dict[str, Any],
+    acceptance: str,
     flags: argparse.Namespace,
 ) -> int:
     """All requests of a file in batches; one JSON object a line, in the order of the file."""
@@ -136,16 +148,19 @@ def run_file(
         for n, (ids, rows) in enumerate(equal_batches(len(prompts), flags.batch_size)):
             batch = [prompts[i] for i in rows], [options[i] for i in rows], rows
             with announced("compiling"):
-                compile_seconds = model.compile(*batch, **engine_options)
-            results = model.generate(*batch, **engine_options)
+                compile_seconds = model.compile(*batch, acceptance=acceptance)
+            results = model.generate(*batch, acceptance=acceptance)
             compared: list[Any] = [None] * len(rows)
             if flags.compare:
                 compared = compare(
-                    model, *batch[:2], ids=rows, repeats=flags.repeats, **engine_options
+                    model,
+                    *batch[:2],
+                    ids=rows,
+                    repeats=flags.repeats,
+                    acceptance=acceptance,
                 )
             for i, result, one in zip(ids, results, compared):
                 result.compile_seconds = compile_seconds
-                acceptance = engine_options["acceptance"]
                 facts = describe(model, result, acceptance, options[i], one)
                 tqdm.write(json.dumps(facts, ensure_ascii=False), file=sys.stdout)
             sys.stdout.flush()
@@ -175,7 +190,7 @@ def stream_to_terminal(
     model: Model,
     prompts: list[Any],
     options: list[Options],
-    engine_options: dict[str, Any],
+    acceptance: str,
     flags: argparse.Namespace,
 ) -> list[Result]:
     """Print text as it comes; with --show_drafts accepted drafts are coloured by depth."""
@@ -183,7 +198,7 @@ def stream_to_terminal(
         sys.stdout.write(prompts[0])
     results: list[Result] = []
     segments: list[tuple[str, int]] = [(p, 0) for p in prompts[:1] if isinstance(p, str)]
-    for pieces, final in model.stream(prompts, options, **engine_options):
+    for pieces, final in model.stream(prompts, options, acceptance=acceptance):
         for piece in pieces:
             segments += piece.parts
             for text, depth in piece.parts:
@@ -206,81 +221,3 @@ def stream_to_terminal(
             f"accepted drafts by tree depth: {legend}; plain = chosen by the backbone itself"
         )
     return results
-
-
-def describe(
-    model: Model,
-    result: Result,
-    acceptance: str,
-    options: Options,
-    compared: Comparison | None,
-) -> dict[str, Any]:
-    """The object that --json prints."""
-    device = jax.devices()[0]
-    facts: dict[str, Any] = {
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "prompt_tokens": result.prompt_tokens,
-        "new_tokens": result.new_tokens,
-        "finish_reason": result.finish_reason,
-        "steps": result.steps,
-        "mean_accepted_length": round(result.mean_accepted_length, 4),
-        "acceptance_histogram": result.acceptance_histogram,
-        "accepted_lengths": result.accepted_lengths,
-        "prefill_seconds": result.prefill_seconds,
-        "decode_seconds": result.decode_seconds,
-        "compile_seconds": result.compile_seconds,
-        "tokens_per_second": result.tokens_per_second,
-        "drafter": model.drafts_by(),
-        "tree_nodes": model.tree.n_nodes,
-        "acceptance": acceptance,
-        "lossless": model.guarantee(acceptance),
-        "guarantee": RULES[acceptance].guarantee,
-        "seed": options.seed,
-        "dtype": str(model.dtype),
-        "weights": model.storage.weights or str(model.dtype),
-        "products": model.products,
-        "device": f"{device.platform}: {device.device_kind}",
-    }
-    if result.logprobs is not None:
-        facts |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
-    if compared is not None:
-        facts |= compared.facts()
-    return facts
-
-
-def summary(facts: dict[str, Any]) -> str:
-    """One line of measurements."""
-    line = (
-        f"{facts['new_tokens']} tokens in {facts['steps']} steps, mean accepted length "
-        f"{facts['mean_accepted_length']:.2f}, {facts['tokens_per_second']:.0f} tokens/s "
-        f"({facts['drafter']}, {facts['tree_nodes']} nodes, {facts['acceptance']}, "
-        f"{facts['guarantee'].partition(':')[0]}, {precision(facts)}, "
-        f"{facts['device'].split(':')[0]}"
-    )
-    if facts["compile_seconds"] >= 0.1:
-        line += f"; compiled in {facts['compile_seconds']:.1f} s"
-    line += ")"
-    if "speedup" in facts:
-        same = "identical text" if facts["identical"] else _difference(facts)
-        line += (
-            f"\nautoregressive {facts['autoregressive']['tokens_per_second']:.0f} tokens/s: "
-            f"speed-up {facts['speedup']:.2f}x at {facts['step_latency_ratio']:.2f}x the step "
-            f"latency, {same}"
-        )
-    return line
-
-
-def precision(facts: dict[str, Any]) -> str:
-    """What is computed in, and how weights are stored if otherwise."""
-    same = facts["weights"] == facts["dtype"]
-    return facts["dtype"] if same else f"{facts['dtype']}, {facts['weights']} weights"
-
-
-def _difference(facts: dict[str, Any]) -> str:
-    first = facts["first_divergence"]
-    if not facts["lossless"]:
-        return f"other text from token {first['position']} on (lossy acceptance)"
-    if facts["acceptance"] == "rejection":
-        return f"other draws of the same law from token {first['position']} on"
-    return f"first difference at token {first['position']} (score gap {first['gap']:.2g})"

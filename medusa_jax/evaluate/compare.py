@@ -34,27 +34,37 @@ class Comparison:
     autoregressive_prefill_seconds: float
 
     @property
-    def speedup(self) -> float:
-        """Autoregressive seconds per token over speculative seconds per token."""
-        ours = self.decode_seconds / max(1, self.drafted.new_tokens - 1)
-        theirs = self.autoregressive_seconds / max(1, self.autoregressive.new_tokens - 1)
-        return theirs / ours if ours else 0.0
+    def has_steps(self) -> bool:
+        """Whether either text goes on behind its first token, which prefill gives."""
+        return bool(self.drafted.steps and self.autoregressive.steps)
 
     @property
-    def step_latency_ratio(self) -> float:
-        """Seconds of one speculative step over those of one autoregressive step."""
-        ours = self.decode_seconds / max(1, self.drafted.steps)
-        theirs = self.autoregressive_seconds / max(1, self.autoregressive.steps)
-        return ours / theirs if theirs else 0.0
+    def speedup(self) -> float | None:
+        """Autoregressive seconds per token over speculative seconds per token, None without steps."""
+        if not self.has_steps:
+            return None
+        ours = self.decode_seconds / (self.drafted.new_tokens - 1)
+        theirs = self.autoregressive_seconds / (self.autoregressive.new_tokens - 1)
+        return theirs / ours
+
+    @property
+    def step_latency_ratio(self) -> float | None:
+        """Seconds of one speculative step over those of one autoregressive step, None without any."""
+        if not self.has_steps:
+            return None
+        ours = self.decode_seconds / self.drafted.steps
+        return ours / (self.autoregressive_seconds / self.autoregressive.steps)
 
     def facts(self) -> dict[str, Any]:
         """The fields that `--compare` adds to the JSON object."""
-        tokens = self.autoregressive.new_tokens - 1
+        plain = dataclasses.replace(
+            self.autoregressive, decode_seconds=self.autoregressive_seconds
+        )
         return {
             "autoregressive": {
-                "token_ids": self.autoregressive.token_ids,
-                "decode_seconds": self.autoregressive_seconds,
-                "tokens_per_second": tokens / self.autoregressive_seconds,
+                "token_ids": plain.token_ids,
+                "decode_seconds": plain.decode_seconds,
+                "tokens_per_second": plain.tokens_per_second,
             },
             "speedup": self.speedup,
             "step_latency_ratio": self.step_latency_ratio,

@@ -43,6 +43,7 @@ def drafting_row(
         [c.autoregressive for c in compared], [c.drafted for c in compared]
     )]  # fmt: skip
     plain_tokens = timed(sum(c.autoregressive.new_tokens - 1 for c in compared))
+    speedups = [c.speedup for c in compared if c.speedup is not None]
     end_to_end = (whole[0] / plain_tokens) / (whole[1] / timed(figures["tokens"]))
     ideal = figures["mean_accepted_length"] / figures["step_latency_ratio"]
     name = f"{model.drafts_by(tree)}-{tree.n_nodes}"
@@ -52,7 +53,7 @@ def drafting_row(
         "temperature": options.temperature,
         "prompts": len(compared),
         **figures,
-        "speedup_median_prompt": statistics.median(c.speedup for c in compared),
+        "speedup_median_prompt": statistics.median(speedups or [0.0]),
         # With prefill and all host work, single runs; against tokens per step / step latency.
         "end_to_end_speedup": end_to_end,
         "efficiency": end_to_end / ideal,

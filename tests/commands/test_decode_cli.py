@@ -127,6 +127,18 @@ def test_compare_says_identical(decode):
     )
 
 
+def test_a_text_without_a_step_has_no_speedup(decode):
+    """Its one token comes from prefill; there is nothing that drafts could make faster."""
+    flags = ("--prompt", "the cat", "--max_new_tokens", 1, "--compare", "--repeats", 1)
+    _, out, err = decode(*flags, "--json")
+    facts = json.loads(out)
+    assert facts["speedup"] is None is facts["step_latency_ratio"]
+    assert facts["autoregressive"]["tokens_per_second"] == 0 and facts["identical"]
+    _, _, err = decode(*flags)
+    assert "autoregressive 0 tokens/s: no step to compare, the text ended with its" in err
+    assert err.rstrip().endswith("first token, identical text") and "speed-up" not in err
+
+
 def test_lossy_acceptance_is_labelled(decode):
     flags = ("--prompt", "the", "--acceptance", "typical", "--temperature", 0.7)
     facts = json.loads(decode(*flags, "--json")[1])

@@ -1,0 +1,91 @@
+"""What decode.py says of a text: the object that --json prints, and the line below the text."""
+
+from typing import Any
+
+import jax
+
+from medusa_jax.api import Model, Options, Result
+from medusa_jax.decoding.acceptance import RULES
+from medusa_jax.evaluate.compare import Comparison
+
+
+def describe(
+    model: Model,
+    result: Result,
+    acceptance: str,
+    options: Options,
+    compared: Comparison | None,
+) -> dict[str, Any]:
+    """The object that --json prints."""
+    device = jax.devices()[0]
+    facts: dict[str, Any] = {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": result.new_tokens,
+        "finish_reason": result.finish_reason,
+        "steps": result.steps,
+        "mean_accepted_length": round(result.mean_accepted_length, 4),
+        "acceptance_histogram": result.acceptance_histogram,
+        "accepted_lengths": result.accepted_lengths,
+        "prefill_seconds": result.prefill_seconds,
+        "decode_seconds": result.decode_seconds,
+        "compile_seconds": result.compile_seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "drafter": model.drafts_by(),
+        "tree_nodes": model.tree.n_nodes,
+        "acceptance": acceptance,
+        "lossless": model.guarantee(acceptance),
+        "guarantee": RULES[acceptance].guarantee,
+        "seed": options.seed,
+        "dtype": str(model.dtype),
+        "weights": model.storage.weights or str(model.dtype),
+        "products": model.products,
+        "device": f"{device.platform}: {device.device_kind}",
+    }
+    if result.logprobs is not None:
+        facts |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
+    if compared is not None:
+        facts |= compared.facts()
+    return facts
+
+
+def summary(facts: dict[str, Any]) -> str:
+    """One line of measurements."""
+    line = (
+        f"{facts['new_tokens']} tokens in {facts['steps']} steps, mean accepted length "
+        f"{facts['mean_accepted_length']:.2f}, {facts['tokens_per_second']:.0f} tokens/s "
+        f"({facts['drafter']}, {facts['tree_nodes']} nodes, {facts['acceptance']}, "
+        f"{facts['guarantee'].partition(':')[0]}, {precision(facts)}, "
+        f"{facts['device'].split(':')[0]}"
+    )
+    if facts["compile_seconds"] >= 0.1:
+        line += f"; compiled in {facts['compile_seconds']:.1f} s"
+    line += ")"
+    if "speedup" not in facts:
+        return line
+    plain = facts["autoregressive"]["tokens_per_second"]
+    line += f"\nautoregressive {plain:.0f} tokens/s: "
+    if facts["speedup"] is None:
+        line += "no step to compare, the text ended with its first token, "
+    else:
+        line += (
+            f"speed-up {facts['speedup']:.2f}x at {facts['step_latency_ratio']:.2f}x the step "
+            "latency, "
+        )
+    return line + ("identical text" if facts["identical"] else _difference(facts))
+
+
+def precision(facts: dict[str, Any]) -> str:
+    """What is computed in, and how weights are stored if otherwise."""
+    same = facts["weights"] == facts["dtype"]
+    return facts["dtype"] if same else f"{facts['dtype']}, {facts['weights']} weights"
+
+
+def _difference(facts: dict[str, Any]) -> str:
+    first = facts["first_divergence"]
+    if not facts["lossless"]:
+        return f"other text from token {first['position']} on (lossy acceptance)"
+    if facts["acceptance"] == "rejection":
+        return f"other draws of the same law from token {first['position']} on"
+    return f"first difference at token {first['position']} (score gap {first['gap']:.2g})"
