@@ -134,8 +134,8 @@ def begin(
 ) -> tuple[DecodeState, list[int]]:
     """Prefill a request; also returns the cache sizes that its rows may grow through."""
     B = len(request.prompts)
-    lengths = np.array([len(p) for p in request.prompts], np.int32)
-    limits = np.array(request.limits, np.int32)
+    lengths: np.ndarray = np.array([len(p) for p in request.prompts], np.int32)
+    limits: np.ndarray = np.array(request.limits, np.int32)
     if lengths.min() < 1 or limits.min() < 1:
         raise ValueError("every row needs a prompt of at least one token and a limit >= 1")
     needed = int((lengths + limits).max()) + engine.n_rows

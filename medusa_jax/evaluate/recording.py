@@ -80,7 +80,7 @@ def record(model: Model, texts: Sequence[Text], options: Options) -> list[Record
                 keys = row_keys(seed_B, jnp.zeros((len(rows),), jnp.int32))
                 noise = (keys, jnp.full((len(rows),), options.temperature))
             ids = [texts[i].ids for i in rows]
-            length_B = np.array([len(x) for x in ids], np.int32)
+            length_B: np.ndarray = np.array([len(x) for x in ids], np.int32)
             longest = power_of_two(int(length_B.max()), 64)
             tokens_BT = np.zeros((len(rows), longest), np.int32)
             for row, x in zip(tokens_BT, ids):

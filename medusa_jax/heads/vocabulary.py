@@ -91,7 +91,8 @@ def most_frequent(counts_V: np.ndarray, n: int) -> np.ndarray:
 
 def covered(counts_V: np.ndarray, n: int) -> float:
     """The share of all counts that the `n` highest make up."""
-    return float(np.sort(counts_V)[::-1][:n].sum() / max(counts_V.sum(), 1))
+    highest = np.sort(counts_V)[::-1][:n]
+    return float(highest.sum()) / max(float(counts_V.sum()), 1.0)
 
 
 def check_ids(ids: np.ndarray, heads: HeadsConfig, vocab_size: int, source: str) -> None:
