@@ -7,6 +7,7 @@ that it was not grown from, and step latencies on this device.
 
 from collections.abc import Sequence
 from datetime import date
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,23 +52,14 @@ def fit_tree(
     """
     texts = rank_texts(model, prompts, options)
     whole = Recorded.joined(texts)
-    tuples_PK = whole.ranks_PK
-
-    def grow(recorded: Recorded) -> list[Choice]:
-        if worth == "product":
-            accuracies = growth.head_accuracies(recorded.ranks_PK)
-            return growth.product_growth(accuracies, GROWTH)
-        if copies:
-            return growth.growth_with_copies(recorded, GROWTH)
-        return growth.joint_growth(recorded.ranks_PK, GROWTH)
-
+    grow = partial(grown, worth=worth, copies=copies)
     choices = grow(whole)
     sizes = sorted({1, *(s for s in sizes if s <= len(choices) + 1)})
     nested = [Tree.from_choices(choices[: size - 1]) for size in sizes]
     level = shapes.of_one_depth(texts, grow, level_sizes)
     scored = model.drafter.heads.draft_vocab or model.config.vocab_size
     dense = shapes.random_dense(
-        tuples_PK.shape[1], n_dense, most_wide=min(growth.MISS, scored)
+        whole.ranks_PK.shape[1], n_dense, most_wide=min(growth.MISS, scored)
     )
     timed = list(dict.fromkeys([*nested, *level, *shapes.to_time(dense)]))
     acceptance = "sampled" if options.temperature > 0 else "greedy"
@@ -77,20 +69,7 @@ def fit_tree(
             temperature=options.temperature, rounds=rounds,
         )))  # fmt: skip
     tokens = growth.held_out_tokens(texts, grow, sizes)
-
-    def row(tree: Tree, tokens: float) -> dict[str, Any]:
-        ratio = shapes.latency(tree, seconds) / seconds[Tree.none()]
-        return {
-            "nodes": tree.n_nodes,
-            "depth": tree.depth,
-            "copied": len(tree.copied_C),
-            "tokens_per_step": round(tokens, 4),
-            "fitted_tokens_per_step": round(growth.replayed_tokens(texts, tree), 4),
-            "step_seconds": shapes.latency(tree, seconds),
-            "step_latency_ratio": round(ratio, 4),
-            "predicted_speedup": round(tokens / ratio, 4),
-        }
-
+    row = partial(figures, texts, seconds)
     device = jax.devices()[0]
     found = {
         "growth": [list(c) for c in choices],
@@ -104,8 +83,8 @@ def fit_tree(
         "date": date.today().isoformat(),
         "evidence": {
             "prompts": len(prompts),
-            "positions": len(tuples_PK),
-            "head_accuracies": np.round(growth.head_accuracies(tuples_PK), 4).tolist(),
+            "positions": len(whole.ranks_PK),
+            "head_accuracies": np.round(growth.head_accuracies(whole.ranks_PK), 4).tolist(),
             "ladder": [row(tree, n) for tree, n in zip(nested, tokens)],
             "one_depth": [row(tree, n) for tree, n in level.items()],
             "dense": [
@@ -114,6 +93,46 @@ def fit_tree(
             ],
         },
     }
+    return with_rungs(model, found, batches)
+
+
+def grown(recorded: Recorded, *, worth: str, copies: bool) -> list[Choice]:
+    """Choices in order of worth, as many as a file keeps."""
+    if worth == "product":
+        accuracies = growth.head_accuracies(recorded.ranks_PK)
+        return growth.product_growth(accuracies, GROWTH)
+    if copies:
+        return growth.growth_with_copies(recorded, GROWTH)
+    return growth.joint_growth(recorded.ranks_PK, GROWTH)
+
+
+def figures(
+    texts: Sequence[Recorded], seconds: dict[Tree, float], tree: Tree, tokens: float
+) -> dict[str, Any]:
+    """What is known of one tree.
+
+    Args:
+      seconds: of a step with each tree that was timed, plain decoding among them.
+      tokens: per step, on texts that the tree was not grown from.
+    """
+    latency = shapes.latency(tree, seconds)
+    ratio = latency / seconds[Tree.none()]
+    return {
+        "nodes": tree.n_nodes,
+        "depth": tree.depth,
+        "copied": len(tree.copied_C),
+        "tokens_per_step": round(tokens, 4),
+        "fitted_tokens_per_step": round(growth.replayed_tokens(texts, tree), 4),
+        "step_seconds": latency,
+        "step_latency_ratio": round(ratio, 4),
+        "predicted_speedup": round(tokens / ratio, 4),
+    }
+
+
+def with_rungs(
+    model: Model, found: dict[str, Any], batches: Sequence[int]
+) -> dict[str, Any]:
+    """The file with the choice for each number of rows; the first one's is the file's own."""
     rungs = [
         device_tree.choose_on_device(
             model, found, rows, device_tree.kept_for(model, found, rows), afresh=True
@@ -121,6 +140,5 @@ def fit_tree(
         for rows in batches
     ]
     best = rungs[0]["nodes"]
-    return (
-        {"choices": found["growth"][: best - 1], "nodes": best} | found | {"batches": rungs}
-    )
+    own = {"choices": found["growth"][: best - 1], "nodes": best}
+    return own | found | {"batches": rungs}
