@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import pytest
 from children import environment
 
+from medusa_jax.research import memory
 from medusa_jax.sharding import simulate_devices
 
 pytestmark = pytest.mark.wide
@@ -70,12 +72,18 @@ DECODING = [
 
 @pytest.mark.parametrize("kind", ["training", *DECODING])
 def test_compiled_memory_is_what_is_counted(report, kind):
-    """Parameters, moments, caches exactly; with logits, gradients, gathered kernels to 10%."""
+    """Parameters, moments, caches exactly; with logits, gradients, gathered kernels to 10%.
+
+    Copies that only a CPU makes are counted as jaxlib 0.10 makes them; later ones leave some out.
+    """
     counted, compiled, batch = report[kind]
     held = ("parameters", "moments", "batch", "caches", "other state")
     arguments = sum(counted.get(name, 0) for name in held)
     assert arguments == pytest.approx(compiled["argument_bytes"], rel=1e-3)
-    assert sum(counted.values()) == pytest.approx(compiled["total_bytes"], rel=0.1)
+    most = least = sum(counted.values())
+    if not version("jaxlib").startswith("0.10."):
+        least -= counted[memory.COPIES] + counted.get("LM heads transposed", 0)
+    assert 0.9 * least < compiled["total_bytes"] < most / 0.9
     # Microbatches in a loop, before which the weights of all layers could be gathered.
     assert kind != "training" or batch == [2, 32, 512]
 
