@@ -9,8 +9,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Nearly all of the tests' time is compilation. Without XLA's costly passes, in one piece a program
 # and with the older code generator for fusions (jaxlib 0.11 has it no more, and ends a process that
-# asks for it), it takes a fifth. JAX_DISABLE_MOST_OPTIMIZATIONS=0 compiles as users do; `.ci/run` does
-# that, too.
+# asks for it), it takes a fifth. JAX_DISABLE_MOST_OPTIMIZATIONS=0 compiles as users do.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
     quick = "--xla_cpu_parallel_codegen_split_count=1 "

@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def has_steps(self) -> bool:
-        """Whether either text goes on behind its first token, which prefill gives."""
+        """Whether both texts go on behind their first token, which prefill gives."""
         return bool(self.drafted.steps and self.autoregressive.steps)
 
     @property
