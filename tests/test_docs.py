@@ -1,6 +1,10 @@
 """Documents name commands, flags and files that exist."""
 
+import importlib
+import inspect
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -104,12 +108,63 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors_of(there), f"{page.name} links {link}"
 
 
-def test_every_page_is_in_the_site():
-    """Named in the navigation, which may name no page that is not there."""
+def pages_of(nav):
+    """Files of the site's navigation, groups opened; addresses elsewhere left out."""
+    for entry in nav:
+        for target in entry.values():
+            if isinstance(target, list):
+                yield from pages_of(target)
+            elif not target.startswith("https://"):
+                yield target
+
+
+def test_every_page_is_in_the_site_once():
+    """Named in the navigation, which may name no page that does not exist."""
     yaml = pytest.importorskip("yaml")
-    text = (ROOT / "mkdocs.yml").read_text()
-    named = {page for entry in yaml.safe_load(text)["nav"] for page in entry.values()}
-    assert named == {p.name for p in (ROOT / "docs").glob("*.md")}
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert sorted(pages_of(nav)) == sorted(p.name for p in (ROOT / "docs").glob("*.md"))
+    assert len({name for entry in nav for name in entry}) == len(nav)
+
+
+DOCUMENTED = re.findall(r"^::: (medusa_jax\.\S+)", (ROOT / "docs/api.md").read_text(), re.M)
+
+
+def documented_functions(name):
+    """An object of the API page with the methods shown there: (its name, the object)."""
+    module, _, attribute = name.rpartition(".")
+    thing = getattr(importlib.import_module(module), attribute)
+    yield name, thing
+    if inspect.isclass(thing):
+        for member, method in inspect.getmembers(thing, inspect.isroutine):
+            if not member.startswith("_"):
+                yield f"{name}.{member}", method
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_documented_arguments_exist(name):
+    """One entry of `Args:` for each parameter: two names in one entry fail the site's build."""
+    for one, thing in documented_functions(name):
+        text = inspect.cleandoc(thing.__doc__ or "")
+        args = re.search(r"^Args:\n((?:(?:  .*)?\n)*)", text + "\n", re.M)
+        entries = re.findall(r"^  (?! )([^:\n]+):", args[1], re.M) if args else []
+        assert not entries or set(entries) <= set(inspect.signature(thing).parameters), one
+
+
+def test_the_repository_has_one_address():
+    """The site and the notebooks (their badges and install cells) give pyproject.toml's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    address = project["urls"]["Repository"]
+    owner_and_name = address.removeprefix("https://github.com/")
+    assert f"Repository: {address}\n" in (ROOT / "mkdocs.yml").read_text()
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        first, install = json.loads(notebook.read_text())["cells"][:2]
+        badge = (
+            "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+            "(https://colab.research.google.com/github/"
+            f"{owner_and_name}/blob/main/notebooks/{notebook.name})"
+        )
+        assert badge in "".join(first["source"]), notebook.name
+        assert f'REPOSITORY = "{address}"\n' in install["source"], notebook.name
 
 
 def test_acceptance_rules_are_those_of_the_package():
