@@ -1,6 +1,6 @@
 """The demo's backbone, first part: a 4.7M-parameter Llama that writes Python, from scratch.
 
-python -m medusa_jax demo_corpus --out work/demo
+python -m research demo_corpus --out work/demo
 python train.py --config=configs/demo_backbone.py --workdir=work/demo/backbone
 """
 

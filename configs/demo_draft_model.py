@@ -1,6 +1,6 @@
 """A draft model for the demo: one layer, half as wide, of the same tokenizer (0.7 M parameters).
 
-    python -m medusa_jax demo_corpus --out work/demo
+    python -m research demo_corpus --out work/demo
     python train.py --config=configs/demo_draft_model.py --workdir=work/demo/draft_model
     python decode.py --drafter draft_model:work/demo/draft_model/export --prompt "import os" --compare
 

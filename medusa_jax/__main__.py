@@ -3,60 +3,77 @@
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-# Command -> (module with `main(argv)`, what it does).
-COMMANDS: dict[str, tuple[str, str]] = {
-    "decode": ("commands.decode", "generate, stream, chat, compare with plain decoding"),
-    "serve": ("commands.serve", "an OpenAI-compatible port for many requests, and a page"),
-    "train": ("commands.train", "train backbones and heads"),
-    "calibrate": ("commands.calibrate", "fit the tree to heads and device"),
-    "convert": ("commands.convert", "heads from and to the layouts of other engines"),
-    "distill": ("commands.distill", "let a model write the text that its heads learn from"),
-    "bench": ("commands.bench", "drafters and trees side by side, against plain decoding"),
-    "replay": ("commands.replay", "accepted lengths on a question file, without timings"),
-    "sweep": ("commands.sweep", "acceptance rules over threshold and temperature"),
-    "ties": ("commands.ties", "where low precision leaves plain decoding, and why"),
-    "train_cost": ("commands.train_cost", "seconds and memory of a training step"),
-    "draft_cost": ("research.draft_cost", "bytes that drafting reads, on published shapes"),
-    "prefill_cost": (
-        "research.prefill_cost",
-        "memory of reading a prompt, on published shapes",
-    ),
-    "scaling": ("research.scaling", "what recipes and decoding take on many devices"),
-    "roofline": (
-        "research.roofline.command",
-        "speed-up that a chip allows: predicted from shapes, or from timings",
-    ),
-    "family": ("research.family.command", "train and measure all drafters like for like"),
-    "recipes": ("research.recipes.command", "training recipes: what each costs and brings"),
-    "walk": ("research.walk", "one decode step with its real numbers"),
-    "demo_build": ("demo.build", "rebuild the bundled demo from nothing"),
-    "demo_corpus": ("demo.corpus", "the demo's text and tokenizer"),
-    "ngrams": ("demo.ngrams", "the n-gram model that the demo's backbone must beat"),
+
+class Command(NamedTuple):
+    """One command.
+
+    Attributes:
+      group: its heading in the list.
+      module: has `main(argv)`, which returns the exit status.
+      what: what it does, one line.
+    """
+
+    group: str
+    module: str
+    what: str
+
+
+def _command(group: str, name: str, what: str) -> dict[str, Command]:
+    return {name: Command(group, f"medusa_jax.commands.{name}", what)}
+
+
+COMMANDS: dict[str, Command] = {
+    **_command("use", "decode", "generate, stream, chat, compare with plain decoding"),
+    **_command("use", "serve", "an OpenAI-compatible port for many requests, and a page"),
+    **_command("use", "convert", "heads from and to the layouts of other engines"),
+    **_command("train", "train", "train backbones and heads"),
+    **_command("train", "distill", "let a model write the text that its heads learn from"),
+    **_command("train", "calibrate", "fit the tree to heads and device"),
+    **_command("measure", "bench", "compare drafters and trees with plain decoding"),
+    **_command("measure", "replay", "accepted lengths on a question file, without timings"),
+    **_command("measure", "sweep", "acceptance rules over threshold and temperature"),
+    **_command("measure", "ties", "where low precision leaves plain decoding, and why"),
+    **_command("measure", "roofline", "the speed-up that a chip allows, by tree size"),
 }
-USAGE = "usage: python -m medusa_jax COMMAND [flags]   (COMMAND --help says more)"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def listing(prog: str, commands: Mapping[str, Command]) -> str:
+    """All commands under the headings of their groups."""
+    width = max(map(len, commands))
+    lines = [f"usage: {prog} COMMAND [flags]   (COMMAND --help says more)"]
+    for group in dict.fromkeys(command.group for command in commands.values()):
+        lines += ["", f"{group}:"]
+        lines += [
+            f"  {name:{width}}  {c.what}"
+            for name, c in commands.items()
+            if c.group == group
+        ]
+    return "\n".join(lines)
+
+
+def run(
+    prog: str, commands: Mapping[str, Command], argv: Sequence[str] | None = None
+) -> int:
     """Run the command that the first argument names; returns its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        print(
-            USAGE,
-            "",
-            *(f"  {n:{width}}  {what}" for n, (_, what) in COMMANDS.items()),
-            sep="\n",
-        )
+        print(listing(prog, commands))
         return 0 if args else 2
     name = args[0]
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
+    if name not in commands:
+        near = difflib.get_close_matches(name, commands, n=1, cutoff=0.0)[0]
         print(f"error: unknown command {name!r}; did you mean {near!r}?", file=sys.stderr)
         return 2
-    status: int = importlib.import_module(f"medusa_jax.{COMMANDS[name][0]}").main(args[1:])
+    status: int = importlib.import_module(commands[name].module).main(args[1:])
     return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m medusa_jax`."""
+    return run("python -m medusa_jax", COMMANDS, argv)
 
 
 if __name__ == "__main__":

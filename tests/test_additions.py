@@ -92,7 +92,9 @@ def test_a_command_is_a_file_and_a_line(monkeypatch, capsys):
     module = type(sys)("medusa_jax.commands.hello")
     module.main = lambda argv: print("hello", *argv) or 0
     monkeypatch.setitem(sys.modules, "medusa_jax.commands.hello", module)
-    monkeypatch.setitem(__main__.COMMANDS, "hello", ("commands.hello", "greets"))
+    monkeypatch.setitem(
+        __main__.COMMANDS, "hello", __main__.Command("use", module.__name__, "greets")
+    )
     assert __main__.main(["hello", "there"]) == 0
     assert __main__.main(["--help"]) == 0
     said = capsys.readouterr().out

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from medusa_jax.__main__ import COMMANDS, main
+from medusa_jax.__main__ import COMMANDS, main, run
 from medusa_jax.commands import decode as decode_command
+from research.__main__ import COMMANDS as RESEARCH
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "medusa_jax" / "demo" / "README.md"
 TEXTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), DEMO]
+# As pages call them: `python -m research family`.
+ALL = COMMANDS | {f"research {name}": command for name, command in RESEARCH.items()}
 PAGES = [*TEXTS, *sorted((ROOT / "configs").glob("*.py"))]
 
 
@@ -24,9 +27,12 @@ def calls():
     for page in PAGES:
         text = page.read_text().replace("\\\\\n", " ").replace("\\\n", " ")
         for line in re.findall(
-            r"(?:python[\w./]* )(-m\s+medusa_jax\s+\w+|\w+\.py)([^\n`|]*)", text
+            r"(?:python[\w./]* )(-m\s+(?:medusa_jax|research)\s+\w+|\w+\.py)([^\n`|]*)",
+            text,
         ):
-            name = re.split(r"\s+", line[0])[-1].removesuffix(".py")
+            name = (
+                " ".join(line[0].split()[-2:]).removesuffix(".py").split("medusa_jax ")[-1]
+            )
             flags = re.findall(r"(?<!\S)(--\w+)", line[1])
             found.append((page.relative_to(ROOT).as_posix(), name, tuple(flags)))
     return sorted(set(found))
@@ -40,7 +46,7 @@ def help_of():
     def ask(name, capsys):
         if name not in texts:
             try:
-                main([name, "--help"])
+                run("", ALL, [name, "--help"])
             except SystemExit as end:
                 assert end.code == 0
             texts[name] = capsys.readouterr().out
@@ -51,7 +57,7 @@ def help_of():
 
 @pytest.mark.parametrize(("page", "name", "flags"), calls())
 def test_documented_calls_are_understood(page, name, flags, help_of, capsys):
-    assert name in COMMANDS
+    assert name in ALL
     text = help_of(name, capsys)
     for flag in flags:
         known = flag in ("--config", "--workdir") or re.search(rf"{flag}\b", text)
@@ -61,7 +67,7 @@ def test_documented_calls_are_understood(page, name, flags, help_of, capsys):
 def test_calls_are_found():
     """Else the test above would show little."""
     names = {name for _, name, _ in calls()}
-    assert {"decode", "train", "calibrate", "bench", "distill", "family"} <= names
+    assert {"decode", "train", "calibrate", "bench", "distill", "research family"} <= names
     assert len(calls()) > 20
 
 
@@ -70,9 +76,9 @@ def test_every_command_says_what_it_is_for(capsys):
     listed = capsys.readouterr().out
     assert main(["--help"]) == 0 and capsys.readouterr().out == listed
     readme = (ROOT / "README.md").read_text()
-    for name, (_, what) in COMMANDS.items():
-        assert f"  {name} " in listed and what in listed
-        assert f"`{name}`" in readme or name in ("demo_corpus", "ngrams")
+    for name, command in COMMANDS.items():
+        assert f"  {name} " in listed and command.what in listed
+        assert f"`{name}`" in readme
     assert main(["decoed"]) == 2
     assert "did you mean 'decode'?" in capsys.readouterr().err
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import medusa_jax
 
 PACKAGE = Path(medusa_jax.__file__).parent
+RESEARCH = PACKAGE.parent / "research"
 
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
@@ -23,7 +24,6 @@ FLOORS = [
     {"evaluate", "distill"},
     {"serving"},
     {"commands"},
-    {"research"},
     {"demo"},
 ]
 # Entries and the names that the package shows import on first use.
@@ -73,6 +73,15 @@ def test_arrows_go_one_way():
             if target != room and floor_of(target) >= floor_of(room):
                 wrong.append(f"{file.relative_to(PACKAGE)} -> {target}")
     assert not wrong, wrong
+
+
+def test_the_package_knows_nothing_of_research():
+    """`research/` is in a clone only."""
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [getattr(node, "module", None) or ""]
+            names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.split(".")[0] == "research" for name in names), file
 
 
 def test_no_circle_inside_a_room():

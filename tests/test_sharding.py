@@ -30,7 +30,7 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model import placing
 from medusa_jax.model.llama import Llama, init_params
-from medusa_jax.research import scaling
+from research import scaling
 from medusa_jax.tree import Tree
 from medusa_jax.sharding import (
     ROWS, init_sharded, make_mesh, param_shardings, path_string, spec_for,

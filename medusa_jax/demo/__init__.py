@@ -1,5 +1,4 @@
-"""The bundled demo: a small Llama that writes Python, its tokenizer, heads and tree.
+"""The bundled demo: a small Llama that writes Python, its tokenizer, draft heads and trees.
 
-`corpus` collects the text they are trained on; `README.md` beside the weights (once they are
-there) holds the commands that made them and the numbers they reached.
+`README.md` next to the weights has the commands that made them (`research/demo/`) and their results.
 """

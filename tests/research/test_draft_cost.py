@@ -7,7 +7,7 @@ import pytest
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.research import draft_cost
+from research import draft_cost
 
 # Percent of one backbone pass, 7B, weights read once.
 EXPECTED = {

@@ -11,8 +11,8 @@ from tiny_model import write_model
 from medusa_jax.commands import train
 from medusa_jax.errors import UserError
 from medusa_jax.native.library import library
-from medusa_jax.research.family import picture, report
-from medusa_jax.research.family.command import main, refuse_other
+from research.family import picture, report
+from research.family.command import main, refuse_other
 
 PROJECT = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ import jax
 import pytest
 from children import environment
 
-from medusa_jax.research import memory
 from medusa_jax.sharding import simulate_devices
+from research import memory
 
 pytestmark = pytest.mark.wide
 
@@ -25,7 +25,7 @@ from medusa_jax.sharding import make_mesh, simulate_devices
 simulate_devices(8)
 from medusa_jax.commands.train import load_config
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.research import memory, scaling
+from research import memory, scaling
 from medusa_jax.training import dry
 from medusa_jax.tree import Tree
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.research import prefill_cost
+from research import prefill_cost
 
 SMALL = LlamaConfig(512, 128, 1, 4, 2, 32, 256, 8192)
 

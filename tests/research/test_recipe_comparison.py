@@ -7,8 +7,8 @@ import pytest
 from tiny_model import write_model
 
 from medusa_jax.model import quantise
-from medusa_jax.research.recipes import command, figures, text, variants
 from medusa_jax.training import trainer
+from research.recipes import command, figures, text, variants
 
 
 @pytest.mark.slow

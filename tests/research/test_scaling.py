@@ -3,7 +3,7 @@
 import pytest
 
 from medusa_jax.interop.shapes import SHAPES
-from medusa_jax.research.scaling import extrapolated, mesh_for
+from research.scaling import extrapolated, mesh_for
 
 
 def of_layers(n):

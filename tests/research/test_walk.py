@@ -7,7 +7,8 @@ from tiny_model import write_model
 
 from medusa_jax import Options, load
 from medusa_jax.decoding import generate as loop
-from medusa_jax.research.walk import main, take_steps
+from medusa_jax.evaluate.one_step import take_steps
+from research.walk import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "one_step.md"
 

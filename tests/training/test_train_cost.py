@@ -6,9 +6,9 @@ from closeness import assert_close
 from test_losses import heads_problem
 from training_setup import write_config
 
-from medusa_jax.commands import train_cost
 from medusa_jax.training import losses
-from medusa_jax.training.losses.reference import equation_1
+from research import train_cost
+from research.equation_1 import equation_1
 
 
 def test_the_naive_loss_is_the_same_loss():

@@ -1,4 +1,4 @@
-"""`python -m medusa_jax recipes`: what each training recipe costs in quality and brings in length.
+"""`python -m research recipes`: what each training recipe costs in quality and brings in length.
 
 The shape of the paper's table 2 on a small backbone. All variants train with the same number of
 steps on text unlike the backbone's own (the README texts of the installed packages), so quality
@@ -26,15 +26,15 @@ from medusa_jax.commands.flags import command, run_command
 from medusa_jax.config import DataConfig
 from medusa_jax.console import inform, use_compilation_cache
 from medusa_jax.errors import UserError
-from medusa_jax.research.recipes.figures import accepted, draw, make_judge, recipe_table
-from medusa_jax.research.recipes.text import old_prompts, prepare_text
-from medusa_jax.research.recipes.variants import train_variant, variants
 from medusa_jax.whole_files import write_json, write_text
+from research.recipes.figures import accepted, draw, make_judge, recipe_table
+from research.recipes.text import old_prompts, prepare_text
+from research.recipes.variants import train_variant, variants
 
 DEMO = Path(medusa_jax.__file__).parent / "demo" / "backbone"
 EXAMPLES = """examples:
-  python -m medusa_jax recipes --original work/demo/heldout --out work/study
-  python -m medusa_jax recipes --original work/demo/heldout --out work/study \\
+  python -m research recipes --original work/demo/heldout --out work/study
+  python -m research recipes --original work/demo/heldout --out work/study \\
       --steps 40 --seeds 1 --variants baseline,medusa1,medusa2   (a quick look)
 """
 
@@ -95,7 +95,7 @@ def study(flags: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
-    p = command("python -m medusa_jax recipes", "Compare training recipes.", EXAMPLES)
+    p = command("python -m research recipes", "Compare training recipes.", EXAMPLES)
     p.add_argument("--original", required=True,
                    help="token directory of held-out text of the backbone's own kind")  # fmt: skip
     p.add_argument("--out", required=True, help="results, runs and table.md go there")

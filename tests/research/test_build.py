@@ -16,7 +16,7 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
     work, target = tmp_path / "work", tmp_path / "demo"
     command = [
         "-m",
-        "medusa_jax",
+        "research",
         "demo_build",
         "--tiny",
         f"--work={work}",

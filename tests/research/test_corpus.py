@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_jax.demo import corpus
-from medusa_jax.demo.sources import distinct_lines
+from research.demo import corpus
+from research.demo.sources import distinct_lines
 
 pytestmark = pytest.mark.wide
 

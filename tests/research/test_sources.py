@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_jax.demo import sources
-from medusa_jax.demo.sources import SourceFile
+from research.demo import sources
+from research.demo.sources import SourceFile
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import paper_tables as paper
 import pytest
 
 from medusa_jax import UserError, chips
+from medusa_jax.commands import roofline as command
 from medusa_jax.config import LlamaConfig
+from medusa_jax.evaluate.roofline import measure, operators, predict, report
 from medusa_jax.interop.shapes import SHAPES, find_shape
-from medusa_jax.research.roofline import command, measure, operators, predict, report
 
 TINY = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)
 A100 = predict.roofs_of(chips.find_chip("a100"))

@@ -1,4 +1,4 @@
-"""`python -m medusa_jax family`: train and measure drafters like for like.
+"""`python -m research family`: train and measure drafters like for like.
 
 On one frozen backbone, every drafter gets the same text, the same number of steps, the same
 number of heads and kind of LM head, trees of the same size (fitted to its own ranks) and the same
@@ -23,15 +23,15 @@ from typing import Any
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
-from medusa_jax.research.family.measure import measure_one, race
-from medusa_jax.research.family.report import (
+from medusa_jax.whole_files import write_json, write_text
+from research.family.measure import measure_one, race
+from research.family.report import (
     claim,
     convergence,
     curve,
     family_table,
     orders,
 )
-from medusa_jax.whole_files import write_json, write_text
 
 DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
 # label_weight and teacher_weight of each paper's loss: Medusa equation 1; Hydra 3 and, for Hydra++,
@@ -44,20 +44,20 @@ CURVE_POINTS = 8
 # where it put things, how it was cut up.
 NO_MATTER = ("log_every", "eval_every", "save_every", "keep_checkpoints", "curves", "wandb",
              "features_path", "loss_chunk", "remat")  # fmt: skip
-EXAMPLES = """examples (from the project's root, after `python -m medusa_jax demo_build`):
+EXAMPLES = """examples (from the project's root, after `python -m research demo_build`):
   python -m medusa_jax distill --model medusa_jax/demo/backbone --temperature 0 \\
       --prompts work/demo/calibration.jsonl --out work/demo/answers_apart   (held-out answers)
-  python -m medusa_jax family --model medusa_jax/demo/backbone \\
+  python -m research family --model medusa_jax/demo/backbone \\
       --data work/demo/answers --eval_data work/demo/answers_apart \\
       --calibration work/demo/calibration.jsonl --steps 600 --out work/family
-  python -m medusa_jax family ... --config.optim.lr=1e-3    (for every training)
+  python -m research family ... --config.optim.lr=1e-3    (for every training)
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """All flags; anything of the form --config.field=value goes to every training."""
     p = argparse.ArgumentParser(
-        prog="python -m medusa_jax family",
+        prog="python -m research family",
         description="Train and measure drafters like for like on one backbone.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -158,7 +158,7 @@ def refuse_other(run: Path, asked: dict[str, Any]) -> None:
 def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
     """Train, measure, write."""
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.research.family.picture import draw_drafters
+    from research.family.picture import draw_drafters
 
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")

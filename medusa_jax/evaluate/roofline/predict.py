@@ -9,7 +9,7 @@ import numpy as np
 
 from medusa_jax.chips import Chip
 from medusa_jax.errors import UserError
-from medusa_jax.research.roofline.operators import GROUPS, Operator
+from medusa_jax.evaluate.roofline.operators import GROUPS, Operator
 from medusa_jax.tree.files import load_tree_file
 
 # Tokens per step by nodes of the tree, root included.

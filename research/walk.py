@@ -1,4 +1,4 @@
-"""`python -m medusa_jax walk`: one decode step with its real numbers, as Markdown.
+"""`python -m research walk`: one decode step with its real numbers, as Markdown.
 
 What `decoding/step.py` does on the device, printed part by part: the drafted tree, the mask, the
 target tokens, the accepted path, the cache's rows and what is appended. `docs/one_step.md` is the
@@ -11,22 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from medusa_jax.commands.flags import add_model, command, load_model, run_command
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.one_step import take_steps, token_labels
 from medusa_jax.evaluate.tables import markdown_table
 
 EXAMPLES = """examples:
-  python -m medusa_jax walk --dtype float64
-  python -m medusa_jax walk --prompt "import os" --tree cartesian:3,2 --step 4
-  python -m medusa_jax walk --dtype float64 --pictures docs/pictures
+  python -m research walk --dtype float64
+  python -m research walk --prompt "import os" --tree cartesian:3,2 --step 4
+  python -m research walk --dtype float64 --pictures docs/pictures
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
-    p = command("python -m medusa_jax walk", "One decode step, part by part.", EXAMPLES)
+    p = command("python -m research walk", "One decode step, part by part.", EXAMPLES)
     add_model(p)
     p.add_argument("--prompt", default="def parse(")
     p.add_argument("--tree", default="cartesian:2,2,1", help="as for decode.py")
@@ -36,54 +35,6 @@ def parser() -> argparse.ArgumentParser:
     )
     p.set_defaults(no_repeat_ngram_size=0)
     return p
-
-
-def take_steps(model: Any, prompt: str, n: int) -> dict[str, Any]:
-    """Decode n - 1 steps greedily, then the n-th part by part; everything on the host."""
-    import jax
-
-    from medusa_jax.api import Options
-    from medusa_jax.decoding import generate as loop
-    from medusa_jax.decoding import step as parts
-    from medusa_jax.heads import Backbone
-
-    engine = model.engine()
-    request = model.request([prompt], [Options(max_new_tokens=n * engine.tree.path_length)])
-    state, sizes = loop.begin(engine, model.variables, request)
-    if len(sizes) > 1:  # room for all steps: a loop stops where its cache is full
-        state = loop.grow(engine.depth_only, sizes[-1], state)
-    state, _ = loop.decode_loop(engine, model.variables, state, np.int32(n - 1))
-
-    @jax.jit
-    def one(variables: Any, state: loop.DecodeState) -> dict[str, Any]:
-        backbone, heads, tree = (
-            Backbone(engine.llama, variables["backbone"]),
-            variables["heads"],
-            engine.tree,
-        )
-        drafts = parts.draft(engine, heads, backbone, state, tree)
-        verified = parts.verify(engine, backbone, state, tree, drafts)
-        accepted = engine.rule.accept(verified)
-        emitted_BL = parts.emitted_tokens(verified, accepted)
-        after = parts.commit(engine, heads, backbone, state, verified, accepted, emitted_BL)
-        return {
-            "nodes": verified.nodes_BM[0],
-            "positions": verified.positions_BM[0],
-            "targets": verified.logits_BMV[0].argmax(-1),
-            "path": accepted.path_BL[0],
-            "n": accepted.n_B[0],
-            "emitted": emitted_BL[0],
-            "length": (state.length_B[0], after.length_B[0]),
-            "root": (state.root_B[0], after.root_B[0]),
-            "text": state.tokens_BO[0],
-            "n_new": state.n_new_B[0],
-            "running": state.status_B[0] == loop.RUNNING,
-        }
-
-    found = jax.tree.map(np.asarray, one(model.variables, state))
-    if not found["running"]:
-        raise UserError(f"the text ends before step {n}: ask for an earlier --step")
-    return found
 
 
 def describe(model: Any, prompt: str, n: int) -> str:
@@ -189,17 +140,6 @@ token is the next root.
 
 {accepted + 1} {"token" if accepted == 0 else "tokens"} in one pass of the backbone: {emitted}.
 """
-
-
-def token_labels(model: Any, ids: Sequence[int]) -> list[str]:
-    """Tokens as pictures show them: line breaks and blanks made visible."""
-    texts = (model.tokenizer.decode([int(i)]) for i in ids)
-    return [
-        text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace(
-            " ", "\N{MIDDLE DOT}"
-        )
-        for text in texts
-    ]
 
 
 def draw(model: Any, prompt: str, n: int, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m medusa_jax demo_build`: rebuild the bundled demo from nothing, one command.
+"""`python -m research demo_build`: rebuild the bundled demo from nothing, one command.
 
 Eight stages, each a documented command of its own, each skipped if its result is there:
 
@@ -84,7 +84,7 @@ TINY = {
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     p = argparse.ArgumentParser(
-        prog="python -m medusa_jax demo_build",
+        prog="python -m research demo_build",
         description="Rebuild the bundled demo model and heads (run from the project's root).",
     )
     p.add_argument(
@@ -127,7 +127,7 @@ def run(flags: argparse.Namespace) -> int:
     stage(
         "corpus",
         work / "corpus.json",
-        ["-m", "medusa_jax", "demo_corpus", f"--out={work}", *extra["corpus"]],
+        ["-m", "research", "demo_corpus", f"--out={work}", *extra["corpus"]],
     )
     backbone, answers = work / "backbone", work / "answers"
     stage(

@@ -1,6 +1,6 @@
 """The n-gram model that the demo's backbone must beat, on the same tokens, in bits per byte.
 
-    python -m medusa_jax ngrams work/demo
+    python -m research ngrams work/demo
 
 fits that 5-gram model to `train/` and measures `heldout/` of a folder made by
 `demo/corpus.py`.
@@ -289,7 +289,7 @@ def ngram_baseline(folder: Path, order: int = 5) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m medusa_jax ngrams",
+        prog="python -m research ngrams",
         description="An n-gram model of a corpus folder: the baseline a backbone must beat.",
     )
     parser.add_argument("folder", type=Path, help="made by demo_corpus")

@@ -21,12 +21,12 @@ from tqdm import tqdm
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.roofline.operators import GROUPS, Operator, block_operators
+from medusa_jax.evaluate.roofline.predict import Fit, Roof
 from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.layers import Linear
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.stored import Storage, store
-from medusa_jax.research.roofline.operators import GROUPS, Operator, block_operators
-from medusa_jax.research.roofline.predict import Fit, Roof
 from medusa_jax.sharding import make_mesh
 
 # Operands are taken in turn from so many bytes, so that no cache holds them from call to call, as

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.chips import CHIPS, Chip
+from medusa_jax.evaluate.roofline.operators import GROUPS, Operator
+from medusa_jax.evaluate.roofline.predict import Fit, Roofs, best
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.research.roofline.operators import GROUPS, Operator
-from medusa_jax.research.roofline.predict import Fit, Roofs, best
 
 Rows = Sequence[dict[str, Any]]
 # Sizes in the pictures: as far as the paper's figures go.

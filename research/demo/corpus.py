@@ -1,6 +1,6 @@
 """The demo's text: the source code of the standard library of the Python that runs this.
 
-    python -m medusa_jax demo_corpus --out work/demo
+    python -m research demo_corpus --out work/demo
 
 reads the `.py` files of the standard library (its own test suite included, where it is
 installed), drops tables, licence headers and copies, keeps about 3% of the files apart by
@@ -29,9 +29,9 @@ from pathlib import Path
 
 import numpy as np
 
-from medusa_jax.demo.sources import SourceFile, limit_files, read_sources, split_files
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import write_json, write_text
+from research.demo.sources import SourceFile, limit_files, read_sources, split_files
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -288,7 +288,7 @@ def build(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m medusa_jax demo_corpus",
+        prog="python -m research demo_corpus",
         description="Builds the demo's training text from Python's standard library.",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_jax.demo import ngrams
-from medusa_jax.demo.ngrams import NgramModel, bits_per_byte
 from medusa_jax.errors import UserError
+from research.demo import ngrams
+from research.demo.ngrams import NgramModel, bits_per_byte
 
 small_texts = st.lists(st.integers(0, 4), min_size=12, max_size=60)
 

@@ -1,6 +1,6 @@
 """What a training step costs: seconds and memory, beside the same step done naively.
 
-    python -m medusa_jax train_cost --config=configs/demo_medusa.py --steps=10 \\
+    python -m research train_cost --config=configs/demo_medusa.py --steps=10 \\
         --config.model.path=medusa_jax/demo/backbone
 
 The shape is that of the directory `model.path`, or `model.arch`. The step is the one that
@@ -28,7 +28,6 @@ from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import checks, losses
-from medusa_jax.training.losses.reference import equation_1
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.setup import load_setup, with_draft_vocab
@@ -40,10 +39,11 @@ from medusa_jax.training.step import (
     make_step,
     microbatches,
 )
+from research.equation_1 import equation_1
 
 
 def naive_stage(stage: Stage, cfg: Config) -> Stage:
-    """Medusa-1 with `reference.equation_1`; its sums are empty, as nothing logs them."""
+    """Medusa-1 with `equation_1`; its sums are empty, as nothing logs them."""
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype))
     objective = head_objective(cfg, drafter)

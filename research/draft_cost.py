@@ -1,4 +1,4 @@
-"""`python -m medusa_jax draft_cost`: what drafting costs beside one pass of the backbone.
+"""`python -m research draft_cost`: what drafting costs beside one pass of the backbone.
 
 Decoding is bound by memory bandwidth, so the cost of a step is what it reads. For every drafter
 `commit` and `propose` are compiled for the shape of a published model, from shapes alone, and the
@@ -23,15 +23,15 @@ from medusa_jax.interop.shapes import SHAPES
 # Which node hangs where matters only to Hydra, by how many of a level have children.
 LEVELS = ((10, 1), (28, 10), (23, 10), (2, 1))
 EXAMPLES = """examples:
-  python -m medusa_jax draft_cost
-  python -m medusa_jax draft_cost --shape llama-33b --json
+  python -m research draft_cost
+  python -m research draft_cost --shape llama-33b --json
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     p = command(
-        "python -m medusa_jax draft_cost",
+        "python -m research draft_cost",
         "Bytes read by drafting, as a share of one backbone pass.",
         EXAMPLES,
     )

@@ -21,8 +21,8 @@ from medusa_jax.commands.flags import DTYPES, command, numbers, run_command
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.roofline import operators, predict, report
 from medusa_jax.interop.shapes import SHAPES, find_shape
-from medusa_jax.research.roofline import operators, predict, report
 from medusa_jax.whole_files import write_json
 
 EXAMPLES = """examples:
@@ -162,7 +162,7 @@ def measure(
     """
     import jax
 
-    from medusa_jax.research.roofline import measure as measuring
+    from medusa_jax.evaluate.roofline import measure as measuring
 
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"

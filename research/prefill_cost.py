@@ -1,4 +1,4 @@
-"""`python -m medusa_jax prefill_cost`: the memory that reading a prompt takes.
+"""`python -m research prefill_cost`: the memory that reading a prompt takes.
 
 Prefill is compiled for the shape of a published model, from shapes alone. What it needs is the
 weights, the caches that it fills, and the temporaries of the compiled program.
@@ -17,15 +17,15 @@ from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.interop.shapes import SHAPES
 
 EXAMPLES = """examples:
-  python -m medusa_jax prefill_cost
-  python -m medusa_jax prefill_cost --shape llama3.1-8b --tokens 131072
+  python -m research prefill_cost
+  python -m research prefill_cost --shape llama3.1-8b --tokens 131072
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     p = command(
-        "python -m medusa_jax prefill_cost",
+        "python -m research prefill_cost",
         "Memory of reading a prompt: weights, caches, temporaries.",
         EXAMPLES,
     )

@@ -11,7 +11,7 @@ import numpy as np
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.layers import later
-from medusa_jax.research.recipes.variants import variants
+from research.recipes.variants import variants
 
 
 def make_judge(rows: Any, limit: int) -> Callable[[Any, Any], tuple[float, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""`python -m medusa_jax scaling`: what recipes and decoding take on 1, 8 and 64 devices.
+"""`python -m research scaling`: what recipes and decoding take on 1, 8 and 64 devices.
 
 Programs are compiled for so many simulated CPU devices. Layers are alike, so memory, traffic and
 arithmetic are affine in their number: models of two and of three layers are compiled, and L layers
@@ -41,16 +41,16 @@ DECODING = ("llama-7b", "llama-13b", "llama-33b", "llama3.1-8b", "llama3.1-70b")
 # Updates that train on 60,000 rows of 2048 tokens twice, the papers' samples at most.
 SAMPLES, EPOCHS = 60_000, 2
 EXAMPLES = """examples:
-  python -m medusa_jax scaling > docs/scaling_table.md
-  python -m medusa_jax scaling --devices 8 --only 33B
-  python -m medusa_jax scaling --devices 8 --only "Medusa-1, Vicuna-7B" --all_layers
+  python -m research scaling > docs/scaling_table.md
+  python -m research scaling --devices 8 --only 33B
+  python -m research scaling --devices 8 --only "Medusa-1, Vicuna-7B" --all_layers
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     p = command(
-        "python -m medusa_jax scaling", "What recipes take on many devices.", EXAMPLES
+        "python -m research scaling", "What recipes take on many devices.", EXAMPLES
     )
     p.add_argument("--devices", type=int, nargs="+", default=list(DEVICES))
     p.add_argument("--only", default="", help="rows whose name holds this")
@@ -87,8 +87,8 @@ def extrapolated(
 
 def training(cfg: Any, devices: int, all_layers: bool = False) -> dict[str, Any]:
     """The dry run of a recipe on a mesh (1, devices, 1), and `counted`, bytes summed up by hand."""
-    from medusa_jax.research.memory import training_bytes
     from medusa_jax.training import dry
+    from research.memory import training_bytes
 
     def of(n_layers: int) -> tuple[Any, dry.Shapes]:
         few = copy.deepcopy(cfg)
@@ -122,9 +122,9 @@ def decoding(
 
     from medusa_jax.collectives import collectives, sent_by_kind
     from medusa_jax.config import HeadsConfig
-    from medusa_jax.research.draft_cost import paper_tree
-    from medusa_jax.research.memory import decoding_bytes
     from medusa_jax.sharding import make_mesh
+    from research.draft_cost import paper_tree
+    from research.memory import decoding_bytes
 
     mesh = make_mesh(mesh_shape)
 
@@ -193,8 +193,8 @@ def training_row(name: str, report: dict[str, Any], chip: Any) -> dict[str, Any]
 
     What only a CPU holds counts in both figures of memory.
     """
-    from medusa_jax.research.memory import COPIES
     from medusa_jax.training import planning
+    from research.memory import COPIES
 
     p = planning.predict(report, chip)
     accumulation, rows, _ = report["batch"]
@@ -218,7 +218,7 @@ def decoding_row(
     name: str, mesh: Sequence[int], rows: int, found: dict[str, Any], chip: Any
 ) -> dict[str, Any]:
     """The same of decoding."""
-    from medusa_jax.research.memory import COPIES
+    from research.memory import COPIES
 
     read, sent = found["weight_bytes"], sum(found["sent_bytes"].values())
     return {

@@ -1,0 +1,72 @@
+"""One decode step taken apart: what each part of it computes, on the host."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from medusa_jax.api import Options
+from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import step as parts
+from medusa_jax.errors import UserError
+from medusa_jax.heads import Backbone
+
+
+def take_steps(model: Any, prompt: str, n: int) -> dict[str, Any]:
+    """Decode n - 1 steps greedily, then take the n-th part by part.
+
+    Returns: NumPy values of that step: nodes, positions, targets (of each node, [M]); path (node
+      numbers) with its length n; emitted; length and root before and after; text and n_new before.
+
+    Raises:
+      UserError: the text ends before that step.
+    """
+    engine = model.engine()
+    request = model.request([prompt], [Options(max_new_tokens=n * engine.tree.path_length)])
+    state, sizes = loop.begin(engine, model.variables, request)
+    if len(sizes) > 1:  # room for all steps: a loop stops where its cache is full
+        state = loop.grow(engine.depth_only, sizes[-1], state)
+    state, _ = loop.decode_loop(engine, model.variables, state, np.int32(n - 1))
+
+    @jax.jit
+    def one(variables: Any, state: loop.DecodeState) -> dict[str, Any]:
+        backbone, heads, tree = (
+            Backbone(engine.llama, variables["backbone"]),
+            variables["heads"],
+            engine.tree,
+        )
+        drafts = parts.draft(engine, heads, backbone, state, tree)
+        verified = parts.verify(engine, backbone, state, tree, drafts)
+        accepted = engine.rule.accept(verified)
+        emitted_BL = parts.emitted_tokens(verified, accepted)
+        after = parts.commit(engine, heads, backbone, state, verified, accepted, emitted_BL)
+        return {
+            "nodes": verified.nodes_BM[0],
+            "positions": verified.positions_BM[0],
+            "targets": verified.logits_BMV[0].argmax(-1),
+            "path": accepted.path_BL[0],
+            "n": accepted.n_B[0],
+            "emitted": emitted_BL[0],
+            "length": (state.length_B[0], after.length_B[0]),
+            "root": (state.root_B[0], after.root_B[0]),
+            "text": state.tokens_BO[0],
+            "n_new": state.n_new_B[0],
+            "running": state.status_B[0] == loop.RUNNING,
+        }
+
+    found = jax.tree.map(np.asarray, one(model.variables, state))
+    if not found["running"]:
+        raise UserError(f"the text ends before step {n}: ask for an earlier --step")
+    return found
+
+
+def token_labels(model: Any, ids: Sequence[int]) -> list[str]:
+    """Tokens as pictures show them: line breaks and blanks made visible."""
+    texts = (model.tokenizer.decode([int(i)]) for i in ids)
+    return [
+        text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace(
+            " ", "\N{MIDDLE DOT}"
+        )
+        for text in texts
+    ]

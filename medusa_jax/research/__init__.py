@@ -1,1 +1,0 @@
-"""What reproduces the papers: the family like for like, recipes side by side, costs by shape."""

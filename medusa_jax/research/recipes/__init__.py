@@ -1,1 +1,0 @@
-"""`python -m medusa_jax recipes`: training recipes side by side, see `command.py`."""

@@ -1,0 +1,39 @@
+"""`python -m research COMMAND`: what reproduces the papers and builds the demo, from a clone."""
+
+import sys
+
+from medusa_jax.__main__ import Command, run
+
+COMMANDS = {
+    "family": Command(
+        "papers", "research.family.command", "train and measure all drafters alike"
+    ),
+    "recipes": Command(
+        "papers", "research.recipes.command", "training recipes: what each costs and brings"
+    ),
+    "walk": Command("papers", "research.walk", "one decode step with its real numbers"),
+    "train_cost": Command(
+        "costs", "research.train_cost", "seconds and memory of a training step"
+    ),
+    "draft_cost": Command(
+        "costs", "research.draft_cost", "bytes that drafting reads, on published shapes"
+    ),
+    "prefill_cost": Command(
+        "costs", "research.prefill_cost", "memory of reading a prompt, on published shapes"
+    ),
+    "scaling": Command(
+        "costs", "research.scaling", "what recipes and decoding take on many devices"
+    ),
+    "demo_build": Command(
+        "demo", "research.demo.build", "rebuild the bundled demo from nothing"
+    ),
+    "demo_corpus": Command("demo", "research.demo.corpus", "the demo's text and tokenizer"),
+    "ngrams": Command(
+        "demo",
+        "research.demo.ngrams",
+        "the n-gram model that the demo's backbone must beat",
+    ),
+}
+
+if __name__ == "__main__":
+    sys.exit(run("python -m research", COMMANDS))

@@ -1,0 +1,1 @@
+"""`python -m research family`: the drafters like for like, see `command.py`."""

@@ -1,0 +1,1 @@
+"""`python -m research recipes`: training recipes side by side, see `command.py`."""
