@@ -13,7 +13,7 @@ import medusa_jax
 from medusa_jax.commands.flags import generation_options, load_model
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate import programs, scores
+from medusa_jax.evaluate import scores
 from medusa_jax.evaluate.questions import (
     MT_BENCH,
     MT_BENCH_TEMPERATURES,
@@ -47,10 +47,6 @@ def add_questions(p: argparse.ArgumentParser) -> None:
     p.add_argument("--mt_bench_temperatures", action="store_true",
                    help="for --questions: MT-bench's categories at FastChat's temperatures (writing, "
                    "roleplay 0.7; stem, humanities 0.1; the others 0), the rest at --temperature")  # fmt: skip
-    p.add_argument("--execute", action="store_true",
-                   help="for --questions: HumanEval's pass@1, which RUNS PROGRAMS THAT THE MODEL WROTE, with "
-                   "limits of time and memory and without network, but in no sandbox: not where harm "
-                   "could be done")  # fmt: skip
 
 
 def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) -> int:
@@ -65,12 +61,6 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
     wanted = {scores.kind_of(question) for question in questions}
     if scores.ROUGE in wanted and not scores.has_rouge():
         inform("without ROUGE, which needs rouge-score: pip install 'medusa-jax[rouge]'")
-    if scores.PASS_AT_1 in wanted and not flags.execute:
-        inform(
-            "without pass@1: it runs programs that the model wrote, which --execute allows"
-        )
-    if flags.execute:
-        programs.check_limits()
     temperatures = MT_BENCH_TEMPERATURES if flags.mt_bench_temperatures else {}
     rows: list[dict[str, Any]] = []
     for name in names:
@@ -85,9 +75,7 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
             )  # fmt: skip
             drafter = model.drafts_by(tree)
             write_answers(answered, f"{drafter}-{tree.n_nodes}", out)
-            found = answering.category_rows(
-                model, answered, tree, flags.repeats, flags.execute
-            )
+            found = answering.category_rows(model, answered, tree, flags.repeats)
             about = {"drafter": drafter, "heads": name, "tree_nodes": tree.n_nodes}
             rows += [about | {"template": template, "room": room} | row for row in found]
     device = jax.devices()[0]
@@ -113,7 +101,6 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
                 "seed",
                 "repeats",
                 "mt_bench_temperatures",
-                "execute",
             )
         },
         "rows": rows,
@@ -185,7 +172,7 @@ def write_answers(answered: Sequence[Any], name: str, out: Path) -> None:
 
 def question_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of `answering.category_rows` as Markdown; scores of plain decoding in brackets."""
-    known = (scores.PASS_AT_1, scores.EXACT_MATCH, *scores.ROUGES)
+    known = (scores.EXACT_MATCH, *scores.ROUGES)
     names = [name for name in known if any(name in r["scores"] for r in rows)]
     header = (
         "drafter", "nodes", "category", "questions", "mean accepted length", "step latency",

@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options
-from medusa_jax.evaluate import programs, scores
+from medusa_jax.evaluate import scores
 from medusa_jax.evaluate.answers import answer_line, spec_bench_speedup
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.conversation import ending_turns, turn_prompt
@@ -81,23 +81,18 @@ def category_rows(
     answered: Sequence[Answered],
     tree: Tree,
     repeats: int,
-    execute: bool = False,
 ) -> list[dict[str, Any]]:
-    """A row per category in the order of the file, MT-bench's eight together, and all.
-
-    Args:
-      execute: whether to run programs that the model wrote, for HumanEval's pass@1.
-    """
+    """A row per category in the order of the file, MT-bench's eight together, and all."""
     groups = grouped([one.question["category"] for one in answered])
     return [
         {"category": category}
-        | category_row(model, [answered[i] for i in own], tree, repeats, execute)
+        | category_row(model, [answered[i] for i in own], tree, repeats)
         for category, own in groups.items()
     ]
 
 
 def category_row(
-    model: Model, answered: Sequence[Answered], tree: Tree, repeats: int, execute: bool
+    model: Model, answered: Sequence[Answered], tree: Tree, repeats: int
 ) -> dict[str, Any]:
     """Figures of some questions: `speed.pooled`, Spec-Bench's speed-up, scores, and two checks.
 
@@ -125,7 +120,7 @@ def category_row(
         "difference": off(row["speedup"], length, row["step_latency_ratio"]),
         "difference_apart": off(row["speedup"], length, apart),
         "cut": sum(one.cut for one in answered),
-        "scores": score(answered, execute),
+        "scores": score(answered),
     }
 
 
@@ -154,10 +149,10 @@ def step_ratio(
     return with_tree / without
 
 
-def score(answered: Sequence[Answered], execute: bool) -> dict[str, dict[str, float]]:
-    """Mean scores of both sides, of the questions that have references or tests.
+def score(answered: Sequence[Answered]) -> dict[str, dict[str, float]]:
+    """Mean scores of both sides, of the questions that have references.
 
-    HumanEval's tests are run if `execute` says so. Exact match where a reference ends with GSM8K's
+    Exact match where a reference ends with GSM8K's
     mark, else ROUGE, if `rouge-score` is there; conversations of several turns are for judges.
 
     Returns: score -> {"drafted": ..., "plain": ..., "questions": how many were scored}.
@@ -169,11 +164,6 @@ def score(answered: Sequence[Answered], execute: bool) -> dict[str, dict[str, fl
             continue
         [turn] = one.turns
         texts = turn.drafted.text, turn.autoregressive.text
-        if kind == scores.PASS_AT_1:
-            if execute:
-                ours, theirs = (programs.passes(one.question, text) for text in texts)
-                found.setdefault(kind, []).append((ours, theirs))
-            continue
         [right] = one.question["references"]
         if kind == scores.EXACT_MATCH:
             ours, theirs = (scores.exact_match(text, right) for text in texts)

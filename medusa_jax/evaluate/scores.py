@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-EXACT_MATCH, ROUGE, PASS_AT_1 = "exact_match", "rouge", "pass@1"
+EXACT_MATCH, ROUGE = "exact_match", "rouge"
 ROUGES = ("rouge1", "rouge2", "rougeL")
 
 
@@ -22,11 +22,8 @@ def final_number(text: str) -> float | None:
 
 
 def kind_of(question: dict[str, Any]) -> str:
-    """ "pass@1" for HumanEval's problems, "exact_match" where a reference ends with GSM8K's mark,
-    "rouge" for other references, "" where there are none or the question has several turns (those
-    are for judges)."""
-    if all(name in question for name in ("prompt", "entry_point", "test")):
-        return PASS_AT_1
+    """ "exact_match" where a reference ends with GSM8K's mark, "rouge" for other references, ""
+    where there are none or the question has several turns (those are for judges)."""
     if len(question["turns"]) != 1 or not any(question["references"]):
         return ""
     [right] = question["references"]

@@ -207,40 +207,6 @@ def test_mt_bench_s_categories_at_fastchat_s_temperatures(monkeypatch):
     assert set(drawn.values()) == {0.3}
 
 
-PROBLEM = {
-    "task_id": "HumanEval/0", "prompt": "def double(x):\n    ", "entry_point": "double",
-    "canonical_solution": "return 2 * x\n", "test": "def check(f):\n    assert f(2) == 4\n",
-}  # fmt: skip
-
-
-def test_humaneval_is_run_where_that_is_allowed(directory, tmp_path, capsys, monkeypatch):
-    """Answers are planted: what the tiny model writes is no program."""
-    compared = answering.compare
-
-    def planted(*args, **how):
-        found = compared(*args, **how)
-        for c in found:
-            c.drafted.text, c.autoregressive.text = "return 2 * x", "return x"
-        return found
-
-    monkeypatch.setattr(answering, "compare", planted)
-    monkeypatch.setattr(answering, "step_ratio", lambda *_: 2.0)
-    file = tmp_path / "HumanEval.jsonl"
-    file.write_text(json.dumps(PROBLEM) + "\n")
-    for execute in (False, True):
-        flags = [*arguments(directory, tmp_path, questions=file), *["--execute"] * execute]
-        assert bench.main(flags) == 0
-        printed = capsys.readouterr()
-        (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
-        if execute:
-            assert row["scores"] == {
-                "pass@1": {"drafted": 1.0, "plain": 0.0, "questions": 1}
-            }
-            assert "| 100.00 (0.00) |" in printed.out
-        else:
-            assert not row["scores"] and "which --execute allows" in printed.err
-
-
 @pytest.mark.parametrize(
     "flags, sentence",
     [

@@ -42,12 +42,6 @@ def test_what_a_question_is_scored_by(turns, references, kind):
     assert scores.kind_of({"turns": turns, "references": references}) == kind
 
 
-def test_problems_with_tests_are_run():
-    problem = {"turns": ["p"], "references": [], "prompt": "p", "entry_point": "f"}
-    assert scores.kind_of(problem) == ""
-    assert scores.kind_of(problem | {"test": "t"}) == "pass@1"
-
-
 def test_rouge_by_hand():
     pytest.importorskip("rouge_score")
     # 3 of 4 words of the answer, 3 of the reference's 6; pairs: 1 of 3 and 1 of 5.
