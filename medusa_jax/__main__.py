@@ -1,9 +1,11 @@
 """`python -m medusa_jax COMMAND`: every command of the project, by name. Installed: `medusa`."""
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+
+from medusa_jax.console import inform, run_main
+from medusa_jax.errors import did_you_mean
 
 # Command -> (module with `main(argv)`, what it does).
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -41,6 +43,11 @@ USAGE = "usage: python -m medusa_jax COMMAND [flags]   (COMMAND --help says more
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; returns its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    return run_main(lambda: run(args))
+
+
+def run(args: list[str]) -> int:
+    """As `main`, without its care for standard streams and missing packages."""
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         print(
@@ -52,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if args else 2
     name = args[0]
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
-        print(f"error: unknown command {name!r}; did you mean {near!r}?", file=sys.stderr)
+        near = did_you_mean(name, COMMANDS) or " (--help lists all)"
+        inform(f"error: unknown command {name!r}{near}")
         return 2
     status: int = importlib.import_module(f"medusa_jax.{COMMANDS[name][0]}").main(args[1:])
     return status

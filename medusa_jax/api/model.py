@@ -14,7 +14,7 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.stopping import pack_stops
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import Backbone, Drafter, no_drafter
 from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.model.placing import decoder
@@ -147,8 +147,11 @@ class Model:
         if acceptance == "auto":
             acceptance = "sampled" if sampled else "greedy"
         if acceptance not in RULES:
-            known = ", ".join(["auto", *RULES])
-            raise UserError(f"unknown acceptance {acceptance!r}: there are {known}")
+            known = ["auto", *RULES]
+            near = did_you_mean(acceptance, known)
+            raise UserError(
+                f"unknown acceptance {acceptance!r}: there are {', '.join(known)}{near}"
+            )
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")
         if (logprobs or 0) > self.config.vocab_size:
