@@ -47,9 +47,7 @@ def parser() -> argparse.ArgumentParser:
         default=8,
         help="requests answered at a time (default: 8)",
     )
-    add(
-        "--queue", type=at_least(1), default=64, help="requests that may wait (default: 64)"
-    )
+    add("--queue", type=int, default=64, help="requests that may wait (default: 64)")
     add("--max_prompt_tokens", type=at_least(1), help="default: what the context holds")
     add(
         "--max_new_tokens",

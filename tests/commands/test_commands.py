@@ -293,9 +293,9 @@ def test_counts_that_cannot_be(command, flag, words, capsys):
 
 
 def test_no_flag_takes_a_count_that_nobody_checks():
-    """Whole numbers are `at_least` something, but for those that `Options` and `load` check."""
+    """Whole numbers are `at_least` something, except where `Options`, `load` or `Server` checks them."""
     checked = {"seed", "max_new_tokens", "top_k", "max_steps", "logprobs"}
-    checked |= {"no_repeat_ngram_size", "batch_size"}
+    checked |= {"no_repeat_ngram_size", "batch_size", "slots", "queue"}
     for module, _ in COMMANDS.values():
         command = importlib.import_module(f"medusa_jax.{module}")
         if module.startswith("commands.") and hasattr(command, "parser"):
