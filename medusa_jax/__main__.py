@@ -1,10 +1,12 @@
 """`python -m medusa_jax COMMAND`: every command of the project, by name. Installed: `medusa`."""
 
-import difflib
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from medusa_jax.console import inform, run_main
+from medusa_jax.errors import did_you_mean
 
 
 class Command(NamedTuple):
@@ -59,13 +61,18 @@ def run(
 ) -> int:
     """Run the command that the first argument names; returns its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    return run_main(lambda: dispatch(prog, commands, args))
+
+
+def dispatch(prog: str, commands: Mapping[str, Command], args: list[str]) -> int:
+    """As `run`, without its care for standard streams and missing packages."""
     if not args or args[0] in ("-h", "--help"):
         print(listing(prog, commands))
         return 0 if args else 2
     name = args[0]
     if name not in commands:
-        near = difflib.get_close_matches(name, commands, n=1, cutoff=0.0)[0]
-        print(f"error: unknown command {name!r}; did you mean {near!r}?", file=sys.stderr)
+        near = did_you_mean(name, commands) or " (--help lists all)"
+        inform(f"error: unknown command {name!r}{near}")
         return 2
     status: int = importlib.import_module(commands[name].module).main(args[1:])
     return status

@@ -6,7 +6,7 @@ arithmetic is dense (no structured sparsity) in bfloat16, accumulated in float32
 
 from dataclasses import dataclass
 
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -60,5 +60,6 @@ def find_chip(name: str) -> Chip:
       UserError: there is none; lists those that there are.
     """
     if name not in CHIPS:
-        raise UserError(f"unknown chip {name!r}; there are: {', '.join(CHIPS)}")
+        near = did_you_mean(name, CHIPS)
+        raise UserError(f"unknown chip {name!r}; there are: {', '.join(CHIPS)}{near}")
     return CHIPS[name]

@@ -1,5 +1,9 @@
 """What entry points share: one-line errors, notes about slow things, the compilation cache."""
 
+import errno
+import importlib.util
+import io
+import json
 import os
 import platform
 import re
@@ -8,13 +12,61 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
 from medusa_jax.errors import UserError
 
+# What a file reports that cannot take any more: a full disk or quota, a failed device, a closed stream.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
 
 def inform(line: str) -> None:
-    """A line for the person at the terminal, beside what the program prints as its result."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a message for the user to stderr, apart from the program's result on stdout.
+
+    A message that cannot be printed is dropped.
+    """
+    try:
+        if sys.stderr is not None:  # print() takes None for stdout
+            print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def print_json(record: dict[str, Any], write: Callable[[str], object] = print) -> None:
+    """Print one object a line: as it is on a UTF-8 terminal or file, escaped on any other."""
+    utf8 = "utf" in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
+    write(json.dumps(record, ensure_ascii=not utf8))
+
+
+def open_standard_streams() -> None:
+    """Make closed standard streams safe, and let any encoding print any text.
+
+    The descriptor of a closed stream goes to the null device, so that no file that is opened later
+    gets its number; reading that input or writing that output then fails (EBADF), messages are
+    dropped. Characters that the encoding of stdout lacks are escaped, as on stderr.
+    """
+    closed = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY))
+    for fd, (name, mode, flags) in enumerate((*closed, ("stderr", "w", os.O_WRONLY))):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, flags)  # the lowest number that is free, which is fd
+            stream = open(fd, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what is left for a stream to the null device: else Python complains when it exits."""
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+    except OSError:  # a stream without a descriptor, as in a notebook
+        pass
 
 
 def announced(what: str, after: float = 2.0) -> AbstractContextManager[None]:
@@ -84,22 +136,43 @@ def warn_if_accelerator_unused() -> None:
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Run an entry point; bad input, files that cannot be used and lack of memory become one line
-    and exit status 2."""
+    """Run an entry point; bad input, files that cannot be used, a missing package and lack of memory
+    become one line and exit status 2."""
+    open_standard_streams()
     try:
-        return main()
+        try:
+            return main()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where it may still fail in one line
     except UserError as error:
         inform(f"error: {error}")
         return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        sys.stderr.close()
+        _discard(sys.stdout)
         return 0
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in UNWRITABLE:
             raise
-        inform(f"error: {error.filename}: {error.strerror}")
+        problem = f"{error.filename}: {error.strerror}"
+        if error.filename is None:
+            _discard(sys.stdout)
+            problem = f"cannot write: {error.strerror}"
+        if error.errno == errno.EBADF:
+            problem = "standard output is closed"
+        inform(f"error: {problem}")
+        return 2
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "medusa_jax") or importlib.util.find_spec(package):
+            raise
+        inform(
+            f"error: medusa_jax needs {package}, which this Python ({sys.executable}) does not "
+            "have: activate the environment it is installed in (. .venv/bin/activate), or run "
+            "pip install -e ."
+        )
         return 2
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):

@@ -1,5 +1,33 @@
 """Errors whose message is meant for the user: one clear sentence, exit status 2."""
 
+import difflib
+from collections.abc import Iterable, Mapping
+
 
 class UserError(Exception):
     """Bad input. Entry points print the message alone (no traceback) and exit with 2."""
+
+
+def did_you_mean(
+    name: object, known: Iterable[str], aliases: Mapping[str, str] | None = None
+) -> str:
+    """The end of a message about an unknown name: "; did you mean 'medusa'?", or "".
+
+    Args:
+      known: the names that exist.
+      aliases: names that other projects use, and what they are called here.
+    """
+    word = str(name)
+    near = (aliases or {}).get(word) or nearest(word, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known name that is spelled most like `word`, "" if none is close."""
+    plain = {_plain(name): name for name in known}
+    found = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=0.6)
+    return plain[found[0]] if found else ""
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")

@@ -107,6 +107,83 @@ def test_streamed_pieces_join_to_the_text(model):
     assert {0, 1} <= depths
 
 
+def test_a_stream_of_one_prompt_is_an_iterator_of_text(model):
+    """Text alone comes; depths and the result are there for who asks, also before the end."""
+    options = Options(max_new_tokens=NEW)
+    [expected] = model.generate(["in"], options)
+    stream = model.stream("in", options)
+    texts = list(stream)
+    assert len(texts) > 1 and "".join(texts) == expected.text
+    assert {type(text) for text in texts} == {str} and all(texts)
+    assert stream.result.token_ids == expected.token_ids
+    assert "".join(t for piece in stream.pieces for t, _ in piece.parts) == expected.text
+    early = model.stream("in", options)
+    assert expected.text.startswith(next(early))
+    assert early.result.text == expected.text and list(early) == []
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        next(model.stream([[99999]]))
+
+
+@pytest.fixture
+def talker(model, monkeypatch):
+    """The model, with a chat template."""
+    template = (
+        "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}."
+        "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    return model
+
+
+def test_a_conversation_is_answered_as_its_rendered_text(talker, monkeypatch):
+    said = [
+        {"role": "user", "content": "in"},
+        {"role": "assistant", "content": "the hat"},
+        {"role": "user", "content": "a cat"},
+    ]
+    rendered = talker.encode("uin.athe hat.ua cat.a")
+    options = Options(max_new_tokens=NEW)
+    [whole] = talker.generate([rendered], options)
+    end = whole.token_ids[9]
+    monkeypatch.setattr(talker.tokenizer, "eos_ids", frozenset({end}))
+    length = whole.token_ids.index(end) + 1
+    for got in (talker.chat(said, options), talker.stream(said, options).result):
+        assert got.prompt_tokens == len(rendered) and got.finish_reason == "stop"
+        assert got.token_ids == whole.token_ids[:length]
+    free = dataclasses.replace(options, eos_ids=())
+    assert talker.chat(said, free).token_ids == whole.token_ids
+    asked = talker.chat("a cat", options, tree="none")
+    assert asked.token_ids == talker.chat(said[2:], options).token_ids
+    with pytest.raises(UserError, match="last turn has to be the user's"):
+        talker.chat(said[:2])
+
+
+def test_a_model_without_a_template_does_not_chat(model):
+    for ask in (model.chat, lambda said: next(model.stream(said))):
+        with pytest.raises(UserError, match="no chat template; name a shipped one"):
+            ask([{"role": "user", "content": "in"}])
+    assert model.chat("in", Options(max_new_tokens=3), template="zephyr").new_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [{"role": "user", "content": "in"}],
+        [[{"role": "user", "content": "in"}]],
+        {"role": "user", "content": "in"},
+    ],
+)
+def test_messages_given_to_generate_are_sent_to_chat(model, prompts):
+    with pytest.raises(UserError, match=r"these are messages: call model\.chat\(messages"):
+        model.generate(prompts)
+
+
+@pytest.mark.parametrize("prompts", [[5, 6], [None], [["in"]], [[1.5]]])
+def test_prompts_that_are_neither_text_nor_ids(model, prompts):
+    with pytest.raises(UserError, match="a prompt is text or a list of token ids, not"):
+        model.generate(prompts)
+
+
 def test_stop_strings_cut_the_text_even_across_tokens(model):
     """Every substring of the text that begins inside one token and ends in a later one."""
     [whole] = model.generate(

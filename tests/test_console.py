@@ -1,9 +1,14 @@
-"""What entry points share: the compilation cache, the warning about an idle accelerator."""
+"""What entry points share: the warning about an idle accelerator, standard streams, missing packages."""
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
+from children import environment
 
 from medusa_jax import console
 
@@ -61,3 +66,106 @@ def test_slow_things_are_announced_and_quick_ones_are_not(capsys):
     with console.announced("something quick", after=30):
         pass
     assert capsys.readouterr().err == "compiling ...\n"
+
+
+# Standard streams: a shell may close them, or send them to a full disk. The program prints a result
+# and a message, and opens a file between: without care its number is that of a closed stream.
+PROGRAM = """
+import sys, tempfile
+from medusa_jax import console
+from medusa_jax.console import inform, run_main
+def main():
+    with tempfile.TemporaryFile("w+") as file:
+        inform("a message")
+        {body}
+        file.seek(0)
+        assert file.read() == ""
+    return 0
+sys.exit(run_main(main))
+"""
+PRINT, READ = 'print("a result")', "sys.stdin.read()"
+FULL, CLOSED = "cannot write: No space left on device", "standard output is closed"
+
+
+def run_shell(words, redirection="", **variables):
+    """Run a command line in a shell; returns its status, stdout and stderr."""
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" {redirection}', "bash", *map(str, words)],
+        cwd=Path(__file__).parents[1],
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "redirection", "status", "out", "err"),
+    [
+        (PRINT, "", 0, "a result", "a message"),
+        (PRINT, "2>&-", 0, "a result", ""),
+        (PRINT, "2>/dev/full", 0, "a result", ""),
+        (PRINT, ">&-", 2, "", f"a message\nerror: {CLOSED}"),
+        (PRINT, ">/dev/full", 2, "", f"a message\nerror: {FULL}"),
+        (PRINT + "; raise SystemExit(0)", ">/dev/full", 2, "", f"error: {FULL}"),
+        (PRINT, "<&- >&- 2>&-", 2, "", ""),
+        (PRINT, "| true", 0, "", "a message"),
+    ],
+)
+def test_streams_that_are_closed_or_full(body, redirection, status, out, err):
+    words = [sys.executable, "-c", PROGRAM.format(body=body)]
+    if "|" in redirection:
+        redirection += "; exit ${PIPESTATUS[0]}"
+    got = run_shell(words, redirection)
+    assert got[:2] == (status, out and out + "\n"), got
+    assert got[2].endswith(err and err + "\n") and got[2].count("\n") <= 2, got
+
+
+@pytest.mark.parametrize(
+    ("words", "redirection", "problem"),
+    [
+        (["-m", "medusa_jax"], ">/dev/full", FULL),
+        (["decode.py", "--help"], ">/dev/full", FULL),
+        (["train.py", "--help"], ">&-", CLOSED),
+        (["decode.py", "--bogus"], "2>&-", ""),
+    ],
+)
+def test_commands_with_streams_that_are_closed_or_full(words, redirection, problem):
+    got = run_shell([sys.executable, *words], redirection)
+    assert got == (2, "", problem and f"error: {problem}\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_every_encoding_prints_every_text(encoding):
+    """Text is escaped; JSON stays JSON."""
+    text = "\u65e5\U0001f40d"
+    body = f"print({text!a}); console.print_json(dict(text={text!a}))"
+    words = [sys.executable, "-c", PROGRAM.format(body=body)]
+    status, out, _ = run_shell(words, PYTHONIOENCODING=encoding)
+    shown, line = out.splitlines()
+    assert status == 0 and shown == "\\u65e5\\U0001f40d"
+    assert json.loads(line) == {"text": text}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["decode.py", "--prompt", "a"],
+        ["train.py", "--config=configs/demo_backbone.py", "--workdir=nowhere"],
+        ["-m", "medusa_jax", "calibrate", "--prompts", "x", "--out", "y"],
+    ],
+)
+def test_a_python_without_the_packages_is_told_in_one_line(words):
+    """-S leaves out what is installed, as the system's Python lacks it."""
+    status, out, err = run_shell([sys.executable, "-S", *words], PYTHONPATH=".")
+    assert status == 2 and out == "" and err.count("\n") == 1, err
+    assert f"which this Python ({sys.executable}) does not have" in err
+    assert err.startswith("error: medusa_jax needs ") and "pip install -e ." in err
+
+
+def test_a_bug_in_an_import_is_not_taken_for_a_missing_package():
+    with pytest.raises(ModuleNotFoundError, match=r"jax\.nothing"):
+        console.run_main(lambda: __import__("jax.nothing"))

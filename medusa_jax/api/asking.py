@@ -1,12 +1,21 @@
-"""Prompts and options as the decode loop takes them."""
+"""Prompts, conversations and options as the decode loop takes them."""
 
-from collections.abc import Sequence
+import dataclasses
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from medusa_jax.api.results import Options
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
+from medusa_jax.interop.chat import Message, encode_prompt, stop_ids
 from medusa_jax.interop.tokenizer import Tokenizer
+
+
+def is_message(value: Any) -> bool:
+    """Whether this is one turn of a conversation, such as {"role": "user", "content": "Hi"}."""
+    return isinstance(value, Mapping)
 
 
 def prompt_ids(
@@ -15,12 +24,13 @@ def prompt_ids(
     """Token ids of a prompt, BOS first where the tokenizer puts one.
 
     Raises:
-      UserError: nothing to start from (an empty prompt and no BOS), or ids out of range.
+      UserError: neither text nor token ids, nothing to start from (an empty prompt and no BOS), or
+        ids out of range.
     """
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, add_bos=True)
     else:
-        ids = [int(i) for i in prompt]
+        ids = _token_ids(prompt)
         if any(not 0 <= i < vocab_size for i in ids):
             raise UserError(f"a prompt id is outside the vocabulary 0..{vocab_size - 1}")
     if not ids:
@@ -30,6 +40,55 @@ def prompt_ids(
             )
         ids = [tokenizer.bos_id]
     return ids
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """A prompt that is no text.
+
+    Raises:
+      UserError: it is a conversation, or no list of whole numbers.
+    """
+    try:
+        parts = [prompt] if is_message(prompt) else list(prompt)
+        if any(map(is_message, parts)):
+            raise UserError(
+                "a prompt is text or token ids, these are messages: call model.chat(messages)"
+            )
+        return [operator.index(part) for part in parts]
+    except TypeError:
+        shown = repr(prompt)[:80]
+        raise UserError(f"a prompt is text or a list of token ids, not {shown}") from None
+
+
+def conversation(
+    tokenizer: Tokenizer,
+    eos_ids: Sequence[int],
+    messages: str | Sequence[Message],
+    options: Options,
+    template: str = "",
+) -> tuple[list[int], Options]:
+    """Token ids of a conversation up to where the model is to answer, and options for the answer.
+
+    Args:
+      messages: turns with "role" and "content", the last one the user's; or that turn's text.
+      template: a shipped chat template, "" for the tokenizer's own.
+
+    Raises:
+      UserError: malformed messages, or no such template.
+    """
+    turns = messages if isinstance(messages, str) else list(messages)
+    ids = encode_prompt(tokenizer, turns, template)
+    return ids, ending_turns(tokenizer, eos_ids, options, template)
+
+
+def ending_turns(
+    tokenizer: Tokenizer, eos_ids: Sequence[int], options: Options, template: str
+) -> Options:
+    """Options whose text ends where the chat template ends a turn, unless they name EOS ids."""
+    if options.eos_ids is not None:
+        return options
+    ends = {*eos_ids, *stop_ids(tokenizer, template)}
+    return dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
 
 
 def request_of(

@@ -13,7 +13,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import BASELINES
 from medusa_jax.heads.draft_model import MODEL, DraftModel, DraftModelConfig
 from medusa_jax.interop import hf
@@ -73,6 +73,7 @@ def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
             raise UserError(
                 f"--drafter {drafter}: write {name}:field=number with the fields "
                 f"{', '.join(sorted(own))}, not {part!r}"
+                f"{'' if field in own else did_you_mean(field, own)}"
             )
         fields[field] = int(value)
     return Baseline(kind(**fields))

@@ -1,9 +1,10 @@
 """Where a model and its heads lie: names, directories, files, hub ids, and what comes with the package."""
 
+import os
 from pathlib import Path
 
-from medusa_jax.errors import UserError
-from medusa_jax.heads import DRAFTERS
+from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.heads import BASELINES, DRAFTERS
 from medusa_jax.heads.draft_model import DraftModel
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.names import named
@@ -68,6 +69,13 @@ def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
     if drafter == "none":
         return None
     if drafter not in DRAFTERS:
+        kind = drafter.partition(":")[0]  # lookahead:window=7
+        if "/" not in drafter and not os.path.exists(drafter):
+            names = [*DRAFTERS, *BASELINES, "none"]
+            raise UserError(
+                f"there is no drafter {drafter!r}: give a directory, a file, a hub id or one of "
+                f"{', '.join(names)}{did_you_mean(kind, names)}"
+            )
         return open_heads(drafter)
     row = named(model)
     if model is not None and row is None:

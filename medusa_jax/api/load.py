@@ -19,7 +19,7 @@ from medusa_jax.api.finding import (
 )
 from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import make_drafter, vocabulary
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.base_files import fingerprint_as_read
@@ -154,7 +154,8 @@ def load(
 
 def _checked_dtype(dtype: str) -> str:
     if dtype not in DTYPES:
-        raise UserError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}")
+        near = did_you_mean(dtype, DTYPES)
+        raise UserError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}{near}")
     if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise UserError(
             'dtype float64 needs 64-bit types: call jax.config.update("jax_enable_x64", True) '

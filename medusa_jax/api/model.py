@@ -1,28 +1,25 @@
 """A loaded backbone with its draft heads: what `generate` and `stream` run on."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 import jax
-import numpy as np
 
-from medusa_jax.api.asking import prompt_ids, request_of
-from medusa_jax.api.results import DEFAULTS, Options, Piece, Result, results_of
-from medusa_jax.api.streaming import GrowingTexts
+from medusa_jax.api.asking import conversation, is_message, prompt_ids, request_of
+from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
+from medusa_jax.api.streaming import Chunk, TextStream, Watch, stream_rows
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.stopping import pack_stops
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import Backbone, Drafter, no_drafter
+from medusa_jax.interop.chat import Message
 from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.model.placing import decoder
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree import Ladder, Tree, parse_tree
-
-# Told the number of new tokens of every row [B] while a batch is being decoded.
-Watch = Callable[[np.ndarray], None]
 
 
 class Model:
@@ -147,8 +144,11 @@ class Model:
         if acceptance == "auto":
             acceptance = "sampled" if sampled else "greedy"
         if acceptance not in RULES:
-            known = ", ".join(["auto", *RULES])
-            raise UserError(f"unknown acceptance {acceptance!r}: there are {known}")
+            known = ["auto", *RULES]
+            near = did_you_mean(acceptance, known)
+            raise UserError(
+                f"unknown acceptance {acceptance!r}: there are {', '.join(known)}{near}"
+            )
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")
         if (logprobs or 0) > self.config.vocab_size:
@@ -251,7 +251,9 @@ class Model:
         rows, engine, request = self._plan(prompts, options, ids, engine_options)
         compile_seconds = self._compile(engine, request)
         if watch or any(o.stop for o in rows):
-            *_, (_, results) = self._stream(rows, engine, request, compile_seconds, watch)
+            # Stop strings are found by the host, between chunks of steps.
+            parts = self.tokenizer, rows, engine, self.variables, request
+            *_, (_, results) = stream_rows(*parts, compile_seconds, watch)
             assert results is not None
             return results
         start = time.perf_counter()
@@ -262,32 +264,101 @@ class Model:
         seconds = (middle - start, end - middle, compile_seconds)
         return results_of(self.tokenizer, rows, request, progress, seconds)
 
+    @overload
+    def stream(  # type: ignore[overload-overlap]  # text is a sequence of text as well
+        self,
+        prompts: str | Sequence[Message],
+        options: Options = DEFAULTS,
+        ids: Sequence[int] | None = None,
+        **engine_options: Any,
+    ) -> TextStream: ...
+
+    @overload
     def stream(
         self,
         prompts: Sequence[str | Sequence[int]],
         options: Options | Sequence[Options] = DEFAULTS,
         ids: Sequence[int] | None = None,
         **engine_options: Any,
-    ) -> Iterator[tuple[list[Piece], list[Result] | None]]:
+    ) -> Iterator[Chunk]: ...
+
+    def stream(
+        self,
+        prompts: Any,
+        options: Any = DEFAULTS,
+        ids: Sequence[int] | None = None,
+        **engine_options: Any,
+    ) -> TextStream | Iterator[Chunk]:
         """Decode while handing out text, a few steps at a time.
 
-        Args: as for `generate`.
+        Args: as for `generate`; a text instead of a list, or the messages of a conversation as for
+          `chat`, has the text alone come.
 
-        Yields: (new pieces, None), whole characters only and nothing that a stop string may take
-          back; at the end ([], the results).
+        Returns: of a text or a conversation the new text, whole characters only and nothing that a
+          stop string may take back; draft depths and the result are attributes. Of a list of
+          prompts pairs (new pieces of all rows, None), and at the end ([], the results).
+
+        Example:
+          stream = model.stream("def parse(")
+          for text in stream:
+              print(text, end="", flush=True)
+          print(stream.result.mean_accepted_length)
         """
+        if isinstance(prompts, str):
+            one: Any = prompts
+        elif not is_message(prompts) and any(map(is_message, prompts)):
+            one, options = conversation(self.tokenizer, self.eos_ids, prompts, options)
+        else:
+            return self._stream(prompts, options, ids, engine_options)
+        return TextStream(self._stream([one], options, ids, engine_options))
+
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        options: Options = DEFAULTS,
+        *,
+        template: str = "",
+        **engine_options: Any,
+    ) -> Result:
+        """Answer a conversation: the reply ends where the chat template ends a turn.
+
+        Args:
+          messages: turns such as {"role": "user", "content": "Hi"} (or "system", "assistant"), the
+            last one the user's; or the text of a single turn.
+          template: a shipped chat template (`vicuna`, `llama3`, ...); "" is the tokenizer's own.
+          engine_options: as for `generate`.
+
+        Raises:
+          UserError: as `generate`; malformed messages, or the tokenizer has no template.
+
+        Example:
+          print(model.chat([{"role": "user", "content": "Name a colour."}]).text)
+        """
+        prompt, options = conversation(
+            self.tokenizer, self.eos_ids, messages, options, template
+        )
+        return self.generate([prompt], options, **engine_options)[0]
+
+    def _stream(
+        self, prompts: Any, options: Any, ids: Any, engine_options: dict[str, Any]
+    ) -> Iterator[Chunk]:
+        """Compile and decode once the first chunk is asked for."""
         rows, engine, request = self._plan(prompts, options, ids, engine_options)
-        yield from self._stream(rows, engine, request, self._compile(engine, request))
+        seconds = self._compile(engine, request)
+        yield from stream_rows(
+            self.tokenizer, rows, engine, self.variables, request, seconds
+        )
 
     def _plan(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Any,
         options: Options | Sequence[Options],
         ids: Sequence[int] | None,
         engine_options: dict[str, Any],
     ) -> tuple[list[Options], loop.Engine, loop.Request]:
         if isinstance(prompts, str):
             raise TypeError("prompts is a list; give [prompt] for a single one")
+        prompts = [prompts] if is_message(prompts) else prompts  # which `encode` refuses
         rows = [options] * len(prompts) if isinstance(options, Options) else list(options)
         if not rows or len(rows) != len(prompts):
             raise UserError(f"{len(prompts)} prompts but {len(rows)} options")
@@ -297,41 +368,6 @@ class Model:
             engine_options = engine_options | {"tree": self.tree_at(len(rows))}
         engine = self.engine(sampled=sampled, logprobs=logprobs, **engine_options)
         return rows, engine, self.request(prompts, rows, ids)
-
-    def _stream(
-        self,
-        rows: list[Options],
-        engine: loop.Engine,
-        request: loop.Request,
-        compile_seconds: float,
-        watch: Watch | None = None,
-    ) -> Iterator[tuple[list[Piece], list[Result] | None]]:
-        """Streaming with stop strings: a row that meets one is cut and shown no further.
-
-        The device has the next chunk of steps before the host looks for stop strings in the
-        last one, so no row waits for another's; a row that has met one is ended there too.
-        """
-        texts = GrowingTexts(self.tokenizer, [o.stop for o in rows])
-        start = time.perf_counter()
-        prefilled = None
-        chunks = loop.stream(engine, self.variables, request)
-        progress = next(chunks)
-        while True:
-            pieces = texts.take(progress)
-            if watch:
-                watch(np.asarray(progress.n_new_B))
-            prefilled = prefilled or time.perf_counter()
-            yield pieces, None
-            if texts.finished:
-                break
-            progress = chunks.send(texts.stopped_B)
-        end = time.perf_counter()
-        seconds = (prefilled - start, end - prefilled, compile_seconds)
-        results = results_of(self.tokenizer, rows, request, progress, seconds)
-        for result, text in zip(results, texts.rows):
-            if text.stopped:
-                result.cut(text.tokens_used, text.text)
-        yield [], results
 
 
 def generate(

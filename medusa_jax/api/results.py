@@ -3,15 +3,32 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from medusa_jax.decoding.generate import Progress, Request
 from medusa_jax.decoding.stopping import STOPPED
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.tokenizer import Tokenizer
+
+# What other libraries call options that exist here.
+ALIASES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "n_predict": "max_new_tokens",
+    "stop_strings": "stop",
+    "stop_token_ids": "eos_ids",
+    "eos_token_id": "eos_ids",
+    "top_logprobs": "logprobs",
+    "random_seed": "seed",
+}
+
+
+class UnknownOption(UserError, TypeError):
+    """A name that `Options` does not have; the nearest one is named."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +66,16 @@ class Options:
     delta: float = 0.3
     max_steps: int | None = None
     logprobs: int | None = None
+
+    if not TYPE_CHECKING:  # type checkers know the fields
+
+        def __new__(cls, *_: Any, **given: Any) -> "Options":
+            known = [field.name for field in dataclasses.fields(cls)]
+            if wrong := next((name for name in given if name not in known), ""):
+                near = did_you_mean(wrong, known, ALIASES)
+                near = near or f" (there are: {', '.join(known)})"
+                raise UnknownOption(f"Options has no field {wrong!r}{near}")
+            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

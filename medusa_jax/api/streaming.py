@@ -1,13 +1,21 @@
 """Texts of a batch as they grow: whole characters only, cut at stop strings."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from medusa_jax.api.results import Piece
+from medusa_jax.api.results import Options, Piece, Result, results_of
+from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.interop.tokenizer import StreamDecoder, Tokenizer
+
+# New pieces of all rows; at the end none, and the results.
+Chunk = tuple[list[Piece], list[Result] | None]
+# Told the number of new tokens of every row [B] while a batch is being decoded.
+Watch = Callable[[np.ndarray], None]
 
 
 class StoppingText:
@@ -103,3 +111,68 @@ class GrowingTexts:
     def finished(self) -> bool:
         """Every row has ended, on the device or at a stop string."""
         return bool((self.stopped_B | self._ended).all())
+
+
+def stream_rows(
+    tokenizer: Tokenizer,
+    rows: Sequence[Options],
+    engine: loop.Engine,
+    variables: dict[str, Any],
+    request: loop.Request,
+    compile_seconds: float,
+    watch: Watch | None = None,
+) -> Iterator[Chunk]:
+    """Decode a batch with stop strings: a row that meets one is cut and shown no further.
+
+    The device has the next chunk of steps before the host looks for stop strings in the last one,
+    so no row waits for another's; a row that has met one is ended there too.
+    """
+    texts = GrowingTexts(tokenizer, [o.stop for o in rows])
+    start = time.perf_counter()
+    prefilled = None
+    chunks = loop.stream(engine, variables, request)
+    progress = next(chunks)
+    while True:
+        pieces = texts.take(progress)
+        if watch:
+            watch(np.asarray(progress.n_new_B))
+        prefilled = prefilled or time.perf_counter()
+        yield pieces, None
+        if texts.finished:
+            break
+        progress = chunks.send(texts.stopped_B)
+    end = time.perf_counter()
+    seconds = (prefilled - start, end - prefilled, compile_seconds)
+    results = results_of(tokenizer, rows, request, progress, seconds)
+    for result, text in zip(results, texts.rows):
+        if text.stopped:
+            result.cut(text.tokens_used, text.text)
+    yield [], results
+
+
+class TextStream(Iterator[str]):
+    """The text of one prompt as it grows: iterate for what is new.
+
+    Attributes:
+      pieces: what came so far, with the tree depths that it was accepted at.
+    """
+
+    def __init__(self, chunks: Iterator[Chunk]) -> None:
+        self.pieces: list[Piece] = []
+        self._chunks = chunks
+        self._results: list[Result] = []
+
+    def __next__(self) -> str:
+        for pieces, results in self._chunks:
+            self.pieces += pieces
+            self._results = results or []
+            if pieces:
+                return "".join(piece.text for piece in pieces)
+        raise StopIteration
+
+    @property
+    def result(self) -> Result:
+        """The whole answer; what has not come yet is decoded first."""
+        for _ in self:
+            pass
+        return self._results[0]

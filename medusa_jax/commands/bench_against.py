@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.bench_questions import first_prompts
-from medusa_jax.commands.flags import load_model
+from medusa_jax.commands.flags import at_least, load_model
 from medusa_jax.console import inform
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.whole_files import write_json, write_text
 
@@ -22,7 +22,7 @@ def add_against(p: argparse.ArgumentParser) -> None:
     p.add_argument("--against", metavar="PEERS",
                    help="instead: other engines on the same weights, each in turn: transformers "
                    "(needs torch), llama.cpp (needs llama-cpp-python and a GGUF file)")  # fmt: skip
-    p.add_argument("--threads", type=int, default=0,
+    p.add_argument("--threads", type=at_least(0), default=0,
                    help="for --against: threads of the peers (default: as many as there are "
                    "processors for this process; this engine always takes them all)")  # fmt: skip
 
@@ -41,7 +41,8 @@ def run_against(
 
     wanted = flags.against.split(",")
     if unknown := sorted(set(wanted) - set(PEERS)):
-        raise UserError(f"--against takes {' and '.join(PEERS)}, not {unknown[0]!r}")
+        near = did_you_mean(unknown[0], PEERS)
+        raise UserError(f"--against takes {' and '.join(PEERS)}, not {unknown[0]!r}{near}")
     if flags.temperature or flags.max_new_tokens < 2:
         raise UserError("--against decodes greedily (--temperature 0), at least 2 tokens")
     if jax.default_backend() != "cpu":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.bench_questions import first_prompts
-from medusa_jax.commands.flags import generation_options, load_model
+from medusa_jax.commands.flags import at_least, generation_options, load_model
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
@@ -22,7 +22,7 @@ def add_in_turn(p: argparse.ArgumentParser) -> None:
                    "memory and training cost; NAME@TREE gives one a tree (cartesian widths with x), "
                    "else it is auto's. Default: all drafters that come with the model, prompt_lookup "
                    "and lookahead")  # fmt: skip
-    p.add_argument("--ladder", type=int, default=0, metavar="NODES",
+    p.add_argument("--ladder", type=at_least(0), default=0, metavar="NODES",
                    help="the same for each of --drafters with a chain, the best Cartesian tree of at most so "
                    "many nodes, and the fitted tree of so many (Medusa's table 3)")  # fmt: skip
 

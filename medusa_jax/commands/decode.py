@@ -8,6 +8,7 @@ from medusa_jax.commands.flags import (
     add_generation,
     add_hosts,
     add_model,
+    at_least,
     command,
     on_hosts,
     run_command,
@@ -124,7 +125,10 @@ def parser() -> argparse.ArgumentParser:
         help="also run the autoregressive loop: speed-up and identity",
     )
     add(
-        "--repeats", type=int, default=3, help="timed runs of --compare (medians are shown)"
+        "--repeats",
+        type=at_least(1),
+        default=3,
+        help="timed runs of --compare (medians are shown)",
     )
     add("--json", action="store_true", help="print one JSON object instead of text")
     add_hosts(p)

@@ -1,5 +1,6 @@
 """What decode.py says of a text: the object that --json prints, and the line below the text."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,7 +17,16 @@ def describe(
     options: Options,
     compared: Comparison | None,
 ) -> dict[str, Any]:
-    """The object that --json prints."""
+    """The object that --json prints.
+
+    With a comparison all times are its medians: rates and the speed-up come from the same runs.
+    """
+    if compared is not None:
+        result = dataclasses.replace(
+            result,
+            prefill_seconds=compared.prefill_seconds,
+            decode_seconds=compared.decode_seconds,
+        )
     device = jax.devices()[0]
     facts: dict[str, Any] = {
         "text": result.text,

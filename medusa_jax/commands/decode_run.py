@@ -1,10 +1,10 @@
 """What decode.py does once its flags are parsed."""
 
 import argparse
-import json
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,11 +19,12 @@ from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.console import (
     announced,
     inform,
+    print_json,
     use_compilation_cache,
     warn_if_accelerator_unused,
 )
 from medusa_jax.decoding.acceptance import RULES
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.conversation import ending_turns
 from medusa_jax.interop.chat import encode_prompt
@@ -73,8 +74,11 @@ def run(flags: argparse.Namespace) -> int:
 def check_flags(flags: argparse.Namespace, talking: bool) -> None:
     """Refuse what cannot be, before a model is loaded."""
     if flags.acceptance not in ("auto", *RULES):
-        known = ", ".join(("auto", *RULES))
-        raise UserError(f"--acceptance is one of {known}, not {flags.acceptance!r}")
+        known = ["auto", *RULES]
+        near = did_you_mean(flags.acceptance, known)
+        raise UserError(
+            f"--acceptance is one of {', '.join(known)}, not {flags.acceptance!r}{near}"
+        )
     if talking and jax.process_count() > 1:
         raise UserError("a chat runs on one host: give --prompt or --prompts_file")
     if flags.batch_size < 1:
@@ -124,7 +128,7 @@ def run_one(
             )
     facts = describe(model, result, acceptance, options[0], compared)
     if flags.json:
-        print(json.dumps(facts, ensure_ascii=False), flush=True)
+        print_json(facts)
         return 0
     inform(summary(facts))
     if result.finish_reason == "context":
@@ -144,6 +148,7 @@ def run_file(
     """All requests of a file in batches; one JSON object a line, in the order of the file."""
     from tqdm import tqdm
 
+    write = partial(tqdm.write, file=sys.stdout)  # above the progress bar
     with tqdm(total=len(prompts), unit="request", disable=None) as bar:
         for n, (ids, rows) in enumerate(equal_batches(len(prompts), flags.batch_size)):
             batch = [prompts[i] for i in rows], [options[i] for i in rows], rows
@@ -162,7 +167,7 @@ def run_file(
             for i, result, one in zip(ids, results, compared):
                 result.compile_seconds = compile_seconds
                 facts = describe(model, result, acceptance, options[i], one)
-                tqdm.write(json.dumps(facts, ensure_ascii=False), file=sys.stdout)
+                print_json(facts, write)
             sys.stdout.flush()
             bar.update(len(ids))
             if hosts.asked_to_stop(n):

@@ -3,18 +3,63 @@
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from medusa_jax.console import inform, run_main
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 WEIGHTS = ("bfloat16", "int8")
 
 
+# What other programs call flags that exist here.
+ALIASES = {
+    "--max_tokens": "--max_new_tokens",
+    "--max_length": "--max_new_tokens",
+    "--n_predict": "--max_new_tokens",
+    "--input": "--prompt",
+    "--text": "--prompt",
+    "--draft_model": "--drafter",
+    "--temp": "--temperature",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad flags are one line and exit status 2; a misspelt one comes with the nearest name."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all of `args`; an argument that is no flag ends the program."""
+        found, rest = self.parse_known_args(args, namespace)
+        if flag := next((word for word in rest if word.startswith("-")), ""):
+            name = flag.partition("=")[0]
+            known = self._option_string_actions
+            aliases = {a: b for a, b in ALIASES.items() if b in known}
+            self.error(f"unknown flag {name}{did_you_mean(name, known, aliases)}")
+        if rest:
+            self.error(
+                f"unexpected argument {rest[0]!r}: what a flag takes follows its name"
+            )
+        return found
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            problem = f"{value!r} is none of {', '.join(known)}{did_you_mean(value, known)}"
+            raise argparse.ArgumentError(action, problem)
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; unlike argparse's own, a file that cannot take it is an error."""
+        print(self.format_help(), end="", file=file)
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with status 2."""
+        inform(f"error: {message} (--help lists all flags)")
+        self.exit(2)
+
+
 def command(name: str, description: str, examples: str) -> argparse.ArgumentParser:
     """A parser whose help ends with examples to copy."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=name,
         description=description,
         epilog=examples,
@@ -246,5 +291,4 @@ def run_command(
     argv: Sequence[str] | None,
 ) -> int:
     """Parse and run; bad input is one line and exit status 2."""
-    flags = parser.parse_args(argv)
-    return run_main(lambda: run(flags))
+    return run_main(lambda: run(parser.parse_args(argv)))

@@ -3,13 +3,18 @@
 import argparse
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from medusa_jax.api import Options
+from medusa_jax.api.results import ALIASES
 from medusa_jax.commands.flags import token_ids
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.names import named
+
+# What a request continues or answers, one of these.
+PROMPTS = ("prompt", "prompt_ids", "messages")
 
 
 def shared_options(flags: argparse.Namespace) -> dict[str, Any]:
@@ -50,7 +55,7 @@ def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:
         )
     shared = shared_options(flags)
     if flags.prompt is not None:
-        text = sys.stdin.read() if flags.prompt == "-" else flags.prompt
+        text = read_stdin() if flags.prompt == "-" else flags.prompt
         return [text], [Options(**shared)]
     try:
         # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
@@ -66,8 +71,11 @@ def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{where} is not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
+            raise UserError(f"{where} cannot be read: {error}") from error
         try:
             prompts.append(_prompt(record))
+            check_fields(record, shared)
             options.append(Options(**(shared | own_options(record, shared))))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
@@ -76,10 +84,37 @@ def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:
     return prompts, options
 
 
+def read_stdin() -> str:
+    """All of standard input.
+
+    Raises:
+      UserError: it is closed, or no text.
+    """
+    try:
+        return sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        why = "it is closed" if isinstance(error, OSError) else error
+        raise UserError(f"cannot read standard input: {why}") from error
+
+
+def check_fields(record: dict[str, Any], options: Collection[str]) -> None:
+    """Refuse fields of a request that nobody would read.
+
+    Raises:
+      UserError: one that is unknown, or a second prompt.
+    """
+    known = (*PROMPTS, *options)
+    if wrong := next((name for name in record if name not in known), None):
+        near = did_you_mean(wrong, known, ALIASES) or f" (there are: {', '.join(known)})"
+        raise UserError(f"unknown field {wrong!r}{near}")
+    given = [name for name in PROMPTS if name in record]
+    if len(given) > 1:
+        raise UserError(f"a request has one prompt, not both {given[0]!r} and {given[1]!r}")
+
+
 def _prompt(record: Any) -> str | tuple[int, ...] | list[Any]:
     """The one prompt of a line: a text, a tuple of token ids or a list of messages."""
-    names = ("prompt", "prompt_ids", "messages")
-    given = [name for name in names if isinstance(record, dict) and name in record]
+    given = [name for name in PROMPTS if isinstance(record, dict) and name in record]
     if not given:
         raise UserError("a request needs a 'prompt', 'prompt_ids' or 'messages'")
     value = record[given[0]]

@@ -1,7 +1,6 @@
 """`python train.py --config=FILE --workdir=DIR [--config.field=value ...]`."""
 
 import dataclasses
-import difflib
 import importlib.util
 import os
 import signal
@@ -16,7 +15,7 @@ from medusa_jax.console import (
     use_compilation_cache,
     warn_if_accelerator_unused,
 )
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean, nearest
 
 USAGE = """\
 usage: train.py --config=FILE.py --workdir=DIR [--config.FIELD=VALUE ...]
@@ -33,14 +32,29 @@ are; elsewhere give
   --coordinator_address=HOST:PORT --num_processes=N --process_id=I   (host I of N; HOST is 0's)"""
 
 
+# What other trainers call fields that exist here.
+ALIASES = {
+    "learning_rate": "optim.lr",
+    "lr_scheduler_type": "optim.schedule",
+    "optimizer": "optim.name",
+    "num_train_epochs": "train.epochs",
+    "per_device_train_batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "train.accumulation",
+    "max_seq_length": "data.seq_len",
+    "dataset": "data.source",
+    "model_name_or_path": "model.path",
+    "bf16": "train.dtype",
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; bad input is one line on stderr and exit status 2."""
     args = sys.argv[1:] if argv is None else argv
-    if not args or "-h" in args or "--help" in args:
-        print(USAGE)
-        return 0 if args else 2
 
     def go() -> int:
+        if not args or "-h" in args or "--help" in args:
+            print(USAGE)
+            return 0 if args else 2
         from medusa_jax import hosts
 
         cfg = parse(args, (*hosts.FLAGS, "devices"))
@@ -137,9 +151,7 @@ def parse(args: list[str], others: Collection[str] = ()) -> Config:
         elif name == "workdir":
             cfg.workdir = value
         elif name != "config":
-            raise UserError(
-                f"unknown flag --{name}; {_nearest('--' + name, _flag_names(cfg))}"
-            )
+            raise UserError(f"unknown flag --{name}{_nearest(name, cfg)}")
     if not cfg.workdir and not cfg.dry_run and not cfg.data.preview:
         raise UserError("--workdir=DIR is missing: where checkpoints and results go")
     cfg.workdir = os.path.abspath(cfg.workdir)
@@ -155,7 +167,8 @@ def load_config(path: str) -> Config:
             if os.path.isdir(folder)
             else []
         )
-        hint = f"; {folder} has {', '.join(sorted(there))}" if there else ""
+        near = did_you_mean(os.path.basename(path), there)
+        hint = f"; {folder} has {', '.join(sorted(there))}{near}" if there else ""
         raise UserError(f"there is no configuration file {path}{hint}")
     spec = importlib.util.spec_from_file_location("medusa_jax_config", path)
     assert spec is not None and spec.loader is not None
@@ -182,12 +195,11 @@ def override(cfg: Config, path: str, text: str) -> None:
     *groups, last = path.split(".")
     for depth, name in enumerate([*groups, last]):
         if not dataclasses.is_dataclass(owner) or not hasattr(owner, name):
-            names = [f"--config.{n}" for n in field_names(cfg)]
-            near = _nearest("--config." + path, names)
+            near = _nearest(f"config.{path}", cfg)
             group = ".".join(["config", *groups[:depth]])
             fields = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
             known = f" ({group} has {', '.join(f.name for f in fields)})" if fields else ""
-            raise UserError(f"unknown field --config.{path}; {near}{known}")
+            raise UserError(f"unknown field --config.{path}{near}{known}")
         if depth < len(groups):
             owner = getattr(owner, name)
     kind = typing.get_type_hints(type(owner))[last]
@@ -228,12 +240,17 @@ def field_names(owner: Any, prefix: str = "") -> list[str]:
     return names
 
 
-def _flag_names(cfg: Config) -> list[str]:
-    return ["--config", "--workdir", *(f"--config.{n}" for n in field_names(cfg))]
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    return f"did you mean {difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]}?"
+def _nearest(flag: str, cfg: Config) -> str:
+    """ "; did you mean --config.optim.lr?" for "config.optm.lr", "config.lr" or "learning_rate"."""
+    asked = flag.removeprefix("config.").replace("-", "_")
+    last = asked.split(".")[-1]
+    fields = field_names(cfg)
+    by_last = {field.split(".")[-1]: field for field in reversed(fields)}
+    near = ALIASES.get(last) or by_last.get(last) or nearest(asked, ["workdir", *fields])
+    near = near or by_last.get(nearest(last, by_last), "")
+    if not near:
+        return ""
+    return f"; did you mean --{near if near == 'workdir' else f'config.{near}'}?"
 
 
 if __name__ == "__main__":

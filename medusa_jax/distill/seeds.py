@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop import chat
 
 MODES = ("continue", "multi_turn", "self_talk")
@@ -114,7 +114,8 @@ def mode_for(seeds: Sequence[Seed], mode: str) -> str:
     if mode == "auto":
         mode = "continue" if any(s.prompt for s in seeds) else "multi_turn"
     if mode not in MODES:
-        raise UserError(f"--mode is auto, {', '.join(MODES[:-1])} or {MODES[-1]}")
+        near = did_you_mean(mode, ("auto", *MODES))
+        raise UserError(f"--mode is auto, {', '.join(MODES[:-1])} or {MODES[-1]}{near}")
     if mode == "continue" and any(s.turns and not s.prompt for s in seeds):
         raise UserError("--mode continue needs seeds with prompt or prompt_ids")
     if mode != "continue" and not any(s.turns for s in seeds):

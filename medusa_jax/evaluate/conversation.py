@@ -1,13 +1,12 @@
 """From a question to the ids that a model reads: chat templates, earlier answers, truncation."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from medusa_jax.api import Model, Options
+from medusa_jax.api import Model, Options, asking
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import framed, prompt_of
-from medusa_jax.interop.chat import encode_prompt, stop_ids
+from medusa_jax.interop.chat import encode_prompt
 
 # Instead of a template: turns and answers one behind the other, with an empty line between.
 PLAIN = "plain"
@@ -26,10 +25,9 @@ def find_template(model: Model, asked: str) -> str:
 
 def ending_turns(model: Model, options: Options, template: str) -> Options:
     """Options whose text ends where the chat template ends a turn, unless they say where."""
-    if options.eos_ids is not None or template == PLAIN:
+    if template == PLAIN:
         return options
-    ends = {*model.eos_ids, *stop_ids(model.tokenizer, template)}
-    return dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
+    return asking.ending_turns(model.tokenizer, model.eos_ids, options, template)
 
 
 def asked(model: Model, record: dict[str, Any], template: str = "") -> str | list[int]:

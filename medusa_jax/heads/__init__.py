@@ -5,12 +5,11 @@ which are trained and stored; `BASELINES` have none.
 """
 
 import dataclasses
-import difflib
 import importlib
 import pkgutil
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads.drafter import Backbone, Drafter, NoDrafter
 
 __all__ = [
@@ -50,10 +49,8 @@ def drafter_class(name: str) -> type[Drafter]:
       UserError: there is none; the nearest is named.
     """
     if name not in _ALL:
-        near = difflib.get_close_matches(name, _ALL, n=1, cutoff=0.0)
         raise UserError(
-            f"unknown drafter {name!r} (there are: {', '.join(_ALL)}); "
-            f"did you mean {near[0]!r}?"
+            f"unknown drafter {name!r} (there are: {', '.join(_ALL)}){did_you_mean(name, _ALL)}"
         )
     return _ALL[name]
 
@@ -90,7 +87,10 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
                 f"heads.{field} must be at least 1, not {getattr(heads, field)}"
             )
     if heads.lm_head not in ("own", "shared", "low_rank"):
-        raise UserError(f"heads.lm_head is own, shared or low_rank, not {heads.lm_head!r}")
+        near = did_you_mean(heads.lm_head, ("own", "shared", "low_rank"))
+        raise UserError(
+            f"heads.lm_head is own, shared or low_rank, not {heads.lm_head!r}{near}"
+        )
     if not 0 <= heads.draft_vocab <= llama.vocab_size:
         raise UserError(
             f"heads.draft_vocab is from 0 (all tokens) to the vocabulary's {llama.vocab_size}, "

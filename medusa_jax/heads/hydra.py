@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads.drafter import (
     Backbone,
     Committed,
@@ -84,8 +84,9 @@ class Hydra(Drafter):
 
     def check(self) -> None:
         if self.heads.skip not in ("identity", "random", "fixed"):
+            near = did_you_mean(self.heads.skip, ("identity", "random", "fixed"))
             raise UserError(
-                f"heads.skip is identity, random or fixed, not {self.heads.skip!r}"
+                f"heads.skip is identity, random or fixed, not {self.heads.skip!r}{near}"
             )
         if not 0 <= self.heads.dropout < 1:
             raise UserError(f"heads.dropout is from 0 to below 1, not {self.heads.dropout}")

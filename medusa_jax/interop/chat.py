@@ -7,7 +7,6 @@ assistant turn adds behind the generation prompt is the assistant's. An end-of-t
 behind an assistant turn counts: the model has to learn to stop.
 """
 
-import difflib
 import os
 import re
 import secrets
@@ -15,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.tokenizer import Tokenizer
 
 Message = dict[str, str]
@@ -264,10 +263,9 @@ def template_source(tokenizer: Tokenizer, template_name: str = "") -> str:
 def shipped_template(name: str) -> str:
     """The source of a template that comes with the package."""
     if name not in TEMPLATES:
-        near = difflib.get_close_matches(name, TEMPLATES, n=1, cutoff=0.0)[0]
         raise UserError(
-            f"unknown chat template {name!r} (there are: {', '.join(TEMPLATES)}); "
-            f"did you mean {near!r}?"
+            f"unknown chat template {name!r} (there are: {', '.join(TEMPLATES)})"
+            f"{did_you_mean(name, TEMPLATES)}"
         )
     file = Path(__file__).parent / "templates" / f"{TEMPLATES[name]}.jinja"
     return file.read_text(encoding="utf-8")

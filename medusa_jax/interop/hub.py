@@ -4,7 +4,7 @@ import os
 import re
 from typing import Any
 
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.gguf import converted
 from medusa_jax.interop.names import NAMES, file_of, named
 
@@ -41,7 +41,7 @@ def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = "float
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         raise UserError(
             f"{path_or_id!r} is no directory, nor a hub id of the form owner/name, a .gguf "
-            f"file or a name ({', '.join(NAMES)})"
+            f"file or a name ({', '.join(NAMES)}){did_you_mean(path_or_id, NAMES)}"
         )
     if files is not None:
         return _snapshot(repo, revision, files)

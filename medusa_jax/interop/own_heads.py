@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import drafter_class, vocabulary
 from medusa_jax.interop import codes
 from medusa_jax.interop import tensors as tensor_files
@@ -88,7 +88,8 @@ def _read_description(
     }
     for name, value in fields.items():
         if name not in known:
-            raise UserError(f"{file} has an unknown field {name!r} under heads")
+            near = did_you_mean(name, known)
+            raise UserError(f"{file} has an unknown field {name!r} under heads{near}")
         kind = known[name]
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise UserError(

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import announced
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.measured import Kept
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.stored import WEIGHTS, Storage, multiply, store
@@ -49,7 +49,10 @@ def choose_storage(
       UserError: an unknown type or form, or one that cannot be had here.
     """
     if weights not in (None, *WEIGHTS):
-        raise UserError(f"weights are stored as {' or '.join(WEIGHTS)}, not {weights!r}")
+        near = did_you_mean(weights, WEIGHTS)
+        raise UserError(
+            f"weights are stored as {' or '.join(WEIGHTS)}, not {weights!r}{near}"
+        )
     if weights == "int8" and mesh.size > 1:
         raise UserError("int8 weights are read on one device: use --mesh 1,1,1")
     kept = "" if weights is None or weights == jnp.dtype(dtype).name else weights

@@ -1,12 +1,11 @@
 """Checks of a configuration before a run: what does not fit is one sentence."""
 
-import difflib
 from typing import Any
 
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.sharding import row_shards
 from medusa_jax.training.partition import trained_groups
 
@@ -26,16 +25,20 @@ CHOICES = {
 }
 
 
+# What other projects call these.
+ALIASES = {"chat": "messages", "openai": "messages", "chatml": "messages", "plain": "text"}
+
+
 def check_choices(cfg: Config) -> None:
     """Refuses a name that no field knows, with the nearest one that it does."""
     for path, allowed in CHOICES.items():
         group, name = path.split(".")
         value = getattr(getattr(cfg, group), name)
         if value not in allowed:
-            near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
-            raise UserError(
-                f"{path} is {' or '.join(allowed)}, not {value!r}; did you mean {near!r}?"
-            )
+            aliases = {a: b for a, b in ALIASES.items() if b in allowed}
+            known = " or ".join(name or "empty" for name in allowed)
+            near = did_you_mean(value, allowed, aliases)
+            raise UserError(f"{path} is {known}, not {value!r}{near}")
 
 
 def fit_accumulation(cfg: Config, mesh: Mesh) -> None:

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.tree.tree import Tree
 
+# Trees that are written with what follows a colon.
+FORMS = ("chain", "copy", "cartesian")
 # The size that a calibrated order is cut to on an accelerator that it was not fitted to.
 ACCELERATOR_NODES = 64
 
@@ -122,6 +124,12 @@ def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu")
         return tree_of_size(calibrated.get("growth", calibrated["choices"]), int(spec))
     if not spec:
         raise UserError("--tree is empty: name a tree, a number of nodes or a file")
+    if not Path(spec).exists() and not Path(spec).suffix and "/" not in spec:
+        known = (*FORMS, "none", "auto", "bundled")
+        raise UserError(
+            f"there is no tree {spec!r}: --tree takes auto, bundled, none, a number of nodes, "
+            f"chain:4, copy:4, cartesian:2,3 or a JSON file{did_you_mean(kind, known)}"
+        )
     choices = load_tree_file(spec)["choices"]
     try:
         return Tree.from_choices(choices)

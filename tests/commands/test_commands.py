@@ -1,5 +1,6 @@
 """calibrate, distill and bench on a tiny model: files, figures, resuming, bad input."""
 
+import importlib
 import json
 import shutil
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from tiny_model import write_model
 
+from medusa_jax.__main__ import COMMANDS
 from medusa_jax.api import Model, rounds
 from medusa_jax.commands import bench, calibrate, distill, sweep, ties
 from medusa_jax.config import DataConfig
@@ -288,3 +290,14 @@ def test_counts_that_cannot_be(command, flag, words, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main([flag, "--prompts=missing.jsonl", "--out=x"])
     assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_no_flag_takes_a_count_that_nobody_checks():
+    """Whole numbers are `at_least` something, except where `Options`, `load` or `Server` checks them."""
+    checked = {"seed", "max_new_tokens", "top_k", "max_steps", "logprobs"}
+    checked |= {"no_repeat_ngram_size", "batch_size", "slots", "queue"}
+    for module, _ in COMMANDS.values():
+        command = importlib.import_module(f"medusa_jax.{module}")
+        if module.startswith("commands.") and hasattr(command, "parser"):
+            bare = {a.dest for a in command.parser()._actions if a.type is int}
+            assert bare <= checked, (module, bare - checked)

@@ -17,6 +17,7 @@ from tiny_model import CONTEXT, write_model, write_tokenizer
 import medusa_jax
 from medusa_jax.commands import calibrate, sweep, ties
 from medusa_jax.commands.decode import main
+from medusa_jax.commands.decode_report import summary
 from medusa_jax.interop import heads_io
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +126,19 @@ def test_compare_says_identical(decode):
         "identical text",
         err,
     )
+
+
+def test_rates_and_speed_up_of_a_comparison_are_of_the_same_runs(decode):
+    """The text is streamed once more, in a run that is timed by nothing else."""
+    flags = ("--prompt", "the cat", "--compare", "--repeats", 2)
+    facts = json.loads(decode(*flags, "--json")[1])
+    plain = facts["autoregressive"]
+    ratio = facts["tokens_per_second"] / plain["tokens_per_second"]
+    assert facts["speedup"] == pytest.approx(ratio, rel=1e-9)
+    line = summary(facts)
+    drafted, theirs = map(int, re.findall(r"(\d+) tokens/s", line))
+    shown = float(re.search(r"speed-up ([\d.]+)x", line)[1])
+    assert shown == pytest.approx(drafted / theirs, rel=0.05)
 
 
 def test_a_text_without_a_step_has_no_speedup(decode):
@@ -268,6 +282,18 @@ def test_a_model_without_a_tokenizer_takes_and_gives_ids(
     assert "holds no tokenizer" in said and "give prompts as token ids" in said
     said = refused("--prompts_file", file, "--stop", "x", model=bare)
     assert "stop strings cannot be found" in said
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [(os.O_WRONLY, "it is closed"), (os.O_RDONLY, "'utf-8' codec can't decode byte 0xff")],
+)
+def test_standard_input_that_cannot_be_read(refused, monkeypatch, tmp_path, mode, words):
+    """Closed: `console.open_standard_streams` puts a file there that cannot be read."""
+    (tmp_path / "bytes").write_bytes(b"a\xff")
+    with open(os.open(tmp_path / "bytes", mode), encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert f"cannot read standard input: {words}" in refused("--prompt", "-")
 
 
 def test_stop_and_standard_input(decode, monkeypatch):
@@ -497,6 +523,15 @@ def test_flags_that_are_unknown(decode, capsys, flags):
         ('{"prompt": "a", "stop_sequences": [5]}', "line 2: 'stop_sequences' must be"),
         ('{"prompt": "a", "stop_sequences": 5}', "line 2: 'stop_sequences' must be"),
         ('{"prompt": "a", "stop_sequences": [[]]}', "line 2: stop_sequences are lists"),
+        ('{"promt": "a", "prompt": "a"}', "line 2: unknown field 'promt'; did you mean 'p"),
+        ('{"prompt": "a", "max_tokens": 5}', "line 2: unknown field 'max_tokens'; did you"),
+        ('{"prompt": "a", "banana": 5}', "unknown field 'banana' (there are: prompt, "),
+        (
+            '{"prompt": "a", "prompt_ids": [5]}',
+            "one prompt, not both 'prompt' and 'prompt_",
+        ),
+        ('{"prompt": ' + "[" * 200_000, "line 2 cannot be read"),
+        ('{"prompt": "a", "seed": ' + "9" * 5_000 + "}", "line 2 cannot be read"),
     ],
 )
 def test_prompts_files_with_a_bad_line(refused, tmp_path, line, words):

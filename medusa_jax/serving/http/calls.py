@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_jax.api import Model, Options
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.conversation import PLAIN, ending_turns
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.serving.batch import MOST_BEST
@@ -100,7 +100,8 @@ class Fields:
                 if value is not None and value not in NEUTRAL[name]:
                     raise Refused(400, f"{name!r} is not supported here", name)
             elif name not in self._read:
-                raise Refused(400, f"unknown field {name!r}", name, "unknown_field")
+                near = did_you_mean(name, {*self._read, *NEUTRAL})
+                raise Refused(400, f"unknown field {name!r}{near}", name, "unknown_field")
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:

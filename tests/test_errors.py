@@ -1,0 +1,109 @@
+"""Unknown names come with the nearest known one, wherever they are given."""
+
+import pytest
+
+from medusa_jax import Options, UserError, load
+from medusa_jax.__main__ import main
+from medusa_jax.api.baselines import find_baseline
+from medusa_jax.api.finding import find_heads
+from medusa_jax.chips import find_chip
+from medusa_jax.commands import decode, train
+from medusa_jax.commands.requests import check_fields
+from medusa_jax.config import Config
+from medusa_jax.errors import did_you_mean
+from medusa_jax.training.checks import check_choices
+from medusa_jax.tree import parse_tree
+
+
+def choices(path, value):
+    cfg = Config()
+    group, name = path.split(".")
+    setattr(getattr(cfg, group), name, value)
+    check_choices(cfg)
+
+
+def trained(flag):
+    train.parse(["--config=configs/demo_backbone.py", "--workdir=w", flag])
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: load("smolm2"), "smollm2"),
+        (lambda: load(drafter="medsua"), "medusa"),
+        (lambda: load(drafter="lookahed:window=7"), "lookahead"),
+        (lambda: load(dtype="flaot32"), "float32"),
+        (lambda: load(weights="bflota16"), "bfloat16"),
+        (lambda: find_heads(None, "Hydra"), "hydra"),
+        (lambda: find_baseline("lookahead:widnow=7"), "window"),
+        (lambda: parse_tree("auot"), "auto"),
+        (lambda: parse_tree("chian:3"), "chain"),
+        (lambda: Options(max_tokens=3), "max_new_tokens"),
+        (lambda: Options(stop_strings=("a",)), "stop"),
+        (lambda: Options(temprature=1), "temperature"),
+        (lambda: check_fields({"promt": "a"}, ("seed",)), "prompt"),
+        (lambda: check_fields({"prompt": "a", "max_tokens": 2}, ()), "max_new_tokens"),
+        (lambda: choices("data.format", "chat"), "messages"),
+        (lambda: choices("optim.name", "adam"), "adamw"),
+        (lambda: trained("--config.learning_rate=1"), "--config.optim.lr"),
+        (lambda: trained("--config.optim.lrr=1"), "--config.optim.lr"),
+        (lambda: trained("--config.lr=1"), "--config.optim.lr"),
+        (lambda: trained("--batch_size=1"), "--config.train.batch_size"),
+        (lambda: find_chip("tpuv5p"), "tpu-v5p"),
+    ],
+)
+def test_the_nearest_name_is_named(call, name):
+    with pytest.raises(UserError) as error:
+        call()
+    said = str(error.value)
+    assert f"did you mean {name}?" in said.replace("'", "") and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("call", "known"),
+    [
+        (lambda: parse_tree("banana"), "chain:4, copy:4, cartesian:2,3"),
+        (lambda: Options(banana=1), "max_new_tokens, temperature"),
+        (lambda: load(drafter="banana"), "medusa"),
+        (lambda: trained("--config.banana=1"), "config has model, heads"),
+    ],
+)
+def test_what_is_like_no_name_gets_the_list(call, known):
+    with pytest.raises(UserError) as error:
+        call()
+    assert known in str(error.value) and "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--promt", "hi"], "unknown flag --promt; did you mean '--prompt'?"),
+        (["--max-new-tokens=3"], "did you mean '--max_new_tokens'?"),
+        (["--max_tokens", "3"], "did you mean '--max_new_tokens'?"),
+        (["--dtype", "flaot32"], "argument --dtype: 'flaot32' is none of float64, float32"),
+        (["--weights", "int_8"], "did you mean 'int8'?"),
+        (["--prompt", "a", "b"], "unexpected argument 'b'"),
+        (["--bogus"], "unknown flag --bogus (--help"),
+        (["--repeats", "-1"], "argument --repeats: 1 or more, not -1"),
+    ],
+)
+def test_flags_are_one_line(capsys, flags, words):
+    with pytest.raises(SystemExit) as error:
+        decode.main(flags)
+    out, err = capsys.readouterr()
+    assert error.value.code == 2 and out == ""
+    assert err.count("\n") == 1 and err.startswith("error: ") and words in err
+
+
+def test_acceptance_rules_and_commands(capsys):
+    assert decode.main(["--prompt", "a", "--acceptance", "typcal"]) == 2
+    assert "did you mean 'typical'?" in capsys.readouterr().err
+    assert main(["trian"]) == 2 and main(["zzz"]) == 2
+    said = capsys.readouterr().err
+    assert "did you mean 'train'?" in said and said.count("did you mean") == 1
+
+
+def test_spelling_like_that_of_other_shells_and_languages():
+    known = ("max_new_tokens", "top_p")
+    assert did_you_mean("Max-New-Tokens", known) == "; did you mean 'max_new_tokens'?"
+    assert did_you_mean("zzz", known) == ""
