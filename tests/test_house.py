@@ -117,3 +117,28 @@ def test_files_that_are_not_python_come_with_the_package():
         f for f in PACKAGE.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")
     }
     assert others - packaged == set() and PACKAGE / "py.typed" in others
+
+
+# Calls of transformers that may run Python files of a model's directory.
+LOADERS = {"from_pretrained", "from_config", "pipeline", "get_class_from_dynamic_module"}
+
+
+def untrusting(call):
+    """Whether a call gives `trust_remote_code=False` in so many words."""
+    given = {word.arg: word.value for word in call.keywords}
+    value = given.get("trust_remote_code")
+    return isinstance(value, ast.Constant) and value.value is False
+
+
+def test_no_code_of_a_models_directory_runs():
+    """Without an answer given here, transformers asks for one on stdin."""
+    calls, wrong = 0, []
+    for file in [*PACKAGE.rglob("*.py"), *PACKAGE.parent.glob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in LOADERS:
+                calls += 1
+                wrong += [] if untrusting(node) else [f"{file.name}:{node.lineno}"]
+    assert calls > 0 and not wrong, wrong

@@ -81,10 +81,11 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
         fields that the drafter refuses.
     """
     heads = whole_config(heads)
-    for field in ("n_heads", "n_layers"):
-        if getattr(heads, field) < 1:
+    least = {"n_heads": 1, "n_layers": drafter_class(heads.drafter).least_layers}
+    for field, fewest in least.items():
+        if getattr(heads, field) < fewest:
             raise UserError(
-                f"heads.{field} must be at least 1, not {getattr(heads, field)}"
+                f"heads.{field} must be at least {fewest}, not {getattr(heads, field)}"
             )
     if heads.lm_head not in ("own", "shared", "low_rank"):
         near = did_you_mean(heads.lm_head, ("own", "shared", "low_rank"))

@@ -154,6 +154,7 @@ class Drafter:
       llama: the shape of the backbone they sit on.
       name: how configurations and files call the drafter.
       Config: the fields it has beyond those of every drafter.
+      least_layers: fewest hidden layers that a head may have.
       separable: the first heads alone are a drafter, so that the others need not be loaded.
       trained: it has heads, which the trainer fits and files hold; else see `Untrained`.
     """
@@ -163,6 +164,7 @@ class Drafter:
 
     name: ClassVar[str] = ""
     Config: ClassVar[type[HeadsConfig]] = HeadsConfig
+    least_layers: ClassVar[int] = 1
     separable: ClassVar[bool] = True
     trained: ClassVar[bool] = True
 

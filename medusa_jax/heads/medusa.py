@@ -1,6 +1,7 @@
 """Medusa heads (Medusa 2.1.1): each guesses one later token from the last hidden state alone.
 
-p^(k) = softmax(W2 (SiLU(W1 h + b) + h)), with one or more residual blocks before W2.
+p^(k) = softmax(W2 (SiLU(W1 h + b) + h)), with any number of residual blocks before W2. The authors'
+code takes none, too: a head is then an LM head.
 """
 
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
     Backbone,
     Committed,
@@ -24,6 +26,13 @@ class Medusa(Drafter):
     """K independent heads on the last accepted hidden state, which is all the state there is."""
 
     name = "medusa"
+    least_layers = 0
+
+    def check(self) -> None:
+        if self.heads.n_layers == 0 and self.heads.lm_head == "shared":
+            raise UserError(
+                "heads.n_layers 0 needs LM heads of their own: nothing else is there"
+            )
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """W1 = 0 and W2 = the backbone's LM head: every head starts as the LM head itself."""

@@ -137,6 +137,8 @@ def _key(path: str, layers: list[int], between: str) -> str:
 
 def _same_weights(tensors: Tensors, layers: list[int], n_heads: int) -> bool:
     """Whether layers 2 to n hold the same numbers in every head (n > 2)."""
+    if len(layers) < 3:
+        return False
     for k in range(n_heads):
         for leaf in ("weight", "bias"):
             names = [f"hydra_mlp.{k}.{j}.linear.{leaf}" for j in layers[1:]]
@@ -147,4 +149,4 @@ def _same_weights(tensors: Tensors, layers: list[int], n_heads: int) -> bool:
             first, *others = (whole(tensors[name]) for name in names)
             if not all(np.array_equal(first, other) for other in others):
                 return False
-    return len(layers) > 2
+    return True

@@ -216,7 +216,10 @@ def _backend(directory: str) -> Any:
     known = "model_type" in kinds[0] or "tokenizer_class" in kinds[1]
     loader = AutoTokenizer if known else LlamaTokenizer
     try:
-        backend = loader.from_pretrained(directory, local_files_only=True).backend_tokenizer
+        # Left open, an `auto_map` makes transformers ask on stdin whether to run the model's code.
+        backend = loader.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        ).backend_tokenizer
     except Exception as error:  # anything from a missing class to a malformed protobuf
         first_line = str(error).strip().split("\n")[0]
         raise UserError(

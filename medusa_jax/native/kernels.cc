@@ -13,12 +13,13 @@ namespace {
 Kernel KernelOf(ffi::Buffer<ffi::U32> panels, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias,
                 int64_t per_word, int64_t inputs, int64_t outputs) {
   const auto ps = panels.dimensions();
-  if (ps.size() != 3) return {};
-  const int64_t columns = ps[0] * kPanel;
+  if (ps.size() != 3 || (per_word != 1 && per_word != 2 && per_word != 4)) return {};
+  // Each panel begins before the last output: `MultiplyChunk` writes at least one output of each.
+  const int64_t columns = ps[0] * kPanel, needed = (outputs + kPanel - 1) / kPanel;
   Kernel kernel{panels.typed_data(), nullptr, nullptr, per_word, inputs, ps[0], outputs};
   if (scales.element_count()) kernel.scales = scales.typed_data();
   if (bias.element_count()) kernel.bias = bias.typed_data();
-  if (ps[2] != kPanel || ps[1] * kPanel != kernel.Size() || outputs > columns ||
+  if (ps[2] != kPanel || ps[1] * kPanel != kernel.Size() || outputs < 1 || ps[0] != needed ||
       (kernel.scales && int64_t(scales.element_count()) != columns) ||
       (kernel.bias && int64_t(bias.element_count()) != outputs))
     return {};

@@ -82,33 +82,49 @@ def library() -> Library | None:
 
 
 def _compiled() -> Path | None:
-    """The shared object in the cache directory, made if it is missing."""
+    """The shared object in the cache directory, made if it is missing or damaged.
+
+    Its name tells what it was made from and by, and its own checksum: loading a file that is cut short
+    ends the process (SIGBUS). Without a compiler, one that any compiler made here serves.
+    """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     compiler = compiler or shutil.which("clang++")
-    sources = sorted(SOURCES.glob("*.cc")) + sorted(SOURCES.glob("*.h"))
-    marks = [jaxlib.__version__, platform.machine(), processor()]
-    digest = hashlib.sha256("\n".join(marks).encode())
-    for source in sources:
-        digest.update(source.read_bytes())
-    path = Path(cache_directory("native")) / f"kernels-{digest.hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    if compiler is None:
-        return None
-    path.parent.mkdir(parents=True, exist_ok=True)
     limit = instruction_limit()
     machines = ((LIMITED[limit],),) if limit in LIMITED else MACHINE
+    marks = [jaxlib.__version__, platform.machine(), processor(), str((FLAGS, machines))]
+    sources = sorted(SOURCES.glob("*.cc")) + sorted(SOURCES.glob("*.h"))
+    made_from = _digest("\n".join(marks).encode(), *(s.read_bytes() for s in sources))
+    made_by = _digest(_version(compiler)) if compiler else "*"
+    directory, stem = Path(cache_directory("native")), f"kernels-{made_from}-{made_by}-"
+    for path in sorted(directory.glob(f"{stem}*.so")):
+        if path.stem.endswith(f"-{_digest(path.read_bytes())}"):
+            return path
+        path.unlink(missing_ok=True)
+    if compiler is None:
+        return None
+    directory.mkdir(parents=True, exist_ok=True)
     with (
         announced("compiling kernels for this processor, once"),
-        tempfile.TemporaryDirectory(dir=path.parent) as scratch,
+        tempfile.TemporaryDirectory(dir=directory) as scratch,
     ):
-        made = Path(scratch) / path.name
+        made = Path(scratch) / "kernels.so"
         for machine in machines:
             command = [
                 *shlex.split(compiler), *FLAGS, *machine, "-isystem", jax.ffi.include_dir(),
                 str(SOURCES / "kernels.cc"), "-o", str(made),
             ]  # fmt: skip
             if subprocess.run(command, capture_output=True).returncode == 0:
+                path = directory / f"{stem}{_digest(made.read_bytes())}.so"
                 made.replace(path)  # at once: another process may be reading
                 return path
     return None
+
+
+def _version(compiler: str) -> bytes:
+    """How a compiler is called, and what it calls itself."""
+    asked = [*shlex.split(compiler), "--version"]
+    return compiler.encode() + subprocess.run(asked, capture_output=True).stdout
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

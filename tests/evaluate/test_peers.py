@@ -153,7 +153,9 @@ def fake_torch_and_transformers(asked):
     )  # fmt: skip
     transformers = types.SimpleNamespace(
         AutoModelForCausalLM=types.SimpleNamespace(
-            from_pretrained=lambda path, dtype: asked.append((path, dtype)) or Model()
+            from_pretrained=lambda path, dtype, trust_remote_code: (
+                asked.append((path, dtype, trust_remote_code)) or Model()
+            )
         ),
         GenerationConfig=lambda **fields: fields,
     )
@@ -165,7 +167,7 @@ def test_transformers_decodes_greedily_and_with_prompt_lookup(monkeypatch):
     for name, module in fake_torch_and_transformers(asked).items():
         monkeypatch.setitem(sys.modules, name, module)
     plain, lookup = huggingface.transformers_contenders("somewhere", 2, 5)
-    assert asked == [2, ("somewhere", "float32")]
+    assert asked == [2, ("somewhere", "float32", False)]
     runs = [contender.decode([4, 5], 6) for contender in (plain, lookup)]
     assert [run.token_ids for run in runs] == [[9] * 6] * 2
     assert [run.first for run in runs] == [1, 3]

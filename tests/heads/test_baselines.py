@@ -308,7 +308,9 @@ def test_there_is_nothing_to_train(name):
         ),
         (HeadsConfig(drafter="lookahed"), "did you mean 'lookahead'"),
         (HeadsConfig(n_heads=0), "heads.n_heads must be at least 1, not 0"),
-        (HeadsConfig(n_layers=-1), "heads.n_layers must be at least 1, not -1"),
+        (HeadsConfig(n_layers=-1), "heads.n_layers must be at least 0, not -1"),
+        (HeadsConfig("hydra", n_layers=0), "heads.n_layers must be at least 1, not 0"),
+        (HeadsConfig(n_layers=0, lm_head="shared"), "heads.n_layers 0 needs LM heads"),
     ],
 )
 def test_bad_fields(fields, message):

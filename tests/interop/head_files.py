@@ -34,7 +34,7 @@ def medusa_state(n_heads=3, n_layers=1, shared=False, prefix="", seed=0, vocab=V
     return state
 
 
-def hydra_state(n_heads=3, n_layers=3, plus=False, seed=0, tied=True):
+def hydra_state(n_heads=3, n_layers=3, plus=False, seed=0, tied=True, kv_heads=None):
     """Released Hydra heads; with `plus` those of Hydra++, dropout modules among the layers."""
     rng, state = np.random.default_rng(seed), {}
     for k in range(n_heads):
@@ -53,13 +53,13 @@ def hydra_state(n_heads=3, n_layers=3, plus=False, seed=0, tied=True):
         state |= {f"{out}.weight": normal(rng, V, D), f"{out}.bias": normal(rng, V)}
     state["input_embed_fn.weight"] = normal(rng, V, D)
     if plus:
-        state |= prefix_layer(rng)
+        state |= prefix_layer(rng, kv_heads or LLAMA.n_kv_heads)
     return state
 
 
-def prefix_layer(rng):
+def prefix_layer(rng, kv_heads=LLAMA.n_kv_heads):
     """One Llama layer with an embedding that nothing reads and a rotary table."""
-    q, kv = LLAMA.n_heads * LLAMA.head_dim, LLAMA.n_kv_heads * LLAMA.head_dim
+    q, kv = LLAMA.n_heads * LLAMA.head_dim, kv_heads * LLAMA.head_dim
     shapes = {
         "self_attn.q_proj": (q, D),
         "self_attn.k_proj": (kv, D),

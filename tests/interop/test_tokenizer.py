@@ -1,3 +1,4 @@
+import io
 import json
 import random
 import shutil
@@ -189,3 +190,23 @@ def test_a_sentencepiece_model_that_is_cut_between_two_pieces(sentencepiece_dir,
         file.write_bytes(whole[:end])
         with pytest.raises(UserError, match=r"tokenizer\.model is cut short"):
             load_tokenizer(str(tmp_path / "cut"))
+
+
+def test_no_code_of_the_directory_runs(sentencepiece_dir, tmp_path, monkeypatch):
+    """Not even where stdin says yes: the files name classes in a Python file next to them."""
+    folder, marker = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(sentencepiece_dir, folder)
+    (folder / "custom.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaTokenizer\n"
+        "class C(LlamaConfig):\n    model_type = 'custom'\n"
+        "class T(LlamaTokenizer):\n    pass\n"
+    )
+    mapped = {"AutoConfig": "custom.C", "AutoTokenizer": ["custom.T", "custom.T"]}
+    kind = {"model_type": "custom", "tokenizer_class": "T"}
+    for name in ("tokenizer_config.json", "config.json"):
+        (folder / name).write_text(json.dumps(kind | {"auto_map": mapped}))
+    monkeypatch.setattr("sys.stdin", io.StringIO("yes\n" * 9))
+    with pytest.raises(UserError, match="contains custom code") as error:
+        load_tokenizer(str(folder))
+    assert "\n" not in str(error.value) and not marker.exists()

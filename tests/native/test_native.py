@@ -20,6 +20,7 @@ from medusa_jax.model.stored import Storage, multiply, store
 from medusa_jax.native import (
     library,
     norm_native,
+    panel_product,
     read_native,
     rotate_native,
 )
@@ -67,6 +68,20 @@ def test_a_product_in_panels(rows, inputs, outputs, weights):
     )
     for row, by_itself in zip(some, alone):
         np.testing.assert_array_equal(by_itself[0], np.asarray(got)[row])
+
+
+# Widths of the results in panels, from one output short of the last panel to one beyond it.
+@pytest.mark.parametrize(
+    ("width", "extra", "panels", "per_word"),
+    [(0, 1, 2, 1), (1, 0, 2, 1), (2, 1, 2, 1), (1, 0, 1, 3), (1, 0, 1, 0)],
+)
+def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, per_word):
+    """Fewer outputs than the last panel begins with were written beyond the results' memory."""
+    panel = library().panel
+    words = jnp.zeros((panels, 5, panel), jnp.uint32)
+    with pytest.raises(Exception, match=r"panels \[p, I / n, kPanel\].* do not fit"):
+        y = panel_product(jnp.ones((2, 5)), words, width * panel + extra, per_word)
+        jax.block_until_ready(y)
 
 
 # Every option of a layer in one case at least; MLPs that fill panels and not.

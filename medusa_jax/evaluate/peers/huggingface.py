@@ -41,7 +41,9 @@ def transformers_contenders(
             "transformers generates with torch: pip install 'medusa-jax[torch]'"
         ) from error
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     # What a call leaves open is filled from here: nothing, so that no token ends a text.
     model.generation_config = GenerationConfig()
 
