@@ -101,8 +101,14 @@ def train(cfg: Config) -> dict[str, Any]:
     Returns: the last metrics, and "stopped": True where SIGTERM ended it before its last step.
 
     Raises:
-      UserError: anything wrong with the configuration, the data or the machine.
+      UserError: anything wrong with the configuration, the data or the machine, or another process
+        trains in `cfg.workdir`.
     """
+    with hosts.claimed(cfg.workdir):
+        return _train(cfg)
+
+
+def _train(cfg: Config) -> dict[str, Any]:
     mesh = make_mesh(cfg.mesh)
     setup = load_setup(cfg, mesh)
     cfg.model.arch = setup.arch

@@ -13,6 +13,7 @@ import pytest
 from children import environment
 from tiny_model import write_model
 
+from medusa_jax import hosts
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
 from medusa_jax.distill import files, writer
@@ -362,6 +363,47 @@ def test_damaged_files_are_named(tmp_path):
     (tmp_path / "settings.json").write_text("{")
     with pytest.raises(UserError, match=r"settings\.json is damaged"):
         files.check_settings(tmp_path, {})
-    (tmp_path / "samples.jsonl").write_text("{}\nx\n")
-    with pytest.raises(UserError, match=r"samples\.jsonl is damaged"):
-        files.finished_lines(tmp_path / "samples.jsonl", 1, 2)
+    (tmp_path / "samples.jsonl").write_text("{}\nx\n5\n")
+    three = [Seed(i) for i in range(3)]
+    with pytest.raises(
+        UserError, match=r"samples\.jsonl is damaged: line 2 .* first 1 lines"
+    ):
+        files.finished_lines(tmp_path / "samples.jsonl", 1, three, lambda *_: True)
+
+
+@pytest.mark.parametrize("mode", ["multi_turn", "continue"])
+def test_lines_of_two_writers_are_refused(model, seeds, tmp_path, capsys, mode):
+    """Each batch twice, as two processes at the same time would leave it, then all lines twice."""
+    flags = flags_for(model, tmp_path / "out", seeds, "--limit=8", "--max_turns=1")
+    name = "messages.jsonl"
+    if mode == "continue":
+        prompts = tmp_path / "prompts.jsonl"
+        texts = ["the cat", "a bar", "in", "there", "abc", "and", "is", "are"]
+        prompts.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
+        flags, name = flags_for(model, tmp_path / "out", prompts), "samples.jsonl"
+    assert distill.main(flags) == 0
+    path = tmp_path / "out" / name
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for written, bad in (
+        ([*lines[:4], *lines[:4], *lines[4:], *lines[4:]], 5),
+        (lines * 2, 9),
+    ):
+        path.write_bytes(b"".join(written))
+        capsys.readouterr()
+        assert distill.main(flags) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f"line {bad} is not the answer" in said and f"first {bad - 1} lines" in said
+        assert path.read_bytes() == b"".join(written)
+    path.write_bytes(b"".join(lines[:4]))  # as the sentence says
+    assert distill.main(flags) == 0
+    assert path.read_bytes() == whole
+
+
+def test_a_directory_is_one_process_s(model, seeds, tmp_path, capsys):
+    flags = flags_for(model, tmp_path, seeds, "--limit=4")
+    with hosts.claimed(tmp_path):
+        assert distill.main(flags) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path} is in use by another process" in said and said.count("\n") == 1
+    assert distill.main(flags) == 0

@@ -9,6 +9,7 @@ import pytest
 from children import environment
 from training_setup import ROOT, command, tiny_config, write_config
 
+from medusa_jax import hosts
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
@@ -100,6 +101,16 @@ def test_out_of_memory_is_one_line(tokens, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert (
         "out of device memory" in said and "accumulation" in said and said.count("\n") == 1
+    )
+
+
+def test_a_workdir_is_one_process_s(tokens, tmp_path, capsys):
+    args = [f"--config={write_config(tmp_path, tokens)}", f"--workdir={tmp_path / 'w'}"]
+    with hosts.claimed(tmp_path / "w"):
+        assert cli.main(args) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'w'} is in use by another process" in said and said.count("\n") == 1
     )
 
 
