@@ -26,8 +26,9 @@ Trains what the configuration says; run again with the same workdir, it resumes.
   --workdir    checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there
   --config.X   overrides a field, e.g. --config.optim.lr=1e-3 --config.mesh=1,4,2
   --config.data.preview   prints one training sample, its counted tokens marked
-  --config.dry_run   compiles the step from shapes alone, prints sizes, memory,
-               traffic and the least time on known chips; --devices=N for N simulated devices
+  --config.dry_run   prints sizes and counted memory, then compiles the step from shapes alone
+               and prints memory, traffic and the least time on known chips; =counted does not
+               compile; --devices=N for N simulated devices
 On several hosts the same command runs on each. SLURM, Open MPI, Cloud TPU and GKE say who they
 are; elsewhere give
   --coordinator_address=HOST:PORT --num_processes=N --process_id=I   (host I of N; HOST is 0's)"""
@@ -197,10 +198,12 @@ def override(cfg: Config, path: str, text: str) -> None:
 
 
 def convert(text: str, kind: Any, path: str) -> Any:
-    """`text` as bool, int, float, str or a tuple of ints."""
+    """`text` as bool, int, float, str, a tuple of ints or one of a few values."""
+    few = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
     try:
-        if kind is bool:
-            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+        if kind is bool or few:
+            values = {str(x).lower(): x for x in few or (True, False)}
+            return (values | {"1": True, "0": False})[text.lower()]
         if typing.get_origin(kind) is tuple:
             parts = tuple(int(x) for x in text.strip("()[] ").split(","))
             if len(parts) != len(typing.get_args(kind)):
@@ -208,11 +211,9 @@ def convert(text: str, kind: Any, path: str) -> Any:
             return parts
         return kind(text)
     except (ValueError, KeyError):
-        name = (
-            getattr(kind, "__name__", str(kind))
-            if typing.get_origin(kind) is None
-            else kind
-        )
+        name = kind if typing.get_origin(kind) else getattr(kind, "__name__", str(kind))
+        if few:
+            name = ", ".join(str(x).lower() for x in few)
         raise UserError(f"--config.{path} takes {name}, not {text!r}") from None
 
 

@@ -329,6 +329,57 @@ def test_killed_and_resumed_it_gives_the_same_file(model, seeds, tmp_path):
     assert path.read_bytes() == (tmp_path / "whole" / "messages.jsonl").read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["self_talk", "continue"])
+def test_twenty_kills_at_random_moments(model, tmp_path, mode):
+    """SIGKILL at any moment from the start of the process on; the same files as undisturbed.
+
+    A run that ended before its kill was due is compared, and the next one begins anew.
+    """
+    rng = np.random.default_rng(0)
+    words = ["the", "cat", "in", "a", "bar", "is", "there", "and", "are", "abc"]
+    prompts = tmp_path / "prompts.jsonl"
+    texts = [" ".join(rng.choice(words, 3)) for _ in range(400)]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+
+    def start(out):
+        flags = [*flags_for(model, out, prompts), f"--mode={mode}", "--max_new_tokens=60"]
+        command = [sys.executable, "-m", "medusa_jax", "distill", *flags]
+        return subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+
+    def content(out):
+        files = (path for path in out.iterdir() if path.name != "provenance.json")
+        return {path.name: path.read_bytes() for path in files}
+
+    assert start(tmp_path / "warm").wait(300) == 0  # fills the compilation cache
+    began = time.monotonic()
+    assert start(tmp_path / "whole").wait(300) == 0
+    seconds = time.monotonic() - began
+    whole = content(tmp_path / "whole")
+    name = "samples.jsonl" if mode == "continue" else "messages.jsonl"
+    kills, finished, lines = 0, 0, []
+    while kills < 20:
+        out = tmp_path / f"broken{finished}"
+        process = start(out)
+        try:
+            assert process.wait(rng.uniform(0, seconds)) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(60)
+            kills += 1
+            lines.append(
+                (out / name).read_bytes().count(b"\n") if (out / name).exists() else 0
+            )
+            continue
+        assert content(out) == whole
+        finished += 1
+    out = tmp_path / f"broken{finished}"
+    assert start(out).wait(300) == 0
+    assert content(out) == whole
+    print(f"{kills} kills, {finished + 1} files equal; lines there at each kill: {lines}")
+    assert len(set(lines)) > 3, "the kills hardly met a run at work"
+
+
 def test_heads_do_not_change_the_text(tmp_path, seeds):
     """Also in mid-run: half without, half with heads."""
     directory = tmp_path / "model"

@@ -13,7 +13,7 @@ from medusa_jax import hosts
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
-from medusa_jax.training import checks, trainer
+from medusa_jax.training import checks, dry, trainer
 
 
 def parse(*args, config="vicuna7b_m1"):
@@ -44,6 +44,7 @@ def test_overrides_take_the_type_of_the_field():
         ("--config.optim.lr=high", "takes float, not 'high'"),
         ("--config.train.steps=1.5", "takes int, not '1.5'"),
         ("--config.train.remat=maybe", "takes bool, not 'maybe'"),
+        ("--config.dry_run=maybe", "takes false, true, counted, not 'maybe'"),
         ("--config.mesh=1,2", "--config.mesh takes"),
         ("--workdri=x", "did you mean --workdir"),
         ("steps=3", "unexpected argument"),
@@ -128,6 +129,32 @@ def test_a_model_that_is_not_there(tokens, tmp_path, capsys):
     assert cli.main([*args, "--config.model.path=/no/such/model"]) == 2
     said = capsys.readouterr().err
     assert "/no/such/model" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("value", ["counted", "true"])
+def test_dry_run_prints_sizes_before_it_compiles(
+    tokens, tmp_path, monkeypatch, capsys, value
+):
+    """Counted memory and the mesh as well; "counted" compiles nothing at all."""
+    shown = []
+
+    def compile_step(*_):
+        shown.append(capsys.readouterr().out)
+        raise UserError("compiles")
+
+    monkeypatch.setattr(dry, "compile_step", compile_step)
+    file = write_config(tmp_path, tokens, "medusa1")
+    status = cli.main([f"--config={file}", f"--config.dry_run={value}"])
+    said = capsys.readouterr().out if value == "counted" else shown[0]
+    assert status == (0 if value == "counted" else 2) and len(shown) == (value == "true")
+    assert "mesh {'data': 1, 'fsdp': 1, 'tensor': 1}" in said and "trainable" in said
+    cfg = tiny_config(tokens, "medusa1")
+    shapes = dry.step_shapes(cfg)
+    groups = (shapes.frozen, shapes.state.params, shapes.state.opt, shapes.batch)
+    stored = sum(dry.stored_bytes(part) for part in groups)
+    counted = dry.sizes(cfg, shapes)["counted"]
+    assert counted["parameters"] + counted["moments"] + counted["batch"] == stored
+    assert f"counted per device    {stored / 2**30:.2f} GiB stored + " in said
 
 
 @pytest.mark.wide
