@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import importlib.util
 import os
+import shlex
 import signal
 import sys
 import typing
@@ -12,6 +13,7 @@ from typing import Any
 
 from medusa_jax.config import Config
 from medusa_jax.console import (
+    inform,
     run_main,
     use_compilation_cache,
     warn_if_accelerator_unused,
@@ -50,7 +52,17 @@ def main(argv: list[str] | None = None) -> int:
             simulate(flags["devices"], cfg)
         hosts.join({name: flags[name] for name in hosts.FLAGS if name in flags})
         with hosts.together():
-            return run(cfg)
+            trains = not (cfg.dry_run or cfg.data.preview)
+            try:
+                status = run(cfg)
+            except KeyboardInterrupt:
+                if not trains:
+                    raise
+                status = 128 + signal.SIGINT
+                inform(f"stopped at once; {last_checkpoint(cfg.workdir)}")
+            if status and hosts.first():
+                inform(f"to go on: {same_command(args)}")
+            return status
 
     return run_main(go)
 
@@ -73,7 +85,7 @@ def simulate(devices: str, cfg: Config) -> None:
 def run(cfg: Config) -> int:
     """Train, or with `dry_run` only compile, or with `data.preview` only show a sample.
 
-    Returns: the exit status, SIGTERM's where it ended a training that is to go on.
+    Returns: the exit status, that of the signal which ended a training that is to go on.
     """
     from medusa_jax.training import checks, dry
     from medusa_jax.training.data.preview import preview
@@ -89,7 +101,8 @@ def run(cfg: Config) -> int:
             dry.dry_run(cfg)
             return 0
         use_compilation_cache()  # a resumed run starts at once
-        return 128 + signal.SIGTERM if train(cfg).get("stopped") else 0
+        stopped = train(cfg).get("stopped")
+        return 128 + stopped if stopped else 0
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
             raise
@@ -99,6 +112,24 @@ def run(cfg: Config) -> int:
             f"{cfg.data.seq_len} tokens at a time in {t.dtype}: raise train.accumulation, lower "
             f"data.seq_len or train.loss_chunk, or spread over more devices (mesh)"
         ) from error
+
+
+def last_checkpoint(workdir: str) -> str:
+    """What a run goes on from that could not save: "the last checkpoint is of step 40"."""
+    directory = os.path.join(workdir, "checkpoints")
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    steps = [int(name) for name in names if name.isdigit()]
+    return (
+        f"the last checkpoint is of step {max(steps)}"
+        if steps
+        else "no checkpoint is saved"
+    )
+
+
+def same_command(args: list[str]) -> str:
+    """The command line as it was given: "python train.py --config=..."."""
+    script = sys.argv[0] if sys.argv[0].endswith("train.py") else "-m medusa_jax train"
+    return f"python {script} {shlex.join(args)}"
 
 
 def pairs(args: list[str]) -> list[tuple[str, str]]:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import shlex
+import signal
 import subprocess
 import sys
 
@@ -129,6 +132,39 @@ def test_a_model_that_is_not_there(tokens, tmp_path, capsys):
     assert cli.main([*args, "--config.model.path=/no/such/model"]) == 2
     said = capsys.readouterr().err
     assert "/no/such/model" in said and said.count("\n") == 1
+
+
+def test_ctrl_c_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, capsys):
+    """Once: after its step; twice: at once. The command that is named goes on to the end."""
+    look, presses = trainer.Run.look, {3: 1, 6: 2}
+
+    def pressed(self, pending):
+        for _ in range(presses.pop(pending[0], 0) if pending else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        return look(self, pending)
+
+    monkeypatch.setattr(trainer.Run, "look", pressed)
+    compile_step, made = trainer.compile_step, []
+    once = lambda *shapes: made or made.append(compile_step(*shapes)) or made  # noqa: E731
+    monkeypatch.setattr(trainer, "compile_step", lambda *shapes: once(*shapes)[0])
+    workdir = tmp_path / "of mine"
+    args = [f"--config={write_config(tmp_path, tokens)}", f"--workdir={workdir}",
+            "--config.train.steps=8", "--config.train.save_every=100"]  # fmt: skip
+    before = signal.getsignal(signal.SIGINT)
+    for words in (
+        "stopped by Ctrl-C after step 4;",
+        "stopped at once; the last checkpoint is of step 4",
+    ):
+        assert cli.main(args) == 130
+        said = capsys.readouterr().err
+        assert words in said and "Ctrl-C again stops at once" in said
+        assert (workdir / "checkpoints" / "4").is_dir()
+        named = said.splitlines()[-1].removeprefix("to go on: python -m medusa_jax train ")
+        assert shlex.split(named) == args
+    assert cli.main(shlex.split(named)) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    log = [json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in log] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("value", ["counted", "true"])
