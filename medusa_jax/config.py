@@ -6,6 +6,7 @@ place (`--config.optim.lr=3e-4`); nothing else may assign to them.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(unsafe_hash=True)
@@ -224,5 +225,6 @@ class Config:
     # Devices along (data, fsdp, tensor); -1 = all that are left.
     mesh: tuple[int, int, int] = (1, -1, 1)
     workdir: str = ""
-    # Compile the real step from shapes alone, print sizes and memory, train nothing.
-    dry_run: bool = False
+    # Print sizes and counted memory, compile the real step from shapes alone, train nothing;
+    # "counted": stop before the compilation, which takes minutes for large models.
+    dry_run: Literal[False, True, "counted"] = False

@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -97,6 +98,38 @@ def one_prints() -> Iterator[None]:
         return
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
+
+
+@contextmanager
+def claimed(directory: str | Path) -> Iterator[None]:
+    """Keep other programs from writing to `directory` during the block; process 0 holds the lock.
+
+    The system drops the lock when its process ends, even by SIGKILL; the empty file stays.
+
+    Raises:
+      UserError: another program holds it, or the directory cannot be written to.
+    """
+    if not first():
+        yield
+        return
+    import filelock  # here, not for every command
+
+    lock = filelock.FileLock(Path(directory) / ".lock")
+    try:
+        os.makedirs(directory, exist_ok=True)
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        raise UserError(
+            f"{directory} is in use by another process: wait for its end or name another directory"
+        ) from None
+    except NotImplementedError:
+        inform(f"note: {directory} has no file locks: start no second program on it")
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written to: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def of_first(x: Any) -> np.ndarray:

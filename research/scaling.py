@@ -88,7 +88,7 @@ def extrapolated(
 def training(cfg: Any, devices: int, all_layers: bool = False) -> dict[str, Any]:
     """The dry run of a recipe on a mesh (1, devices, 1), and `counted`, bytes summed up by hand."""
     from medusa_jax.training import dry
-    from research.memory import training_bytes
+    from medusa_jax.training.counted import training_bytes
 
     def of(n_layers: int) -> tuple[Any, dry.Shapes]:
         few = copy.deepcopy(cfg)
@@ -194,7 +194,7 @@ def training_row(name: str, report: dict[str, Any], chip: Any) -> dict[str, Any]
     What only a CPU holds counts in both figures of memory.
     """
     from medusa_jax.training import planning
-    from research.memory import COPIES
+    from medusa_jax.training.counted import COPIES
 
     p = planning.predict(report, chip)
     accumulation, rows, _ = report["batch"]
@@ -218,7 +218,7 @@ def decoding_row(
     name: str, mesh: Sequence[int], rows: int, found: dict[str, Any], chip: Any
 ) -> dict[str, Any]:
     """The same of decoding."""
-    from research.memory import COPIES
+    from medusa_jax.training.counted import COPIES
 
     read, sent = found["weight_bytes"], sum(found["sent_bytes"].values())
     return {

@@ -127,14 +127,9 @@ def warn_if_quantised(model: str | None) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Answer all seeds that are not answered yet."""
     from medusa_jax import hosts
-    from medusa_jax.api import Options
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.distill import files
     from medusa_jax.distill.compose import composed_seeds
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
-    from medusa_jax.distill.writer import News, Writer, write_all
-    from medusa_jax.heads.vocabulary import COUNTS
-    from medusa_jax.interop.chat import stop_ids, template_source
 
     if bool(flags.prompts) + (flags.ask > 0) + (flags.compose > 0) != 1:
         raise UserError(
@@ -150,9 +145,22 @@ def run(flags: argparse.Namespace) -> int:
     else:
         seeds = read_seeds(flags.prompts, flags.split, flags.limit)
         mode = mode_for(seeds, flags.mode)
-    use_compilation_cache()
     if mode == "continue":
         seeds = [s for s in seeds if s.prompt]
+    use_compilation_cache()
+    with hosts.claimed(flags.out):
+        return answer(flags, mode, seeds)
+
+
+def answer(flags: argparse.Namespace, mode: str, seeds: Sequence[Any]) -> int:
+    """Go on after the seeds that are answered; returns the exit status."""
+    from medusa_jax import hosts
+    from medusa_jax.api import Options
+    from medusa_jax.distill import files
+    from medusa_jax.distill.writer import News, Writer, prompt_of, write_all
+    from medusa_jax.heads.vocabulary import COUNTS
+    from medusa_jax.interop.chat import stop_ids, template_source
+
     if flags.temperature is None:
         flags.temperature = 0.0 if mode == "continue" else 0.3
     options = Options(
@@ -171,10 +179,15 @@ def run(flags: argparse.Namespace) -> int:
     out, lines = Path(flags.out), []
     settings = files.settings_of(flags, mode, seeds, model)
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
+
+    def answers(line: dict[str, Any], seed: Any) -> bool:
+        if mode == "continue":
+            return bool(line.get("prompt_ids") == prompt_of(model, seed))
+        return bool(line.get("seed") == seed.number)
+
     if hosts.first():
-        out.mkdir(parents=True, exist_ok=True)
         files.check_settings(out, settings)
-        lines = files.finished_lines(path, flags.batch_size, len(seeds))
+        lines = files.finished_lines(path, flags.batch_size, seeds, answers)
         if lines:
             inform(f"{len(lines)} of {len(seeds)} seeds are answered already")
     start, before = time.perf_counter(), int(hosts.of_first(len(lines)))

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import os
+import shlex
 import signal
 import sys
 import typing
@@ -11,6 +12,7 @@ from typing import Any
 
 from medusa_jax.config import Config
 from medusa_jax.console import (
+    inform,
     run_main,
     use_compilation_cache,
     warn_if_accelerator_unused,
@@ -25,8 +27,9 @@ Trains what the configuration says; run again with the same workdir, it resumes.
   --workdir    checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there
   --config.X   overrides a field, e.g. --config.optim.lr=1e-3 --config.mesh=1,4,2
   --config.data.preview   prints one training sample, its counted tokens marked
-  --config.dry_run   compiles the step from shapes alone, prints sizes, memory,
-               traffic and the least time on known chips; --devices=N for N simulated devices
+  --config.dry_run   prints sizes and counted memory, then compiles the step from shapes alone
+               and prints memory, traffic and the least time on known chips; =counted does not
+               compile; --devices=N for N simulated devices
 On several hosts the same command runs on each. SLURM, Open MPI, Cloud TPU and GKE say who they
 are; elsewhere give
   --coordinator_address=HOST:PORT --num_processes=N --process_id=I   (host I of N; HOST is 0's)"""
@@ -63,7 +66,17 @@ def main(argv: list[str] | None = None) -> int:
             simulate(flags["devices"], cfg)
         hosts.join({name: flags[name] for name in hosts.FLAGS if name in flags})
         with hosts.together():
-            return run(cfg)
+            trains = not (cfg.dry_run or cfg.data.preview)
+            try:
+                status = run(cfg)
+            except KeyboardInterrupt:
+                if not trains:
+                    raise
+                status = 128 + signal.SIGINT
+                inform(f"stopped at once; {last_checkpoint(cfg.workdir)}")
+            if status and hosts.first():
+                inform(f"to go on: {same_command(args)}")
+            return status
 
     return run_main(go)
 
@@ -86,7 +99,7 @@ def simulate(devices: str, cfg: Config) -> None:
 def run(cfg: Config) -> int:
     """Train, or with `dry_run` only compile, or with `data.preview` only show a sample.
 
-    Returns: the exit status, SIGTERM's where it ended a training that is to go on.
+    Returns: the exit status, that of the signal which ended a training that is to go on.
     """
     from medusa_jax.training import checks, dry
     from medusa_jax.training.data.preview import preview
@@ -102,7 +115,8 @@ def run(cfg: Config) -> int:
             dry.dry_run(cfg)
             return 0
         use_compilation_cache()  # a resumed run starts at once
-        return 128 + signal.SIGTERM if train(cfg).get("stopped") else 0
+        stopped = train(cfg).get("stopped")
+        return 128 + stopped if stopped else 0
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
             raise
@@ -112,6 +126,24 @@ def run(cfg: Config) -> int:
             f"{cfg.data.seq_len} tokens at a time in {t.dtype}: raise train.accumulation, lower "
             f"data.seq_len or train.loss_chunk, or spread over more devices (mesh)"
         ) from error
+
+
+def last_checkpoint(workdir: str) -> str:
+    """What a run goes on from that could not save: "the last checkpoint is of step 40"."""
+    directory = os.path.join(workdir, "checkpoints")
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    steps = [int(name) for name in names if name.isdigit()]
+    return (
+        f"the last checkpoint is of step {max(steps)}"
+        if steps
+        else "no checkpoint is saved"
+    )
+
+
+def same_command(args: list[str]) -> str:
+    """The command line as it was given: "python train.py --config=..."."""
+    script = sys.argv[0] if sys.argv[0].endswith("train.py") else "-m medusa_jax train"
+    return f"python {script} {shlex.join(args)}"
 
 
 def pairs(args: list[str]) -> list[tuple[str, str]]:
@@ -209,10 +241,12 @@ def override(cfg: Config, path: str, text: str) -> None:
 
 
 def convert(text: str, kind: Any, path: str) -> Any:
-    """`text` as bool, int, float, str or a tuple of ints."""
+    """`text` as bool, int, float, str, a tuple of ints or one of a few values."""
+    few = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
     try:
-        if kind is bool:
-            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+        if kind is bool or few:
+            values = {str(x).lower(): x for x in few or (True, False)}
+            return (values | {"1": True, "0": False})[text.lower()]
         if typing.get_origin(kind) is tuple:
             parts = tuple(int(x) for x in text.strip("()[] ").split(","))
             if len(parts) != len(typing.get_args(kind)):
@@ -220,11 +254,9 @@ def convert(text: str, kind: Any, path: str) -> Any:
             return parts
         return kind(text)
     except (ValueError, KeyError):
-        name = (
-            getattr(kind, "__name__", str(kind))
-            if typing.get_origin(kind) is None
-            else kind
-        )
+        name = kind if typing.get_origin(kind) else getattr(kind, "__name__", str(kind))
+        if few:
+            name = ", ".join(str(x).lower() for x in few)
         raise UserError(f"--config.{path} takes {name}, not {text!r}") from None
 
 

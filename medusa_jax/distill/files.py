@@ -3,12 +3,13 @@
 import argparse
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import covered
 from medusa_jax.interop import chat
@@ -71,26 +72,44 @@ def check_settings(out: Path, settings: dict[str, Any]) -> None:
     write_json(path, settings)
 
 
-def finished_lines(path: Path, batch_size: int, total: int) -> list[dict[str, Any]]:
+def finished_lines(
+    path: Path,
+    batch_size: int,
+    seeds: Sequence[Seed],
+    answers: Callable[[dict[str, Any], Seed], bool],
+) -> list[dict[str, Any]]:
     """Samples of an earlier run, whole batches only; the rest of the file is dropped.
 
     Only whole batches, so that a batch is always decoded with the same neighbours: rounding
     then is the same too, and a resumed file equals an uninterrupted one.
 
+    Args:
+      answers: whether a line answers a seed.
+
     Raises:
-      UserError: lines that are no JSON.
+      UserError: a line that does not answer the seed in its place; the file is left as it is.
     """
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]
-    if len(lines) < total:
+    if len(lines) < len(seeds):
         lines = lines[: len(lines) // batch_size * batch_size]
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            sample = json.loads(line)
+            good = number <= len(seeds) and answers(sample, seeds[number - 1])
+        except (ValueError, AttributeError):
+            good = False
+        if not good:
+            raise UserError(
+                f"{path} is damaged: line {number} is not the answer to seed {number} of "
+                f"{len(seeds)}; keep its first {number - 1} lines or use another --out"
+            )
+        found.append(sample)
     with open(path, "rb+") as file:
         file.truncate(sum(len(line) + 1 for line in lines))
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): use another --out") from error
+    return found
 
 
 def write_token_directory(directory: Path, samples: Sequence[dict[str, Any]]) -> int:

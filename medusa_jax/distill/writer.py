@@ -14,6 +14,7 @@ import numpy as np
 from medusa_jax import hosts
 from medusa_jax.console import announced, inform
 from medusa_jax.distill.conversation import Converse
+from medusa_jax.distill.seeds import Seed
 
 # Two lines about progress are at least so many seconds apart where there is no terminal.
 NEWS_SECONDS = 30.0
@@ -121,14 +122,19 @@ class Writer:
             yield self.go_on(batch) if self.mode == "continue" else self.converse(batch)
 
     def go_on(self, seeds: list[Any]) -> list[dict[str, Any]]:
-        """The continuation of each prompt, which may fill all but one of the context's slots."""
-        room = self.model.config.max_position - 1
-        prompts = [self.model.encode(seed.prompt)[:room] for seed in seeds]
+        """The continuation of each prompt."""
+        prompts = [prompt_of(self.model, seed) for seed in seeds]
         results = self.decode(prompts, [seed.number for seed in seeds])
         return [
             {"prompt_ids": ids, "token_ids": result.token_ids}
             for ids, result in zip(prompts, results)
         ]
+
+
+def prompt_of(model: Any, seed: Seed) -> list[int]:
+    """Token ids to continue, which may fill all but one of the context's slots."""
+    ids: list[int] = model.encode(seed.prompt)[: model.config.max_position - 1]
+    return ids
 
 
 def write_all(writer: Writer, path: Path, seeds: Sequence[Any]) -> list[dict[str, Any]]:

@@ -2,12 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from medusa_jax.collectives import collectives, sent_by_kind
 from medusa_jax.config import Config
@@ -18,11 +16,13 @@ from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import PyTree, make_mesh, param_shardings
 from medusa_jax.training import checks, planning
+from medusa_jax.training.counted import COPIES, has_temporaries, training_bytes
 from medusa_jax.training.data import features
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
 from medusa_jax.training.step import (
+    Shapes,
     TrainState,
     abstract_batch,
     compile_step,
@@ -30,11 +30,14 @@ from medusa_jax.training.step import (
     state_shardings,
 )
 
+GIB = 2**30
+
 
 def dry_run(cfg: Config) -> dict[str, Any]:
-    """Prints and returns what the run on `cfg.model.arch` takes: see `measure`.
+    """Prints and returns what the run on `cfg.model.arch` takes: `sizes`, then `measure`.
 
-    A local `model.path` gives the shape, if there is one; nothing is downloaded.
+    With "counted" the step is not compiled. A local `model.path` gives the shape, if there is one;
+    nothing is downloaded.
 
     Raises:
       UserError: sizes that do not fit together.
@@ -44,23 +47,12 @@ def dry_run(cfg: Config) -> dict[str, Any]:
 
         cfg.model.arch = read_config(resolve(cfg.model.path, ["config.json"]))
     shapes = step_shapes(cfg)
-    report = measure(cfg, shapes)
-    _print(cfg, report, shapes.frozen, shapes.state.params)
+    report = sizes(cfg, shapes)
+    _print_sizes(cfg, report, shapes.frozen, shapes.state.params)
+    if cfg.dry_run != "counted":
+        report = measure(cfg, shapes)
+        _print_compiled(report)
     return report
-
-
-class Shapes(NamedTuple):
-    """A training step and what it takes, as shapes with their places.
-
-    Attributes:
-      step: step(state, frozen, batch).
-    """
-
-    step: Callable
-    state: TrainState
-    frozen: PyTree
-    batch: PyTree
-    mesh: Mesh
 
 
 def step_shapes(cfg: Config) -> Shapes:
@@ -94,16 +86,30 @@ def step_shapes(cfg: Config) -> Shapes:
     return Shapes(step, state, frozen, abstract_batch(cfg, mesh), mesh)
 
 
+def sizes(cfg: Config, shapes: Shapes) -> dict[str, Any]:
+    """What shapes alone say: parameters, the mesh, arithmetic, and `counted`, bytes of each device."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    parameters = count(jax.eval_shape(lambda k: init_params(cfg.model.arch, k), key))
+    params, tokens = shapes.state.params, shapes.batch["tokens"]
+    return {
+        "stage": cfg.train.stage,
+        "mesh": dict(shapes.mesh.shape),
+        "devices": shapes.mesh.size,
+        "backbone_parameters": parameters,
+        "backbone_bytes": stored_bytes((shapes.frozen | params)["backbone"]),
+        "trainable_parameters": count(params),
+        "batch": list(tokens.shape),
+        "counted": training_bytes(cfg, shapes),
+        "flops": tokens.size * planning.flops_per_token(cfg, params),
+    }
+
+
 def measure(cfg: Config, shapes: Shapes) -> dict[str, Any]:
-    """Compiles the step: parameters, memory and traffic of each device, arithmetic.
+    """Compiles the step: `sizes`, memory and traffic of each device.
 
     Raises:
       UserError: the backend says nothing about memory.
     """
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    parameters = count(jax.eval_shape(lambda k: init_params(cfg.model.arch, k), key))
-    _, state, frozen, batch, mesh = shapes
-    params = state.params
     begin = time.monotonic()
     compiled = compile_step(*shapes)
     seconds = time.monotonic() - begin
@@ -114,22 +120,13 @@ def measure(cfg: Config, shapes: Shapes) -> dict[str, Any]:
     # Donated buffers are counted as arguments and as output, but exist once.
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    tokens = batch["tokens"].size
     # Loops of a length that the data decide are those over chunks of the loss; all tokens count.
     chunks = -(-cfg.data.seq_len // cfg.train.loss_chunk)
-    return {
-        "stage": cfg.train.stage,
-        "mesh": dict(mesh.shape),
-        "devices": mesh.size,
-        "backbone_parameters": parameters,
-        "backbone_bytes": stored_bytes((frozen | params)["backbone"]),
-        "trainable_parameters": count(params),
-        "batch": list(batch["tokens"].shape),
+    return sizes(cfg, shapes) | {
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "total_bytes": total,
         "sent_bytes": sent_by_kind(collectives(compiled.as_text()), chunks),
-        "flops": tokens * planning.flops_per_token(cfg, params),
         "compile_seconds": seconds,
     }
 
@@ -165,8 +162,8 @@ def count(tree: PyTree) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-def _print(cfg: Config, r: dict[str, Any], frozen: PyTree, params: PyTree) -> None:
-    """Every group of parameters once, then the sums."""
+def _print_sizes(cfg: Config, r: dict[str, Any], frozen: PyTree, params: PyTree) -> None:
+    """Every group of parameters once, then the sums; shown at once, compiling may take long."""
 
     def group(title: str, tree: PyTree) -> None:
         for name, part in sorted(tree.items()):
@@ -180,7 +177,6 @@ def _print(cfg: Config, r: dict[str, Any], frozen: PyTree, params: PyTree) -> No
                     inner = "/".join([name, *(str(k.key) for k in path)])
                     print(f"  {title} {inner}{times}: {leaf.dtype}{list(leaf.shape)}")
 
-    gib = 2**30
     micro, rows, length = r["batch"]
     print(f"stage {r['stage']} in {cfg.train.dtype}, mesh {r['mesh']}")
     for name, part in frozen.items():
@@ -188,10 +184,28 @@ def _print(cfg: Config, r: dict[str, Any], frozen: PyTree, params: PyTree) -> No
     for name, part in params.items():
         group(f"trained {name}", part)
     print(f"backbone parameters   {r['backbone_parameters']:,} "
-          f"in {r['backbone_bytes'] / gib:.2f} GiB")  # fmt: skip
+          f"in {r['backbone_bytes'] / GIB:.2f} GiB")  # fmt: skip
     print(f"trainable parameters  {r['trainable_parameters']:,}")
     print(f"batch                 {micro} x {rows} x {length} tokens per update")
-    print(f"memory per device     {r['argument_bytes'] / gib:.2f} GiB arguments + "
-          f"{r['temporary_bytes'] / gib:.2f} GiB temporaries = {r['total_bytes'] / gib:.2f} GiB")  # fmt: skip
+    print(f"counted per device    {_counted(cfg, r['counted'])}", flush=True)
+
+
+def _counted(cfg: Config, counted: dict[str, int]) -> str:
+    """Sums of the counted bytes; those of copies that only a CPU makes by themselves."""
+    stored = sum(counted[name] for name in ("parameters", "moments", "batch"))
+    if not has_temporaries(cfg):
+        return f"{stored / GIB:.2f} GiB stored; temporaries are known once it is compiled"
+    copies = counted[COPIES]
+    total = sum(counted.values()) - copies
+    return (
+        f"{stored / GIB:.2f} GiB stored + {(total - stored) / GIB:.2f} GiB temporaries = "
+        f"{total / GIB:.2f} GiB" + f" (on a CPU {copies / GIB:.2f} more)" * bool(copies)
+    )
+
+
+def _print_compiled(r: dict[str, Any]) -> None:
+    """What the compiled program takes, and what an update takes at least."""
+    print(f"memory per device     {r['argument_bytes'] / GIB:.2f} GiB arguments + "
+          f"{r['temporary_bytes'] / GIB:.2f} GiB temporaries = {r['total_bytes'] / GIB:.2f} GiB")  # fmt: skip
     print(*planning.lines(r), sep="\n")
     print(f"compiled in           {r['compile_seconds']:.1f} s on {jax.default_backend()}")

@@ -33,6 +33,20 @@ class TrainState(NamedTuple):
     opt: PyTree
 
 
+class Shapes(NamedTuple):
+    """A training step and what it takes, as shapes with their places.
+
+    Attributes:
+      step: step(state, frozen, batch).
+    """
+
+    step: Callable
+    state: TrainState
+    frozen: PyTree
+    batch: PyTree
+    mesh: Mesh
+
+
 def make_step(
     stage: Stage,
     optimizer: optax.GradientTransformation,

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,9 @@ from medusa_jax.training.step import (
     summary,
 )
 from medusa_jax.whole_files import write_json
+
+# Signals that end a run after the step under way, and what they are called.
+STOPS: dict[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class Evaluator:
@@ -98,11 +102,18 @@ def total_steps(cfg: Config, rows: int) -> int:
 def train(cfg: Config) -> dict[str, Any]:
     """Run (or go on with) the training that `cfg` describes.
 
-    Returns: the last metrics, and "stopped": True where SIGTERM ended it before its last step.
+    Returns: the last metrics, and "stopped", the number of the signal (SIGTERM, SIGINT) that ended it
+      before its last step.
 
     Raises:
-      UserError: anything wrong with the configuration, the data or the machine.
+      UserError: anything wrong with the configuration, the data or the machine, or another process
+        trains in `cfg.workdir`.
     """
+    with hosts.claimed(cfg.workdir):
+        return _train(cfg)
+
+
+def _train(cfg: Config) -> dict[str, Any]:
     mesh = make_mesh(cfg.mesh)
     setup = load_setup(cfg, mesh)
     cfg.model.arch = setup.arch
@@ -171,7 +182,15 @@ class Run:
         )
         self.checkpoints, self.steps, self.best = checkpoints, steps, best
         self.bad_in_row = self.bad = 0
-        self.stop = False
+        self.stop = 0
+
+    def end_soon(self, number: int, _: Any) -> None:
+        """Handler of a signal: the step is finished and saved; a second Ctrl-C does not wait for it."""
+        self.stop = number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            with suppress(RuntimeError):  # in the middle of another line
+                inform("finishing this step, then saving; Ctrl-C again stops at once")
 
     def loop(
         self, step_fn: Callable, state: TrainState, evaluator: Evaluator | None
@@ -188,7 +207,7 @@ class Run:
         handles = jax.process_count() == 1
         handles &= threading.current_thread() is threading.main_thread()
         if handles:
-            previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop", True))
+            previous = {n: signal.signal(n, self.end_soon) for n in STOPS}
         last: dict[str, Any] = {}
         try:
             pending = None
@@ -215,10 +234,12 @@ class Run:
                             self.save(n, state)
                 if stop and not end:
                     self.checkpoints.wait()
+                    number = self.stop or signal.SIGTERM  # JAX does not say which
                     inform(
-                        f"stopped by SIGTERM after step {n}; the same command goes on from there"
+                        f"stopped by {STOPS[number]} after step {n}; a checkpoint is saved, the "
+                        "same command goes on from there"
                     )
-                    return last | {"stopped": True}
+                    return last | {"stopped": number}
             export.result(
                 self.cfg, self.setup, state.params, "export", self.recipe(self.steps)
             )
@@ -229,7 +250,8 @@ class Run:
             return last
         finally:
             if handles:
-                signal.signal(signal.SIGTERM, previous)
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
             self.progress.close()
 
     def look(self, pending: tuple[int, PyTree] | None) -> dict[str, Any] | None:

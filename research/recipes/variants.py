@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,9 @@ def train_variant(
         os.makedirs(cfg.workdir, exist_ok=True)
         last = train(cfg) or last
         if last.get("stopped"):
-            raise SystemExit(128 + signal.SIGTERM)  # the same command goes on with this run
+            raise SystemExit(
+                128 + last["stopped"]
+            )  # the same command goes on with this run
         export = f"{cfg.workdir}/export"
         both = os.path.exists(f"{export}/config.json")
         done.append((export, f"{export}/heads") if both else (flags.model, export))

@@ -13,6 +13,7 @@ import pytest
 from children import environment
 from tiny_model import write_model
 
+from medusa_jax import hosts
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
 from medusa_jax.distill import files, writer
@@ -328,6 +329,57 @@ def test_killed_and_resumed_it_gives_the_same_file(model, seeds, tmp_path):
     assert path.read_bytes() == (tmp_path / "whole" / "messages.jsonl").read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["self_talk", "continue"])
+def test_twenty_kills_at_random_moments(model, tmp_path, mode):
+    """SIGKILL at any moment from the start of the process on; the same files as undisturbed.
+
+    A run that ended before its kill was due is compared, and the next one begins anew.
+    """
+    rng = np.random.default_rng(0)
+    words = ["the", "cat", "in", "a", "bar", "is", "there", "and", "are", "abc"]
+    prompts = tmp_path / "prompts.jsonl"
+    texts = [" ".join(rng.choice(words, 3)) for _ in range(400)]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+
+    def start(out):
+        flags = [*flags_for(model, out, prompts), f"--mode={mode}", "--max_new_tokens=60"]
+        command = [sys.executable, "-m", "medusa_jax", "distill", *flags]
+        return subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+
+    def content(out):
+        files = (path for path in out.iterdir() if path.name != "provenance.json")
+        return {path.name: path.read_bytes() for path in files}
+
+    assert start(tmp_path / "warm").wait(300) == 0  # fills the compilation cache
+    began = time.monotonic()
+    assert start(tmp_path / "whole").wait(300) == 0
+    seconds = time.monotonic() - began
+    whole = content(tmp_path / "whole")
+    name = "samples.jsonl" if mode == "continue" else "messages.jsonl"
+    kills, finished, lines = 0, 0, []
+    while kills < 20:
+        out = tmp_path / f"broken{finished}"
+        process = start(out)
+        try:
+            assert process.wait(rng.uniform(0, seconds)) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(60)
+            kills += 1
+            lines.append(
+                (out / name).read_bytes().count(b"\n") if (out / name).exists() else 0
+            )
+            continue
+        assert content(out) == whole
+        finished += 1
+    out = tmp_path / f"broken{finished}"
+    assert start(out).wait(300) == 0
+    assert content(out) == whole
+    print(f"{kills} kills, {finished + 1} files equal; lines there at each kill: {lines}")
+    assert len(set(lines)) > 3, "the kills hardly met a run at work"
+
+
 def test_heads_do_not_change_the_text(tmp_path, seeds):
     """Also in mid-run: half without, half with heads."""
     directory = tmp_path / "model"
@@ -362,6 +414,47 @@ def test_damaged_files_are_named(tmp_path):
     (tmp_path / "settings.json").write_text("{")
     with pytest.raises(UserError, match=r"settings\.json is damaged"):
         files.check_settings(tmp_path, {})
-    (tmp_path / "samples.jsonl").write_text("{}\nx\n")
-    with pytest.raises(UserError, match=r"samples\.jsonl is damaged"):
-        files.finished_lines(tmp_path / "samples.jsonl", 1, 2)
+    (tmp_path / "samples.jsonl").write_text("{}\nx\n5\n")
+    three = [Seed(i) for i in range(3)]
+    with pytest.raises(
+        UserError, match=r"samples\.jsonl is damaged: line 2 .* first 1 lines"
+    ):
+        files.finished_lines(tmp_path / "samples.jsonl", 1, three, lambda *_: True)
+
+
+@pytest.mark.parametrize("mode", ["multi_turn", "continue"])
+def test_lines_of_two_writers_are_refused(model, seeds, tmp_path, capsys, mode):
+    """Each batch twice, as two processes at the same time would leave it, then all lines twice."""
+    flags = flags_for(model, tmp_path / "out", seeds, "--limit=8", "--max_turns=1")
+    name = "messages.jsonl"
+    if mode == "continue":
+        prompts = tmp_path / "prompts.jsonl"
+        texts = ["the cat", "a bar", "in", "there", "abc", "and", "is", "are"]
+        prompts.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
+        flags, name = flags_for(model, tmp_path / "out", prompts), "samples.jsonl"
+    assert distill.main(flags) == 0
+    path = tmp_path / "out" / name
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for written, bad in (
+        ([*lines[:4], *lines[:4], *lines[4:], *lines[4:]], 5),
+        (lines * 2, 9),
+    ):
+        path.write_bytes(b"".join(written))
+        capsys.readouterr()
+        assert distill.main(flags) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f"line {bad} is not the answer" in said and f"first {bad - 1} lines" in said
+        assert path.read_bytes() == b"".join(written)
+    path.write_bytes(b"".join(lines[:4]))  # as the sentence says
+    assert distill.main(flags) == 0
+    assert path.read_bytes() == whole
+
+
+def test_a_directory_is_one_process_s(model, seeds, tmp_path, capsys):
+    flags = flags_for(model, tmp_path, seeds, "--limit=4")
+    with hosts.claimed(tmp_path):
+        assert distill.main(flags) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path} is in use by another process" in said and said.count("\n") == 1
+    assert distill.main(flags) == 0

@@ -12,7 +12,7 @@ import pytest
 from children import environment
 
 from medusa_jax.sharding import simulate_devices
-from research import memory
+from medusa_jax.training.counted import COPIES
 
 pytestmark = pytest.mark.wide
 
@@ -26,7 +26,7 @@ simulate_devices(8)
 from medusa_jax.commands.train import load_config
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from research import memory, scaling
-from medusa_jax.training import dry
+from medusa_jax.training import counted, dry
 from medusa_jax.tree import Tree
 
 arch = LlamaConfig(vocab_size=8192, d_model=256, n_layers=2, n_heads=8, n_kv_heads=8, head_dim=32,
@@ -37,7 +37,7 @@ cfg.data.seq_len, cfg.train.loss_chunk, cfg.heads.n_heads = 512, 64, 2
 cfg.train.batch_size, cfg.train.accumulation = 64, 16
 shapes = dry.step_shapes(cfg)
 trained = dry.measure(cfg, shapes)
-report = {"training": [memory.training_bytes(cfg, shapes), trained, trained["batch"]]}
+report = {"training": [counted.training_bytes(cfg, shapes), trained, trained["batch"]]}
 
 heads, tree = HeadsConfig(n_heads=2), Tree.cartesian([3, 2])
 for dtype, rows in ((jnp.float32, 4), (jnp.bfloat16, 4), (jnp.bfloat16, 1)):
@@ -47,8 +47,8 @@ for dtype, rows in ((jnp.float32, 4), (jnp.bfloat16, 4), (jnp.bfloat16, 1)):
     found = program.memory_analysis()
     sizes = {"argument_bytes": found.argument_size_in_bytes}
     sizes["total_bytes"] = found.argument_size_in_bytes + found.temp_size_in_bytes
-    counted = memory.decoding_bytes(variables, state, tree.n_nodes, arch.vocab_size)
-    report[f"decoding of {rows} in {dtype.__name__}"] = [counted, sizes, None]
+    held = memory.decoding_bytes(variables, state, tree.n_nodes, arch.vocab_size)
+    report[f"decoding of {rows} in {dtype.__name__}"] = [held, sizes, None]
 report["flags"] = os.environ["XLA_FLAGS"]
 print(json.dumps(report))
 """
@@ -82,7 +82,7 @@ def test_compiled_memory_is_what_is_counted(report, kind):
     assert arguments == pytest.approx(compiled["argument_bytes"], rel=1e-3)
     most = least = sum(counted.values())
     if not version("jaxlib").startswith("0.10."):
-        least -= counted[memory.COPIES] + counted.get("LM heads transposed", 0)
+        least -= counted[COPIES] + counted.get("LM heads transposed", 0)
     assert 0.9 * least < compiled["total_bytes"] < most / 0.9
     # Microbatches in a loop, before which the weights of all layers could be gathered.
     assert kind != "training" or batch == [2, 32, 512]

@@ -49,6 +49,44 @@ def test_flags_that_do_not_say_who_is_who(given, words):
         hosts.join(given)
 
 
+def test_a_claim_ends_with_its_process(tmp_path):
+    """Another process holds the directory until it is killed."""
+    code = (
+        "import sys, time; from medusa_jax import hosts\n"
+        "with hosts.claimed(sys.argv[1]): print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=environment(), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "held\n"
+    with (
+        pytest.raises(UserError, match="in use by another process"),
+        hosts.claimed(tmp_path),
+    ):
+        pass
+    process.kill()
+    process.communicate(timeout=60)
+    with hosts.claimed(tmp_path):
+        pass
+
+
+def test_one_process_of_a_program_holds_the_claim(tmp_path, monkeypatch):
+    with hosts.claimed(tmp_path):
+        monkeypatch.setattr(hosts.jax, "process_index", lambda: 1)
+        with hosts.claimed(tmp_path):
+            pass
+
+
+def test_a_directory_that_cannot_be_claimed(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match="cannot be written to"),
+        hosts.claimed(tmp_path / "file"),
+    ):
+        pass
+
+
 def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch, left, capsys):
     """There the environment says nothing: JAX is asked, and knows of no others, or of late ones."""
     asked, answer = [], ValueError("no pod")

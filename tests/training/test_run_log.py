@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from medusa_jax.errors import UserError
-from medusa_jax.training.log import run_log
+from medusa_jax.training.log import curves, run_log
 from medusa_jax.training.log.curves import read_log, series
 from medusa_jax.training.log.run_log import RunLog, duration
 
@@ -56,6 +56,46 @@ def test_curves_by_head():
     assert series(records[:1], "train", ("lr",)) == {}
     bad = [{"step": 2, "kind": "train", "loss": [None, 1.0]}]
     assert np.isnan(series(bad, "train", ("loss",))["head 1"][1][0])
+
+
+def drawn(monkeypatch, records, path):
+    """The axes of the picture."""
+    pytest.importorskip("matplotlib")
+    kept = []
+    save = curves.save_figure
+    monkeypatch.setattr(
+        curves, "save_figure", lambda f, path: kept.append(f) or save(f, path)
+    )
+    curves.draw_run(records, path)
+    return kept[0].axes
+
+
+def test_no_panel_is_empty(tmp_path, monkeypatch):
+    """Five figures, as a backbone's training has them: five panels, whatever the grid."""
+    names = ("lm_loss", "lm_top1", "lm_top5", "lr", "gradient_norm")
+    records = [
+        {"step": step, "kind": "train"} | dict.fromkeys(names, 1.0 / step)
+        for step in range(1, 4)
+    ]
+    axes = drawn(monkeypatch, records, tmp_path / "curves.png")
+    assert [len(a.lines) for a in axes] == [1] * 5
+
+
+def test_long_curves_are_smoothed(tmp_path, monkeypatch):
+    """Thick and between the neighbours; the learning rate stays as it is."""
+    records = [
+        {"step": step, "kind": "train", "loss": [float(step % 2)], "lr": 0.1}
+        for step in range(1, 42)
+    ]
+    loss, rate = drawn(monkeypatch, records, tmp_path / "curves.png")
+    raw, smooth = loss.lines
+    assert len(rate.lines) == 1 and raw.get_linewidth() < smooth.get_linewidth()
+    assert list(raw.get_ydata()) == [float(step % 2) for step in range(1, 42)]
+    assert smooth.get_ydata()[20] == pytest.approx(1 / 3) and smooth.get_ydata()[0] == 0.5
+    assert len(loss.get_legend_handles_labels()[1]) == 1
+    bad = curves.smoothed([1.0, float("nan"), 3.0])
+    assert bad == [1.0, 2.0, 3.0]
+    assert np.isnan(curves.smoothed([float("nan")] * 3)).all()
 
 
 def log_some(workdir, **options):

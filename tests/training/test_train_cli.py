@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import shlex
+import signal
 import subprocess
 import sys
 
@@ -9,10 +12,11 @@ import pytest
 from children import environment
 from training_setup import ROOT, command, tiny_config, write_config
 
+from medusa_jax import hosts
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
-from medusa_jax.training import checks, trainer
+from medusa_jax.training import checks, dry, trainer
 
 
 def parse(*args, config="vicuna7b_m1"):
@@ -43,6 +47,7 @@ def test_overrides_take_the_type_of_the_field():
         ("--config.optim.lr=high", "takes float, not 'high'"),
         ("--config.train.steps=1.5", "takes int, not '1.5'"),
         ("--config.train.remat=maybe", "takes bool, not 'maybe'"),
+        ("--config.dry_run=maybe", "takes false, true, counted, not 'maybe'"),
         ("--config.mesh=1,2", "--config.mesh takes"),
         ("--workdri=x", "did you mean --workdir"),
         ("steps=3", "unexpected argument"),
@@ -103,6 +108,16 @@ def test_out_of_memory_is_one_line(tokens, tmp_path, monkeypatch, capsys):
     )
 
 
+def test_a_workdir_is_one_process_s(tokens, tmp_path, capsys):
+    args = [f"--config={write_config(tmp_path, tokens)}", f"--workdir={tmp_path / 'w'}"]
+    with hosts.claimed(tmp_path / "w"):
+        assert cli.main(args) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'w'} is in use by another process" in said and said.count("\n") == 1
+    )
+
+
 def test_a_mesh_that_does_not_divide_names_the_axis(tokens, tmp_path, capsys):
     args = [f"--config={write_config(tmp_path, tokens)}", f"--workdir={tmp_path / 'w'}"]
     assert cli.main([*args, "--config.mesh=3,3,3"]) == 2
@@ -117,6 +132,65 @@ def test_a_model_that_is_not_there(tokens, tmp_path, capsys):
     assert cli.main([*args, "--config.model.path=/no/such/model"]) == 2
     said = capsys.readouterr().err
     assert "/no/such/model" in said and said.count("\n") == 1
+
+
+def test_ctrl_c_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, capsys):
+    """Once: after its step; twice: at once. The command that is named goes on to the end."""
+    look, presses = trainer.Run.look, {3: 1, 6: 2}
+
+    def pressed(self, pending):
+        for _ in range(presses.pop(pending[0], 0) if pending else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        return look(self, pending)
+
+    monkeypatch.setattr(trainer.Run, "look", pressed)
+    compile_step, made = trainer.compile_step, []
+    once = lambda *shapes: made or made.append(compile_step(*shapes)) or made  # noqa: E731
+    monkeypatch.setattr(trainer, "compile_step", lambda *shapes: once(*shapes)[0])
+    workdir = tmp_path / "of mine"
+    args = [f"--config={write_config(tmp_path, tokens)}", f"--workdir={workdir}",
+            "--config.train.steps=8", "--config.train.save_every=100"]  # fmt: skip
+    before = signal.getsignal(signal.SIGINT)
+    for words in (
+        "stopped by Ctrl-C after step 4;",
+        "stopped at once; the last checkpoint is of step 4",
+    ):
+        assert cli.main(args) == 130
+        said = capsys.readouterr().err
+        assert words in said and "Ctrl-C again stops at once" in said
+        assert (workdir / "checkpoints" / "4").is_dir()
+        named = said.splitlines()[-1].removeprefix("to go on: python -m medusa_jax train ")
+        assert shlex.split(named) == args
+    assert cli.main(shlex.split(named)) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    log = [json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in log] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("value", ["counted", "true"])
+def test_dry_run_prints_sizes_before_it_compiles(
+    tokens, tmp_path, monkeypatch, capsys, value
+):
+    """Counted memory and the mesh as well; "counted" compiles nothing at all."""
+    shown = []
+
+    def compile_step(*_):
+        shown.append(capsys.readouterr().out)
+        raise UserError("compiles")
+
+    monkeypatch.setattr(dry, "compile_step", compile_step)
+    file = write_config(tmp_path, tokens, "medusa1")
+    status = cli.main([f"--config={file}", f"--config.dry_run={value}"])
+    said = capsys.readouterr().out if value == "counted" else shown[0]
+    assert status == (0 if value == "counted" else 2) and len(shown) == (value == "true")
+    assert "mesh {'data': 1, 'fsdp': 1, 'tensor': 1}" in said and "trainable" in said
+    cfg = tiny_config(tokens, "medusa1")
+    shapes = dry.step_shapes(cfg)
+    groups = (shapes.frozen, shapes.state.params, shapes.state.opt, shapes.batch)
+    stored = sum(dry.stored_bytes(part) for part in groups)
+    counted = dry.sizes(cfg, shapes)["counted"]
+    assert counted["parameters"] + counted["moments"] + counted["batch"] == stored
+    assert f"counted per device    {stored / 2**30:.2f} GiB stored + " in said
 
 
 @pytest.mark.wide

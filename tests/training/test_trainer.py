@@ -14,7 +14,7 @@ import pytest
 from cases import wide
 from children import environment
 from closeness import assert_close
-from training_setup import command, tiny_config, write_config
+from training_setup import ROOT, command, tiny_config, write_config
 
 import medusa_jax
 from medusa_jax.errors import UserError
@@ -274,13 +274,17 @@ def test_a_killed_run_goes_on_bit_for_bit(tokens, tmp_path):
 
 
 @pytest.mark.wide
-def test_sigterm_saves_and_ends_cleanly(tokens, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
+)
+def test_a_signal_saves_and_ends_cleanly(tokens, tmp_path, number, name):
     process = start(tmp_path, tokens, tmp_path / "run", "--config.train.save_every=1000")
-    process.terminate()
+    process.send_signal(number)
     _, said = process.communicate(timeout=300)
     # Not 0, or whatever started it would take the run for done.
-    assert process.returncode == 143 and "stopped by SIGTERM after step" in said
-    step = int(said.split("SIGTERM after step")[1].split(";")[0])
+    assert process.returncode == 128 + number and f"stopped by {name} after step" in said
+    assert f"to go on: python {ROOT}/train.py --config=" in said
+    step = int(said.split(f"{name} after step")[1].split(";")[0])
     assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
     assert len(records(tmp_path / "run")) == step
 

@@ -19,6 +19,9 @@ CHARTS = (
     ("estimated accepted length", ("accepted_length_chain", "accepted_length_tree"), False),
 )
 
+# Curves of more points are smoothed, over windows of a twentieth of them.
+SMOOTHED = 20
+
 Points = dict[str, tuple[list[float], list[float]]]
 
 
@@ -57,8 +60,22 @@ def series(records: Sequence[dict[str, Any]], kind: str, fields: Sequence[str]) 
     return found
 
 
+def smoothed(curve: Sequence[float]) -> list[float]:
+    """The mean of a point and those around it, a twentieth of the curve in all; NaN is left out.
+
+    Example: 41 points: point 20 becomes the mean of 19, 20 and 21, point 0 that of 0 and 1.
+    """
+    half = max(len(curve) // (2 * SMOOTHED), 1)
+    windows = (curve[max(i - half, 0) : i + half + 1] for i in range(len(curve)))
+    finite = ([x for x in window if x == x] for window in windows)
+    return [sum(window) / len(window) if window else float("nan") for window in finite]
+
+
 def draw_run(records: Sequence[dict[str, Any]], path: str | Path) -> Path:
-    """Draw all charts that there are figures for: lines in training, dots on held-out text."""
+    """Draw a chart for each figure that there is: lines in training, dots on held-out text.
+
+    Of a long training what was measured is drawn thin, and thick what is left when it is smoothed.
+    """
     drawn = []
     for title, fields, log in CHARTS:
         train, held_out = (series(records, kind, fields) for kind in ("train", "eval"))
@@ -67,14 +84,23 @@ def draw_run(records: Sequence[dict[str, Any]], path: str | Path) -> Path:
     columns = min(3, max(1, len(drawn)))
     rows = max(1, -(-len(drawn) // columns))
     figure = new_figure(3.6 * columns, 2.7 * rows)
-    grid = figure.subplots(rows, columns, squeeze=False).flat
-    for axes, (title, train, held_out, log) in zip(grid, drawn):
+    for place, (title, train, held_out, log) in enumerate(drawn, 1):
+        axes = figure.add_subplot(rows, columns, place)
         labels = list(dict.fromkeys([*train, *held_out]))
         for i, label in enumerate(labels):
             colour = INK if label == "backbone" else COLOURS[i % len(COLOURS)]
             dots = {"marker": "o", "markersize": 3.5, "linewidth": 0.8, "linestyle": ":"}
             if label in train:
-                axes.plot(*train[label], color=colour, linewidth=1.1, label=label)
+                steps, curve = train[label]
+                smooth = len(curve) > SMOOTHED and title != "learning rate"
+                raw = {"linewidth": 0.6, "alpha": 0.35} if smooth else {"linewidth": 1.1}
+                axes.plot(
+                    steps, curve, color=colour, label=None if smooth else label, **raw
+                )
+                if smooth:
+                    axes.plot(
+                        steps, smoothed(curve), color=colour, linewidth=1.3, label=label
+                    )
             if label in held_out:
                 name = label if label not in train else None
                 axes.plot(*held_out[label], color=colour, label=name, **dots)
@@ -88,6 +114,4 @@ def draw_run(records: Sequence[dict[str, Any]], path: str | Path) -> Path:
         axes.grid(color=INK, alpha=0.2, linewidth=0.6)
         for spine in axes.spines.values():
             spine.set_color(INK)
-    for axes in list(grid)[len(drawn) :]:
-        axes.set_axis_off()
     return save_figure(figure, path)
