@@ -371,14 +371,8 @@ class Model:
         """Compile and decode once the first chunk is asked for."""
         rows, engine, request = self._plan(prompts, options, ids, engine_options)
         seconds = self._compile(engine, request)
-        yield from stream_rows(
-            self.tokenizer,
-            rows,
-            engine,
-            self.variables_by(engine.acceptance),
-            request,
-            seconds,
-        )
+        variables = self.variables_by(engine.acceptance)
+        yield from stream_rows(self.tokenizer, rows, engine, variables, request, seconds)
 
     def _plan(
         self,
@@ -399,29 +393,3 @@ class Model:
             engine_options = engine_options | {"tree": self.tree_at(len(rows))}
         engine = self.engine(sampled=sampled, logprobs=logprobs, **engine_options)
         return rows, engine, self.request(prompts, rows, ids)
-
-
-def generate(
-    model: Model,
-    prompts: Sequence[str | Sequence[int]],
-    options: Options | Sequence[Options] = DEFAULTS,
-    *,
-    tree: str | Tree | None = None,
-    acceptance: str = "auto",
-) -> list[Result]:
-    """Decode a batch of prompts with draft heads, each to its end.
-
-    Args:
-      model: what `load` gave.
-      prompts: texts or lists of token ids; rows may differ in length.
-      options: one for all, or one per prompt.
-      tree: the draft tree, or its name as for `--tree`; "none" is plain decoding, and by
-        default it is the model's own for so many prompts (`Model.tree_at`).
-      acceptance: "auto", "greedy", "sampled", "rejection" or "typical"; "auto" is lossless.
-
-    Returns: one result per prompt, in order.
-
-    Raises:
-      UserError: as `Model.generate`.
-    """
-    return model.generate(prompts, options, tree=tree, acceptance=acceptance)
