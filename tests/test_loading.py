@@ -179,6 +179,9 @@ def test_a_shared_lm_head_is_read_in_columns(
         kernel_DO = (stored.T if tied else stored)[:, ids]
         step = np.abs(kernel_DO).max(axis=0) / 127
         assert (np.abs(logits - wanted) <= 0.51 * step * np.abs(x).sum(1)[:, None]).all()
+        heads = model.variables_by("typical")["heads"]  # unless they decide the text
+        assert heads[GROUP]["lm_head"]["kernel"].per_word == 1
+        assert_close(for_drafting(model.backbone, heads).lm_head(x), wanted)
     else:
         assert_close(logits, wanted)
     with pytest.raises(UserError, match=f"rank {len(ids)} exceeds the heads' draft vocab"):

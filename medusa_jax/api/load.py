@@ -1,6 +1,6 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import make_drafter, vocabulary
 from medusa_jax.interop import heads_io, hf
-from medusa_jax.interop.base_files import fingerprint_as_read
+from medusa_jax.interop.base_files import BaseFiles, fingerprint_as_read
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tokenizer import (
     NoTokenizer,
@@ -53,6 +53,7 @@ def load(
     tree: str | Tree = "auto",
     dtype: str | None = None,
     weights: str | None = None,
+    draft_weights: str | None = None,
     mesh: Sequence[int] = (1, 1, 1),
     tokenizer: str | None = None,
     batch: int = 1,
@@ -78,6 +79,10 @@ def load(
         needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
       weights: "bfloat16" or "int8" stores kernels so, which makes a step's bytes fewer; the
         model is then the one with these rounded weights. By default they have the `dtype`.
+      draft_weights: "float32", "bfloat16" or "int8" stores the kernels of draft heads so. By
+        default they are int8 on a CPU with native products while nothing but speed depends on them,
+        and read once more, as wide as `weights`, by the first call of an acceptance rule whose text
+        depends on the drafts (typical, rejection).
       mesh: devices along data, fsdp, tensor.
       tokenizer: directory or hub id, if not beside the model. A model without any takes
         prompts as token ids and gives token ids.
@@ -103,8 +108,10 @@ def load(
         text_to_ids = load_tokenizer(tokenizer or directory)
     else:
         text_to_ids = NoTokenizer(directory)
-    number, storage = _forms(hf.read_config(directory), kind, devices, weights)
-    marks, drafting = hf.Fingerprint(), _DraftHead(stored, devices, storage)
+    number, storage = _forms(
+        hf.read_config(directory), kind, devices, weights, draft_weights
+    )
+    marks, drafting = hf.Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
 
     def place(config: LlamaConfig, part: Any) -> Any:
         marks.see(config, part)
@@ -114,6 +121,7 @@ def load(
     config, backbone = hf.load_backbone(directory, devices, kind, place)
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Any = {}
+    read_wide: Callable[[], Any] | None = None
     if baseline is not None:
         heads, head_params = load_baseline(baseline, text_to_ids, number, devices, storage)
         chosen = tree_choice.for_baseline(tree, make_drafter(heads, config).default_tree)
@@ -122,7 +130,8 @@ def load(
     else:
         about = (config, stored.heads, number, storage, devices)
         chosen = tree_choice.for_heads(tree, stored, batch, *about)
-        heads, head_params, _ = heads_io.load_heads(
+        read = partial(
+            heads_io.load_heads,
             stored,
             config,
             devices,
@@ -130,9 +139,12 @@ def load(
             number.name,
             fingerprint=fingerprint_as_read(model or directory, marks, config, kind),
             allow_other_base=allow_other_base,
-            convert=partial(place_head, storage=storage),
         )
+        heads, head_params, _ = read(convert=partial(place_head, form=storage.of_drafts))
         head_params = drafting.beside(head_params)
+        if storage.of_drafts != storage.of_deciding_drafts:
+            wide = _DraftHead(stored, devices, storage.of_deciding_drafts)
+            read_wide = partial(_read_wide, read, wide, directory, kind)
     if eos_ids is None:
         eos_ids = sorted(text_to_ids.eos_ids | declared_eos_ids(directory))
     loaded = Model(
@@ -147,6 +159,7 @@ def load(
         calibrated=chosen.calibrated,
         eos_ids=eos_ids,
         no_repeat_ngram_size=_ngram_size(directory, no_repeat_ngram_size),
+        read_wide=read_wide,
     )
     chosen.settle(loaded, batch)
     return loaded
@@ -164,15 +177,35 @@ def _checked_dtype(dtype: str) -> str:
 
 
 def _forms(
-    config: LlamaConfig, dtype: str, mesh: Mesh, weights: str | None
+    config: LlamaConfig,
+    dtype: str,
+    mesh: Mesh,
+    weights: str | None,
+    draft_weights: str | None,
 ) -> tuple[Any, Storage]:
     """What to compute in, and how kernels are stored (`model/forms.py`)."""
     number = jnp.dtype(dtype)
-    storage = choose_storage(config, number, mesh, weights)
+    storage = choose_storage(config, number, mesh, weights, draft_weights)
     if storage.panel and dtype == "bfloat16":
         # The kernels compute in float32 whatever they read, and what is around them is quicker in it.
         return jnp.dtype("float32"), replace(storage, weights=storage.weights or dtype)
+    if draft_weights == "float32" and number.itemsize < 4:
+        raise UserError(f"draft weights in float32 need dtype float32, not {dtype}")
     return number, storage
+
+
+def _read_wide(
+    read: Callable[..., Any], drafting: "_DraftHead", directory: str, dtype: str
+) -> Any:
+    """The draft heads once more, as wide as the weights, and the LM head that they share."""
+    _, params, _ = read(convert=partial(place_head, form=drafting.form))
+    if drafting.ids_O is not None:
+        base = BaseFiles.open(directory)
+        entry = vocabulary.lm_head_entry(base.config)
+        leaf = "embedding" if base.config.tie_embeddings else "kernel"
+        part = {entry: {leaf: base.array(f"{entry}/{leaf}").astype(dtype)}}
+        drafting.see(base.config, part)
+    return drafting.beside(params)
 
 
 class _DraftHead:
@@ -182,8 +215,8 @@ class _DraftHead:
     decoded, and get that form themselves: a smaller kernel, not a product with all columns.
     """
 
-    def __init__(self, stored: StoredHeads | None, mesh: Mesh, storage: Storage) -> None:
-        self.mesh, self.storage = mesh, storage
+    def __init__(self, stored: StoredHeads | None, mesh: Mesh, form: Storage) -> None:
+        self.mesh, self.form = mesh, form
         self.part: Any = {}
         self.ids_O = None
         if stored is not None and stored.heads.lm_head == "shared":
@@ -196,7 +229,7 @@ class _DraftHead:
         kernel_DO = vocabulary.scored_columns(config, part, self.ids_O)
         found = {"lm_head": {"kernel": kernel_DO}}
         found = jax.device_put(found, param_shardings(self.mesh, found))
-        self.part = place_head(found, self.storage)
+        self.part = place_head(found, self.form)
 
     def beside(self, heads: Any) -> Any:
         """The parameters of the heads, with the LM head that they share."""

@@ -56,6 +56,7 @@ class Model:
         calibrated: dict | None = None,
         eos_ids: Sequence[int] | None = None,
         no_repeat_ngram_size: int = 0,
+        read_wide: Callable[[], Any] | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -71,6 +72,8 @@ class Model:
         self.tree = self.parse_tree(tree)
         self.ladder: Ladder | None = None
         self.no_repeat_ngram_size = no_repeat_ngram_size
+        self._read_wide = read_wide
+        self._wide: Any = None
         self._warm: set[Any] = set()
 
     @property
@@ -95,10 +98,32 @@ class Model:
         "bitwise": every number behind a token is the same, bit for bit, in a tree and alone, so
         that not even ties within rounding may differ.
         """
-        if not RULES[acceptance].lossless:
+        rule = RULES[acceptance]
+        if not rule.lossless:
             return False
-        by_target = acceptance in ("greedy", "sampled")
-        return "bitwise" if self.llama.native and by_target else True
+        return "bitwise" if self.llama.native and not rule.by_drafts else True
+
+    def variables_by(self, acceptance: str) -> dict[str, Any]:
+        """`variables` as decoding by this rule reads them.
+
+        Where the rule's text depends on the drafts and the heads are stored narrower than the
+        weights, though nobody asked for it, they are read once more, as wide, and kept as well.
+        """
+        if self._read_wide is None or not RULES[acceptance].by_drafts:
+            return self.variables
+        if self._wide is None:
+            self._wide = self._read_wide()
+        return self.variables | {"heads": self._wide}
+
+    def draft_weights(self, acceptance: str) -> str | None:
+        """The type that kernels of the drafter are stored in under this rule; None: it has none."""
+        if not self.variables["heads"]:
+            return None
+        form = self.storage
+        if self.drafter.trained:
+            by_drafts = RULES[acceptance].by_drafts
+            form = form.of_deciding_drafts if by_drafts else form.of_drafts
+        return form.weights or str(self.dtype)
 
     @property
     def backbone(self) -> Backbone:
@@ -209,7 +234,7 @@ class Model:
         if shape in self._warm:
             return 0.0
         start = time.perf_counter()
-        loop.warm_up(engine, self.variables, request)
+        loop.warm_up(engine, self.variables_by(engine.acceptance), request)
         self._warm.add(shape)
         return time.perf_counter() - start
 
@@ -254,10 +279,11 @@ class Model:
             *_, (_, results) = self._stream(rows, engine, request, compile_seconds, watch)
             assert results is not None
             return results
+        variables = self.variables_by(engine.acceptance)
         start = time.perf_counter()
-        state, ladder = jax.block_until_ready(loop.begin(engine, self.variables, request))
+        state, ladder = jax.block_until_ready(loop.begin(engine, variables, request))
         middle = time.perf_counter()
-        progress = jax.block_until_ready(loop.finish(engine, self.variables, state, ladder))
+        progress = jax.block_until_ready(loop.finish(engine, variables, state, ladder))
         end = time.perf_counter()
         seconds = (middle - start, end - middle, compile_seconds)
         return results_of(self.tokenizer, rows, request, progress, seconds)
@@ -314,7 +340,7 @@ class Model:
         texts = GrowingTexts(self.tokenizer, [o.stop for o in rows])
         start = time.perf_counter()
         prefilled = None
-        chunks = loop.stream(engine, self.variables, request)
+        chunks = loop.stream(engine, self.variables_by(engine.acceptance), request)
         progress = next(chunks)
         while True:
             pieces = texts.take(progress)

@@ -41,6 +41,7 @@ def run_shape(flags: argparse.Namespace, out: Path) -> int:
         names,
         dtype=dtype,
         weights=flags.weights,
+        draft_weights=flags.draft_weights,
         rounds=flags.repeats,
     )
     device = jax.devices()[0]

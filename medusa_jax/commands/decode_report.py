@@ -40,6 +40,7 @@ def describe(
         "seed": options.seed,
         "dtype": str(model.dtype),
         "weights": model.storage.weights or str(model.dtype),
+        "draft_weights": model.draft_weights(acceptance),
         "products": model.products,
         "device": f"{device.platform}: {device.device_kind}",
     }

@@ -10,6 +10,7 @@ from medusa_jax.errors import UserError
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 WEIGHTS = ("bfloat16", "int8")
+DRAFT_WEIGHTS = ("float32", *WEIGHTS)
 
 
 def command(name: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -23,7 +24,7 @@ def command(name: str, description: str, examples: str) -> argparse.ArgumentPars
 
 
 def add_model(p: argparse.ArgumentParser, drafter: str = "") -> None:
-    """--model, --dtype, --weights, --allow_other_base and --drafter, whose default may be given."""
+    """--model, --drafter, whose default may be given, and the flags of `add_base`."""
     p.add_argument(
         "--model",
         help="directory, .gguf file, hub id or name (smollm2) of a model (default: the demo)",
@@ -39,7 +40,7 @@ def add_model(p: argparse.ArgumentParser, drafter: str = "") -> None:
 
 
 def add_base(p: argparse.ArgumentParser) -> None:
-    """--dtype, --weights and --allow_other_base."""
+    """--dtype, --weights, --draft_weights and --allow_other_base."""
     p.add_argument(
         "--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere"
     )
@@ -48,6 +49,12 @@ def add_base(p: argparse.ArgumentParser) -> None:
         choices=WEIGHTS,
         help="type to store kernels in: fewer bytes to read in a step, of a rounded model "
         "(default: the dtype)",
+    )
+    p.add_argument(
+        "--draft_weights",
+        choices=DRAFT_WEIGHTS,
+        help="type to store kernels of draft heads in (default: int8 on a CPU with native "
+        "products while only speed depends on it; else, and for typical and rejection, as --weights)",
     )
     p.add_argument(
         "--allow_other_base",
@@ -87,6 +94,7 @@ def load_model(
         name,
         dtype=flags.dtype,
         weights=flags.weights,
+        draft_weights=flags.draft_weights,
         no_repeat_ngram_size=flags.no_repeat_ngram_size,
         allow_other_base=flags.allow_other_base,
         **more,

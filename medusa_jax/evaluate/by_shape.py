@@ -40,16 +40,17 @@ def measure(
     *,
     dtype: str,
     weights: str | None = None,
+    draft_weights: str | None = None,
     rounds: int = 7,
 ) -> dict[str, Any]:
     """Figures of plain decoding, and one row for each drafter, all on one backbone.
 
     Args:
       names: drafters.
-      weights: what kernels are stored in, as for `load`.
+      weights, draft_weights: what kernels are stored in, as for `load`.
     """
     number, mesh = jnp.dtype(dtype), make_mesh((1, 1, 1))
-    storage = choose_storage(config, number, mesh, weights)
+    storage = choose_storage(config, number, mesh, weights, draft_weights)
     growth = load_tree_file(GROWTH)["growth"]
     trees = [tree_of_size(growth, size) for size in SIZES]
     drafters = [

@@ -38,7 +38,7 @@ def step_seconds(
     """
     engines = [model.engine(tree, acceptance, temperature > 0) for tree in trees]
     return engine_seconds(
-        engines, model.variables, prompt, batch=batch, temperature=temperature,
+        engines, model.variables_by(engines[0].acceptance), prompt, batch=batch, temperature=temperature,
         n_steps=n_steps, rounds=rounds,
     )  # fmt: skip
 

@@ -99,7 +99,7 @@ def random_heads(drafter: Drafter, dtype: Any, storage: Storage) -> Params:
     """Random parameters of draft heads as decoding reads them, likewise."""
     placed: Params = {}
     for name, shapes in trained_shapes(drafter.llama, drafter)["heads"].items():
-        placed |= place_head({name: _random(shapes, dtype, len(placed))}, storage)
+        placed |= place_head({name: _random(shapes, dtype, len(placed))}, storage.of_drafts)
     return placed
 
 

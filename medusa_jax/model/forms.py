@@ -9,6 +9,7 @@ that is nearly a draw.
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.measured import Kept
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.stored import WEIGHTS, Storage, multiply, store
+from medusa_jax.model.stored import DRAFT_WEIGHTS, WEIGHTS, Storage, multiply, store
 from medusa_jax.native import library
 
 VARIABLE = "MEDUSA_JAX_PRODUCTS"
@@ -38,20 +39,38 @@ ROUNDS, SECONDS = 9, 1.0
 
 
 def choose_storage(
-    config: LlamaConfig, dtype: Any, mesh: Mesh, weights: str | None = None
+    config: LlamaConfig,
+    dtype: Any,
+    mesh: Mesh,
+    weights: str | None = None,
+    draft_weights: str | None = None,
 ) -> Storage:
     """The form for this model on this device; `MEDUSA_JAX_PRODUCTS` (plain, native) overrides.
 
     Args:
       weights: type to store kernels in, of `WEIGHTS`; None is `dtype`.
+      draft_weights: that of draft heads, of `DRAFT_WEIGHTS`; None is as `Storage` has it.
 
     Raises:
       UserError: an unknown type or form, or one that cannot be had here.
     """
     if weights not in (None, *WEIGHTS):
         raise UserError(f"weights are stored as {' or '.join(WEIGHTS)}, not {weights!r}")
-    if weights == "int8" and mesh.size > 1:
+    if draft_weights not in (None, *DRAFT_WEIGHTS):
+        raise UserError(
+            f"draft weights are {', '.join(DRAFT_WEIGHTS[:-1])} or {DRAFT_WEIGHTS[-1]}, not "
+            f"{draft_weights!r}"
+        )
+    if "int8" in (weights, draft_weights) and mesh.size > 1:
         raise UserError("int8 weights are read on one device: use --mesh 1,1,1")
+    form = _backbone_form(config, dtype, mesh, weights)
+    return replace(form, draft_weights=draft_weights or "")
+
+
+def _backbone_form(
+    config: LlamaConfig, dtype: Any, mesh: Mesh, weights: str | None
+) -> Storage:
+    """`choose_storage` without what is asked for draft heads."""
     kept = "" if weights is None or weights == jnp.dtype(dtype).name else weights
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", *NAMES):

@@ -49,9 +49,10 @@ def place_part(
     return {name if entry == known else entry: value for entry, value in out.items()}
 
 
-def place_head(part: Params, storage: Storage) -> Params:
-    """A stored part of the draft heads, in its type already: kernels in their form of `storage`."""
-    return jax.block_until_ready(_in_form(part, storage.of_drafts))
+def place_head(part: Params, form: Storage) -> Params:
+    """A stored part of the draft heads, in its type already: its kernels in a form, such as
+    `Storage.of_drafts`."""
+    return jax.block_until_ready(_in_form(part, form))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))

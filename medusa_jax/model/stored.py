@@ -11,7 +11,7 @@ whether they are read in one go:
 int8 has one scale for each output, as in `model/quantise.py`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,6 +26,8 @@ Params = dict[str, Any]
 
 # What `--weights` may say, beside nothing: the type that the model computes in.
 WEIGHTS = ("bfloat16", "int8")
+# What `--draft_weights` may say, likewise.
+DRAFT_WEIGHTS = ("float32", *WEIGHTS)
 # The names of what multiplies: kernels, and the factors of low-rank LM heads.
 KERNELS = ("kernel", "down", "up")
 
@@ -37,10 +39,13 @@ class Storage:
     Attributes:
       panel: outputs of a panel of `Panels`; 0: [inputs, outputs].
       weights: their type; "" is that of the model.
+      draft_weights: that of draft heads; "" is what `of_drafts` and `of_deciding_drafts` say.
     """
 
     panel: int = 0
     weights: str = ""
+    # Measurements are kept under what this has for a form, and under `of_drafts`, which tells it.
+    draft_weights: str = field(default="", repr=False)
 
     @property
     def of_drafts(self) -> "Storage":
@@ -49,7 +54,15 @@ class Storage:
         What is drafted is checked by the backbone, so its rounding changes no text. Without panels
         int8 is made float first, which takes longer than reading it wide.
         """
-        return replace(self, weights="int8") if self.panel else self
+        return Storage(
+            self.panel, self.draft_weights or ("int8" if self.panel else self.weights)
+        )
+
+    @property
+    def of_deciding_drafts(self) -> "Storage":
+        """That of draft heads under a rule whose text depends on what they say (`Rule.by_drafts`):
+        their rounding would change it, so they are as wide as the backbone's weights."""
+        return Storage(self.panel, self.draft_weights or self.weights)
 
 
 class Panels(struct.PyTreeNode):

@@ -9,6 +9,7 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.decoding import rows
+from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.generate import (
     FOREVER,
     MIN_PROMPT,
@@ -65,7 +66,9 @@ class Batch:
         engine = model.engine(deepest, "sampled", sampled=True)
         # Knows the depth alone, as `Engine.depth_only`: what is not a step is one program for all.
         self._engine = replace(engine, tree=stand_in(trees.values()))
-        self._variables = model.variables
+        self._variables_by = model.variables_by
+        # For each row whether its drafter took the text in by heads of a rule that depends on them.
+        self._by_drafts = [False] * max(trees)
         self._piece = piece
         self.trees = dict(trees)
         beside = self._engine.n_rows - self._engine.tree.n_nodes
@@ -125,6 +128,8 @@ class Batch:
             position = 0  # nothing is saved, and other pieces would round differently
         # A row of temperature 0 is greedy under "sampled", too.
         rule = "sampled" if rule in ("auto", "greedy") else rule
+        if self._by_drafts[source] != RULES[rule].by_drafts:
+            position = 0  # its drafter's state is of other heads (`Model.variables_by`)
         return Reading(row, np.array(request.prompts[0], np.int32), position, rule)
 
     def _tokens_read(self, n: int) -> int:
@@ -151,12 +156,14 @@ class Batch:
         one: Any = np.array([begin], np.int32), np.array([n], np.int32)
         piece = Piece(tokens[None, :-1], tokens[None, 1:], *one)
         engine = replace(self._engine, acceptance=reading.rule)
-        reading.row = rows.read_row(engine, self._variables, reading.row, piece)
+        variables = self._variables_by(reading.rule)
+        reading.row = rows.read_row(engine, variables, reading.row, piece)
         reading.position = min(begin + T, n)
 
     def insert(self, reading: Reading, at: int) -> Progress:
         """Put a row that has been read in the place of another; what there is of it so far."""
         self._state = rows.insert_row(self._engine, self._state, reading.row, np.int32(at))
+        self._by_drafts[at] = RULES[reading.rule].by_drafts
         return progress_of(reading.row)
 
     def run(
@@ -181,7 +188,7 @@ class Batch:
         )
         self._state, progress = decode_loop(
             engine,
-            self._variables,
+            self._variables_by(rule),
             self._state.replace(status_B=status_B),
             max_steps,
             True,

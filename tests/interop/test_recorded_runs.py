@@ -18,6 +18,7 @@ from planted import random_params
 import medusa_jax
 from medusa_jax.api.results import Options
 from medusa_jax.interop import hf
+from medusa_jax.native import library
 from medusa_jax.tree import Tree
 
 # The authors' code has as many key and value heads as query heads.
@@ -114,13 +115,15 @@ RECORDED = {
 SHALLOWEST = [("medusa", 0), ("mlp", 1), ("prefix-mlp", 1)]
 
 
-def run(folder, heads, **options):
+def read(folder, heads, dtype="float64", **more):
+    tree = Tree.from_choices(TREE)
+    return medusa_jax.load(str(folder / "base"), str(heads), tree=tree, dtype=dtype, **more)
+
+
+def run(model, acceptance):
     """(text, depths) as they are recorded."""
-    model = medusa_jax.load(
-        str(folder / "base"), str(heads), tree=Tree.from_choices(TREE), dtype="float64"
-    )
-    acceptance = "typical" if options else "greedy"
-    options = Options(max_new_tokens=N_TOKENS, eos_ids=(), **options)
+    temperature = 0.7 if acceptance == "typical" else 0.0
+    options = Options(N_TOKENS, temperature, eos_ids=())
     [result] = model.generate([PROMPT], options, acceptance=acceptance)
     letters = "".join(chr(ord("a") + i) for i in result.token_ids)
     return letters, "".join(map(str, result.draft_depths))
@@ -131,5 +134,19 @@ def run(folder, heads, **options):
 def test_texts_are_those_of_the_authors_code(arch, n_layers, tmp_path):
     heads = write_case(tmp_path, arch, n_layers)
     depths, *typical = RECORDED[arch, n_layers]
-    assert run(tmp_path, heads) == (GREEDY, depths)
-    assert run(tmp_path, heads, temperature=0.7) == tuple(typical)
+    model = read(tmp_path, heads)
+    assert run(model, "greedy") == (GREEDY, depths)
+    assert run(model, "typical") == tuple(typical)
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize(("arch", "n_layers"), thinned(RECORDED, ("mlp", 1)))
+def test_native_products_leave_typical_texts_alone(arch, n_layers, tmp_path, monkeypatch):
+    """Heads in int8 would draft other tokens, some of which typical acceptance takes."""
+    monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "native")
+    heads = write_case(tmp_path, arch, n_layers)
+    model = read(tmp_path, heads, "float32")
+    assert model.products == "native" and run(model, "greedy")[0] == GREEDY
+    assert run(model, "typical") == RECORDED[arch, n_layers][1:]
+    kinds = [model.draft_weights(rule) for rule in ("greedy", "typical")]
+    assert kinds == ["int8", "float32"]

@@ -170,4 +170,5 @@ REJECTION = Rule(
     _rejection,
     noise=lambda *args: draft_noise(*args),
     dense=True,
+    by_drafts=True,
 )

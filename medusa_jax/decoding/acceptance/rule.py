@@ -73,6 +73,8 @@ class Rule:
       noise: g of the positions behind the root: drafts are ranked by logits / T + g, and a
         prompt's first token is drawn with the verifier's noise; None draws nothing.
       dense: whether siblings must be the ranks 0, 1, ... with none left out.
+      by_drafts: whether the text depends on what is drafted or on the heads' scores, as it does
+        even where its law does not; else the drafts decide how fast it comes and nothing more.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Rule:
     accept: Callable[[Verified], Accepted]
     noise: NoiseFn | None = None
     dense: bool = False
+    by_drafts: bool = False
 
 
 def walk(matched_BM: jax.Array, tree: Tree, tie_break_BM: jax.Array | None = None):

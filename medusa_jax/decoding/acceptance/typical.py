@@ -51,4 +51,5 @@ TYPICAL = Rule(
     False,
     "LOSSY: another distribution than the model's",
     lambda v: accept_typical(v.nodes_BM, v.logits_BMV, v.tree, v.sampling),
+    by_drafts=True,
 )

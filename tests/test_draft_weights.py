@@ -1,0 +1,121 @@
+"""In which type draft heads are stored: narrow where only speed depends on it, as wide as the weights
+where the text does, or as was asked for."""
+
+import jax
+import numpy as np
+import pytest
+from planted import random_heads
+from tiny_model import write_model
+
+import medusa_jax
+from medusa_jax import Options
+from medusa_jax.commands.decode_report import describe
+from medusa_jax.errors import UserError
+from medusa_jax.heads import Backbone, drafter_class, make_drafter
+from medusa_jax.interop import heads_io
+from medusa_jax.model.llama import Llama
+from medusa_jax.model.stored import Codes, Panels
+from medusa_jax.native import library
+from medusa_jax.serving import Request, Server
+from medusa_jax.tree import Tree
+
+native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+TREE = Tree.cartesian([4, 3, 2])
+PROMPT = [5, 9, 4, 7, 12, 6, 8, 10, 11, 5, 9, 4]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A model with random Hydra++ heads, whose prefix layer keeps keys and values of the text."""
+    path = tmp_path_factory.mktemp("model")
+    config, params = write_model(path)
+    heads = drafter_class("hydrapp").Config(n_heads=3)
+    drafter = make_drafter(heads, config)
+    tree = jax.tree.map(
+        np.float32, random_heads(drafter, Backbone(Llama(config), params), 1)
+    )
+    base = heads_io.describe_base(config, params)
+    heads_io.save_heads(str(path / "heads"), heads, tree, base=base, recipe={})
+    return path
+
+
+def read(directory, **more):
+    form = {"dtype": "float32", "tree": TREE} | more
+    return medusa_jax.load(str(directory), str(directory / "heads"), **form)
+
+
+def kernel(variables):
+    return variables["heads"]["heads_0"]["layers_0"]["linear"]["kernel"]
+
+
+@native
+@pytest.mark.wide
+def test_a_rule_whose_text_the_drafts_decide_reads_them_wide(directory, monkeypatch):
+    options = Options(40, 1.0, eos_ids=())
+    texts = {}
+    for products in ("plain", "native"):
+        monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", products)
+        model = read(directory)
+        for rule in ("sampled", "typical", "rejection"):
+            texts[products, rule] = model.generate([PROMPT], options, acceptance=rule)[0]
+            form = kernel(model.variables_by(rule))
+            bits = {"plain": np.ndarray, "native": 4 if rule == "sampled" else 1}[products]
+            assert getattr(form, "per_word", np.ndarray) == bits
+    for rule in ("sampled", "typical", "rejection"):
+        plain, panels = (texts[p, rule] for p in ("plain", "native"))
+        assert plain.token_ids == panels.token_ids
+        if rule != "sampled":
+            assert plain.draft_depths == panels.draft_depths
+    assert len({tuple(t.token_ids) for t in texts.values()}) == 3
+
+
+@native
+@pytest.mark.wide
+def test_a_server_gives_each_rule_its_heads(directory, monkeypatch):
+    """And reuses no keys of the drafter's layers that the other heads made."""
+    monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "native")
+    model, options = read(directory), Options(20, 1.0, eos_ids=())
+    prompt = PROMPT * 5
+    wanted = {
+        rule: model.generate([prompt], options, acceptance=rule)[0].draft_depths
+        for rule in ("sampled", "typical")
+    }
+    with Server(model, slots=1) as server:
+        before = None
+        for rule in ("sampled", "typical", "typical", "sampled", "sampled"):
+            *_, last = server.submit(Request(prompt, options, acceptance=rule))
+            assert last.ending.result.draft_depths == wanted[rule], rule
+            assert (last.ending.reused_tokens > 0) == (rule == before)
+            before = rule
+
+
+@pytest.mark.parametrize("products", ["plain", pytest.param("native", marks=native)])
+def test_what_is_asked_for_holds_for_every_rule(products, directory, monkeypatch):
+    monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", products)
+    for number, asked in enumerate(("float32", "bfloat16", "int8")):
+        model = read(directory, draft_weights=asked)
+        form, bits = kernel(model.variables), (4, 2, 1)[number]
+        if products == "native":
+            assert isinstance(form, Panels) and form.per_word * bits == 4
+        else:
+            assert isinstance(form, Codes) or form.dtype.itemsize == bits
+        assert model.variables_by("typical") is model.variables
+        kinds = {model.draft_weights(rule) for rule in ("greedy", "typical")}
+        assert kinds == {asked}
+        assert model.storage.weights == ""
+
+
+def test_what_cannot_be_asked_for(directory):
+    with pytest.raises(UserError, match="float32, bfloat16 or int8, not 'int3'"):
+        read(directory, draft_weights="int3")
+    with pytest.raises(UserError, match="float32 need dtype float32, not bfloat16"):
+        read(directory, draft_weights="float32", dtype="bfloat16")
+
+
+def test_decode_says_which(directory):
+    options = Options(2, eos_ids=())
+    plain = medusa_jax.load(str(directory), "none")
+    [result] = plain.generate([PROMPT], options)
+    models = [plain, *(read(directory, draft_weights=t) for t in (None, "int8"))]
+    found = [describe(m, result, "greedy", options, None)["draft_weights"] for m in models]
+    assert found == [None, "float32", "int8"]
