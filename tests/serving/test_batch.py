@@ -45,7 +45,8 @@ def batch_of(monkeypatch, trees, heads=HeadsConfig(n_heads=3)):  # noqa: B008
         return State(status_B="idle", outputs=sizes.outputs)
 
     monkeypatch.setattr(rows, "idle", idle)
-    return Batch(SimpleNamespace(engine=engine, variables={}), trees, 100, 32)
+    model = SimpleNamespace(engine=engine, variables_by=lambda rule: f"for {rule}")
+    return Batch(model, trees, 100, 32)
 
 
 @pytest.fixture
@@ -86,6 +87,7 @@ def pieces(batch, monkeypatch):
 
     def read_row(engine, variables, row, piece):
         assert row.cache.slots == batch.slots
+        assert variables == f"for {engine.acceptance}"
         seen.append((engine, piece))
         return row
 
@@ -172,6 +174,19 @@ def test_the_first_token_is_drawn_by_the_requests_rule(batch, pieces, rule, draw
     assert [engine.acceptance for engine, _ in pieces] == [drawn_by]
 
 
+def test_a_text_is_not_reused_behind_other_heads(batch, pieces, monkeypatch):
+    """What the drafter of a row holds is of the heads that its rule reads."""
+    monkeypatch.setattr(rows, "insert_row", lambda engine, state, row, at: state)
+    monkeypatch.setattr(batches, "progress_of", lambda row: None)
+    known = {}
+    for rule in ("sampled", "typical", "rejection", "greedy"):
+        prompt = Row([list(range(1, 122))], [9], None, *ONE)
+        reading = batch.begin(prompt, 1, 101, rule)
+        known[rule] = reading.position
+        batch.insert(reading, 1)
+    assert known == {"sampled": 100, "typical": 0, "rejection": 100, "greedy": 0}
+
+
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_chunk_has_its_rule_tree_and_drafter(batch, monkeypatch, drafts):
     seen = []
@@ -181,6 +196,7 @@ def test_a_chunk_has_its_rule_tree_and_drafter(batch, monkeypatch, drafts):
         return wanted_B, (int(steps), int(few))
 
     def decode_loop(engine, variables, state, max_steps, until_one_ends):
+        assert variables == "for typical"
         seen.append((engine, state.status_B, max_steps, until_one_ends))
         return state, "progress"
 
