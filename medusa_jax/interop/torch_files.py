@@ -26,6 +26,8 @@ from medusa_jax.interop.tensor import Index, Tensor, Tensors
 MAX_PICKLE_BYTES = 64 << 20
 MAX_DIMENSIONS = 8
 MAX_DEPTH = 64
+# Of an empty tensor's shape, the axes that are not: NumPy counts bytes in 64 bits.
+MAX_EMPTY = 2**59
 
 STORAGES = {
     "DoubleStorage": np.dtype(np.float64),
@@ -133,11 +135,15 @@ class _RebuildTensor(_StandIn):
             raise _Refused("a tensor whose shape and strides do not fit")
         if math.prod(shape) > storage.size:
             raise _Refused("a tensor with more elements than its storage")
-        if math.prod(shape):
-            last = offset + sum((n - 1) * step for n, step in zip(shape, strides))
-            if last >= storage.size:
-                raise _Refused("a tensor that reaches beyond its storage")
-        return _View(storage, offset, tuple(shape), tuple(strides))
+        if not math.prod(shape):
+            if math.prod(n for n in shape if n) > MAX_EMPTY:
+                raise _Refused("an empty tensor of an absurd shape")
+            return _View(storage, 0, tuple(shape), (0,) * len(shape))
+        # A step along an axis of one element is never taken, and may be any number.
+        steps = tuple(step if n > 1 else 0 for n, step in zip(shape, strides))
+        if offset + sum((n - 1) * step for n, step in zip(shape, steps)) >= storage.size:
+            raise _Refused("a tensor that reaches beyond its storage")
+        return _View(storage, offset, tuple(shape), steps)
 
 
 class _RebuildParameter(_StandIn):

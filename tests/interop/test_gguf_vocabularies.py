@@ -1,5 +1,7 @@
 """Tokenizers of GGUF files against those that they were written from."""
 
+import time
+
 import pytest
 from gguf_files import byte_level_metadata, strings, write
 
@@ -62,6 +64,35 @@ def trained():
 
 def read(path, metadata):
     return build_tokenizer(read_gguf(write(path, metadata, {})))
+
+
+def hostile(**keys):
+    """Metadata of a sentencepiece vocabulary."""
+    tokens = keys["tokens"]
+    scores, kinds = [0.0] * len(tokens), [1] * len(tokens)
+    keys = {"model": "llama", "scores": scores, "token_type": kinds} | keys
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "why"),
+    [
+        # Every place to cut it at was tried: 35 seconds.
+        (hostile(tokens=["a", "b", "a" * 300_000]), "a token has 300000 characters"),
+        # The library panics at a merge of something longer than its parts.
+        (
+            hostile(
+                model="gpt2", pre="gpt-2", tokens=["a", "aaa"], merges=["aaa a", "a aaa"]
+            ),
+            "does not fit together",
+        ),
+    ],
+)
+def test_hostile_vocabularies_are_refused_soon(metadata, why, tmp_path):
+    start = time.monotonic()
+    with pytest.raises(UserError, match=why) as error:
+        read(tmp_path / "a.gguf", metadata)
+    assert time.monotonic() - start < 5 and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["gpt-2", "smollm", "llama-bpe", "qwen2"])

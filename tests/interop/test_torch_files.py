@@ -180,6 +180,9 @@ BOUNDS = {
     "negative size": ([-1, -6], [1, 1], 0),
     "ranks differ": ([2, 3], [1], 0),
     "nine dimensions": ([1] * 9, [1] * 9, 0),
+    "empty and huge": ([0, 2**62], [1, 1], 0),
+    "empty, and huger than a number of bytes": ([0, 2**31, 2**31], [1, 1, 1], 0),
+    "empty, of 64 bits and more": ([10**25, 0], [1, 1], 0),
 }
 
 
@@ -187,6 +190,17 @@ BOUNDS = {
 def test_views_out_of_bounds(name, tmp_path):
     shape, strides, offset = BOUNDS[name]
     refused(one_tensor(tmp_path / "x", shape, strides, offset), "tensor")
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset"),
+    [([1, 6], [10**25, 1], 0), ([6, 1], [1, 2**63 - 1], 0), ([0], [10**25], 10**25)],
+)
+def test_steps_that_are_never_taken(shape, strides, offset, tmp_path):
+    """They overflowed where the tensor was read."""
+    tensors = open_torch(one_tensor(tmp_path / "x", shape, strides, offset))
+    wanted = SIX if offset == 0 else SIX[:0]
+    np.testing.assert_array_equal(read(tensors, "x"), wanted.reshape(shape))
 
 
 def test_storages_out_of_bounds(tmp_path):

@@ -13,6 +13,8 @@ from medusa_jax.interop.gguf.reader import GGUFFile
 
 # tokenizer.ggml.token_type
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+# Most characters of a token. Published ones have up to 256; time is quadratic in it.
+LONGEST_TOKEN = 1024
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ def build_tokenizer(file: GGUFFile) -> Any:
         raise UserError(
             f"{file.path} is damaged: {len(tokens)} tokens and the types of {len(kinds)}"
         )
+    if (longest := max(map(len, tokens), default=0)) > LONGEST_TOKEN:
+        raise UserError(
+            f"{file.path} is damaged: a token has {longest} characters, at most {LONGEST_TOKEN} "
+            "are read"
+        )
     model = file.text("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise UserError(
@@ -101,9 +108,10 @@ def build_tokenizer(file: GGUFFile) -> Any:
                     if its_kind == kind and token
                 ]
             )
-    except UserError:
+    except (UserError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # the library raises bare Exception
+    # The library raises bare Exception, and a panic of its Rust code is not even that.
+    except BaseException as error:
         problem = " ".join(str(error).split())
         raise UserError(
             f"{file.path} is damaged: its tokenizer does not fit together ({problem})"
