@@ -89,6 +89,8 @@ def run(cfg: Config) -> int:
             return 0
         use_compilation_cache()  # a resumed run starts at once
         return 128 + signal.SIGTERM if train(cfg).get("stopped") else 0
+    except UserError:  # TensorStore says RESOURCE_EXHAUSTED of a disk
+        raise
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
             raise
