@@ -3,10 +3,11 @@
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -49,9 +50,23 @@ def replacing(path: str | Path) -> Iterator[str]:
 def _put(new: str, place: str) -> None:
     """On the disk first, under its name then: after a power cut, too, it is whole."""
     if os.path.isfile(new):
-        with open(new, "rb+") as file:
-            os.fsync(file.fileno())
+        _sync(new)
+    for folder, _, names in os.walk(new):
+        for name in names:
+            _sync(os.path.join(folder, name))
+        with suppress(OSError):  # some file systems cannot sync directories
+            _sync(folder)
     os.replace(new, place)
+    with suppress(OSError):
+        _sync(os.path.dirname(place))
+
+
+def _sync(path: str) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _remove(path: str) -> None:
@@ -76,3 +91,29 @@ def write_array(path: str | Path, array: np.ndarray) -> None:
     """A NumPy file."""
     with replacing(path) as new, open(new, "wb") as file:
         np.save(file, array)
+
+
+def read_array(path: str | Path, mmap_mode: Literal["r"] | None = None) -> np.ndarray:
+    """Read what `write_array` wrote, or map it into memory.
+
+    Raises:
+      UserError: no such file, or no array in it.
+    """
+    try:
+        array = np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise ValueError("it is an archive of several arrays")
+        return array
+    except Exception as error:  # NumPy raises a dozen types for headers that are damaged
+        reason = getattr(error, "strerror", None) or str(error) or repr(error)
+        reason = " ".join(reason.split())[:200]
+        raise UserError(f"{path} cannot be read: {reason}") from error
+
+
+def checksum(path: str | Path) -> int:
+    """CRC-32 of a file; about 3 GiB/s, without the GIL."""
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            crc = zlib.crc32(block, crc)
+    return crc

@@ -5,10 +5,17 @@ import os
 
 import numpy as np
 import pytest
+from damages import ARRAY_DAMAGES
 
 from medusa_jax import whole_files
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import replacing, write_array, write_json, write_text
+from medusa_jax.whole_files import (
+    read_array,
+    replacing,
+    write_array,
+    write_json,
+    write_text,
+)
 
 
 def test_what_is_written_reads_back(tmp_path):
@@ -85,3 +92,48 @@ def test_a_directory_that_is_not_there_is_a_sentence(tmp_path):
         UserError, match=r"nowhere/a.txt could not be written: .*No such file"
     ):
         write_text(tmp_path / "nowhere" / "a.txt", "x")
+
+
+def test_all_of_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Each file of a directory, the directories, and then the name in the one that holds it."""
+    fsync, replace, seen = os.fsync, os.replace, []
+
+    def recorded(file):
+        seen.append(os.fstat(file).st_ino)
+        fsync(file)
+
+    def renamed(*names):
+        seen.append("renamed")
+        replace(*names)
+
+    monkeypatch.setattr(whole_files.os, "fsync", recorded)
+    monkeypatch.setattr(whole_files.os, "replace", renamed)
+    with replacing(tmp_path / "model") as new:
+        os.makedirs(f"{new}/heads")
+        for name in ("a", "b", "heads/c"):
+            with open(f"{new}/{name}", "w") as file:
+                file.write(name)
+    model = tmp_path / "model"
+    inside = [model, *model.rglob("*")]
+    at = seen.index("renamed")
+    assert sorted(seen[:at]) == sorted(path.stat().st_ino for path in inside)
+    assert len(inside) == 5 and seen[at + 1 :] == [tmp_path.stat().st_ino]
+    seen.clear()
+    write_text(tmp_path / "a", "a")
+    assert seen == [(tmp_path / "a").stat().st_ino, "renamed", tmp_path.stat().st_ino]
+
+
+@pytest.mark.parametrize("kind", ARRAY_DAMAGES)
+def test_an_array_that_cannot_be_read_is_one_sentence(tmp_path, kind):
+    """Or it is read as an array, as zeros are."""
+    for mode in ("r", None):
+        write_array(tmp_path / "a.npy", np.arange(99))
+        ARRAY_DAMAGES[kind](tmp_path / "a.npy")
+        try:
+            assert isinstance(read_array(tmp_path / "a.npy", mode), np.ndarray)
+        except UserError as error:
+            assert str(error).startswith(f"{tmp_path}/a.npy cannot be read: ")
+            assert "\n" not in str(error)
+            assert kind in ("emptied", "cut", "zeroed", "overwritten", "archive", "flipped")
+        else:
+            assert kind not in ("emptied", "cut", "zeroed", "overwritten", "archive")

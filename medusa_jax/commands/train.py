@@ -117,6 +117,8 @@ def run(cfg: Config) -> int:
         use_compilation_cache()  # a resumed run starts at once
         stopped = train(cfg).get("stopped")
         return 128 + stopped if stopped else 0
+    except UserError:  # TensorStore says RESOURCE_EXHAUSTED of a disk
+        raise
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
             raise

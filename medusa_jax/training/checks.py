@@ -1,7 +1,5 @@
 """Checks of a configuration before a run: what does not fit is one sentence."""
 
-from typing import Any
-
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config
@@ -114,14 +112,4 @@ def check(cfg: Config, mesh: Mesh) -> None:
         raise UserError(
             f"data.seq_len {cfg.data.seq_len} exceeds the model's {cfg.model.arch.max_position} "
             f"positions"
-        )
-
-
-def check_resume(data: dict[str, Any], cfg: Config, rows: Any) -> None:
-    """Refuses to go on with other data than the checkpoint was made with."""
-    if (data["rows"], data["batch_size"]) != (rows.rows, cfg.train.batch_size):
-        raise UserError(
-            f"the checkpoint in {cfg.workdir} was made with {data['rows']} rows in batches of "
-            f"{data['batch_size']}, now there are {rows.rows} in batches of "
-            f"{cfg.train.batch_size}; use another --workdir"
         )

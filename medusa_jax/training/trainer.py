@@ -19,7 +19,7 @@ from medusa_jax.config import Config
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import PyTree, make_mesh, own_rows, replicated
-from medusa_jax.training import checks, estimate, export, losses
+from medusa_jax.training import checks, estimate, export, losses, resume
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import features, prepare
 from medusa_jax.training.data.pipeline import batches, read
@@ -124,6 +124,7 @@ def _train(cfg: Config) -> dict[str, Any]:
     rows: Rows = mixed(texts)
     held_out: Rows | None = held_out_text
     checkpoints = Checkpoints(cfg.workdir, cfg.train.keep_checkpoints)
+    changed = {} if checkpoints.latest is None else resume.changes(cfg)
     if "heads" in trained_groups(cfg) and cfg.heads.draft_vocab:
         setup = with_draft_vocab(setup, mesh, partial(draft_vocab, cfg, rows))
 
@@ -145,7 +146,7 @@ def _train(cfg: Config) -> dict[str, Any]:
     best = float("inf")
     if checkpoints.latest is not None:
         params, opt, data, meta = checkpoints.restore(state.params, state.opt)
-        checks.check_resume(data, cfg, rows)
+        resume.check(data, resume.contents(cfg, rows, setup), cfg.workdir)
         if meta["step"] > steps:
             raise UserError(
                 f"the checkpoint in {cfg.workdir} is at step {meta['step']}, beyond the "
@@ -154,10 +155,13 @@ def _train(cfg: Config) -> dict[str, Any]:
             )
         counters = (np.int32(meta["step"]), np.int32(meta["updates"]))
         step, updates = jax.device_put(counters, replicated(mesh))
-        state, best = TrainState(step, updates, params, opt), meta["best"]
+        state = TrainState(step, updates, params, opt)
+        best = best if changed.keys() & set(resume.SCORED) else meta["best"]
         inform(f"resuming from step {meta['step']} of {steps} in {cfg.workdir}")
-    elif hosts.first():
-        write_json(os.path.join(cfg.workdir, "config.json"), dataclasses.asdict(cfg))
+        for name, change in changed.items():
+            inform(f"changed since it was started: {name}: {change}")
+    if hosts.first():
+        write_json(os.path.join(cfg.workdir, resume.FILE), dataclasses.asdict(cfg))
     run = Run(cfg, mesh, stage, setup, rows, checkpoints, steps, best)
     step_fn = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
     compiled = compile_step(step_fn, state, setup.frozen, abstract_batch(cfg, mesh), mesh)
@@ -297,7 +301,7 @@ class Run:
 
     def save(self, n: int, state: TrainState) -> None:
         meta = {"step": n, "updates": int(np.asarray(state.updates)), "best": self.best}
-        data = {"step": n, "rows": self.rows.rows, "batch_size": self.cfg.train.batch_size}
+        data = {"step": n} | resume.contents(self.cfg, self.rows, self.setup)
         with announced("saving a checkpoint"):
             self.checkpoints.save(n, state.params, state.opt, data, meta)
 

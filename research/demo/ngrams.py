@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from medusa_jax.errors import UserError
+from medusa_jax.whole_files import read_array
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
@@ -246,8 +247,8 @@ def _discounts(count: np.ndarray) -> np.ndarray:
 
 def _read_stream(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
-        return np.load(folder / "tokens.npy"), np.load(folder / "doc_starts.npy")
-    except OSError as error:
+        return read_array(folder / "tokens.npy"), read_array(folder / "doc_starts.npy")
+    except UserError as error:
         raise UserError(f"{folder} holds no token stream ({error}).") from None
 
 

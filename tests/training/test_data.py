@@ -1,8 +1,12 @@
 """Rows: nothing lost, nothing twice, no target across a sample's border."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
+from cases import thinned
+from damages import ARRAY_DAMAGES, DAMAGES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_setup import VOCAB, write_tokens
@@ -11,7 +15,8 @@ from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.layers import later
 from medusa_jax.training import losses
-from medusa_jax.training.data.rows import TokenRows, first_fit, mixed
+from medusa_jax.training.data.rows import ARRAYS, TokenRows, first_fit, mixed
+from medusa_jax.whole_files import checksum, write_json
 
 
 @settings(max_examples=60, deadline=None)
@@ -172,3 +177,45 @@ def test_several_texts_are_mixed_row_by_row(tmp_path, packing):
     counts_V = both.counts(VOCAB)
     assert np.array_equal(counts_V, texts[0].counts(VOCAB) + texts[1].counts(VOCAB))
     assert mixed(texts[:1]) is texts[0]
+
+
+@pytest.fixture
+def summed(tmp_path):
+    """A token directory with the checksums of its arrays."""
+    path = tmp_path / "tokens"
+    write_tokens(path)
+    np.save(path / "counted.npy", np.ones(4000, bool))
+    write_json(
+        path / "report.json", {"crc32": {name: checksum(path / name) for name in ARRAYS}}
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind", thinned(ARRAY_DAMAGES, "cut", "rows zeroed", "another rank")
+)
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_damaged_array_is_one_sentence(summed, name, kind):
+    ARRAY_DAMAGES[kind](summed / name)
+    with pytest.raises(UserError, match=name) as error:
+        open_rows(summed, "concat")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_that_is_missing_is_one_sentence(summed, name):
+    (summed / name).unlink()
+    with pytest.raises(UserError, match=f"{name} is missing; delete .*tokens, so that"):
+        open_rows(summed, "concat")
+
+
+def test_damage_to_the_checksums_themselves(summed):
+    for spoil in DAMAGES.values():
+        kept = shutil.copy(summed / "report.json", summed / "kept")
+        spoil(summed / "report.json")
+        with pytest.raises(UserError, match=r"delete .*tokens, so that it is made again"):
+            open_rows(summed, "concat")
+        shutil.move(kept, summed / "report.json")
+    assert open_rows(summed, "concat").rows
+    (summed / "report.json").unlink()  # as of a directory that another program wrote
+    assert open_rows(summed, "concat").rows

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -10,7 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
+from children import environment
 from closeness import assert_close
+from damages import ARRAY_DAMAGES
 from filelock import FileLock
 from training_setup import tiny_config
 
@@ -272,3 +277,77 @@ def test_a_text_that_is_added_leaves_the_states_of_the_others(
         cached.append([(text.directory, files_of(text)) for text in texts])
     (alone,), (added, again) = cached
     assert alone == again and added[0] != alone[0]
+
+
+@pytest.mark.parametrize("file", ["hidden_00001.npy", "crc32_00001.npy"])
+@pytest.mark.parametrize("kind", thinned(ARRAY_DAMAGES, "cut", "rows zeroed", "row less"))
+def test_a_damaged_file_is_one_sentence(tokens, tmp_path, setup, monkeypatch, kind, file):
+    monkeypatch.setattr(features, "SHARD_BYTES", 30 * ROW)
+    cfg = config(tokens, tmp_path)
+    found = cache(cfg, setup)
+    expected = found.batch(0, found.rows)["hidden"]
+    ARRAY_DAMAGES[kind](tmp_path / "features" / os.path.basename(found.directory) / file)
+    with pytest.raises(
+        UserError, match=r"_00001\.npy .*(it|npy) and start again$"
+    ) as error:
+        cache(cfg, setup).batch(0, found.rows)
+    assert "\n" not in str(error.value)
+    os.remove(found.path(1))  # as it says
+    np.testing.assert_array_equal(
+        cache(cfg, setup).batch(0, found.rows)["hidden"], expected
+    )
+
+
+def test_files_without_checksums_are_read(tokens, tmp_path, setup):
+    """As earlier versions wrote them."""
+    cfg = config(tokens, tmp_path)
+    found = cache(cfg, setup)
+    os.remove(found.path(0, "crc32"))
+    assert found.batch(0, 8)["hidden"].any()
+
+
+def test_a_file_grows_as_it_is_written(tokens, tmp_path, setup):
+    """No size without disk: where that fills, a page of a mapped file ends the process (SIGBUS)."""
+    cfg = config(tokens, tmp_path)
+    found = cache(cfg, setup)
+    whole = np.load(found.path(0))
+    new = tmp_path / "features" / f"{found.path(0)}.new"
+
+    def batches():
+        yield whole[:100]
+        assert new.stat().st_size <= whole[:100].nbytes + 1000
+        yield whole[100:]
+
+    found.write(0, batches())
+    np.testing.assert_array_equal(np.load(found.path(0)), whole)
+
+
+FULL = """
+import sys
+import numpy as np
+from types import SimpleNamespace
+from medusa_jax.errors import UserError
+from medusa_jax.training.data.features import CachedRows
+cfg = SimpleNamespace(seq_len=64)
+rows = CachedRows(SimpleNamespace(cfg=cfg, shuffle=False, crc=0), 64, sys.argv[1], 64, "float32")
+try:
+    rows.write(0, (np.ones((8, 64, 64), np.float32) for _ in range(8)))
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    """A file system of 512 kB, which a user may mount in a namespace of processes."""
+    mounted = f"mount -t tmpfs -o size=512k none {tmp_path} && "
+    inside = ["unshare", "-rm", "sh", "-c"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*inside, mounted + "true"]).returncode
+    ):
+        pytest.skip("nothing can be mounted here")
+    script = [*inside, f'{mounted} "$0" -c "$1" {tmp_path}', sys.executable, FULL]
+    done = subprocess.run(script, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done  # SIGBUS: -7
+    assert "hidden_00000.npy could not be written: " in done.stdout
+    assert "No space left on device" in done.stdout

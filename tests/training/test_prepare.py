@@ -1,6 +1,7 @@
 """Text of any kind to token arrays; what cannot be used is skipped, counted, reported."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import checks
 from medusa_jax.training.data import prepare
+from medusa_jax.training.data.rows import ARRAYS
 
 
 def text_config(vicuna, workdir, source, **data):
@@ -121,6 +123,18 @@ def test_tokenised_once(vicuna, sharegpt, tmp_path, monkeypatch):
     first = directory_of(cfg)
     monkeypatch.setattr(prepare, "tokenise", None)
     assert directory_of(cfg) == first
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_what_was_tokenised_is_held_to_its_checksums(vicuna, sharegpt, tmp_path, name):
+    """A block that a disk lost reads as zeros, which are tokens."""
+    cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicuna", seq_len=256)
+    cfg.model.arch.vocab_size = 400
+    file = os.path.join(directory_of(cfg), name)
+    prepare.texts(cfg)
+    np.save(file, np.zeros_like(np.load(file)))
+    with pytest.raises(UserError, match=rf"{name} is damaged .*; delete .*, so that it is"):
+        prepare.texts(cfg)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every stage: stopped by SIGTERM, cut off without warning, poisoned, and still the same run."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import tensorstore
 from cases import thinned
+from damages import flipped
 from test_trainer import records, run
 from training_setup import tiny_config
 
@@ -19,9 +21,10 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import hf
 from medusa_jax.model.llama import init_params
-from medusa_jax.training import trainer
+from medusa_jax.training import resume, trainer
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.log.run_log import finite
+from medusa_jax.whole_files import write_json
 
 POISON = 63
 STAGES = ("backbone", "medusa1", "medusa2", "lora", "native")
@@ -198,3 +201,101 @@ def test_a_poisoned_batch_neither_stops_nor_spoils(
 def test_finite_writes_null():
     record = {"a": float("nan"), "b": [1.0, float("inf")], "c": 3, "d": True}
     assert finite(record) == {"a": None, "b": [1.0, None], "c": 3, "d": True}
+
+
+def begun(workdir):
+    """A configuration that a run in `workdir` was begun with."""
+    cfg = tiny_config("data")
+    cfg.workdir = str(workdir)
+    write_json(workdir / "config.json", dataclasses.asdict(cfg))
+    return cfg
+
+
+def leaves(value, prefix=""):
+    for field in dataclasses.fields(value):
+        x, name = getattr(value, field.name), prefix + field.name
+        yield from leaves(x, name + ".") if dataclasses.is_dataclass(x) else [(value, name)]
+
+
+def test_every_field_is_refused_or_logged_or_free(tmp_path):
+    """Each by itself; nothing is silent but what nothing depends on."""
+    cfg = begun(tmp_path)
+    said = {}
+    for owner, name in leaves(cfg):
+        field = name.rpartition(".")[2]
+        value = getattr(owner, field)
+        other = (9, 9, 9) if name == "mesh" else type(value)(not value)
+        if name == "workdir":
+            continue
+        setattr(owner, field, other)
+        try:
+            said[name] = "logged" if resume.changes(cfg) else "free"
+        except UserError as error:
+            said[name] = "refused"
+            assert f"({name}: " in str(error) and "\n" not in str(error)
+        setattr(owner, field, value)
+    assert resume.changes(cfg) == {}
+    assert {name for name in said if said[name] == "free"} == {"dry_run", "data.preview"}
+    kinds = {
+        "data.seed": "refused",
+        "train.batch_size": "refused",
+        "heads.n_heads": "refused",
+    }
+    kinds |= {
+        "data.seq_len": "refused",
+        "optim.name": "refused",
+        "model.arch.d_ff": "refused",
+    }
+    kinds |= {"optim.lr": "logged", "train.steps": "logged", "data.source": "logged"}
+    assert kinds.items() <= said.items()
+
+
+def test_configurations_of_other_versions_and_damaged_ones(tmp_path, capsys):
+    cfg = begun(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    del stored["optim"]["lr"]
+    stored["optim"]["new"] = 1
+    write_json(tmp_path / "config.json", stored)
+    assert resume.changes(cfg) == {} and not capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert resume.changes(cfg) == {}
+    assert "config.json of the run cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["text", "backbone", "draft_vocab"])
+def test_other_content_is_refused(name):
+    saved = {
+        "step": 4,
+        "rows": 3,
+        "batch_size": 8,
+        "text": 1,
+        "backbone": "a",
+        "draft_vocab": 2,
+    }
+    resume.check(saved, dict(saved), "w")
+    with pytest.raises(UserError, match="of other content; use the former"):
+        resume.check(saved, saved | {name: None}, "w")
+    before = {"step": 4, "rows": 3, "batch_size": 8}  # as earlier versions saved
+    resume.check(before, saved, "w")
+
+
+@pytest.mark.wide
+@pytest.mark.usefixtures("compiled_once")
+def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(
+    tokens, model, tmp_path, capsys
+):
+    for name in ("whole", "damaged"):
+        run(config(tokens, model, "medusa1"), tmp_path / name)
+    [newest] = (tmp_path / "damaged" / "checkpoints").glob("12")
+    for file in newest.rglob("*"):
+        if file.is_file() and file.stat().st_size > 1000:
+            flipped(file)
+    capsys.readouterr()
+    run(config(tokens, model, "medusa1"), tmp_path / "damaged")
+    said = capsys.readouterr().err
+    assert "checkpoint of step 12 is damaged" in said and "resuming from step 10" in said
+    damaged, whole = (tmp_path / name for name in ("damaged", "whole"))
+    assert records(damaged) == records(whole) and len(records(whole)) == 12
+    heads = "export/heads.safetensors"
+    assert (damaged / heads).read_bytes() == (whole / heads).read_bytes()
+    assert {p.name for p in newest.parent.iterdir()} >= {"10", "12", "12.damaged"}

@@ -163,3 +163,50 @@ def test_weights_and_biases_that_are_not_there(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
         RunLog(str(tmp_path), 0, 10, 8, wandb="mine")
+
+
+def test_a_full_disk_is_one_sentence_and_closing_says_no_other(tmp_path):
+    """The log's file and TensorBoard's, neither of which can be written any more."""
+    log = RunLog(str(tmp_path), 0, 10, 8)
+    for sink in ("board", "file"):
+        if sink == "board":
+            pytest.importorskip("tensorboardX")
+            log.board.writer._py_recordio_writer._writer = open("/dev/full", "wb")  # noqa: SIM115
+        else:
+            log.file = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+        with pytest.raises(
+            UserError, match="could not be written: No space left on device"
+        ):
+            log.evaluation(1, {"loss": [1.0], "lr": 0.1})
+    log.close()
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path):
+    pytest.importorskip("tensorboardX")
+    for start, losses in (
+        (0, [3.0, 2.0, 9.0]),
+        (2, [1.0]),
+    ):  # stopped after 3, resumed from 2
+        (tmp_path / str(start)).mkdir()
+        log = RunLog(str(tmp_path / str(start)), start, 10, 8)
+        for step, loss in enumerate(losses, start + 1):
+            log.train(step, {"loss": [loss, 0.5], "lr": 0.1})
+        log.close()
+    events = [event for start in "02" for event in read_events(tmp_path / start)]
+    assert [(step, values) for step, values in events if values] == [
+        (step, {"train/loss/head_1": loss, "train/loss/head_2": 0.5, "train/lr": 0.1})
+        for step, loss in ((1, 3.0), (2, 2.0), (3, 9.0), (3, 1.0))
+    ]
+
+
+def read_events(workdir):
+    """(step, scalars) of the events of the only file; the framing is TFRecord's."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    [file] = (workdir / "tensorboard").iterdir()
+    content, at = file.read_bytes(), 0
+    while at < len(content):
+        size = int.from_bytes(content[at : at + 8], "little")
+        event = Event.FromString(content[at + 12 : at + 12 + size])
+        yield event.step, {v.tag: round(v.simple_value, 6) for v in event.summary.value}
+        at += 16 + size

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import time
@@ -23,7 +24,7 @@ from medusa_jax.interop.heads_io import load_heads
 from medusa_jax.interop.hf import fingerprint, load_backbone
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import trainer
+from medusa_jax.training import resume, trainer
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
@@ -296,7 +297,41 @@ def test_another_batch_size_is_not_resumed(tokens, tmp_path):
         run(tiny_config(tokens, steps=4, batch_size=4), tmp_path)
 
 
-def test_a_checkpoint_beyond_the_run_is_not_its_result(tokens, tmp_path):
+def test_a_run_goes_on_with_what_it_may_change(tokens, tmp_path, capsys):
+    """And says so, field by field; its end is not the result of a shorter run."""
     run(tiny_config(tokens, steps=4), tmp_path)
     with pytest.raises(UserError, match="at step 4, beyond the 2 of this run"):
         run(tiny_config(tokens, steps=2), tmp_path)
+    other = tiny_config(tokens, steps=4, eval_every=2)
+    other.data.seed = 1
+    with pytest.raises(
+        UserError, match=r"another configuration \(data.seed: 0 -> 1\): set"
+    ):
+        run(other, tmp_path)
+    other.data.seed = 0
+    capsys.readouterr()
+    run(other, tmp_path)
+    assert (
+        "changed since it was started: train.eval_every: 8 -> 2" in capsys.readouterr().err
+    )
+    assert resume.changes(other) == {}  # what the next start is compared with
+
+
+@pytest.mark.wide
+def test_text_may_move_and_rates_may_change(tokens, tmp_path, capsys):
+    run(tiny_config(tokens, steps=4), tmp_path / "run")
+    shutil.copytree(tokens, tmp_path / "moved")
+    other = tiny_config(str(tmp_path / "moved"), steps=8)
+    other.optim.lr = 1e-3
+    capsys.readouterr()
+    run(other, tmp_path / "run")
+    said = [line for line in capsys.readouterr().err.splitlines() if "changed" in line]
+    assert [line.split(": ")[1] for line in said] == [
+        "data.source",
+        "optim.lr",
+        "train.steps",
+    ]
+    assert said[1].endswith("optim.lr: 0.005 -> 0.001")
+    np.save(tmp_path / "moved" / "tokens.npy", np.load(f"{tokens}/tokens.npy")[::-1].copy())
+    with pytest.raises(UserError, match="made with text of other content"):
+        run(other, tmp_path / "run")

@@ -18,8 +18,8 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.repetition import repeated_ngram_share
-from medusa_jax.training.data.rows import TokenRows
-from medusa_jax.whole_files import replacing, write_json
+from medusa_jax.training.data.rows import ARRAYS, REPORT, TokenRows
+from medusa_jax.whole_files import checksum, replacing, write_json
 
 
 def texts(cfg: Config) -> list[TokenRows]:
@@ -126,13 +126,14 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
     if skipped:
         inform(f"{source}: {skipped.total()} samples skipped ({reasons})")
     starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+    arrays: list[np.ndarray] = [np.concatenate(ids), np.concatenate(counted), starts]
     report = {"source": source, "samples": len(records), "skipped": dict(skipped)}
     with replacing(directory) as new:
         os.makedirs(new)
-        np.save(os.path.join(new, "tokens.npy"), np.concatenate(ids))
-        np.save(os.path.join(new, "counted.npy"), np.concatenate(counted))
-        np.save(os.path.join(new, "doc_starts.npy"), starts)
-        write_json(os.path.join(new, "report.json"), report)
+        for name, array in zip(ARRAYS, arrays):
+            np.save(os.path.join(new, name), array)
+        sums = {name: checksum(os.path.join(new, name)) for name in ARRAYS}
+        write_json(os.path.join(new, REPORT), report | {"crc32": sums})
 
 
 def read_records(source: str, pack: DataConfig) -> Sequence[Any]:

@@ -132,11 +132,14 @@ def first_sample(cfg: Config, tokenizer: Tokenizer) -> Sample:
 
 
 def _first_of_arrays(directory: str) -> Sample:
-    from medusa_jax.training.data.rows import read_array
+    from medusa_jax.training.data.rows import ARRAYS, token_arrays
 
-    tokens = read_array(directory, "tokens.npy")
-    assert tokens is not None
-    starts, counted = (read_array(directory, f"{n}.npy") for n in ("doc_starts", "counted"))
+    arrays, _ = token_arrays(directory)
+    tokens, counted, starts = (
+        arrays[ARRAYS[0]],
+        arrays.get(ARRAYS[1]),
+        arrays.get(ARRAYS[2]),
+    )
     n = 1 if starts is None else len(starts)
     end = int(starts[1]) if starts is not None and len(starts) > 1 else len(tokens)
     marked = [1] * end if counted is None else counted[:end].tolist()

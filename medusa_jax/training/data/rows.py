@@ -5,6 +5,7 @@ A token directory is what every source becomes before training starts:
     tokens.npy       1-D uint16 or int32, all samples one after another
     doc_starts.npy   1-D int64, where each sample begins (optional: one single sample)
     counted.npy      1-D bool, which tokens are targets (optional: all)
+    report.json      what was read, and under "crc32" the checksums of the arrays (optional)
 
 The arrays are memory-mapped and need no library but numpy. Rows are a pure function of the
 configuration and of their number, so the position in the data is the number of steps made,
@@ -13,7 +14,9 @@ and resuming needs nothing else.
 
 import abc
 import itertools
+import json
 import os
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +24,10 @@ import numpy as np
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
+from medusa_jax.whole_files import checksum, read_array
 
+ARRAYS = ("tokens.npy", "counted.npy", "doc_starts.npy")
+REPORT = "report.json"
 # Rows that first-fit packing keeps open at once.
 OPEN_ROWS = 64
 
@@ -34,9 +40,11 @@ class Rows(abc.ABC):
 
     Attributes:
       rows: how many there are in an epoch.
+      crc: a checksum of the text that they are made of.
     """
 
     rows: int
+    crc: int
 
     def __init__(self, cfg: DataConfig, shuffle: bool):
         self.cfg, self.shuffle = cfg, shuffle
@@ -77,6 +85,7 @@ class MixedRows(Rows):
         self.parts = parts
         self.firsts = np.cumsum([0, *(part.rows for part in parts)])
         self.rows = int(self.firsts[-1])
+        self.crc = zlib.crc32(repr([part.crc for part in parts]).encode())
 
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
         part = int(np.searchsorted(self.firsts, number, side="right")) - 1
@@ -104,7 +113,8 @@ class TokenRows(Rows):
         """
         super().__init__(cfg, shuffle)
         self.directory = directory
-        tokens = read_array(directory, "tokens.npy")
+        arrays, self.crc = token_arrays(directory)
+        tokens = arrays.get("tokens.npy")
         if tokens is None or not tokens.size:
             raise UserError(f"{directory} has no tokens.npy with at least one token")
         self.tokens = tokens
@@ -114,17 +124,18 @@ class TokenRows(Rows):
                 f"{directory}/tokens.npy has token ids up to {int(self.tokens.max())}, but the "
                 f"model's vocabulary has {vocab_size}: prepare it with the model's tokenizer"
             )
-        self.counted = read_array(directory, "counted.npy")
+        self.counted = arrays.get("counted.npy")
         if self.counted is not None and self.counted.size != size:
             raise UserError(f"{directory}/counted.npy and tokens.npy differ in length")
         if self.counted is not None and not _is_mask(self.counted):
             raise UserError(f"{directory}/counted.npy may hold 1 and 0 only")
-        starts = read_array(directory, "doc_starts.npy")
+        starts = arrays.get("doc_starts.npy")
         self.starts = (
             np.zeros(1, np.int64) if starts is None else np.asarray(starts, np.int64)
         )
         if (
-            self.starts[0] != 0
+            not self.starts.size
+            or self.starts[0] != 0
             or np.any(np.diff(self.starts) < 0)
             or self.starts[-1] > size
         ):
@@ -213,12 +224,48 @@ def _is_mask(counted: np.ndarray) -> bool:
     return counted.dtype == bool or 0 <= counted.min() <= counted.max() <= 1
 
 
-def read_array(directory: str, name: str) -> np.ndarray | None:
-    """A memory-mapped array of a token directory, None where there is no such file."""
-    path = os.path.join(directory, name)
+def token_arrays(directory: str) -> tuple[dict[str, np.ndarray], int]:
+    """The memory-mapped arrays of a token directory and one checksum of them all.
+
+    They are read once for it, at about 3 GiB/s, and held to the checksums in report.json where a
+    directory has them.
+
+    Raises:
+      UserError: one that cannot be read or is not what was written.
+    """
+    stored = stored_checksums(directory)
+    arrays, found = {}, {}
+    for name in ARRAYS:
+        path = os.path.join(directory, name)
+        if not os.path.exists(path):
+            if name in stored:
+                raise UserError(f"{path} is missing; {_again(directory)}")
+            continue
+        array = read_array(path, "r")
+        if array.ndim != 1 or array.dtype.kind not in "iub":
+            raise UserError(
+                f"{path} holds {array.dtype}{list(array.shape)}, not whole numbers in one dimension"
+            )
+        found[name] = crc = checksum(path)
+        if stored and crc != stored.get(name):
+            raise UserError(
+                f"{path} is damaged (its checksum differs); {_again(directory)}"
+            )
+        arrays[name] = array
+    return arrays, zlib.crc32(repr(found).encode())
+
+
+def stored_checksums(directory: str) -> dict[str, int]:
+    """What report.json says of the arrays; nothing where there is none, or one from before."""
+    path = os.path.join(directory, REPORT)
     if not os.path.exists(path):
-        return None
+        return {}
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a readable array: {error}") from error
+        with open(path, encoding="utf-8") as file:
+            return dict(json.load(file).get("crc32", {}))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); {_again(directory)}") from error
+
+
+def _again(directory: str) -> str:
+    return f"delete {directory}, so that it is made again"

@@ -10,7 +10,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import COUNTS, check_ids, covered, most_frequent
 from medusa_jax.training.data.rows import Rows
-from medusa_jax.whole_files import write_array
+from medusa_jax.whole_files import read_array, write_array
 
 FILE = "draft_vocab.npy"
 
@@ -27,7 +27,7 @@ def draft_vocab(cfg: Config, rows: Rows) -> np.ndarray:
     vocab_size, n = cfg.model.arch.vocab_size, cfg.heads.draft_vocab
     path = os.path.join(cfg.workdir, FILE)
     if os.path.exists(path):
-        ids = np.load(path, allow_pickle=False)
+        ids = read_array(path)
         check_ids(ids, cfg.heads, vocab_size, path)
         return ids
     own_counts_V = rows.counts(vocab_size)
@@ -51,10 +51,7 @@ def read_counts(source: str, vocab_size: int) -> np.ndarray:
       source: the file, or the directory it lies in.
     """
     path = os.path.join(source, COUNTS) if os.path.isdir(source) else source
-    try:
-        counts_V = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"token counts {path} cannot be read: {error}") from error
+    counts_V = read_array(path)
     if counts_V.shape != (vocab_size,) or counts_V.dtype.kind not in "iu":
         raise UserError(
             f"{path} holds {counts_V.dtype}{list(counts_V.shape)}, not the counts of a vocabulary "

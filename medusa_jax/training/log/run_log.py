@@ -12,6 +12,7 @@ from typing import Any
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.training.log.curves import draw_run, read_log
+from medusa_jax.training.log.tensorboard import Board
 from medusa_jax.whole_files import replacing, write_text
 
 
@@ -59,7 +60,8 @@ class RunLog:
             self.file = open(new, "w", encoding="utf-8")  # noqa: SIM115
             self.file.writelines(kept)
             self.file.flush()
-        self.board = _tensorboard(workdir, start)
+        with contextlib.suppress(ImportError):  # tensorboardX is optional
+            self.board = Board(workdir, start)
         if wandb:
             self.wandb = start_wandb(workdir, wandb, config or {})
 
@@ -82,6 +84,9 @@ class RunLog:
         if self.file is None:
             return
         self._write(step, "eval", record)
+        if self.board is not None:
+            with self._written():
+                self.board.flush()
         inform(f"step {step}/{self.total}  held-out {_summary(record)}")
         self.draw()
 
@@ -104,8 +109,11 @@ class RunLog:
         self.clock += time.monotonic() - begin
 
     def _write(self, step: int, kind: str, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(finite({"step": step, "kind": kind, **record})) + "\n")
-        self.file.flush()
+        with self._written():
+            self.file.write(
+                json.dumps(finite({"step": step, "kind": kind, **record})) + "\n"
+            )
+            self.file.flush()
         if self.board is None and self.wandb is None:
             return
         scalars = {}
@@ -115,17 +123,32 @@ class RunLog:
                 tag = f"{kind}/{name}" + (f"/head_{i}" if isinstance(value, list) else "")
                 scalars[tag] = x
         if self.board is not None:
-            for tag, x in scalars.items():
-                self.board.add_scalar(tag, x, step)
+            with self._written():
+                self.board.add(step, scalars)
         if self.wandb is not None:
             self.wandb.log(scalars, step=step)
 
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"the log in {self.workdir} could not be written: {error.strerror}; the same "
+                "command goes on from the last checkpoint"
+            ) from error
+
     def close(self) -> None:
-        """Draw the last curves and close what is open."""
+        """Draw the last curves and close what is open.
+
+        Never fails: every record was flushed when it was written, and where that failed, the run
+        ends with that error and not with this one.
+        """
         self.draw()
         for sink in (self.file, self.board):
             if sink is not None:
-                sink.close()
+                with contextlib.suppress(OSError):
+                    sink.close()
         if self.wandb is not None:
             self.wandb.finish()
 
@@ -177,11 +200,3 @@ def _step(line: str) -> float:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return float("inf")  # a line cut off by a kill
-
-
-def _tensorboard(workdir: str, start: int) -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=start + 1)

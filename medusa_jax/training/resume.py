@@ -1,0 +1,116 @@
+"""What a run that goes on may change: its configuration and text, held to those it was begun with.
+
+`config.json` in the workdir is the configuration of the last start, a checkpoint's `data` what its
+rows and its frozen weights were.
+"""
+
+import dataclasses
+import json
+import os
+import zlib
+from typing import Any
+
+import numpy as np
+
+from medusa_jax import hosts
+from medusa_jax.config import Config
+from medusa_jax.console import inform
+from medusa_jax.errors import UserError
+from medusa_jax.heads import vocabulary
+from medusa_jax.training.data.rows import Rows
+from medusa_jax.training.setup import Setup
+
+FILE = "config.json"
+# Groups and fields that say what is trained, by which rule and on which rows in which order: one half of
+# a run with another value is no run of either. The text and the frozen weights are compared by content,
+# so that files may move.
+FIXED = (
+    "model.arch", "model.param_dtype", "model.quantise", "model.add_layers", "heads",
+    "lora.rank", "lora.alpha", "data.seq_len", "data.packing", "data.seed",
+    "optim.name", "optim.heads_name", "optim.moment_dtype",
+    "train.stage", "train.batch_size", "train.seed",
+)  # fmt: skip
+# Nothing depends on these.
+FREE = ("workdir", "dry_run", "data.preview")
+# Held-out scores before and after a change of these cannot be compared: the best one is sought anew.
+SCORED = (
+    "data.eval_source", "data.eval_samples", "train.lambda_decay", "train.lambda_0",
+    "train.backbone_loss",
+)  # fmt: skip
+
+
+def changes(cfg: Config) -> dict[str, str]:
+    """Fields in which a run differs from its last start: {"optim.lr": "0.001 -> 0.0005"}.
+
+    Raises:
+      UserError: a field that a run cannot change; names all of them.
+    """
+    try:
+        with open(os.path.join(cfg.workdir, FILE), encoding="utf-8") as file:
+            before = flat(json.load(file))
+    except (OSError, ValueError) as error:
+        if hosts.first():
+            inform(
+                f"{FILE} of the run cannot be read, so nothing is compared with it: {error}"
+            )
+        return {}
+    now = flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
+    # Fields of another version of the program have nothing to be compared with.
+    found = {
+        name: f"{before[name]!r} -> {now[name]!r}"
+        for name in now
+        if name in before and before[name] != now[name] and name not in FREE
+    }
+    fixed = [f"{name}: {found[name]}" for name in found if within(name, FIXED)]
+    if fixed:
+        raise UserError(
+            f"the run in {cfg.workdir} was begun with another configuration "
+            f"({', '.join(fixed)}): set it back, or use another --workdir"
+        )
+    return found
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 1}} -> {"optim.lr": 1}."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    parts = [flat(x, f"{prefix}.{name}" if prefix else name) for name, x in value.items()]
+    return {name: x for part in parts for name, x in part.items()}
+
+
+def within(name: str, fields: tuple[str, ...]) -> bool:
+    """Whether a field is one of these or in one of these groups."""
+    return any(name == field or name.startswith(field + ".") for field in fields)
+
+
+def contents(cfg: Config, rows: Rows, setup: Setup) -> dict[str, Any]:
+    """What a checkpoint says of the text and the weights that it was made with."""
+    ids = setup.frozen.get(vocabulary.GROUP, {}).get("ids")
+    return {
+        "rows": rows.rows,
+        "batch_size": cfg.train.batch_size,
+        "text": rows.crc,
+        "backbone": setup.base and setup.base["fingerprint"],
+        "draft_vocab": None if ids is None else zlib.crc32(np.asarray(ids).data),
+    }
+
+
+def check(saved: dict[str, Any], now: dict[str, Any], workdir: str) -> None:
+    """Refuse to go on with other text or another backbone than a checkpoint was made with.
+
+    Raises:
+      UserError: says what differs.
+    """
+    names = {"text": "text", "backbone": "a backbone", "draft_vocab": "a draft vocabulary"}
+    if (saved["rows"], saved["batch_size"]) != (now["rows"], now["batch_size"]):
+        raise UserError(
+            f"the checkpoint in {workdir} was made with {saved['rows']} rows in batches of "
+            f"{saved['batch_size']}, now there are {now['rows']} in batches of "
+            f"{now['batch_size']}; use another --workdir"
+        )
+    for name, word in names.items():
+        if name in saved and saved[name] != now[name]:  # earlier versions saved less
+            raise UserError(
+                f"the checkpoint in {workdir} was made with {word} of other content; use the "
+                "former, or another --workdir"
+            )
