@@ -69,6 +69,13 @@ def test_the_key(monkeypatch, tmp_path):
     assert read_key(str(tmp_path / "key")) == "of a file"
 
 
+@pytest.mark.parametrize("key", ["clé", "a\tb", " ", "\udce9"])
+def test_a_key_that_no_client_can_send(monkeypatch, key):
+    monkeypatch.setenv("MEDUSA_API_KEY", key)
+    with pytest.raises(UserError, match="the variable MEDUSA_API_KEY"):
+        read_key(None)
+
+
 @pytest.fixture
 def process(tmp_path):
     """`serve` with two slots on a port of its own."""
