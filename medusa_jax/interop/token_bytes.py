@@ -46,30 +46,42 @@ class TokenBytes:
         # Of other kinds of vocabularies the decoder knows; sentencepiece writes blanks so.
         return (token.replace("\u2581", " ") if tokenizer.byte_ids else token).encode()
 
+    def least_tokens(self, text: str) -> int:
+        """So many tokens a text has at least; 0 where that cannot be told without its tokens."""
+        if self.longest is None:
+            return 0
+        covered = text.encode().translate(None, self._left_out)
+        return -(-len(covered) // self.longest)
+
     @cached_property
     def longest(self) -> int | None:
         """Most bytes of a text that one token covers; None where that cannot be told.
 
-        It can for BPE that keeps every byte: no unknown token may cover a text of any length, no step
-        before BPE may shorten it, no added token may take the blanks next to it along.
+        It can for BPE over bytes: no unknown token covers a text of any length. No step before BPE
+        may shorten the text, no added token may take the blanks next to it along.
         """
-        backend, byte_ids = self._tokenizer.backend, self._tokenizer.byte_ids
+        backend = self._tokenizer.backend
         if backend is None or type(backend.model).__name__ != "BPE":
             return None
-        vocab = backend.get_vocab()
-        utf8 = {b for b in range(256) if not 0xC0 <= b <= 0xC1 and b <= 0xF4}
-        whole = self._byte_level and all(
-            c in vocab for c, b in self._byte_of.items() if b in utf8
-        )
         steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
-        kept = all(_keeps_length(step) for step in steps)
-        if not (whole or byte_ids) or not kept:
+        over_bytes = self._byte_level or self._tokenizer.byte_ids
+        if not over_bytes or not all(_keeps_length(step) for step in steps):
             return None
         if any(token.lstrip or token.rstrip for token in self._added.values()):
             return None
-        size = len if whole else lambda token: len(token.encode())
+        words = backend.get_vocab()
         added = [len(token.content.encode()) for token in self._added.values()]
-        return max(*map(size, vocab), *added, 1)
+        # A byte is a character of byte-level vocabularies.
+        size = len if self._byte_level else lambda word: len(word.encode())
+        return max(*map(size, words), *added, 1)
+
+    @cached_property
+    def _left_out(self) -> bytes:
+        """Bytes that a byte-level vocabulary lacks: they may be no part of any token."""
+        if not self._byte_level:
+            return b""
+        words = self._tokenizer.backend.get_vocab()
+        return bytes(b for character, b in self._byte_of.items() if character not in words)
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:

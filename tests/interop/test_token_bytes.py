@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from medusa_jax.interop.token_bytes import TokenBytes
 from medusa_jax.interop.tokenizer import LONG, NoTokenizer, Tokenizer, load_tokenizer
@@ -28,7 +28,7 @@ def test_bytes_together_are_the_text(kind, request):
 @pytest.mark.parametrize("kind", ["byte_level_dir", "sentencepiece_dir"])
 def test_no_text_has_fewer_tokens_than_its_bytes_ask_for(kind, request):
     tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
-    longest = TokenBytes(tokenizer).longest
+    spelled = TokenBytes(tokenizer)
     words = st.sampled_from(
         ["assistant", " ", "  ", "é日😀", *tokenizer.special_texts.values()]
     )
@@ -36,11 +36,25 @@ def test_no_text_has_fewer_tokens_than_its_bytes_ask_for(kind, request):
     @settings(max_examples=100, deadline=None, derandomize=True)
     @given(st.lists(words | st.text("aé日😀 \n\t\0", max_size=5)).map("".join))
     def check(text):
-        assert len(text.encode()) <= len(tokenizer.encode(text)) * longest
+        assert spelled.least_tokens(text) <= len(tokenizer.encode(text))
 
     check()
     known = tokenizer.backend.get_vocab()
-    assert longest <= max(len(word.encode()) for word in known) < 40
+    assert spelled.longest <= max(len(word.encode()) for word in known) < 40
+    assert spelled.least_tokens("a" * 1000) >= 25
+
+
+def test_bytes_that_a_vocabulary_lacks_count_for_nothing():
+    """As SmolLM2's does; its tokenizer drops them."""
+    words = {c: i for i, c in enumerate("abÃ©")}
+    backend = Backend(models.BPE(words, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(backend)
+    spelled = TokenBytes(tokenizer)
+    assert spelled.longest == 1
+    for text, tokens in (("ab" * 20, 40), ("x" * 99 + "a", 1), ("éa日", 3)):
+        assert len(tokenizer.encode(text)) == tokens == spelled.least_tokens(text)
 
 
 def bpe(**more):

@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from medusa_jax.evaluate.conversation import PLAIN
 from medusa_jax.serving.http.answering import Answering, EventStream, Gone, whole_answer
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
 from medusa_jax.serving.http.metrics import Metrics
@@ -27,7 +28,6 @@ from medusa_jax.serving.server import Server
 
 # How JSON writes halves of surrogate pairs, whole pairs too.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-PAGE = Path(__file__).parent / "page.html"
 # The page loads nothing from anywhere, and nobody may frame it.
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; connect-src 'self'; img-src data:; "
@@ -102,6 +102,15 @@ def make_app(
     return app
 
 
+def whole_page() -> str:
+    """The chat page in one piece: its style and scripts take the place of comments that name them."""
+    folder = Path(__file__).parent
+    text = (folder / "page.html").read_text(encoding="utf-8")
+    for name in ("page.css", "page_text.js", "page.js"):
+        text = text.replace(f"/* {name} */", (folder / name).read_text(encoding="utf-8"))
+    return text
+
+
 class Port:
     """The endpoints of one server."""
 
@@ -111,7 +120,7 @@ class Port:
         self._server, self._name, self._template = server, name, template
         self._key, self._limits = key, limits
         self._counts = Metrics(server)
-        self._page = PAGE.read_text(encoding="utf-8")
+        self._page = whole_page()
         self._vocabulary = Vocabulary(server.model.tokenizer)
         self._stops: set[Callable[[], Any]] = set()  # what ends each call
         self._stopped = False
@@ -157,6 +166,7 @@ class Port:
                 "tree_nodes": model.tree.n_nodes,
                 "dtype": str(model.dtype),
                 "slots": self._server.slots,
+                "chat": self._template != PLAIN,
             },
         }
         return JSONResponse(one if asked else {"object": "list", "data": [one]})
@@ -243,11 +253,10 @@ class Port:
 
     def _check_length(self, prompt: str | list[int]) -> None:
         """Refuse what is too long whatever its tokens are; tokenising a megabyte takes a second."""
-        most, longest = self._server.most_prompt, self._vocabulary.longest
+        most = self._server.most_prompt
+        least = len(prompt)
         if isinstance(prompt, str):
-            least = -(-len(prompt.encode()) // longest) if longest else 0
-        else:
-            least = len(prompt)
+            least = self._vocabulary.least_tokens(prompt)
         if least > most:
             message = f"the prompt has at least {least} tokens, this server takes {most}: shorten it"
             raise Refused(400, message, code="context_length_exceeded")

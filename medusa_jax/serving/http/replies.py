@@ -17,12 +17,12 @@ class Vocabulary:
     """Single tokens as log-probabilities name them; the likely ones are named again and again.
 
     Attributes:
-      longest: most bytes of a text that one of them covers; None where that cannot be told.
+      least_tokens: as `TokenBytes.least_tokens`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         spelled = TokenBytes(tokenizer)
-        self.longest = spelled.longest
+        self.least_tokens = spelled.least_tokens
 
         def name(token_id: int) -> tuple[str, list[int]]:
             spelling = spelled.of(token_id)
