@@ -21,7 +21,6 @@ from medusa_jax.serving import Server, row_sizes
 from medusa_jax.serving.trees import trees_by_rows
 
 KEY = "MEDUSA_API_KEY"
-LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -79,18 +78,17 @@ def answer_calls(
     )
     name = flags.name or flags.model or "demo"
     host, port = listener.getsockname()[:2]
-    alone = ipaddress.ip_address(host).is_loopback
     app = make_app(
         server,
         name=name,
         template=template,
         key=key,
         limits=limits,
-        hosts=[*LOOPBACK, host, flags.host] if alone and not key else (),
+        hosts=known_hosts(host, flags.host, key),
     )
     shown = f"[{host}]" if ":" in host else host
     inform(f"{name}: http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")
-    if not key and not alone:
+    if not key and not ipaddress.ip_address(host).is_loopback:
         inform(f"warning: others can reach {shown} and there is no key: set {KEY}")
     # uvicorn raises the signal again when it is done; by then it is served.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -134,6 +132,21 @@ def read_key(file: str | None) -> str:
             f"{where}: a key is sent in a header, so it should be ASCII letters, digits and signs"
         )
     return key
+
+
+def known_hosts(address: str, asked: str, key: str) -> list[str]:
+    """The names that a request may give as its host; empty for any.
+
+    Without a key, a page of another site could reach a server that only this machine can, by a name of
+    that site that resolves to 127.0.0.1.
+
+    Args:
+      address: that it listens on.
+      asked: the host that was asked for.
+    """
+    if key or not ipaddress.ip_address(address).is_loopback:
+        return []
+    return ["localhost", "127.0.0.1", "::1", "[::1]", address, asked]
 
 
 def most_connections() -> int:

@@ -131,6 +131,7 @@ function examples() {
   if (shown) shown.remove();
   if (turns.length || !model) return;
   const box = make("div", "examples");
+  box.append(make("p", "", "Ask something, or begin with one of these:"));
   box.append(...EXAMPLES[model.medusa.chat ? "chat" : "text"].map(text => button(text, "", () => {
     at("question").value = text;
     send();
@@ -271,6 +272,7 @@ at("key").addEventListener("change", loadModel);
 addEventListener("pagehide", keep);
 const wide = matchMedia("(min-width: 40rem)").matches, restored = restore();
 at("settings").open = wide;
+if (!wide) at("question").placeholder = "Say something.";
 turns.forEach(drawTurn);
 toEnd();
 if (wide) at("question").focus();
