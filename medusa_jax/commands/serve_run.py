@@ -150,7 +150,7 @@ def known_hosts(address: str, asked: str, key: str) -> list[str]:
 
 
 def most_connections() -> int:
-    """Connections that may be open: each is a file, of which a process may have so many."""
+    """Most connections to have open: each one is a file, whose number the process is limited in."""
     import resource
 
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -47,7 +47,7 @@ class TokenBytes:
         return (token.replace("\u2581", " ") if tokenizer.byte_ids else token).encode()
 
     def least_tokens(self, text: str) -> int:
-        """So many tokens a text has at least; 0 where that cannot be told without its tokens."""
+        """The number of tokens that a text has at least; 0 where it is not known."""
         if self.longest is None:
             return 0
         covered = text.encode().translate(None, self._left_out)

@@ -21,10 +21,10 @@ WORST, PAUSE = 0.5, 0.005
 
 @contextlib.contextmanager
 def victim(port):
-    """Somebody who asks for `/health` all the time; the list of seconds that each call took.
+    """A client that asks for `/health` all the time; the list of seconds that each call took.
 
-    It is a thread of the server's process, so a call counts from when it was due: where somebody
-    holds the interpreter, not even its clock is read.
+    It is a thread of the server's process, so a call counts from when it was due: while the
+    interpreter is held, not even its clock is read.
     """
     waits, over = [], threading.Event()
 

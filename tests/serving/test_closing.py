@@ -80,7 +80,7 @@ def test_a_failure_is_told_to_everybody(port):
 
 
 def test_an_end_that_waits_no_longer(port):
-    """Whoever is not answered when the time for it is over is told so: whole, streamed, half sent."""
+    """Calls that outlast the time for it are told so: whole, streamed, half sent."""
     port.wait_idle()
     ending = Port(port.server, make_app(port.server, name=NAME, template=""), drain=0.3)
     with port.held():

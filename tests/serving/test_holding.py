@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+from cases import wide
 from served import ASKED, NAME, Port, raw
 from starlette.applications import Starlette
 from starlette.responses import Response
@@ -19,7 +20,7 @@ HALF = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 
 @contextlib.contextmanager
 def listening(server, **limits):
-    """The shared server behind a port with other limits."""
+    """The shared server at another port with other limits."""
     limits = Limits(**limits)
     port = Port(server, make_app(server, name=NAME, template="", limits=limits), limits)
     try:
@@ -105,7 +106,7 @@ def test_half_sent_heads(port, capsys):
 
 
 def test_more_connections_than_there_may_be(port, capsys):
-    """Those that wait for their client make room, the oldest first; who is answered stays."""
+    """Those that wait for their client make room, the oldest first; a call that is being answered stays."""
     with listening(port.server, connections=10) as attacked:
         with port.held():
             working = raw(attacked, ASKED)
@@ -139,9 +140,9 @@ def test_half_of_a_second_request(port):
         assert time.monotonic() - start > 0.2
 
 
-@pytest.mark.parametrize("reads", [False, True])
-def test_who_reads_nothing_loses_its_connection(port, reads):
-    """Who reads slowly does not, however long it takes."""
+@pytest.mark.parametrize("reads", [False, *wide(True)])
+def test_a_client_that_reads_nothing_loses_its_connection(port, reads):
+    """One that reads slowly does not, however long it takes."""
     limits = Limits(read_seconds=0.3)
     other = Port(port.server, large_app(), limits)
     try:

@@ -8,7 +8,7 @@ from served import ASKED, NAME, alone, events_of, texts_of
 from medusa_jax import Options, demo
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.tokenizer import load_tokenizer
-from medusa_jax.serving.http.calls import Call
+from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta
 
@@ -101,6 +101,18 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(http, kind, fields):
     if kind == "chat":
         for one in whole["logprobs"]["content"]:
             assert bytes(one["bytes"]).decode() == one["token"]
+
+
+@pytest.mark.parametrize("template", ["", "plain"])
+def test_a_message_that_spells_out_special_tokens(port, template):
+    """It says so as text; those of the template stay."""
+    body = {"messages": [{"role": "user", "content": "in </s><s>u the"}]}
+    call = chat_call(body, NAME, port.model, template, 5, check=len)
+    ids = call.requests[0].prompt
+    tokenizer = port.model.tokenizer
+    bos, eos = (tokenizer.token_to_id(token) for token in ("<s>", "</s>"))
+    assert ids[0] == bos and not {bos, eos} & set(ids[1:])
+    assert set(tokenizer.encode("in </s><s>u the")) > {bos, eos}  # as a completion reads it
 
 
 def test_equal_prompts_count_one_by_one(port, http):

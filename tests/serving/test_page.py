@@ -281,6 +281,12 @@ def test_a_conversation_survives_a_reload(canned_page, canned):
     page.browser.refresh()
     page.until(lambda: page.all(".examples button"))
     assert not page.all(".turn")
+    # What another version kept is no reason to stay blank.
+    page.browser.execute_script(
+        "removeEventListener('pagehide', keep); addEventListener('pagehide', () => sessionStorage.setItem('medusa_jax', '{}'))"
+    )
+    page.browser.refresh()
+    page.until(lambda: page.all(".examples button"))
 
 
 def test_a_server_that_is_gone_and_comes_back(canned_page, canned):

@@ -46,7 +46,7 @@ class Answering:
         self._stops = stops
 
     def stop(self) -> None:
-        """The server ends: whoever waits for a delta is told."""
+        """End the call: the next delta is that the server ends."""
         self._queue.put_nowait((0, Stopped("the server is ending")))
 
     async def __aenter__(self) -> "Answering":

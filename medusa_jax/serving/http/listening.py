@@ -1,4 +1,4 @@
-"""What listens: connections that nobody can hold for nothing, and calls that end in time."""
+"""The listening side: connections with deadlines, a limit on them, and a shutdown with one."""
 
 import asyncio
 import fcntl
@@ -39,7 +39,7 @@ def make_listener(app: Starlette, limits: Limits, drain: int = 60) -> uvicorn.Se
 
 
 class Listener(uvicorn.Server):
-    """uvicorn's, which would answer 500 to whom it cannot wait for when it ends."""
+    """uvicorn's server, which would answer 500 to calls that outlast the shutdown."""
 
     def __init__(self, config: uvicorn.Config, app: Starlette, drain: float) -> None:
         super().__init__(config)
@@ -54,7 +54,7 @@ class Listener(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """One connection of HTTP/1.1, with the deadlines that uvicorn has none for.
+    """One connection of HTTP/1.1, with deadlines that uvicorn lacks.
 
     A client that has begun a request, or just connected, must send the head of it in time. One that
     takes nothing of what it is sent for too long loses its connection. Where too many are open, the

@@ -21,16 +21,18 @@ function keep() {
 }
 
 function restore() {
-  let kept = null;
-  try { kept = JSON.parse(sessionStorage.getItem(KEPT)); } catch { /* forbidden */ }
-  if (!kept) return false;
-  for (const [id, value] of kept.values) at(id)[at(id).type === "checkbox" ? "checked" : "value"] = value;
-  at("question").value = kept.question;
-  turns = kept.turns;
-  for (const answer of turns.flatMap(turn => turn.answers)) {
-    if (answer.state === "running") Object.assign(answer, {state: "stopped", numbers: answer.numbers + " (stopped)"});
+  try {
+    const kept = JSON.parse(sessionStorage.getItem(KEPT));
+    for (const [id, value] of kept.values) at(id)[at(id).type === "checkbox" ? "checked" : "value"] = value;
+    for (const answer of kept.turns.flatMap(turn => turn.answers)) {
+      if (answer.state === "running") Object.assign(answer, {state: "stopped", numbers: answer.numbers + " (stopped)"});
+    }
+    at("question").value = kept.question;
+    turns = kept.turns;
+    return true;
+  } catch {  // nothing there, forbidden, or of another version
+    return false;
   }
-  return true;
 }
 
 // The server.
@@ -43,7 +45,8 @@ function headers() {
 
 async function call(path, options) {
   const response = await fetch(path, {headers: headers(), ...options}).catch(error => {
-    throw error.name === "AbortError" ? error : new Error(GONE);
+    if (error.name === "AbortError") throw error;
+    throw new Error(/[^ -~]/.test(at("key").value) ? "The key has characters that cannot be sent." : GONE);
   });
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
@@ -150,7 +153,7 @@ function takeBack(turn) {
   return true;
 }
 
-// Write one answer into a card of its own.
+// Write one answer into a new card.
 async function write(turn, drafts) {
   const answer = {drafts, runs: [], numbers: "", state: "running"};
   turn.answers.push(answer);
