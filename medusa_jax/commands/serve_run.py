@@ -1,6 +1,7 @@
 """What `serve` does once its flags are parsed."""
 
 import argparse
+import ipaddress
 import os
 import signal
 import socket
@@ -24,7 +25,7 @@ KEY = "MEDUSA_API_KEY"
 
 def run(flags: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status."""
-    uvicorn = _uvicorn()
+    check_extra()
     key = read_key(flags.api_key_file)
     positive = ("slots", "queue", "max_prompt_tokens", "max_new_tokens", "max_body")
     for name in (*positive, "timeout", "read_timeout"):
@@ -58,12 +59,11 @@ def run(flags: argparse.Namespace) -> int:
                 inform(
                     "compiling ahead; until that is done the first answers may begin late"
                 )
-            answer_calls(uvicorn, listener, server, template, key, flags)
+            answer_calls(listener, server, template, key, flags)
     return 0
 
 
 def answer_calls(
-    uvicorn: Any,
     listener: socket.socket,
     server: Server,
     template: str,
@@ -71,26 +71,28 @@ def answer_calls(
     flags: argparse.Namespace,
 ) -> None:
     """Run the port until a signal ends it: what runs is finished, nothing new is taken."""
-    from medusa_jax.serving.http import Limits, make_app
+    from medusa_jax.serving.http import Limits, make_app, make_listener
 
-    limits = Limits(flags.max_body, flags.timeout, flags.read_timeout)
-    name = flags.name or flags.model or "demo"
-    app = make_app(server, name=name, template=template, key=key, limits=limits)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        timeout_graceful_shutdown=flags.drain,
-        timeout_keep_alive=30,
-        h11_max_incomplete_event_size=64 * 1024,
+    limits = Limits(
+        flags.max_body, flags.timeout, flags.read_timeout, connections=most_connections()
     )
+    name = flags.name or flags.model or "demo"
     host, port = listener.getsockname()[:2]
+    app = make_app(
+        server,
+        name=name,
+        template=template,
+        key=key,
+        limits=limits,
+        hosts=known_hosts(host, flags.host, key),
+    )
     shown = f"[{host}]" if ":" in host else host
     inform(f"{name}: http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")
-    if not key and host not in ("127.0.0.1", "::1"):
+    if not key and not ipaddress.ip_address(host).is_loopback:
         inform(f"warning: others can reach {shown} and there is no key: set {KEY}")
     # uvicorn raises the signal again when it is done; by then it is served.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    uvicorn.Server(config).run([listener])
+    make_listener(app, limits, flags.drain).run([listener])
 
 
 def chosen_template(model: Any, asked: str | None) -> str:
@@ -110,17 +112,51 @@ def read_key(file: str | None) -> str:
     """The key that clients must send; "" for none.
 
     Raises:
-      UserError: the file cannot be read or holds nothing.
+      UserError: the file cannot be read, holds nothing, or what no client could send.
     """
     if file is None:
-        return os.environ.get(KEY, "")
-    try:
-        key = Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read --api_key_file {file}: {error}") from error
+        where, key = f"the variable {KEY}", os.environ.get(KEY, "")
+        if not key:
+            return ""
+    else:
+        where = f"--api_key_file {file}"
+        try:
+            key = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {where}: {error}") from error
+    key = key.strip()
     if not key:
-        raise UserError(f"--api_key_file {file} holds no key")
+        raise UserError(f"{where} holds no key")
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(
+            f"{where}: a key is sent in a header, so it should be ASCII letters, digits and signs"
+        )
     return key
+
+
+def known_hosts(address: str, asked: str, key: str) -> list[str]:
+    """The names that a request may give as its host; empty for any.
+
+    Without a key, a page of another site could reach a server that only this machine can, by a name of
+    that site that resolves to 127.0.0.1.
+
+    Args:
+      address: that it listens on.
+      asked: the host that was asked for.
+    """
+    if key or not ipaddress.ip_address(address).is_loopback:
+        return []
+    return ["localhost", "127.0.0.1", "::1", "[::1]", address, asked]
+
+
+def most_connections() -> int:
+    """Most connections to have open: each one is a file, whose number the process is limited in."""
+    import resource
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(
+        16, min(1000, files - 192)
+    )  # some are accepted at once, some are the model's
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -136,13 +172,13 @@ def listening(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen on {host}, port {port}: {error}") from error
 
 
-def _uvicorn() -> Any:
+def check_extra() -> None:
+    """Refuse in a sentence where a package of the extra `serve` is missing."""
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(
             f"serving needs {error.name}: pip install 'medusa-jax[serve]'"
         ) from error
-    return uvicorn

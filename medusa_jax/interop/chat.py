@@ -11,14 +11,13 @@ import os
 import re
 import secrets
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.interop.literal_text import Message, Span, literal_text
 from medusa_jax.interop.tokenizer import Tokenizer
-
-Message = dict[str, str]
-Span = tuple[int, int]
 
 TEMPLATES = {
     "vicuna": "vicuna",
@@ -152,10 +151,12 @@ def encode_conversation(
       UserError: an unknown template name, or the tokenizer has none.
     """
     source = template_source(tokenizer, template_name)
+    hidden = literal_text(tokenizer).hide(messages)
+    messages = hidden or messages
     text, spans = render(source, messages, tokenizer.special_texts)
     if not MARKED.search(source):
         spans = _spans_by_prefix(source, messages, tokenizer.special_texts, text)
-    ids, offsets = _tokenize(tokenizer, text)
+    ids, offsets = _tokenize(tokenizer, text, hidden is not None)
     counted = [0] * len(ids)
     for span in spans:
         _mark(counted, ids, offsets, span, tokenizer.eos_ids)
@@ -168,19 +169,28 @@ def encode_conversation(
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, messages: str | list[Message], template_name: str = ""
+    tokenizer: Tokenizer,
+    messages: str | list[Message],
+    template_name: str = "",
+    check: Callable[[str], None] = lambda text: None,
 ) -> list[int]:
     """Ids of a conversation up to where the assistant has to speak next, BOS included.
 
-    They are, token for token, what `encode_conversation` has before that answer.
+    They are, token for token, what `encode_conversation` has before that answer. A special token
+    that a message spells out is read as text.
 
     Args:
       messages: a conversation that ends with the user, or one user turn as a string.
+      check: told the text before it is tokenised; it may raise.
 
     Raises:
       UserError: malformed messages, or as for `encode_conversation`.
     """
-    return _tokenize(tokenizer, render_prompt(tokenizer, messages, template_name))[0]
+    turns, literal = _turns_to_answer(messages), literal_text(tokenizer)
+    hidden = literal.hide(turns)
+    text = _render_prompt(tokenizer, hidden or turns, template_name)
+    check(literal.show(text) if hidden else text)
+    return _tokenize(tokenizer, text, hidden is not None)[0]
 
 
 def render_prompt(
@@ -190,6 +200,10 @@ def render_prompt(
 
     For reading. To decode from it, use `encode_prompt`, which treats the BOS rightly.
     """
+    return _render_prompt(tokenizer, _turns_to_answer(messages), template_name)
+
+
+def _turns_to_answer(messages: str | list[Message]) -> list[Message]:
     turns = (
         [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     )
@@ -200,9 +214,12 @@ def render_prompt(
         raise UserError(f"messages: {problem}")
     if read[-1][0]["role"] != "user":
         raise UserError("messages: the last turn has to be the user's")
+    return [message for message, _ in read]
+
+
+def _render_prompt(tokenizer: Tokenizer, turns: list[Message], template_name: str) -> str:
     source = template_source(tokenizer, template_name)
-    messages = [message for message, _ in read]
-    return render(source, messages, tokenizer.special_texts, add_generation_prompt=True)[0]
+    return render(source, turns, tokenizer.special_texts, add_generation_prompt=True)[0]
 
 
 def encode_user_opening(
@@ -336,16 +353,22 @@ def _spans_by_prefix(
     return spans
 
 
-def _tokenize(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[Span]]:
+def _tokenize(
+    tokenizer: Tokenizer, text: str, hidden: bool = False
+) -> tuple[list[int], list[Span]]:
     """Ids and offsets of rendered text, a leading BOS taken off first and put back as an id.
+
+    Args:
+      hidden: the text holds stand-ins (`literal_text`).
 
     Sentencepiece tokenizers treat the start of a text in a special way, which a BOS written
     out in front would prevent.
     """
+    encode = (literal_text(tokenizer) if hidden else tokenizer).encode_with_offsets
     bos = tokenizer.special_texts.get("bos_token", "")
     if not bos or not text.startswith(bos) or tokenizer.bos_id is None:
-        return tokenizer.encode_with_offsets(text)
-    ids, offsets = tokenizer.encode_with_offsets(text[len(bos) :])
+        return encode(text)
+    ids, offsets = encode(text[len(bos) :])
     shifted = [(start + len(bos), end + len(bos)) for start, end in offsets]
     return [tokenizer.bos_id, *ids], [(0, len(bos)), *shifted]
 

@@ -12,6 +12,9 @@ from medusa_jax.interop.tensors import optional_json
 BROKEN = "\ufffd"
 # What transformers makes a tokenizer of where there is no tokenizer.json.
 SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
+# Of texts this long (characters) the library lets other threads of Python run, which only its call
+# for batches does: a megabyte takes a second.
+LONG = 4096
 
 
 class Tokenizer:
@@ -77,6 +80,8 @@ class Tokenizer:
 
     def _encoding(self, text: str) -> Any:
         try:
+            if len(text) > LONG:
+                return self.backend.encode_batch([text], add_special_tokens=False)[0]
             return self.backend.encode(text, add_special_tokens=False)
         except TypeError as error:  # what the library makes of it
             raise UserError(

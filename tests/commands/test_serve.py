@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from tiny_model import write_model
 
 from medusa_jax.commands import serve_run
 from medusa_jax.commands.serve import main
-from medusa_jax.commands.serve_run import read_key
+from medusa_jax.commands.serve_run import known_hosts, most_connections, read_key
 from medusa_jax.errors import UserError
 
 
@@ -67,6 +68,29 @@ def test_the_key(monkeypatch, tmp_path):
     assert read_key(None) == "open sesame"
     (tmp_path / "key").write_text("of a file\n")
     assert read_key(str(tmp_path / "key")) == "of a file"
+
+
+def test_hosts_without_a_key():
+    assert known_hosts("127.0.0.2", "my.machine", "")[-2:] == ["127.0.0.2", "my.machine"]
+    assert "localhost" in known_hosts("::1", "::1", "")
+    assert known_hosts("127.0.0.1", "localhost", "key") == []
+    assert known_hosts("0.0.0.0", "0.0.0.0", "") == known_hosts("::", "::", "") == []
+
+
+def test_connections_leave_files_for_the_rest():
+    files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+    try:
+        assert most_connections() == 308
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+
+
+@pytest.mark.parametrize("key", ["clé", "a\tb", " ", "\udce9"])
+def test_a_key_that_no_client_can_send(monkeypatch, key):
+    monkeypatch.setenv("MEDUSA_API_KEY", key)
+    with pytest.raises(UserError, match="the variable MEDUSA_API_KEY"):
+        read_key(None)
 
 
 @pytest.fixture

@@ -32,8 +32,9 @@ def http(port):
 def other(port):
     """The same server behind other settings: a function that asks it once."""
 
-    def ask(method, path, *, limits=None, key="", **sent):
-        app = make_app(port.server, name=NAME, template="", key=key, limits=limits)
+    def ask(method, path, *, limits=None, key="", hosts=(), **sent):
+        more = {"key": key, "limits": limits, "hosts": hosts}
+        app = make_app(port.server, name=NAME, template="", **more)
         return ask_app(app, method, path, **sent)
 
     return ask

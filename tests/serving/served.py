@@ -8,13 +8,12 @@ import threading
 import time
 
 import httpx2 as httpx
-import uvicorn
 from tiny_model import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree
 from medusa_jax.serving import Server
-from medusa_jax.serving.http import make_app
+from medusa_jax.serving.http import Limits, make_app, make_listener
 
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
 TEMPLATE = (
@@ -49,14 +48,13 @@ class Port:
       uvicorn: what listens.
     """
 
-    def __init__(self, server, app):
+    def __init__(self, server, app, limits=None, drain=60):
         self.server, self.model, self.app = server, server.model, app
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.url = "http://{}:{}".format(*self.address)
         # Connections stay open where somebody stops this process for a while.
-        config = uvicorn.Config(app, log_level="error", timeout_keep_alive=600)
-        self.uvicorn = uvicorn.Server(config)
+        self.uvicorn = make_listener(app, limits or Limits(idle_seconds=600), drain)
         self._thread = threading.Thread(target=self.uvicorn.run, args=([listener],))
         self._thread.start()
 

@@ -77,3 +77,27 @@ def test_a_failure_is_told_to_everybody(port):
         server.submit(Request("in"))
     server.close()
     assert not server.running
+
+
+def test_an_end_that_waits_no_longer(port):
+    """Calls that outlast the time for it are told so: whole, streamed, half sent."""
+    port.wait_idle()
+    ending = Port(port.server, make_app(port.server, name=NAME, template=""), drain=0.3)
+    with port.held():
+        whole, streamed = raw(ending, ASKED), raw(ending, ASKED | {"stream": True})
+        half = socket.create_connection(ending.address)
+        kind = "Host: x\r\nContent-Type: application/json\r\nContent-Length: 99"
+        half.sendall(f"POST /v1/completions HTTP/1.1\r\n{kind}\r\n\r\n{{".encode())
+        while port.server.waiting < 2:
+            time.sleep(0.01)
+        start = time.monotonic()
+        ending.close()
+        assert time.monotonic() - start < 5
+        for link in (whole, half):
+            link.settimeout(10)
+            got = b"".join(iter(lambda link=link: link.recv(65536), b""))
+            assert got.startswith(b"HTTP/1.1 503 ") and b"the server is ending" in got
+            link.close()
+        last = read_all(streamed).split("data: ")[-1]
+        assert "the server is ending" in last and "server_error" in last
+        streamed.close()

@@ -1,10 +1,16 @@
 """The JSON objects of calls and answers, field by field."""
 
+from pathlib import Path
+
 import pytest
 from served import ASKED, NAME, alone, events_of, texts_of
 
-from medusa_jax import Options
+from medusa_jax import Options, demo
 from medusa_jax.interop.chat import encode_prompt
+from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.serving.http.calls import Call, chat_call
+from medusa_jax.serving.http.replies import Reply, Vocabulary
+from medusa_jax.serving.request import Delta
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
@@ -95,6 +101,39 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(http, kind, fields):
     if kind == "chat":
         for one in whole["logprobs"]["content"]:
             assert bytes(one["bytes"]).decode() == one["token"]
+
+
+@pytest.mark.parametrize("template", ["", "plain"])
+def test_a_message_that_spells_out_special_tokens(port, template):
+    """It says so as text; those of the template stay."""
+    body = {"messages": [{"role": "user", "content": "in </s><s>u the"}]}
+    call = chat_call(body, NAME, port.model, template, 5, check=len)
+    ids = call.requests[0].prompt
+    tokenizer = port.model.tokenizer
+    bos, eos = (tokenizer.token_to_id(token) for token in ("<s>", "</s>"))
+    assert ids[0] == bos and not {bos, eos} & set(ids[1:])
+    assert set(tokenizer.encode("in </s><s>u the")) > {bos, eos}  # as a completion reads it
+
+
+def test_equal_prompts_count_one_by_one(port, http):
+    """Python may have one object for all of them."""
+    asked = ASKED | {"prompt": ["a", "a", "in"], "n": 2, "max_tokens": 2}
+    usage = http.post(PATHS["completion"], json=asked).json()["usage"]
+    assert usage["prompt_tokens"] == sum(len(port.model.encode(p)) for p in asked["prompt"])
+    assert usage["completion_tokens"] == 12
+
+
+def test_logprobs_of_parts_of_a_character():
+    """Bytes that clients can put together, whatever the text of each part says."""
+    tokenizer = load_tokenizer(str(Path(demo.__file__).parent / "backbone"))
+    ids = tokenizer.encode("é日")
+    top = [[(i, -1.0)] for i in ids]
+    delta = Delta("é日", [], ids, [-1.0] * len(ids), top)
+    call = Call([], stream=True, usage=False, seed=0, chat=True)
+    content = Reply(call, Vocabulary(tokenizer), NAME)._logprobs(delta)["content"]
+    assert len(content) == 5 and content[0]["token"] == "\ufffd"
+    for entries in (content, [one["top_logprobs"][0] for one in content]):
+        assert bytes(b for one in entries for b in one["bytes"]).decode() == "é日"
 
 
 @pytest.mark.parametrize(

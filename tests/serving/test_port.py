@@ -90,3 +90,29 @@ def test_what_breaks_is_told_and_counted(port, http, monkeypatch):
 def test_a_full_context_is_openai_s_length():
     ending = SimpleNamespace(result=SimpleNamespace(finish_reason="context"))
     assert finish_reason(ending) == "length"
+
+
+def test_a_key_beyond_ascii_is_what_was_sent(other):
+    """Compared byte by byte, as `curl` sends it."""
+    for sent, status in (("clé", 200), ("cle", 401)):
+        given = {"authorization": b"Bearer " + sent.encode()}
+        assert other("GET", "/v1/models", key="clé", headers=given).status_code == status
+
+
+def test_names_of_the_host(other):
+    """A name that another site has resolve to this machine is refused, page and all."""
+    hosts = ["localhost", "127.0.0.1", "::1", "[::1]"]
+    for host in (
+        "localhost",
+        "localhost:8000",
+        "127.0.0.1:8000",
+        "[::1]:8000",
+        "LOCALHOST",
+    ):
+        sent = {"headers": {"host": host}, "hosts": hosts}
+        assert other("GET", "/health", **sent).status_code == 200
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", ""):
+        sent = {"headers": {"host": host}, "hosts": hosts}
+        for path in ("/", "/health", "/v1/models"):
+            assert other("GET", path, **sent).status_code == 400
+    assert other("GET", "/health", headers={"host": "a.example"}).status_code == 200

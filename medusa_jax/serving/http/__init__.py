@@ -1,5 +1,6 @@
 """The port: OpenAI's endpoints, health, metrics and a page, for one `Server`."""
 
 from medusa_jax.serving.http.app import Limits, make_app
+from medusa_jax.serving.http.listening import make_listener
 
-__all__ = ["Limits", "make_app"]
+__all__ = ["Limits", "make_app", "make_listener"]

@@ -28,14 +28,26 @@ class Answering:
     """The requests of one call, submitted together.
 
     As a context: what has not ended by its exit is cancelled, so that no slot works for nobody.
+
+    Args:
+      stops: holds what ends this call early, as long as the context lasts.
     """
 
     def __init__(
-        self, server: Server, requests: Sequence[Request], metrics: Metrics
+        self,
+        server: Server,
+        requests: Sequence[Request],
+        metrics: Metrics,
+        stops: set[Callable[[], Any]],
     ) -> None:
         self._server, self._requests, self._metrics = server, requests, metrics
         self._queue: asyncio.Queue[tuple[int, Delta | Stopped]] = asyncio.Queue()
         self._open = set(range(len(requests)))
+        self._stops = stops
+
+    def stop(self) -> None:
+        """End the call: the next delta is that the server ends."""
+        self._queue.put_nowait((0, Stopped("the server is ending")))
 
     async def __aenter__(self) -> "Answering":
         loop = asyncio.get_running_loop()
@@ -57,9 +69,11 @@ class Answering:
             raise Refused(429, str(error), code="queue_full", retry_after=1) from error
         except Stopped as error:
             raise Refused(503, str(error), code="closed", retry_after=5) from error
+        self._stops.add(self.stop)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._stops.discard(self.stop)
         for index in self._open:
             self._handles[index].cancel()
             self._metrics.cancelled.inc()
@@ -73,7 +87,7 @@ class Answering:
         while self._open:
             index, delta = await self._queue.get()
             if isinstance(delta, Stopped):
-                raise Refused(503, str(delta), code="closed")
+                raise Refused(503, str(delta), code="closed", retry_after=5)
             if delta.ending:
                 self._open.discard(index)
                 self._metrics.ended(delta.ending)
@@ -105,21 +119,20 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 async def whole_answer(
     request: HttpRequest, answering: Answering, reply: Reply, seconds: float
-) -> dict[str, Any]:
-    """The object of a call that does not stream.
+) -> None:
+    """Wait for every choice of a call that does not stream.
 
     Raises:
       Refused: it took too long.
       Gone: nobody waits for it.
     """
 
-    async def collect() -> dict[str, Any]:
+    async def collect() -> None:
         async for index, delta in answering.deltas():
             reply.take(index, delta)
-        return reply.whole()
 
     try:
-        return await unless_gone(request.receive, asyncio.wait_for(collect(), seconds))
+        await unless_gone(request.receive, asyncio.wait_for(collect(), seconds))
     except TimeoutError as error:
         message = f"no answer within {seconds:g} seconds"
         raise Refused(504, message, code="timeout") from error

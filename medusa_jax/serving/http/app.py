@@ -3,26 +3,31 @@
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from medusa_jax.evaluate.conversation import PLAIN
 from medusa_jax.serving.http.answering import Answering, EventStream, Gone, whole_answer
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.refused import Refused
-from medusa_jax.serving.http.replies import Reply
+from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.server import Server
 
-PAGE = Path(__file__).parent / "page.html"
+# How JSON writes halves of surrogate pairs, whole pairs too.
+HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 # The page loads nothing from anywhere, and nobody may frame it.
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; connect-src 'self'; img-src data:; "
@@ -41,11 +46,17 @@ class Limits:
       body_bytes: of a call.
       seconds: for an answer, waiting included.
       read_seconds: for a client to send its body, and to take a piece that it was sent.
+      head_seconds: for a client to send the head of a request once it has begun.
+      idle_seconds: a connection may stay open between two requests.
+      connections: open at a time; over that, the oldest that waits for its client is closed.
     """
 
     body_bytes: int = 1 << 20
     seconds: float = 600.0
     read_seconds: float = 30.0
+    head_seconds: float = 10.0
+    idle_seconds: int = 30
+    connections: int = 1000
 
 
 def make_app(
@@ -55,16 +66,22 @@ def make_app(
     template: str,
     key: str = "",
     limits: Limits | None = None,
+    hosts: Sequence[str] = (),
 ) -> Starlette:
     """The ASGI application of one server.
+
+    Its `state.stop` ends every call that is not answered yet (503).
 
     Args:
       name: what clients call the model.
       template: as for `calls.chat_call`.
       key: what clients must send as `Authorization: Bearer KEY`; "" lets everybody in.
+      hosts: the only names that the `Host` of a request may have, if any are given. Without a key, a
+        page of another site could reach a server on this machine by a name that resolves to it.
     """
     port = Port(server, name, template, key, limits or Limits())
-    return Starlette(
+    check = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    app = Starlette(
         routes=[
             Route("/", port.page),
             Route("/health", port.health),
@@ -79,7 +96,19 @@ def make_app(
             HTTPException: _not_found,
             Exception: _broken,
         },
+        middleware=[check] if hosts else [],
     )
+    app.state.stop = port.stop
+    return app
+
+
+def whole_page() -> str:
+    """The chat page in one piece: its style and scripts take the place of comments that name them."""
+    folder = Path(__file__).parent
+    text = (folder / "page.html").read_text(encoding="utf-8")
+    for name in ("page.css", "page_text.js", "page.js"):
+        text = text.replace(f"/* {name} */", (folder / name).read_text(encoding="utf-8"))
+    return text
 
 
 class Port:
@@ -91,7 +120,16 @@ class Port:
         self._server, self._name, self._template = server, name, template
         self._key, self._limits = key, limits
         self._counts = Metrics(server)
-        self._page = PAGE.read_text(encoding="utf-8")
+        self._page = whole_page()
+        self._vocabulary = Vocabulary(server.model.tokenizer)
+        self._stops: set[Callable[[], Any]] = set()  # what ends each call
+        self._stopped = False
+
+    def stop(self) -> None:
+        """End every call that is not answered yet; called in the event loop."""
+        self._stopped = True
+        for stop in list(self._stops):
+            stop()
 
     async def page(self, request: HttpRequest) -> Response:
         """The chat page."""
@@ -128,6 +166,7 @@ class Port:
                 "tree_nodes": model.tree.n_nodes,
                 "dtype": str(model.dtype),
                 "slots": self._server.slots,
+                "chat": self._template != PLAIN,
             },
         }
         return JSONResponse(one if asked else {"object": "list", "data": [one]})
@@ -136,7 +175,7 @@ class Port:
         """`POST /v1/completions`."""
 
         def read(body: Any) -> Call:
-            return completion_call(body, self._name)
+            return completion_call(body, self._name, self._server.model, self._check_length)
 
         return await self._counted("completions", request, read)
 
@@ -145,7 +184,9 @@ class Port:
 
         def read(body: Any) -> Call:
             model, most = self._server.model, self._server.most_new
-            return chat_call(body, self._name, model, self._template, most)
+            return chat_call(
+                body, self._name, model, self._template, most, self._check_length
+            )
 
         return await self._counted("chat", request, read)
 
@@ -163,6 +204,11 @@ class Port:
         except (Gone, ClientDisconnect):
             count(499)  # nobody sees it
             return Response(status_code=499)
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+            count(503)
+            raise self._ended() from None
         except Exception:
             count(500)
             raise
@@ -177,27 +223,53 @@ class Port:
         count: Callable[[int], None],
     ) -> Response | EventStream:
         self._check_key(request)
-        body = await self._within(self._body(request))
-        call = await asyncio.to_thread(read, body)
-        reply = Reply(call, self._server.model.tokenizer, self._name)
-        answering = Answering(self._server, call.requests, self._counts)
+        task = asyncio.current_task()
+        assert task
+        self._stops.add(task.cancel)
+        try:
+            body = await self._within(self._body(request))
+            call = await asyncio.to_thread(read, body)
+        finally:
+            self._stops.discard(task.cancel)
+        if self._stopped:
+            raise self._ended()
+        n, most = len(call.requests), self._server.queue
+        if n > most:
+            raise Refused(400, f"a call has at most {most} choices here, this one {n}", "n")
+        reply = Reply(call, self._vocabulary, self._name)
+        answering = Answering(self._server, call.requests, self._counts, self._stops)
         await answering.__aenter__()
+        if self._stopped:
+            answering.stop()
         limits = self._limits
         if call.stream:
             return EventStream(answering, reply, limits.seconds, limits.read_seconds, count)
         try:
-            return JSONResponse(
-                await whole_answer(request, answering, reply, limits.seconds)
-            )
+            await whole_answer(request, answering, reply, limits.seconds)
         finally:
             await answering.__aexit__()
+        # In a thread: with the log-probabilities of a long answer it takes its time.
+        return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
+
+    def _check_length(self, prompt: str | list[int]) -> None:
+        """Refuse what is too long whatever its tokens are; tokenising a megabyte takes a second."""
+        most = self._server.most_prompt
+        least = len(prompt)
+        if isinstance(prompt, str):
+            least = self._vocabulary.least_tokens(prompt)
+        if least > most:
+            message = f"the prompt has at least {least} tokens, this server takes {most}: shorten it"
+            raise Refused(400, message, code="context_length_exceeded")
+
+    @staticmethod
+    def _ended() -> Refused:
+        return Refused(503, "the server is ending", code="closed", retry_after=5)
 
     def _check_key(self, request: HttpRequest) -> None:
         if not self._key:
             return
-        given = request.headers.get("authorization", "")
-        wanted = f"Bearer {self._key}"
-        if not hmac.compare_digest(given.encode(), wanted.encode()):
+        given = request.headers.get("authorization", "").encode("latin-1")  # as it was sent
+        if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
             message = "the key is wrong or missing: send Authorization: Bearer KEY"
             raise Refused(401, message, code="invalid_api_key")
 
@@ -229,9 +301,8 @@ class Port:
                 raise too_large
         try:
             found = json.loads(body.decode(), parse_constant=_no_constant)
-            json.dumps(
-                found, ensure_ascii=False
-            ).encode()  # half a surrogate pair is no text
+            if HALF_PAIR.search(body):
+                json.dumps(found, ensure_ascii=False).encode()  # half of one is no text
             return found
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not JSON: {error}") from error

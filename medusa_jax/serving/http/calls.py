@@ -10,6 +10,7 @@ from medusa_jax.api import Model, Options
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.conversation import PLAIN, ending_turns
 from medusa_jax.interop.chat import encode_prompt
+from medusa_jax.interop.literal_text import literal_text
 from medusa_jax.serving.batch import MOST_BEST
 from medusa_jax.serving.http.refused import Refused
 from medusa_jax.serving.request import Request
@@ -184,8 +185,13 @@ def _call(
     return Call(requests, stream, usage, options.seed, chat)
 
 
-def completion_call(body: Any, name: str) -> Call:
+def completion_call(
+    body: Any, name: str, model: Model, check: Callable[[str | list[int]], None]
+) -> Call:
     """What a body of `/v1/completions` asks of the model of that name.
+
+    Args:
+      check: raises where a prompt is too long to be tokenised.
 
     Raises:
       Refused: a field that is not understood.
@@ -201,18 +207,31 @@ def completion_call(body: Any, name: str) -> Call:
         ids = isinstance(one, list) and all(type(i) is int for i in one)
         if not (ids or isinstance(one, str)):
             raise Refused(400, f"'prompt' should be {problem}", "prompt")
+        check(one)
     if not prompts:
         raise Refused(400, "'prompt' is an empty list", "prompt")
+    try:
+        prompts = [model.encode(one) for one in prompts]  # once, not for each choice
+    except UserError as error:
+        raise Refused(400, str(error), "prompt") from error
     return _call(fields, prompts, options, rest, n, chat=False)
 
 
-def chat_call(body: Any, name: str, model: Model, template: str, most_new: int) -> Call:
+def chat_call(
+    body: Any,
+    name: str,
+    model: Model,
+    template: str,
+    most_new: int,
+    check: Callable[[str | list[int]], None],
+) -> Call:
     """What a body of `/v1/chat/completions` asks for.
 
     Args:
       name: what the model is called.
       template: the chat template, "" for the tokenizer's own, or "plain": turns one behind the
         other with an empty line between, for models that have none.
+      check: as for `completion_call`.
 
     Raises:
       Refused: a field that is not understood, or a conversation that the template refuses.
@@ -223,9 +242,11 @@ def chat_call(body: Any, name: str, model: Model, template: str, most_new: int) 
     messages = fields.take("messages", (list,), "a list of turns", [])
     try:
         if template == PLAIN:
-            prompt = model.encode(plain_prompt(messages))
+            text = plain_prompt(messages)
+            check(text)
+            prompt = model.encode(literal_text(model.tokenizer).encode(text))
         else:
-            prompt = encode_prompt(model.tokenizer, messages, template)
+            prompt = encode_prompt(model.tokenizer, messages, template, check)
             options = ending_turns(model, options, template)
     except UserError as error:
         raise Refused(400, str(error), "messages") from error

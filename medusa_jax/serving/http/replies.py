@@ -3,12 +3,33 @@
 import secrets
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from medusa_jax.api import Result
+from medusa_jax.interop.token_bytes import TokenBytes
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.serving.http.calls import Call
 from medusa_jax.serving.request import Delta, Ending
+
+
+class Vocabulary:
+    """Single tokens as log-probabilities name them; the likely ones are named again and again.
+
+    Attributes:
+      least_tokens: as `TokenBytes.least_tokens`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        spelled = TokenBytes(tokenizer)
+        self.least_tokens = spelled.least_tokens
+
+        def name(token_id: int) -> tuple[str, list[int]]:
+            spelling = spelled.of(token_id)
+            return spelling.decode(errors="replace"), list(spelling)
+
+        # Text and bytes of a token; of a part of a character the text is U+FFFD.
+        self.name = lru_cache(maxsize=1 << 15)(name)
 
 
 @dataclass
@@ -20,7 +41,7 @@ class Reply:
     """
 
     call: Call
-    tokenizer: Tokenizer
+    vocabulary: Vocabulary
     model: str
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -91,10 +112,11 @@ class Reply:
     def usage(self) -> dict[str, Any]:
         """The counts of tokens; a prompt of several choices counts once."""
         results = [self.endings[i].result for i in sorted(self.endings)]
-        prompts = {id(r.prompt): self.endings[i] for i, r in enumerate(self.call.requests)}
-        read = sum(ending.result.prompt_tokens for ending in prompts.values())
+        # Choices are numbered anew for each prompt (`calls._call`).
+        firsts = [self.endings[i] for i, r in enumerate(self.call.requests) if r.id == 0]
+        read = sum(ending.result.prompt_tokens for ending in firsts)
         made = sum(result.new_tokens for result in results)
-        reused = sum(ending.reused_tokens for ending in prompts.values())
+        reused = sum(ending.reused_tokens for ending in firsts)
         return {
             "prompt_tokens": read,
             "completion_tokens": made,
@@ -135,7 +157,7 @@ class Reply:
         }
 
     def _token(self, token_id: int) -> str:
-        return self.tokenizer.decode([token_id], skip_special=False)
+        return self.vocabulary.name(token_id)[0]
 
     def _logprobs(self, of: Result | Delta) -> dict[str, Any] | None:
         """OpenAI's form of log-probabilities, which the two endpoints do not share."""
@@ -150,8 +172,8 @@ class Reply:
             }
 
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            token = self._token(token_id)
-            return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+            token, spelling = self.vocabulary.name(token_id)
+            return {"token": token, "logprob": logprob, "bytes": spelling}
 
         content = [
             entry(i, p) | {"top_logprobs": [entry(*other) for other in top]}

@@ -1,0 +1,94 @@
+"""Special tokens that the text of a conversation spells out stay text, as with transformers'
+`split_special_tokens`; those that the chat template writes are special as ever."""
+
+import json
+import random
+import re
+from functools import cached_property, lru_cache
+from typing import Any
+
+from medusa_jax.interop.tokenizer import Tokenizer
+
+Message = dict[str, str]
+Span = tuple[int, int]
+
+# Characters for private use, which mean nothing to a template or tokenizer. Drawn anew in every process,
+# so that no text can hold a stand-in on purpose.
+PRIVATE = range(0x100000, 0x10FFFE)
+
+
+class LiteralText:
+    """Stand-ins for the special tokens of one tokenizer, as long as what they take the place of.
+
+    A template is rendered with stand-ins in the messages. Then only what the template wrote is
+    spelled as a special token; it gets a stand-in that a copy of the tokenizer reads as that token,
+    and the messages get their text back, which the copy reads as text. So one pass over the whole
+    text gives the ids, and offsets are those of the text itself.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._backend = tokenizer, tokenizer.backend
+        added = self._backend.get_added_tokens_decoder() if self._backend else {}
+        special = sorted((t.content for t in added.values() if t.special), key=len)[::-1]
+        draw = random.SystemRandom()
+        drawn = iter(draw.sample(PRIVATE, 2 * sum(map(len, special))))
+        self._hidden, self._written = (
+            {text: "".join(chr(next(drawn)) for _ in text) for text in special}
+            for _ in range(2)
+        )
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+        self._stand_in = re.compile("|".join(self._hidden.values()) or r"(?!)")
+        self._shown = {stand_in: text for text, stand_in in self._hidden.items()}
+
+    def hide(self, messages: list[Message]) -> list[Message] | None:
+        """The messages with stand-ins, or None where no message spells out a special token."""
+        if not any(self._special.search(m["content"]) for m in messages):
+            return None
+        return [
+            m | {"content": _replace(self._special, self._hidden, m["content"])}
+            for m in messages
+        ]
+
+    def show(self, text: str) -> str:
+        """A rendered text with the messages' own text back."""
+        return _replace(self._stand_in, self._shown, text)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that no template wrote, the BOS first where the tokenizer puts one."""
+        if not self._special.search(text):
+            return self._tokenizer.encode(text, add_bos=True)
+        bos = self._tokenizer.bos_id if self._tokenizer.adds_bos else None
+        return [*([] if bos is None else [bos]), *self._encode(text)[0]]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
+        """As `Tokenizer.encode_with_offsets`, of a rendered text with stand-ins."""
+        return self._encode(self.show(_replace(self._special, self._written, text)))
+
+    def _encode(self, text: str) -> tuple[list[int], list[Span]]:
+        copy, ids = self._copy
+        encoding = copy.encode_batch([text], add_special_tokens=False)[0]
+        return [ids.get(i, i) for i in encoding.ids], encoding.offsets
+
+    @cached_property
+    def _copy(self) -> tuple[Any, dict[int, int]]:
+        """The tokenizer with its special tokens renamed, and true ids of its added tokens."""
+        import tokenizers
+
+        data = json.loads(self._backend.to_str())
+        data["post_processor"] = None  # it names special tokens, and is not used
+        names = {}
+        for token in data["added_tokens"]:
+            names[token["id"]] = self._written.get(token["content"], token["content"])
+            token["content"] = names[token["id"]]
+        copy: Any = tokenizers.Tokenizer.from_str(json.dumps(data))
+        return copy, {copy.token_to_id(name): i for i, name in names.items()}
+
+
+@lru_cache(maxsize=4)
+def literal_text(tokenizer: Tokenizer) -> LiteralText:
+    """That of a tokenizer, made once."""
+    return LiteralText(tokenizer)
+
+
+def _replace(pattern: re.Pattern[str], by: dict[str, str], text: str) -> str:
+    return pattern.sub(lambda found: by[found[0]], text)

@@ -1,0 +1,121 @@
+"""Calls that are dear to the port: the worst wait of everybody else is printed, and bounded."""
+
+import contextlib
+import json
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2 as httpx
+import pytest
+from served import NAME, QUEUE, Port
+
+import medusa_jax
+from medusa_jax.serving import Server
+from medusa_jax.serving.http import make_app
+
+MEGABYTE = 1_000_000  # with the rest of its call just below the limit
+WORST, PAUSE = 0.5, 0.005
+
+
+@contextlib.contextmanager
+def victim(port):
+    """A client that asks for `/health` all the time; the list of seconds that each call took.
+
+    It is a thread of the server's process, so a call counts from when it was due: while the
+    interpreter is held, not even its clock is read.
+    """
+    waits, over = [], threading.Event()
+
+    def ask():
+        with httpx.Client(base_url=port.url, timeout=60) as http:
+            while True:
+                due = time.perf_counter() + PAUSE
+                if over.wait(PAUSE):
+                    return
+                http.get("/health").raise_for_status()
+                waits.append(time.perf_counter() - due)
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            yield waits
+        finally:
+            over.set()
+            asking.result()
+
+
+def attacked(port, capsys, what, body, path="/v1/completions", times=1):
+    """The answers to some calls; the victim's worst wait meanwhile is printed."""
+    sent = json.dumps(body).encode()
+    kind = {"content-type": "application/json"}
+    with victim(port) as waits, httpx.Client(base_url=port.url, timeout=120) as http:
+        time.sleep(0.1)
+        start = time.perf_counter()
+        answers = [http.post(path, content=sent, headers=kind) for _ in range(times)]
+        took = (time.perf_counter() - start) / times
+    with capsys.disabled():
+        median = statistics.median(waits)
+        print(
+            f"\n{what}: {answers[0].status_code} after {took:.2f} s, others wait "
+            f"{max(waits) * 1e3:.0f} ms at worst, {median * 1e3:.1f} ms as a rule"
+        )
+    assert max(waits) < WORST
+    return answers
+
+
+def test_a_megabyte_that_has_to_be_tokenised(port, capsys):
+    """This vocabulary tells nothing of the length before."""
+    body = {"prompt": "the cat and " * (MEGABYTE // 12), "n": 2}
+    [answer] = attacked(port, capsys, "1 MB, tokenised", body)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.fixture(scope="module")
+def demo_port():
+    model = medusa_jax.load()
+    trees = {1: model.parse_tree("chain:2"), 2: model.parse_tree("chain:2")}
+    with Server(model, slots=2, trees=trees, queue=QUEUE) as server:
+        port = Port(server, make_app(server, name=NAME, template="plain"))
+        try:
+            yield port
+        finally:
+            port.close()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["completion", "chat", "ids"])
+def test_a_megabyte_that_is_too_long_whatever_it_says(demo_port, capsys, kind):
+    """Refused before it is tokenised."""
+    text = "def parse(text): " * (MEGABYTE // 17)
+    body, path = {"prompt": text, "n": 2}, "/v1/completions"
+    if kind == "chat":
+        body, path = (
+            {"messages": [{"role": "user", "content": text}]},
+            "/v1/chat/completions",
+        )
+    if kind == "ids":
+        body = {"prompt": [7] * (MEGABYTE // 3), "n": 2}
+    tokenised, encode = [], demo_port.model.tokenizer._encoding
+    demo_port.model.tokenizer._encoding = lambda t: (tokenised.append(t), encode(t))[1]
+    try:
+        [answer] = attacked(demo_port, capsys, f"1 MB, {kind}", body, path)
+    finally:
+        del demo_port.model.tokenizer._encoding
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "at least" in answer.text and not tokenised
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_alternatives(demo_port, capsys, stream):
+    """480 tokens with 20 alternatives each. The programs for it are compiled by the first call."""
+    body = {"messages": [{"role": "user", "content": "def parse("}], "logprobs": True}
+    body |= {"top_logprobs": 20, "max_tokens": 480, "temperature": 1, "seed": 1}
+    path = "/v1/chat/completions"
+    httpx.post(demo_port.url + path, json=body, timeout=300).raise_for_status()
+    body["stream"] = stream
+    what = f"480 tokens with 20 alternatives, {'streamed' if stream else 'whole'}"
+    [answer] = attacked(demo_port, capsys, what, body, path)
+    assert answer.status_code == 200 and len(answer.content) > 400_000

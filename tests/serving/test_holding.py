@@ -1,0 +1,164 @@
+"""Connections that somebody opens and then leaves: half a request, nothing read, too many of them."""
+
+import contextlib
+import select
+import socket
+import time
+
+import pytest
+from cases import wide
+from served import ASKED, NAME, Port, raw
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
+
+from medusa_jax.serving.http import Limits, make_app
+
+LARGE = 30 << 20  # more than the buffers of a connection hold
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX: "
+
+
+@contextlib.contextmanager
+def listening(server, **limits):
+    """The shared server at another port with other limits."""
+    limits = Limits(**limits)
+    port = Port(server, make_app(server, name=NAME, template="", limits=limits), limits)
+    try:
+        yield port
+    finally:
+        port.close()
+
+
+def large_app():
+    async def large(request):
+        return Response(b"x" * LARGE)
+
+    app = Starlette(routes=[Route("/", large)])
+    app.state.stop = lambda: None
+    return app
+
+
+def connect(port, sent=b"", receive=None):
+    link = socket.socket()
+    if receive:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+    link.settimeout(20)
+    link.connect(port.address)
+    link.sendall(sent)
+    return link
+
+
+def closed(links):
+    """Those whose other end is closed."""
+    readable, *_ = select.select(links, [], [], 0)
+    return [link for link in readable if not came(link)]
+
+
+def came(link):
+    try:
+        return link.recv(65536)
+    except ConnectionResetError:
+        return b""
+
+
+def wait_for(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def health_seconds(port):
+    """How long a new client waits for `/health`."""
+    start = time.perf_counter()
+    link = connect(port, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    with link:
+        assert b"200 OK" in came(link)
+    return time.perf_counter() - start
+
+
+def open_connections(port):
+    return len(port.uvicorn.server_state.connections)
+
+
+def test_half_sent_heads(port, capsys):
+    """60 clients send half a head, a third of them a byte now and then: all are closed at the deadline."""
+    with listening(port.server, head_seconds=1.0) as attacked:
+        start = time.monotonic()
+        links, waits, ended = [connect(attacked, HALF) for _ in range(60)], [], set()
+        while len(ended) < len(links):
+            assert time.monotonic() - start < 10, (
+                f"{len(links) - len(ended)} are still open"
+            )
+            waits.append(health_seconds(attacked))
+            ended |= {link for link in links if link in closed(links)}
+            for link in set(links[::3]) - ended:
+                with contextlib.suppress(OSError):
+                    link.sendall(b"x")
+            time.sleep(0.1)
+        assert time.monotonic() - start > 0.9
+        wait_for(lambda: open_connections(attacked) == 0)
+    for link in links:
+        link.close()
+    with capsys.disabled():
+        print(f"\n60 half-sent heads: worst wait for /health {max(waits) * 1e3:.0f} ms")
+    assert max(waits) < 0.5
+
+
+def test_more_connections_than_there_may_be(port, capsys):
+    """Those that wait for their client make room, the oldest first; a call that is being answered stays."""
+    with listening(port.server, connections=10) as attacked:
+        with port.held():
+            working = raw(attacked, ASKED)
+            wait_for(lambda: port.server.waiting)
+            body = HALF + b"x\r\nContent-Length: 9\r\n\r\n{"
+            links, waits = [], []
+            for i in range(60):
+                links.append(connect(attacked, (b"", HALF, body)[i % 3]))
+                if i % 6 == 5:
+                    waits.append(health_seconds(attacked))
+            assert len(closed(links)) >= 50 and links[-1] not in closed(links)
+            assert open_connections(attacked) <= 11
+        assert b"200 OK" in came(working)
+        for link in (*links, working):
+            link.close()
+    with capsys.disabled():
+        print(f"\n60 connections of 10: worst wait for /health {max(waits) * 1e3:.0f} ms")
+    assert max(waits) < 0.5
+
+
+def test_half_of_a_second_request(port):
+    """uvicorn's own deadline between requests ends with the first byte of the next."""
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with listening(port.server, head_seconds=0.3) as other, connect(other, whole) as link:
+        assert b"200 OK" in came(link)
+        time.sleep(0.5)
+        assert not closed([link])  # idle, which is no fault
+        link.sendall(HALF)
+        start = time.monotonic()
+        wait_for(lambda: closed([link]), 3)
+        assert time.monotonic() - start > 0.2
+
+
+@pytest.mark.parametrize("reads", [False, *wide(True)])
+def test_a_client_that_reads_nothing_loses_its_connection(port, reads):
+    """One that reads slowly does not, however long it takes."""
+    limits = Limits(read_seconds=0.3)
+    other = Port(port.server, large_app(), limits)
+    try:
+        link = connect(other, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", receive=1 << 16)
+        with link:
+            wait_for(lambda: open_connections(other))
+            if not reads:
+                wait_for(lambda: not open_connections(other), 5)
+                return
+            start, got = time.monotonic(), 0
+            while time.monotonic() - start < 1.0:
+                got += len(came(link))
+                time.sleep(0.05)
+            while got < LARGE:
+                part = came(link)
+                assert part
+                got += len(part)
+    finally:
+        other.close()
