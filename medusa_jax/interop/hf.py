@@ -1,5 +1,6 @@
 """Hugging Face model directories, in and out: weights here, config.json in `hf_config.py`."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable
@@ -104,8 +105,16 @@ def load_backbone(
 
 @lru_cache(maxsize=16)
 def abstract_params(config: LlamaConfig) -> Params:
-    """Shapes of a backbone's parameters, nothing computed."""
-    return jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+    """Shapes of a backbone's parameters, nothing computed.
+
+    Layers are alike, so one is traced.
+    """
+    one = dataclasses.replace(config, n_layers=1)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.eval_shape(partial(init_params, one), key)
+    layer = shapes.pop("layers_0")
+    shapes |= {f"layers_{i}": layer for i in range(config.n_layers)}
+    return dict(sorted(shapes.items()))
 
 
 def save_backbone(

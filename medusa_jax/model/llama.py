@@ -85,6 +85,16 @@ class Block(nn.Module):
         return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), kept
 
 
+@partial(jax.jit, static_argnums=0)
+def _run_layer(block: Block, variables: Params, *args: Any) -> Any:
+    """Apply an unbound `Block`.
+
+    Under `jit`, so that a program traces and lowers its layers once, not each of them; XLA inlines
+    the calls.
+    """
+    return block.apply(variables, *args)
+
+
 class Llama(nn.Module):
     """A Llama-family backbone.
 
@@ -229,7 +239,9 @@ class Llama(nn.Module):
                 x_BTD = self._run_again(block, x_BTD, rope, own)
                 continue
             layer_cache = cache.layers[i] if cache is not None else None
-            x_BTD, layer_cache = block(x_BTD, rope, own, layer_cache, start_B)
+            # Initialisation makes each layer's parameters in its scope.
+            run = block if self.is_initializing() else partial(_run_layer, *block.unbind())
+            x_BTD, layer_cache = run(x_BTD, rope, own, layer_cache, start_B)
             layers.append(layer_cache)
         return self.norm(split_rows(self.mesh, x_BTD)), layers
 
@@ -244,7 +256,7 @@ class Llama(nn.Module):
         unbound, variables = block.unbind()
 
         def run(variables: Params, *args: Any) -> jax.Array:
-            return unbound.apply(variables, *args)[0]
+            return _run_layer(unbound, variables, *args)[0]
 
         trained = "lora" if "lora" in variables else "params"
         return rematerialised(run, trained)(variables, x_BTD, rope, sees)
