@@ -1,13 +1,11 @@
 """Hugging Face model directories, in and out: weights here, config.json in `hf_config.py`."""
 
-import dataclasses
 import os
 import re
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -19,12 +17,13 @@ from medusa_jax.interop.hf_config import config_to_hf, read_config
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.tensors import optional_json
-from medusa_jax.model.llama import init_params
+from medusa_jax.model.llama import abstract_params
 
 Params = dict[str, Any]
 
 __all__ = [
     "Fingerprint",
+    "abstract_params",
     "config_to_hf",
     "fingerprint",
     "generation_config",
@@ -101,20 +100,6 @@ def load_backbone(
         abstract, mesh, stored, locate, dtype, directory, ignore, each
     )
     return config, params
-
-
-@lru_cache(maxsize=16)
-def abstract_params(config: LlamaConfig) -> Params:
-    """Shapes of a backbone's parameters, nothing computed.
-
-    Layers are alike, so one is traced.
-    """
-    one = dataclasses.replace(config, n_layers=1)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    shapes = jax.eval_shape(partial(init_params, one), key)
-    layer = shapes.pop("layers_0")
-    shapes |= {f"layers_{i}": layer for i in range(config.n_layers)}
-    return dict(sorted(shapes.items()))
 
 
 def save_backbone(

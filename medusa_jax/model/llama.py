@@ -6,7 +6,7 @@ which is the tree's ancestor mask for a draft tree, or in the order of the text 
 """
 
 import dataclasses
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import flax.linen as nn
@@ -277,6 +277,20 @@ def init_params(
 
     params = Llama(config).init(key, method=touch_all)["params"]
     return jax.tree.map(lambda x: x.astype(param_dtype), params)
+
+
+@lru_cache(maxsize=16)
+def abstract_params(config: LlamaConfig) -> Params:
+    """Shapes of a backbone's parameters, nothing computed.
+
+    Layers are alike, so one is traced.
+    """
+    one = dataclasses.replace(config, n_layers=1)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.eval_shape(partial(init_params, one), key)
+    layer = shapes.pop("layers_0")
+    shapes |= {f"layers_{i}": layer for i in range(config.n_layers)}
+    return dict(sorted(shapes.items()))
 
 
 def prepare(params: Params, config: LlamaConfig, dtype: Any, shards: int = 1) -> Params:
