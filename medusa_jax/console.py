@@ -116,7 +116,7 @@ def use_compilation_cache() -> None:
 
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", cache_directory("compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
 
 
 def warn_if_accelerator_unused() -> None:

@@ -1,16 +1,60 @@
-"""What was measured once on a machine, kept in the user's cache directory."""
+"""What is measured once on a machine, in a bounded time, and kept in the user's cache directory.
+
+A first start measures which products are fastest, then which tree: together at most 5 s, with a line
+each. What is known by then decides and is kept, however busy the machine was.
+"""
 
 import hashlib
 import json
 import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from medusa_jax.console import cache_directory, processor
+from medusa_jax.console import cache_directory, inform, processor
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import write_json
+
+# Most seconds for measuring products, and trees.
+PRODUCTS, TREES = 1.5, 3.5
+# Kinds of notes that are not read at present, see `anew`.
+_unread: set[str] = set()
+
+
+def within(seconds: float, what: str, measure: Callable[..., Any]) -> None:
+    """Say what is measured, and wait for `measure` for at most this many seconds.
+
+    It runs on a thread, since no compilation can be interrupted: when time is up, and on Ctrl-C, the
+    caller goes on, and the thread ends with the program that it is compiling.
+
+    Args:
+      measure: takes `over`, an event that is set when time is up; it hands over results as it gets them.
+
+    Raises: what `measure` raises in time.
+    """
+    inform(f"measuring {what}, once, at most {seconds:.1f} s ...")
+    over, pool = threading.Event(), ThreadPoolExecutor(1)
+    try:
+        with suppress(TimeoutError):
+            pool.submit(measure, over=over).result(seconds)
+    finally:
+        over.set()
+        pool.shutdown(wait=False)
+
+
+@contextmanager
+def anew(kind: str) -> Iterator[None]:
+    """Within this block notes of a kind are not read: they are measured and written again."""
+    _unread.add(kind)
+    try:
+        yield
+    finally:
+        _unread.remove(kind)
 
 
 class Kept:
@@ -26,10 +70,12 @@ class Kept:
         machine = (jax.__version__, device.platform, device.device_kind, os.cpu_count())
         text = "\n".join(map(repr, (*machine, processor(), *marks)))
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        self.file = Path(cache_directory(kind)) / f"{name}.json"
+        self.kind, self.file = kind, Path(cache_directory(kind)) / f"{name}.json"
 
     def read(self) -> dict[str, Any]:
         """The note; {} where there is none that can be read."""
+        if self.kind in _unread:
+            return {}
         try:
             found = json.loads(self.file.read_text())
         except (OSError, ValueError):

@@ -7,7 +7,7 @@ import pytest
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.api import DEMO, rounds
+from medusa_jax.api import DEMO, device_tree
 from medusa_jax.api.finding import bundled_heads
 
 BUNDLED = bundled_heads(None)
@@ -74,7 +74,7 @@ def test_provenance_says_of_all_heads_what_lies_beside_them():
 def test_tree_beside_the_heads_is_the_one_its_evidence_names(name):
     tree = json.loads((DEMO / name / "tree.json").read_text())
     if "batches" in tree:  # rounds of sizes in turn, one row
-        best = rounds.best(tree["batches"][0]["rows"])
+        best = {"nodes": device_tree.fastest(tree["batches"][0]["rows"])}
     else:
         ladder = tree["evidence"]["ladder"]
         best = max(ladder, key=lambda row: row["tokens_per_step"] / row["step_seconds"])

@@ -1,7 +1,11 @@
 """`--tree auto`: the size that pays most by steps measured here, kept, down to plain decoding."""
 
 import json
+import os
 import shutil
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +14,7 @@ from tiny_model import write_model
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import device_tree
-from medusa_jax.measured import Kept
+from medusa_jax.api.device_tree import fastest, figures
 
 GROWTH = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [3]]
 LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
@@ -39,9 +43,6 @@ def machine(monkeypatch, tmp_path):
         def __init__(self, engines, variables, prompt, *, batch, n_steps):
             self.batch = batch
 
-        def shorten(self, engine, enough):
-            pass
-
         def seconds(self, engine):
             nodes = engine.tree.n_nodes
             if (nodes, self.batch) not in measured:
@@ -56,36 +57,107 @@ def load(directory, **more):
     return medusa_jax.load(str(directory), str(directory / "heads"), **more)
 
 
-def test_the_most_tokens_per_second_win_and_are_kept(directory, machine):
+def test_the_most_tokens_per_second_win_and_are_kept(directory, machine, capsys):
     cost, measured = machine
     cost |= {4: 1.3, 6: 1.9, 8: 2.5}
     assert load(directory).tree.n_nodes == 3  # 1.9 tokens in a step as long as plain
-    # Two losers end the search.
+    # The file's choice, then those next to the fastest so far, two on each side.
     assert measured == [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1)]
+    line = "measuring which tree is fastest for batch 1, once, at most 3.5 s ..."
+    assert capsys.readouterr().err.splitlines() == [line]
     del measured[:]
     assert load(directory, all_heads=False).tree.n_nodes == 3
-    assert not measured  # kept
+    assert not measured and not capsys.readouterr().err  # kept
     load(directory, batch=4)
     assert measured and {batch for _, batch in measured} == {4}
 
 
-def test_a_choice_made_in_noise_is_measured_again_but_not_for_ever(directory, machine):
+def test_it_is_measured_once_however_noisy_the_machine_is(directory, machine):
     cost, measured = machine
-    quiet, rng = {4: 1.3, 6: 1.9, 8: 2.5}, np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     cost |= {n: lambda n=n: 1 + n * rng.exponential(0.3) for n in LADDER if n > 1}
-    assert load(directory).tree.n_nodes != 3  # what is taken meanwhile
-    cost |= dict.fromkeys(LADDER, 1.0) | quiet
+    chosen = load(directory).tree.n_nodes
+    cost |= dict.fromkeys(LADDER, 1.0)
     del measured[:]
-    assert load(directory).tree.n_nodes == 3 and measured
-    # A machine that is never quiet: so many starts, and no more.
-    cost |= {n: lambda n=n: 1 + n * rng.exponential(0.3) for n in LADDER if n > 1}
-    for _ in range(device_tree.STARTS):
-        del measured[:]
-        load(directory, batch=2)
-        assert measured
+    assert load(directory).tree.n_nodes == chosen and not measured
+
+
+@pytest.fixture
+def stuck(machine, monkeypatch):
+    """A machine that is so busy that the first program is compiled for ever; it may be let go."""
+    cost, measured = machine
+    free = threading.Event()
+    cost[1] = lambda: free.wait(60)
+    yield free, measured
+    free.set()
+
+
+def test_a_busy_machine_takes_the_files_choice_in_time_and_keeps_it(
+    directory, stuck, monkeypatch
+):
+    free, measured = stuck
+    monkeypatch.setattr(device_tree, "TREES", 0.1)
+    begun = time.monotonic()
+    assert load(directory).tree.n_nodes == 2
+    assert measured == [(1, 1)] and time.monotonic() - begun < 30
+    free.set()
     del measured[:]
-    load(directory, batch=2)
-    assert not measured
+    assert load(directory).tree.n_nodes == 2 and not measured
+
+
+def test_what_was_timed_in_time_decides(directory, machine, monkeypatch):
+    """The third size is compiled for ever: the faster of two is taken."""
+    cost, measured = machine
+    free = threading.Event()
+    cost[4] = lambda: free.wait(60)
+    monkeypatch.setattr(device_tree, "TREES", 1.0)
+    assert load(directory).tree.n_nodes == 3
+    free.set()
+    assert measured[-1] == (4, 1)
+
+
+def test_ctrl_c_ends_measuring_and_keeps_nothing(directory, stuck, monkeypatch):
+    free, measured = stuck
+    monkeypatch.setattr(device_tree, "TREES", 60.0)
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        load(directory)
+    assert time.monotonic() - begun < 30
+    free.set()
+    del measured[:]
+    monkeypatch.setattr(device_tree, "TREES", 3.5)
+    assert load(directory).tree.n_nodes == 8 and measured
+
+
+def test_many_numbers_of_rows_share_the_time(directory, stuck, monkeypatch):
+    """What was not measured in time is the file's choice, kept like the others."""
+    _, measured = stuck
+    monkeypatch.setenv(device_tree.VARIABLE, "bundled")
+    model = load(directory)
+    monkeypatch.delenv(device_tree.VARIABLE)
+    monkeypatch.setattr(device_tree, "TREES", 0.1)
+    for _ in range(2):
+        ladder = device_tree.measured_ladder(model, model.calibrated, [1, 2, 4])
+        assert [tree.n_nodes for tree in ladder.rungs.values()] == [2, 2, 2]
+    assert measured == [(1, 1)]
+
+
+def test_figures_are_of_the_quieter_half_of_the_rounds():
+    """Ratios 1.0, 1.1, ..., 1.4 in it, 3 in the others."""
+    quiet = [(1.0, 1 + 0.1 * i) for i in range(5)]
+    row = figures(2, 1.8, [*quiet, *[(9.0, 27.0)] * 5])
+    assert row["step_latency_ratio"] == 1.2 and row["speedup"] == 1.5
+    assert row["spread"] == pytest.approx(0.2 / 1.2, abs=1e-4)
+
+
+def test_a_larger_size_must_be_faster_by_more_than_the_margin():
+    rows = [{"nodes": 4, "speedup": 2.03}, {"nodes": 2, "speedup": 2.0}]
+    assert fastest(rows) == 2
+    rows[0]["speedup"] = 2.05
+    assert fastest(rows) == 4
+    assert fastest([{"nodes": 2, "speedup": 1.01}]) == 1 and fastest([]) == 1
 
 
 def test_a_batch_takes_its_own_rung(directory, machine):
@@ -179,9 +251,9 @@ def test_an_accelerator_may_take_more_than_the_evidence_reaches():
 def test_steps_are_really_timed(directory, monkeypatch, tmp_path):
     model = load(directory, tree="none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept = Kept("trees")
-    found = device_tree.choose_on_device(model, model.calibrated, 1, kept)
+    found = device_tree.measure_and_keep(model, model.calibrated, 1)
     assert found["rows"] and all(row["step_latency_ratio"] > 0 for row in found["rows"])
+    kept = device_tree.kept_for(model, model.calibrated, 1)
     assert device_tree.kept_size(kept) == found["nodes"]
     kept.file.write_text("{")
     assert device_tree.kept_size(kept) is None

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from medusa_jax.api import rounds
+from medusa_jax.api import device_tree
 from medusa_jax.api.finding import MODELS, bundled_heads
 from medusa_jax.config import LlamaConfig
 from medusa_jax.interop.names import NAMES
@@ -48,7 +48,7 @@ def test_weights_are_whole_and_of_their_description(name, drafter):
 @pytest.mark.parametrize(("name", "drafter"), BUNDLED)
 def test_the_tree_is_the_fastest_of_its_evidence_and_fits_the_heads(name, drafter):
     written = load_tree_file(MODELS / NAMES[name].heads / drafter / "tree.json")
-    assert written["nodes"] == rounds.best(written["batches"][0]["rows"])["nodes"]
+    assert written["nodes"] == device_tree.fastest(written["batches"][0]["rows"])
     assert written["nodes"] == len(written["choices"]) + 1
     largest = Tree.from_choices(written["growth"])
     heads = recipe_of(name, drafter)["config"]["heads"]

@@ -1,41 +1,46 @@
-"""The size of tree that pays most on this device for so many rows: what `--tree auto` means.
+"""The fastest size of tree on this device for a number of rows: what `--tree auto` means.
 
-A tree file says in which order nodes are worth adding and how many tokens a step gives with each
-size; both belong to the heads. What a step costs belongs to the machine and to the number of rows, so
-it is measured there: at first use, in rounds of all sizes that may pay (`api/rounds.py`), and kept in
-the user's cache directory. A choice that noise could have turned is measured again at the next starts,
-together with the rounds there are. Plain decoding is one of the sizes: where no tree pays, none is
-used. The choices for several numbers of rows are a ladder (`tree/ladder.py`); `calibrate` measures
-one and writes it into the tree file too.
+A tree file gives the order in which nodes are worth adding and the tokens per step of each size; both
+belong to the heads. What a step costs belongs to the machine and to the number of rows, so it is
+measured there: once, in at most `measured.TREES` seconds, and kept in the user's cache directory. Plain
+decoding is one of the sizes: where no tree is faster, none is used. The choices for several numbers
+of rows are a ladder (`tree/ladder.py`); `calibrate` measures one without a limit of time and writes it
+into the tree file too.
 """
 
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeGuard
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.api.model import Model
-from medusa_jax.api.rounds import Race, Round
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.console import announced
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
-from medusa_jax.measured import Kept
+from medusa_jax.measured import TREES, Kept, within
 from medusa_jax.model.stored import Storage
-from medusa_jax.tree import Ladder, file_ladder, tree_of_size
-from medusa_jax.tree.files import ACCELERATOR_NODES
+from medusa_jax.tree import Ladder, Tree, file_ladder, tree_of_size
+from medusa_jax.tree.files import ACCELERATOR_NODES, auto_tree
 
 # "bundled": the file's own choice is taken and nothing is measured.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Most steps in one go, seconds of plain decoding that do for one, tokens of the text that they are
-# timed behind.
-STEPS, ENOUGH, PROMPT = 16, 0.01, 16
-# A choice is not measured again once it was measured at so many starts, sure or not.
-STARTS = 4
+# Steps of a timed run, tokens of the prompt.
+STEPS, PROMPT = 4, 16
+# Rounds of a size; with fewer than LEAST it does not count.
+ROUNDS, LEAST = 10, 3
+# A larger tree must be faster by more than this, which two measurements may differ by.
+MARGIN = 1.02
+# Sizes that are tried on each side of the fastest.
+REACH = 2
 # Numbers of rows that have a rung.
 ROWS = (1, 2, 4, 8, 16)
+NEVER = threading.Event()
 
 
 def tokens_by_size(calibrated: dict[str, Any] | None, platform: str) -> dict[int, float]:
@@ -54,7 +59,7 @@ def tokens_by_size(calibrated: dict[str, Any] | None, platform: str) -> dict[int
 
 
 def is_measured(calibrated: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
-    """Whether "auto" is to be measured: the tree file says what each size gives, and nobody said no.
+    """Whether "auto" is measured: the tree file has evidence and measuring is not disabled.
 
     Several processes would measure several choices, and run programs that do not go together.
 
@@ -79,90 +84,150 @@ def kept_choice(
     mesh: Mesh,
 ) -> Kept:
     """Where the choice for this device, model and batch size is kept."""
-    tree = (calibrated["growth"], calibrated["evidence"]["ladder"], STEPS, ENOUGH, PROMPT)
+    tree = (calibrated["growth"], calibrated["evidence"]["ladder"], STEPS, PROMPT)
     sizes = tuple(mesh.shape.values())
     forms = (storage, storage.of_drafts)
     return Kept("trees", *tree, batch, config, heads, str(dtype), forms, sizes)
 
 
+def kept_for(model: Model, calibrated: dict[str, Any], rows: int) -> Kept:
+    """`kept_choice` of a loaded model."""
+    heads = model.drafter.heads
+    marks = (model.config, heads, model.dtype, model.storage, model.mesh)
+    return kept_choice(calibrated, rows, *marks)
+
+
 def kept_size(kept: Kept) -> int | None:
-    """The size that was measured to pay most, if it was."""
+    """The size that was chosen, if one was."""
     size = kept.read().get("nodes")
     return size if type(size) is int else None
-
-
-def is_settled(kept: Kept) -> bool:
-    """Whether the choice holds: no other may be much faster, as far as its rounds say, or it was
-    measured often enough."""
-    note = kept.read()
-    return bool(note.get("sure")) or note.get("starts", 0) >= STARTS
-
-
-def choose_on_device(
-    model: Model, calibrated: dict[str, Any], batch: int, kept: Kept, afresh: bool = False
-) -> dict[str, Any]:
-    """`measure_rung`, and the choice and its rounds are kept.
-
-    Args:
-      afresh: what was measured before is forgotten.
-    """
-    before = {} if afresh else kept.read()
-    earlier = [
-        {int(n): seconds for n, seconds in one.items()} for one in before.get("rounds", ())
-    ]
-    again = ", again: it was busy before" if earlier else ""
-    with announced(f"measuring which tree pays on this device{again}"):
-        found, rounds = measure_rung(model, calibrated, batch, earlier=earlier)
-    kept.write(found | {"starts": before.get("starts", 0) + 1, "rounds": rounds})
-    return found
 
 
 def measure_rung(
     model: Model,
     calibrated: dict[str, Any],
-    batch: int,
+    rows: int,
     most_nodes: int | None = None,
-    earlier: Sequence[Round] = (),
-) -> tuple[dict[str, Any], list[Round]]:
-    """Measure steps of growing trees with so many rows (`rounds.Race`), and choose.
+    out: list[dict[str, Any]] | None = None,
+    over: threading.Event = NEVER,
+) -> dict[str, Any]:
+    """Time steps of trees in turn with plain decoding, and choose the fastest size.
+
+    The tree file's choice comes first, then the sizes next to the fastest so far, `REACH` on each side.
 
     Args:
+      rows: decoded at a time.
       most_nodes: larger trees are not tried.
-      earlier: rounds of earlier starts, which count as well.
+      out: gets the `figures` of a size as soon as it was timed.
+      over: no further round is timed once it is set.
 
-    Returns: `nodes`, the choice, `batch`, `rows`, which are `rounds.row` of each size that was tried,
-      and `sure`; and all rounds.
+    Returns: `nodes`, the choice; `batch`; and `rows`, the figures by size.
     """
-    found = tokens_by_size(calibrated, jax.default_backend())
-    trees = {size: tree_of_size(calibrated["growth"], size) for size in found if size > 1}
-    engines = {1: model.engine(tree="none")} | {
+    found = [] if out is None else out
+    tokens = tokens_by_size(calibrated, jax.default_backend())
+    engines = {
         size: model.engine(tree)
-        for size, tree in trees.items()
-        if size <= (most_nodes or size) and tree.drafted.depth <= model.drafter.n_heads
+        for size in tokens
+        if size <= (most_nodes or size)
+        and (tree := tree_of_size(calibrated["growth"], size)).drafted.depth
+        <= model.drafter.n_heads
     }
+    sizes = list(engines)
     prompt = [min(1, model.config.vocab_size - 1)] * PROMPT
     clock = StepClock(
-        list(engines.values()), model.variables, prompt, batch=batch, n_steps=STEPS
+        list(engines.values()), model.variables, prompt, batch=rows, n_steps=STEPS
     )
-    clock.shorten(engines[1], ENOUGH)
-    compiled = {1}
+    clock.seconds(engines[1])  # compile
+    tried, first = {1}, file_tree(calibrated, rows).n_nodes
+    at = min(range(len(sizes)), key=lambda i: abs(sizes[i] - first))
+    while not over.is_set():
+        near = [sizes[i] for i in range(at - REACH, at + REACH + 1) if 0 <= i < len(sizes)]
+        untried = [size for size in near if size not in tried]
+        if not untried:
+            break
+        size = min(untried, key=lambda size: abs(sizes.index(size) - at))
+        tried.add(size)
+        clock.seconds(engines[size])
+        pairs: list[tuple[float, float]] = []
+        while len(pairs) < ROUNDS and not over.is_set():
+            pairs.append((clock.seconds(engines[1]), clock.seconds(engines[size])))
+        if len(pairs) >= LEAST:
+            found.append(figures(size, tokens[size], pairs))
+        at = sizes.index(fastest(found))
+    return {
+        "nodes": fastest(found),
+        "batch": rows,
+        "rows": sorted(found, key=lambda row: row["nodes"]),
+    }
 
-    def seconds(size: int) -> float:
-        if size not in compiled:
-            clock.seconds(engines[size])
-            compiled.add(size)
-        return clock.n_steps * clock.seconds(engines[size])
 
-    race = Race(seconds, {size: found[size] for size in engines if size > 1}, earlier)
-    race.run()
-    return race.choice() | {"batch": batch}, race.rounds
+def figures(
+    size: int, tokens: float, pairs: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
+    """A size's figures from rounds: seconds of plain decoding and of this size.
+
+    Other work on a machine comes in bursts and only ever adds. So ratios are taken within a round,
+    and only the quieter half of the rounds counts.
+
+    Returns: the median ratio, the speed-up, and `spread`, which is between the quartiles of the
+      ratios, as a share of the median.
+    """
+    quiet = sorted(pairs, key=sum)[: (len(pairs) + 1) // 2]
+    low, ratio, high = np.quantile([own / plain for plain, own in quiet], [0.25, 0.5, 0.75])
+    found = {
+        "tokens_per_step": tokens,
+        "step_latency_ratio": ratio,
+        "speedup": tokens / ratio,
+        "spread": (high - low) / ratio,
+    }
+    return {"nodes": size} | {name: round(float(x), 4) for name, x in found.items()}
+
+
+def fastest(rows: Sequence[Mapping[str, Any]]) -> int:
+    """The nodes of the size that none beats by more than `MARGIN`, small ones first; 1: plain decoding."""
+    best = {"nodes": 1, "speedup": 1.0}
+    for row in sorted(rows, key=lambda row: row["nodes"]):
+        if row["speedup"] > MARGIN * best["speedup"]:
+            best = dict(row)
+    return int(best["nodes"])
+
+
+def file_tree(calibrated: dict[str, Any], rows: int) -> Tree:
+    """The tree file's own choice for this number of rows."""
+    platform = jax.default_backend()
+    ladder = file_ladder(calibrated, platform)
+    return ladder.at(rows) if ladder else auto_tree(calibrated, platform)
+
+
+def measure_and_keep(model: Model, calibrated: dict[str, Any], rows: int) -> dict[str, Any]:
+    """`measure_rung`, whatever was kept before; its choice is this device's from now on."""
+    found = measure_rung(model, calibrated, rows)
+    kept_for(model, calibrated, rows).write(found)
+    return found
+
+
+def choose_on_device(
+    model: Model, calibrated: dict[str, Any], rows: int, kept: Kept, seconds: float = TREES
+) -> int:
+    """Measure which size is fastest, in at most so many seconds, and keep it whatever the noise.
+
+    What was timed by then decides; where nothing was, it is the tree file's choice.
+    """
+    found: list[dict[str, Any]] = []
+    measure = partial(measure_rung, model, calibrated, rows, None, found)
+    if seconds > 0:
+        within(seconds, f"which tree is fastest for batch {rows}", measure)
+    timed = list(found)
+    size = fastest(timed) if timed else file_tree(calibrated, rows).n_nodes
+    kept.write({"nodes": size, "batch": rows, "rows": timed})
+    return size
 
 
 def known_ladder(calibrated: dict[str, Any], *marks: Any) -> Ladder | None:
     """What is known without measuring: choices kept on this device, else the tree file's own.
 
     Args:
-      marks: what else `kept_choice` takes, behind the number of rows.
+      marks: what else `kept_choice` takes, after the number of rows.
     """
     ladder = file_ladder(calibrated, jax.default_backend())
     for rows in ROWS:
@@ -174,28 +239,16 @@ def known_ladder(calibrated: dict[str, Any], *marks: Any) -> Ladder | None:
     return ladder
 
 
-def kept_for(model: Model, calibrated: dict[str, Any], rows: int) -> Kept:
-    """`kept_choice` of a loaded model."""
-    heads = model.drafter.heads
-    marks = (model.config, heads, model.dtype, model.storage, model.mesh)
-    return kept_choice(calibrated, rows, *marks)
-
-
 def measured_ladder(
     model: Model, calibrated: dict[str, Any], sizes: Sequence[int]
 ) -> Ladder:
-    """A rung for each number of rows, measured on this device at first use.
-
-    Of the choices that noise could have turned one is measured again at a start, or somebody with a
-    busy machine would wait for all of them every time.
-    """
-    rungs, looked_again = {}, False
+    """A rung for each number of rows, measured on this device at first use: all in `measured.TREES`."""
+    rungs, until = {}, time.perf_counter() + TREES
     for rows in sizes:
         kept = kept_for(model, calibrated, rows)
         size = kept_size(kept)
-        again = size is not None and not is_settled(kept) and not looked_again
-        if size is None or again:
-            size = choose_on_device(model, calibrated, rows, kept)["nodes"]
-        looked_again |= again
+        if size is None:
+            left = until - time.perf_counter()
+            size = choose_on_device(model, calibrated, rows, kept, left)
         rungs[rows] = tree_of_size(calibrated["growth"], size)
     return Ladder(rungs)

@@ -32,7 +32,7 @@ from medusa_jax.interop.tokenizer import (
 )
 from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.placing import place_head, place_part
-from medusa_jax.model.stored import Storage
+from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import make_mesh, param_shardings
 from medusa_jax.tree import Tree
 
@@ -227,16 +227,24 @@ class _DraftHead:
         """Look at a part of the backbone as it passes."""
         if self.ids_O is None or vocabulary.lm_head_entry(config) not in part:
             return
-        kernel_DO = vocabulary.scored_columns(config, part, self.ids_O)
-        found = {"lm_head": {"kernel": kernel_DO}}
-        found = jax.device_put(found, param_shardings(self.mesh, found))
-        self.part = place_head(found, self.form)
+        self.part = _scored(config, part, self.ids_O, self.mesh, self.form)
 
     def beside(self, heads: Any) -> Any:
         """The parameters of the heads, with the LM head that they share."""
         if self.ids_O is None:
             return heads
         return heads | {vocabulary.GROUP: heads[vocabulary.GROUP] | self.part}
+
+
+@partial(jax.jit, static_argnums=(0, 3, 4))
+def _scored(
+    config: LlamaConfig, part: Any, ids_O: Any, mesh: Mesh, storage: Storage
+) -> Any:
+    """The LM head's columns of these tokens in a form: one program, not one for each operation."""
+    kernel_DO = vocabulary.scored_columns(config, part, ids_O)
+    found = {"lm_head": {"kernel": kernel_DO}}
+    found = jax.lax.with_sharding_constraint(found, param_shardings(mesh, found))
+    return store(found, storage)
 
 
 def _ngram_size(directory: str, asked: int | None) -> int:

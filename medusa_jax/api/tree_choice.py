@@ -47,10 +47,10 @@ class TreeChoice:
     def settle(self, model: Model, batch: int) -> None:
         """Measure on the model what is to be measured; it gets its tree and its ladder."""
         if self.calibrated and self.unmeasured:
-            found = device_tree.choose_on_device(
+            size = device_tree.choose_on_device(
                 model, self.calibrated, batch, self.unmeasured
             )
-            model.tree = tree_of_size(self.calibrated["growth"], found["nodes"])
+            model.tree = tree_of_size(self.calibrated["growth"], size)
         model.ladder = self.ladder and self.ladder.having(batch, model.tree)
 
 
@@ -81,7 +81,7 @@ def for_heads(spec: str | Tree, stored: StoredHeads, batch: int, *marks: Any) ->
         ladder = device_tree.known_ladder(calibrated, *marks)
         unmeasured = device_tree.kept_choice(calibrated, batch, *marks)
         size = device_tree.kept_size(unmeasured)
-        if size is not None and device_tree.is_settled(unmeasured):
+        if size is not None:
             spec, unmeasured = tree_of_size(calibrated["growth"], size), None
     elif calibrated and spec in ("auto", "bundled"):
         ladder = file_ladder(calibrated, jax.default_backend())

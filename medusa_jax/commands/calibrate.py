@@ -157,22 +157,20 @@ def print_rung(rung: Mapping[str, Any]) -> None:
 def measure_steps(flags: argparse.Namespace, batches: Sequence[int]) -> int:
     """Choose anew what `--tree auto` takes on this device, and show why."""
     from medusa_jax.api import device_tree
+    from medusa_jax.measured import anew
 
-    model = load_model(flags, needs_heads=True, mesh=parse_mesh(flags.mesh), tree="none")
+    mesh = parse_mesh(flags.mesh)
+    with anew("products"):
+        model = load_model(flags, needs_heads=True, mesh=mesh, tree="none")
     calibrated = model.calibrated
     if not (calibrated and device_tree.tokens_by_size(calibrated, "cpu")):
         raise UserError(
             "no tree file with evidence lies beside the heads: calibrate with --prompts first"
         )
     for rows in batches:
-        kept = device_tree.kept_for(model, calibrated, rows)
-        found = device_tree.choose_on_device(model, calibrated, rows, kept, afresh=True)
+        found = device_tree.measure_and_keep(model, calibrated, rows)
         print_rung(found)
         inform(f"--tree auto takes {found['nodes']} nodes at batch {rows} from now on")
-        if not found["sure"]:
-            inform(
-                "another size may be faster: the machine was busy, it is measured again next time"
-            )
     return 0
 
 

@@ -45,6 +45,7 @@ __all__ = [
     "output_slots",
     "power_of_two",
     "prefill",
+    "prefill_arguments",
     "progress_of",
     "slot_ladder",
     "stream",
@@ -133,6 +134,14 @@ def begin(
     engine: Engine, variables: dict[str, Any], request: Request
 ) -> tuple[DecodeState, list[int]]:
     """Prefill a request; also returns the cache sizes that its rows may grow through."""
+    ladder, arguments = prefill_arguments(engine, variables, request)
+    return prefill(engine.depth_only, ladder[0], *arguments), ladder
+
+
+def prefill_arguments(
+    engine: Engine, variables: dict[str, Any], request: Request
+) -> tuple[list[int], tuple[Any, ...]]:
+    """The cache sizes that a request may grow through; what `prefill` takes after the first of them."""
     B = len(request.prompts)
     lengths: np.ndarray = np.array([len(p) for p in request.prompts], np.int32)
     limits: np.ndarray = np.array(request.limits, np.int32)
@@ -159,9 +168,7 @@ def begin(
         delta_B=per_row(request.delta, 0.3, np.float32),
     )
     output = np.zeros((B, output_slots(engine, int(limits.max()))), np.int32)
-    state = prefill(
-        engine.depth_only,
-        ladder[0],
+    arguments = (
         variables,
         prompt_BT,
         lengths,
@@ -171,7 +178,7 @@ def begin(
         sampling,
         output,
     )
-    return state, ladder
+    return ladder, arguments
 
 
 def generate(engine: Engine, variables: dict[str, Any], request: Request) -> Progress:

@@ -10,18 +10,20 @@ import numpy as np
 
 from medusa_jax.decoding.generate import (
     MIN_SLOTS,
+    DecodeState,
     Engine,
     Request,
-    begin,
     decode_loop,
-    grow,
     power_of_two,
+    prefill,
+    prefill_arguments,
 )
 from medusa_jax.errors import UserError
+from medusa_jax.sharding import decode_shardings
 
 
 class StepClock:
-    """Times `n_steps` decode steps on the device in one go, behind one prompt.
+    """Times `n_steps` decode steps on the device in one go, after one prompt.
 
     The cache has the same number of slots for all engines, with room for all steps of all trees: a
     step costs what its slots ask for. Nothing ends a run before its last step, which is checked.
@@ -30,7 +32,7 @@ class StepClock:
       engines: all that will be timed, or those with the longest path and the most rows.
 
     Raises:
-      UserError: the context leaves no room for a step behind the prompt.
+      UserError: the context leaves no room for a step after the prompt.
     """
 
     def __init__(
@@ -54,34 +56,23 @@ class StepClock:
         n_rows = max(e.n_rows for e in engines)
         self.slots = power_of_two(len(prompt) + self.n_steps * L + n_rows, MIN_SLOTS)
         self.variables = variables
+        self.shapes: dict[Engine, DecodeState] = {}
         self.request = Request(
             prompts=[list(prompt)] * batch,
             limits=[self.n_steps * L + 1] * batch,
             temperature=[temperature] * batch,
         )
 
-    def shorten(self, engine: Engine, enough: float) -> None:
-        """Take as few steps in one go as last `enough` seconds with this engine, if not all of them.
-
-        A few steps are timed sooner, and on a busy machine more often undisturbed. But the host's
-        call is timed as well, which costs a small model as much as a step: `enough` hides it.
-        """
-        most, self.n_steps = self.n_steps, 1
-        self.seconds(engine)  # compile
-        while self.n_steps < most:
-            step = min(self.seconds(engine) for _ in range(2))
-            if self.n_steps * step >= enough:
-                break
-            self.n_steps = min(most, 2 * self.n_steps)
-
     def seconds(self, engine: Engine, apart: bool = False) -> float:
-        """Seconds of a step, the first time with those of compiling.
+        """Seconds of a step, after the compilation the first time.
 
         Args:
           apart: the host dispatches each step by itself, without waiting for the one before.
         """
-        state, _ = begin(engine, self.variables, self.request)
-        state = jax.block_until_ready(grow(engine.depth_only, self.slots, state))
+        # No step: compiles, and gives what can be donated without a copy.
+        state, _ = jax.block_until_ready(
+            decode_loop(engine, self.variables, self._begin(engine), np.int32(0))
+        )
         in_one_go = 1 if apart else self.n_steps
         start = time.perf_counter()
         for _ in range(self.n_steps // in_one_go):
@@ -93,6 +84,28 @@ class StepClock:
         made = np.asarray(progress.steps_B)
         assert (made == self.n_steps).all(), f"{made} steps were made, not {self.n_steps}"
         return seconds / self.n_steps
+
+    def _begin(self, engine: Engine) -> DecodeState:
+        """The state after the prompt, zeros where the prompt would count: no time depends on them.
+
+        So the step's program is the only one to compile.
+        """
+        _, arguments = prefill_arguments(engine, self.variables, self.request)
+        if engine not in self.shapes:
+            shapes = prefill.eval_shape(engine.depth_only, self.slots, *arguments)
+            self.shapes[engine] = shapes.replace(sampling=None)
+        _, _, length_B, limit_B, max_steps_B, stop_BQW, sampling, _ = arguments
+        state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.shapes[engine])
+        state = state.replace(
+            sampling=sampling,
+            n_new_B=np.ones_like(length_B),
+            limit_B=limit_B,
+            max_steps_B=max_steps_B,
+            stop_BQW=stop_BQW,
+            length_B=length_B,
+        )
+        mesh = engine.llama.mesh
+        return jax.device_put(state, mesh and decode_shardings(mesh, state))
 
 
 def engine_seconds(
@@ -112,7 +125,7 @@ def engine_seconds(
       one_by_one: for each engine whether its steps are dispatched `apart`; by default none is.
 
     Raises:
-      UserError: the context leaves no room for a step behind the prompt.
+      UserError: the context leaves no room for a step after the prompt.
     """
     clock = StepClock(engines, variables, prompt, **how)
     cases = list(zip(engines, one_by_one or [False] * len(engines), strict=True))

@@ -23,7 +23,7 @@ def fitted_tree(model: Model, batch: int, most_nodes: int) -> tuple[Tree, dict[s
             "fitting the tree to a batch needs a calibrated tree with its evidence beside the "
             "heads: run `python -m medusa_jax calibrate`"
         )
-    figures, _ = device_tree.measure_rung(model, calibrated, batch, most_nodes)
+    figures = device_tree.measure_rung(model, calibrated, batch, most_nodes)
     return tree_of_size(calibrated["growth"], figures["nodes"]), figures
 
 

@@ -133,12 +133,11 @@ def with_rungs(
     model: Model, found: dict[str, Any], batches: Sequence[int]
 ) -> dict[str, Any]:
     """The file with the choice for each number of rows; the first one's is the file's own."""
-    rungs = [
-        device_tree.choose_on_device(
-            model, found, rows, device_tree.kept_for(model, found, rows), afresh=True
-        )
-        for rows in batches
-    ]
-    best = rungs[0]["nodes"]
-    own = {"choices": found["growth"][: best - 1], "nodes": best}
-    return own | found | {"batches": rungs}
+
+    def of_size(nodes: int) -> dict[str, Any]:
+        return {"choices": found["growth"][: nodes - 1], "nodes": nodes}
+
+    predicted = max(found["evidence"]["ladder"], key=lambda row: row["predicted_speedup"])
+    first = of_size(predicted["nodes"]) | found
+    rungs = [device_tree.measure_and_keep(model, first, rows) for rows in batches]
+    return of_size(rungs[0]["nodes"]) | found | {"batches": rungs}

@@ -16,7 +16,7 @@ from medusa_jax.decoding.generate import DecodeState, Engine, power_of_two, slot
 from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.heads import Backbone, Drafter
-from medusa_jax.model.llama import Llama, init_params, prepare
+from medusa_jax.model.llama import Llama, abstract_params, prepare
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import make_mesh
@@ -26,13 +26,15 @@ Params = dict[str, Any]
 
 def trained_shapes(config: LlamaConfig, drafter: Drafter | None = None) -> Params:
     """Shapes of the parameters as they are trained: {"backbone": ..., "heads": ...}."""
+    params = abstract_params(config)
+    heads: Params = {}
+    if drafter is not None:
 
-    def init(key: jax.Array) -> Params:
-        params = init_params(config, key)
-        heads = drafter.init(key, Backbone(Llama(config), params)) if drafter else {}
-        return {"backbone": params, "heads": heads}
+        def init(params: Params) -> Params:
+            return drafter.init(jax.random.key(0), Backbone(Llama(config), params))
 
-    return jax.eval_shape(init, jax.random.key(0))
+        heads = jax.eval_shape(init, params)
+    return {"backbone": params, "heads": heads}
 
 
 def abstract_variables(

@@ -3,10 +3,9 @@
 import os
 import re
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -18,12 +17,13 @@ from medusa_jax.interop.hf_config import config_to_hf, read_config
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.tensors import optional_json
-from medusa_jax.model.llama import init_params
+from medusa_jax.model.llama import abstract_params
 
 Params = dict[str, Any]
 
 __all__ = [
     "Fingerprint",
+    "abstract_params",
     "config_to_hf",
     "fingerprint",
     "generation_config",
@@ -100,12 +100,6 @@ def load_backbone(
         abstract, mesh, stored, locate, dtype, directory, ignore, each
     )
     return config, params
-
-
-@lru_cache(maxsize=16)
-def abstract_params(config: LlamaConfig) -> Params:
-    """Shapes of a backbone's parameters, nothing computed."""
-    return jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
 
 
 def save_backbone(

@@ -12,7 +12,7 @@ from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads import Backbone, make_drafter, vocabulary
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.tensor import Tensors, whole
-from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.model.llama import Llama, abstract_params
 
 # Parameter path -> (key in the file, whether it is stored transposed).
 Locate = Callable[[str], tuple[str, bool]]
@@ -80,8 +80,8 @@ def abstract_heads(heads: HeadsConfig, llama: LlamaConfig) -> Any:
     """Shapes of a drafter's parameters, nothing computed."""
     drafter = make_drafter(heads, llama)
 
-    def init(key: jax.Array) -> Any:
-        backbone = Backbone(Llama(llama), init_params(llama, key))
-        return drafter.init(key, vocabulary.stand_in(backbone, heads))
+    def init(params: Any) -> Any:
+        backbone = Backbone(Llama(llama), params)
+        return drafter.init(jax.random.key(0), vocabulary.stand_in(backbone, heads))
 
-    return jax.eval_shape(init, jax.random.key(0))
+    return jax.eval_shape(init, abstract_params(llama))

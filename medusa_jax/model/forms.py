@@ -7,8 +7,9 @@ that is nearly a draw.
 """
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.console import announced
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.measured import Kept
-from medusa_jax.model.product import at_least_f32
+from medusa_jax.measured import PRODUCTS, Kept, within
 from medusa_jax.model.stored import DRAFT_WEIGHTS, WEIGHTS, Storage, multiply, store
 from medusa_jax.native import library
 
@@ -34,8 +34,8 @@ ONE, TREE = 1, 8
 DRAW = 1.05
 # As many layers as fill this, or as the model has: kernels that fit a cache must be timed in it.
 BYTES = 2**28
-# Every form is timed so often, and as often again as there is time for.
-ROUNDS, SECONDS = 9, 1.0
+# Every case is timed at most this often.
+ROUNDS = 32
 
 
 def choose_storage(
@@ -99,6 +99,10 @@ def _backbone_form(
     return Storage(0, kept)
 
 
+# Seconds by (form, rows).
+Times = dict[tuple[str, int], list[float]]
+
+
 def _faster(config: LlamaConfig, dtype: Any, panels: Storage, kernels: str) -> str:
     """The name of the faster form, from the user's cache or measured now."""
     shapes, weights = layer_shapes(config), panels.weights
@@ -107,14 +111,20 @@ def _faster(config: LlamaConfig, dtype: Any, panels: Storage, kernels: str) -> s
     if (form := kept.read().get("form")) in NAMES:
         return str(form)
     forms = {"plain": Storage(0, weights), "native": panels}
-    with announced("measuring which products are fastest on this device, once"):
-        seconds = product_seconds(config, dtype, forms)
-    form = decided(seconds)
+    times: Times = {(name, rows): [] for name in NAMES for rows in (ONE, TREE)}
+    measure = partial(time_products, config, dtype, forms, times)
+    within(PRODUCTS, "which products are fastest", measure)
+    seconds = {
+        name: [min(times[name, rows], default=0.0) for rows in (ONE, TREE)]
+        for name in NAMES
+    }
+    # Too slow a machine to tell: the native ones, which were faster wherever they were measured.
+    form = decided(seconds) if all(times.values()) else "native"
     kept.write({"form": form, "rows": [ONE, TREE], "seconds": seconds, "kernels": shapes})
     return form
 
 
-def decided(seconds: dict[str, list[float]]) -> str:
+def decided(seconds: Mapping[str, list[float]]) -> str:
     """The form that is fastest for one row; within `DRAW`, the one that is for a tree's.
 
     Example: plain [1.00, 3.0], native [1.02, 1.2] -> native.
@@ -137,54 +147,55 @@ def layer_shapes(config: LlamaConfig) -> list[tuple[int, int]]:
     ]
 
 
-def product_seconds(
-    config: LlamaConfig, dtype: Any, forms: dict[str, Storage]
-) -> dict[str, list[float]]:
-    """Least seconds of all products of the layers, for ONE and TREE rows, forms in turn.
+def time_products(
+    config: LlamaConfig,
+    dtype: Any,
+    forms: Mapping[str, Storage],
+    times: Times,
+    over: threading.Event,
+) -> None:
+    """Time all products of the layers with each form, the cases of `times` in turn.
 
-    The least, not the median: what else runs on the machine only ever adds to it, and the choice
-    is kept.
+    The least counts, not the median: other work on the machine only ever adds, and the choice is kept.
+
+    Args:
+      times: gets the seconds of each round.
+      over: ends it.
     """
-    shapes = layer_shapes(config)
-    itemsize = jnp.dtype(dtype).itemsize
-    n_layers = min(
-        config.n_layers, max(1, BYTES // sum(i * o * itemsize for i, o in shapes))
-    )
-
-    def run(layers: list[list[Any]], x_RD: jax.Array) -> jax.Array:
-        for kernels in layers:
-            y = x_RD
-            for kernel, (inputs, _) in zip(kernels, shapes):
-                y = multiply(y[:, :inputs], kernel, dtype).astype(dtype)
-            x_RD = x_RD + y
-        return x_RD
-
-    timed = jax.jit(run)
-    cases: dict[tuple[str, int], Callable[[], Any]] = {}
-    for name, storage in forms.items():
-        one = jax.jit(lambda key, storage=storage: _layer(key, shapes, dtype, storage))
-        layers = [one(jax.random.key(i)) for i in range(n_layers)]
-        for place, rows in enumerate((ONE, TREE)):
-            x_RD = jnp.ones((rows, config.d_model), dtype)
-            cases[name, place] = partial(timed, layers, x_RD)
-    times: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
-    for call in cases.values():
-        jax.block_until_ready(call())  # compile
-    begun = time.perf_counter()
-    while len(times[name, 0]) < ROUNDS or time.perf_counter() - begun < SECONDS:
-        for case, call in cases.items():
+    shapes = tuple(layer_shapes(config))
+    kernels = [np.full(shape, shape[0] ** -0.5, dtype) for shape in shapes]
+    n_layers = min(config.n_layers, max(1, BYTES // sum(k.nbytes for k in kernels)))
+    place = jax.jit(store, static_argnums=1)
+    products = jax.jit(_products, static_argnums=(2, 3))
+    layers: dict[str, list[Any]] = {name: [] for name in forms}
+    for name in n_layers * list(forms):
+        if over.is_set():
+            return
+        placed = [place({"kernel": kernel}, forms[name]) for kernel in kernels]
+        layers[name].append([part["kernel"] for part in placed])
+    for n in range(1 + ROUNDS):
+        for (name, rows), seconds in times.items():
+            if over.is_set():
+                return
             start = time.perf_counter()
-            jax.block_until_ready(call())
-            times[case].append(time.perf_counter() - start)
-    return {name: [min(times[name, place]) for place in (0, 1)] for name in forms}
+            x_RD = np.ones((rows, config.d_model), dtype)
+            jax.block_until_ready(products(layers[name], x_RD, dtype, shapes))
+            if n:  # the first time it is compiled
+                seconds.append(time.perf_counter() - start)
 
 
-def _layer(
-    key: jax.Array, shapes: list[tuple[int, int]], dtype: Any, storage: Storage
-) -> list[Any]:
-    """Random kernels of one layer in a form."""
-    out = []
-    for k, (inputs, outputs) in zip(jax.random.split(key, len(shapes)), shapes):
-        kernel = jax.random.normal(k, (inputs, outputs), at_least_f32(dtype)) * inputs**-0.5
-        out.append(store({"kernel": kernel.astype(dtype)}, storage)["kernel"])
-    return out
+def _products(
+    layers: list[Any], x_RD: jax.Array, dtype: Any, shapes: tuple[tuple[int, int], ...]
+) -> jax.Array:
+    """The products of all layers, one after another; each takes the first of what came before."""
+
+    @jax.jit
+    def layer(kernels: list[Any], x_RD: jax.Array) -> jax.Array:
+        y = x_RD
+        for kernel, (inputs, _) in zip(kernels, shapes):
+            y = multiply(y[:, :inputs], kernel, dtype).astype(dtype)
+        return x_RD + y
+
+    for kernels in layers:
+        x_RD = layer(kernels, x_RD)
+    return x_RD

@@ -6,7 +6,7 @@ which is the tree's ancestor mask for a draft tree, or in the order of the text 
 """
 
 import dataclasses
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import flax.linen as nn
@@ -83,6 +83,16 @@ class Block(nn.Module):
         x_BTD = x_BTD + out
         normed = norm(name="post_attention_layernorm")(x_BTD)
         return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), kept
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(block: Block, variables: Params, *args: Any) -> Any:
+    """Apply an unbound `Block`.
+
+    Under `jit`, so that a program traces and lowers its layers once, not each of them; XLA inlines
+    the calls.
+    """
+    return block.apply(variables, *args)
 
 
 class Llama(nn.Module):
@@ -229,7 +239,9 @@ class Llama(nn.Module):
                 x_BTD = self._run_again(block, x_BTD, rope, own)
                 continue
             layer_cache = cache.layers[i] if cache is not None else None
-            x_BTD, layer_cache = block(x_BTD, rope, own, layer_cache, start_B)
+            # Initialisation makes each layer's parameters in its scope.
+            run = block if self.is_initializing() else partial(_run_layer, *block.unbind())
+            x_BTD, layer_cache = run(x_BTD, rope, own, layer_cache, start_B)
             layers.append(layer_cache)
         return self.norm(split_rows(self.mesh, x_BTD)), layers
 
@@ -244,7 +256,7 @@ class Llama(nn.Module):
         unbound, variables = block.unbind()
 
         def run(variables: Params, *args: Any) -> jax.Array:
-            return unbound.apply(variables, *args)[0]
+            return _run_layer(unbound, variables, *args)[0]
 
         trained = "lora" if "lora" in variables else "params"
         return rematerialised(run, trained)(variables, x_BTD, rope, sees)
@@ -265,6 +277,20 @@ def init_params(
 
     params = Llama(config).init(key, method=touch_all)["params"]
     return jax.tree.map(lambda x: x.astype(param_dtype), params)
+
+
+@lru_cache(maxsize=16)
+def abstract_params(config: LlamaConfig) -> Params:
+    """Shapes of a backbone's parameters, nothing computed.
+
+    Layers are alike, so one is traced.
+    """
+    one = dataclasses.replace(config, n_layers=1)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.eval_shape(partial(init_params, one), key)
+    layer = shapes.pop("layers_0")
+    shapes |= {f"layers_{i}": layer for i in range(config.n_layers)}
+    return dict(sorted(shapes.items()))
 
 
 def prepare(params: Params, config: LlamaConfig, dtype: Any, shards: int = 1) -> Params:

@@ -9,7 +9,7 @@ import pytest
 from tiny_model import write_model
 
 from medusa_jax.__main__ import COMMANDS
-from medusa_jax.api import Model, rounds
+from medusa_jax.api import Model, device_tree
 from medusa_jax.commands import bench, calibrate, distill, sweep, ties
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
@@ -58,7 +58,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys):
     for rung in (one, two):
         fastest = max(row["speedup"] for row in rung["rows"])
         chosen = {1: 1.0} | {row["nodes"]: row["speedup"] for row in rung["rows"]}
-        assert chosen[rung["nodes"]] >= max(1, fastest) / rounds.MARGIN
+        assert chosen[rung["nodes"]] >= max(1, fastest) / device_tree.MARGIN
     assert found["nodes"] == one["nodes"] == len(found["choices"]) + 1
     assert Tree.from_choices(found["growth"]).n_nodes == len(found["growth"]) + 1
     assert np.shape(evidence["head_accuracies"])[0] == 3

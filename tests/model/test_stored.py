@@ -1,5 +1,7 @@
 """Kernels in every form multiply as the kernel itself, and what is stored in which form."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from closeness import assert_close
 
 from medusa_jax.errors import UserError
+from medusa_jax.measured import anew
 from medusa_jax.model import forms
 from medusa_jax.model.stored import Codes, Panels, Storage, multiply, store
 from medusa_jax.native import library
@@ -72,9 +75,13 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.delenv("MEDUSA_JAX_PRODUCTS")
     times = {"plain": [2.0, 2.0], "native": [1.0, 1.0]}
     asked = []
-    monkeypatch.setattr(
-        forms, "product_seconds", lambda *args: asked.append(args) or dict(times)
-    )
+
+    def timed(config, dtype, forms_, measured, over):
+        asked.append(config)
+        for (name, rows), seconds in measured.items():
+            seconds += times[name][rows > 1 :][:1]
+
+    monkeypatch.setattr(forms, "time_products", timed)
     monkeypatch.setattr(forms, "library", lambda: library() or pytest.skip("no compiler"))
     return times, asked
 
@@ -128,10 +135,29 @@ def test_without_a_compiler_products_are_plain(monkeypatch):
         choose()
 
 
-def test_the_measurement_runs(monkeypatch):
+def test_a_machine_too_slow_to_tell_keeps_the_native_products(measured, capsys):
+    times, asked = measured
+    times["plain"] = []  # not timed before time was up
+    assert choose() == Storage(library().panel)
+    line = "measuring which products are fastest, once, at most 1.5 s ..."
+    assert capsys.readouterr().err.splitlines() == [line]
+    times |= {"plain": [1.0, 1.0], "native": [9.0, 9.0]}
+    assert choose() == Storage(library().panel) and len(asked) == 1
+    with anew("products"):
+        assert choose() == Storage(0)
+    assert choose() == Storage(0) and len(asked) == 2
+
+
+def test_the_measurement_runs_until_time_is_up(monkeypatch):
     from planted import tiny_config
 
-    monkeypatch.setattr(forms, "SECONDS", 0.0)
+    monkeypatch.setattr(forms, "ROUNDS", 2)
     forms_ = {"plain": Storage(), "coded": Storage(weights="int8")}
-    found = forms.product_seconds(tiny_config(), jnp.dtype("float32"), forms_)
-    assert set(found) == set(forms_) and all(t > 0 for f in found.values() for t in f)
+    times = {(name, rows): [] for name in forms_ for rows in (1, 8)}
+    over = threading.Event()
+    given = tiny_config(), jnp.dtype("float32"), forms_, times, over
+    forms.time_products(*given)
+    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.values())
+    over.set()
+    forms.time_products(*given)
+    assert all(len(seconds) == 2 for seconds in times.values())

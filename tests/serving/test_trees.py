@@ -32,42 +32,22 @@ def model(monkeypatch, tmp_path):
     )
 
 
-def test_each_number_of_rows_gets_what_pays_there(model, monkeypatch):
+def test_each_number_of_rows_gets_what_is_fastest_there(model, monkeypatch):
     asked = []
 
-    def choose(model, calibrated, rows, kept):
+    def choose(model, calibrated, rows, kept, seconds):
         asked.append(rows)
-        kept.write({"nodes": {1: 4, 2: 2}.get(rows, 1), "sure": True})
-        return kept.read()
+        kept.write({"nodes": {1: 4, 2: 2}.get(rows, 1)})
+        return kept.read()["nodes"]
 
     monkeypatch.setattr(device_tree, "choose_on_device", choose)
     sizes = row_sizes(6)
     assert sizes == [1, 2, 4, 6]
     for _ in range(2):  # measured, and kept
         trees = trees_by_rows(model, sizes, True)
-        assert {rows: tree.n_nodes for rows, tree in trees.items()} == {
-            1: 4,
-            2: 2,
-            4: 1,
-            6: 1,
-        }
+        nodes = {rows: tree.n_nodes for rows, tree in trees.items()}
+        assert nodes == {1: 4, 2: 2, 4: 1, 6: 1}
     assert asked == sizes
-
-
-def test_one_unsure_choice_is_measured_again_at_a_start(model, monkeypatch):
-    asked = []
-
-    def choose(model, calibrated, rows, kept):
-        starts = kept.read().get("starts", 0) + 1
-        kept.write({"nodes": 1, "sure": rows == 2 or starts == 2, "starts": starts})
-        asked.append(rows)
-        return kept.read()
-
-    monkeypatch.setattr(device_tree, "choose_on_device", choose)
-    for again in ([1, 2, 4], [1], [4], []):
-        trees_by_rows(model, row_sizes(4), True)
-        assert asked == again
-        del asked[:]
 
 
 def test_what_was_asked_for_is_not_measured(model):
