@@ -296,8 +296,8 @@ def test_no_flag_takes_a_count_that_nobody_checks():
     """Whole numbers are `at_least` something, except where `Options`, `load` or `Server` checks them."""
     checked = {"seed", "max_new_tokens", "top_k", "max_steps", "logprobs"}
     checked |= {"no_repeat_ngram_size", "batch_size", "slots", "queue"}
-    for module, _ in COMMANDS.values():
-        command = importlib.import_module(f"medusa_jax.{module}")
-        if module.startswith("commands.") and hasattr(command, "parser"):
+    for name, (_, module, _) in COMMANDS.items():
+        command = importlib.import_module(module)
+        if hasattr(command, "parser"):
             bare = {a.dest for a in command.parser()._actions if a.type is int}
-            assert bare <= checked, (module, bare - checked)
+            assert bare <= checked, (name, bare - checked)
