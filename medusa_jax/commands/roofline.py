@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.chips import CHIPS, Chip, find_chip
-from medusa_jax.commands.flags import DTYPES, command, numbers, run_command
+from medusa_jax.commands.flags import DTYPES, at_least, command, numbers, run_command
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
@@ -44,21 +44,25 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--chip", default="a100", help=f"one of {', '.join(CHIPS)}")
     p.add_argument("--shape", default="llama-7b",
                    help=f"{', '.join(SHAPES)}, or a config.json or its directory")  # fmt: skip
-    p.add_argument("--batch", type=int, default=1, help="rows (figure 21)")
-    p.add_argument("--length", type=int, default=1024, help="cached tokens")
-    p.add_argument("--nodes", type=int, default=64,
+    p.add_argument("--batch", type=at_least(1), default=1, help="rows (figure 21)")
+    p.add_argument("--length", type=at_least(1), default=1024, help="cached tokens")
+    p.add_argument("--nodes", type=at_least(1), default=64,
                    help="size of the tree whose products are listed")  # fmt: skip
-    p.add_argument("--most_nodes", type=int, default=512, help="largest tree to predict")
+    p.add_argument(
+        "--most_nodes", type=at_least(64), default=512, help="largest tree to predict"
+    )
     p.add_argument("--batches", default="1,2,4,8,16,32,64", help="rows (figure 22)")
     p.add_argument("--lengths", default="128,512,1024,2048,4096,8192",
                    help="cached tokens (figure 23)")  # fmt: skip
-    p.add_argument("--length_batch", type=int, default=4, help="rows of figure 23")
+    p.add_argument("--length_batch", type=at_least(1), default=4, help="rows of figure 23")
     p.add_argument("--curve", default="paper",
                    help="tokens per step over nodes: the paper's fit, or a tree file that "
                    "calibrate wrote")  # fmt: skip
     p.add_argument("--whole_step", action="store_true",
                    help="all layers, the LM head and the draft heads, not one block")  # fmt: skip
-    p.add_argument("--heads", type=int, default=4, help="Medusa heads of a whole step")
+    p.add_argument(
+        "--heads", type=at_least(0), default=4, help="Medusa heads of a whole step"
+    )
     p.add_argument(
         "--measure", action="store_true", help="time the products on this device"
     )
@@ -72,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=DTYPES[1:],
                    help="of what is timed (default: float32 on CPU, bfloat16 elsewhere)")  # fmt: skip
     p.add_argument(
-        "--rounds", type=int, default=5, help="stretches a timing is the median of"
+        "--rounds", type=at_least(1), default=5, help="stretches a timing is the median of"
     )
     p.add_argument("--out", default="work/roofline", help="directory for results")
     return p
@@ -81,13 +85,8 @@ def parser() -> argparse.ArgumentParser:
 def run(flags: argparse.Namespace) -> int:
     """Predict, measure if asked to, print the tables, write the files."""
     config, chip = find_shape(flags.shape), find_chip(flags.chip)
-    batches = numbers(flags.batches, "--batches")
-    lengths = numbers(flags.lengths, "--lengths")
-    least = min(*batches, *lengths, flags.batch, flags.length, flags.length_batch)
-    if least < 1 or flags.nodes < 1 or flags.rounds < 1 or flags.heads < 0:
-        raise UserError("batches, lengths, --nodes and --rounds are 1 or more")
-    if flags.most_nodes < 64:
-        raise UserError("--most_nodes is 64 or more, the size of the paper's tree")
+    batches = numbers(flags.batches, "--batches", least=1)
+    lengths = numbers(flags.lengths, "--lengths", least=1)
     curve = (
         predict.paper_acceleration
         if flags.curve == "paper"
