@@ -35,7 +35,7 @@ class Renderer:
         self._limits = (seconds, most_bytes, most_characters)
         self._patience = patience
         self._forget()
-        if hasattr(os, "register_at_fork"):  # a fork shares the pipes
+        if hasattr(os, "register_at_fork"):  # neither lock nor pipes are shared
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
