@@ -7,16 +7,15 @@ assistant turn adds behind the generation prompt is the assistant's. An end-of-t
 behind an assistant turn counts: the model has to learn to stop.
 """
 
-import os
 import re
 import secrets
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.literal_text import Message, Span, literal_text
+from medusa_jax.interop.rendering import Renderer
 from medusa_jax.interop.tokenizer import Tokenizer
 
 TEMPLATES = {
@@ -32,9 +31,8 @@ TEMPLATES = {
 # What ends a turn where that is not the tokenizer's own EOS.
 TURN_ENDS = {"llama3": "<|eot_id|>", "chatml": "<|im_end|>"}
 
-# transformers keeps one compiled template, and in it one list of the blocks of the rendering under
-# way: of two threads at once, one is refused and the other's spans are wrong.
-RENDERING = threading.Lock()
+# Of all threads: one conversation at a time.
+RENDERER = Renderer()
 
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -300,33 +298,24 @@ def render(
 
     Raises:
       SampleError: the template refuses the conversation.
-      UserError: the template itself is broken.
+      UserError: the template itself is broken, or does not come to an end.
     """
-    # Importing transformers without torch would print a notice.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     specials: dict[str, Any] = dict.fromkeys(SPECIALS, "") | special_texts
-    try:
-        # Annotated as str; these are the texts and, with a mask asked for, their spans.
-        with RENDERING:
-            rendered: Any = render_jinja_template(
-                [messages],
-                chat_template=source,
-                return_assistant_tokens_mask=bool(MARKED.search(source)),
-                add_generation_prompt=add_generation_prompt,
-                **specials,
-            )
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"the chat template is broken: {error}") from error
-    except Exception as error:  # raise_exception, or any operation on unexpected content
-        first_line = str(error).split("\n")[0]
+    answer = RENDERER(
+        source,
+        messages=messages,
+        tools=None,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **specials,
+    )
+    if problem := answer.get("broken"):
+        raise UserError(f"the chat template is broken: {problem}")
+    if "refused" in answer:
         raise SampleError(
-            f"the chat template refuses the conversation: {first_line}"
-        ) from error
-    [text], spans = rendered
-    return text, spans[0] if spans else []
+            f"the chat template refuses the conversation: {answer['refused']}"
+        )
+    return answer["text"], [(start, end) for start, end in answer["spans"]]
 
 
 def _spans_by_prefix(

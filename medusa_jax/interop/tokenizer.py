@@ -236,8 +236,11 @@ def _backend(directory: str) -> Any:
 def _chat_template(directory: str, settings: dict[str, Any]) -> str:
     file = os.path.join(directory, "chat_template.jinja")
     if os.path.isfile(file):
-        with open(file, encoding="utf-8") as f:
-            return f.read()
+        try:
+            with open(file, encoding="utf-8") as f:
+                return f.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file} cannot be read: {error.args[-1]}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

@@ -28,6 +28,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.chat import render_prompt, shipped_template
 from medusa_jax.interop.export_heads import Export, to_merged
 from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.tokenizer import load_tokenizer
@@ -94,6 +95,13 @@ def read_tokenizer(path):
     return load
 
 
+def read_template(path):
+    def load():
+        return render_prompt(load_tokenizer(str(path)), "the cab")
+
+    return load
+
+
 def read_tree(path):
     def load():
         data = load_tree_file(path)
@@ -155,6 +163,8 @@ def targets(tmp_path_factory, sentencepiece_dir):
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         add(name, base / name, read_tokenizer(base), same=False)
+    (base / "chat_template.jinja").write_text(shipped_template("llama2"))
+    add("template", base / "chat_template.jinja", read_template(base), same=False)
     pieces = root / "sentencepiece"
     shutil.copytree(sentencepiece_dir, pieces)
     add("tokenizer.model", pieces / "tokenizer.model", read_tokenizer(pieces), same=False,
