@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from medusa_jax.api import Model, Options, device_tree
-from medusa_jax.console import announced
 from medusa_jax.evaluate import shapes
 from medusa_jax.evaluate.latency import step_seconds
+from medusa_jax.evaluate.progress import Progress
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.tree import Choice, Tree, growth
 from medusa_jax.tree.growth import Recorded
@@ -63,10 +63,12 @@ def fit_tree(
     )
     timed = list(dict.fromkeys([*nested, *level, *shapes.to_time(dense)]))
     acceptance = "sampled" if options.temperature > 0 else "greedy"
-    with announced(f"timing {len(timed)} trees"):
+    n_runs = len(timed) * (1 + rounds)
+    with Progress(f"timing {len(timed)} trees", n_runs, "run") as bar:
         seconds = dict(zip(timed, step_seconds(
             model, timed, model.encode(prompts[0]), batch=batches[0], acceptance=acceptance,
             temperature=options.temperature, rounds=rounds,
+            watch=bar.update,
         )))  # fmt: skip
     tokens = growth.held_out_tokens(texts, grow, sizes)
     row = partial(figures, texts, seconds)
@@ -133,12 +135,14 @@ def with_rungs(
     model: Model, found: dict[str, Any], batches: Sequence[int]
 ) -> dict[str, Any]:
     """The file with the choice for each number of rows; the first one's is the file's own."""
-    rungs = [
-        device_tree.choose_on_device(
-            model, found, rows, device_tree.kept_for(model, found, rows), afresh=True
-        )
-        for rows in batches
-    ]
+    rungs = []
+    with Progress("choosing by batch size", len(batches), "batch size") as bar:
+        for rows in batches:
+            kept = device_tree.kept_for(model, found, rows)
+            rungs.append(
+                device_tree.choose_on_device(model, found, rows, kept, afresh=True)
+            )
+            bar.update()
     best = rungs[0]["nodes"]
     own = {"choices": found["growth"][: best - 1], "nodes": best}
     return own | found | {"batches": rungs}
