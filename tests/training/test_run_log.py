@@ -74,7 +74,7 @@ def test_no_panel_is_empty(tmp_path, monkeypatch):
     """Five figures, as a backbone's training has them: five panels, whatever the grid."""
     names = ("lm_loss", "lm_top1", "lm_top5", "lr", "gradient_norm")
     records = [
-        {"step": step, "kind": "train"} | {name: 1.0 / step for name in names}
+        {"step": step, "kind": "train"} | dict.fromkeys(names, 1.0 / step)
         for step in range(1, 4)
     ]
     axes = drawn(monkeypatch, records, tmp_path / "curves.png")
