@@ -67,7 +67,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     printed, said = capsys.readouterr()
     assert "2 at a time" in printed and "table 7" in printed
     for stage in (f"writing: {len(PROMPTS)} of {len(PROMPTS)} prompts, ", "ranks: ",
-                  "choosing by batch size: 1 of 2 batch sizes, "):  # fmt: skip
+                  "four stages: text for 4 prompts, ", "choosing by batch size: 1 of 2 batch sizes, "):  # fmt: skip
         assert stage in said
     assert re.search(r"timing (\d+) trees: 1 of \d+ runs, \d+ (seconds|minutes) left", said)
     pictures = {p.name for p in (tmp_path / "plots").iterdir()}
