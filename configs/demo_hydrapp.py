@@ -2,7 +2,7 @@
 
     python train.py --config=configs/demo_hydrapp.py --workdir=work/demo/hydrapp
 
-On the backbone's own text (`work/demo/answers`, see demo_medusa.py), with the backbone's own
+With the backbone and the text of demo_medusa.py, with the backbone's own
 distribution as the target. LM head shared with the backbone, a skip connection without
 weights: 2.4 M parameters, 4.9 MB in bfloat16.
 """
@@ -21,4 +21,5 @@ def get_config() -> Config:
     cfg.optim.lr, cfg.optim.weight_decay = 2e-3, 0.1
     cfg.train.lambda_decay = 1.0
     cfg.train.label_weight, cfg.train.teacher_weight = 0.0, 1.0
+    cfg.train.steps = 1200
     return cfg

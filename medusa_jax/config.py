@@ -95,10 +95,10 @@ class DataConfig:
     """Where training text comes from and how it becomes rows of tokens.
 
     `source` is a .jsonl/.json file, a .txt file, a directory with `tokens.npy` (see
-    `training/data/rows.py`) or a Hugging Face dataset id, or several of them with commas between:
-    each is packed and its hidden states cached by itself, their rows are shuffled together, and
-    `max_samples` counts in each. `format`: "auto", "text", "sharegpt",
-    "messages" or "tokens".
+    `training/data/rows.py`) or with text files (.txt, .md, .py; a sample each) or a Hugging Face
+    dataset id, or several of them with commas between: each is packed and its hidden states cached
+    by itself, their rows are shuffled together, and `max_samples` counts in each. `format`: "auto",
+    "text", "sharegpt", "messages" or "tokens".
     """
 
     source: str = ""

@@ -104,7 +104,7 @@ def one_prints() -> Iterator[None]:
 def claimed(directory: str | Path) -> Iterator[None]:
     """Keep other programs from writing to `directory` during the block; process 0 holds the lock.
 
-    The system drops the lock when its process ends, even by SIGKILL; the empty file stays.
+    The system drops the lock when its process ends, even by SIGKILL; the empty file may stay.
 
     Raises:
       UserError: another program holds it, or the directory cannot be written to.

@@ -102,6 +102,10 @@ def run(flags: argparse.Namespace) -> int:
     options = generation_options(flags)
     if "messages" in records[0]:
         options = ending_turns(model, options, "")
+    inform(
+        f"four stages: text for {len(records)} prompts, its ranks, step latencies of trees, "
+        f"the tree for each of {len(batches)} batch sizes"
+    )
     found = fit_tree(
         model,
         [asked(model, record) for record in records],

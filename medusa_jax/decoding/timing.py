@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -115,6 +115,7 @@ def engine_seconds(
     *,
     rounds: int = 7,
     one_by_one: Sequence[bool] = (),
+    watch: Callable[[], Any] = lambda: None,
     **how: Any,
 ) -> list[float]:
     """Median seconds of one decode step of each engine: draft, verify, accept, commit, append.
@@ -123,13 +124,19 @@ def engine_seconds(
 
     Args:
       one_by_one: for each engine whether its steps are dispatched `apart`; by default none is.
+      watch: called after each run: one of every engine to compile it, then those of the rounds.
 
     Raises:
       UserError: the context leaves no room for a step after the prompt.
     """
     clock = StepClock(engines, variables, prompt, **how)
     cases = list(zip(engines, one_by_one or [False] * len(engines), strict=True))
-    for case in cases:
-        clock.seconds(*case)  # compile
-    times = [[clock.seconds(*case) for case in cases] for _ in range(rounds)]
-    return [statistics.median(own) for own in zip(*times)]
+
+    def run(case: tuple[Engine, bool]) -> float:
+        seconds = clock.seconds(*case)
+        watch()
+        return seconds
+
+    # The first round compiles.
+    times = [[run(case) for case in cases] for _ in range(1 + rounds)]
+    return [statistics.median(own) for own in zip(*times[1:])]

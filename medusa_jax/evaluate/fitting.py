@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from medusa_jax.api import Model, Options, device_tree
-from medusa_jax.console import announced
 from medusa_jax.evaluate import shapes
 from medusa_jax.evaluate.latency import step_seconds
+from medusa_jax.evaluate.progress import Progress
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.tree import Choice, Tree, growth
 from medusa_jax.tree.growth import Recorded
@@ -63,10 +63,12 @@ def fit_tree(
     )
     timed = list(dict.fromkeys([*nested, *level, *shapes.to_time(dense)]))
     acceptance = "sampled" if options.temperature > 0 else "greedy"
-    with announced(f"timing {len(timed)} trees"):
+    n_runs = len(timed) * (1 + rounds)
+    with Progress(f"timing {len(timed)} trees", n_runs, "run") as bar:
         seconds = dict(zip(timed, step_seconds(
             model, timed, model.encode(prompts[0]), batch=batches[0], acceptance=acceptance,
             temperature=options.temperature, rounds=rounds,
+            watch=bar.update,
         )))  # fmt: skip
     tokens = growth.held_out_tokens(texts, grow, sizes)
     row = partial(figures, texts, seconds)
@@ -138,6 +140,9 @@ def with_rungs(
         return {"choices": found["growth"][: nodes - 1], "nodes": nodes}
 
     predicted = max(found["evidence"]["ladder"], key=lambda row: row["predicted_speedup"])
-    first = of_size(predicted["nodes"]) | found
-    rungs = [device_tree.measure_and_keep(model, first, rows) for rows in batches]
+    first, rungs = of_size(predicted["nodes"]) | found, []
+    with Progress("choosing by batch size", len(batches), "batch size") as bar:
+        for rows in batches:
+            rungs.append(device_tree.measure_and_keep(model, first, rows))
+            bar.update()
     return of_size(rungs[0]["nodes"]) | found | {"batches": rungs}

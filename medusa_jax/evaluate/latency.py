@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,6 +32,7 @@ def step_seconds(
     temperature: float = 0.0,
     n_steps: int = 16,
     rounds: int = 7,
+    watch: Callable[[], Any] = lambda: None,
 ) -> list[float]:
     """Median seconds of one decode step with each tree: draft, verify, accept, commit.
 
@@ -39,7 +41,7 @@ def step_seconds(
     engines = [model.engine(tree, acceptance, temperature > 0) for tree in trees]
     return engine_seconds(
         engines, model.variables_by(engines[0].acceptance), prompt, batch=batch, temperature=temperature,
-        n_steps=n_steps, rounds=rounds,
+        n_steps=n_steps, rounds=rounds, watch=watch,
     )  # fmt: skip
 
 

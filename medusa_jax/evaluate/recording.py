@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from medusa_jax.api import Model, Options
 from medusa_jax.api.batching import equal_batches
@@ -20,6 +19,7 @@ from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.ranks import rank_tuples
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.progress import Progress
 from medusa_jax.tree.growth import Recorded
 
 # Longest chain that is copied from the text, as prompt lookup has it.
@@ -49,7 +49,7 @@ class Text(NamedTuple):
 def own_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Text]:
     """Plain decoding's text behind each prompt, each as request 0."""
     texts = []
-    with tqdm(total=len(prompts), unit="prompt", desc="writing", disable=None) as bar:
+    with Progress("writing", len(prompts), "prompt") as bar:
         for own, rows in equal_batches(len(prompts), ROWS):
             batch = [model.encode(prompts[i]) for i in rows]
             results = model.generate(batch, options, [0] * len(rows), tree="none")
@@ -72,7 +72,7 @@ def record(model: Model, texts: Sequence[Text], options: Options) -> list[Record
     lengths = jax.jit(jax.vmap(copied_lengths, (0, 0, None)), static_argnums=2)
     ranks = jax.jit(rank_tuples, static_argnames=("drafter", "no_repeat_ngram_size"))
     found, drafter, no_repeat = [], model.drafter, model.no_repeat_ngram_size
-    with tqdm(total=len(texts), unit="text", desc="ranks", disable=None) as bar:
+    with Progress("ranks", len(texts), "text") as bar:
         for own, rows in equal_batches(len(texts), ROWS):
             noise = None
             if options.temperature > 0:

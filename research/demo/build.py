@@ -184,7 +184,9 @@ def run(flags: argparse.Namespace) -> int:
                 "train.py", f"--config=configs/demo_{drafter}.py", f"--workdir={heads}",
                 f"--config.model.path={source}", f"--config.data.source={answers}",
                 f"--config.data.eval_source={work}/heldout",
-                f"--config.data.features_path={work}/features", *extra["heads"],
+                f"--config.data.features_path={work}/features",
+                *(["--config.train.steps=1200"] if drafter == "medusa" else []),
+                *extra["heads"],
             ],
         )  # fmt: skip
         stage(

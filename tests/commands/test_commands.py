@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 
 import numpy as np
@@ -13,6 +14,7 @@ from medusa_jax.api import Model, device_tree
 from medusa_jax.commands import bench, calibrate, distill, sweep, ties
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate import progress
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.tree import Tree
 
@@ -29,8 +31,9 @@ def files(tmp_path_factory):
     return directory, prompts, config
 
 
-def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys):
+def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monkeypatch):
     directory, prompts, _ = files
+    monkeypatch.setattr(progress, "LINES", 0.0)
     out = tmp_path / "tree.json"
     code = calibrate.main(
         [
@@ -63,8 +66,12 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys):
     assert Tree.from_choices(found["growth"]).n_nodes == len(found["growth"]) + 1
     assert np.shape(evidence["head_accuracies"])[0] == 3
     assert (found["temperature"], found["batch"], found["platform"]) == (0, 1, "cpu")
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
     assert "2 at a time" in printed and "table 7" in printed
+    for stage in (f"writing: {len(PROMPTS)} of {len(PROMPTS)} prompts, ", "ranks: ",
+                  "four stages: text for 4 prompts, ", "choosing by batch size: 1 of 2 batch sizes, "):  # fmt: skip
+        assert stage in said
+    assert re.search(r"timing (\d+) trees: 1 of \d+ runs, \d+ (seconds|minutes) left", said)
     pictures = {p.name for p in (tmp_path / "plots").iterdir()}
     assert pictures == {"tree.png", "curves.png", "dense.png"}
 

@@ -1,6 +1,7 @@
 """The study on a tiny model: every kind of variant runs, is measured and is not run twice."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -52,16 +53,19 @@ def test_arms_end_in_a_table(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "table.md").read_text() == said
 
 
-def test_sigterm_ends_it_behind_the_run_that_it_hit(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+)
+def test_a_signal_ends_it_after_the_run_that_it_hit(tmp_path, monkeypatch, number, status):
     runs = []
     monkeypatch.setattr(
-        trainer, "train", lambda cfg: runs.append(cfg.workdir) or {"stopped": True}
+        trainer, "train", lambda cfg: runs.append(cfg.workdir) or {"stopped": number}
     )
     flags = command.parser().parse_args(["--original=x", f"--out={tmp_path}"])
     two = [{"share": 0.5}, {"share": 0.5}]
     with pytest.raises(SystemExit) as stopped:
         variants.train_variant(flags, 0, two, tmp_path / "arm", tmp_path)
-    assert stopped.value.code == 143 and runs == [str(tmp_path / "arm" / "run0")]
+    assert stopped.value.code == status and runs == [str(tmp_path / "arm" / "run0")]
 
 
 def test_every_arm_names_fields_that_exist(tmp_path):

@@ -68,6 +68,44 @@ def test_bad_lines_are_skipped_and_reported(vicuna, tmp_path, capsys):
     assert "4 samples skipped" in said and "1 x broken JSON" in said
 
 
+def test_a_bad_sample_is_named_by_its_line(vicuna, tmp_path, capsys):
+    """The first of each kind, blank lines counted; none ends the run, however strange."""
+    good = json.dumps({"text": "A tree is a graph without cycles."})
+    lines = ["", good, "{broken", "", good, "[" * 9000 + "]" * 9000, '{"text": "\\ud800"}']
+    source = tmp_path / "talk.jsonl"
+    source.write_text("\n".join(lines))
+    assert len(samples_of(directory_of(text_config(vicuna, tmp_path, source)))) == 2
+    said = capsys.readouterr().err
+    assert "2 x broken JSON, first in line 3;" in said
+    assert "surrogate pair, which stands for no character, first in line 7)" in said
+    source.write_text("\n\n{broken\n")
+    with pytest.raises(UserError, match="1 x broken JSON, first in line 3"):
+        directory_of(text_config(vicuna, tmp_path, source))
+    whole = tmp_path / "talk.json"
+    whole.write_text(json.dumps([json.loads(good), {"text": 3}]))
+    directory_of(text_config(vicuna, tmp_path, whole))
+    assert "1 x no text, first in sample 2" in capsys.readouterr().err
+
+
+def test_a_directory_of_text_files(vicuna, tmp_path, capsys):
+    """A sample each, in order of their paths; read anew when one of them changes."""
+    folder = tmp_path / "texts"
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "x.py").write_text("for i in range(10):\n    print(i)\n")
+    (folder / "b.md").write_text("A tree is a graph.\n")
+    (folder / "c.txt").write_text(" ")
+    (folder / "__init__.py").write_text("")
+    (folder / "d.bin").write_bytes(b"\xff\x00")
+    cfg = text_config(vicuna, tmp_path, folder)
+    first = directory_of(cfg)
+    samples = [load_tokenizer(vicuna).decode(ids) for ids, _ in samples_of(first)]
+    assert len(samples) == 2 and "range(10)" in samples[0] and "A tree" in samples[1]
+    said = capsys.readouterr().err
+    assert "2 of 3 samples used" in said and f"1 x no text, first in {folder}/c.txt" in said
+    (folder / "b.md").write_text("A tree is a graph without cycles.\n")
+    assert directory_of(cfg) != first
+
+
 def test_samples_that_run_in_circles_are_left_out(vicuna, tmp_path, capsys):
     """Only what counts is looked at; one rule for text and conversations; resumed by its own name."""
     question = {"role": "user", "content": "and on " * 20}

@@ -1,6 +1,7 @@
 """Shipped recipes: sound, documented, and the real step of each compiles from shapes."""
 
 import ast
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,13 @@ from cases import thinned
 from jax.sharding import AbstractMesh
 from training_setup import ROOT
 
+from medusa_jax.commands import decode
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import AXES, make_mesh, param_shardings
 from medusa_jax.training import checks, dry
-from medusa_jax.training.data import features
+from medusa_jax.training.data import features, prepare
 from medusa_jax.training.optim.optimizer import make_optimizer
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
@@ -42,6 +44,35 @@ def test_recipes_are_sound_and_say_how_they_are_run(name):
     assert f"python train.py --config=configs/{name}.py" in said
     if name in RECIPES:
         assert "What to expect" in said and "--config.dry_run" in said
+
+
+def test_the_demo_s_heads_train_from_a_clone(tmp_path, capsys, monkeypatch):
+    """From any directory, with what every installation has: model, tokenizer, text, text held out."""
+    monkeypatch.chdir(tmp_path)
+    given = [f"--config={ROOT}/configs/demo_medusa.py", f"--workdir={tmp_path}/w"]
+    assert cli.main([*given, "--config.data.preview"]) == 0
+    assert "asyncio" in capsys.readouterr().out
+    cfg = cli.parse(given)
+    files = [
+        prepare.text_files(name) for name in (*prepare.sources(cfg), cfg.data.eval_source)
+    ]
+    assert all(files) and len(set().union(*files)) == sum(map(len, files))
+    assert (Path(cfg.model.path) / "model.safetensors").is_file()
+
+
+@pytest.mark.wide
+def test_the_demo_s_heads_train_and_decode(tmp_path, capsys):
+    fields = {"data.seq_len": 64, "data.max_samples": 1, "data.eval_samples": 1, "train.steps": 2,
+              "train.batch_size": 2, "train.loss_chunk": 32}  # fmt: skip
+    given = [f"--config.{name}={value}" for name, value in fields.items()]
+    config = f"--config={ROOT}/configs/demo_medusa.py"
+    assert cli.main([config, f"--workdir={tmp_path}", *given]) == 0
+    heads = f"--drafter={tmp_path}/export"
+    assert (
+        decode.main([heads, "--prompt=import os", "--max_new_tokens=4", "--tree=chain:2"])
+        == 0
+    )
+    assert (tmp_path / "curves.png").is_file() or "no curves.png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", thinned(RECIPES, "vicuna7b_m2"))

@@ -3,9 +3,11 @@
 import collections
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +22,9 @@ from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.repetition import repeated_ngram_share
 from medusa_jax.training.data.rows import ARRAYS, REPORT, TokenRows
 from medusa_jax.whole_files import checksum, replacing, write_json
+
+# Names that files of a directory have which are read as text.
+TEXT_FILES = (".txt", ".md", ".py")
 
 
 def texts(cfg: Config) -> list[TokenRows]:
@@ -56,10 +61,9 @@ def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
     if pack.format == "tokens":
         raise UserError(f"data.format is tokens, but {source} has no tokens.npy")
     path = tokenizer_path(cfg, source)
-    stamp = os.stat(source) if os.path.exists(source) else None
     key: list[Any] = [
         source,
-        stamp and (stamp.st_size, stamp.st_mtime_ns),
+        stamps(source),
         path,
         cfg.train.stage,
     ]
@@ -79,6 +83,14 @@ def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"tokens {digest}")
     return directory
+
+
+def stamps(source: str) -> Any:
+    """What changes when the files of a source do."""
+    if os.path.isdir(source):
+        return [(str(path), stamps(str(path))) for path in text_files(source)]
+    stamp = os.stat(source) if os.path.exists(source) else None
+    return stamp and (stamp.st_size, stamp.st_mtime_ns)
 
 
 def tokenizer_path(cfg: Config, source: str) -> str:
@@ -109,15 +121,21 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
     options = grain.ReadOptions(num_threads=min(os.cpu_count() or 1, 16))
     pipeline = grain.MapDataset.source(records).map(encode).to_iter_dataset(options)
     skipped: collections.Counter[str] = collections.Counter()
+    first: dict[str, int] = {}
     ids, counted, lengths = [], [], []
     with announced(f"tokenising {source}"):
-        for problem, pieces in pipeline:
-            skipped.update([problem] if problem else [])
+        for i, (problem, pieces) in enumerate(pipeline):
+            if problem:
+                skipped.update([problem])
+                first.setdefault(problem, i)
             for piece_ids, piece_counted in pieces:
                 ids.append(np.asarray(piece_ids, np.int32))
                 counted.append(np.asarray(piece_counted, bool))
                 lengths.append(len(piece_ids))
-    reasons = ", ".join(f"{n} x {why}" for why, n in skipped.most_common())
+    reasons = "; ".join(
+        f"{n} x {why}, first in {place(source, records[first[why]], first[why])}"
+        for why, n in skipped.most_common()
+    )
     if not ids:
         raise UserError(
             f"none of the {len(records)} samples of {source} can be used: {reasons}"
@@ -136,13 +154,35 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
         write_json(os.path.join(new, REPORT), report | {"crc32": sums})
 
 
+def place(source: str, record: Any, i: int) -> str:
+    """Where sample i, from 0, of a source is: a file, "line 7" or "sample 7"."""
+    if isinstance(record, Path):
+        return str(record)
+    if not source.endswith(".jsonl"):
+        return f"sample {i + 1}"
+    with open(source, encoding="utf-8", errors="replace") as file:
+        lines = (number for number, line in enumerate(file, 1) if line.strip())
+        return f"line {next(itertools.islice(lines, i, None))}"
+
+
+def text_files(directory: str) -> list[Path]:
+    """The text files below a directory that are not empty, in order."""
+    files = (path for path in Path(directory).rglob("*") if path.suffix in TEXT_FILES)
+    return sorted(path for path in files if path.is_file() and path.stat().st_size)
+
+
 def read_records(source: str, pack: DataConfig) -> Sequence[Any]:
-    """The samples of a source, unparsed where one bad sample must not spoil the rest."""
-    if os.path.isfile(source):
+    """The samples of a source, unparsed where one bad sample must not spoil the rest.
+
+    Of a directory its text files, a sample each.
+    """
+    if os.path.isdir(source):
+        records: Any = text_files(source)
+    elif os.path.isfile(source):
         try:
             with open(source, encoding="utf-8", errors="replace") as file:
                 if source.endswith(".jsonl"):
-                    records: Any = [line for line in file if line.strip()]
+                    records = [line for line in file if line.strip()]
                 elif source.endswith(".json"):
                     records = json.load(file)
                 elif source.endswith(".txt"):
@@ -189,7 +229,7 @@ class Encoder:
         self.tokenizer, self.pack = tokenizer, pack
         self.kind = pack.format
         self.lines = source.endswith(".jsonl")
-        if self.kind == "auto" and source.endswith(".txt"):
+        if self.kind == "auto" and (source.endswith(".txt") or os.path.isdir(source)):
             self.kind = "text"
         end = tokenizer.special_texts.get("eos_token", "")
         self.eos = tokenizer.token_to_id(end) if end else None
@@ -199,11 +239,19 @@ class Encoder:
             )  # an unknown name fails here
 
     def __call__(self, record: Any) -> tuple[str, list[tuple[list[int], list[int]]]]:
-        if self.lines:
-            try:
+        try:
+            if isinstance(record, Path):
+                record = record.read_text(encoding="utf-8", errors="replace")
+            elif self.lines:
                 record = json.loads(record)
-            except ValueError:
-                return "broken JSON", []
+            return self.encoded(record)
+        except (ValueError, RecursionError):
+            return "broken JSON", []
+        except (UserError, OSError) as error:
+            return str(error), []
+
+    def encoded(self, record: Any) -> tuple[str, list[tuple[list[int], list[int]]]]:
+        """What `__call__` returns for a sample that has been read."""
         kind = self.kind
         if kind == "auto":
             fields = {"conversations": "sharegpt", "messages": "messages", "text": "text"}

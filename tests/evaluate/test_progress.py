@@ -1,0 +1,42 @@
+"""A bar with the time left at a terminal, lines elsewhere."""
+
+import io
+import sys
+
+import pytest
+
+from medusa_jax.evaluate import progress
+from medusa_jax.evaluate.progress import Progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds, set by the test."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_lines_where_there_is_no_terminal(clock, capsys):
+    with Progress("timing trees", 10, "run") as bar:
+        bar.update()
+        assert not capsys.readouterr().err  # too soon
+        clock[0] = 11.0
+        bar.update()
+        assert capsys.readouterr().err == "timing trees: 2 of 10 runs, 44 seconds left\n"
+        clock[0] = 300.0
+        bar.update(3)
+        assert capsys.readouterr().err == "timing trees: 5 of 10 runs, 5 minutes left\n"
+
+
+def test_a_bar_at_a_terminal(clock, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Progress("timing trees", 2, "run") as bar:
+        clock[0] = 100.0
+        bar.update(2)
+    said = sys.stderr.getvalue()
+    assert "timing trees: 100%" in said and "2/2" in said and "left" not in said
