@@ -5,7 +5,7 @@
 
 On the bundled backbone and source code of the Python that runs it, so it needs nothing else; a few minutes
 on two CPU cores. The bundled heads learned from the backbone's own continuations, which is better
-(`python -m medusa_jax demo_build`; counted.npy marks what it wrote itself):
+(`python -m research demo_build`; counted.npy marks what it wrote itself):
 
     python train.py --config=configs/demo_medusa.py --workdir=work/demo/medusa \\
         --config.model.path=work/demo/native/export --config.data.source=work/demo/answers \\

@@ -122,7 +122,7 @@ def run(flags: argparse.Namespace) -> int:
     if not os.path.isfile(os.path.join(flags.original, "tokens.npy")):
         raise UserError(
             f"{flags.original} has no tokens.npy; for the demo: python -m "
-            "medusa_jax demo_corpus --out work/demo makes work/demo/heldout"
+            "research demo_corpus --out work/demo makes work/demo/heldout"
         )
     use_compilation_cache()  # variants and seeds share most programs
     figures = study(flags)

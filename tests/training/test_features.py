@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -13,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import thinned
-from children import environment
 from closeness import assert_close
 from damages import ARRAY_DAMAGES
 from filelock import FileLock
+from small_disk import run_on_small_disk
 from training_setup import tiny_config
 
 from medusa_jax.errors import UserError
@@ -338,16 +337,7 @@ except UserError as error:
 
 
 def test_a_full_disk_is_one_sentence(tmp_path):
-    """A file system of 512 kB, which a user may mount in a namespace of processes."""
-    mounted = f"mount -t tmpfs -o size=512k none {tmp_path} && "
-    inside = ["unshare", "-rm", "sh", "-c"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*inside, mounted + "true"]).returncode
-    ):
-        pytest.skip("nothing can be mounted here")
-    script = [*inside, f'{mounted} "$0" -c "$1" {tmp_path}', sys.executable, FULL]
-    done = subprocess.run(script, capture_output=True, text=True, env=environment())
+    done = run_on_small_disk("512k", tmp_path, sys.executable, "-c", FULL, str(tmp_path))
     assert done.returncode == 0, done  # SIGBUS: -7
     assert "hidden_00000.npy could not be written: " in done.stdout
     assert "No space left on device" in done.stdout

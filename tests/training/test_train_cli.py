@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from children import environment
+from small_disk import run_on_small_disk
 from training_setup import ROOT, command, tiny_config, write_config
 
 from medusa_jax import hosts
@@ -191,6 +192,20 @@ def test_dry_run_prints_sizes_before_it_compiles(
     counted = dry.sizes(cfg, shapes)["counted"]
     assert counted["parameters"] + counted["moments"] + counted["batch"] == stored
     assert f"counted per device    {stored / 2**30:.2f} GiB stored + " in said
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("size", ["100k", "240k", "330k", "400k"])
+def test_a_full_disk_is_one_sentence(tokens, tmp_path, size):
+    """Whatever meets it first: a checkpoint, the best heads, the log, TensorBoard's events."""
+    config, disk = write_config(tmp_path, tokens, "medusa1"), tmp_path / "disk"
+    disk.mkdir()
+    args = (f"--workdir={disk}/run", "--config.train.steps=3000")
+    done = run_on_small_disk(size, disk, *command(f"--config={config}", *args))
+    said = [x for x in done.stderr.splitlines() if not x.startswith("step ")]
+    said = [x for x in said if not x.endswith(" ...")]  # what takes long on a busy machine
+    assert done.returncode == 2 and len(said) == 1, done.stderr[-3000:]
+    assert said[0].startswith("error: ") and "No space left on device" in said[0]
 
 
 @pytest.mark.wide

@@ -1,0 +1,28 @@
+"""Commands on a disk that is full soon."""
+
+import shutil
+import subprocess
+
+import pytest
+from children import environment
+
+NAMESPACE = ("unshare", "-rm", "sh", "-c")
+
+
+def run_on_small_disk(
+    size: str, path: object, *command: str
+) -> subprocess.CompletedProcess:
+    """Run a command while a file system of `size` lies at `path`.
+
+    In a namespace of its own, in which most users may mount; where one may not, the test is skipped.
+    """
+    mount = f"mount -t tmpfs -o size={size} none {path} && "
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*NAMESPACE, mount + "true"]).returncode
+    ):
+        pytest.skip("nothing can be mounted here")
+    run = [*NAMESPACE, mount + 'exec "$0" "$@"', *command]
+    return subprocess.run(
+        run, capture_output=True, text=True, env=environment(), timeout=300
+    )
