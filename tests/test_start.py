@@ -73,7 +73,7 @@ def test_shapes_of_parameters_come_from_one_layer(traced):
 
 
 def test_a_start_imports_no_more_than_it_needs():
-    """transformers, for chat templates, takes half a second; training has libraries of its own."""
+    """transformers takes half a second; training and pictures have their libraries."""
     dear = "transformers orbax.checkpoint optax grain datasets scipy matplotlib torch"
     code = (
         "import sys, medusa_jax.commands.decode_run, medusa_jax.api; "

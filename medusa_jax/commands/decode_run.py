@@ -4,7 +4,6 @@ import argparse
 import json
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.conversation import ending_turns
-from medusa_jax.interop.chat import encode_prompt, import_renderer
+from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.names import file_of, named, speaks
 from medusa_jax.serving import Server
 
@@ -44,8 +43,6 @@ def run(flags: argparse.Namespace) -> int:
     check_flags(flags, talking)
     use_compilation_cache()
     warn_if_accelerator_unused()
-    if template is not None:
-        threading.Thread(target=import_renderer, daemon=True).start()
     model = load_model(
         flags,
         tree=flags.tree,

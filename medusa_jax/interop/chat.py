@@ -273,18 +273,6 @@ def shipped_template(name: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def import_renderer() -> Any:
-    """What renders templates, imported at first use: it takes half a second.
-
-    Callers that will need it may do this on a thread while a model is read.
-    """
-    # Importing transformers without torch would print a notice.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    return render_jinja_template
-
-
 def render(
     source: str,
     messages: list[Message],
@@ -299,9 +287,11 @@ def render(
       SampleError: the template refuses the conversation.
       UserError: the template itself is broken.
     """
+    # Importing transformers without torch would print a notice.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-    render_jinja_template = import_renderer()
     specials: dict[str, Any] = dict.fromkeys(SPECIALS, "") | special_texts
     try:
         # Annotated as str; these are the texts and, with a mask asked for, their spans.
