@@ -1,0 +1,85 @@
+"""What a start does not do: trace layers again and again, import what it does not need."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from children import environment
+from planted import random_params, tiny_config
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.interop.stored_heads import abstract_heads
+from medusa_jax.model import attention, llama
+from medusa_jax.model.cache import KVCache
+
+N_LAYERS = 5
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """How often a layer's attention was traced."""
+    calls = []
+    for name in ("attend_rows", "attend_behind", "attend"):
+        real = getattr(attention, name)
+
+        def counted(*args, real=real):
+            calls.append(real.__name__)
+            return real(*args)
+
+        monkeypatch.setattr(attention, name, counted)
+    return calls
+
+
+def test_a_program_traces_its_layers_once(traced):
+    """The backbone without and with a cache, and its gradient with activations recomputed."""
+    config = tiny_config(
+        n_layers=N_LAYERS, vocab_size=51
+    )  # sizes that no other test traces
+    params = {"params": random_params(config, np.random.default_rng(0))}
+    del traced[:]
+    tokens_BT = jnp.ones((1, 24), jnp.int32)
+    model = llama.Llama(config)
+
+    def forward(params, model=model):
+        return model.apply(params, tokens_BT, tokens_BT, tokens_BT, method="forward").sum()
+
+    jax.eval_shape(forward, params)
+    assert traced == ["attend_rows"]
+    del traced[:]
+    again = llama.Llama(config, remat=True, dtype=jnp.bfloat16)
+    jax.eval_shape(jax.grad(lambda p: forward(p, again)), params)
+    assert 1 <= len(traced) <= 2
+    del traced[:]
+    cache = KVCache.zeros(N_LAYERS, 1, 64, config.n_kv_heads, config.head_dim, jnp.float32)
+    start_B = jnp.zeros((1,), jnp.int32)
+    jax.eval_shape(
+        lambda p: model.apply(p, tokens_BT, tokens_BT, cache, start_B, method="decode"),
+        params,
+    )
+    assert traced == ["attend_behind"]
+
+
+def test_shapes_of_parameters_come_from_one_layer(traced):
+    config = tiny_config(n_layers=N_LAYERS, vocab_size=52)
+    shapes = llama.abstract_params(config)
+    assert traced == ["attend_rows"]
+    abstract_heads(HeadsConfig(n_heads=2), config)
+    assert traced == ["attend_rows"]
+    whole = jax.eval_shape(lambda key: llama.init_params(config, key), jax.random.key(0))
+    assert shapes == whole and list(shapes) == list(whole)
+
+
+def test_a_start_imports_no_more_than_it_needs():
+    """transformers takes half a second; training and pictures have their libraries."""
+    dear = "transformers orbax.checkpoint optax grain datasets scipy matplotlib torch"
+    code = (
+        "import sys, medusa_jax.commands.decode_run, medusa_jax.api; "
+        f"print([name for name in {dear.split()!r} if name in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment(), check=True
+    )
+    assert out.stdout.decode().strip() == "[]"
