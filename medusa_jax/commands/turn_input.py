@@ -37,8 +37,10 @@ class TurnInput:
           EOFError: there is none.
           UserError: the input is closed, or no text.
         """
+        if sys.stdin.isatty() and not self._terminal:
+            print("> ", end="", file=sys.stderr, flush=True)  # stdout is a file's
         try:
-            lines = [input("> ")]
+            lines = [input("> " if self._terminal else "")]
             while self._terminal and select.select([sys.stdin], [], [], PASTED)[0]:
                 lines.append(input())
         except (OSError, UnicodeDecodeError) as error:
