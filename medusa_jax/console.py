@@ -16,8 +16,8 @@ from typing import Any, TextIO
 
 from medusa_jax.errors import UserError
 
-# What a file reports that cannot take any more: a full disk or quota, a failed device, a closed stream.
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+# What a file reports that cannot take any more: a full disk or quota, a failed device.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def inform(line: str) -> None:
@@ -57,6 +57,15 @@ def open_standard_streams() -> None:
             setattr(sys, name, stream)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _closed(stream: TextIO) -> bool:
+    """Whether nothing can be written to a stream, not even nothing."""
+    try:
+        os.write(stream.fileno(), b"")
+    except OSError as error:
+        return error.errno == errno.EBADF
+    return False
 
 
 def _discard(stream: TextIO) -> None:
@@ -154,14 +163,15 @@ def run_main(main: Callable[[], int]) -> int:
         _discard(sys.stdout)
         return 0
     except OSError as error:
-        if error.filename is None and error.errno not in UNWRITABLE:
-            raise
         problem = f"{error.filename}: {error.strerror}"
+        if error.filename is None and error.errno == errno.EBADF and _closed(sys.stdout):
+            problem = "standard output is closed"
+        elif error.filename is None and error.errno in UNWRITABLE:
+            problem = f"cannot write: {error.strerror}"
+        elif error.filename is None:
+            raise
         if error.filename is None:
             _discard(sys.stdout)
-            problem = f"cannot write: {error.strerror}"
-        if error.errno == errno.EBADF:
-            problem = "standard output is closed"
         inform(f"error: {problem}")
         return 2
     except ModuleNotFoundError as error:

@@ -1,5 +1,6 @@
 """What entry points share: the warning about an idle accelerator, standard streams, missing packages."""
 
+import errno
 import json
 import os
 import subprocess
@@ -164,6 +165,15 @@ def test_a_python_without_the_packages_is_told_in_one_line(words):
     assert status == 2 and out == "" and err.count("\n") == 1, err
     assert f"which this Python ({sys.executable}) does not have" in err
     assert err.startswith("error: medusa_jax needs ") and "pip install -e ." in err
+
+
+@pytest.mark.parametrize("number", ["EBADF", "EINVAL"])
+def test_other_failures_of_files_are_not_taken_for_a_closed_stream(number):
+    def main():
+        raise OSError(getattr(errno, number), "of a descriptor that a bug has closed")
+
+    with pytest.raises(OSError, match="a bug has closed"):
+        console.run_main(main)
 
 
 def test_a_bug_in_an_import_is_not_taken_for_a_missing_package():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import medusa_jax
-from medusa_jax.commands.flags import at_least, generation_options, load_model
+from medusa_jax.commands.flags import generation_options, load_model
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import scores
@@ -36,7 +36,7 @@ def add_question_file(p: argparse.ArgumentParser) -> None:
     p.add_argument("--chat_template", default="auto",
                    help="for --questions: a shipped template, plain (none), or auto: the "
                    "tokenizer's own if it has one, else plain (default)")  # fmt: skip
-    p.add_argument("--max_prompt_tokens", type=at_least(0), default=0,
+    p.add_argument("--max_prompt_tokens", type=int, default=0,
                    help="for --questions: longer prompts are cut (default: 2048, or what the "
                    "context leaves beside the answer)")  # fmt: skip
 

@@ -9,6 +9,20 @@ from medusa_jax.api import Model, Options, Result
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.evaluate.compare import Comparison
 
+# Accepted drafts by depth: green, cyan, blue, magenta, yellow; the verifier's own tokens plain.
+COLOURS = (32, 36, 34, 35, 33)
+
+
+def coloured(text: str, depth: int) -> str:
+    """Text in the colour of the tree depth that it was accepted at; 0 has none."""
+    return f"\x1b[{COLOURS[(depth - 1) % len(COLOURS)]}m{text}\x1b[0m" if depth else text
+
+
+LEGEND = (
+    f"accepted drafts by tree depth: {' '.join(coloured(str(d), d) for d in range(1, 6))}; "
+    "plain = chosen by the backbone itself"
+)
+
 
 def describe(
     model: Model,

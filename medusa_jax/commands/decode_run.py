@@ -13,7 +13,7 @@ from medusa_jax import hosts
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.batching import equal_batches
 from medusa_jax.commands.chat import Chat
-from medusa_jax.commands.decode_report import describe, summary
+from medusa_jax.commands.decode_report import LEGEND, coloured, describe, summary
 from medusa_jax.commands.flags import load_model, parse_mesh
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.console import (
@@ -30,9 +30,6 @@ from medusa_jax.evaluate.conversation import ending_turns
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.names import file_of, named, speaks
 from medusa_jax.serving import Server
-
-# Accepted drafts by depth: green, cyan, blue, magenta, yellow; the verifier's own tokens plain.
-COLOURS = (32, 36, 34, 35, 33)
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -57,7 +54,11 @@ def run(flags: argparse.Namespace) -> int:
     if template is not None and talking:
         own = ending_turns(model, Options(**shared_options(flags)), template)
         with Server(model, slots=1) as server:
-            return Chat(server, own, template, flags.acceptance).run()
+            chat = Chat(server, own, template, flags.acceptance, flags.show_drafts)
+            status = chat.run()
+            with announced("waiting for a compilation to end"):
+                server.close()
+            return status
     if flags.chat is None and not model.tokenizer.chat_template:
         template = None
     if template is not None:
@@ -207,10 +208,7 @@ def stream_to_terminal(
         for piece in pieces:
             segments += piece.parts
             for text, depth in piece.parts:
-                if flags.show_drafts and depth:
-                    colour = COLOURS[(depth - 1) % len(COLOURS)]
-                    text = f"\x1b[{colour}m{text}\x1b[0m"
-                sys.stdout.write(text)
+                sys.stdout.write(coloured(text, depth) if flags.show_drafts else text)
             sys.stdout.flush()
         results = final or results
     sys.stdout.write("\n")
@@ -221,8 +219,5 @@ def stream_to_terminal(
         draw_accepted_text(segments, flags.save_drafts)
         inform(f"wrote {flags.save_drafts}")
     if flags.show_drafts:
-        legend = " ".join(f"\x1b[{c}m{d}\x1b[0m" for d, c in enumerate(COLOURS, 1))
-        inform(
-            f"accepted drafts by tree depth: {legend}; plain = chosen by the backbone itself"
-        )
+        inform(LEGEND)
     return results

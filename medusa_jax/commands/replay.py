@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     add_base(p)
     add_generation(p)
     p.add_argument("--chat_template", default="auto", help="as for bench --questions")
-    p.add_argument("--max_prompt_tokens", type=at_least(0), default=0, help="likewise")
+    p.add_argument("--max_prompt_tokens", type=int, default=0, help="likewise")
     p.add_argument("--out", default="work/replay", help="directory for results")
     return p
 

@@ -127,8 +127,8 @@ def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu")
     if not Path(spec).exists() and not Path(spec).suffix and "/" not in spec:
         known = (*FORMS, "none", "auto", "bundled")
         raise UserError(
-            f"there is no tree {spec!r}: --tree takes auto, bundled, none, a number of nodes, "
-            f"chain:4, copy:4, cartesian:2,3 or a JSON file{did_you_mean(kind, known)}"
+            f"cannot read the tree file {spec}: no such file, and no tree's name (auto, bundled, "
+            f"none, a number of nodes, chain:4, copy:4, cartesian:2,3){did_you_mean(kind, known)}"
         )
     choices = load_tree_file(spec)["choices"]
     try:
