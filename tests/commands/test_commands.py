@@ -295,10 +295,10 @@ def test_counts_that_cannot_be(command, flag, words, capsys):
 def test_no_flag_takes_a_count_that_nobody_checks():
     """Flags of whole numbers are `at_least` something, except where the command checks them itself."""
     checked = {"seed", "max_new_tokens", "top_k", "max_steps", "logprobs"}
-    checked |= {"no_repeat_ngram_size", "batch_size", "max_prompt_tokens"}
+    checked |= {"no_repeat_ngram_size", "batch_size", "slots", "queue"}
+    checked |= {"max_prompt_tokens", "max_body"}
     for module, _ in COMMANDS.values():
         command = importlib.import_module(f"medusa_jax.{module}")
-        others = module == "commands.serve" or not module.startswith("commands.")
-        if hasattr(command, "parser") and not others:
+        if module.startswith("commands.") and hasattr(command, "parser"):
             bare = {a.dest for a in command.parser()._actions if a.type is int}
             assert bare <= checked, (module, bare - checked)
