@@ -4,7 +4,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from medusa_jax.commands.flags import add_model, add_no_repeat, command, run_command
+from medusa_jax.commands.flags import (
+    add_model,
+    add_no_repeat,
+    at_least,
+    command,
+    run_command,
+)
 
 EXAMPLES = """examples:
   python -m medusa_jax serve
@@ -34,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--name", help="what clients call the model (default: --model, or demo)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    add("--port", type=at_least(0), default=8000, help="0 takes a free one (default: 8000)")
     add("--slots", type=int, default=8, help="requests answered at a time (default: 8)")
     add("--queue", type=int, default=64, help="requests that may wait (default: 64)")
     add("--max_prompt_tokens", type=int, help="default: what the context holds")
@@ -56,14 +62,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--drain",
-        type=int,
+        type=at_least(0),
         default=60,
         metavar="SECONDS",
         help="for running answers to end after SIGTERM (default: 60)",
     )
     add(
         "--warm_up",
-        type=int,
+        type=at_least(0),
         default=256,
         metavar="TOKENS",
         help="compile ahead, while nobody asks, what texts of so many tokens need; 0: nothing "
