@@ -52,14 +52,14 @@ def run(flags: argparse.Namespace) -> int:
         ) as server:
             if flags.warm_up:
                 most = min(flags.warm_up, model.config.max_position)
-                # A client may ask for its answer without drafts, too.
-                groups = [(True, "auto"), (False, "auto")]
-                server.warm_up(most, groups, wait=False)
+                server.warm_up(most, [(True, "auto")], wait=False)
                 inform(
-                    "compiling ahead; until that is done the first answers may begin late"
+                    "compiling ahead, the smallest batch first; calls are answered meanwhile"
                 )
             answer_calls(uvicorn, listener, server, template, key, flags)
-    return 0
+            if server.failed:
+                inform("error: the server ended after repeated errors; start it again")
+            return int(server.failed)
 
 
 def answer_calls(
@@ -90,7 +90,9 @@ def answer_calls(
         inform(f"warning: others can reach {shown} and there is no key: set {KEY}")
     # uvicorn raises the signal again when it is done; by then it is served.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    uvicorn.Server(config).run([listener])
+    port = uvicorn.Server(config)
+    server.when_failed(lambda: setattr(port, "should_exit", True))
+    port.run([listener])
 
 
 def chosen_template(model: Any, asked: str | None) -> str:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,20 @@ from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, 
 
 # Stop sequences of a row and tokens of each that one compiled program has room for.
 STOPS = (8, 4)
+
+
+class Group(NamedTuple):
+    """What rows have in common that can take a step together.
+
+    Attributes:
+      drafts: whether they draft.
+      rule: the acceptance rule; "auto" is greedy or sampled, row by row.
+      logprobs: whether log-probabilities are kept.
+    """
+
+    drafts: bool
+    rule: str = "auto"
+    logprobs: bool = False
 
 
 @dataclass
@@ -63,10 +78,11 @@ class Job:
         return self.request.options
 
     @property
-    def group(self) -> tuple[bool, str]:
+    def group(self) -> Group:
         """Rows of one group can take a step together."""
         rule = self.request.acceptance
-        return self.request.drafts, "auto" if rule in ("greedy", "sampled") else rule
+        rule = "auto" if rule in ("greedy", "sampled") else rule
+        return Group(self.request.drafts, rule, self.options.logprobs is not None)
 
     def begin(self) -> None:
         """Its prompt begins to be read."""
@@ -75,6 +91,11 @@ class Job:
     def known_text(self) -> np.ndarray:
         """What the cache holds of it: all but the last token, which is the root."""
         return np.array([*self.prompt, *self.token_ids[:-1]], np.int32)
+
+    def kept(self, most: int) -> tuple[np.ndarray, int]:
+        """That text as far as `most` tokens, and how many of them the drafter has read."""
+        text = self.known_text()
+        return text[:most], len(text) if self.request.drafts else self.drafted
 
     def take(self, progress: Progress, row: int) -> Delta:
         """What is new of it in row `row`, as far as it counts: behind a stop string nothing does.

@@ -132,7 +132,7 @@ def test_no_text_depends_on_slot_neighbours_or_arrival(model, scheduler):
         assert not ended_B.any() or set(taken_B[ended_B]) == {taken_B.max()}, (
             before.status_B, progress.status_B, taken_B, wanted_B,
         )  # fmt: skip
-        seen.add((batch.rows, batch.slots, rest[0], nodes))
+        seen.add((batch.rows, batch.slots, rest[0].drafts, nodes))
         assert len(wanted_B) == batch.rows
         return progress, nodes
 
@@ -142,7 +142,7 @@ def test_no_text_depends_on_slot_neighbours_or_arrival(model, scheduler):
     check(model, clients)
     assert short and max(short) == FEW_STEPS
     rows, slots, drafts, nodes = map(set, zip(*seen))
-    assert rows == {2, 3} and slots >= {128, 256}
+    assert rows == {2, 3} and slots >= {128, 512}
     assert drafts == {True, False} and nodes == {1, TREE.n_nodes}
     for rows, _, drafts, nodes in seen:
         assert nodes == (scheduler._batch.trees[rows].n_nodes if drafts else 1)
@@ -163,8 +163,8 @@ def test_a_paused_row_is_not_overwritten(model, scheduler):
 
 def test_a_start_is_reused_of_a_row_that_ended_without_room(model, scheduler, monkeypatch):
     """What the steps of others write for it is hidden from a later text, but has to be numbers."""
-    monkeypatch.setattr("medusa_jax.serving.scheduler.PATIENCE", 4)
-    scheduler._fit(2, 256)
+    monkeypatch.setattr("medusa_jax.serving.room.PATIENCE", 4)
+    scheduler._room.fit(2, 512)
     start = model.encode(LONG)[:100]
     longer, beside = Request(start, options(60)), Request("the hat", options(90))
     clients = run(scheduler, {0: [longer, beside], 35: [Request(start, options(9))]}, model)
@@ -194,7 +194,7 @@ def test_another_turn_behind_the_same_start(model, scheduler):
     """The drafter too goes on from where texts part: drafts are those of a fresh start."""
     start = model.encode("the cat in the hat and the other cat in a hat")
     first, second = (start + model.tokenizer.encode(end) for end in ("abc", "the"))
-    scheduler._fit(2, 256)  # where there is a tree
+    scheduler._room.fit(2, 512)  # where there is a tree
     [cold] = run(scheduler, {0: [Request(second, options(40))]}, model)
     run(scheduler, {0: [Request(first, options(30))]}, model)
     [warm] = run(scheduler, {0: [Request(second, options(40))]}, model)
