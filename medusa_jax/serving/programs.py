@@ -1,5 +1,6 @@
 """Which programs are compiled, and the thread that compiles the others: nobody else waits for them."""
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -135,7 +136,5 @@ class Compiler:
 
 def return_memory() -> None:
     """Give back what compiling took: glibc keeps it, 150 MB for a program of 30 layers."""
-    try:
+    with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError):  # another C library
-        pass

@@ -222,7 +222,7 @@ def test_nothing_is_compiled_where_others_are_served(tmp_path, capsys):
             for delta in server.submit(Request("in", Options(max_new_tokens=40))):
                 waits.append(time.monotonic() - last)
                 last = time.monotonic()
-        said.append(delta.ending.result.text)
+                said.extend([delta.ending.result.text] if delta.ending else [])
 
     said: list[str] = []
     attackers = [
@@ -253,7 +253,7 @@ def test_nothing_is_compiled_where_others_are_served(tmp_path, capsys):
         slow = ", ".join(f"{k} {s:.2f}" for k, (s, _) in zip(kinds, attacks))
         print(f"\nvictim's worst wait {max(waits):.2f} s; answers that had to wait: {slow}")
     assert {name for name, _ in compiled} == {"compiling"}
-    assert said == [alone(model, "in", max_new_tokens=40).text]
+    assert set(said) == {alone(model, "in", max_new_tokens=40).text}
     for request, (_, ids) in zip(attackers, attacks):
         if request.acceptance == "auto":
             options = {"max_new_tokens": request.options.max_new_tokens}
