@@ -13,7 +13,7 @@ from medusa_jax.serving.job import Group
 
 # A request that needs a program is told that it cannot be compiled for this many seconds, then it is
 # tried again.
-RETRY_SECONDS = 10.0
+RETRY_SECONDS = 2.0
 
 
 class Programs(NamedTuple):
@@ -34,6 +34,9 @@ class Compiler:
     Args:
       make_batch: makes that batch, when there is something to compile.
       changed: called in the compiler's thread when programs are ready, or cannot be had.
+
+    Attributes:
+      failures: how often nothing could be compiled, while nothing at all is.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Compiler:
         self._plan: list[Programs] = []  # ahead of any request
         self._now: Programs | None = None
         self._closed = False
+        self.failures = 0
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="compiling", daemon=True)
         self._thread.start()
@@ -122,11 +126,13 @@ class Compiler:
         ahead = programs in self._plan
         if why:
             self._failed[programs] = time.monotonic(), why
+            self.failures += not self._ready
             if ahead:
                 inform(f"warning: compiling ahead ends here: {why}")
                 self._plan.clear()
             return
         self._ready.add(programs)
+        self.failures = 0
         self._failed.pop(programs, None)
         if ahead:
             self._plan.remove(programs)

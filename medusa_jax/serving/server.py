@@ -246,7 +246,11 @@ class Server:
             more = self._scheduler.step()
             if self._scheduler.chunks > self._chunks:
                 self._chunks, self._failures = self._scheduler.chunks, 0
+            if self._compiler.failures >= MOST_FAILURES:
+                raise _Ended("no program can be compiled")
             return more
+        except _Ended:
+            raise
         except Exception as error:
             lost = len(self._scheduler.on_device)
             while True:

@@ -10,7 +10,7 @@ from served import ASKED, NAME, TREE, Port, alone, ask_app
 from test_turns import PIECE, TREES, Client, finish
 
 from medusa_jax import Options
-from medusa_jax.serving import Request, Server, Stopped, scheduler
+from medusa_jax.serving import Request, Server, Stopped, programs, scheduler
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.http import make_app
 from medusa_jax.serving.server import MOST_FAILURES
@@ -129,6 +129,21 @@ def test_errors_one_after_the_other_end_it(server, monkeypatch):
         server.submit(Request("in"))
     app = make_app(server, name=NAME, template="")
     assert ask_app(app, "GET", "/health").status_code == 503
+
+
+def test_a_device_that_compiles_nothing_ends_it(port, monkeypatch):
+    def compile(*given):
+        raise Lost("out of memory")
+
+    monkeypatch.setattr(Batch, "compile", compile)
+    monkeypatch.setattr(programs, "RETRY_SECONDS", 0.0)
+    with Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3) as server:
+        end = time.monotonic() + 30
+        while server.running:
+            assert time.monotonic() < end
+            with pytest.raises(Stopped):
+                list(server.submit(Request("in")))
+    assert server.failed
 
 
 @pytest.mark.parametrize("planned", [True, False])
