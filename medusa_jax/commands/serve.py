@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=256,
         metavar="TOKENS",
-        help="compile ahead, while nobody asks, what texts of so many tokens need; 0: nothing "
+        help="compile ahead what texts of up to this many tokens need; 0: nothing "
         "(default: 256)",
     )
     add(

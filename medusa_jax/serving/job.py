@@ -33,6 +33,10 @@ class Group(NamedTuple):
     logprobs: bool = False
 
 
+# What most requests are; nobody makes them wait for a program that he alone needs.
+BASE = Group(drafts=True)
+
+
 @dataclass
 class Job:
     """A request from `submit` to its end.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from medusa_jax.console import inform
 from medusa_jax.serving.batch import Batch
-from medusa_jax.serving.job import Group
+from medusa_jax.serving.job import BASE, Group
 
 # A request that needs a program is told that it cannot be compiled for this many seconds, then it is
 # tried again.
@@ -68,6 +68,7 @@ class Compiler:
                 raise NotCompiled(why)
             if programs not in (*self._wanted, self._now):
                 self._wanted.append(programs)
+                self._wanted.sort(key=lambda wanted: wanted.group != BASE)
                 self._wake.notify_all()
         return programs in self._ready
 

@@ -3,14 +3,12 @@
 from typing import Protocol
 
 from medusa_jax.serving.batch import Batch
-from medusa_jax.serving.job import Group, Job
+from medusa_jax.serving.job import BASE, Group, Job
 from medusa_jax.serving.programs import Programs
 from medusa_jax.serving.seats import Seat
 
 # After so many turns that needed fewer rows or slots than there are, there are fewer.
 PATIENCE = 64
-# What most requests are; nobody makes them wait for a program that he alone needs.
-BASE = Group(drafts=True)
 
 
 class Known(Protocol):
