@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ def run(flags: argparse.Namespace) -> int:
         value = getattr(flags, name)
         if value is not None and not value > 0:  # nan is not, either
             raise UserError(f"--{name} must be more than 0, not {value}")
+    # Tracing a program must not hold up the thread that decodes at each of its turns for 5 ms.
+    sys.setswitchinterval(0.001)
     with listening(flags.host, flags.port) as listener:
         use_compilation_cache()
         warn_if_accelerator_unused()
