@@ -12,8 +12,8 @@ from medusa_jax.decoding import rows
 from medusa_jax.decoding.generate import (
     FOREVER,
     MIN_PROMPT,
-    MIN_SLOTS,
     output_slots,
+    power_of_two,
 )
 from medusa_jax.decoding.generate import Request as Row
 from medusa_jax.decoding.logprobs import Logprobs
@@ -32,6 +32,9 @@ MOST_BEST = 20
 # Most tokens of a prompt that are read at once, by default: arithmetic outweighs reading the weights.
 # The larger the program, the more memory it takes: 100 MB for 256 tokens and 30 layers.
 PIECE = 128
+# Slots of the smallest cache. Every size needs programs, and native attention reads no more slots than
+# a text has; 512 of them take 24 MB a row with 30 layers and 3 heads.
+LEAST_SLOTS = 512
 
 
 @dataclass
@@ -60,19 +63,6 @@ def piece_sizes(most: int) -> list[int]:
     while 8 * sizes[-1] < most:
         sizes.append(8 * sizes[-1])
     return [*sizes, most] if most > MIN_PROMPT else [most]
-
-
-def more_slots(slots: int) -> int:
-    """The next size of a cache: 128, 512, 1024, 2048, ...
-
-    Each size needs programs, and short caches save little.
-    """
-    return 4 * slots if slots == MIN_SLOTS else 2 * slots
-
-
-def fewer_slots(slots: int) -> int:
-    """The size before."""
-    return slots // 4 if slots == 4 * MIN_SLOTS else slots // 2
 
 
 class Batch:
@@ -105,7 +95,7 @@ class Batch:
         """Rows without a text, whatever became of those before."""
         self._state: Any = None  # its memory is free before the next is asked for
         self._logprobs: Logprobs | None = None
-        self.rows, self.slots = min(self.trees), MIN_SLOTS
+        self.rows, self.slots = min(self.trees), LEAST_SLOTS
         self._state = self._idle(self.rows, self.slots)
 
     def _idle(self, n_rows: int, slots: int) -> DecodeState:
@@ -119,10 +109,7 @@ class Batch:
 
     def slots_for(self, length: int) -> int:
         """Slots that a step needs for a text of this length."""
-        slots = MIN_SLOTS
-        while slots < length + self.widest:
-            slots = more_slots(slots)
-        return slots
+        return power_of_two(length + self.widest, LEAST_SLOTS)
 
     def fit(self, n_rows: int, slots: int) -> None:
         """Go on with this number of rows and slots; what is beyond them is gone.
@@ -161,8 +148,7 @@ class Batch:
         """A row with another number of slots, a size at a time."""
         logprobs, row = row.logprobs, row.replace(logprobs=None)
         while (now := row.cache.slots) != slots:
-            larger = min(more_slots(now), slots)
-            then = larger if now < slots else max(fewer_slots(now), slots)
+            then = 2 * now if now < slots else now // 2
             row = rows.resized(self._engine, self._sizes, 1, then, row)
         return row.replace(logprobs=logprobs)
 
@@ -289,8 +275,8 @@ class Batch:
             self.insert(self.take(0, group), 0)
         for _ in range(2):  # what comes out of the first may be placed otherwise
             self.run(np.full(n_rows, STOPPED, np.int32), group, 0, 0)
-        if slots > MIN_SLOTS:  # growing to this size and back
-            row = self._resized(self._row(0), fewer_slots(slots))
+        if slots > LEAST_SLOTS:  # growing to this size and back
+            row = self._resized(self._row(0), slots // 2)
             self._put(self._resized(row, slots), 0)
         if group.logprobs:  # rows keep theirs when others come and go
             for size in (*self.trees, n_rows):

@@ -1,7 +1,8 @@
 """A request in flight, as the host knows it."""
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +14,15 @@ from medusa_jax.decoding.generate import Request as Row
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.errors import UserError
-from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, TooLong
+from medusa_jax.serving.request import (
+    Deliver,
+    Delta,
+    Ending,
+    Handle,
+    Request,
+    Stopped,
+    TooLong,
+)
 
 # Stop sequences of a row and tokens of each that one compiled program has room for.
 STOPS = (8, 4)
@@ -193,3 +202,10 @@ def make_job(
             "tokens that end a text among them; stop strings are not counted"
         )
     return Job(request, row, StoppingText(model.tokenizer, options.stop), handle, deliver)
+
+
+def tell(jobs: Iterable[Job], error: Stopped) -> None:
+    """Tell these requests; one that cannot be told does not keep others from it."""
+    for job in jobs:
+        with contextlib.suppress(Exception):
+            job.deliver(error)

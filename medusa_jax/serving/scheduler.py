@@ -11,7 +11,6 @@ lets those after it go first. A text that outgrows the slots which programs are 
 (`parked`) until there are more, since no row can step next to one that is full.
 """
 
-import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -22,7 +21,7 @@ import numpy as np
 from medusa_jax.api import Model
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.serving.batch import PIECE, Batch, Reading
-from medusa_jax.serving.job import Group, Job
+from medusa_jax.serving.job import Group, Job, tell
 from medusa_jax.serving.programs import NotCompiled, Programs
 from medusa_jax.serving.request import Stopped
 from medusa_jax.serving.room import InPlace, Known, Room
@@ -137,7 +136,7 @@ class Scheduler:
         self._waiting.clear()
         self._forget()
         self._room.empty()
-        _tell(jobs, error)
+        tell(jobs, error)
 
     def restart(self, error: Stopped) -> None:
         """Go on with those that wait, after an error that has cost the rows' state.
@@ -148,7 +147,7 @@ class Scheduler:
         jobs = self.on_device
         self._waiting = deque(job for job in self._waiting if job is not self._beginning)
         self._forget()
-        _tell(jobs, error)
+        tell(jobs, error)
         self._room.restart()
 
     def _forget(self) -> None:
@@ -186,7 +185,7 @@ class Scheduler:
                 self._free(job, self._batch.slots)
             self._waiting = deque(other for other in self._waiting if other is not job)
             self._parked = [one for one in self._parked if one[0] is not job]
-            _tell([job], Stopped(f"no program for this request: {error}"))
+            tell([job], Stopped(f"no program for this request: {error}"))
 
     # Reading prompts.
 
@@ -397,10 +396,3 @@ class Scheduler:
             self._free(job, look.slots)
         if delta.token_ids or delta.parts or delta.ending:
             job.deliver(delta)
-
-
-def _tell(jobs: Iterable[Job], error: Stopped) -> None:
-    """Tell these requests; one that cannot be told does not keep others from it."""
-    for job in jobs:
-        with contextlib.suppress(Exception):
-            job.deliver(error)

@@ -36,6 +36,7 @@ class State(SimpleNamespace):
 
 def batch_of(monkeypatch, trees, heads=HeadsConfig(n_heads=3)):  # noqa: B008
     """A batch of no model: programs note what they are given instead of running."""
+    monkeypatch.setattr(batches, "LEAST_SLOTS", 128)
     drafter = make_drafter(heads, CONFIG)
 
     def engine(tree, acceptance, sampled):
@@ -112,7 +113,7 @@ def test_a_prompt_in_pieces(batch, pieces, shared, wanted):
     """Each with the token behind every one of its own; the last shared token is read again."""
     prompt = np.arange(1, 122)
     reading = batch.begin(Row([prompt.tolist()], [9], None, *ONE), 0, shared, AUTO)
-    batch.slots = 512  # somebody's text has outgrown the slots since
+    batch.slots = 256  # somebody's text has outgrown the slots since
     while not reading.done:
         batch.read(reading)
     padded = np.pad(prompt, (0, 40))
@@ -150,13 +151,13 @@ def test_another_size_row_by_row(batch, monkeypatch):
     monkeypatch.setattr(rows, "resized", resized)
     monkeypatch.setattr(rows, "take_row", take_row)
     monkeypatch.setattr(rows, "insert_row", insert_row)
-    for size in ((1, 128), (1, 1024), (1, 1024), (2, 1024), (1, 128)):
+    for size in ((1, 128), (1, 512), (1, 512), (2, 512), (1, 128)):
         batch.fit(*size)
-    up, down = [(128, 512), (512, 1024)], [(1024, 512), (512, 128)]
+    up, down = [(128, 256), (256, 512)], [(512, 256), (256, 128)]
     assert seen == [
         *[("resized", *step) for step in up],
-        ("row", 1024, 0),
-        ("row", 1024, 0),
+        ("row", 512, 0),
+        ("row", 512, 0),
         *[("resized", *step) for step in down],
         ("row", 128, 0),
     ]
@@ -210,4 +211,4 @@ def test_a_step_has_room_for_the_tree_and_what_is_beside_it(monkeypatch):
     assert batch._state.outputs >= 100 + batch.longest
     slots = batch.slots
     assert batch.slots_for(slots - batch.widest) == slots
-    assert batch.slots_for(slots - batch.widest + 1) == 4 * slots
+    assert batch.slots_for(slots - batch.widest + 1) == 2 * slots

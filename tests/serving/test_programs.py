@@ -13,7 +13,7 @@ from tiny_model import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree
-from medusa_jax.serving import Request, Server, programs, room, scheduler
+from medusa_jax.serving import Request, Server, batch, programs, room, scheduler
 from medusa_jax.serving.job import BASE, Group
 from medusa_jax.serving.programs import Compiler, NotCompiled, Programs
 
@@ -161,19 +161,19 @@ def wait_until(condition):
 
 
 def test_who_waits_comes_before_what_is_planned():
-    batch = Recorded()
-    compiler = Compiler(lambda: batch, lambda: None)
+    recorded = Recorded()
+    compiler = Compiler(lambda: recorded, lambda: None)
     first, second, third = (Programs(BASE, n, 128) for n in (1, 2, 4))
     wanted = Programs(Group(False), 1, 128)
     compiler.plan([first, second, third])
     wait_until(lambda: compiler._now == first)
     assert not compiler.ready(wanted) and not compiler.ready(second)
     for _ in range(4):
-        batch.may.release()
+        recorded.may.release()
     compiler.wait()
     wait_until(lambda: compiler.known(third))
     # Ordinary requests first: others must not keep them waiting with what only they need.
-    assert batch.done == [first, second, wanted, third]
+    assert recorded.done == [first, second, wanted, third]
     assert compiler.ready(wanted) and not compiler.planned
     compiler.close()
 
@@ -210,12 +210,13 @@ def tiny(path):
         pytest.param(lambda path: (), marks=pytest.mark.slow, id="demo"),
     ],
 )
-def test_nothing_is_compiled_where_others_are_served(files, tmp_path, capsys):
+def test_nothing_is_compiled_where_others_are_served(files, tmp_path, monkeypatch, capsys):
     """The attack: calls that need programs of their own, while a victim is answered again and again.
 
     A wait in seconds says little where other processes take the processor, so what is asserted is
     that the serving thread compiles nothing; the victim's worst wait is printed with the attackers'.
     """
+    monkeypatch.setattr(batch, "LEAST_SLOTS", 128)
     tree = Tree.from_choices([[0], [1], [2], [0, 1]])  # no other test has its programs
     model = medusa_jax.load(*files(tmp_path), tree=tree)
     compiled = []
