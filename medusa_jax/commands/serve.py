@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
         type=at_least(0),
         default=256,
         metavar="TOKENS",
-        help="compile ahead, while nobody asks, what texts of so many tokens need; 0: nothing "
+        help="compile ahead what texts of up to this many tokens need; 0: nothing "
         "(default: 256)",
     )
     add(

@@ -5,6 +5,7 @@ import ipaddress
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def run(flags: argparse.Namespace) -> int:
         value = getattr(flags, name)
         if value is not None and not value > 0:  # nan is not, either
             raise UserError(f"--{name} must be more than 0, not {value}")
+    # Tracing a program must not hold up the thread that decodes at each of its turns for 5 ms.
+    sys.setswitchinterval(0.001)
     with listening(flags.host, flags.port) as listener:
         use_compilation_cache()
         warn_if_accelerator_unused()
@@ -53,14 +56,14 @@ def run(flags: argparse.Namespace) -> int:
         ) as server:
             if flags.warm_up:
                 most = min(flags.warm_up, model.config.max_position)
-                # A client may ask for its answer without drafts, too.
-                groups = [(True, "auto"), (False, "auto")]
-                server.warm_up(most, groups, wait=False)
+                server.warm_up(most, [(True, "auto")], wait=False)
                 inform(
-                    "compiling ahead; until that is done the first answers may begin late"
+                    "compiling ahead, the smallest batch first; calls are answered meanwhile"
                 )
             answer_calls(listener, server, template, key, flags)
-    return 0
+            if server.failed:
+                inform("error: the server ended after repeated errors; start it again")
+            return int(server.failed)
 
 
 def answer_calls(
@@ -92,7 +95,9 @@ def answer_calls(
         inform(f"warning: others can reach {shown} and there is no key: set {KEY}")
     # uvicorn raises the signal again when it is done; by then it is served.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    make_listener(app, limits, flags.drain).run([listener])
+    http = make_listener(app, limits, flags.drain)
+    server.when_failed(lambda: setattr(http, "should_exit", True))
+    http.run([listener])
 
 
 def chosen_template(model: Any, asked: str | None) -> str:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.prefill import (
     Piece,
     nothing_read,
@@ -104,22 +105,27 @@ def resized(
 
 
 @partial(jax.jit, static_argnums=0)
+def take_row(engine: Engine, state: Any, source: jax.Array) -> Any:
+    """A copy of row `source` of a state, or of any tree of arrays [B, ...]; B = 1."""
+    row = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, source, 1), state)
+    return pin_state(engine.llama.mesh, row)
+
+
+@partial(jax.jit, static_argnums=0)
 def begin_row(
     engine: Engine,
-    state: DecodeState,
-    source: jax.Array,
+    row: DecodeState,
     sampling: Sampling,
     limit_B: jax.Array,
     max_steps_B: jax.Array,
     stop_BQW: jax.Array,
 ) -> DecodeState:
-    """A state of one row to read a prompt in, with the cache of a row whose text begins alike.
+    """A state of one row to read a prompt in.
 
     Args:
-      source: number of that row; any will do where nothing is shared.
+      row: a copy of a row whose text begins alike; of any row where nothing is shared.
       sampling, limit_B, max_steps_B, stop_BQW: those of the new request, B = 1.
     """
-    row = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, source, 1), state)
     row = row.replace(
         sampling=sampling,
         tokens_BO=jnp.zeros_like(row.tokens_BO),
@@ -169,10 +175,8 @@ def read_row(
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def insert_row(
-    engine: Engine, state: DecodeState, row: DecodeState, at: jax.Array
-) -> DecodeState:
-    """The state with a row of its own in place `at`; both have the same slots."""
+def insert_row(engine: Engine, state: Any, row: Any, at: jax.Array) -> Any:
+    """A state, or any tree of arrays [B, ...], with a row in place `at`; of the same slots."""
 
     def put(x: jax.Array, one: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(x, one, at, axis=0)
@@ -202,7 +206,6 @@ def run_only(
 
 
 @partial(jax.jit, static_argnums=0)
-def with_logprobs(engine: Engine, state: DecodeState) -> DecodeState:
-    """The state with room for log-probabilities, or without, as the engine keeps them."""
-    state = state.replace(logprobs=room_for_logprobs(engine, state.tokens_BO))
-    return pin_state(engine.llama.mesh, state)
+def logprobs_room(engine: Engine, tokens_BO: jax.Array) -> Logprobs | None:
+    """Room for the log-probabilities that the engine keeps of these tokens."""
+    return pin_state(engine.llama.mesh, room_for_logprobs(engine, tokens_BO))

@@ -1,6 +1,6 @@
 """The device's side of serving: one batch of rows, and the programs that run on it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,42 +13,57 @@ from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.generate import (
     FOREVER,
     MIN_PROMPT,
-    MIN_SLOTS,
     output_slots,
     power_of_two,
 )
 from medusa_jax.decoding.generate import Request as Row
+from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.prefill import Piece
 from medusa_jax.decoding.sampling import Sampling, row_keys
-from medusa_jax.decoding.state import DecodeState, Progress, progress_of
+from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.step import decode_loop
 from medusa_jax.decoding.stopping import STOPPED, pack_stops
 from medusa_jax.heads import no_drafter
-from medusa_jax.serving.job import STOPS
+from medusa_jax.serving.job import STOPS, Group
+from medusa_jax.sharding import decode_shardings
 from medusa_jax.tree import Tree, stand_in
 
 # Most alternatives of a token whose log-probabilities a request may ask for.
 MOST_BEST = 20
+# Most tokens of a prompt that are read at once, by default: arithmetic outweighs reading the weights.
+# The larger the program, the more memory it takes: 100 MB for 256 tokens and 30 layers.
+PIECE = 128
+# Slots of the smallest cache. Every size needs programs, and native attention reads no more slots than
+# a text has; 512 of them take 24 MB a row with 30 layers and 3 heads.
+LEAST_SLOTS = 512
 
 
 @dataclass
 class Reading:
-    """A prompt that is being read into a state of one row.
+    """A prompt that is being read into a state of one row, or a row that waits for a place.
 
     Attributes:
       row: that state.
       prompt: all tokens; [0, position) are in its cache.
-      rule: the acceptance rule, which draws the first token.
+      group: whose rule draws the first token.
     """
 
     row: DecodeState
     prompt: np.ndarray
     position: int
-    rule: str
+    group: Group
 
     @property
     def done(self) -> bool:
         return self.position == len(self.prompt)
+
+
+def piece_sizes(most: int) -> list[int]:
+    """How many tokens of a prompt are read at once: 16, 128, ... and `most`."""
+    sizes = [MIN_PROMPT]
+    while 8 * sizes[-1] < most:
+        sizes.append(8 * sizes[-1])
+    return [*sizes, most] if most > MIN_PROMPT else [most]
 
 
 class Batch:
@@ -56,8 +71,8 @@ class Batch:
 
     Attributes:
       rows, slots: how many there are now; each pair has programs of its own.
-      trees: for each number of rows the tree that pays most.
-      widest: most nodes of a tree, which a row needs room for behind its text.
+      trees: for each number of rows the tree that is fastest.
+      widest: most nodes of a tree, which a row needs room for after its text.
       longest: most tokens that a step appends.
     """
 
@@ -66,40 +81,82 @@ class Batch:
         engine = model.engine(deepest, "sampled", sampled=True)
         # Knows the depth alone, as `Engine.depth_only`: what is not a step is one program for all.
         self._engine = replace(engine, tree=stand_in(trees.values()))
+        n = min(MOST_BEST, engine.llama.config.vocab_size)
+        self._with_logprobs = replace(self._engine, logprobs=n)
         self._variables_by = model.variables_by
-        # For each row whether its drafter took the text in by heads of a rule that depends on them.
+        # For each row whether its drafter read the text with the heads of a rule that depends on them.
         self._by_drafts = [False] * max(trees)
-        self._piece = piece
+        self._pieces = piece_sizes(piece)
         self.trees = dict(trees)
         beside = self._engine.n_rows - self._engine.tree.n_nodes
         self.widest = max(tree.n_nodes for tree in trees.values()) + beside
         self.longest = self._engine.tree.path_length
         self._sizes = rows.Sizes(output_slots(self._engine, most_new), STOPS)
-        self.rows, self.slots = min(trees), MIN_SLOTS
-        self._state = rows.idle(self._engine, self._sizes, self.rows, self.slots)
+        self.restart()
+
+    def restart(self) -> None:
+        """Rows without a text, whatever became of those before."""
+        self._state: Any = None  # its memory is free before the next is asked for
+        self._logprobs: Logprobs | None = None
+        self.rows, self.slots = min(self.trees), LEAST_SLOTS
+        self._state = self._idle(self.rows, self.slots)
+
+    def _idle(self, n_rows: int, slots: int) -> DecodeState:
+        """Rows without a text, placed as programs place their results: JAX compiles a program
+        anew for arrays that are placed otherwise."""
+        state = rows.idle(self._engine, self._sizes, n_rows, slots)
+        mesh = self._engine.llama.mesh
+        return (
+            state if mesh is None else jax.device_put(state, decode_shardings(mesh, state))
+        )
 
     def slots_for(self, length: int) -> int:
-        """Slots that a step needs behind a text of this length."""
-        return power_of_two(length + self.widest, MIN_SLOTS)
+        """Slots that a step needs for a text of this length."""
+        return power_of_two(length + self.widest, LEAST_SLOTS)
 
     def fit(self, n_rows: int, slots: int) -> None:
-        """Go on with so many rows and slots; what lies behind them is gone."""
-        if (n_rows, slots) != (self.rows, self.slots):
-            self._resize(n_rows, slots)
+        """Go on with this number of rows and slots; what is beyond them is gone.
 
-    def _resize(self, n_rows: int, slots: int) -> None:
-        self._state = rows.resized(self._engine, self._sizes, n_rows, slots, self._state)
+        Row by row: so a size needs programs for itself, and not one for each pair of sizes.
+        """
+        if (n_rows, slots) == (self.rows, self.slots):
+            return
+        kept = [self._row(i) for i in range(min(n_rows, self.rows))]
+        self._state = None
+        self._state, self._logprobs = self._idle(n_rows, slots), None
         self.rows, self.slots = n_rows, slots
+        for i, row in enumerate(kept):
+            self._put(self._resized(row, slots), i)
 
-    def keep_logprobs(self, wanted: bool) -> None:
-        """Keep log-probabilities of what is emitted from now on, or none; while none is read."""
-        n = min(MOST_BEST, self._engine.llama.config.vocab_size) if wanted else None
-        if self._engine.logprobs != n:
-            self._engine = replace(self._engine, logprobs=n)
-            self._state = rows.with_logprobs(self._engine, self._state)
+    def _row(self, at: int) -> DecodeState:
+        """A copy of a row."""
+        row = rows.take_row(self._engine, self._state, np.int32(at))
+        if self._logprobs is not None:
+            logprobs = rows.take_row(self._engine, self._logprobs, np.int32(at))
+            row = row.replace(logprobs=logprobs)
+        return row
 
-    def begin(self, request: Row, source: int, shared: int, rule: str) -> Reading:
-        """Begin to read a prompt behind the first `shared` tokens, which row `source` holds."""
+    def _put(self, row: DecodeState, at: int) -> None:
+        """Overwrite a row."""
+        place, logprobs = np.int32(at), row.logprobs
+        row = row.replace(logprobs=None)
+        self._state = rows.insert_row(self._engine, self._state, row, place)
+        if logprobs is not None:
+            if self._logprobs is None:
+                tokens_BO = self._state.tokens_BO
+                self._logprobs = rows.logprobs_room(self._with_logprobs, tokens_BO)
+            self._logprobs = rows.insert_row(self._engine, self._logprobs, logprobs, place)
+
+    def _resized(self, row: DecodeState, slots: int) -> DecodeState:
+        """A row with another number of slots, a size at a time."""
+        logprobs, row = row.logprobs, row.replace(logprobs=None)
+        while (now := row.cache.slots) != slots:
+            then = 2 * now if now < slots else now // 2
+            row = rows.resized(self._engine, self._sizes, 1, then, row)
+        return row.replace(logprobs=logprobs)
+
+    def begin(self, request: Row, source: int, shared: int, group: Group) -> Reading:
+        """Begin to read a prompt after the first `shared` tokens, which row `source` holds."""
 
         def own(values: Sequence[float] | None, dtype: type) -> Any:
             return np.array(values, dtype)
@@ -115,129 +172,130 @@ class Batch:
         )
         row = rows.begin_row(
             self._engine,
-            self._state,
-            np.int32(source),
+            rows.take_row(self._engine, self._state, np.int32(source)),
             sampling,
             own(request.limits, np.int32),
             own(request.max_steps or [FOREVER], np.int32),
             pack_stops(request.stops or [()], STOPS),
         )
+        if group.logprobs:
+            room = rows.logprobs_room(self._with_logprobs, row.tokens_BO)
+            row = row.replace(logprobs=room)
         # Drafters pair a position with the token behind it, so the last shared one is read again.
         position, n = max(0, shared - 1), len(request.prompts[0])
         if self._tokens_read(n - position) == self._tokens_read(n):
             position = 0  # nothing is saved, and other pieces would round differently
-        # A row of temperature 0 is greedy under "sampled", too.
-        rule = "sampled" if rule in ("auto", "greedy") else rule
-        if self._by_drafts[source] != RULES[rule].by_drafts:
+        if self._by_drafts[source] != RULES[_rule(group)].by_drafts:
             position = 0  # its drafter's state is of other heads (`Model.variables_by`)
-        return Reading(row, np.array(request.prompts[0], np.int32), position, rule)
+        return Reading(row, np.array(request.prompts[0], np.int32), position, group)
+
+    def _piece(self, rest: int) -> int:
+        """Tokens of the next piece: up to four small ones rather than one that is half empty."""
+        return next((size for size in self._pieces if 4 * size >= rest), self._pieces[-1])
 
     def _tokens_read(self, n: int) -> int:
-        """What reading n tokens takes: whole pieces, and a last one of a size that is compiled."""
-        whole, rest = divmod(n, self._piece)
-        return whole * self._piece + (power_of_two(rest, MIN_PROMPT) if rest else 0)
+        """What reading n tokens takes, padding included."""
+        total = 0
+        while total < n:
+            total += self._piece(n - total)
+        return total
 
     def next_tokens(self, reading: Reading) -> int:
         """Tokens of the next piece, padding included."""
-        rest = len(reading.prompt) - reading.position
-        return min(power_of_two(rest, MIN_PROMPT), self._piece)
+        return self._piece(len(reading.prompt) - reading.position)
 
     def read(self, reading: Reading) -> None:
         """Read the next piece, behind which the first token is known if it was the last."""
         n, T = len(reading.prompt), self.next_tokens(reading)
-        if reading.row.cache.slots != self.slots:
-            reading.row = rows.resized(
-                self._engine, self._sizes, 1, self.slots, reading.row
-            )
+        row = self._resized(reading.row, self.slots)
         begin = min(reading.position, self.slots - T)
         tokens: Any = np.zeros(T + 1, np.int32)
         here = reading.prompt[begin : begin + T + 1]
         tokens[: len(here)] = here
         one: Any = np.array([begin], np.int32), np.array([n], np.int32)
         piece = Piece(tokens[None, :-1], tokens[None, 1:], *one)
-        engine = replace(self._engine, acceptance=reading.rule)
-        variables = self._variables_by(reading.rule)
-        reading.row = rows.read_row(engine, variables, reading.row, piece)
+        engine = self._engine_of(reading.group)
+        variables = self._variables_by(engine.acceptance)
+        reading.row = rows.read_row(engine, variables, row, piece)
         reading.position = min(begin + T, n)
+
+    def _engine_of(self, group: Group) -> Engine:
+        engine = self._with_logprobs if group.logprobs else self._engine
+        return replace(engine, acceptance=_rule(group))
 
     def insert(self, reading: Reading, at: int) -> Progress:
         """Put a row that has been read in the place of another; what there is of it so far."""
-        self._state = rows.insert_row(self._engine, self._state, reading.row, np.int32(at))
-        self._by_drafts[at] = RULES[reading.rule].by_drafts
-        return progress_of(reading.row)
+        row = self._resized(reading.row, self.slots)
+        self._put(row, at)
+        self._by_drafts[at] = RULES[_rule(reading.group)].by_drafts
+        return progress_of(row)
+
+    def take(self, at: int, group: Group) -> Reading:
+        """A row that steps on later, from where it is put then."""
+        row = self._row(at)
+        if not group.logprobs:
+            row = row.replace(logprobs=None)
+        return Reading(row, np.zeros(0, np.int32), 0, group)
 
     def run(
-        self, wanted_B: np.ndarray, drafts: bool, rule: str, steps: int, few: int
+        self, wanted_B: np.ndarray, group: Group, steps: int, few: int
     ) -> tuple[Progress, int]:
         """Steps of the rows that should be RUNNING, until one of them ends; does not wait for it.
 
         Args:
+          group: what these rows have in common. Without drafts the drafter's state is left where
+            it is: a row that has gone on so cannot draft again.
           steps: at most.
           few: at most, if one of them has ended already: then its place may soon be wanted.
-          drafts: False decodes plainly and leaves the drafter's state behind: a row that has
-            gone on so cannot draft again.
 
         Returns: what there is then, and how many nodes the tree had.
         """
         tree, drafter = self.trees[self.rows], self._engine.drafter
-        if not drafts:
+        if not group.drafts:
             tree, drafter = Tree.none(), no_drafter(self._engine.llama.config)
-        engine = replace(self._engine, tree=tree, drafter=drafter, acceptance=rule)
+        engine = replace(self._engine_of(group), tree=tree, drafter=drafter)
         status_B, max_steps = rows.run_only(
             self._engine, self._state.status_B, wanted_B, np.int32(steps), np.int32(few)
         )
-        self._state, progress = decode_loop(
-            engine,
-            self._variables_by(rule),
-            self._state.replace(status_B=status_B),
-            max_steps,
-            True,
-        )
+        state = self._state.replace(status_B=status_B)
+        if group.logprobs:
+            state = state.replace(logprobs=self._logprobs)
+        variables = self._variables_by(engine.acceptance)
+        state, progress = decode_loop(engine, variables, state, max_steps, True)
+        if group.logprobs:
+            self._logprobs = state.logprobs
+        self._state = state.replace(logprobs=None)
         return progress, tree.n_nodes
 
-    def warm_up(
-        self, most_tokens: int, groups: Sequence[tuple[bool, str]]
-    ) -> Iterator[None]:
-        """Compile what texts of up to so many tokens need, one number of rows and slots at a time.
-
-        Whatever the rows hold is gone each time.
-
-        Args:
-          groups: of which requests, as `Job.group` has it.
-        """
-        slots = MIN_SLOTS
-        while True:
-            for n_rows in self.trees:
-                # A program is another one for what came out of another program, so each runs
-                # behind every one that it may follow.
-                self._resize(n_rows, slots)
-                reading = self._warm_reading(most_tokens)
-                for drafts, rule in groups:
-                    for one in ("greedy", "sampled") if rule == "auto" else (rule,):
-                        self.insert(reading, 0)
-                        self._run_nothing(drafts, one)
-                        self._run_nothing(drafts, one)
-                self._warm_reading(most_tokens)
-                jax.block_until_ready(self._state)
-                yield
-            if slots >= self.slots_for(most_tokens):
-                break
-            slots *= 2
-        self._resize(min(self.trees), MIN_SLOTS)
-        yield  # what was answered since the last part is gone, too
-
-    def _run_nothing(self, drafts: bool, rule: str) -> None:
-        self.run(np.full(self.rows, STOPPED, np.int32), drafts, rule, 0, 0)
-
-    def _warm_reading(self, most_tokens: int) -> Reading:
-        """Read prompts of all sizes; the last of them."""
-        one = Row([[0]], [1], [()], [0.0], [0], [1.0], [0.0], [0], [0], [0.1], [0.1])
-        T = min(self._piece, self.slots, power_of_two(most_tokens, MIN_PROMPT))
-        while True:
-            reading = self.begin(one, 0, 0, "auto")
-            reading.prompt = np.zeros(T, np.int32)
-            self.read(reading)
+    def compile(self, group: Group, n_rows: int, slots: int) -> None:
+        """Run everything once that a group needs at this size; what the rows held is gone."""
+        self.restart()
+        self.fit(n_rows, slots)
+        # The shortest prompts that begin with a piece of each size.
+        rests = [1, *(4 * size + 1 for size in self._pieces[:-1])]
+        for rest in (n for n in rests if self.slots_for(n) <= slots):
+            reading = self.begin(_nobody(rest), 0, 0, group)
+            while not reading.done:
+                self.read(reading)
             self.insert(reading, 0)
-            if T == MIN_PROMPT:
-                return reading
-            T //= 2
+            self.insert(self.take(0, group), 0)
+        for _ in range(2):  # what comes out of the first may be placed otherwise
+            self.run(np.full(n_rows, STOPPED, np.int32), group, 0, 0)
+        if slots > LEAST_SLOTS:  # growing to this size and back
+            row = self._resized(self._row(0), slots // 2)
+            self._put(self._resized(row, slots), 0)
+        if group.logprobs:  # rows keep theirs when others come and go
+            for size in (*self.trees, n_rows):
+                self.fit(size, slots)
+        jax.block_until_ready(self._state)
+        self.restart()
+
+
+def _rule(group: Group) -> str:
+    """The rule that draws the first token; a row of temperature 0 is greedy under "sampled", too."""
+    return "sampled" if group.rule == "auto" else group.rule
+
+
+def _nobody(n: int) -> Row:
+    """A request of n tokens that is answered with one."""
+    return Row([[0] * n], [1], [()], [0.0], [0], [1.0], [0.0], [0], [0], [0.1], [0.1])

@@ -1,8 +1,10 @@
 """A request in flight, as the host knows it."""
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,10 +14,36 @@ from medusa_jax.decoding.generate import Request as Row
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.errors import UserError
-from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, TooLong
+from medusa_jax.serving.request import (
+    Deliver,
+    Delta,
+    Ending,
+    Handle,
+    Request,
+    Stopped,
+    TooLong,
+)
 
 # Stop sequences of a row and tokens of each that one compiled program has room for.
 STOPS = (8, 4)
+
+
+class Group(NamedTuple):
+    """What rows have in common that can take a step together.
+
+    Attributes:
+      drafts: whether they draft.
+      rule: the acceptance rule; "auto" is greedy or sampled, row by row.
+      logprobs: whether log-probabilities are kept.
+    """
+
+    drafts: bool
+    rule: str = "auto"
+    logprobs: bool = False
+
+
+# What most requests are; nobody makes them wait for a program that he alone needs.
+BASE = Group(drafts=True)
 
 
 @dataclass
@@ -63,10 +91,11 @@ class Job:
         return self.request.options
 
     @property
-    def group(self) -> tuple[bool, str]:
+    def group(self) -> Group:
         """Rows of one group can take a step together."""
         rule = self.request.acceptance
-        return self.request.drafts, "auto" if rule in ("greedy", "sampled") else rule
+        rule = "auto" if rule in ("greedy", "sampled") else rule
+        return Group(self.request.drafts, rule, self.options.logprobs is not None)
 
     def begin(self) -> None:
         """Its prompt begins to be read."""
@@ -75,6 +104,11 @@ class Job:
     def known_text(self) -> np.ndarray:
         """What the cache holds of it: all but the last token, which is the root."""
         return np.array([*self.prompt, *self.token_ids[:-1]], np.int32)
+
+    def kept(self, most: int) -> tuple[np.ndarray, int]:
+        """That text as far as `most` tokens, and how many of them the drafter has read."""
+        text = self.known_text()
+        return text[:most], len(text) if self.request.drafts else self.drafted
 
     def take(self, progress: Progress, row: int) -> Delta:
         """What is new of it in row `row`, as far as it counts: behind a stop string nothing does.
@@ -168,3 +202,10 @@ def make_job(
             "tokens that end a text among them; stop strings are not counted"
         )
     return Job(request, row, StoppingText(model.tokenizer, options.stop), handle, deliver)
+
+
+def tell(jobs: Iterable[Job], error: Stopped) -> None:
+    """Tell these requests; one that cannot be told does not keep others from it."""
+    for job in jobs:
+        with contextlib.suppress(Exception):
+            job.deliver(error)

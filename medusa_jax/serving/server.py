@@ -1,17 +1,21 @@
 """A model that answers many at a time: a queue, and a thread that takes the turns."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from medusa_jax.api import Model
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.serving.job import Job, make_job
+from medusa_jax.serving.batch import PIECE, Batch
+from medusa_jax.serving.job import Group, Job, make_job
+from medusa_jax.serving.programs import Compiler, Programs
 from medusa_jax.serving.request import Deliver, Handle, Request, Stopped
 from medusa_jax.serving.scheduler import Scheduler
 from medusa_jax.tree import Tree
 
-_NO_MORE = object()
+# After this many errors without a chunk of steps between them the server ends.
+MOST_FAILURES = 3
 
 
 class Busy(Exception):
@@ -62,13 +66,24 @@ class Server:
         context = model.config.max_position
         self.most_prompt = min(max_prompt_tokens or context, context - 1)
         self.most_new = min(max_new_tokens or context, context)
-        trees = trees or {rows: model.tree_at(rows) for rows in row_sizes(slots)}
-        self._scheduler = Scheduler(model, trees=trees, most_new=self.most_new, **more)
+        self._trees = trees or {rows: model.tree_at(rows) for rows in row_sizes(slots)}
         self._wake = threading.Condition()
+        piece = more.get("piece", PIECE)
+        self._compiler = Compiler(
+            lambda: Batch(model, self._trees, self.most_new, piece), self._notify
+        )
+        self._scheduler = Scheduler(
+            model,
+            trees=self._trees,
+            most_new=self.most_new,
+            programs=self._compiler,
+            **more,
+        )
         self._inbox: list[Job] = []
-        self._closing = False
-        self._parts: Iterator[None] | None = None  # of what is compiled ahead
+        self._closing = self._changed = False
+        self._failures = self._chunks = 0
         self._error: BaseException | None = None
+        self._when_failed: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._serve, name="decoding", daemon=True)
         self._thread.start()
 
@@ -143,26 +158,36 @@ class Server:
     def warm_up(
         self, most_tokens: int, groups: Sequence[tuple[bool, str]], *, wait: bool = True
     ) -> None:
-        """Compile what texts of so many tokens need; before anything is submitted.
+        """Compile what texts of up to this many tokens need, the smallest sizes first.
+
+        Requests are answered meanwhile, with the programs that are ready.
 
         Args:
-          wait: until all is compiled. Else requests are taken meanwhile and a part is compiled
-            whenever there is none: an early one may wait for the part in hand, and for what it needs
-            and is not compiled yet.
+          groups: of which requests: whether they draft, and their acceptance rule or "auto".
+          wait: until all is compiled.
         """
-        parts = self._scheduler.warm_up(most_tokens, groups)
+        slots = self._scheduler.slot_sizes(most_tokens)
+        sizes = [(rows, n) for n in slots for rows in sorted(self._trees)]
+        self._compiler.plan(Programs(Group(*g), *size) for g in groups for size in sizes)
         if wait:
-            for _ in parts:
-                pass
-            return
-        with self._wake:
-            self._parts = parts
-            self._wake.notify()
+            self._compiler.wait()
 
     @property
     def warming_up(self) -> bool:
         """Whether something is still to be compiled ahead."""
-        return self._parts is not None
+        return self._compiler.planned
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended because of errors."""
+        return self._error is not None
+
+    def when_failed(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called, in the server's thread, if the server ends because of errors."""
+        with self._wake:
+            self._when_failed = tell
+        if self.failed:
+            tell()
 
     def close(self) -> None:
         """Answer what was submitted, take nothing new, and end."""
@@ -170,32 +195,76 @@ class Server:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        self._compiler.close()
 
     def _notify(self) -> None:
         with self._wake:
+            self._changed = True
             self._wake.notify()
 
     def _serve(self) -> None:
-        more = False
         try:
-            while True:
-                with self._wake:
-                    while not (more or self._inbox or self._closing or self._parts):
-                        self._wake.wait()
-                    arrived, self._inbox = self._inbox, []
-                    for job in arrived:
-                        self._scheduler.add(job)
-                if self._closing and not (more or arrived):
-                    return
-                if more or arrived:
-                    more = self._scheduler.step()
-                elif self._parts and next(self._parts, _NO_MORE) is _NO_MORE:
-                    self._parts = None
+            more = False
+            while self._wait(more):
+                more = self._turn()
         except BaseException as error:  # every client is told, whatever it was
             with self._wake:
                 self._error = error
-                for job in self._inbox:
-                    self._scheduler.add(job)
-                self._inbox = []
+                self._take_inbox()
             self._scheduler.fail(Stopped(f"decoding ended: {error}"))
+            self._when_failed()
+            if not isinstance(error, _Ended):
+                raise
+
+    def _take_inbox(self) -> bool:
+        arrived = bool(self._inbox)
+        while self._inbox:
+            self._scheduler.add(self._inbox.pop(0))
+        return arrived
+
+    def _wait(self, more: bool) -> bool:
+        """Until there is something to do; False: nothing will be.
+
+        Args:
+          more: whether there is, whatever comes.
+        """
+        with self._wake:
+            while not (self._take_inbox() or self._changed or more):
+                if self._closing and not (self.busy or self.waiting):
+                    return False
+                self._wake.wait()
+            self._changed = False
+        return True
+
+    def _turn(self) -> bool:
+        """A turn of the scheduler; after an error, new rows for those that wait.
+
+        Raises:
+          _Ended: that has not helped.
+        """
+        try:
+            more = self._scheduler.step()
+            if self._scheduler.chunks > self._chunks:
+                self._chunks, self._failures = self._scheduler.chunks, 0
+            if self._compiler.failures >= MOST_FAILURES:
+                raise _Ended("no program can be compiled")
+            return more
+        except _Ended:
             raise
+        except Exception as error:
+            lost = len(self._scheduler.on_device)
+            while True:
+                self._failures += 1
+                why = f"{error}".partition("\n")[0] or repr(error)
+                if self._failures >= MOST_FAILURES:
+                    raise _Ended(why) from error
+                inform(f"warning: a step failed, {lost} requests are lost: {why}")
+                try:
+                    self._scheduler.restart(Stopped(f"a step failed: {why}"))
+                    return True
+                except Exception as another:
+                    error = another
+
+
+class _Ended(Exception):
+    """Too many errors, one after the other."""

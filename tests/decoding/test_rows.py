@@ -66,7 +66,7 @@ def test_a_drafter_goes_on_from_where_texts_part():
 
     def read(state, source, prompt, begin):
         row = rows.begin_row(
-            engine, state, np.int32(source), request.sampling,
+            engine, rows.take_row(engine, state, np.int32(source)), request.sampling,
             request.limit_B, request.max_steps_B, request.stop_BQW,
         )  # fmt: skip
         tokens_1T = np.zeros((1, 17), np.int32)

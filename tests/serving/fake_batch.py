@@ -1,7 +1,7 @@
 """What `serving/batch.py` is for the scheduler, without a device: it remembers what every slot of every
 row holds and complains where a text is taken for granted that is not there."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import LIMIT, PAUSED, RUNNING, STOPPED
 from medusa_jax.serving.batch import Reading
+from medusa_jax.serving.job import Group
 
 RUBBISH = -1
 # As few as the tests' texts fill.
@@ -36,7 +37,7 @@ class Row:
       cache, drafter: the token that each slot was computed from, or RUBBISH.
       text: prompt and answer; the last token is the root, which is in no slot yet.
       prompt: how many of them are the prompt's.
-      rule: the acceptance rule that was asked for.
+      group: that of its request.
     """
 
     cache: np.ndarray
@@ -44,7 +45,7 @@ class Row:
     text: list = field(default_factory=list)
     prompt: int = 0
     limit: int = 0
-    rule: str = "auto"
+    group: Group | None = None
     status: int = STOPPED
     depths: list = field(default_factory=list)
     steps: int = 0
@@ -76,15 +77,22 @@ class FakeBatch:
       runs: what was asked for: with how many rows, and whether with drafts.
       steps: for each step that was taken, how many rows it was of use to.
       tokens_read: of prompts, padding included.
+      compiled: what `compile` was asked for.
     """
 
     def __init__(self, model, trees, most_new, piece):
         self.trees, self.piece = dict(trees), piece
         self.widest = max(tree.n_nodes for tree in trees.values())
         self.longest = max(tree.path_length for tree in trees.values())
-        self.rows, self.slots = min(trees), LEAST_SLOTS
+        self.runs, self.steps, self.tokens_read, self.compiled = [], [], 0, []
+        self.restart()
+
+    def restart(self):
+        self.rows, self.slots = min(self.trees), LEAST_SLOTS
         self.state = [self.idle() for _ in range(self.rows)]
-        self.runs, self.steps, self.tokens_read, self.keeps_logprobs = [], [], 0, False
+
+    def compile(self, group, n_rows, slots):
+        self.compiled.append((group, n_rows, slots))
 
     def idle(self):
         return Row(*(np.full(self.slots, RUBBISH) for _ in range(2)))
@@ -100,23 +108,21 @@ class FakeBatch:
         for row in self.state:
             row.resize(slots)
 
-    def warm_up(self, most_tokens, groups):
-        for n_rows in (*self.trees, min(self.trees)):
-            self.rows, self.slots = n_rows, LEAST_SLOTS
-            self.state = [self.idle() for _ in range(n_rows)]
-            yield
+    def take(self, at, group):
+        row = self.state[at]
+        taken = Reading(replace(row, cache=row.cache.copy()), np.array([], int), 0, group)
+        taken.row.drafter = row.drafter.copy()
+        taken.row.text, taken.row.depths = list(row.text), list(row.depths)
+        return taken
 
-    def keep_logprobs(self, wanted):
-        self.keeps_logprobs = wanted
-
-    def begin(self, request, source, shared, rule):
+    def begin(self, request, source, shared, group):
         [prompt], [limit] = request.prompts, request.limits
         row = self.state[source]
         position = max(0, shared - 1)
         assert list(row.cache[:position]) == list(prompt[:position])
         slots = row.cache.copy(), row.drafter.copy()
-        begun = Row(*slots, list(prompt), len(prompt), limit, rule)
-        return Reading(begun, np.array(prompt), position, rule)
+        begun = Row(*slots, list(prompt), len(prompt), limit, group)
+        return Reading(begun, np.array(prompt), position, group)
 
     def next_tokens(self, reading):
         return min(power_of_two(len(reading.prompt) - reading.position, 4), self.piece)
@@ -134,20 +140,21 @@ class FakeBatch:
         row = reading.row
         assert reading.done
         row.resize(self.slots)
-        row.text.append(next_token(row.text))
-        row.depths.append(0)
-        row.status = LIMIT if row.limit == 1 else RUNNING
+        if not row.depths:
+            row.text.append(next_token(row.text))
+            row.depths.append(0)
+            row.status = LIMIT if row.limit == 1 else RUNNING
         self.state[at] = row
         return self.progress([row])
 
-    def run(self, wanted_B, drafts, rule, steps, few):
+    def run(self, wanted_B, group, steps, few):
         assert len(wanted_B) == self.rows
+        drafts = group.drafts
         M = self.trees[self.rows].n_nodes if drafts else 1
         most = self.trees[self.rows].path_length if drafts else 1
         alive = (RUNNING, PAUSED)
         asked = [row for row, wanted in zip(self.state, wanted_B) if wanted == RUNNING]
-        alike = ("auto", "greedy", "sampled")
-        assert all(row.rule == rule or {row.rule, rule} <= set(alike) for row in asked)
+        assert all(row.group == group for row in asked)
         steps = steps if all(row.status in alive for row in asked) else few
         for row, wanted in zip(self.state, wanted_B):
             row.status = int(wanted) if row.status in alive else row.status

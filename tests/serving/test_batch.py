@@ -20,7 +20,7 @@ from medusa_jax.heads.lookahead import LookaheadConfig
 from medusa_jax.model.llama import Llama
 from medusa_jax.serving import batch as batches
 from medusa_jax.serving.batch import Batch
-from medusa_jax.serving.job import STOPS
+from medusa_jax.serving.job import STOPS, Group
 from medusa_jax.tree import Tree
 
 CONFIG = tiny_config(n_layers=1)
@@ -36,6 +36,7 @@ class State(SimpleNamespace):
 
 def batch_of(monkeypatch, trees, heads=HeadsConfig(n_heads=3)):  # noqa: B008
     """A batch of no model: programs note what they are given instead of running."""
+    monkeypatch.setattr(batches, "LEAST_SLOTS", 128)
     drafter = make_drafter(heads, CONFIG)
 
     def engine(tree, acceptance, sampled):
@@ -45,6 +46,7 @@ def batch_of(monkeypatch, trees, heads=HeadsConfig(n_heads=3)):  # noqa: B008
         return State(status_B="idle", outputs=sizes.outputs)
 
     monkeypatch.setattr(rows, "idle", idle)
+    monkeypatch.setattr(rows, "take_row", lambda engine, state, source: source)
     model = SimpleNamespace(engine=engine, variables_by=lambda rule: f"for {rule}")
     return Batch(model, trees, 100, 32)
 
@@ -56,11 +58,11 @@ def batch(monkeypatch):
 
 def test_every_field_of_a_request_reaches_its_row(batch, monkeypatch):
     seen = []
-    monkeypatch.setattr(rows, "begin_row", lambda engine, state, *given: seen.append(given))
+    monkeypatch.setattr(rows, "begin_row", lambda engine, *given: seen.append(given))
     stops = ((9,), (3, 8))
     fields = ([0.5], [7], [0.75], [0.25], [11], [13], [0.125], [0.375], [17])
-    batch.begin(Row([[4, 5, 6]], [70], [stops], *fields), 1, 0, "auto")
-    batch.begin(Row([[4, 5, 6]], [70], None, *fields[:-1]), 1, 0, "auto")
+    batch.begin(Row([[4, 5, 6]], [70], [stops], *fields), 1, 0, AUTO)
+    batch.begin(Row([[4, 5, 6]], [70], None, *fields[:-1]), 1, 0, AUTO)
     (source, sampling, limit_B, steps_B, stop_BQW), (*_, any_steps_B, no_stop_BQW) = seen
     names = ("temperature", "top_k", "top_p", "min_p", "epsilon", "delta")
     got = [getattr(sampling, f"{name}_B").tolist() for name in names]
@@ -73,6 +75,7 @@ def test_every_field_of_a_request_reaches_its_row(batch, monkeypatch):
     np.testing.assert_array_equal(no_stop_BQW, pack_stops([()], STOPS))
 
 
+AUTO = Group(True)
 ONE = ([0.0], [0], [1.0], [0.0], [0], [0], [0.1], [0.1])
 
 
@@ -83,7 +86,7 @@ def pieces(batch, monkeypatch):
 
     def resized(engine, sizes, n_rows, slots, row):
         assert n_rows == 1
-        return State(cache=State(slots=slots))
+        return State(cache=State(slots=slots), logprobs=None)
 
     def read_row(engine, variables, row, piece):
         assert row.cache.slots == batch.slots
@@ -91,7 +94,7 @@ def pieces(batch, monkeypatch):
         seen.append((engine, piece))
         return row
 
-    row = State(cache=State(slots=batch.slots))
+    row = State(cache=State(slots=batch.slots), logprobs=None)
     monkeypatch.setattr(rows, "begin_row", lambda *given: row)
     monkeypatch.setattr(rows, "resized", resized)
     monkeypatch.setattr(rows, "read_row", read_row)
@@ -101,16 +104,17 @@ def pieces(batch, monkeypatch):
 @pytest.mark.parametrize(
     ("shared", "wanted"),
     [
-        (0, [(0, 32), (32, 32), (64, 32), (96, 32)]),
-        (2, [(0, 32), (32, 32), (64, 32), (96, 32)]),  # nothing would be saved
-        (41, [(40, 32), (72, 32), (104, 32)]),
+        # The last 64 or fewer in pieces of 16.
+        (0, [(0, 32), (32, 32), (64, 16), (80, 16), (96, 16), (112, 16)]),
+        (2, [(0, 32), (32, 32), (64, 16), (80, 16), (96, 16), (112, 16)]),  # saves nothing
+        (41, [(40, 32), (72, 16), (88, 16), (104, 16), (120, 16)]),
         (111, [(110, 16)]),
     ],
 )
 def test_a_prompt_in_pieces(batch, pieces, shared, wanted):
     """Each with the token behind every one of its own; the last shared token is read again."""
     prompt = np.arange(1, 122)
-    reading = batch.begin(Row([prompt.tolist()], [9], None, *ONE), 0, shared, "auto")
+    reading = batch.begin(Row([prompt.tolist()], [9], None, *ONE), 0, shared, AUTO)
     batch.slots = 256  # somebody's text has outgrown the slots since
     while not reading.done:
         batch.read(reading)
@@ -124,67 +128,64 @@ def test_a_prompt_in_pieces(batch, pieces, shared, wanted):
 
 def test_the_last_piece_ends_with_the_slots(batch, pieces):
     prompt = list(range(1, 122))
-    reading = batch.begin(Row([prompt], [9], None, *ONE), 0, 101, "auto")
+    reading = batch.begin(Row([prompt], [9], None, *ONE), 0, 118, AUTO)
     batch.read(reading)
     [(_, piece)] = pieces
-    assert piece.begin_B.tolist() == [batch.slots - 32] and reading.done
-    assert piece.tokens_BT[0, :25].tolist() == prompt[-25:]
+    assert piece.begin_B.tolist() == [batch.slots - 16] and reading.done
+    assert piece.tokens_BT[0, :9].tolist() == prompt[-9:]
 
 
-def test_nothing_runs_where_nothing_changes(batch, monkeypatch):
+def test_another_size_row_by_row(batch, monkeypatch):
+    """So that no pair of sizes has a program; nothing runs where nothing changes."""
     seen = []
-    monkeypatch.setattr(rows, "resized", lambda *given: seen.append(given[2:4]))
-    monkeypatch.setattr(
-        rows, "with_logprobs", lambda engine, _: seen.append(engine.logprobs)
-    )
-    for size in ((1, 128), (1, 256), (1, 256), (2, 256)):
-        batch.fit(*size)
-    for wanted in (False, True, True, False):
-        batch.keep_logprobs(wanted)
-    assert seen == [(1, 256), (2, 256), batches.MOST_BEST, None]
 
+    def resized(engine, sizes, n_rows, slots, row):
+        seen.append(("resized", row.cache.slots, slots))
+        return State(cache=State(slots=slots), logprobs=None)
 
-def test_whoever_warms_up_hears_of_every_loss(batch, pieces, monkeypatch):
-    """Rows lose their texts before a part is handed back, and not behind the last one."""
-    sizes = []
+    def take_row(engine, state, source):
+        return State(cache=State(slots=batch.slots), logprobs=None)
 
-    def resized(engine, _, n_rows, slots, state):
-        sizes.append((n_rows, slots))
+    def insert_row(engine, state, row, at):
+        seen.append(("row", row.cache.slots, int(at)))
         return state
 
     monkeypatch.setattr(rows, "resized", resized)
-    monkeypatch.setattr(rows, "read_row", lambda engine, variables, row, piece: row)
-    monkeypatch.setattr(rows, "insert_row", lambda engine, state, row, at: state)
-    monkeypatch.setattr(batches, "progress_of", lambda row: None)
-    told = []
-    for _ in batch.warm_up(200, []):
-        told.append([size for size in sizes if size[0] == batch.rows][-1])
-        sizes.clear()
-    every = [(1, 128), (2, 128), (1, 256), (2, 256)]
-    assert told == [*every, (1, 128)] and not sizes
+    monkeypatch.setattr(rows, "take_row", take_row)
+    monkeypatch.setattr(rows, "insert_row", insert_row)
+    for size in ((1, 128), (1, 512), (1, 512), (2, 512), (1, 128)):
+        batch.fit(*size)
+    up, down = [(128, 256), (256, 512)], [(512, 256), (256, 128)]
+    assert seen == [
+        *[("resized", *step) for step in up],
+        ("row", 512, 0),
+        ("row", 512, 0),
+        *[("resized", *step) for step in down],
+        ("row", 128, 0),
+    ]
 
 
 @pytest.mark.parametrize(
     ("rule", "drawn_by"),
-    [(rule, "sampled") for rule in ("auto", "greedy", "sampled")]
-    + [(rule, rule) for rule in ("typical", "rejection")],
+    [("auto", "sampled")] + [(rule, rule) for rule in ("typical", "rejection")],
 )
 def test_the_first_token_is_drawn_by_the_requests_rule(batch, pieces, rule, drawn_by):
-    batch.read(batch.begin(Row([[4, 5, 6]], [70], None, *ONE), 0, 0, rule))
+    batch.read(batch.begin(Row([[4, 5, 6]], [70], None, *ONE), 0, 0, Group(True, rule)))
     assert [engine.acceptance for engine, _ in pieces] == [drawn_by]
 
 
-def test_a_text_is_not_reused_behind_other_heads(batch, pieces, monkeypatch):
+@pytest.mark.usefixtures("pieces")
+def test_a_text_is_not_reused_behind_other_heads(batch, monkeypatch):
     """What the drafter of a row holds is of the heads that its rule reads."""
     monkeypatch.setattr(rows, "insert_row", lambda engine, state, row, at: state)
     monkeypatch.setattr(batches, "progress_of", lambda row: None)
     known = {}
-    for rule in ("sampled", "typical", "rejection", "greedy"):
+    for rule in ("auto", "typical", "rejection", "greedy"):
         prompt = Row([list(range(1, 122))], [9], None, *ONE)
-        reading = batch.begin(prompt, 1, 101, rule)
+        reading = batch.begin(prompt, 1, 101, Group(True, rule))
         known[rule] = reading.position
         batch.insert(reading, 1)
-    assert known == {"sampled": 100, "typical": 0, "rejection": 100, "greedy": 0}
+    assert known == {"auto": 100, "typical": 0, "rejection": 100, "greedy": 0}
 
 
 @pytest.mark.parametrize("drafts", [True, False])
@@ -202,7 +203,7 @@ def test_a_chunk_has_its_rule_tree_and_drafter(batch, monkeypatch, drafts):
 
     monkeypatch.setattr(rows, "run_only", run_only)
     monkeypatch.setattr(batches, "decode_loop", decode_loop)
-    progress, n_nodes = batch.run("wanted", drafts, "typical", 8, 2)
+    progress, n_nodes = batch.run("wanted", Group(drafts, "typical"), 8, 2)
     [(engine, status_B, steps, until_one_ends)] = seen
     assert (progress, status_B, steps, until_one_ends) == (
         "progress",

@@ -21,8 +21,6 @@ from tiny_model import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree
-from medusa_jax.decoding import rows
-from medusa_jax.decoding.step import decode_loop
 from medusa_jax.serving import Request, Server
 from medusa_jax.serving.http import make_app
 from medusa_jax.serving.job import Job
@@ -83,39 +81,29 @@ def test_some_clients_at_once(port):
 
 
 @pytest.mark.wide
-def test_nothing_is_compiled_in_steady_state(port, monkeypatch):
+def test_nothing_is_compiled_in_steady_state(port):
     """Once warm, texts of any length, arrival and parameters run the same programs. Who asks before
-    that is answered between two parts of it."""
-    programs = (decode_loop, rows.begin_row, rows.read_row, rows.insert_row, rows.run_only)
-    begun, asked, answered = (threading.Event() for _ in range(3))
-    warm_up, in_between = port.server._scheduler.warm_up, []
-
-    def slowly(*given):
-        for number, _ in enumerate(warm_up(*given)):
-            if number == 0:
-                begun.set()
-                asked.wait(30)
-            if number == 1:
-                in_between.append(answered.wait(30))
-            yield
-
-    monkeypatch.setattr(port.server._scheduler, "warm_up", slowly)
-    port.server.warm_up(95, [(True, "auto"), (False, "auto")], wait=False)
-    assert begun.wait(60)
-    early = port.server.submit(Request("in the", Options(max_new_tokens=9)))
-    asked.set()
-    *_, last = early
-    answered.set()
+    that is answered meanwhile."""
+    server, compiled = port.server, []
+    server.warm_up(95, [(True, "auto"), (False, "auto")], wait=False)
+    *_, last = server.submit(Request("in the", Options(max_new_tokens=9)))
     assert last.ending.result.text == alone(port.model, "in the", max_new_tokens=9).text
-    while port.server.warming_up:
+    while server.warming_up:
         time.sleep(0.01)
-    assert in_between == [True]
-    warm = [program._cache_size() for program in programs]
     asked = kinds(PROMPTS, [1, 3, 11, 25, 40])
     for fields in asked[::3]:
         fields["drafts"] = False
-    clients.attack(port.url, 4, 40, asked, 0.0)
-    assert [program._cache_size() for program in programs] == warm
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(threading.current_thread().name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        clients.attack(port.url, 4, 40, asked, 0.0)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.decoding.state import progress_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
-from medusa_jax.serving import Request
+from medusa_jax.serving import Request, batch
 from medusa_jax.serving.job import make_job
 from medusa_jax.serving.request import Handle, Stopped, TooLong
 from medusa_jax.serving.scheduler import FEW_STEPS, Scheduler
@@ -25,6 +25,14 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
 LONG = "the cat and in the hat, " * 9
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_slots():
+    """So that texts of a tiny model outgrow them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "LEAST_SLOTS", 128)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +140,7 @@ def test_no_text_depends_on_slot_neighbours_or_arrival(model, scheduler):
         assert not ended_B.any() or set(taken_B[ended_B]) == {taken_B.max()}, (
             before.status_B, progress.status_B, taken_B, wanted_B,
         )  # fmt: skip
-        seen.add((batch.rows, batch.slots, rest[0], nodes))
+        seen.add((batch.rows, batch.slots, rest[0].drafts, nodes))
         assert len(wanted_B) == batch.rows
         return progress, nodes
 
@@ -163,8 +171,8 @@ def test_a_paused_row_is_not_overwritten(model, scheduler):
 
 def test_a_start_is_reused_of_a_row_that_ended_without_room(model, scheduler, monkeypatch):
     """What the steps of others write for it is hidden from a later text, but has to be numbers."""
-    monkeypatch.setattr("medusa_jax.serving.scheduler.PATIENCE", 4)
-    scheduler._fit(2, 256)
+    monkeypatch.setattr("medusa_jax.serving.room.PATIENCE", 4)
+    scheduler._room.fit(2, 256)
     start = model.encode(LONG)[:100]
     longer, beside = Request(start, options(60)), Request("the hat", options(90))
     clients = run(scheduler, {0: [longer, beside], 35: [Request(start, options(9))]}, model)
@@ -194,7 +202,7 @@ def test_another_turn_behind_the_same_start(model, scheduler):
     """The drafter too goes on from where texts part: drafts are those of a fresh start."""
     start = model.encode("the cat in the hat and the other cat in a hat")
     first, second = (start + model.tokenizer.encode(end) for end in ("abc", "the"))
-    scheduler._fit(2, 256)  # where there is a tree
+    scheduler._room.fit(2, 256)  # where there is a tree
     [cold] = run(scheduler, {0: [Request(second, options(40))]}, model)
     run(scheduler, {0: [Request(first, options(30))]}, model)
     [warm] = run(scheduler, {0: [Request(second, options(40))]}, model)

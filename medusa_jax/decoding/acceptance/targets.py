@@ -7,6 +7,7 @@ and the bonus token is the target token of the deepest accepted node.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
 from medusa_jax.decoding.sampling import Sampling, best_token, filtered, gumbel
@@ -31,14 +32,33 @@ def target_tokens(
     """
     if sampling is None:
         return best_token(logits_BMV)
-    if by_depth is None:
-        noise = gumbel(
-            sampling.key_B, positions_BM + 1, logits_BMV.shape[-1], logits_BMV.dtype
-        )
-    else:
-        noise = jnp.take(by_depth[0], by_depth[1], axis=1)
-    noise = jnp.where((sampling.temperature_B > 0)[:, None, None], noise, 0)
-    return best_token(filtered(logits_BMV, sampling) + noise)
+
+    def draw() -> jax.Array:
+        if by_depth is None:
+            V, dtype = logits_BMV.shape[-1], logits_BMV.dtype
+            noise = gumbel(sampling.key_B, positions_BM + 1, V, dtype)
+        else:
+            noise = jnp.take(by_depth[0], by_depth[1], axis=1)
+        noise = jnp.where((sampling.temperature_B > 0)[:, None, None], noise, 0)
+        return best_token(filtered(logits_BMV, sampling) + noise)
+
+    # A server runs greedy rows with this program, too: without filters and noise they cost as ever.
+    return lax.cond(_any_sampled(sampling), draw, lambda: best_token(logits_BMV))
+
+
+def _any_sampled(sampling: Sampling) -> jax.Array:
+    return jnp.any(sampling.temperature_B > 0)
+
+
+def _noise(
+    sampling: Sampling, positions_BL: jax.Array, vocab_size: int, dtype
+) -> jax.Array:
+    """Gumbel noise, which is not drawn where every row has temperature 0."""
+    return lax.cond(
+        _any_sampled(sampling),
+        lambda: gumbel(sampling.key_B, positions_BL, vocab_size, dtype),
+        lambda: jnp.zeros((*positions_BL.shape, vocab_size), dtype),
+    )
 
 
 def accept_targets(nodes_BM: jax.Array, targets_BM: jax.Array, tree: Tree) -> Accepted:
@@ -68,5 +88,5 @@ SAMPLED = Rule(
     True,
     "lossless: the text of plain sampling with the same seed, token for token",
     _sampled,
-    noise=lambda sampling, *rest: gumbel(sampling.key_B, *rest),
+    noise=_noise,
 )

@@ -1,0 +1,217 @@
+"""Errors of the device: nobody waits for an answer that will not come, and the server goes on."""
+
+import threading
+import time
+
+import httpx2 as httpx
+import pytest
+from fake_batch import FakeBatch
+from served import ASKED, NAME, TREE, Port, alone, ask_app
+from test_turns import PIECE, TREES, Client, finish
+
+from medusa_jax import Options
+from medusa_jax.serving import Request, Server, Stopped, programs, scheduler
+from medusa_jax.serving.batch import Batch
+from medusa_jax.serving.http import make_app
+from medusa_jax.serving.server import MOST_FAILURES
+
+CALLS = ["fit", "begin", "next_tokens", "read", "insert", "run"]
+
+
+class Lost(Exception):
+    """The device is gone."""
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    monkeypatch.setattr(scheduler, "Batch", FakeBatch)
+    return scheduler.Scheduler(None, trees=TREES, most_new=300, chunk_steps=3, piece=PIECE)
+
+
+def fail_at(batch, call, number, monkeypatch):
+    """Let the n-th call from now on raise, and those after it work."""
+    true, left = getattr(batch, call), [number]
+
+    def raising(*given):
+        left[0] -= 1
+        if left[0] == 0:
+            raise Lost("out of memory")
+        return true(*given)
+
+    monkeypatch.setattr(batch, call, raising)
+
+
+def step_until_lost(turns):
+    for _ in range(200):
+        try:
+            turns.step()
+        except Lost:
+            return
+    raise AssertionError("nothing raised")
+
+
+def told(clients):
+    """How often each was told that there will be no answer."""
+    return [sum(isinstance(delta, Stopped) for delta in c.deltas) for c in clients]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("call", CALLS)
+def test_everybody_is_told_whatever_raised(turns, call, number, monkeypatch):
+    """Also the request that was about to get its row; each once."""
+    clients = [Client(turns, [n] * (40 if n == 2 else 9), 60) for n in range(1, 7)]
+    fail_at(turns._batch, call, number, monkeypatch)
+    step_until_lost(turns)
+    turns.fail(Stopped("the device is gone"))
+    assert told(clients) == [1] * 6
+    assert turns.busy == turns.waiting == 0
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_those_that_wait_are_answered_by_new_rows(turns, call, monkeypatch):
+    clients = [Client(turns, [n] * (40 if n == 2 else 9), 60) for n in range(1, 9)]
+    fail_at(turns._batch, call, 2, monkeypatch)
+    step_until_lost(turns)
+    lost = len(turns.on_device)
+    turns.restart(Stopped("a step failed"))
+    finish(turns)
+    assert 0 < sum(told(clients)) == lost < len(clients)
+    for client, stopped in zip(clients, told(clients)):
+        if not stopped:
+            client.check()
+
+
+def test_a_client_that_cannot_be_told_keeps_nobody_from_it(turns):
+    clients = [Client(turns, [n], 60) for n in range(1, 7)]
+    turns.step()
+
+    def broken(delta):
+        raise RuntimeError("its event loop is closed")
+
+    clients[0].job.deliver = broken
+    turns.fail(Stopped("the device is gone"))
+    assert told(clients) == [0, 1, 1, 1, 1, 1]
+
+
+@pytest.fixture
+def server(port):
+    with Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3) as server:
+        yield server
+
+
+@pytest.mark.parametrize("call", ["begin", "read", "insert", "run"])
+def test_a_server_goes_on_after_an_error(server, call, monkeypatch, capfd):
+    """What was on the device is lost, and its clients hear of it; the next answer is as ever."""
+    [*_, last] = server.submit(Request("in the", Options(max_new_tokens=9)))
+    fail_at(server._scheduler._batch, call, 1, monkeypatch)
+    with pytest.raises(Stopped, match="out of memory"):
+        list(server.submit(Request("in the", Options(max_new_tokens=9))))
+    assert server.running
+    [*_, again] = server.submit(Request("in the", Options(max_new_tokens=9)))
+    assert again.ending.result.token_ids == last.ending.result.token_ids
+    assert "1 requests are lost: out of memory" in capfd.readouterr().err
+
+
+def test_errors_one_after_the_other_end_it(server, monkeypatch):
+    ended = threading.Event()
+    server.when_failed(ended.set)
+
+    def broken(*given):
+        raise Lost("the device is gone")
+
+    monkeypatch.setattr(server._scheduler._batch, "begin", broken)
+    for n in range(MOST_FAILURES):
+        assert server.running == (n < MOST_FAILURES)
+        with pytest.raises(Stopped, match="the device is gone"):
+            list(server.submit(Request("in")))
+    assert ended.wait(10) and server.failed and not server.running
+    with pytest.raises(Stopped):
+        server.submit(Request("in"))
+    app = make_app(server, name=NAME, template="")
+    assert ask_app(app, "GET", "/health").status_code == 503
+
+
+def test_a_device_that_compiles_nothing_ends_it(port, monkeypatch):
+    def compile(*given):
+        raise Lost("out of memory")
+
+    monkeypatch.setattr(Batch, "compile", compile)
+    monkeypatch.setattr(programs, "RETRY_SECONDS", 0.0)
+    with Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3) as server:
+        end = time.monotonic() + 30
+        while server.running:
+            assert time.monotonic() < end
+            with pytest.raises(Stopped):
+                list(server.submit(Request("in")))
+    assert server.failed
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_what_cannot_be_compiled_costs_only_who_needs_it(
+    server, planned, monkeypatch, capfd
+):
+    """Ahead of any request, it ends the warm-up; else the request that asked for it is told."""
+    asked = Request("in the", Options(max_new_tokens=9))
+    [*_, last] = server.submit(asked)
+    true = Batch.compile
+
+    def compile(self, group, n_rows, slots):
+        if group.rule == "typical":
+            raise Lost("out of memory")
+        true(self, group, n_rows, slots)
+
+    monkeypatch.setattr(Batch, "compile", compile)
+    if planned:
+        server.warm_up(9, [(True, "typical"), (False, "typical")])
+        assert not server.warming_up
+        assert capfd.readouterr().err.count("compiling ahead ends here: out of memory") == 1
+    else:
+        with pytest.raises(Stopped, match="out of memory"):
+            list(server.submit(Request("in the", acceptance="typical")))
+    [*_, again] = server.submit(asked)
+    assert again.ending.result.token_ids == last.ending.result.token_ids
+
+
+def test_attack_on_loopback(port, server, monkeypatch, capsys):
+    """A device that fails now and then, clients that do not stop: every call ends, with the right
+    text or 503."""
+    expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
+    batch, count = server._scheduler._batch, [0]
+    list(server.submit(Request("in", Options(max_new_tokens=3))))
+
+    def flaky(true):
+        def call(*given):
+            count[0] += 1
+            if count[0] % 61 == 0:
+                raise Lost("out of memory")
+            return true(*given)
+
+        return call
+
+    for call in ("begin", "read", "insert", "run"):
+        monkeypatch.setattr(batch, call, flaky(getattr(batch, call)))
+    second = Port(server, make_app(server, name=NAME, template=""))
+    seen, longest = [], 0.0
+
+    def ask():
+        nonlocal longest
+        with httpx.Client(base_url=second.url, timeout=60) as http:
+            for _ in range(6):
+                start = time.monotonic()
+                answer = http.post("/v1/completions", json=ASKED)
+                longest = max(longest, time.monotonic() - start)
+                text = answer.json()["choices"][0]["text"] if answer.is_success else ""
+                seen.append((answer.status_code, text))
+
+    clients = [threading.Thread(target=ask) for _ in range(4)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    second.close()
+    assert server.running
+    with capsys.disabled():
+        lost = sum(status == 503 for status, _ in seen)
+        print(f"\n{len(seen)} calls, {lost} lost with the device, longest {longest:.2f} s")
+    assert len(seen) == 24 and {status for status, _ in seen} == {200, 503}
+    assert {text for status, text in seen if status == 200} == {expected}
