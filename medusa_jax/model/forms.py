@@ -171,8 +171,8 @@ def time_products(
     for name in n_layers * list(forms):
         if over.is_set():
             return
-        placed = [place({"kernel": kernel}, forms[name]) for kernel in kernels]
-        layers[name].append([part["kernel"] for part in placed])
+        placed = place({str(i): {"kernel": k} for i, k in enumerate(kernels)}, forms[name])
+        layers[name].append([part["kernel"] for part in placed.values()])
     for n in range(1 + ROUNDS):
         for (name, rows), seconds in times.items():
             if over.is_set():
