@@ -52,7 +52,9 @@ __all__ = [
     "warm_up",
 ]
 
-MIN_SLOTS = 128
+# Slots of the smallest cache: attention by XLA costs what they ask for, the native kernels read no more
+# than the text.
+MIN_SLOTS, NATIVE_SLOTS = 128, 512
 MIN_PROMPT = 16
 # Steps: as many as the other limits allow.
 FOREVER = np.iinfo(np.int32).max
@@ -81,6 +83,11 @@ def power_of_two(n: int, least: int) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
+def least_slots(engine: Engine) -> int:
+    """Slots of the smallest cache: every size is a program to compile before the first token."""
+    return NATIVE_SLOTS if engine.llama.native else MIN_SLOTS
+
+
 def slot_ladder(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
     """Cache sizes to step through: powers of two, up to the first that suffices.
 
@@ -88,7 +95,7 @@ def slot_ladder(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
       longest_prompt: tokens of the longest prompt.
       needed: slots of the longest possible row, prompt + limit + `engine.n_rows`.
     """
-    first = power_of_two(longest_prompt + engine.n_rows, MIN_SLOTS)
+    first = power_of_two(longest_prompt + engine.n_rows, least_slots(engine))
     ladder = [first]
     while ladder[-1] < needed:
         ladder.append(2 * ladder[-1])

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from medusa_jax.decoding.generate import (
-    MIN_SLOTS,
     DecodeState,
     Engine,
     Request,
     decode_loop,
+    least_slots,
     power_of_two,
     prefill,
     prefill_arguments,
@@ -54,7 +54,9 @@ class StepClock:
                 f"in a context of {context}"
             )
         n_rows = max(e.n_rows for e in engines)
-        self.slots = power_of_two(len(prompt) + self.n_steps * L + n_rows, MIN_SLOTS)
+        self.slots = power_of_two(
+            len(prompt) + self.n_steps * L + n_rows, least_slots(engines[0])
+        )
         self.variables = variables
         self.shapes: dict[Engine, DecodeState] = {}
         self.request = Request(
