@@ -1,4 +1,4 @@
-"""Pictures: draft trees, a step on one, the curves they are chosen by, rooflines, bars, text coloured by accepted depth."""
+"""Pictures: draft trees, decode steps, calibration curves, rooflines, bars, text coloured by accepted depth."""
 
 from medusa_jax.plots.bars import draw_bars
 from medusa_jax.plots.charts import Chart, draw_curves, draw_lines

@@ -14,10 +14,10 @@ def draw_bars(
     level: float | None = None,
     title: str = "",
 ) -> Path:
-    """Draws charts one below the other.
+    """Draw charts one below the other.
 
-    charts: title -> label of a series -> category -> value; the first series orders the categories,
-    one alone needs no legend.
+    charts: title -> label of a series -> category -> value; the first series gives the order of
+    categories. A legend is drawn for two or more series.
     level: a horizontal line in every chart, such as plain decoding.
     """
     categories = list(next(iter(next(iter(charts.values())).values())))

@@ -1,4 +1,4 @@
-"""Charts: the curves that a tree is chosen by, and lines over one axis."""
+"""Charts: the curves used to choose a tree, and lines over one axis."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ def draw_curves(
     measured_tokens: Mapping[int, float] | None = None,
     title: str = "",
 ) -> Path:
-    """Draws tokens per step, step latency and their ratio over the size of the tree.
+    """Draw tokens per step, step latency and their ratio over the size of the tree.
 
     sizes: query tokens of a step (draft nodes + root), increasing; 1 is plain decoding.
-    The size with the most tokens per second is marked in all three charts. measured_tokens:
-    tokens per step that real runs had at some sizes, drawn as crosses.
+    measured_tokens: tokens per step of real runs at some sizes, drawn as crosses.
+    The size with the most tokens per second is marked in all three charts.
     """
     if not len(sizes) == len(tokens_per_step) == len(step_seconds) or len(sizes) == 0:
         raise UserError(
@@ -70,11 +70,11 @@ class Chart:
     """Lines over one axis.
 
     Attributes:
-      title, xlabel: what is drawn over what.
+      title: the quantity on the y axis; xlabel: the one on the x axis.
       lines: label -> (x, y).
       levels: label -> y of a horizontal line (a baseline).
       points: label -> (x, y), drawn without a line.
-      belongs: label of a level -> the line whose colour it has.
+      belongs: label of a level -> label of the line whose colour it takes.
     """
 
     title: str
@@ -87,20 +87,20 @@ class Chart:
     belongs: Mapping[str, str] = field(default_factory=dict)
 
 
-# Distinct on light and dark ground, and in print by marker.
+# Distinct on light and dark backgrounds, and in print by marker.
 LINE_STYLES = (
     ("#3a87c8", "o"), (ACCENT, "s"), ("#3f9b58", "^"), ("#9568c4", "D"),
     ("#c9a227", "v"), ("#c0392b", "P"), ("#17a2a2", "X"), ("#8a6d5b", "*"),
 )  # fmt: skip
 
 
-# Names that a legend holds inside its chart, and characters of one (the end of a path says most), alone
-# and beside another.
+# Most names in a legend inside the chart; most characters of a name (longer ones lose their start, since
+# the end of a path is the most informative part), and of a name that shares its line with another.
 MANY, LONGEST, SHORT = 4, 40, 25
 
 
 def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:
-    """Draws charts side by side, each with its legend."""
+    """Draw charts side by side, each with its legend."""
     below = max(_rows_below([*c.lines, *c.levels, *c.points]) for c in charts)
     figure = new_figure(4.2 * len(charts), 3.3 + 0.2 * max(below - 3, 0))
     places = figure.subplots(1, len(charts), squeeze=False)[0]
@@ -130,7 +130,7 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
 
 
 def _rows_below(names: Sequence[str]) -> int:
-    """Rows of names that stand below their chart, where they are many: two in a row if they are short."""
+    """Rows of a legend below the chart: 0 for few names (legend inside), two short names per row."""
     if len(names) <= MANY:
         return 0
     return len(names) if max(map(len, names)) > SHORT else -(-len(names) // 2)

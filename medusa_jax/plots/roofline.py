@@ -1,4 +1,4 @@
-"""Achieved FLOP/s over operational intensity, under the roof."""
+"""Roofline charts: achieved FLOP/s over operational intensity."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ def draw_roofline(
     path: str | Path,
     title: str = "",
 ) -> Path:
-    """Draws one chart per entry, both axes logarithmic.
+    """Draw one chart per entry, both axes logarithmic.
 
     charts: title -> label -> (intensities in FLOPs per byte, FLOP/s), drawn as points.
     roofs: title -> (peak FLOP/s, bytes/s); the line is min(peak, bandwidth x intensity).

@@ -1,4 +1,4 @@
-"""One decode step as pictures: who sees whom in the verifying pass, and which path is kept."""
+"""One decode step as pictures: the attention mask of verification, and the accepted path."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +14,13 @@ KEPT, BONUS = ACCENT, "#3f9b58"
 def draw_mask(
     mask_MM: Any, labels: Sequence[str], *, path: str | Path, title: str = ""
 ) -> Path:
-    """Draws a tree's attention mask: a row for each node, a column for each slot that it may see.
+    """Draw a tree's attention mask: a row per node, a column per slot that it may see.
 
-    Every node also sees the whole text before the tree, which the first column stands for.
+    The first column stands for the whole text before the tree, which every node sees.
 
     Args:
-      mask_MM: `Tree.mask_MM`; [v, u] says whether node v sees node u.
-      labels: what node 0, 1, ... is called, root first.
+      mask_MM: `Tree.mask_MM`; [v, u] is True if node v sees node u.
+      labels: names of node 0, 1, ..., root first.
     """
     M = len(labels)
     if len(mask_MM) != M:
@@ -56,13 +56,13 @@ def draw_step(
     path: str | Path,
     title: str = "",
 ) -> Path:
-    """Draws a drafted tree, the accepted path in colour and the bonus token below its end.
+    """Draw a drafted tree with the accepted path in colour and the bonus token below its end.
 
     Args:
-      choices: in the order of `Tree.choices`, so that `labels` are those of node 0, 1, ...
-      labels: the tokens, root first.
+      choices: in the order of `Tree.choices`.
+      labels: tokens of node 0, 1, ..., root first.
       kept: nodes of the accepted path, root first.
-      bonus: the token that the verifier puts behind it.
+      bonus: the verifier's token after that path.
     """
     nodes = [(), *(tuple(c) for c in choices)]
     if len(labels) != len(nodes):
@@ -90,7 +90,7 @@ def draw_step(
             axes.plot([above, x], [1 - d, -d], color=colour, linewidth=width, zorder=1)
         box(x, d, label, colour)
     x, d = place[path_nodes[-1]]
-    # Beside the drafts that were refused below this node, if there are any.
+    # Moved aside if rejected drafts are drawn below this node.
     aside = x + (0.5 if any(len(n) > d and n[:d] == path_nodes[-1] for n in nodes) else 0)
     line = {"color": BONUS, "linewidth": 2.5, "linestyle": ":", "zorder": 1}
     axes.plot([x, aside], [-d, -d - 1], **line)

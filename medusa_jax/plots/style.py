@@ -1,6 +1,6 @@
-"""How all pictures look: legible on a light and on a dark page.
+"""Common style of all pictures: legible on light and dark pages.
 
-Charts have a transparent ground and ink of medium grey. Matplotlib is loaded when one is drawn.
+Charts have a transparent background and medium grey ink. Matplotlib is imported on first use.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Text coloured by the tree depth that its tokens were accepted at, as SVG written here.
+"""Text as SVG, each token coloured by the tree depth it was accepted at.
 
-It carries colours for a light and for a dark page, and needs no library.
+The file has colours for light and dark pages. No library is needed.
 """
 
 import unicodedata
@@ -12,7 +12,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.plots.style import INK
 from medusa_jax.whole_files import write_text
 
-# Fill of accepted tokens by depth 1, 2, ...; deeper ones take the last. (light, dark)
+# Fill of accepted tokens by depth 1, 2, ...; deeper ones use the last. (light, dark)
 DEPTH_COLOURS = (
     ("#cfe3ff", "#1f4470"),
     ("#c3f0cf", "#17532c"),
@@ -29,8 +29,8 @@ _NOT_XML = frozenset({0x7F, 0xFFFE, 0xFFFF})
 def _cells(segments: Sequence[tuple[str, int]], columns: int):
     """Runs of text that share row and segment: (row, column, width, text, depth).
 
-    Tabs become four spaces, wide characters take two columns, combining marks none, and what
-    XML cannot hold is shown as U+FFFD. A row that is full continues on the next one.
+    Tabs become four spaces, wide characters take two columns, combining marks none, and characters
+    that XML forbids become U+FFFD. A full row continues on the next one.
     """
     row = column = 0
     runs: list[tuple[int, int, int, str, int]] = []
@@ -58,10 +58,10 @@ def _cells(segments: Sequence[tuple[str, int]], columns: int):
 def accepted_text_svg(
     segments: Sequence[tuple[str, int]], *, columns: int = 88, caption: str = ""
 ) -> str:
-    """SVG of generated text in which each accepted draft token is coloured by its depth.
+    """Return an SVG of generated text with each accepted draft token coloured by its depth.
 
-    segments: (text, depth) per token in order. Depth 0 is text that the backbone itself
-    gave (the prompt, and the last token of each step), depth d >= 1 a draft token accepted
+    segments: (text, depth) per token in order. Depth 0 is text from the backbone or the prompt
+    (the prompt itself, and the last token of each step), depth d >= 1 a draft token accepted
     at depth d of the tree. Light and dark colours follow the reader's setting.
     """
     if columns < 8:
@@ -77,8 +77,8 @@ def accepted_text_svg(
                 f'<rect class="{kind}" x="{x + 0.5:.1f}" y="{y + 1}" '
                 f'width="{width * _ADVANCE - 1:.1f}" height="{_LINE - 2}" rx="3"/>'
             )
-        # Spaces are left out of the text element: some viewers collapse them. textLength keeps
-        # columns aligned whatever font the reader has.
+        # Leading and trailing spaces are left out of the text element, since some viewers collapse
+        # them. textLength keeps columns aligned in any font.
         if inner := text.strip(" "):
             x += _ADVANCE * (len(text) - len(text.lstrip(" ")))
             width -= len(text) - len(inner)
@@ -132,10 +132,10 @@ def draw_accepted_text(
     columns: int = 88,
     caption: str = "",
 ) -> Path:
-    """Writes `accepted_text_svg` to `path`, which must end in .svg."""
+    """Write `accepted_text_svg` to `path`, which must end in .svg."""
     path = Path(path)
     if path.suffix != ".svg":
-        raise UserError(f"{path}: a picture of text is SVG, the name must end in .svg.")
+        raise UserError(f"{path}: pictures of text are SVG, so the name must end in .svg.")
     path.parent.mkdir(parents=True, exist_ok=True)
     svg = accepted_text_svg(segments, columns=columns, caption=caption)
     write_text(path, svg)

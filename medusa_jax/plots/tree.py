@@ -1,4 +1,4 @@
-"""A draft tree as a picture."""
+"""Pictures of draft trees."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,10 +10,10 @@ TreePath = tuple[int, ...]
 
 
 def tree_layout(choices: Sequence[Sequence[int]]) -> dict[TreePath, tuple[float, int]]:
-    """Place of every node, root () included: path -> (x, depth).
+    """Return the place of every node, root () included: path -> (x, depth).
 
-    Leaves stand side by side at x = 0, 1, 2, ... in order of rank, a parent stands over the
-    middle of its first and last child.
+    Leaves are at x = 0, 1, 2, ... in order of rank; a parent is centred over its first and last
+    child.
 
         [[0], [1], [0, 0], [0, 1]]:  (0,0) 0, (0,1) 1, (1,) 2; (0,) over 0.5; () over 1.25
     """
@@ -27,7 +27,7 @@ def tree_layout(choices: Sequence[Sequence[int]]) -> dict[TreePath, tuple[float,
         children[node[:-1]].append(node)
     place: dict[TreePath, tuple[float, int]] = {}
     leaves = 0
-    # Depth first in order of rank puts leaves in order; parents follow their children.
+    # Depth-first in order of rank puts leaves in order; parents are placed after their children.
     for node in sorted(nodes):
         if not children[node]:
             place[node] = (float(leaves), len(node))
@@ -45,11 +45,11 @@ def draw_tree(
     path: str | Path,
     title: str = "",
 ) -> Path:
-    """Draws a draft tree, the root on top, each node labelled with its rank, c where it is copied.
+    """Draw a draft tree, root on top, each node labelled with its rank (c if copied).
 
-    values: how often each node is accepted (0..1), in the order of `choices` or by path;
+    values: acceptance probability of each node (0..1), in the order of `choices` or by path;
     they set width and colour of the edge above a node and are printed in small trees.
-    The format follows the suffix of `path` (.svg, .png, .pdf).
+    The suffix of `path` selects the format (.svg, .png, .pdf).
     """
     place = tree_layout(choices)
     if values is not None and not isinstance(values, Mapping):

@@ -1,4 +1,4 @@
-"""Trees by name: what `--tree` means, and the tree file that lies beside the heads."""
+"""Trees by name: the values of `--tree`, and the tree file next to the heads."""
 
 import json
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from typing import Any
 from medusa_jax.errors import UserError
 from medusa_jax.tree.tree import Tree
 
-# The size that a calibrated order is cut to on an accelerator that it was not fitted to.
+# Tree size on an accelerator that the calibrated order was not fitted to.
 ACCELERATOR_NODES = 64
 
 
 def load_tree_file(path: str | Path) -> dict:
-    """A tree file: a JSON list of choices, or an object with `choices` (and evidence).
+    """Read a tree file: a JSON list of choices, or an object with `choices` (and evidence).
 
-    Returns: the object; the order of growth is that of the choices where the file has no other.
+    Returns: the object; `growth` defaults to the choices in their order.
 
     Raises:
-      UserError: not readable, not JSON, neither of the two forms, or evidence of another form.
+      UserError: not readable, not JSON, neither of the two forms, or malformed evidence.
     """
     try:
         data = json.loads(Path(path).read_text())
@@ -42,7 +42,7 @@ def load_tree_file(path: str | Path) -> dict:
 
 
 def _is_evidence(evidence: Any) -> bool:
-    """Whether what each size gives can be read from it, or it is not there."""
+    """Return True if `evidence` is absent or gives the tokens per step of each size."""
     if not evidence:
         return True
     rows = evidence.get("ladder") or [] if isinstance(evidence, dict) else [evidence]
@@ -59,17 +59,17 @@ def tree_of_size(growth: Sequence[Sequence[int]], n_nodes: int) -> Tree:
     """The first `n_nodes - 1` choices of a growth order (best first), plus the root."""
     if not 1 <= n_nodes <= len(growth) + 1:
         raise UserError(
-            f"a tree of {n_nodes} nodes was asked for; the calibrated order has 1 to "
+            f"cannot build a tree of {n_nodes} nodes: the calibrated order has 1 to "
             f"{len(growth) + 1} (run `python -m medusa_jax calibrate` for more)"
         )
     return Tree.from_choices(growth[: n_nodes - 1])
 
 
 def auto_tree(calibrated: dict, platform: str) -> Tree:
-    """The calibrated tree as it is on the platform it was fitted to, cut anew elsewhere.
+    """Return the calibrated tree, resized if it was fitted to another platform.
 
-    A CPU takes the file's own size whatever it was fitted to; an accelerator's step is bound
-    by reading weights, where 64 nodes cost little more than one (Medusa 2.3.3).
+    A CPU always uses the size in the file. An accelerator's step is bound by reading weights,
+    so 64 nodes cost little more than one there (Medusa 2.3.3).
 
     Args:
       platform: "cpu", "gpu" or "tpu", as `jax.default_backend()` names it.
@@ -81,15 +81,15 @@ def auto_tree(calibrated: dict, platform: str) -> Tree:
 
 
 def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu") -> Tree:
-    """The tree that a `--tree` value names.
+    """Return the tree that a `--tree` value names.
 
     Args:
       spec: "none", "auto", "bundled" (the tree file's own choice), a number of nodes (root
         included), "cartesian:2,3", "chain:4", "copy:4" (tokens copied from the text) or the path of
-        a JSON file; any of them with "+copy:4" has that chain instead of its own copies.
-      calibrated: content of the tree file that lies beside the heads, for "auto" (its
-        `choices`) and a number (the first nodes of its `growth`).
-      platform: where the tree is to run, see `auto_tree`.
+        a JSON file. The suffix "+copy:4" replaces the tree's copied chain.
+      calibrated: content of the tree file next to the heads, for "auto" (its `choices`) and a
+        number (the first nodes of its `growth`).
+      platform: where the tree will run, see `auto_tree`.
     """
     spec, and_copies, copies = spec.partition("+copy:")
     if and_copies:
@@ -112,7 +112,7 @@ def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu")
     if spec in ("auto", "bundled") or spec.isdecimal():
         if calibrated is None:
             raise UserError(
-                f"--tree {spec} needs a calibrated tree beside the heads: run "
+                f"--tree {spec} needs a calibrated tree next to the heads: run "
                 "`python -m medusa_jax calibrate`, or give cartesian:.., chain:.. or a file"
             )
         if spec == "auto":

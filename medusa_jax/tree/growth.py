@@ -1,9 +1,9 @@
 """Fitting the tree to the heads and to the device (Medusa 2.3.3).
 
-From one teacher-forced pass over the model's own output, record at every position the tuple of
-ranks that the true next tokens have under heads 1..K. The share of positions whose tuple begins
-with a path is the worth of that node; adding nodes by worth gives the best tree of every size.
-Measured step latency then says which size yields most tokens per second.
+One teacher-forced pass over the model's own output records, at every position, the tuple of
+ranks that the true next tokens have under heads 1..K. The worth of a node is the share of
+positions whose tuple begins with its path; adding nodes by worth gives the best tree of every
+size. Measured step latency then selects the size with the most tokens per second.
 """
 
 import heapq
@@ -15,16 +15,16 @@ import numpy as np
 
 from medusa_jax.tree.tree import COPIED, Choice, Tree
 
-# Ranks at or beyond this count as a miss: no tree worth having goes so wide.
+# Ranks from this on count as a miss: no useful tree is this wide.
 MISS = 64
 
 
 class Recorded(NamedTuple):
-    """What drafting was worth at every position of a text.
+    """Correct drafts at every position of a text.
 
     Attributes:
       ranks_PK: ranks of the true next tokens under the heads.
-      copied_P: how many of them a chain copied from the text has right, one behind the other.
+      copied_P: how many consecutive next tokens a chain copied from the text gets right.
     """
 
     ranks_PK: np.ndarray
@@ -32,7 +32,7 @@ class Recorded(NamedTuple):
 
     @classmethod
     def of_heads(cls, ranks_PK: np.ndarray) -> "Recorded":
-        """Nothing is copied."""
+        """Positions with no copied tokens."""
         return cls(ranks_PK, np.zeros(len(ranks_PK), int))
 
     @classmethod
@@ -41,7 +41,7 @@ class Recorded(NamedTuple):
         return cls(*(np.concatenate(column) for column in zip(*texts, strict=True)))
 
     def cut(self, depth: int) -> "Recorded":
-        """As far as trees of this depth go."""
+        """The same positions, limited to trees of this depth."""
         return Recorded(self.ranks_PK[:, :depth], np.minimum(self.copied_P, depth))
 
 
@@ -51,7 +51,7 @@ def head_accuracies(tuples_PK: np.ndarray, n_ranks: int = 10) -> np.ndarray:
 
 
 def chain_length(tuples_PK: np.ndarray) -> float:
-    """Tokens per step if the first guess of every head were drafted, one behind the other."""
+    """Tokens per step of a chain made of the first guess of every head."""
     return 1.0 + float(np.cumprod(tuples_PK == 0, axis=1).mean(axis=0).sum())
 
 
@@ -80,11 +80,11 @@ def product_growth(accuracy_KR: np.ndarray, n_choices: int) -> list[Choice]:
 
 
 def best_cartesian(accuracy_KR: np.ndarray, n_nodes: int) -> list[int]:
-    """Widths of the Cartesian tree of at most `n_nodes` nodes, root included, that expects most tokens.
+    """Widths of the Cartesian tree with the most expected tokens per step.
 
-    By the product of head accuracies, over all widths. Example: heads that are right with their
-    first guess in 0.6 and with their second in 0.2 of all cases, 4 nodes: [1, 1, 1] expects 1 + 0.6 +
-    0.36 + 0.22 tokens, [2] expects 1 + 0.8.
+    Searches all widths of at most `n_nodes` nodes, root included; expected tokens are products of
+    head accuracies. Example: heads whose first guess is right in 0.6 and whose second in 0.2 of all
+    cases, 4 nodes: [1, 1, 1] expects 1 + 0.6 + 0.36 + 0.22 tokens, [2] expects 1 + 0.8.
     """
     K, R = accuracy_KR.shape
     within_KR = np.cumsum(accuracy_KR, axis=1)
@@ -114,7 +114,7 @@ def best_cartesian(accuracy_KR: np.ndarray, n_nodes: int) -> list[int]:
 
 
 def path_counts(tuples_PK: np.ndarray) -> Counter[Choice]:
-    """How many of the recorded tuples begin with each path (paths without a miss)."""
+    """Number of recorded tuples that begin with each path (paths without a miss)."""
     counts: Counter[Choice] = Counter()
     for ranks, n in Counter(map(tuple, tuples_PK.tolist())).items():
         for depth in range(1, len(ranks) + 1):
@@ -141,14 +141,14 @@ def expected_tokens(tuples_PK: np.ndarray, tree: Tree) -> float:
 
 
 def growth_with_copies(recorded: Recorded, n_choices: int) -> list[Choice]:
-    """Nodes one by one, each the one that is worth most beside those that are there.
+    """Add nodes greedily, each time the node that adds most to the tree so far.
 
-    Of two paths that agree with the text only the longer one counts, so that what the heads draft
-    is worth less where it can be copied, and the other way round. Without anything copied this is
+    Of two paths that agree with the text only the longer one counts, so a drafted node is worth
+    less where its token can be copied, and vice versa. Without copied tokens this equals
     `joint_growth`.
 
-    Example: in three of four places the next token can be copied, in two, one of them another,
-    the first head has it: [-1] is worth 3/4, then [0] 1/4.
+    Example with four positions: copying is right at three of them; the first head is right at two,
+    one of which copying misses. [-1] is worth 3/4, then [0] is worth 1/4.
     """
     ranks_PK, copied_P = recorded
     reached_P = np.zeros(len(ranks_PK), int)  # how deep drafts agree with the text
@@ -175,7 +175,7 @@ def growth_with_copies(recorded: Recorded, n_choices: int) -> list[Choice]:
     while len(growth) < n_choices:
         while (
             heap and -heap[0][0] != worth[heap[0][2]]
-        ):  # it was worth more when it was offered
+        ):  # its worth fell since it was pushed
             _, depth, path = heapq.heappop(heap)
             heapq.heappush(heap, (-worth[path], depth, path))
         best = -heap[0][0] if heap else 0
@@ -198,10 +198,10 @@ def growth_with_copies(recorded: Recorded, n_choices: int) -> list[Choice]:
 
 
 def replay(texts: Sequence[Recorded], tree: Tree) -> tuple[int, int]:
-    """(tokens, steps) of the accept walk over recorded texts.
+    """Return (tokens, steps) of decoding the recorded texts with this tree.
 
-    A step that accepts n drafts starts the next one n + 1 positions further, so starts are not
-    uniform over positions: this is what decoding will measure.
+    After a step that accepts n drafts the next one starts n + 1 positions further, as in decoding,
+    so step starts are not uniform over positions.
 
     Args:
       texts: positions of each text, in order.
@@ -233,10 +233,11 @@ def held_out_tokens(
     grow: Callable[[Recorded], list[Choice]],
     sizes: Sequence[int],
 ) -> list[float]:
-    """Mean accepted length of the best tree of every size, on texts it was not grown from.
+    """Mean accepted length of the best tree of every size, on held-out texts.
 
-    Two folds of whole texts: each half is replayed with the trees of the other half. Counted on
-    its own texts a large tree looks better than it is, since its last nodes were seen once.
+    Two folds of whole texts: each half is replayed with the trees grown from the other half. On
+    the texts it was grown from a large tree looks better than it is, since its last nodes were
+    seen once.
 
     Args:
       texts: positions of each text, two texts at least.

@@ -1,7 +1,7 @@
-"""A tree for each number of rows: what pays for one row may not pay for eight.
+"""A tree for each batch size.
 
-Rows of a batch take each other's arithmetic, so trees become smaller as batches grow, down to the
-empty one, which is plain decoding.
+Rows of a batch share the arithmetic units, so the best tree becomes smaller as the batch grows, down
+to the empty one, which is plain decoding.
 """
 
 from collections.abc import Mapping
@@ -15,32 +15,36 @@ from medusa_jax.tree.tree import Tree
 
 @dataclass(frozen=True)
 class Ladder:
-    """Its rungs: number of rows -> tree; at least one."""
+    """Trees by batch size.
+
+    Attributes:
+      rungs: number of rows -> tree; at least one.
+    """
 
     rungs: Mapping[int, Tree]
 
     def at(self, rows: int) -> Tree:
-        """The tree for so many rows: the rung of the next number that has one, or the last."""
+        """The tree for this number of rows: the rung for the same or the next larger one, or the last."""
         above = [n for n in self.rungs if n >= rows]
         return self.rungs[min(above) if above else max(self.rungs)]
 
     def having(self, rows: int, tree: Tree) -> "Ladder":
-        """The ladder with this rung, whatever it had there."""
+        """A copy of the ladder with this rung added or replaced."""
         return Ladder(dict(self.rungs) | {rows: tree})
 
     @property
     def depth(self) -> int:
-        """Of its deepest tree's drafts: so many heads are used."""
+        """Number of heads used: the drafted depth of the deepest tree."""
         return max(tree.drafted.depth for tree in self.rungs.values())
 
 
 def file_ladder(calibrated: Mapping[str, Any], platform: str = "cpu") -> Ladder | None:
-    """The ladder that a tree file holds under `batches`; None where it holds none for the platform.
+    """Return the ladder under `batches` of a tree file; None if it has none for the platform.
 
-    A CPU takes one whatever it was fitted to, as it does with the file's tree (`files.auto_tree`).
+    A CPU uses a ladder that was fitted to any platform, as with the file's tree (`files.auto_tree`).
 
     Raises:
-      UserError: rungs that are none.
+      UserError: malformed rungs.
     """
     if platform not in ("cpu", calibrated.get("platform")):
         return None

@@ -4,8 +4,8 @@ A tree is a set of *choices*: each is a path of ranks, `[0, 2]` meaning "the bes
 1, then the third-best guess of head 2". The root, which is the token already chosen by the
 backbone, is added. The empty tree has the root alone and is autoregressive decoding.
 
-Beside what heads guess a tree may hold one chain of tokens that are copied from the text
-(`decoding/copying.py`): `[-1]`, `[-1, -1]`, ... are its nodes.
+In addition to the heads' guesses a tree may hold one chain of tokens copied from the text
+(`decoding/copying.py`), with the nodes `[-1]`, `[-1, -1]`, ...
 """
 
 import itertools
@@ -19,10 +19,9 @@ import numpy as np
 from medusa_jax.errors import UserError
 
 Choice = tuple[int, ...]
-# In the place of a rank: the token is copied from the text.
+# Stands for a rank: the token is copied from the text.
 COPIED = -1
-# The depth that an emitted token was accepted at is kept as int8. More nodes than these pay nowhere,
-# and every program would hold their square as a constant.
+# Accepted depths are stored as int8. Larger trees never help, and each program embeds an M x M mask.
 MOST_DEEP, MOST_NODES = 127, 4096
 
 
@@ -48,8 +47,8 @@ class Tree:
         """Validate and order a list of paths.
 
         Raises:
-          UserError: a path is empty, negative (and no copied one), given twice, or its prefix is
-            missing; more nodes or depth than any tree has.
+          UserError: a path is empty, negative (and not a copied one), given twice, or its prefix is
+            missing; more than `MOST_NODES` nodes or deeper than `MOST_DEEP`.
         """
         paths: list[Choice] = []
         for path in choices:
@@ -59,12 +58,11 @@ class Tree:
                 raise UserError(f"a tree choice is a list of whole numbers, not {path!r}")
             if not path:
                 raise UserError(
-                    "a tree choice is empty: the root is added by itself, remove it"
+                    "a tree choice is empty: remove it, the root is added automatically"
                 )
             if min(path) < 0 and set(path) != {COPIED}:
                 raise UserError(
-                    f"tree choice {list(path)} holds a negative rank, which only a path of "
-                    f"{COPIED} alone does, copied from the text"
+                    f"tree choice {list(path)} holds a negative rank; only copied paths, all {COPIED}, may"
                 )
             paths.append(tuple(int(r) for r in path))
         _check_size(len(paths) + 1, max(map(len, paths), default=0))
@@ -86,17 +84,17 @@ class Tree:
 
     @classmethod
     def chain(cls, depth: int) -> "Tree":
-        """One candidate per head (blockwise parallel decoding)."""
+        """A chain: one candidate per head (blockwise parallel decoding)."""
         if depth < 0:
-            raise UserError(f"a chain is 0 or more nodes deep, not {depth}")
+            raise UserError(f"the depth of a chain must be 0 or more, not {depth}")
         _check_size(depth + 1, depth)
         return cls.cartesian([1] * depth)
 
     @classmethod
     def copies(cls, depth: int) -> "Tree":
-        """So many tokens copied from the text, and none of heads."""
+        """A chain of `depth` tokens copied from the text, without heads' guesses."""
         if depth < 0:
-            raise UserError(f"0 or more tokens are copied, not {depth}")
+            raise UserError(f"the number of copied tokens must be 0 or more, not {depth}")
         _check_size(depth + 1, depth)
         return cls(tuple((COPIED,) * d for d in range(1, depth + 1)))
 
@@ -104,7 +102,7 @@ class Tree:
     def cartesian(cls, widths: Sequence[int]) -> "Tree":
         """Every combination of the top s_k guesses of head k (Medusa 2.1.2).
 
-        Widths s_1, ..., s_K give sum_k prod_{i<=k} s_i nodes behind the root.
+        Widths s_1, ..., s_K give sum_k prod_{i<=k} s_i nodes, not counting the root.
         """
         if any(w < 1 for w in widths):
             raise UserError(f"cartesian widths must be at least 1, not {list(widths)}")
@@ -122,24 +120,24 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest node; heads it uses: `drafted.depth`."""
+        """Depth of the deepest node. The number of heads used is `drafted.depth`."""
         return max((len(c) for c in self.choices), default=0)
 
     @cached_property
     def copied_C(self) -> np.ndarray:
-        """The nodes that are copied from the text, by depth."""
+        """Nodes copied from the text, by depth."""
         copied = [i for i, c in enumerate(self.choices, 1) if c[0] == COPIED]
         return np.array(copied, np.int32)
 
     @cached_property
     def drafted(self) -> "Tree":
-        """The tree without them: what a drafter fills."""
+        """The tree without copied nodes: what a drafter fills."""
         drafted = tuple(c for c in self.choices if c[0] != COPIED)
         return self if drafted == self.choices else Tree(drafted)
 
     @cached_property
     def drafted_N(self) -> np.ndarray:
-        """Its nodes as nodes of this tree, the root first.
+        """Nodes of `drafted` as nodes of this tree, the root first.
 
         Example: [[-1], [0], [-1, -1], [0, 2]] has the copied nodes 1 and 3, and drafted 0, 2, 4.
         """
@@ -173,7 +171,7 @@ class Tree:
 
     @cached_property
     def mask_MM(self) -> np.ndarray:
-        """True where the row's node sees the column's node: its ancestors and itself."""
+        """Attention mask: True where the row's node sees the column's node (its ancestors and itself)."""
         mask = np.eye(self.n_nodes, dtype=bool)
         for node in range(1, self.n_nodes):  # parents come first
             mask[node] |= mask[self.parent_M[node]]
@@ -181,7 +179,7 @@ class Tree:
 
     @cached_property
     def ancestors_ML(self) -> np.ndarray:
-        """Nodes on the way from the root to each node; the node itself fills the rest.
+        """Nodes on the path from the root to each node, padded with the node itself.
 
         For the example of the class: row 4 is [0, 1, 4], row 2 is [0, 2, 2].
         """
@@ -197,7 +195,7 @@ class Tree:
 
     @cached_property
     def children_MC(self) -> np.ndarray:
-        """Children of each node in order of rank; 0, the root, fills the rest.
+        """Children of each node in order of rank, padded with 0, the root.
 
         For the example of the class: row 0 is [1, 2], row 1 is [3, 4], the others are [0, 0].
         """
@@ -213,7 +211,7 @@ class Tree:
 
     @property
     def dense(self) -> "Tree":
-        """The same shape with the ranks of every family made 0, 1, 2, ..., and nothing copied.
+        """The same shape with siblings renumbered to ranks 0, 1, 2, ... and without copied nodes.
 
         Nodes keep their order. Example: [[0], [3], [3, 2]] becomes [[0], [1], [1, 0]].
         """
@@ -235,7 +233,7 @@ class Tree:
         return np.flatnonzero(self.depth_M == depth)
 
     def check_depth(self, n_heads: int) -> None:
-        """Raise UserError when drafts go deeper than there are heads."""
+        """Raise UserError if drafts are deeper than the number of heads."""
         deep = next((list(c) for c in self.drafted.choices if len(c) > n_heads), None)
         if deep is not None:
             raise UserError(
@@ -244,19 +242,19 @@ class Tree:
 
 
 def _check_size(n_nodes: int, depth: int) -> None:
-    """Refuse what no tree is, before its paths are built."""
+    """Refuse a tree that is too large, before its paths are built."""
     if n_nodes > MOST_NODES or depth > MOST_DEEP:
         raise UserError(
-            f"a tree has at most {MOST_NODES} nodes and is at most {MOST_DEEP} deep, this one has "
+            f"a tree has at most {MOST_NODES} nodes and is at most {MOST_DEEP} deep; this one has "
             f"{n_nodes} and is {depth} deep"
         )
 
 
 def stand_in(trees: Iterable[Tree]) -> Tree:
-    """A chain as deep as the deepest of them, copied if any of them copies.
+    """Return a chain as deep as the deepest of `trees`, copied if any of them has copied nodes.
 
-    What is compiled for it serves them all, where only the length of a step and the need for the
-    text count.
+    A program compiled for it fits all of them if it depends only on the length of a step and on
+    whether the state holds the text.
     """
     trees = list(trees)
     copies = any(tree.copied_C.size for tree in trees)
