@@ -2,7 +2,7 @@
 
     python train.py --config=configs/demo_amphista_alpha.py --workdir=work/demo/amphista_alpha
 
-On the backbone's own text (`work/demo/answers`, see demo_medusa.py). LM head shared with the
+Trained on the backbone's text (`work/demo/answers`, see demo_medusa.py). LM head shared with the
 backbone: 2.4 M parameters, 4.9 MB in bfloat16.
 """
 

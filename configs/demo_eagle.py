@@ -1,8 +1,8 @@
-"""EAGLE-1 for the demo: one decoder layer behind the backbone, trees up to four deep.
+"""EAGLE-1 for the demo: one decoder layer after the backbone, trees up to four deep.
 
     python train.py --config=configs/demo_eagle.py --workdir=work/demo/eagle
 
-On the backbone's own text (`work/demo/answers`, see demo_medusa.py). 0.87 M parameters, 1.7 MB in
+Trained on the backbone's text (`work/demo/answers`, see demo_medusa.py). 0.87 M parameters, 1.7 MB in
 bfloat16.
 """
 
@@ -12,7 +12,7 @@ from medusa_jax.heads.eagle import EagleConfig
 
 
 def get_config() -> Config:
-    """Heads on the frozen demo backbone; the losses weigh as in vicuna7b_eagle.py."""
+    """Heads on the frozen demo backbone, with the loss weights of vicuna7b_eagle.py."""
     cfg = medusa_config()
     cfg.heads = EagleConfig(n_heads=4, n_layers=1)
     cfg.optim.lr = 2e-3

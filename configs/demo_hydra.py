@@ -2,9 +2,9 @@
 
     python train.py --config=configs/demo_hydra.py --workdir=work/demo/hydra
 
-On the backbone's own text (`work/demo/answers`, see demo_medusa.py), with the backbone's own
-distribution as the target: for use, not for a comparison with other drafters. LM heads of rank
-64, a skip connection without weights: 2.3 M parameters, 4.6 MB in bfloat16.
+Trained on the backbone's text (`work/demo/answers`, see demo_medusa.py), with the backbone's
+distribution as the target: for use, not for a comparison with other drafters. LM heads of rank 64, a
+skip connection without weights: 2.3 M parameters, 4.6 MB in bfloat16.
 """
 
 from configs.demo_medusa import get_config as medusa_config

@@ -1,10 +1,10 @@
-"""Hydra++ heads for the demo: 4 heads of 4 hidden layers behind a prefix layer.
+"""Hydra++ heads for the demo: 4 heads of 4 hidden layers after a prefix layer.
 
     python train.py --config=configs/demo_hydrapp.py --workdir=work/demo/hydrapp
 
-On the backbone's own text (`work/demo/answers`, see demo_medusa.py), with the backbone's own
-distribution as the target. LM head shared with the backbone, a skip connection without
-weights: 2.4 M parameters, 4.9 MB in bfloat16.
+Trained on the backbone's text (`work/demo/answers`, see demo_medusa.py), with the backbone's
+distribution as the target. LM head shared with the backbone, a skip connection without weights: 2.4 M
+parameters, 4.9 MB in bfloat16.
 """
 
 from configs.demo_medusa import get_config as medusa_config

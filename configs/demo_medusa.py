@@ -4,8 +4,8 @@
         --prompts work/demo/answer_seeds.jsonl --out work/demo/answers --temperature 0
     python train.py --config=configs/demo_medusa.py --workdir=work/demo/medusa
 
-They learn from the backbone's own continuations (counted.npy marks what it wrote itself); with
-`--config.data.source=work/demo/train` they learn from the corpus.
+They are trained on the backbone's continuations (counted.npy marks the tokens it wrote);
+`--config.data.source=work/demo/train` trains them on the corpus.
 """
 
 from medusa_jax.config import (
@@ -28,7 +28,7 @@ def get_config() -> Config:
             eval_source="work/demo/heldout",
             eval_samples=128,
             format="tokens",
-            # Two samples (a prompt and its 200 tokens) to a row.
+            # Two samples (a prompt and its 200 tokens) per row.
             seq_len=640,
             packing="first_fit",
             # The backbone is frozen: its hidden states are computed once (about 1 GB).
@@ -41,7 +41,7 @@ def get_config() -> Config:
             steps=1200,
             dtype="bfloat16",
             remat=False,
-            # Two answers of at most 200 tokens to a row: their 400 columns are five chunks.
+            # Two answers of at most 200 tokens per row: their 400 columns are five chunks.
             loss_chunk=80,
             log_every=20,
             eval_every=150,
