@@ -1,10 +1,10 @@
-"""What a device holds, summed up by hand: the check on what a compiled program is said to take.
+"""Memory of a device, summed up by hand to check the figures of compiled programs.
 
-Training is counted where most is held at a time: in the walk over chunks of the heads' loss, with
-the update's gradients beside it where there are several microbatches. XLA for CPUs lays memory out
-with gaps, widens 16-bit kernels to float32 for some of its products, and keeps a transposed copy of
-those that it multiplies both ways; the last is counted by name, since the walk reads such kernels again
-and again, the others are not. Decoding is counted with what is widened, which stays for the whole loop.
+Training is counted at its peak: in the loop over chunks of the heads' loss, plus the gradients of the
+update if there are several microbatches. XLA for CPUs leaves gaps between buffers, converts 16-bit
+kernels to float32 for some products, and keeps transposed copies of kernels that it multiplies both
+ways. Only the transposed copies of LM heads are counted, since the loop reads them repeatedly.
+Decoding is counted with the float32 copies, which exist during the whole loop.
 """
 
 import math
@@ -19,12 +19,12 @@ from medusa_jax.training.dry import Shapes
 from medusa_jax.training.partition import trained_groups
 
 F32 = 4
-# What only a CPU holds of a program in 16 bits.
+# Memory that 16-bit programs need only on a CPU.
 COPIES = "float32 copies"
 
 
 def bytes_on_device(tree: PyTree) -> int:
-    """What of arrays, or of shapes with their places, lies on one device."""
+    """Bytes on one device of arrays, or of shapes with shardings."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
@@ -33,39 +33,39 @@ def bytes_on_device(tree: PyTree) -> int:
 
 
 def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
-    """Bytes by what they are for, of Medusa heads with LM heads of their own, or the backbone's.
+    """Bytes by purpose for training Medusa heads, with separate LM heads or the backbone's.
 
     Args:
-      cfg: with the microbatches of `shapes`.
-      shapes: of the whole step.
+      cfg: configuration with the microbatches of `shapes`.
+      shapes: shapes of the whole step.
     """
     mesh, arch, heads = shapes.mesh, cfg.model.arch, cfg.heads
     A, B, T = shapes.batch["tokens"].shape
     rows, tensor = B // row_shards(mesh), mesh.shape["tensor"]
     joint = not trained_groups(cfg).keys() <= {"heads"}
     wide = jnp.dtype(cfg.train.dtype).itemsize
-    # LM heads that the walk reads; those of low rank count as nothing.
+    # Number of LM heads that the loop reads; low-rank ones are not counted.
     own = heads.n_heads if heads.lm_head == "own" else 0
     read = own + (joint or heads.lm_head == "shared")
     columns = (heads.draft_vocab or arch.vocab_size) // tensor
     lm_head = arch.d_model * columns
     hidden = rows * T * arch.d_model
     logits = rows * min(cfg.train.loss_chunk, T) * columns * F32
-    # A block of a head keeps what its activation reads, in float32, and what it gives.
+    # A block of a head keeps the input of its activation in float32, and its output.
     of_head = 2 * wide + heads.n_layers * (F32 + wide)
     trained = sum(
         x.size for x in jax.tree.leaves(jax.tree.map(_own_part, shapes.state.params))
     )
     groups = (*shapes.frozen.values(), *shapes.state.params.values())
     layers = [x for group in groups for name, x in group.items() if "layers_" in name]
-    # What the walk over chunks has beside the LM heads themselves.
+    # Memory of the loop over chunks in addition to the LM heads.
     walk = {
         "LM heads transposed": read * lm_head * wide,
         "gradients of LM heads, and of one in a chunk": (own + (own > 0)) * lm_head * F32,
-        # As they are, as probabilities, and their gradient; a teacher's and their logarithm.
+        # Logits, probabilities and gradient; for a teacher, its logits and their logarithm.
         "logits": (3 + 2 * (cfg.train.backbone_loss == "kl")) * logits,
     }
-    # A CPU gathers an LM head in float32, where the walk will be.
+    # A CPU gathers an LM head in float32, in the memory that the loop will use.
     gathered = F32 * lm_head if mesh.shape["fsdp"] > 1 else 0
     copies = _narrow(layers) * _copy(A, mesh.shape["fsdp"], joint, wide)
     return walk | {
@@ -82,11 +82,11 @@ def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
 
 
 def _copy(A: int, fsdp: int, joint: bool, wide: int) -> int:
-    """Bytes that only a CPU spends beside an element of a 16-bit kernel of a layer.
+    """Extra bytes that only a CPU needs per element of a layer's 16-bit kernels.
 
-    Over fsdp kernels wait for their microbatch by a sum (`model/barrier.py`), whose terms are float32;
-    and what comes of it, where the backward pass reads it again. On one device those that a backward
-    pass reads are widened before the loop over microbatches.
+    Over fsdp a sum makes kernels wait for their microbatch (`model/barrier.py`): its terms are float32,
+    and its result is kept if the backward pass reads it. On one device the kernels that a backward
+    pass reads are converted to float32 before the loop over microbatches.
     """
     if A == 1:
         return 0
@@ -94,7 +94,7 @@ def _copy(A: int, fsdp: int, joint: bool, wide: int) -> int:
 
 
 def _narrow(tree: PyTree) -> int:
-    """How many elements of kernels in 16-bit floats one device has."""
+    """Number of elements of 16-bit kernels on one device."""
     return sum(
         _own_part(x).size
         for x in jax.tree.leaves(tree)
@@ -103,18 +103,19 @@ def _narrow(tree: PyTree) -> int:
 
 
 def _own_part(x: Any) -> Any:
-    """The shape of what one device has of an array."""
+    """The shape of one device's shard of an array."""
     return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
 
 
 def decoding_bytes(
     variables: PyTree, state: Any, nodes: int, vocab_size: int
 ) -> dict[str, int]:
-    """Bytes by what they are for, from shapes with their places.
+    """Bytes by purpose for decoding, from shapes with shardings.
 
-    Logits in float32, each device's of its own columns of the LM head. Products of 16-bit kernels with
-    several rows stay in 16 bits on a CPU; before the loop XLA makes float32 copies of what is looked up
-    and of what is multiplied with a single row, the draft heads' kernels. An accelerator makes none.
+    Logits are in float32, each device has those of its columns of the LM head. On a CPU, products of
+    16-bit kernels with several rows stay in 16 bits; before the loop XLA makes float32 copies of the
+    embedding table and of kernels multiplied with a single row, those of the draft heads. An
+    accelerator makes no copies.
     """
     cache = (state.cache, state.drafter)
     rows = _own_part(state.status_B).size
