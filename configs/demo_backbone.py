@@ -1,4 +1,4 @@
-"""The demo's backbone, first part: a 4.7M-parameter Llama that writes Python, from scratch.
+"""The demo's backbone, first stage: a 4.7M-parameter Llama that writes Python, from scratch.
 
 python -m research demo_corpus --out work/demo
 python train.py --config=configs/demo_backbone.py --workdir=work/demo/backbone

@@ -1,4 +1,4 @@
-"""EAGLE-1 for the demo: one decoder layer behind the backbone, trees up to four deep.
+"""EAGLE-1 for the demo: one decoder layer after the backbone, trees up to four deep.
 
     python train.py --config=configs/demo_eagle.py --workdir=work/demo/eagle
 
@@ -12,7 +12,7 @@ from medusa_jax.heads.eagle import EagleConfig
 
 
 def get_config() -> Config:
-    """Heads on the frozen demo backbone; the losses weigh as in vicuna7b_eagle.py."""
+    """Heads on the frozen demo backbone, with the loss weights of vicuna7b_eagle.py."""
     cfg = medusa_config()
     cfg.heads = EagleConfig(n_heads=4, n_layers=1)
     cfg.optim.lr = 2e-3

@@ -1,4 +1,4 @@
-"""Hydra++ heads for the demo: 4 heads of 4 hidden layers behind a prefix layer.
+"""Hydra++ heads for the demo: 4 heads of 4 hidden layers after a prefix layer.
 
     python train.py --config=configs/demo_hydrapp.py --workdir=work/demo/hydrapp
 

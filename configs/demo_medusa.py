@@ -54,7 +54,7 @@ def get_config() -> Config:
             steps=400,
             dtype="bfloat16",
             remat=False,
-            # Two answers of at most 200 tokens to a row: their 400 columns are five chunks.
+            # Two answers of at most 200 tokens per row: their 400 columns are five chunks.
             loss_chunk=80,
             log_every=10,
             eval_every=100,

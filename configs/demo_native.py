@@ -1,14 +1,14 @@
-"""The demo's backbone goes on together with draft heads, so that it learns to see further.
+"""The demo's backbone, second stage: trained together with draft heads, so that it looks further ahead.
 
     python train.py --config=configs/demo_backbone.py --workdir=work/demo/backbone
     python train.py --config=configs/demo_native.py --workdir=work/demo/native
 
-The paper's "native heads" (Medusa 2.2.2): one run trains the language model and three heads.
-Three new layers are put behind the five that there are: a model beyond the cache of a CPU is
-bound by memory, as large ones are, and there a tree costs least (docs/design.md).
+The paper's "native heads" (Medusa 2.2.2): one run trains the language model and three heads. Three new
+layers are added after the existing five: a model larger than the CPU's cache is bound by memory
+bandwidth, like large models, and then a tree costs least (docs/design.md).
 
-What counts is the backbone: its last hidden state must hold the tokens after the next one. The
-heads that ship are fitted afterwards, on the frozen result (configs/demo_medusa.py).
+The result is the backbone: its last hidden state has to predict the tokens after the next one. The
+bundled heads are trained afterwards, on the frozen backbone (configs/demo_medusa.py).
 """
 
 from configs.demo_backbone import get_config as backbone_config
@@ -19,7 +19,7 @@ def get_config() -> Config:
     """Backbone and heads together on the demo corpus."""
     cfg = backbone_config()
     cfg.model.path = "work/demo/backbone/export"
-    cfg.model.tokenizer = ""  # the one beside the model
+    cfg.model.tokenizer = ""  # the model's
     cfg.model.add_layers = 3
     cfg.heads = HeadsConfig(
         drafter="medusa", n_heads=3, n_layers=1, lm_head="low_rank", rank=64

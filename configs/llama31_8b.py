@@ -8,13 +8,13 @@
         --config.heads.rank=256 --workdir=runs/llama31_8b_low_rank
     python train.py --config=configs/llama31_8b.py --config.dry_run        (shapes and memory only)
 
-With a vocabulary of 128,256, five LM heads of their own are 2.6 billion parameters: with the
-blocks a third of the backbone again, read in every decoding step. Shared, the heads are five
-blocks of two layers (0.17 billion) and one product with the LM head that is there anyway;
-low-rank ones (256) add 0.17 billion more.
+With a vocabulary of 128,256, five separate LM heads have 2.6 billion parameters: together with the
+blocks, a third of the backbone, read in every decoding step. With a shared LM head the heads are five
+blocks of two layers (0.17 billion) and one product with the backbone's LM head; low-rank LM heads (256)
+add 0.17 billion more.
 
-What to expect: the paper has no figure for this model. Compare `top1` and `accepted_length_tree`
-in log.jsonl between shared, low-rank and own heads (`--config.heads.lm_head=own`).
+What to expect: the paper has no figure for this model. Compare `top1` and `accepted_length_tree` in
+log.jsonl between shared, low-rank and separate LM heads (`--config.heads.lm_head=own`).
 """
 
 from medusa_jax.config import (
@@ -29,7 +29,7 @@ from medusa_jax.config import (
 
 
 def get_config() -> Config:
-    """The recipe; `model.arch` only serves the dry run, training reads the model's own."""
+    """The recipe; `model.arch` is only for the dry run, training reads the model's."""
     return Config(
         model=ModelConfig(
             path="meta-llama/Llama-3.1-8B-Instruct",

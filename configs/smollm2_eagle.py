@@ -11,7 +11,7 @@ from medusa_jax.heads.eagle import EagleConfig
 
 
 def get_config() -> Config:
-    """The layer on the frozen model: the next hidden state, and the distribution there."""
+    """The layer on the frozen model; it learns the next hidden state and its distribution."""
     cfg = medusa_config()
     cfg.heads = EagleConfig(n_heads=4, n_layers=1, lm_head="shared", draft_vocab=8192)
     cfg.optim.lr = 1e-3

@@ -1,4 +1,4 @@
-"""Hydra++ heads for SmolLM2-135M-Instruct: 4 heads behind a prefix layer over 8,192 tokens.
+"""Hydra++ heads for SmolLM2-135M-Instruct: 4 heads after a prefix layer, over 8,192 tokens.
 
     python train.py --config=configs/smollm2_hydrapp.py --workdir=work/smollm2/hydrapp
 

@@ -1,12 +1,13 @@
-"""Medusa-2 for SmolLM2-135M-Instruct: heads and LoRA adapters together, behind smollm2_medusa.py.
+"""Medusa-2 for SmolLM2-135M-Instruct: heads and LoRA adapters together, after smollm2_medusa.py.
 
     python train.py --config=configs/smollm2_medusa.py --workdir=work/smollm2/medusa
     python train.py --config=configs/smollm2_m2.py --workdir=work/smollm2/medusa2
 
 Second of two stages (Medusa 2.2.2): starts from the heads of the first; LoRA of rank 32 on every
-linear layer, the heads' rate four times the adapter's, lambda_0 = 0.2. The text is the model's
-own, so the backbone's loss is the divergence from the model as it was (self-distillation, 2.3.2).
-The backbone moves, so no hidden states are kept, and a step takes ten times as long as one of the heads alone.
+linear layer, learning rate of the heads four times the adapter's, lambda_0 = 0.2. The text is the
+model's own, so the backbone's loss is the divergence from the original model (self-distillation,
+2.3.2). The backbone changes, so hidden states are not cached, and a step takes ten times as long as one
+that trains only heads.
 """
 
 from configs.smollm2_medusa import get_config as first_stage_config

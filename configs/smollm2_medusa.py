@@ -9,10 +9,10 @@
         --max_new_tokens 256 --batch_size 64 --seed 900000 --out work/smollm2/heldout
     python train.py --config=configs/smollm2_medusa.py --workdir=work/smollm2/medusa
 
-The model asks itself and answers, and answers questions put together from tasks and subjects, since
-what it asks itself is too narrow; answers that run in circles are left out. The LM head is the
-backbone's own, its columns of the tokens that it writes most. 1.3 M parameters, 2.7 MB in bfloat16.
-What the bundled heads were trained on: medusa_jax/models/smollm2/README.md.
+The model writes questions and answers them. Since its questions are too narrow, it also answers
+questions composed from tasks and subjects; answers that loop are left out. The LM head is the
+backbone's, limited to the columns of its most frequent tokens. 1.3 M parameters, 2.7 MB in bfloat16.
+Training data of the bundled heads: medusa_jax/models/smollm2/README.md.
 """
 
 from medusa_jax.config import (
@@ -27,7 +27,7 @@ from medusa_jax.config import (
 
 
 def get_config() -> Config:
-    """Medusa-1 (frozen backbone) on the model's own answers."""
+    """Medusa-1 (frozen backbone) on the model's answers."""
     return Config(
         model=ModelConfig(
             path="smollm2",
@@ -54,8 +54,8 @@ def get_config() -> Config:
             seq_len=512,
             packing="first_fit",
             max_repeats=0.5,
-            # The backbone is frozen: its hidden states are computed once (1.1 GB a million tokens),
-            # for all drafters.
+            # The backbone is frozen: its hidden states are computed once for all drafters (1.1 GB per
+            # million tokens).
             cache_features="bfloat16",
             features_path="work/smollm2/features",
         ),

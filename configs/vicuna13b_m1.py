@@ -3,13 +3,13 @@
     python train.py --config=configs/vicuna13b_m1.py --workdir=runs/vicuna13b_m1
     python train.py --config=configs/vicuna13b_m1.py --config.dry_run      (shapes and memory only)
 
-As vicuna7b_m1.py: two epochs of ShareGPT, batch 64, learning rate 2e-3, cosine with 40 warm-up
-steps. The paper keeps the backbone in 4 bits and the optimizer in 8:
+Like vicuna7b_m1.py: two epochs of ShareGPT, batch 64, learning rate 2e-3, cosine with 40 warm-up
+steps. The paper uses a 4-bit backbone and an 8-bit optimizer:
 `--config.model.quantise=nf4 --config.optim.name=adamw8bit`.
 
-What to expect: the paper reports a 2.33x speed-up of Medusa-1 on MT-bench. The published heads
-of this model (v1.3) guess the tokens 2, 3, 4, 5 and 6 ahead right in .59 .34 .22 .15 .12 of all
-cases (top-1); `top1` in log.jsonl is the same figure.
+What to expect: the paper reports a 2.33x speed-up of Medusa-1 on MT-bench. The published heads of
+this model (v1.3) have a top-1 accuracy of .59 .34 .22 .15 .12 for the tokens 2, 3, 4, 5 and 6 ahead;
+`top1` in log.jsonl is the same measure.
 """
 
 from configs.vicuna7b_m1 import get_config as vicuna7b_config
@@ -17,7 +17,7 @@ from medusa_jax.config import Config, LlamaConfig
 
 
 def get_config() -> Config:
-    """The recipe of vicuna7b_m1.py on the larger model; `model.arch` only serves the dry run."""
+    """The recipe of vicuna7b_m1.py on the larger model; `model.arch` is only for the dry run."""
     cfg = vicuna7b_config()
     cfg.model.path = "lmsys/vicuna-13b-v1.5"
     cfg.model.arch = LlamaConfig(

@@ -1,4 +1,4 @@
-"""Medusa-2 for Vicuna-33B by self-distillation: its training data is private, so it makes its own.
+"""Medusa-2 for Vicuna-33B by self-distillation: its training data is private, so it writes new data.
 
     python -m medusa_jax distill --model lmsys/vicuna-33b-v1.3 --chat_template vicuna \\
         --prompts Aeala/ShareGPT_Vicuna_unfiltered --limit 100000 --temperature 0.3 \\
@@ -31,7 +31,7 @@ from medusa_jax.config import (
 
 
 def get_config() -> Config:
-    """The recipe; `model.arch` only serves the dry run, training reads the model's own."""
+    """The recipe; `model.arch` is only for the dry run, training reads the model's."""
     return Config(
         model=ModelConfig(
             path="lmsys/vicuna-33b-v1.3",

@@ -4,10 +4,10 @@
     python train.py --config=configs/vicuna7b_amphista.py --config.dry_run   (shapes and memory only)
 
 Four heads, two staged adaptation layers, one auto-embedding block; four epochs of ShareGPT,
-learning rate 1e-3, cosine with warm-up. The paper leaves open batch size (64 here), warm-up (100
-steps) and the weights of its two losses (1 for the backbone's distribution, 0.1 for the text).
-1.13 B parameters; `--config.heads.lm_head=low_rank --config.heads.rank=256`, its fastest in table
-11, has 0.64 B.
+learning rate 1e-3, cosine with warm-up. The paper does not give the batch size (64 here), the warm-up
+(100 steps) and the weights of its two losses (1 for the backbone's distribution, 0.1 for the text).
+1.13 B parameters; `--config.heads.lm_head=low_rank --config.heads.rank=256`, its fastest in table 11,
+has 0.64 B.
 
 The ablations of tables 4, 5 and 10 are `--config.heads.` blocks=0 (w/o Auto-embedding),
 position_encoding=false, stages=0 (w/o Staged-Adaptation), stages=1, 3, 4, sampled_token=false.

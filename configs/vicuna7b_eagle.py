@@ -5,13 +5,13 @@
 
 The loss is smooth L1 to the backbone's next hidden state and 0.1 times cross-entropy with its
 distribution there, on hidden states with noise of U(-0.1, 0.1). Learning rate 3e-5 after 2000
-warm-up steps, AdamW (0.9, 0.95) and 20 epochs are those of the authors' code; it clips single
-gradients at 0.5, here their norm is; batch 32 is ours. 0.24 B parameters, whatever the depth of the
-trees (`--config.heads.n_heads`). The loss is over the first level, as released;
-`--config.train.levels=3` trains the second and third on what the levels before made.
+warm-up steps, AdamW (0.9, 0.95) and 20 epochs are those of the authors' code, which clips each
+gradient at 0.5; here their norm is clipped. Batch 32 is ours. 0.24 B parameters for any depth of trees
+(`--config.heads.n_heads`). The loss is over the first level, as released; `--config.train.levels=3`
+also trains the second and third, each on the outputs of the level before.
 
-What to expect: on MT-bench, greedy, Amphista's table 9 has it at 3.84 tokens per step and 2.58x the
-speed of plain decoding on an A100.
+What to expect: on MT-bench, greedy, Amphista's table 9 reports 3.84 tokens per step and 2.58x the speed
+of plain decoding on an A100.
 """
 
 from configs.vicuna7b_hydra import get_config as hydra_config
@@ -28,6 +28,6 @@ def get_config() -> Config:
     cfg.train.batch_size, cfg.train.accumulation, cfg.train.epochs = 32, 4, 20
     cfg.train.feature_weight = 1.0
     cfg.train.label_weight, cfg.train.teacher_weight = 0.0, 0.1
-    # As `hidden_noise` is measured: over sqrt(L d).
+    # In the units of `hidden_noise`: over sqrt(L d).
     cfg.train.hidden_noise = 0.1 * (cfg.data.seq_len * cfg.model.arch.d_model) ** 0.5
     return cfg

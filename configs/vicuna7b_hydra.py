@@ -3,13 +3,12 @@
     python train.py --config=configs/vicuna7b_hydra.py --workdir=runs/vicuna7b_hydra
     python train.py --config=configs/vicuna7b_hydra.py --config.dry_run   (shapes and memory only)
 
-Four heads of one hidden layer, one epoch of ShareGPT, batch 128 (here of packed rows, the paper's
-of conversations, so that an epoch has fewer updates), learning rate 1e-3, cosine,
-the text's next tokens as targets, all heads weighed alike; the paper gives no number of warm-up
-steps. 0.99 B parameters.
+Four heads of one hidden layer, one epoch of ShareGPT, batch 128 (of packed rows here, of conversations
+in the paper, so an epoch has fewer updates here), learning rate 1e-3, cosine, the text's next tokens as
+targets, equal weights for all heads; the paper does not give the warm-up. 0.99 B parameters.
 
-What to expect: on MT-bench, greedy, the paper reports 3.04 tokens per step against 2.58 for
-Medusa heads of the same recipe (2.36x and 2.13x the speed of plain decoding on an A100).
+What to expect: on MT-bench, greedy, the paper reports 3.04 tokens per step against 2.58 for Medusa
+heads with the same recipe (2.36x and 2.13x the speed of plain decoding on an A100).
 """
 
 from medusa_jax.config import (
@@ -24,7 +23,7 @@ from medusa_jax.heads.hydra import HydraConfig
 
 
 def get_config() -> Config:
-    """The recipe; `model.arch` only serves the dry run, training reads the model's own."""
+    """The recipe; `model.arch` is only for the dry run, training reads the model's."""
     return Config(
         model=ModelConfig(
             path="lmsys/vicuna-7b-v1.3",

@@ -3,10 +3,10 @@
     python train.py --config=configs/vicuna7b_hydrapp.py --workdir=runs/vicuna7b_hydrapp
     python train.py --config=configs/vicuna7b_hydrapp.py --config.dry_run   (shapes and memory only)
 
-Four heads of four hidden layers behind a prefix layer, trained for 10 epochs on the backbone's
-own distribution (teacher loss), dropout 0.2, weight decay 0.1. What the paper leaves open is
-taken from the authors' published command: batch 32, learning rate 5e-4, 100 warm-up steps,
-cosine down to a third. 1.40 B parameters; the released checkpoints tie layers 2 to 4 of a head
+Four heads of four hidden layers after a prefix layer, trained for 10 epochs on the backbone's
+distribution (teacher loss), dropout 0.2, weight decay 0.1. Values not in the paper are from the
+authors' published command: batch 32, learning rate 5e-4, 100 warm-up steps, cosine down to a third.
+1.40 B parameters; the released checkpoints tie layers 2 to 4 of a head
 (`--config.heads.tie_layers=true`, 1.26 B).
 
 Other options of section 6, off here: noise on the hidden states

@@ -3,15 +3,15 @@
     python train.py --config=configs/vicuna7b_m1.py --workdir=runs/vicuna7b_m1
     python train.py --config=configs/vicuna7b_m1.py --config.dry_run      (shapes and memory only)
 
-Two epochs of ShareGPT, batch 64, learning rate 2e-3 (four times the backbone's 5e-4 of the
-two-stage recipe), cosine with 40 warm-up steps. One 80 GB GPU holds it; `--config.mesh=1,-1,1`
-(the default) spreads parameters and rows over all devices. The paper keeps the backbone in 4 bits
-and the optimizer in 8: `--config.model.quantise=nf4 --config.optim.name=adamw8bit`; Medusa-2
-(vicuna7b_m2.py) goes on from there.
+Two epochs of ShareGPT, batch 64, learning rate 2e-3 (four times the backbone's 5e-4 of the two-stage
+recipe), cosine with 40 warm-up steps. It fits one 80 GB GPU; `--config.mesh=1,-1,1` (the default)
+spreads parameters and rows over all devices. The paper uses a 4-bit backbone and an 8-bit optimizer:
+`--config.model.quantise=nf4 --config.optim.name=adamw8bit`; Medusa-2 (vicuna7b_m2.py) continues from
+there.
 
-What to expect: the paper reports a 2.18x speed-up of Medusa-1 on MT-bench. The published
-heads of this model (v1.3) guess the tokens 2, 3, 4, 5 and 6 ahead right in .56 .32 .20 .15 .12
-of all cases (top-1); `top1` in log.jsonl is the same figure.
+What to expect: the paper reports a 2.18x speed-up of Medusa-1 on MT-bench. The published heads of this
+model (v1.3) have a top-1 accuracy of .56 .32 .20 .15 .12 for the tokens 2, 3, 4, 5 and 6 ahead; `top1`
+in log.jsonl is the same measure.
 """
 
 from medusa_jax.config import (
@@ -26,7 +26,7 @@ from medusa_jax.config import (
 
 
 def get_config() -> Config:
-    """The recipe; `model.arch` only serves the dry run, training reads the model's own."""
+    """The recipe; `model.arch` is only for the dry run, training reads the model's."""
     return Config(
         model=ModelConfig(
             path="lmsys/vicuna-7b-v1.5",

@@ -12,8 +12,8 @@ batch 64, two epochs of ShareGPT, cosine with 40 warm-up steps.
 
 What to expect from the paper: a 2.83x speed-up on MT-bench (3.47 tokens per step, each
 step 1.22 times as long as a plain one) at unchanged quality (6.18 against 6.17 of the original
-model); AlpacaEval: 3.23 tokens per step, 2.88x. Directly fine-tuned together, without two
-stages, quality falls to 5.93 (table 2).
+model); AlpacaEval: 3.23 tokens per step, 2.88x. Fine-tuning both directly, without two stages,
+reduces quality to 5.93 (table 2).
 """
 
 from configs.vicuna7b_m1 import get_config as first_stage_config

@@ -1,4 +1,4 @@
-"""Medusa-2 for Zephyr-7B by self-distillation: a model aligned by feedback, self-talk as data.
+"""Medusa-2 for Zephyr-7B by self-distillation: a model aligned with feedback; self-talk as data.
 
     python -m medusa_jax distill --model HuggingFaceH4/zephyr-7b-beta --mode self_talk \\
         --prompts HuggingFaceH4/ultrachat_200k --split train_sft --limit 100000 \\
@@ -23,7 +23,7 @@ from medusa_jax.config import Config, LlamaConfig
 
 
 def get_config() -> Config:
-    """The recipe of vicuna33b.py on another model; `model.arch` only serves the dry run."""
+    """The recipe of vicuna33b.py on another model; `model.arch` is only for the dry run."""
     cfg = vicuna33b_config()
     cfg.model.path = "HuggingFaceH4/zephyr-7b-beta"
     cfg.model.arch = LlamaConfig(

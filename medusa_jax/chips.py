@@ -1,7 +1,7 @@
-"""What accelerators can do on paper: peak arithmetic, memory bandwidth, memory, links.
+"""Peak figures of accelerators: arithmetic, memory bandwidth, memory, links.
 
-One table for all who predict instead of measuring. Figures are the vendors', for one chip:
-arithmetic is dense (no structured sparsity) in bfloat16, accumulated in float32.
+Used for predictions without measurement. Figures are the vendors', for one chip: arithmetic is
+dense (no structured sparsity) in bfloat16, accumulated in float32.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class Chip:
 
     Attributes:
       flops: peak FLOP/s.
-      bandwidth: bytes per second between the chip and its own memory.
+      bandwidth: bytes per second between the chip and its memory.
       memory: bytes.
-      link: bytes per second in and out over the links to its neighbours, all of them together.
+      link: bytes per second, in plus out, summed over all links to its neighbours.
     """
 
     title: str
@@ -28,7 +28,7 @@ class Chip:
 
     @property
     def ridge(self) -> float:
-        """FLOPs per byte from which on arithmetic is the limit, not memory."""
+        """FLOPs per byte above which arithmetic is the limit, not memory."""
         return self.flops / self.bandwidth
 
 
@@ -45,8 +45,8 @@ CHIPS = {
     "h100": Chip("H100 SXM", 989.4e12, 3.35e12, 80e9, 900e9),
     # NVIDIA H200 datasheet, SXM: arithmetic of the H100, 4.8 TB/s, 141 GB.
     "h200": Chip("H200 SXM", 989.4e12, 4.8e12, 141e9, 900e9),
-    # Cloud TPU documentation, one page per version. Bandwidths are those of its tables of 2025;
-    # later ones round them to 800 and 1,600 GB/s. Links: 1,600, 4,800 and 3,200 Gbit/s a chip.
+    # Cloud TPU documentation, one page per version. Bandwidths are from its 2025 tables; later ones
+    # round them to 800 and 1,600 GB/s. Links: 1,600, 4,800 and 3,200 Gbit/s per chip.
     "tpu-v5e": Chip("TPU v5e", 197e12, 819e9, 16e9, 200e9),
     "tpu-v5p": Chip("TPU v5p", 459e12, 2.765e12, 95e9, 600e9),
     "tpu-v6e": Chip("TPU v6e", 918e12, 1.64e12, 32e9, 400e9),
@@ -54,10 +54,10 @@ CHIPS = {
 
 
 def find_chip(name: str) -> Chip:
-    """The chip of that name.
+    """Return the chip with that name.
 
     Raises:
-      UserError: there is none; lists those that there are.
+      UserError: an unknown name; the message lists the known ones.
     """
     if name not in CHIPS:
         near = did_you_mean(name, CHIPS)

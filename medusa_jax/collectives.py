@@ -1,7 +1,7 @@
-"""What a compiled program sends between devices, read from its text.
+"""Count what a compiled program sends between devices, by parsing its text.
 
-XLA decides about communication when it splits a program over a mesh, so the program that it made is
-the only place where it can be counted.
+XLA inserts communication when it partitions a program over a mesh, so it can only be counted in the
+compiled program.
 """
 
 import math
@@ -21,8 +21,8 @@ _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _COLLECTIVE = re.compile(rf"= (\(.*?\)|\S+) ({'|'.join(KINDS)})\((.*)")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-# {{0,1},{2,3}}; [2,4]<=[8]; mesh['a'=2,'b'=4] {'b'}, where {'b':(2)2} is a part of an axis, and
-# between the two the devices' order may stand.
+# {{0,1},{2,3}}; [2,4]<=[8]; mesh['a'=2,'b'=4] {'b'}, where {'b':(2)2} is part of an axis and
+# device_ids may come in between.
 _GROUPS = re.compile(
     r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]"
     r"|mesh\[([^\]]*)\](?:, device_ids=\S+)? ?\{([^}]*)\})"
@@ -33,14 +33,14 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 class Collective(NamedTuple):
-    """One instruction by which devices exchange data.
+    """One collective instruction.
 
     Attributes:
       kind: one of `KINDS`.
-      shapes: of the arrays that a device has afterwards, such as ("f32[8,16]",).
-      bytes: of these arrays.
-      group: how many devices exchange with each other.
-      trips: how often each loop around it goes round, outermost first; 0 if only the data tell.
+      shapes: shapes of the resulting arrays on a device, such as ("f32[8,16]",).
+      bytes: bytes of these arrays.
+      group: number of devices that exchange data with each other.
+      trips: trip count of each enclosing loop, outermost first; 0 if it depends on the data.
     """
 
     kind: str
@@ -51,10 +51,11 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that each device sends for one execution, by the best algorithms on a ring.
+        """Bytes that each device sends per execution, by the best algorithms on a ring.
 
-        A gathered or exchanged array passes each link once but for the own part; a sum is
-        scattered and then gathered; of a scattered sum the result is one part of `group`.
+        A gathered or exchanged array passes each link once, except for the device's own part. An
+        all-reduce is a reduce-scatter followed by an all-gather. The result of a reduce-scatter is one
+        of `group` parts.
         """
         others = (self.group - 1) / self.group
         factor = {
@@ -65,7 +66,7 @@ class Collective(NamedTuple):
         return self.bytes * factor.get(self.kind, others)
 
     def times(self, unknown: int = 1) -> int:
-        """Executions per run of the program, loops of unknown length `unknown` times round."""
+        """Executions per run of the program, with `unknown` iterations for loops of unknown length."""
         return math.prod(trip or unknown for trip in self.trips)
 
 
@@ -103,7 +104,7 @@ def sent_by_kind(found: Sequence[Collective], unknown: int = 1) -> dict[str, flo
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of every computation by its name, and the name of the first that runs."""
+    """The lines of every computation by name, and the name of the entry computation."""
     bodies: dict[str, list[str]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -130,11 +131,11 @@ def _collective(
 
 
 def _members(attributes: str) -> int:
-    """How many devices are in a group; a permutation has pairs in place of groups."""
+    """Number of devices in a group; 2 for a permutation, which has pairs instead of groups."""
     groups = _GROUPS.search(attributes)
     if groups is None:
         if "replica_groups=" in attributes:
-            raise ValueError(f"groups of devices in a form that is not known: {attributes}")
+            raise ValueError(f"unknown form of device groups: {attributes}")
         return 2
     listed, iota, axes, named = groups.groups()
     if listed:
@@ -147,5 +148,5 @@ def _members(attributes: str) -> int:
 
 
 def _bits(kind: str) -> int:
-    """The width of an element type: f32 -> 32."""
+    """Bits of an element type: f32 -> 32."""
     return _BITS.get(kind) or int(re.sub(r"\D", "", kind.removeprefix("f8e")) or 8)

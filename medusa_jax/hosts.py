@@ -1,4 +1,4 @@
-"""Several processes as one program: how they find each other, agree when to stop, and end."""
+"""Several processes as one program: joining, agreeing when to stop, and ending."""
 
 import os
 import re
@@ -18,32 +18,32 @@ from jax.experimental import multihost_utils
 from medusa_jax.console import inform, overtime
 from medusa_jax.errors import UserError
 
-# Command line flags, as `jax.distributed.initialize` calls them.
+# Command line flags, named as in `jax.distributed.initialize`.
 FLAGS = ("coordinator_address", "num_processes", "process_id")
-# On virtual machines with TPUs the environment says nothing, JAX asks the machine.
+# TPU virtual machines set no environment variables; JAX asks the machine.
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
-# Exit status where another process is lost or never came: try again (EX_TEMPFAIL of sysexits.h).
+# Exit status when another process is lost or never joined: try again (EX_TEMPFAIL of sysexits.h).
 LOST = 75
-# What passes the devices at a time on its way to the hosts.
+# Bytes per piece when arrays are gathered to hosts through the devices.
 PIECE_BYTES = 64 * 2**20
-# Every process gives a sign of life so often, in seconds, and is lost where so many in a row are missing:
-# after a minute, before JAX's own service ends the others (after 100 seconds, with a stack trace).
+# Every process sends a heartbeat every PULSE seconds and counts as lost after MISSING missed ones: after
+# a minute, before JAX's service ends the others (after 100 seconds, with a stack trace).
 PULSE, MISSING = 10.0, 6
-# Where the signs of life lie in the service, and the last one of a process that ends well.
+# Key prefix of the heartbeats, and the last heartbeat of a process that ends normally.
 SIGNS, ENDED = "medusa_jax/alive/", "ended"
-# Seconds that a step may take: a process that lives and does not go on holds up all others.
+# Most seconds for a step: a process that is alive but stuck blocks all others.
 STALLED = 1800.0
 
 
 def join(given: Mapping[str, str]) -> None:
-    """Join the other processes of this run, if there are any; before anything touches a device.
+    """Join the other processes of this run, if there are any; call before any use of a device.
 
     JAX reads addresses and numbers from SLURM, Open MPI, Cloud TPU and GKE; elsewhere all three
-    `FLAGS` are given. A process that no launcher started beside others runs alone.
+    `FLAGS` are needed. Without flags and launcher the process runs alone. If no other process answers,
+    this one exits with status `LOST`.
 
     Raises:
-      UserError: some of the flags are missing or no numbers. Where nobody answers the process ends
-        with `LOST`.
+      UserError: some of the flags are missing or not numbers.
     """
     if given and set(given) != set(FLAGS):
         missing = [f"--{name}" for name in FLAGS if name not in given]
@@ -60,7 +60,7 @@ def join(given: Mapping[str, str]) -> None:
     try:
         jax.distributed.initialize(given.get("coordinator_address"), **numbers)
     except RuntimeError as error:
-        # The others may only be late, on machines that are still to come.
+        # The others may only be late, for example on machines that are still starting.
         _leave(LOST, f"the processes of this run did not meet: {_first(error)}")
     except ValueError as error:
         if perhaps:
@@ -71,12 +71,12 @@ def join(given: Mapping[str, str]) -> None:
 
 
 def launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher that JAX knows has started this process as one of several."""
+    """Whether a launcher that JAX knows started this process as one of several."""
 
     def several(name: str) -> bool:
         return environment.get(name, "").isdigit() and int(environment[name]) > 1
 
-    # `srun` sets both; a shell inside an allocation has the number of tasks alone.
+    # `srun` sets both; a shell inside an allocation has only the number of tasks.
     slurm = several("SLURM_NTASKS") and "SLURM_STEP_NODELIST" in environment
     workers = environment.get("TPU_PROCESS_ADDRESSES") or environment.get(
         "TPU_WORKER_HOSTNAMES", ""
@@ -86,13 +86,13 @@ def launched(environment: Mapping[str, str]) -> bool:
 
 
 def first() -> bool:
-    """Whether this process is the one that writes results, logs and pictures."""
+    """Whether this is process 0, which writes results, logs and pictures."""
     return jax.process_index() == 0
 
 
 @contextmanager
 def one_prints() -> Iterator[None]:
-    """What the block prints as its result is printed by process 0 alone."""
+    """Let only process 0 print to standard output inside the block."""
     if first():
         yield
         return
@@ -133,17 +133,17 @@ def claimed(directory: str | Path) -> Iterator[None]:
 
 
 def of_first(x: Any) -> np.ndarray:
-    """What process 0 says, in all of them: numbers of one shape, for which all must ask.
+    """Broadcast the array of process 0; all processes must call this with the same shape.
 
-    What each reads from a disk or a clock by itself may differ, and with it the programs that they run.
+    Values that each process reads from a disk or a clock may differ, and so would their programs.
     """
     return np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(x)))
 
 
 def on_host(x: Any) -> np.ndarray:
-    """A whole array; where other processes hold parts of it, all of them must ask for it.
+    """Gather a whole array to the host; all processes that hold parts of it must call this.
 
-    It passes the devices in pieces, so that none of them holds the whole.
+    It is gathered in pieces, so that no device holds all of it.
     """
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
@@ -157,20 +157,20 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def asked_to_stop(step: int) -> bool:
-    """Whether all processes stop after `step`, because one of them was sent SIGTERM.
+    """Whether all processes stop after `step`, because one of them received SIGTERM.
 
-    JAX's coordination service agrees on a step that none has passed yet, so every process has to
-    ask after each step. A process that is alone has no such service.
+    JAX's coordination service agrees on a step that no process has passed yet, so every process has
+    to ask after each step. A single process has no such service.
     """
     return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Ends this process at once, in a sentence, if it fails or another one is lost in the block.
+    """If this process fails or a peer dies inside the block, print one line and exit.
 
-    Without another one a collective operation fails, or waits for ever. A normal end would wait
-    for all others, which may be waiting for this one.
+    Without the peer a collective operation fails or waits for ever. A normal exit would wait for all
+    other processes, which may be waiting for this one.
     """
     try:
         with _signs_of_life():
@@ -188,8 +188,8 @@ def together() -> Iterator[None]:
 
 
 def lost(error: BaseException | None) -> bool:
-    """Whether devices failed together, as they do where another process is lost."""
-    # jaxlib gives a failed result as either type, its status first: "UNKNOWN: Gloo ...".
+    """Whether an error is a device failure as caused by the loss of another process."""
+    # jaxlib raises either type for a failed result, its status first: "UNKNOWN: Gloo ...".
     runtime = isinstance(error, jax.errors.JaxRuntimeError) or (
         isinstance(error, ValueError) and re.match(r"[A-Z_]+: ", str(error)) is not None
     )
@@ -197,7 +197,7 @@ def lost(error: BaseException | None) -> bool:
 
 
 def wait(x: Any) -> None:
-    """Until the devices have computed `x`; ends this process where others hold them up for long."""
+    """Wait until the devices have computed `x`; exit if other processes block it for too long."""
     if jax.process_count() == 1:
         jax.block_until_ready(x)
         return
@@ -207,20 +207,20 @@ def wait(x: Any) -> None:
 
 @contextmanager
 def _signs_of_life() -> Iterator[None]:
-    """Processes hear of each other from here to the end of the block, on a thread."""
+    """Exchange heartbeats on a thread until the end of the block."""
     if distributed.global_state.num_processes == 1:
         yield
         return
     ended = threading.Event()
     thread = threading.Thread(target=_listen, args=(ended,), name="signs", daemon=True)
     thread.start()
-    yield  # an error goes on to `together`, which does not wait for anybody
+    yield  # errors propagate to `together`, which exits without waiting
     ended.set()
     thread.join()
 
 
 def _listen(ended: threading.Event) -> None:
-    """Gives signs of this process's life and counts those that others miss."""
+    """Send heartbeats and count those that other processes miss."""
     service = distributed.global_state
     client: Any = service.client
     last: dict[str, str] = {}
@@ -243,7 +243,7 @@ def _listen(ended: threading.Event) -> None:
             return
         for name in missing:
             same = heard.get(name) == last.get(name) != ENDED
-            # Signs, not seconds: where this process itself was stopped, none were missed.
+            # Counts heartbeats, not seconds: none are missed while this process itself is suspended.
             missing[name] = missing[name] + 1 if same else 0
             if missing[name] >= MISSING:
                 process = name.removeprefix(SIGNS)
@@ -255,7 +255,7 @@ def _listen(ended: threading.Event) -> None:
 
 
 def _within(seconds: float, reason: str) -> AbstractContextManager[None]:
-    """Ends this process where the block takes longer."""
+    """Exit with status `LOST` if the block takes longer."""
     return overtime(seconds, lambda: _leave(LOST, _without_another(reason)))
 
 
@@ -267,14 +267,14 @@ def _without_another(reason: str) -> str:
 
 
 def _leave(status: int, words: str) -> None:
-    """Says one sentence and is gone, whatever threads and other processes wait for."""
+    """Print one line and exit at once, without waiting for threads or other processes."""
     inform(f"error: {words}")
     sys.stdout.flush()
     os._exit(status)
 
 
 def _first(error: Exception) -> str:
-    """The first line of what an error says, cut to a sentence's length."""
+    """The first line of an error message, cut to 200 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 

@@ -1,4 +1,4 @@
-"""How much a text repeats itself: text that runs in circles is easy to guess."""
+"""How much a text repeats itself: repetitive text is easy to draft."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ def repeated_ngram_share(tokens: Sequence[int] | np.ndarray, n: int = 4) -> floa
     A sequence of T tokens has T - n + 1 n-grams, overlapping ones included; the answer is
     1 - distinct / (T - n + 1), and 0.0 if T < n.
 
-        [1, 2, 3, 4, 1, 2, 3, 4]: 1234 2341 3412 4123 1234 -> the last is old: 1 / 5 = 0.2
+        [1, 2, 3, 4, 1, 2, 3, 4]: 1234 2341 3412 4123 1234 -> the last repeats: 1 / 5 = 0.2
         [7, 7, 7, 7, 7, 7]: 7777 7777 7777 -> 2 / 3
     """
     ids = np.asarray(tokens)
@@ -23,7 +23,7 @@ def repeated_ngram_share(tokens: Sequence[int] | np.ndarray, n: int = 4) -> floa
 
 
 def mean_repeated_ngram_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
-    """Mean of `repeated_ngram_share` over token sequences; each is looked at by itself."""
+    """Mean of `repeated_ngram_share` over token sequences; n-grams are not compared across them."""
     return (
         float(np.mean([repeated_ngram_share(t, n) for t in texts])) if len(texts) else 0.0
     )

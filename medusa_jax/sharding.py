@@ -1,7 +1,7 @@
-"""The device mesh and the one table that says where every parameter lives.
+"""The device mesh and the table that maps every parameter to mesh axes.
 
-Initialised, imported and restored parameters are all placed by `param_shardings`, so a model
-that runs on one device (mesh 1,1,1) needs no rewrite for many.
+`param_shardings` places initialised, imported and restored parameters alike, so a model that runs on
+one device (mesh 1,1,1) runs unchanged on many.
 """
 
 import math
@@ -22,8 +22,8 @@ AXES = ("data", "fsdp", "tensor")
 # Nested dictionaries of arrays, or of their shapes.
 PyTree = Any
 
-# First match wins. Kernels are [in, out]: layers that widen are split over their outputs,
-# layers that narrow over their inputs (Megatron), the other side goes to fsdp.
+# First match wins. Kernels are [in, out]: as in Megatron, tensor splits the outputs of layers that
+# widen and the inputs of layers that narrow; fsdp splits the other side.
 RULES: tuple[tuple[str, P], ...] = (
     (r"embed_tokens/embedding$", P("tensor", "fsdp")),
     (r"lm_head/(kernel|up)$", P("fsdp", "tensor")),
@@ -38,7 +38,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(o_proj|down_proj)/(scales|b)$", P(None, "fsdp")),
     (r"(_proj|lm_head)/a$", P("fsdp", None)),
     (r"(_proj|lm_head)/(scales|b)$", P(None, "tensor")),
-    # Everything else that multiplies, in the draft heads.
+    # All other kernels, in the draft heads.
     (r"heads_\d+/layers_\d+/(.*/)?bias$", P("tensor")),
     (r"/kernel$", P("fsdp", "tensor")),
     (r".*", P()),
@@ -46,12 +46,12 @@ RULES: tuple[tuple[str, P], ...] = (
 
 
 def make_mesh(shape: Sequence[int] = (1, 1, 1)) -> Mesh:
-    """A mesh over (data, fsdp, tensor); one axis may be -1 and takes the devices left over.
+    """Make a mesh over (data, fsdp, tensor); one axis may be -1 and takes the remaining devices.
 
-    With fewer devices asked for than there are, the first ones are used.
+    A smaller mesh uses the first devices.
 
     Raises:
-      UserError: the shape needs more devices than there are, or does not divide them.
+      UserError: the shape needs more devices than available, or does not divide them.
     """
     sizes = list(shape)
     devices = jax.devices()
@@ -74,19 +74,19 @@ def make_mesh(shape: Sequence[int] = (1, 1, 1)) -> Mesh:
     if jax.process_count() > len({d.process_index for d in devices[:wanted]}):
         raise UserError(
             f"mesh {tuple(sizes)} leaves out all devices of some of the {jax.process_count()} "
-            f"processes: they have {len(devices)} together"
+            f"processes: together they have {len(devices)}"
         )
-    # Auto, not the default Explicit axes: under Explicit ones `nn.Embed` cannot gather.
+    # Auto, not the default Explicit axes, with which `nn.Embed` cannot gather.
     return jax.make_mesh(
         tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:wanted]
     )
 
 
 def simulate_devices(n: int) -> None:
-    """As many CPU devices as programs are to be compiled for, before anything is computed.
+    """Simulate n CPU devices; call before any JAX computation.
 
-    XLA's usual scheduler for CPUs runs side by side what can be, and so gathers the weights of many
-    layers before it needs the first. The other one is taken, unless XLA_FLAGS says which.
+    XLA's default CPU scheduler maximises concurrency, and so gathers the weights of many layers before
+    it needs the first. This selects the other scheduler, unless XLA_FLAGS already chooses one.
     """
     scheduler = "xla_cpu_enable_concurrency_optimized_scheduler"
     flags = os.environ.get("XLA_FLAGS", "")
@@ -96,39 +96,39 @@ def simulate_devices(n: int) -> None:
     jax.config.update("jax_num_cpu_devices", n)
 
 
-# Batch rows lie over both: fsdp gathers the weights of a layer, not the rows. fsdp comes first, as in
-# the order of the devices that hold a kernel (parts over fsdp, copies over data). In the other order
-# XLA may swap rows of a product: docs/scaling.md.
+# Batch rows are split over both: fsdp gathers the weights of a layer, not the rows. fsdp comes first,
+# as in the device order of a kernel (parts over fsdp, copies over data). In the other order XLA may
+# exchange rows of a product: docs/scaling.md.
 ROWS = ("fsdp", "data")
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Microbatches [A, B / A, ...] with their rows over the data and fsdp axes."""
+    """Sharding of microbatches [A, B / A, ...], with rows over the data and fsdp axes."""
     return NamedSharding(mesh, P(None, ROWS))
 
 
 def own_rows(mesh: Mesh, n: int) -> np.ndarray:
-    """Which of a batch's `n` rows lie on devices of this process: their numbers, rising.
+    """Indices, ascending, of a batch's `n` rows on devices of this process.
 
-    Processes that share rows, because the tensor axis lies across them, have the same ones.
+    Processes that share rows, because the tensor axis spans them, get the same indices.
     """
     spans = NamedSharding(mesh, P(ROWS)).addressable_devices_indices_map((n,)).values()
     return np.unique(np.concatenate([np.arange(n)[span] for span in spans]))
 
 
 def row_shards(mesh: Mesh) -> int:
-    """Into how many parts the rows of a batch are split."""
+    """Number of parts that the rows of a batch are split into."""
     return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
-# The functions below are for the inside of a compiled function, where they fix what XLA would
-# choose. On one device, or with no mesh, they do nothing.
+# The functions below are for use inside compiled functions, where they fix shardings that XLA would
+# choose. On one device, or without a mesh, they do nothing.
 
 
 def split_rows(mesh: Mesh | None, x: jax.Array) -> jax.Array:
-    """x [B, ...] with its rows over the devices, if they divide B; else a copy on each.
+    """Split the rows of x [B, ...] over the devices if their number divides B; else replicate x.
 
-    Left alone, XLA follows the weights: every device computes all rows of a slice of each layer.
+    Otherwise XLA follows the weights: every device computes all rows of a slice of each layer.
     """
     if mesh is None or mesh.size == 1:
         return x
@@ -136,9 +136,9 @@ def split_rows(mesh: Mesh | None, x: jax.Array) -> jax.Array:
 
 
 def split_embedded(mesh: Mesh | None, x_BTD: jax.Array) -> jax.Array:
-    """Embeddings as they are looked up: their width over fsdp, as that of the table is.
+    """Split looked-up embeddings over fsdp along their width, like the table.
 
-    `split_rows` comes next. In one step XLA puts all rows on all devices in between.
+    `split_rows` comes next. In a single step XLA would replicate all rows in between.
     """
     if mesh is None or mesh.size == 1 or x_BTD.shape[0] % mesh.shape["data"]:
         return x_BTD
@@ -146,10 +146,10 @@ def split_embedded(mesh: Mesh | None, x_BTD: jax.Array) -> jax.Array:
 
 
 def pin_state(mesh: Mesh | None, state: Any) -> Any:
-    """A decode state, every leaf where `decode_shardings` says.
+    """Constrain every leaf of a decode state to `decode_shardings`.
 
-    A program that left it to XLA could hand on other shardings than it was given, and the next
-    call would be compiled anew.
+    Otherwise XLA could return other shardings than a program was given, and the next call would be
+    compiled again.
     """
     if mesh is None or mesh.size == 1:
         return state
@@ -157,7 +157,7 @@ def pin_state(mesh: Mesh | None, state: Any) -> Any:
 
 
 def on_all(mesh: Mesh | None, tree: Any) -> Any:
-    """Whole copies on every device: what hosts look at, each on devices of its own."""
+    """Replicate on every device, so that each host can read from its own devices."""
     if mesh is None or mesh.size == 1:
         return tree
     return jax.lax.with_sharding_constraint(tree, replicated(mesh))
@@ -166,8 +166,8 @@ def on_all(mesh: Mesh | None, tree: Any) -> Any:
 def decode_shardings(mesh: Mesh, state: Any) -> Any:
     """The sharding of every leaf [B, ...] of a decode state: rows over the devices.
 
-    Keys and values [B, G, S, H] lie over the tensor axis as well, where the heads they belong
-    to are computed. An axis that does not divide a dimension leaves it whole.
+    Keys and values [B, G, S, H] are also split over the tensor axis, where their heads are computed.
+    A dimension that an axis does not divide is not split.
     """
 
     def place_leaf(key_path: Sequence[Any], leaf: Any) -> NamedSharding:
@@ -189,7 +189,7 @@ def _constrained(mesh: Mesh, x: jax.Array, spec: P) -> jax.Array:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """A whole copy on every device."""
+    """The sharding with a whole copy on every device."""
     return NamedSharding(mesh, P())
 
 
@@ -207,7 +207,7 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
     """The sharding of every leaf of a parameter tree (arrays or ShapeDtypeStructs).
 
     Raises:
-      UserError: a mesh axis does not divide the dimension that it splits.
+      UserError: a mesh axis does not divide a dimension that it would split.
     """
 
     def place_leaf(key_path: Sequence[Any], leaf: Any) -> NamedSharding:
@@ -226,13 +226,13 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
 
 
 def init_sharded(mesh: Mesh, init: Callable[[jax.Array], Any], key: jax.Array) -> Any:
-    """Run `init(key)` so that every parameter is born on the devices where it belongs."""
+    """Run `init(key)` so that every parameter is created on its devices."""
     shardings = param_shardings(mesh, jax.eval_shape(init, key))
     return jax.jit(init, out_shardings=shardings)(key)
 
 
 def place(mesh: Mesh, tree: Any) -> Any:
-    """Put a tree of host arrays onto the mesh."""
+    """Place a tree of host arrays on the mesh."""
     return jax.tree.map(
         lambda leaf, sharding: jax.device_put(np.asarray(leaf), sharding),
         tree,

@@ -1,4 +1,4 @@
-"""What reproduces the papers and builds the demo; not part of the installed package.
+"""Reproduction of the papers and the build of the demo; not part of the installed package.
 
 Run from a clone: `python -m research NAME`.
 """

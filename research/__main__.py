@@ -1,4 +1,4 @@
-"""`python -m research COMMAND`: what reproduces the papers and builds the demo, from a clone."""
+"""`python -m research COMMAND`: reproduce the papers and build the demo, from a clone."""
 
 import sys
 
@@ -6,11 +6,11 @@ from medusa_jax.__main__ import Command, run
 
 COMMANDS = {
     "family": Command(
-        "papers", "research.family.command", "train and measure all drafters alike"
+        "papers",
+        "research.family.command",
+        "train and measure all drafters under identical conditions",
     ),
-    "recipes": Command(
-        "papers", "research.recipes.command", "training recipes: what each costs and brings"
-    ),
+    "recipes": Command("papers", "research.recipes.command", "compare training recipes"),
     "walk": Command("papers", "research.walk", "one decode step with its real numbers"),
     "train_cost": Command(
         "costs", "research.train_cost", "seconds and memory of a training step"
@@ -22,7 +22,7 @@ COMMANDS = {
         "costs", "research.prefill_cost", "memory of reading a prompt, on published shapes"
     ),
     "scaling": Command(
-        "costs", "research.scaling", "what recipes and decoding take on many devices"
+        "costs", "research.scaling", "memory, traffic and time on many devices"
     ),
     "demo_build": Command(
         "demo", "research.demo.build", "rebuild the bundled demo from nothing"

@@ -1,9 +1,9 @@
-"""`python -m research draft_cost`: what drafting costs beside one pass of the backbone.
+"""`python -m research draft_cost`: the cost of drafting relative to one pass of the backbone.
 
-Decoding is bound by memory bandwidth, so the cost of a step is what it reads. For every drafter
-`commit` and `propose` are compiled for the shape of a published model, from shapes alone, and the
-bytes that XLA's cost analysis counts are given as a share of those of one backbone pass over the
-same tree. Beside it stands the share of the weights: the least that must be read.
+Decoding is bound by memory bandwidth, so the cost of a step is the bytes that it reads. For every
+drafter, `commit` and `propose` are compiled for a published model shape without weights. The table
+gives their bytes by XLA's cost analysis as a share of one backbone pass over the same tree, and the
+share for the weights only, the least that must be read.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.interop.shapes import SHAPES
 
-# Nodes per depth: those of the 64-node tree that Medusa, Hydra and Amphista publish figures for.
-# Which node hangs where matters only to Hydra, by how many of a level have children.
+# (nodes, parents) per depth of the 64-node tree in the figures of Medusa, Hydra and Amphista. Only
+# Hydra's cost depends on the number of parents.
 LEVELS = ((10, 1), (28, 10), (23, 10), (2, 1))
 EXAMPLES = """examples:
   python -m research draft_cost
@@ -61,7 +61,7 @@ def paper_tree() -> Any:
 
 
 def drafters() -> dict[str, Any]:
-    """What is compared, in the papers' settings."""
+    """The drafters to compare, in the papers' settings."""
     from medusa_jax.config import HeadsConfig
     from medusa_jax.heads.amphista import AmphistaAlphaConfig, AmphistaConfig
     from medusa_jax.heads.eagle import EagleConfig
@@ -98,9 +98,9 @@ def _size(tree: Any) -> int:
 
 
 def pass_cost(config: Any, tree: Any, slots: int) -> tuple[float, float]:
-    """(bytes of one backbone pass over the tree by the cost analysis, bytes of its weights).
+    """Return (bytes of one backbone pass over the tree by the cost analysis, bytes of its weights).
 
-    The embedding table is looked up, not read, and does not count as weights.
+    The embedding table is only looked up and does not count as weights.
     """
     import jax
     import jax.numpy as jnp
@@ -133,7 +133,7 @@ def pass_cost(config: Any, tree: Any, slots: int) -> tuple[float, float]:
 def backbone_cost(arch: Any, tree: Any, slots: int) -> tuple[float, float]:
     """`pass_cost` without compiling all layers.
 
-    They are alike and unrolled, so L of them cost c(1) + (L - 1) (c(2) - c(1)).
+    Layers are identical and unrolled, so L of them cost c(1) + (L - 1) (c(2) - c(1)).
     """
     costs = [pass_cost(dataclasses.replace(arch, n_layers=n), tree, slots) for n in (1, 2)]
     one, two = (
@@ -143,7 +143,7 @@ def backbone_cost(arch: Any, tree: Any, slots: int) -> tuple[float, float]:
 
 
 def draft_bytes(heads: Any, arch: Any, tree: Any, slots: int) -> tuple[float, float, int]:
-    """(bytes of commit + propose by the cost analysis, bytes of its weights, parameters)."""
+    """Return (bytes of commit + propose by the cost analysis, bytes of its weights, parameters)."""
     import jax
     import jax.numpy as jnp
 
@@ -183,7 +183,7 @@ def measure(
 ) -> dict[str, Any]:
     """Costs of all drafters (or the named ones) on a published shape.
 
-    Compiled in float32, which every backend counts alike; the shares hold for any type.
+    Compiled in float32, which all backends count the same way; the shares hold for any type.
     """
     arch, tree = SHAPES[shape], paper_tree()
     if slots < tree.n_nodes:

@@ -1,4 +1,4 @@
-"""Medusa's equation 1 as it is written: the reference of the streamed loss, for tests and timing."""
+"""Medusa's equation 1 as written: the reference for the streamed loss, in tests and timing."""
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ from medusa_jax.training.losses.targets import Batch, pair_mask, rows
 def equation_1(
     params: Params, backbone: Backbone, objective: HeadObjective, batch: Batch
 ) -> jax.Array:
-    """L = sum_k lambda_k L_k, L_k = -log p_t^(k)(y_{t+k+1}), the logits of all heads at once.
+    """L = sum_k lambda_k L_k, L_k = -log p_t^(k)(y_{t+k+1}), with the logits of all heads at once.
 
-    The same value as `objectives.head_loss` with labels alone, K x B x T x V logits in memory.
+    The same value as `objectives.head_loss` with labels only, but with K x B x T x V logits in memory.
     """
     drafter = objective.drafter
     hidden_BTD = jax.lax.stop_gradient(hidden_states(backbone, batch))

@@ -18,11 +18,12 @@ from medusa_jax.training.counted import (
 def decoding_bytes(
     variables: PyTree, state: Any, nodes: int, vocab_size: int
 ) -> dict[str, int]:
-    """Bytes by what they are for, from shapes with their places.
+    """Bytes by purpose for decoding, from shapes with shardings.
 
-    Logits in float32, each device's of its own columns of the LM head. Products of 16-bit kernels with
-    several rows stay in 16 bits on a CPU; before the loop XLA makes float32 copies of what is looked up
-    and of what is multiplied with a single row, the draft heads' kernels. An accelerator makes none.
+    Logits are in float32, each device has those of its columns of the LM head. On a CPU, products of
+    16-bit kernels with several rows stay in 16 bits; before the loop XLA makes float32 copies of the
+    embedding table and of kernels multiplied with a single row, those of the draft heads. An
+    accelerator makes no copies.
     """
     cache = (state.cache, state.drafter)
     rows = own_part(state.status_B).size

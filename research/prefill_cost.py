@@ -1,7 +1,7 @@
-"""`python -m research prefill_cost`: the memory that reading a prompt takes.
+"""`python -m research prefill_cost`: the memory needed to read a prompt.
 
-Prefill is compiled for the shape of a published model, from shapes alone. What it needs is the
-weights, the caches that it fills, and the temporaries of the compiled program.
+Prefill is compiled for a published model shape without weights. Its memory is the weights, the caches
+that it fills, and the temporaries of the compiled program.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
     p.add_argument("--tokens", default="1024,2048,8192,32768", help="lengths of the prompt")
     p.add_argument("--batch", type=int, default=1, help="rows")
-    p.add_argument("--drafter", default="hydra", help="whose heads sit on the model")
+    p.add_argument("--drafter", default="hydra", help="drafter on the model")
     p.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return p
 
@@ -56,8 +56,8 @@ def engine_of(arch: Any, drafter_name: str, dtype: Any) -> tuple[Any, Any]:
 def temporary_bytes(arch: Any, drafter: str, batch: int, tokens: int) -> int:
     """Temporaries of the compiled `prefill`.
 
-    In float32, which every backend computes in: in bfloat16 there are at most as many bytes on
-    an accelerator, but XLA for CPU would convert the weights.
+    Compiled in float32, which every backend supports directly: in bfloat16 an accelerator needs at
+    most as many bytes, but XLA for CPU would convert the weights.
     """
     import jax.numpy as jnp
 

@@ -1,9 +1,8 @@
-"""`python -m research scaling`: what recipes and decoding take on 1, 8 and 64 devices.
+"""`python -m research scaling`: memory, traffic and time of recipes and decoding on 1, 8 and 64 devices.
 
-Programs are compiled for so many simulated CPU devices. Layers are alike, so memory, traffic and
-arithmetic are affine in their number: models of two and of three layers are compiled, and L layers
-take c(2) + (L - 2) (c(3) - c(2)). With --all_layers all of them are compiled, which holds the line to
-the program that it stands for.
+Programs are compiled for that many simulated CPU devices. Layers are identical, so memory, traffic and
+arithmetic are affine in their number: models of two and three layers are compiled, and L layers need
+c(2) + (L - 2) (c(3) - c(2)). --all_layers compiles all layers instead, to check this extrapolation.
 """
 
 import argparse
@@ -23,9 +22,9 @@ from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.interop.shapes import SHAPES
 
 DEVICES = (1, 8, 64)
-# Layers of the models that are compiled.
+# Layers of the compiled models.
 FEW = (2, 3)
-# Name, its recipe, another shape for it.
+# (name, recipe, shape if not the recipe's).
 TRAINING = (
     ("Medusa-1, Vicuna-7B", "vicuna7b_m1", None),
     ("Medusa-2, Vicuna-7B (QLoRA)", "vicuna7b_m2", None),
@@ -38,7 +37,7 @@ TRAINING = (
     ("Medusa-2, Llama-3.1-70B (QLoRA)", "vicuna13b_m2", "llama3.1-70b"),
 )
 DECODING = ("llama-7b", "llama-13b", "llama-33b", "llama3.1-8b", "llama3.1-70b")
-# Updates that train on 60,000 rows of 2048 tokens twice, the papers' samples at most.
+# Two epochs of 60,000 rows of 2048 tokens, at most the papers' samples.
 SAMPLES, EPOCHS = 60_000, 2
 EXAMPLES = """examples:
   python -m research scaling > docs/scaling_table.md
@@ -50,26 +49,30 @@ EXAMPLES = """examples:
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     p = command(
-        "python -m research scaling", "What recipes take on many devices.", EXAMPLES
+        "python -m research scaling",
+        "Memory, traffic and time of recipes and decoding on many devices.",
+        EXAMPLES,
     )
     p.add_argument("--devices", type=int, nargs="+", default=list(DEVICES))
-    p.add_argument("--only", default="", help="rows whose name holds this")
+    p.add_argument("--only", default="", help="only rows whose name contains this")
     p.add_argument(
-        "--all_layers", action="store_true", help="compile them, not two and three"
+        "--all_layers", action="store_true", help="compile all layers, not two and three"
     )
-    p.add_argument("--chip", default="a100-sxm", help="whose peaks predict times")
-    p.add_argument("--configs", default="configs", help="where the recipes lie")
-    p.add_argument("--json", action="store_true", help="one JSON object a row, at once")
+    p.add_argument("--chip", default="a100-sxm", help="chip whose peaks predict times")
+    p.add_argument("--configs", default="configs", help="directory of the recipes")
+    p.add_argument(
+        "--json", action="store_true", help="print a JSON object for each row at once"
+    )
     return p
 
 
 def extrapolated(
     measure: Callable[[int], dict[str, Any]], n_layers: int, all_layers: bool = False
 ) -> dict[str, Any]:
-    """Figures of `n_layers` layers from those of few: numbers, and dictionaries of them.
+    """Extrapolate figures (numbers, and dictionaries of them) to `n_layers` layers.
 
     Args:
-      all_layers: measure them instead.
+      all_layers: measure all layers instead.
     """
     if all_layers:
         return measure(n_layers)
@@ -86,7 +89,7 @@ def extrapolated(
 
 
 def training(cfg: Any, devices: int, all_layers: bool = False) -> dict[str, Any]:
-    """The dry run of a recipe on a mesh (1, devices, 1), and `counted`, bytes summed up by hand."""
+    """Dry run of a recipe on a mesh (1, devices, 1), with `counted`, bytes summed up by hand."""
     from medusa_jax.training import dry
     from medusa_jax.training.counted import training_bytes
 
@@ -102,7 +105,7 @@ def training(cfg: Any, devices: int, all_layers: bool = False) -> dict[str, Any]
 
 
 def mesh_for(arch: Any, devices: int) -> tuple[int, int, int]:
-    """(data, 1, tensor): as many devices along tensor as divide heads and kernels, at most 8."""
+    """Mesh (data, 1, tensor): tensor is the largest of 8, 4, 2, 1 that divides heads and kernels."""
     sizes = (arch.n_heads, arch.n_kv_heads, arch.d_model, arch.d_ff, arch.vocab_size)
     tensor = max(
         n for n in (1, 2, 4, 8) if devices % n == 0 and not any(size % n for size in sizes)
@@ -113,10 +116,10 @@ def mesh_for(arch: Any, devices: int) -> tuple[int, int, int]:
 def decoding(
     arch: Any, mesh_shape: Sequence[int], rows: int, dtype: Any, all_layers: bool = False
 ) -> dict[str, Any]:
-    """One step of Medusa with a tree of 64 nodes, `rows` rows behind 512 tokens each.
+    """One step of Medusa with a tree of 64 nodes, for `rows` rows after 512 tokens each.
 
-    Returns: bytes that a device holds and computes with, bytes that it sends in a step, bytes of
-      weights that it reads; `counted`, bytes that it holds, summed up by hand.
+    Returns: per device, bytes of arguments and in total, bytes sent per step, bytes of weights read;
+      `counted`, its bytes summed up by hand.
     """
     import jax
 
@@ -157,10 +160,10 @@ def decoding(
 def compiled_loop(
     config: Any, heads: Any, tree: Any, mesh: Any, rows: int, tokens: int, dtype: Any
 ) -> tuple[Any, Any, Any]:
-    """The loop of decode steps on a mesh, the variables and the state it reads: all from shapes.
+    """Compile the loop of decode steps on a mesh from shapes; also returns its variables and state.
 
     Args:
-      tokens: of the prompts, from which the number of cache slots follows.
+      tokens: tokens of the prompts, which determine the number of cache slots.
     """
     import jax
     import numpy as np
@@ -189,9 +192,9 @@ def compiled_loop(
 
 
 def training_row(name: str, report: dict[str, Any], chip: Any) -> dict[str, Any]:
-    """Cells of the table: what a device holds and sends, and times at the chip's peak.
+    """Cells of the table: memory and traffic of a device, and times at the chip's peak.
 
-    What only a CPU holds counts in both figures of memory.
+    Both memory figures include what only a CPU needs.
     """
     from medusa_jax.training import planning
     from medusa_jax.training.counted import COPIES
@@ -236,7 +239,7 @@ def decoding_row(
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Compile, and print a line for each row as soon as it is known, or tables at the end."""
+    """Compile, and print each row when it is ready (--json) or tables at the end."""
     import jax.numpy as jnp
 
     from medusa_jax.chips import find_chip

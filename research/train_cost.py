@@ -1,12 +1,11 @@
-"""What a training step costs: seconds and memory, beside the same step done naively.
+"""Seconds and memory of a training step, compared with a naive implementation.
 
     python -m research train_cost --config=configs/demo_medusa.py --steps=10 \\
         --config.model.path=medusa_jax/demo/backbone
 
-The shape is that of the directory `model.path`, or `model.arch`. The step is the one that
-training runs, on random weights of the configured shape and random tokens, all of which count.
-"naive" is Medusa-1 as equation 1 is written: the logits of all heads and positions at once
-(K x B x T x V).
+The shape is that of the directory `model.path`, or `model.arch`. The step is the one that training
+runs, on random weights and random tokens, all of which are targets. "naive" is Medusa-1 with
+equation 1 as written: the logits of all heads and positions at once (K x B x T x V).
 """
 
 import os
@@ -43,7 +42,7 @@ from research.equation_1 import equation_1
 
 
 def naive_stage(stage: Stage, cfg: Config) -> Stage:
-    """Medusa-1 with `equation_1`; its sums are empty, as nothing logs them."""
+    """Medusa-1 with `equation_1`; its sums are zero, since nothing logs them."""
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype))
     objective = head_objective(cfg, drafter)
@@ -58,10 +57,10 @@ def naive_stage(stage: Stage, cfg: Config) -> Stage:
 
 
 def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
-    """Seconds per step (median) and bytes: what the compiler plans, what the device saw.
+    """Median seconds per step, and bytes as planned by the compiler and as seen by the device.
 
-    `peak_bytes` is the device's own count since the process began, so measure the smaller
-    program first; 0 where the backend keeps none (the CPU).
+    `peak_bytes` is the device's peak since the process started, so measure the smaller program first;
+    0 if the backend does not count it (CPU).
     """
     mesh = make_mesh(cfg.mesh)
     if is_here(cfg.model.path):
@@ -102,7 +101,7 @@ def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
 
 
 def random_rows(cfg: Config) -> dict[str, np.ndarray]:
-    """A batch of random tokens, all counted, one segment per row; hidden states if cached."""
+    """A batch of random tokens, all targets, one segment per row; with hidden states if cached."""
     B, T = cfg.train.batch_size, cfg.data.seq_len
     rng = np.random.default_rng(0)
     batch: dict[str, np.ndarray] = {

@@ -1,8 +1,8 @@
 """`python -m research walk`: one decode step with its real numbers, as Markdown.
 
-What `decoding/step.py` does on the device, printed part by part: the drafted tree, the mask, the
-target tokens, the accepted path, the cache's rows and what is appended. `docs/one_step.md` is the
-output for the demo in float64, and with `--pictures` come those of `docs/concepts.md`.
+Prints the parts of a step of `decoding/step.py`: the drafted tree, the mask, the target tokens, the
+accepted path, the cache's rows and the appended tokens. `docs/one_step.md` is the output for the demo
+in float64; `--pictures` draws the pictures of `docs/concepts.md`.
 """
 
 import argparse
@@ -29,9 +29,9 @@ def parser() -> argparse.ArgumentParser:
     add_model(p)
     p.add_argument("--prompt", default="def parse(")
     p.add_argument("--tree", default="cartesian:2,2,1", help="as for decode.py")
-    p.add_argument("--step", type=int, default=2, help="which step to show (default: 2)")
+    p.add_argument("--step", type=int, default=2, help="step to show (default: 2)")
     p.add_argument(
-        "--pictures", metavar="DIR", help="draw tree, mask and step there as well"
+        "--pictures", metavar="DIR", help="also draw tree, mask and step to this directory"
     )
     p.set_defaults(no_repeat_ngram_size=0)
     return p
@@ -46,7 +46,7 @@ def describe(model: Any, prompt: str, n: int) -> str:
     backend = model.tokenizer.backend
 
     def show(token: Any) -> str:
-        """A token as its vocabulary writes it, its id behind it."""
+        """A token as written in the vocabulary, followed by its id."""
         return f"`{backend.id_to_token(int(token))}` ({int(token)})"
 
     def named(node: int) -> str:
@@ -72,7 +72,7 @@ def describe(model: Any, prompt: str, n: int) -> str:
     verdicts = []
     for v in range(M):
         if v == 0:
-            verdict = "the root, chosen by the step before"
+            verdict = "the root, chosen by the previous step"
         else:
             wanted = found["targets"][tree.parent_M[v]] == found["nodes"][v]
             verdict = "its parent's target token" if wanted else "not its parent's target"
@@ -80,7 +80,7 @@ def describe(model: Any, prompt: str, n: int) -> str:
         row = (v, show(found["nodes"][v]), show(found["targets"][v]), verdict, kept)
         verdicts.append(row)
     verified = markdown_table(
-        ["node", "token", "target token behind it", "the draft is", "accepted path"],
+        ["node", "token", "target token after it", "the draft is", "accepted path"],
         verdicts,
     )
     rows = markdown_table(
@@ -99,8 +99,8 @@ def describe(model: Any, prompt: str, n: int) -> str:
     emitted = ", ".join(show(t) for t in found["emitted"][: accepted + 1])
     return f"""# One decode step
 
-Step {n} behind the prompt `{prompt}`, greedy, {model.drafter.heads.drafter} heads, {M} nodes, {model.dtype}.
-The text so far, {length} positions in the cache and the root behind them:
+Step {n} after the prompt `{prompt}`, greedy, {model.drafter.heads.drafter} heads, {M} nodes, {model.dtype}.
+The text so far, {length} positions in the cache and the root after them:
 
 ```
 {text}
@@ -109,7 +109,7 @@ The text so far, {length} positions in the cache and the root behind them:
 ## Draft
 
 The root is {show(found["root"][0])}, at position {length}. Every other node is one of its head's best
-guesses behind it: path `[0, 1]` is the second guess of head 2 behind the first guess of head 1.
+guesses: path `[0, 1]` is the second guess of head 2 after the first guess of head 1.
 
 {drafted}
 
@@ -120,13 +120,13 @@ ancestors and itself.
 
 {mask}
 
-The *target token* of a node is what plain decoding would emit behind it.
+The *target token* of a node is the token that plain decoding would emit after it.
 
 {verified}
 
 ## Accept
 
-The longest path on which every draft is its parent's target token: nodes {path}, that is {accepted}
+The longest path on which every draft is its parent's target token has the nodes {path}, that is {accepted}
 {"draft" if accepted == 1 else "drafts"}. The target token of its last node is the bonus token, {show(found["root"][1])}.
 
 ## Commit

@@ -59,5 +59,5 @@ def test_bytes_that_a_device_sends():
         }
     )
     assert sent_by_kind(collectives("")) == {}
-    with pytest.raises(ValueError, match="form that is not known"):
+    with pytest.raises(ValueError, match="unknown form of device groups"):
         collectives(PROGRAM.replace("replica_groups=[4,2]", "replica_groups=new[4,2]"))

@@ -1,12 +1,12 @@
-"""A chain of the tree that is copied from the text: prompt lookup beside draft heads.
+"""A chain of the tree that is copied from the text: prompt lookup in addition to draft heads.
 
-Where the last tokens of the text stood before, what followed them there often follows again: names,
-code, lists, and whatever a model repeats. Heads see this only as far as they were trained to; looking
-it up costs a comparison of integers. The chain stands beside what heads draft, under the same root,
-and is verified in the same pass, so that decoding stays lossless: whichever path agrees for longest is
-kept. Two nodes may hold one token; they are two ways to the same text.
+If the last tokens of the text occurred earlier, the tokens after that place often follow again: names,
+code, lists, and other repeated text. Heads predict this only as far as they were trained to; looking it
+up costs integer comparisons. The chain shares the root with the drafts of the heads and is verified in
+the same pass, so decoding stays lossless: the longest path that agrees is kept. Two nodes may hold the
+same token.
 
-The latest of the longest matches counts, of up to `NGRAM` tokens: text resembles what is near.
+The latest of the longest matches of up to `NGRAM` tokens is used, since nearby text is more similar.
 """
 
 import jax
@@ -17,17 +17,17 @@ from jax import lax
 from medusa_jax.heads.prompt_lookup import continuations
 from medusa_jax.tree import Tree
 
-# Longest end of the text that is looked up.
+# Longest n-gram to look up.
 NGRAM = 4
 
 
 def copied_tokens(text_BS: jax.Array, last_B: jax.Array, n: int) -> jax.Array:
-    """What followed the end of each text where it stood before: [B, n].
+    """The n tokens after an earlier occurrence of the end of each text: [B, n].
 
-    Example: behind  a b c a b  come c a b c ...
+    Example:  a b c a b  gives c a b c ...
 
     Args:
-      last_B: index of the last token that counts. Where it stood nowhere before, it is copied itself.
+      last_B: index of the last valid token. Without an earlier occurrence, this token is repeated.
     """
     found_B1L, there_B1 = continuations(text_BS, last_B, NGRAM, 1, n, latest=True)
     last_B1 = jnp.take_along_axis(text_BS, last_B[:, None], axis=1)
@@ -37,10 +37,10 @@ def copied_tokens(text_BS: jax.Array, last_B: jax.Array, n: int) -> jax.Array:
 def with_copies(
     tree: Tree, drafted_BN: jax.Array, text_BS: jax.Array, last_B: jax.Array
 ) -> jax.Array:
-    """Tokens of all nodes [B, M], of those that a drafter filled and the text.
+    """Merge drafted and copied tokens into tokens of all nodes [B, M].
 
-    Example: of the nodes 0 to 4, 1 and 3 are copied. Drafted r x y for 0, 2, 4, copied a b: r a x b y,
-    the places 0 3 1 4 2 of r x y a b.
+    Example: of the nodes 0 to 4, 1 and 3 are copied. Drafted r x y for 0, 2, 4 and copied a b give
+    r a x b y, the places 0 3 1 4 2 of r x y a b.
     """
     copied_BC = copied_tokens(text_BS, last_B, len(tree.copied_C))
     both_BM = jnp.concatenate([drafted_BN, copied_BC.astype(drafted_BN.dtype)], axis=1)
@@ -49,12 +49,12 @@ def with_copies(
 
 
 def copied_lengths(tokens_T: jax.Array, length: jax.Array, n: int) -> jax.Array:
-    """How many of the copied tokens are right where a step begins behind each position: [T].
+    """Number of correct copied tokens for a step that starts after each position: [T].
 
-    Position t stands for a step that has t + 1 tokens in the cache and the root at t + 1, as
-    `rank_tuples` has it; nothing beyond the text is right.
+    At position t the step has t + 1 tokens in the cache and the root at t + 1, as in `rank_tuples`.
+    Tokens past the end of the text count as wrong.
 
-    Example: a b c a b c d, position 3: the root is b, c is copied rightly, then a is not.
+    Example: a b c a b c d, position 3: the root is b; the copied c is right, the copied a is not.
     """
     T = tokens_T.shape[0]
 

@@ -1,8 +1,8 @@
 """The drivers of the decode step: prefill, then loops of steps until every row has ended.
 
 `generate` runs `decode_step` in `lax.while_loop` on the device; `stream` runs the same loop a few
-steps at a time and hands out what is new. The host never waits inside a loop: it dispatches the
-next one before it looks at the last.
+steps at a time and yields the new tokens. The host never waits inside a loop: it dispatches the next
+loop before it reads the results of the last.
 """
 
 from collections.abc import Generator, Sequence
@@ -56,15 +56,15 @@ __all__ = [
 # than the text.
 MIN_SLOTS, NATIVE_SLOTS = 128, 512
 MIN_PROMPT = 16
-# Steps: as many as the other limits allow.
+# No limit on steps.
 FOREVER = np.iinfo(np.int32).max
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
-    """Room for `slots` cache slots in every row.
+    """The state with `slots` cache slots in every row.
 
-    The state is not donated: no buffer that grows can be reused, and JAX would warn.
+    The state is not donated: buffers that grow cannot be reused, and JAX would warn.
     """
     text_BS = state.text_BS
     if text_BS is not None:
@@ -89,7 +89,7 @@ def least_slots(engine: Engine) -> int:
 
 
 def slot_ladder(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
-    """Cache sizes to step through: powers of two, up to the first that suffices.
+    """Successive cache sizes: powers of two, up to the first that suffices.
 
     Args:
       longest_prompt: tokens of the longest prompt.
@@ -103,21 +103,23 @@ def slot_ladder(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
 
 
 def output_slots(engine: Engine, limit: int) -> int:
-    """Room for new tokens: `limit` and a whole path behind them, rounded up, so that requests of
-    similar limits share one compilation."""
+    """Slots for new tokens: `limit` plus a whole path, rounded up to a power of two.
+
+    Requests with similar limits share one compiled program.
+    """
     return power_of_two(limit + engine.tree.path_length, 64)
 
 
 @dataclass
 class Request:
-    """What to decode, host side; one entry per row.
+    """Prompts and options of a batch, on the host; one entry per row.
 
     Attributes:
       prompts: token ids, none empty.
       limits: most tokens to emit per row, at least 1; prompt + limit must fit the context.
       max_steps: most decode steps per row, at least 1; by default no limit.
-      stops: per row the token sequences that end it, themselves kept; EOS ids are sequences
-        of length 1.
+      stops: per row the token sequences that end it; they stay in the text. EOS ids are sequences of
+        length 1.
       temperature, top_k, top_p, min_p, seed: per-row sampling parameters.
       ids: request ids for the noise, by default the row numbers.
       epsilon, delta: thresholds of typical acceptance.
@@ -197,7 +199,7 @@ def generate(engine: Engine, variables: dict[str, Any], request: Request) -> Pro
 def finish(
     engine: Engine, variables: dict[str, Any], state: DecodeState, ladder: list[int]
 ) -> Progress:
-    """Run the rest of a request that `begin` has prefilled. Consumes the state."""
+    """Decode a request that `begin` has prefilled to its end. Consumes the state."""
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
@@ -208,11 +210,11 @@ def finish(
 def stream(
     engine: Engine, variables: dict[str, Any], request: Request, chunk_steps: int = 8
 ) -> Generator[Progress, np.ndarray | None]:
-    """Decode in chunks of steps, yielding what there is after prefill and after each chunk.
+    """Decode in chunks of steps, yielding the progress after prefill and after each chunk.
 
-    The next chunk is on its way before the last one is looked at. A chunk that finds the cache
-    full ends early; the host then grows it. The caller may send back which rows [B] it wants
-    ended (stop strings): they take no step beyond the chunk that is on its way.
+    The next chunk is dispatched before the last one is read. A chunk that fills the cache ends early;
+    the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they
+    take no step after the chunk that is already dispatched.
     """
     state, ladder = begin(engine, variables, request)
     seen = copied(engine.depth_only, progress_of(state))
@@ -237,13 +239,13 @@ def stream(
 
 @partial(jax.jit, static_argnums=0)
 def copied(engine: Engine, progress: Progress) -> Progress:
-    """Progress that stays when its state is donated to the next loop."""
+    """A copy of the progress that survives donating its state to the next loop."""
     return on_all(engine.llama.mesh, jax.tree.map(jnp.copy, progress))
 
 
 @partial(jax.jit, static_argnums=0)
 def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Array:
-    """The same status, these rows no longer running."""
+    """The status with these rows stopped."""
     ended_B = jnp.where(ended_B & (status_B == RUNNING), STOPPED, status_B)
     return pin_state(engine.llama.mesh, ended_B)
 

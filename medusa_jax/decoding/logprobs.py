@@ -1,8 +1,8 @@
-"""Log-probabilities of the emitted tokens, and of the likeliest ones in their places.
+"""Log-probabilities of the emitted tokens, and of the most likely alternatives.
 
-They are the model's own: of the verifier's logits at temperature 1, before any filter. What
-`no_repeat_ngram_size` bars has none. They come from the rows that the step has computed anyway, so
-asking for them takes no pass of its own; an engine that is not asked holds none of it.
+They are those of the verifier's logits at temperature 1, before any filter. Tokens barred by
+`no_repeat_ngram_size` have none. They come from logits that the step computes anyway, so they need no
+extra pass; an engine without them stores nothing for them.
 """
 
 import jax
@@ -14,11 +14,12 @@ from medusa_jax.model.product import at_least_f32
 
 
 class Logprobs(struct.PyTreeNode):
-    """Of O places of every row, in nats.
+    """Log-probabilities in nats of O tokens of every row.
 
     Attributes:
-      token_BO: log p of the token that stands there.
-      best_BON, best_ids_BON: the N largest of that place, falling, and whose they are. N may be 0.
+      token_BO: log p of each token.
+      best_BON, best_ids_BON: the N largest log-probabilities at its place, descending, and their
+        tokens. N may be 0.
     """
 
     token_BO: jax.Array
@@ -27,7 +28,7 @@ class Logprobs(struct.PyTreeNode):
 
 
 def no_logprobs(tokens_BO: jax.Array, n: int, dtype) -> Logprobs:
-    """Room for those of `tokens_BO`, with `n` alternatives each."""
+    """Zeros for the log-probabilities of `tokens_BO`, with `n` alternatives each."""
     shape, dtype = tokens_BO.shape, at_least_f32(dtype)
     return Logprobs(
         token_BO=jnp.zeros(shape, dtype),

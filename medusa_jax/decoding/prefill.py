@@ -1,4 +1,4 @@
-"""Reading prompts: a piece at a time, behind the pieces before it."""
+"""Prefill: read prompts piece by piece."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,24 +18,24 @@ from medusa_jax.heads.drafter import Backbone, Committed
 from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import pin_state
 
-# Tokens of a prompt that are read at once: enough for the arithmetic to outweigh reading the
-# weights on any device, few enough for their activations to be small beside the weights.
+# Prompt tokens per piece: enough to be bound by arithmetic and not by reading weights on any device, few
+# enough for activations that are small compared with the weights.
 PIECE = 512
 
 
 def room_for_logprobs(engine: Engine, tokens_BO: jax.Array) -> Logprobs | None:
-    """Room for those of new tokens; None where the engine keeps none."""
+    """Zeros for the log-probabilities of new tokens; None if the engine keeps none."""
     n = engine.logprobs
     return None if n is None else no_logprobs(tokens_BO, n, engine.llama.dtype)
 
 
-class Read(NamedTuple):
-    """What reading has come to.
+class PrefillState(NamedTuple):
+    """Prefill progress so far.
 
     Attributes:
       cache, drafter: as in `DecodeState`.
-      root_B: the first new token of the rows whose prompt has been read to its end.
-      logprobs: its log-probabilities; None unless they are asked for.
+      root_B: the first new token of the rows whose whole prompt has been read.
+      logprobs: its log-probabilities; None unless the engine keeps them.
     """
 
     cache: KVCache
@@ -49,8 +49,8 @@ class Piece(NamedTuple):
 
     Attributes:
       tokens_BT: the tokens, right-padded.
-      next_BT: the token behind each; the one behind a prompt's end may be anything.
-      begin_B: the position of the first.
+      next_BT: the token after each; after the end of a prompt it may be any token.
+      begin_B: the position of the first token.
       length_B: tokens of the whole prompt.
     """
 
@@ -60,10 +60,12 @@ class Piece(NamedTuple):
     length_B: jax.Array
 
 
-def nothing_read(engine: Engine, cache: KVCache, drafter: Any, like_B: jax.Array) -> Read:
-    """What reading begins with."""
+def nothing_read(
+    engine: Engine, cache: KVCache, drafter: Any, like_B: jax.Array
+) -> PrefillState:
+    """The state before any piece has been read."""
     zero_B = jnp.zeros_like(like_B)
-    return Read(cache, drafter, zero_B, room_for_logprobs(engine, zero_B[:, None]))
+    return PrefillState(cache, drafter, zero_B, room_for_logprobs(engine, zero_B[:, None]))
 
 
 def read_piece(
@@ -71,15 +73,15 @@ def read_piece(
     variables: dict[str, Any],
     sampling: Sampling,
     text_BS: jax.Array | None,
-    read: Read,
+    read: PrefillState,
     piece: Piece,
     whole: bool = False,
-) -> Read:
-    """Take in a piece of every prompt, and choose the first token of the rows that end in it.
+) -> PrefillState:
+    """Read a piece of every prompt, and choose the first token of rows whose prompt ends in it.
 
     Args:
-      text_BS: the prompts as far as this piece; None unless the engine keeps them.
-      whole: every prompt ends in this piece, which need not be asked then.
+      text_BS: the prompts up to this piece; None unless the engine keeps the text.
+      whole: every prompt ends in this piece, so there is no need to check.
     """
     tokens_BT, next_BT, begin_B, length_B = piece
     T = tokens_BT.shape[1]
@@ -117,7 +119,7 @@ def read_piece(
     count_B = jnp.clip(length_B - begin_B, 0, T)
     new = Committed(hidden_BTD, tokens_BT, next_BT, position_BT, count_B)
     drafter = engine.drafter.commit(variables["heads"], backbone, read.drafter, new)
-    return Read(cache, drafter, *first)
+    return PrefillState(cache, drafter, *first)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -135,22 +137,22 @@ def prefill(
 ) -> DecodeState:
     """Read the prompts and emit the first token of every row.
 
-    Long prompts are read in pieces of `PIECE` tokens, each behind the ones before it: the memory
-    that this takes beside the cache does not grow with the prompt.
+    Long prompts are read in pieces of `PIECE` tokens, so memory other than the cache does not grow
+    with the prompt.
 
     Args:
       slots: cache slots to allocate, at least T.
-      prompt_BT: token ids, right-padded, T at most one piece or whole pieces; `prompt_length_B`
-        of a row count (at least 1).
+      prompt_BT: token ids, right-padded; T is at most `PIECE` or a multiple of it.
+      prompt_length_B: tokens of each prompt, at least 1.
       limit_B: most tokens to emit, at least 1.
       max_steps_B: most decode steps to take, at least 1.
-      stop_BQW: token sequences that end a row, as `pack_stops` gives them.
+      stop_BQW: token sequences that end a row, from `pack_stops`.
       output: an array of zeros [B, O] with O >= max(limit) + L.
     """
     B, T = prompt_BT.shape
     piece = min(T, PIECE)
     if T % piece:
-        raise ValueError(f"{T} prompt tokens are no multiple of a piece of {piece}")
+        raise ValueError(f"{T} prompt tokens are not a multiple of a piece of {piece}")
     config, dtype = engine.llama.config, engine.llama.dtype
     zero_B = jnp.zeros((B,), jnp.int32)
     text_BS = None
@@ -159,7 +161,7 @@ def prefill(
         text_BS = text_BS.at[:, :T].set(prompt_BT)
     following_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)
 
-    def read_next(i: Any, read: Read) -> Read:
+    def read_next(i: Any, read: PrefillState) -> PrefillState:
         begin = i * piece
         tokens_BT, next_BT = (
             lax.dynamic_slice_in_dim(x, begin, piece, axis=1)
@@ -173,7 +175,7 @@ def prefill(
     read = nothing_read(engine, KVCache.zeros(*sizes, dtype), drafter, zero_B)
     if piece == T:
         read = read_next(0, read)
-    else:  # only as far as the longest prompt goes
+    else:  # pieces after the longest prompt are skipped
         pieces = -(-jnp.max(prompt_length_B) // piece)
         read = lax.fori_loop(0, pieces, read_next, read)
     cache, drafter, root_B, logprobs = read
@@ -203,7 +205,7 @@ def prefill(
 
 
 def where_rows(rows_B: jax.Array, new: Any, old: Any) -> Any:
-    """A tree of arrays [B, ...] with these rows of `new` and the others of `old`."""
+    """Select per row from trees of arrays [B, ...]: `new` where rows_B is True, else `old`."""
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(rows_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)

@@ -1,4 +1,4 @@
-"""Ranks of a text's own tokens under the draft heads, as decoding that text would have met them."""
+"""Ranks of a text's tokens under the draft heads, as in decoding that text."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.tree.growth import MISS
 
-# Positions of one head whose logits exist at a time.
+# Positions per chunk whose logits of one head are in memory at a time.
 CHUNK = 64
 
 
@@ -25,16 +25,16 @@ def rank_tuples(
     noise: tuple[jax.Array, jax.Array] | None = None,
     no_repeat_ngram_size: int = 0,
 ) -> jax.Array:
-    """Rank of each true later token under each head, teacher-forced: [B, T, K] int32.
+    """Teacher-forced rank of the true token under each head: [B, T, K] int32.
 
-    As `label_ranks`; MISS where a token is beyond the text.
+    As `label_ranks`, with MISS past the end of the text.
 
     Args:
       backbone: the backbone with stored or prepared parameters.
       noise: (row keys [B], temperature [B]): rank by logits + T g[position] as sampled
         decoding does.
-      no_repeat_ngram_size: what decoding bars: the first head's guesses follow a root that is
-        known, so they are ranked without it.
+      no_repeat_ngram_size: as in decoding. The first head's guesses follow a known root, so barred
+        tokens are left out of their ranking.
     """
     B, T = tokens_BT.shape
     position_BT = jnp.broadcast_to(jnp.arange(T)[None, :], (B, T))

@@ -1,8 +1,8 @@
-"""No n-gram twice: greedy or sampled text under `no_repeat_ngram_size` as transformers has it.
+"""`no_repeat_ngram_size` as in transformers, for greedy and sampled text.
 
-A token is barred where it would complete an n-gram that the text, prompt included, already holds.
-Behind a draft the text goes down the path to it, so every node has bars of its own, and drafted
-text stays that of plain decoding with the same bars.
+A token is barred if it would complete an n-gram that the text, prompt included, already contains. The
+text of a tree node includes its path, so every node has its own barred tokens, and drafted text equals
+that of plain decoding with the same option.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ def barred_tokens(text: Sequence[int], n: int) -> list[int]:
 
 
 def without_barred(logits_BV: jax.Array, text: Sequence[int], n: int) -> jax.Array:
-    """Logits of one position, minus infinity for what is barred behind `text` (n = 0: nothing)."""
+    """Logits of one position, minus infinity for tokens barred after `text` (n = 0: none)."""
     barred = barred_tokens(text, n) if n else []
     return logits_BV.at[:, jnp.array(barred, int)].set(-jnp.inf) if barred else logits_BV
 
@@ -33,13 +33,13 @@ def without_barred(logits_BV: jax.Array, text: Sequence[int], n: int) -> jax.Arr
 def texts_behind(
     text_BS: jax.Array, length_B: jax.Array, nodes_BM: jax.Array, tree: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The text down to each node [B, M, S], -1 behind it, and the index of its last token [B, M].
+    """The text up to each node [B, M, S], padded with -1, and the index of its last token [B, M].
 
     Example: text a b, root r at length 2, the tree of `Tree`'s docstring with tokens
     r x y z w: node 4 (path [0, 2]) has  a b r x w -1 -1 ...  and index 4.
 
     Args:
-      text_BS: the first `length` tokens of a row count; S is at least length + L.
+      text_BS: the first `length` tokens of a row are valid; S is at least length + L.
     """
     S, L = text_BS.shape[1], tree.ancestors_ML.shape[1]
     path_BML = jnp.take(nodes_BM, jnp.asarray(tree.ancestors_ML), axis=1)
@@ -59,13 +59,12 @@ def without_repeats(
     n: int,
     places: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Logits with minus infinity for what would complete an old n-gram behind each text.
+    """Logits with minus infinity for tokens that would complete an earlier n-gram of each text.
 
-    Example, n = 3: behind  a b c a b  the place of c matches: before it stands a b, as at the
-    end of the text.
+    Example, n = 3: after  a b c a b  the token c is barred, since a b precedes it and ends the text.
 
     Args:
-      places: where among the logits a token stands, by default at its id.
+      places: maps token ids to indices of the logits, by default the identity.
     """
     B, M, S = text_BMS.shape
     index_11S = jnp.arange(S)[None, None, :]
@@ -76,7 +75,7 @@ def without_repeats(
         )
         match_BMS &= jnp.roll(text_BMS, back, axis=-1) == tail_BM1
     token_BMS = text_BMS if places is None else places(text_BMS)
-    # What does not match is out of range, and dropped.
+    # Out-of-range indices are dropped.
     token_BMS = jnp.where(match_BMS, token_BMS, logits_BMV.shape[-1])
     row_B11, node_1M1 = jnp.arange(B)[:, None, None], jnp.arange(M)[None, :, None]
     return logits_BMV.at[row_B11, node_1M1, token_BMS].set(-jnp.inf, mode="drop")

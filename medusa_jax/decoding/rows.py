@@ -1,10 +1,10 @@
-"""Rows that come and go in a running batch: what continuous batching adds to the drivers.
+"""Continuous batching: replace rows of a running batch.
 
-A state of B rows is made once, without any text. A prompt is read in a state of a single row, piece
-by piece while the others step on, and then put in the place of a row that has ended. A row that
-has ended keeps its cache, so a text that begins as an earlier one did is read from where they part.
+A state of B rows is created once, without any text. A prompt is read in a state of one row, piece by
+piece while the others keep decoding, and then replaces a row that has ended. An ended row keeps its
+cache, so a text that shares a prefix with an earlier one is read only from where they differ.
 
-Every function is one compiled program for each number of rows, of slots and of tokens read.
+Every function is compiled once per number of rows, slots and tokens read.
 """
 
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ from medusa_jax.sharding import pin_state
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is fixed for all rows of a state, whatever their number and slots.
+    """Sizes of a state that do not depend on its number of rows and slots.
 
     Attributes:
-      outputs: new tokens that a row has room for, O.
-      stops: stop sequences and tokens of each, Q and W.
+      outputs: O, the most new tokens of a row.
+      stops: Q and W, the numbers of stop sequences and of tokens of each.
     """
 
     outputs: int
@@ -45,7 +45,7 @@ class Sizes:
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
-    """Rows without a text, all ended, in a cache of `slots` slots each."""
+    """A state of rows without text, all ended, with `slots` cache slots each."""
     config, dtype = engine.llama.config, engine.llama.dtype
     zero_B = jnp.zeros((rows,), jnp.int32)
     real_B = zero_B.astype(jnp.float32)
@@ -89,9 +89,9 @@ def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
 def resized(
     engine: Engine, sizes: Sizes, rows: int, slots: int, state: DecodeState
 ) -> DecodeState:
-    """The first rows and slots of a state, and idle ones behind them.
+    """The state with another number of rows and slots; added rows are idle.
 
-    Where there are fewer slots than a row that has ended has text, its text ends with them.
+    The text of an ended row is truncated to the slots.
     """
 
     def keep(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -145,10 +145,10 @@ def begin_row(
 def read_row(
     engine: Engine, variables: dict[str, Any], row: DecodeState, piece: Piece
 ) -> DecodeState:
-    """Read a piece of the prompt; the one that it ends in emits the first token.
+    """Read a piece of the prompt; the last piece emits the first token.
 
-    The cache must be right for what stands before the piece, and have room for it:
-    begin + T <= slots. Pieces may overlap.
+    The cache must hold the text before the piece and have room for it: begin + T <= slots. Pieces may
+    overlap.
     """
     text_BS = row.text_BS
     if text_BS is not None:
@@ -192,12 +192,12 @@ def run_only(
     steps: jax.Array,
     few: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The status with rows that have not ended running, paused or stopped, as is wanted.
+    """Set the status of rows that have not ended to `wanted_B`: running, paused or stopped.
 
-    A paused row keeps its text: what a step writes for it lies behind that and is never seen.
+    A paused row keeps its text: steps write only after it, where nothing is visible.
 
-    Returns: that, and how many steps to take: `steps`, or `few` where one that is to run has
-      ended, which the host did not know when it asked.
+    Returns: the status, and the number of steps to take: `steps`, or `few` if a row that should run
+      has already ended, which the host did not know yet.
     """
     alive_B = (status_B == RUNNING) | (status_B == PAUSED)
     ended = jnp.any((wanted_B == RUNNING) & ~alive_B)

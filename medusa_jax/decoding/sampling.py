@@ -1,8 +1,8 @@
 """Per-request sampling: temperature, filters, and noise keyed by request and position.
 
-With g[pos] = Gumbel noise that depends on the request and the absolute position alone,
-argmax(logits / T + g[pos]) is a sample of softmax(logits / T), and it does not depend on how
-the position was reached: plain decoding, any tree and any batch draw the same token.
+Gumbel noise g[pos] depends only on the request and the absolute position. Then
+argmax(logits / T + g[pos]) is a sample of softmax(logits / T) that does not depend on how the position
+was reached: plain decoding, any tree and any batch draw the same token.
 """
 
 import jax
@@ -21,7 +21,7 @@ class Sampling(struct.PyTreeNode):
       top_p_B: keep the smallest set of tokens with at least this probability; 1 keeps all.
       min_p_B: drop tokens with less than this share of the largest probability; 0 keeps all.
       key_B: the row's random key, from its seed and its request id, never its batch slot.
-      epsilon_B, delta_B: thresholds of typical acceptance (one number serves all rows).
+      epsilon_B, delta_B: thresholds of typical acceptance (a single number applies to all rows).
     """
 
     temperature_B: jax.Array
@@ -33,7 +33,7 @@ class Sampling(struct.PyTreeNode):
     delta_B: jax.Array | float = 0.3
 
     def stream(self, tag: int) -> "Sampling":
-        """The same rows with a random key of their own, for draws of another purpose."""
+        """The same rows with keys of a separate noise stream."""
         tagged = jax.vmap(lambda key: jax.random.fold_in(key, np.uint32(tag)))(self.key_B)
         return self.replace(key_B=tagged)
 
@@ -50,7 +50,7 @@ def gumbel(key_B: jax.Array, positions_BT: jax.Array, vocab_size: int, dtype) ->
     """Gumbel noise of each row's absolute positions: [B, T, V]."""
 
     def draw(key: jax.Array, position: jax.Array) -> jax.Array:
-        # Always drawn in float32, so that one seed means one text in every dtype.
+        # Always drawn in float32, so that a seed gives the same noise in every dtype.
         noise = jax.random.gumbel(
             jax.random.fold_in(key, position), (vocab_size,), jnp.float32
         )
@@ -69,7 +69,7 @@ def uniform(key_B: jax.Array, position_B: jax.Array, n: int) -> jax.Array:
 
 
 def _largest_threshold(keep_at_least, low, high, rounds: int) -> jax.Array:
-    """By bisection, the largest threshold at which `keep_at_least` still holds (elementwise)."""
+    """Find by bisection the largest threshold at which `keep_at_least` holds (elementwise)."""
 
     def halve(_, bounds):
         low, high = bounds
@@ -80,18 +80,19 @@ def _largest_threshold(keep_at_least, low, high, rounds: int) -> jax.Array:
     return lax.fori_loop(0, rounds, halve, (low, high))[0]
 
 
-# Partial sums that are carried side by side, at most; a power of two.
+# Most parallel partial sums; a power of two.
 LANES = 512
 
 
 def ordered_sum(x: jax.Array) -> jax.Array:
-    """The sum over the last axis [..., 1], in an order that other rows do not change.
+    """The sum over the last axis [..., 1], in an order that does not depend on other rows.
 
-    Lane i adds up entries i, i + lanes, ...; then halves are added until one lane is left. All of it
-    is elementwise, which no compiler reorders; XLA's own reductions follow the shape of the whole.
+    Lane i adds up entries i, i + lanes, ...; then halves are added until one lane is left. These are
+    elementwise operations, which compilers do not reorder; the order of XLA's reductions depends on
+    the shape of the whole array.
     """
     V = x.shape[-1]
-    lanes = min(LANES, 1 << (V - 1).bit_length())  # a small vocabulary fills no more
+    lanes = min(LANES, 1 << (V - 1).bit_length())
     filled = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -V % lanes)])
 
     def add(i: jax.Array, sums: jax.Array) -> jax.Array:
@@ -105,18 +106,18 @@ def ordered_sum(x: jax.Array) -> jax.Array:
 
 
 def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
-    """logits / T, minus infinity where top-k, top-p or min-p (in this order) drop a token.
+    """logits / T, with minus infinity for tokens dropped by top-k, top-p or min-p (in this order).
 
-    Thresholds are found by bisection: sorting a vocabulary costs more than a decode step.
-    Tokens tied with the last one kept are kept. Rows with temperature 0 are divided by 1 and
-    keep what the filters keep, which always includes the largest logit.
+    Thresholds are found by bisection: sorting a vocabulary costs more than a decode step. Ties with
+    the last kept token are kept. Rows with temperature 0 are divided by 1 and filtered as well; the
+    filters always keep the largest logit.
     """
     scale_B = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
     x = logits_BMV / scale_B.astype(logits_BMV.dtype)[:, None, None]
     rounds = 40 if x.dtype == jnp.float32 else 60
     lowest = jnp.array(-jnp.inf, x.dtype)
     top_BM1 = jnp.max(x, axis=-1, keepdims=True)
-    # Barred tokens are at minus infinity already: no bound to bisect from.
+    # Barred tokens are already at minus infinity, which cannot be a bound of the bisection.
     floor_BM1 = jnp.min(jnp.where(x > lowest, x, top_BM1), axis=-1, keepdims=True)
 
     def drop_by_rank(x: jax.Array) -> jax.Array:
@@ -131,7 +132,7 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
         )
         return jnp.where((x >= cut) | (sampling.top_k_B == 0)[:, None, None], x, lowest)
 
-    # A filter that no row uses costs nothing.
+    # Skip filters that no row uses.
     x = lax.cond(jnp.any(sampling.top_k_B > 0), drop_by_rank, lambda x: x, x)
     weight = jnp.exp(x - top_BM1)
 
@@ -154,20 +155,20 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
 def best_token(scores: jax.Array) -> jax.Array:
     """Index of the largest entry of the last axis, the first among equals (int32).
 
-    Two plain reductions: XLA's argmax carries index and value through one reduction that CPUs
-    do not vectorise, and takes as long as a layer of the demo model.
+    Uses two plain reductions: XLA's argmax reduces index and value together, which is not vectorised
+    on CPUs and takes as long as a layer of the demo model.
     """
     V = scores.shape[-1]
     top = jnp.max(scores, axis=-1, keepdims=True)
     index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-    # A row of NaN matches nothing; any index will do, but it must be one.
+    # A row of NaN matches nothing: clamp to a valid index.
     return jnp.minimum(jnp.min(jnp.where(scores == top, index, V), axis=-1), V - 1)
 
 
 def log_target_law(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
-    """log p of the next token behind each node: what plain sampling draws from.
+    """log p of the token after each node: the distribution that plain sampling draws from.
 
-    Rows of temperature 0 have all their mass on the likeliest token, the first among equals.
+    Rows of temperature 0 have all mass on the most likely token, the first among equals.
     """
     log_p_BMV = jax.nn.log_softmax(filtered(logits_BMV, sampling), axis=-1)
     token_V = jnp.arange(logits_BMV.shape[-1])

@@ -1,4 +1,4 @@
-"""What decoding knows: the engine, fixed when it is compiled, and the state of the rows in flight."""
+"""The engine, which is fixed at compile time, and the state of the rows being decoded."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,16 +17,16 @@ from medusa_jax.tree import Tree, stand_in
 
 @dataclass(frozen=True)
 class Engine:
-    """Everything about decoding that is fixed at compile time (a static argument of jit).
+    """All compile-time constants of decoding (a static argument of jit).
 
     Attributes:
       llama: the backbone, for prepared (fused) parameters.
       drafter: the draft heads.
-      tree: the draft tree; the empty one is autoregressive decoding.
-      acceptance: name of the rule, see `acceptance.RULES`; one that needs it makes the tree dense.
-      no_repeat_ngram_size: n-grams of this size stand in a text at most once; 0 bars nothing.
-      logprobs: alternatives whose log-probabilities are kept beside each emitted token's; None
-        keeps none at all.
+      tree: the draft tree; the empty one is autoregressive decoding. Made dense if the rule needs it.
+      acceptance: name of the rule, see `acceptance.RULES`.
+      no_repeat_ngram_size: n-grams of this size occur at most once in a text; 0 bars nothing.
+      logprobs: number of alternatives with log-probabilities per emitted token; None keeps no
+        log-probabilities.
     """
 
     llama: Llama
@@ -47,44 +47,47 @@ class Engine:
 
     @property
     def n_rows(self) -> int:
-        """What a step verifies and needs free slots for: the tree, and what is beside it."""
+        """Rows of a verification pass, which need free slots: tree nodes and the drafter's extra rows."""
         beside = self.drafter.beside
         return self.tree.n_nodes + (len(beside.depth_X) if beside else 0)
 
     @property
     def depth_only(self) -> "Engine":
-        """The engine as it reads prompts and grows caches: of the tree it knows the depth and
-        whether it copies, so that trees of one depth share these programs."""
+        """The engine for reading prompts and growing caches.
+
+        It keeps only the tree's depth and whether it copies, so that trees of the same depth share
+        these compiled programs.
+        """
         return replace(self, tree=stand_in([self.tree]))
 
     @property
     def keeps_text(self) -> bool:
-        """Whether a state holds the tokens of its texts: to bar n-grams, or to copy from."""
+        """Whether a state holds its texts, to bar n-grams or to copy from."""
         return bool(self.no_repeat_ngram_size or self.tree.copied_C.size)
 
 
 class DecodeState(struct.PyTreeNode):
-    """One batch of rows in flight; every array is static in shape.
+    """State of a batch being decoded; all arrays have static shapes.
 
     Attributes:
       cache: keys and values; slots [0, length) of a row are committed.
-      drafter: the drafter's own state.
+      drafter: the drafter's state.
       sampling: per-row sampling parameters.
-      tokens_BO: emitted tokens; [0, n_new) of a row count.
-      depth_BO: for each of them the tree depth it was accepted at, 0 where the verifier chose
-        it itself (the first token and the bonus tokens).
-      n_new_B: tokens emitted so far, the one from prefill included.
+      tokens_BO: emitted tokens; [0, n_new) of a row are valid.
+      depth_BO: tree depth at which each was accepted; 0 for the verifier's tokens (the first token
+        and the bonus tokens).
+      n_new_B: tokens emitted so far, including the one from prefill.
       limit_B: most tokens the row may emit.
       max_steps_B: most decode steps it may take.
       stop_BQW: token sequences that end the row, see `stopping.pack_stops`.
-      length_B: text positions in the cache; the root is not in it yet.
+      length_B: text positions in the cache, without the root.
       root_B: the last emitted token.
       status_B: RUNNING, STOPPED (EOS or stop sequence), LIMIT or PAUSED (`stopping`).
-      steps_B: decode steps the row took part in.
-      histogram_BL: steps that appended 1, 2, ..., L tokens.
-      text_BS: prompt and emitted tokens at their positions, the root the last that counts;
-        None unless the engine keeps it. S leaves room for a path behind the cache's slots.
-      logprobs: those of `tokens_BO`; None unless the engine keeps them.
+      steps_B: decode steps while the row was running.
+      histogram_BL: numbers of steps that appended 1, 2, ..., L tokens.
+      text_BS: prompt and emitted tokens by position, valid up to the root; None unless the engine
+        keeps the text. S is the cache's slots plus a path.
+      logprobs: log-probabilities of `tokens_BO`; None unless the engine keeps them.
     """
 
     cache: KVCache
@@ -106,7 +109,7 @@ class DecodeState(struct.PyTreeNode):
 
 
 class Progress(struct.PyTreeNode):
-    """What the host may look at while the next loop runs: copies, never donated."""
+    """Copies for the host to read while the next loop runs; never donated."""
 
     tokens_BO: jax.Array
     depth_BO: jax.Array
@@ -126,5 +129,5 @@ def progress_of(state: DecodeState) -> Progress:
 
 
 def text_slots(engine: Engine, slots: int) -> int:
-    """Room for the text: what the cache holds, the root, and a whole path behind it."""
+    """Tokens of text to make room for: the cache's slots, the root, and a whole path after it."""
     return slots + engine.tree.path_length

@@ -1,4 +1,4 @@
-"""One decode step: draft, verify, accept, commit, append; on the device and static in shape."""
+"""One decode step: draft, verify, accept, commit, append; on the device, with static shapes."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,9 +33,9 @@ def decode_step(
     Args:
       engine: compile-time constants.
       variables: {"backbone": prepared backbone parameters, "heads": head parameters}.
-      state: rows in flight, with room for `engine.n_rows` more slots in every running row.
-      tree: the tree's arrays, by default the engine's own as constants. Property tests pass
-        traced arrays instead, so that one compilation serves many trees.
+      state: the rows, with `engine.n_rows` free slots in every running row.
+      tree: the tree's arrays, by default the engine's as constants. Property tests pass traced
+        arrays instead, so that many trees share one compiled program.
     """
     tree = engine.tree if tree is None else tree
     backbone = Backbone(engine.llama, variables["backbone"])
@@ -45,7 +45,7 @@ def decode_step(
     accepted = engine.rule.accept(verified)
     emitted_BL = emitted_tokens(verified, accepted)
     logprobs = None
-    if engine.logprobs is not None:  # a token was chosen at the node before it
+    if engine.logprobs is not None:  # a token's logits are those of the node before it
         logits_BLV = jnp.take_along_axis(
             verified.logits_BMV, accepted.path_BL[..., None], axis=1
         )
@@ -60,8 +60,8 @@ class Drafts(NamedTuple):
     Attributes:
       nodes_BM: token ids of all nodes, the root first.
       noise_BLV: the rule's noise by depth, or None.
-      logits: by depth the heads' logits that the drafts were ranked by.
-      ids_O: the tokens that they are of; None: all.
+      logits: by depth, the heads' logits that ranked the drafts.
+      ids_O: token ids of these logits; None: all tokens.
     """
 
     nodes_BM: jax.Array
@@ -73,10 +73,10 @@ class Drafts(NamedTuple):
 def draft(
     engine: Engine, heads: Any, backbone: Backbone, state: DecodeState, tree: Any
 ) -> Drafts:
-    """Every node's token: by its rank among its head's guesses behind the root (2.1.1), or copied."""
+    """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token."""
     backbone = for_drafting(backbone, heads)
-    # g[pos] of the position behind the root and on: a child at depth d sits at length + d, so
-    # its target token and its rank as a draft are decided by noise_BLV[:, d - 1].
+    # g[pos] from the position after the root on: a child at depth d is at length + d, so
+    # noise_BLV[:, d - 1] decides its target token and its rank as a draft.
     noise_BLV = None
     if engine.rule.noise is not None:
         position_BL = state.length_B[:, None] + 1 + jnp.arange(tree.path_length)[None, :]
@@ -86,8 +86,8 @@ def draft(
     barring_BS = state.text_BS if engine.no_repeat_ngram_size else None
 
     def rank_scores(depth: int, logits: jax.Array) -> jax.Array:
-        """Order of logits / T + g, as the verifier will see it (rows of T = 0: of the logits)."""
-        if depth == 1 and barring_BS is not None:  # the text behind the root is known
+        """Scores in the order of logits / T + g, like the verifier's (T = 0: of the logits)."""
+        if depth == 1 and barring_BS is not None:  # the text up to the root is known
             logits_B1O = logits.reshape(logits.shape[0], 1, -1)
             text_B1S, last_B1 = barring_BS[:, None], state.length_B[:, None]
             barred_B1O = without_repeats(
@@ -151,9 +151,9 @@ def verify(
 def rows_of_pass(
     drafter: Drafter, state: Any, tree: Any, nodes_BM: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens, depths and mask of all rows of a pass: the tree's nodes, and the drafter's own.
+    """Tokens, depths and mask of all rows of a pass: tree nodes, then the drafter's extra rows.
 
-    Example: a chain of two nodes, two rows beside it, the second of which sees the first:
+    Example: a chain of two nodes and two extra rows, the second of which sees the first:
 
         root   1 . . .
         node   1 1 . .
@@ -172,7 +172,7 @@ def rows_of_pass(
 
 
 def emitted_tokens(verified: Verified, accepted: Accepted) -> jax.Array:
-    """The accepted drafts, then the bonus token [B, L]; what follows it means nothing.
+    """The accepted drafts, then the bonus token [B, L]; entries after it are meaningless.
 
     Example: path [root r, x, w], n = 2, bonus b, L = 4: [x, w, b, .].
     """
@@ -192,7 +192,7 @@ def commit(
     accepted: Accepted,
     emitted_BL: jax.Array,
 ) -> DecodeState:
-    """The root and the accepted drafts enter the text, the bonus token is the next root."""
+    """Add the root and the accepted drafts to the text; the bonus token becomes the root."""
     path_BL, n_B, bonus_B = accepted
     running_B = state.status_B == RUNNING
     taken_B = jnp.where(running_B, n_B + 1, 0)
@@ -222,12 +222,12 @@ def commit(
 def append(
     state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array, logprobs: Logprobs | None
 ) -> DecodeState:
-    """Write the first n tokens of a step behind the text of each running row, and count the step.
+    """Append the first n tokens of a step to each running row, and count the step.
 
-    The first n - 1 are accepted drafts of depth 1, 2, ...; the n-th is the verifier's own.
+    The first n - 1 are accepted drafts of depth 1, 2, ...; the n-th is the bonus token.
     """
     new, count_B = emit(state, emitted_BL, n_B, logprobs)
-    # The state's bins, which may be more than this tree is deep.
+    # The state may have more bins than this tree needs.
     bin_BL = jnp.arange(1, state.histogram_BL.shape[1] + 1)[None, :] == count_B[:, None]
     steps_B = state.steps_B + (state.status_B == RUNNING)
     last_B = (new.status_B == RUNNING) & (steps_B >= state.max_steps_B)
@@ -241,14 +241,14 @@ def append(
 def emit(
     state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array, logprobs: Logprobs | None
 ) -> tuple[DecodeState, jax.Array]:
-    """Write the first n tokens of each running row into its output and see whether it ends.
+    """Write the first n tokens of each running row to its output and check whether it ends.
 
     Args:
-      logprobs: of those tokens, if the engine keeps them.
+      logprobs: log-probabilities of those tokens, if the engine keeps them.
 
-    Returns: the state, and how many tokens of each row stayed.
+    Returns: the state, and the number of tokens kept in each row.
     """
-    # Rows write all L; what lies behind `n_new` is overwritten by the next step.
+    # Rows write all L entries; the next step overwrites those after `n_new`.
     tokens_BO = write_tokens(state.tokens_BO, emitted_BL, state.n_new_B)
     depth_L = jnp.arange(1, emitted_BL.shape[1] + 1)
     depth_BL = jnp.where(depth_L[None, :] < n_B[:, None], depth_L[None, :], 0)
@@ -272,9 +272,9 @@ def emit(
 
 
 def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.Array:
-    """Row b with its L new entries from place `at[b]` on; the caller keeps at + L <= O.
+    """Write L new entries to row b from index `at[b]` on; requires at + L <= O.
 
-    An entry may be a number or an array: [B, O, ...] and [B, L, ...].
+    Entries may be numbers or arrays: [B, O, ...] and [B, L, ...].
     """
     write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
     return write(row_BO, new_BL.astype(row_BO.dtype), at_B)
@@ -288,13 +288,13 @@ def decode_loop(
     max_steps: jax.Array,
     until_one_ends: bool = False,
 ) -> tuple[DecodeState, Progress]:
-    """Steps until every row has ended, one that has not lacks room in the cache, or `max_steps`.
+    """Run steps until every row has ended, a live row lacks room in the cache, or `max_steps`.
 
-    Compiled once per cache size: the cost of a step follows the slots there are, so the
-    drivers grow the cache with the text.
+    Compiled once per cache size: the cost of a step depends on the slots, so the drivers grow the
+    cache with the text.
 
     Args:
-      until_one_ends: return as soon as any of the rows has ended.
+      until_one_ends: return as soon as a row ends.
     """
     slots, R = state.cache.slots, engine.n_rows
     began_B = state.status_B == RUNNING
@@ -302,7 +302,7 @@ def decode_loop(
     def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         step, state = carry
         running_B = state.status_B == RUNNING
-        # Steps write R slots of paused rows as well, behind their text.
+        # Steps write R slots of paused rows too, after their text.
         alive_B = running_B | (state.status_B == PAUSED)
         fits = jnp.max(jnp.where(alive_B, state.length_B, 0)) + R <= slots
         go_on = jnp.any(running_B)

@@ -1,5 +1,7 @@
-"""Where a row ends: behind a token sequence that stops it (an EOS is one of length 1), or at its
-limit of tokens. What each row ends at is data, so that requests share one compiled program."""
+"""Where a row ends: after a stop sequence (an EOS is one of length 1), or at its token limit.
+
+Stop sequences and limits are data, so requests with different ones share one compiled program.
+"""
 
 from collections.abc import Sequence
 
@@ -7,22 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Whether a row runs, why it ended, or that it waits for its turn (`rows.run_only`).
+# Status of a row: running, ended (and why), or waiting (`rows.run_only`).
 RUNNING, STOPPED, LIMIT, PAUSED = 0, 1, 2, 3
 
-# In place of a token: any will do; none will do; there is none (before the first new one).
+# Special values in place of a token: matches any token; matches none; no token (before the first one).
 ANY, NEVER, NOTHING = -1, -2, -3
 
 
 def pack_stops(
     rows: Sequence[Sequence[Sequence[int]]], least: tuple[int, int] = (1, 1)
 ) -> np.ndarray:
-    """The stop sequences of every row as one array [B, Q, W]: Q sequences of W tokens.
+    """Pack the stop sequences of every row into one array [B, Q, W]: Q sequences of W tokens.
 
-    Shorter ones begin with ANY, rows with fewer of them are filled up with NEVER.
+    Shorter sequences start with ANY; rows with fewer sequences are padded with NEVER.
 
     Args:
-      least: the array has at least this Q and this W.
+      least: least Q and W of the array.
 
     Example: rows [(2,)] and [(2,), (5, 7)] become
     [[[ANY, 2], [NEVER, NEVER]], [[ANY, 2], [5, 7]]].
@@ -40,10 +42,10 @@ def pack_stops(
 def completes_stop(
     stop_BQW: jax.Array, tokens_BO: jax.Array, emitted_BL: jax.Array, n_new_B: jax.Array
 ) -> jax.Array:
-    """Whether each token just emitted is the last one of a stop sequence: bool [B, L].
+    """Whether each emitted token completes a stop sequence: bool [B, L].
 
     Args:
-      tokens_BO: all new tokens, `emitted_BL` among them from place `n_new_B` on.
+      tokens_BO: all new tokens, including `emitted_BL` from index `n_new_B` on.
 
     Example: new tokens [4, 5] before this step, emitted [7, 2], stops (5, 7) and (2,): both do.
     """
@@ -63,20 +65,22 @@ def completes_stop(
 def count_until_end(
     stops_BL: jax.Array, n_B: jax.Array, room_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """How many of n tokens just emitted may stay, and the row's new status.
+    """The number of the n emitted tokens to keep, and the row's new status.
 
-    What follows an end inside an accepted path is cut; the end itself is kept.
+    Tokens after a stop inside an accepted path are cut; the stop sequence itself is kept.
 
     Args:
-      stops_BL: whether the row stops behind each token (entries from n on are ignored).
+      stops_BL: whether the row stops after each token (entries from n on are ignored).
       room_B: tokens that the row's limit still allows.
 
     Returns: (count_B, status_B).
 
-    Example: n 4, room 9, stops behind the second: (2, STOPPED); room 1: (1, LIMIT).
+    Example: n 4, room 9, stops after the second: (2, STOPPED); room 1: (1, LIMIT).
     """
     L = stops_BL.shape[1]
-    index_1L = jnp.arange(L, dtype=jnp.int32)[None, :]  # of one type, 64-bit types or not
+    index_1L = jnp.arange(L, dtype=jnp.int32)[
+        None, :
+    ]  # int32 with 64-bit types enabled too
     counts_BL = stops_BL & (index_1L < n_B[:, None])
     first_B = jnp.min(jnp.where(counts_BL, index_1L, L), axis=1)
     count_B = jnp.minimum(jnp.minimum(first_B + 1, n_B), room_B)

@@ -1,4 +1,4 @@
-"""A question file answered with a drafter and by plain decoding: figures by category and overall."""
+"""Answer a question file with a drafter and by plain decoding: figures by category and overall."""
 
 import dataclasses
 import statistics
@@ -20,12 +20,12 @@ from medusa_jax.tree import Tree
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """A question with both sides' answers, turn by turn.
+    """A question with the drafted and the plain answers, turn by turn.
 
     Attributes:
-      prompts: ids that each turn was answered from, the same on both sides.
+      prompts: prompt ids of each turn, the same for both answers.
       cut: whether text of the question was left out.
-      temperature: that the answers were drawn at.
+      temperature: sampling temperature of the answers.
     """
 
     question: dict[str, Any]
@@ -46,13 +46,13 @@ def answer_all(
     room: int,
     temperatures: Mapping[str, float] | None = None,
 ) -> list[Answered]:
-    """Answer every turn of every question with the tree and without, in turn.
+    """Answer every turn of every question with the tree and without, interleaved.
 
-    A later turn stands behind the drafted answers to the turns before it, on both sides.
+    Both prompts of a later turn contain the drafted answers to the earlier turns.
 
     Args:
       template, room: as for `conversation.turn_prompt`.
-      temperatures: of categories that are not answered at the options' own.
+      temperatures: category -> temperature, where it differs from the options'.
     """
     options = ending_turns(model, options, template)
     found = []
@@ -82,7 +82,7 @@ def category_rows(
     tree: Tree,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """A row per category in the order of the file, MT-bench's eight together, and all."""
+    """A row per category in the order of the file, one for MT-bench's eight, and one for all."""
     groups = grouped([one.question["category"] for one in answered])
     return [
         {"category": category}
@@ -96,11 +96,11 @@ def category_row(
 ) -> dict[str, Any]:
     """Figures of some questions: `speed.pooled`, Spec-Bench's speed-up, scores, and two checks.
 
-    Both are of Medusa's relation (B.1), speed-up = tokens per step / step latency ratio, and say
-    how far the speed-up is from the quotient. `difference` takes the latency from the answers
-    themselves: tokens are counted in the texts, steps by the device, and a token too many or too
-    few shows. `difference_apart` takes a step timed by itself, in the middle of a text of median
-    length: that other work or another length of text cost something shows.
+    Both checks are relative errors of Medusa's relation (B.1), speed-up = tokens per step / step
+    latency ratio. `difference` uses the latency of the answers themselves; tokens are counted in
+    the texts and steps by the device, so it reveals miscounted tokens. `difference_apart` uses a
+    step timed in isolation, in the middle of a text of median length, so it reveals the cost of
+    other work and of other text lengths.
     """
     compared = [turn for one in answered for turn in one.turns]
     row: dict[str, Any] = {"questions": len(answered), "turns": len(compared)}
@@ -125,15 +125,18 @@ def category_row(
 
 
 def off(speedup: float, length: float, ratio: float) -> float:
-    """speedup / (length / ratio) - 1; 0 where answers end at once, without a step."""
+    """speedup / (length / ratio) - 1; 0 if the answers end without a step."""
     return speedup * ratio / length - 1 if length else 0.0
 
 
 def step_ratio(
     model: Model, answered: Sequence[Answered], tree: Tree, rounds: int
 ) -> float:
-    """Seconds of a step with the tree over those of a plain step, in turn, behind the prompt and
-    half of the answer of median length, at the highest temperature of these."""
+    """Seconds of a step with the tree over those of a plain step, from interleaved runs.
+
+    Steps are timed after the prompt and half the answer of the text of median length, at the highest
+    temperature of these questions.
+    """
     texts = [
         prompt + turn.drafted.token_ids[: turn.drafted.new_tokens // 2]
         for one in answered
@@ -150,12 +153,12 @@ def step_ratio(
 
 
 def score(answered: Sequence[Answered]) -> dict[str, dict[str, float]]:
-    """Mean scores of both sides, of the questions that have references.
+    """Mean scores of the drafted and the plain answers, over questions with references.
 
-    Exact match where a reference ends with GSM8K's
-    mark, else ROUGE, if `rouge-score` is there; conversations of several turns are for judges.
+    Exact match if a reference ends with GSM8K's mark, else ROUGE if `rouge-score` is installed.
+    Conversations of several turns are not scored; they are for judges.
 
-    Returns: score -> {"drafted": ..., "plain": ..., "questions": how many were scored}.
+    Returns: score -> {"drafted": ..., "plain": ..., "questions": number of scored questions}.
     """
     found: dict[str, list[tuple[float, float]]] = {}
     for one in answered:

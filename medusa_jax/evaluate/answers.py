@@ -1,4 +1,4 @@
-"""Answer files that others read: Spec-Bench's speed script and MT-bench's judges."""
+"""Answer files for Spec-Bench's speed script and MT-bench's judges."""
 
 import json
 import time
@@ -20,11 +20,11 @@ def answer_line(
 ) -> Answer:
     """One line of Spec-Bench's answer files, which MT-bench's judges read as well.
 
-    `wall_time` is prefill and decoding, as there; `new_tokens` counts the first token, which
-    prefill gives, and the end-of-text token; a step appends its accepted drafts and one more.
+    `wall_time` covers prefill and decoding, as in Spec-Bench; `new_tokens` includes the first token,
+    which comes from prefill, and the end-of-text token; a step appends its accepted drafts and one more.
 
     Args:
-      plain: the answers of plain decoding, not those of the drafter.
+      plain: use the answers of plain decoding instead of the drafter's.
     """
     results = [t.autoregressive if plain else t.drafted for t in turns]
     lengths = [n for result in results for n in result.accepted_lengths]
@@ -63,7 +63,7 @@ def judge_line(answer: Answer) -> Answer:
 
 
 def write_lines(path: Path, lines: Iterable[Answer]) -> None:
-    """A JSONL file, with the directories that it lies in."""
+    """Write a JSONL file; creates missing directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
@@ -71,14 +71,14 @@ def write_lines(path: Path, lines: Iterable[Answer]) -> None:
 def spec_bench_speedup(
     answers: Sequence[Answer], plain: Sequence[Answer], encode: Callable[[str], list[int]]
 ) -> float:
-    """The speed-up that Spec-Bench's own script gets from two answer files.
+    """The speed-up that Spec-Bench's script computes from two answer files.
 
-    It is the ratio of two means over questions of tokens per second. Those of the baseline are
-    counted anew, from the text and without its first id (a BOS); so where a tokenizer adds none a
-    token is missing, and an end-of-text token counts on one side only.
+    It is the ratio of two means of tokens per second over questions. The script recounts the tokens
+    of the baseline from the text and drops the first id (BOS). So a tokenizer that adds no BOS loses
+    a token, and the end-of-text token counts on one side only.
 
     Args:
-      encode: ids of a text as the tokenizer gives them by itself, BOS included.
+      encode: ids of a text with the tokenizer's defaults, BOS included.
     """
     ours, theirs = [], []
     for answer in answers:

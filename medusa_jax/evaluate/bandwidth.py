@@ -1,4 +1,4 @@
-"""What a step of plain decoding must read, and how fast this device reads."""
+"""Bytes that a plain decoding step must read, and the read bandwidth of this device."""
 
 import math
 import os
@@ -16,15 +16,14 @@ from medusa_jax.native import library, read_native
 
 
 def read_bandwidth(n_bytes: int = 2**29, rounds: int = 9) -> float:
-    """Bytes per second at which this device reads `n_bytes` over and over: the best of several ways.
+    """Bytes per second at which this device repeatedly reads `n_bytes`: the best of several methods.
 
-    All cores read. By default the array is several times any cache, and the figure is that of
-    memory; what fits a cache is read from there, as a model of that size is. One way alone can
-    fall short of the machine (XLA's sum takes half of it on some), and no program reads faster
-    than the fastest.
+    All cores read. The default array is several times any cache, so the result is memory bandwidth;
+    an array that fits a cache is read from there, as a model of that size is. A single method can
+    fall short of the hardware (XLA's sum reaches half of it on some machines).
     """
     x = jnp.ones((max(1, n_bytes // 4),), jnp.float32)
-    calls = min(256, max(1, 2**29 // x.nbytes))  # of tiny arrays the calls take long
+    calls = min(256, max(1, 2**29 // x.nbytes))  # capped, since tiny arrays are call-bound
     total = jax.jit(jnp.sum)
     ways: list[Callable[[], Any]] = [lambda: total(x)]
     if jax.default_backend() == "cpu":
@@ -46,8 +45,11 @@ def read_bandwidth(n_bytes: int = 2**29, rounds: int = 9) -> float:
 
 
 def bytes_per_token(model: Model, length: int) -> int:
-    """Bytes that one autoregressive step must read: all weights but the embedding table, the
-    cached keys and values of `length` positions, and one row of the embedding."""
+    """Bytes that one autoregressive step must read.
+
+    These are all weights except the embedding table, one row of that table, and the cached keys and
+    values of `length` positions.
+    """
     weights = dict(model.variables["backbone"])
     embedding = weights.pop("embed_tokens")["embedding"]
     total = sum(x.nbytes for x in jax.tree.leaves(weights))

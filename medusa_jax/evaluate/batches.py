@@ -1,4 +1,4 @@
-"""Batches: the tree that suits each batch size, and what decoding B rows together yields."""
+"""The best tree for each batch size, and the throughput of decoding B rows at a time."""
 
 import dataclasses
 import statistics
@@ -12,15 +12,15 @@ from medusa_jax.tree import Tree, tree_of_size
 
 
 def fitted_tree(model: Model, batch: int, most_nodes: int) -> tuple[Tree, dict[str, Any]]:
-    """The tree with the most tokens per second at this batch size, and the figures behind it.
+    """The tree with the most tokens per second at this batch size, and its measurements.
 
     Raises:
-      UserError: the heads have no calibrated tree with its evidence.
+      UserError: the heads have no calibrated tree with evidence.
     """
     calibrated = model.calibrated or {}
     if not device_tree.tokens_by_size(calibrated, "cpu"):
         raise UserError(
-            "fitting the tree to a batch needs a calibrated tree with its evidence beside the "
+            "fitting the tree to a batch needs a calibrated tree with evidence next to the "
             "heads: run `python -m medusa_jax calibrate`"
         )
     figures = device_tree.measure_rung(model, calibrated, batch, most_nodes)
@@ -38,8 +38,8 @@ def batch_rows(
 ) -> list[dict[str, Any]]:
     """Speed of every batch size with its fitted tree, against plain decoding in equal batches.
 
-    Prompts are cut to one length and nothing ends a text early, so all rows of a batch run to
-    the same length. Every round measures all batch sizes in turn, drafted and plain; medians.
+    Prompts are cut to one length and end-of-text tokens are ignored, so all rows of a batch have the
+    same length. Runs of all batch sizes, drafted and plain, are interleaved; times are medians.
     """
     options = dataclasses.replace(options, eos_ids=())
     length = min(map(len, prompts))

@@ -1,8 +1,9 @@
-"""What steps cost on this device for a model of a given shape, with random weights.
+"""Step latency on this device for a model of a given shape, with random weights.
 
-Times are of whole steps (draft, verify, accept, commit, append), each drafter's in turn with plain
-decoding. Trees are the first nodes of one growth order, that of the demo's Hydra heads: random
-heads have no ranks to grow one from, and a step costs what its tree looks like, not what it hits.
+Times are of whole steps (draft, verify, accept, commit, append); runs of each drafter are
+interleaved with plain decoding. Trees are the first nodes of the growth order of the demo's Hydra
+heads: random heads have no ranks to grow a tree from, and latency depends on the shape of the tree,
+not on how many drafts are accepted.
 """
 
 from collections.abc import Sequence
@@ -28,9 +29,9 @@ from medusa_jax.tree.files import tree_of_size
 
 SIZES = (8, 16, 32, 64)
 GROWTH = DEMO / "hydra" / "tree.json"
-# As deep as the trees: the papers' trees of 64 nodes are four deep, and so is this growth order.
+# The depth of the trees: the papers' trees of 64 nodes are four deep, and so is this growth order.
 N_HEADS = 4
-# Tokens of text that steps are timed behind.
+# Tokens in the cache when steps are timed.
 PROMPT = 64
 
 
@@ -43,7 +44,7 @@ def measure(
     draft_weights: str | None = None,
     rounds: int = 7,
 ) -> dict[str, Any]:
-    """Figures of plain decoding, and one row for each drafter, all on one backbone.
+    """Figures of plain decoding and one row for each drafter, all on one backbone.
 
     Args:
       names: drafters.
@@ -71,7 +72,7 @@ def measure(
 
     rows, plain, model = [], [], None
     for name, drafter in zip(names, drafters):
-        model = None  # the heads before are let go of first
+        model = None  # frees the previous heads
         model = model_of(drafter)
         with announced(f"timing {name}"):
             row = drafter_row(model, trees, rounds)
@@ -102,7 +103,8 @@ def measure(
 
 
 def drafter_row(model: Model, trees: Sequence[Tree], rounds: int) -> dict[str, Any]:
-    """Steps with these trees against plain ones; plain ones and the last tree's also one by one."""
+    """Latency of steps with these trees against plain ones; also dispatched one by one, for the
+    plain step and the last tree's."""
     engines = [model.engine(Tree.none()), *(model.engine(tree) for tree in trees)]
     apart = [engines[0], engines[-1]]
     *together, plain_apart, last_apart = engine_seconds(
@@ -126,10 +128,11 @@ def head_bytes(model: Model) -> int:
 
 
 def read_against_needed(model: Model, tree: Tree) -> float | None:
-    """Bytes that the compiled step reads and writes by XLA's cost analysis, over what it must.
+    """Bytes that the compiled step accesses by XLA's cost analysis, over the bytes that it needs.
 
-    It must read the weights, those of the heads where there are drafts, and the cache once. XLA
-    counts the body of the loop of steps once. None where the backend has no analysis.
+    Needed are one read of the backbone's weights, of the cache and, if there are drafts, of the
+    heads' weights. XLA counts the body of the step loop once. None if the backend has no cost
+    analysis.
     """
     engine = model.engine(tree)
     state = abstract_state(engine, model.variables, PROMPT)

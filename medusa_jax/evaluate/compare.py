@@ -1,4 +1,4 @@
-"""Speculative against autoregressive decoding: the same requests, the same engine, one run."""
+"""Speculative against autoregressive decoding of the same requests, with the same engine, in one run."""
 
 import dataclasses
 import statistics
@@ -35,12 +35,12 @@ class Comparison:
 
     @property
     def has_steps(self) -> bool:
-        """Whether both texts go on behind their first token, which prefill gives."""
+        """Whether both texts have tokens after the first, which comes from prefill."""
         return bool(self.drafted.steps and self.autoregressive.steps)
 
     @property
     def speedup(self) -> float | None:
-        """Autoregressive seconds per token over speculative seconds per token, None without steps."""
+        """Autoregressive over speculative seconds per token; None without steps."""
         if not self.has_steps:
             return None
         ours = self.decode_seconds / (self.drafted.new_tokens - 1)
@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def step_latency_ratio(self) -> float | None:
-        """Seconds of one speculative step over those of one autoregressive step, None without any."""
+        """Speculative over autoregressive seconds per step; None without steps."""
         if not self.has_steps:
             return None
         ours = self.decode_seconds / self.drafted.steps
@@ -83,18 +83,18 @@ def compare(
     repeats: int = 3,
     **engine_options: Any,
 ) -> list[Comparison]:
-    """Decode with the tree and without, `repeats` times in turn.
+    """Decode with the tree and without, `repeats` interleaved runs of each.
 
-    `ids` as for `Model.generate`. With a lossy acceptance the autoregressive side uses plain
-    sampling (or greedy).
+    `ids` as for `Model.generate`. With a lossy acceptance rule the autoregressive runs use plain
+    sampling (or greedy decoding).
 
     Raises:
-      UserError: a limit in steps, at which the two texts end in different places.
+      UserError: `max_steps` is set; the two texts would end in different places.
     """
     rows = options if isinstance(options, Sequence) else [options]
     if any(o.max_steps for o in rows):
         raise UserError(
-            "max_steps ends a drafted text and a plain one in different places: compare without it"
+            "max_steps would end the drafted and the plain text in different places: compare without it"
         )
     runs: dict[str, list[list[Result]]] = {"drafted": [], "plain": []}
     for _ in range(max(1, repeats)):
@@ -138,15 +138,15 @@ def compare(
 def score_gap(
     model: Model, text: Sequence[int], prompt_tokens: int, option: Options, request: int
 ) -> float:
-    """Gap between the two best perturbed scores for the token behind `text`.
+    """Gap between the two best scores for the token after `text`.
 
-    Scores are logits when greedy, filtered logits / T + noise when sampling: how far plain
-    decoding was from choosing another token there.
+    Scores are logits when greedy, filtered logits / T + noise when sampling. The gap tells how close
+    plain decoding was to choosing another token.
     """
     T = len(text)
     padded = np.zeros((1, power_of_two(T, MIN_PROMPT)), np.int32)
     padded[0, :T] = text
-    logits_1V = _logits_behind(model.backbone, padded, np.int32(T))[0]
+    logits_1V = _logits_after(model.backbone, padded, np.int32(T))[0]
     logits_1V = without_barred(logits_1V, text, model.no_repeat_ngram_size)
     scores_1V = perturbed(logits_1V, T, option, request)
     best = np.sort(np.asarray(scores_1V[0], np.float64))[-2:]
@@ -156,7 +156,7 @@ def score_gap(
 def perturbed(
     logits_BV: jax.Array, position: int, option: Options, request: int
 ) -> jax.Array:
-    """What plain decoding takes the argmax of, for logits [P, V] of one position."""
+    """Scores [P, V] whose argmax plain decoding takes, for P logit rows of one position."""
     if option.temperature == 0:
         return logits_BV
     one = lambda value, kind: jnp.asarray(np.array([value], kind))  # noqa: E731
@@ -180,10 +180,8 @@ def _perturbed(
 
 
 @jax.jit
-def _logits_behind(
-    backbone: Backbone, tokens_1T: jax.Array, length: jax.Array
-) -> jax.Array:
-    """Logits [1, 1, V] behind the first `length` tokens, in one pass; the rest is padding."""
+def _logits_after(backbone: Backbone, tokens_1T: jax.Array, length: jax.Array) -> jax.Array:
+    """Logits [1, 1, V] after the first `length` tokens, in one pass; the rest is padding."""
     config, T = backbone.llama.config, tokens_1T.shape[1]
     cache = KVCache.zeros(
         config.n_layers, 1, T, config.n_kv_heads, config.head_dim, backbone.llama.dtype

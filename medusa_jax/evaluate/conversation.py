@@ -1,4 +1,4 @@
-"""From a question to the ids that a model reads: chat templates, earlier answers, truncation."""
+"""From a question to prompt ids: chat templates, earlier answers, truncation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -8,16 +8,16 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import framed, prompt_of
 from medusa_jax.interop.chat import encode_prompt
 
-# Instead of a template: turns and answers one behind the other, with an empty line between.
+# No template: turns and answers joined by empty lines.
 PLAIN = "plain"
-# The length that Amphista (A.2.1) cuts prompts to.
+# The prompt length limit of Amphista (A.2.1).
 PAPER_ROOM = 2048
 
-Came = TypeVar("Came")
+Outcome = TypeVar("Outcome")
 
 
 def find_template(model: Model, asked: str) -> str:
-    """The template that "auto" means: the tokenizer's own (""), or none at all ("plain")."""
+    """Resolve "auto": the tokenizer's template ("") if it has one, else "plain"."""
     if asked != "auto":
         return asked
     return "" if model.tokenizer.chat_template else PLAIN
@@ -31,17 +31,17 @@ def ending_turns(model: Model, options: Options, template: str) -> Options:
 
 
 def asked(model: Model, record: dict[str, Any], template: str = "") -> str | list[int]:
-    """The prompt of a record; of a conversation, all up to its last user turn, for an answer.
+    """Return the prompt of a record; of a conversation, everything up to its last user turn.
 
     Raises:
-      UserError: a conversation that the template refuses, or without a user turn.
+      UserError: the template refuses the conversation, or it has no user turn.
     """
     if "messages" not in record:
         return prompt_of(record)
     messages = record["messages"]
-    users = [i for i, said in enumerate(messages) if said.get("role") == "user"]
+    users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     if not users:
-        raise UserError("a conversation without a user turn leaves nothing to answer")
+        raise UserError("a conversation without a user turn cannot be answered")
     return encode_prompt(model.tokenizer, messages[: users[-1] + 1], template)
 
 
@@ -52,15 +52,15 @@ def turn_prompt(
     template: str,
     room: int,
 ) -> tuple[list[int], bool]:
-    """Ids of a question up to where its next answer begins, and whether text was left out.
+    """Return the prompt ids for the next answer, and whether text was left out.
 
-    Turn n follows the model's own answers to the turns before it. Where there are more than
-    `room` ids, the longest of the turns is cut: an article at its end, as Amphista does; else in
-    its middle, since passages come with their question at one end or the other.
+    Turn n follows the model's answers to the earlier turns. If there are more than `room` ids, the
+    longest turn is shortened: an article at its end, as Amphista does; other turns in the middle,
+    since passages come with their question at one end or the other.
 
     Args:
-      answers: the model's, as many as turns lie behind.
-      template: a shipped chat template, "" for the tokenizer's own, or "plain".
+      answers: the model's answers to the earlier turns.
+      template: a shipped chat template, "" for the tokenizer's, or "plain".
 
     Raises:
       UserError: too long even without that turn.
@@ -72,12 +72,12 @@ def turn_prompt(
     longest = max(range(len(turns)), key=lambda i: len(turns[i]))
 
     def ids_with(text: str) -> list[int]:
-        said = [*turns[:longest], text, *turns[longest + 1 :]]
+        user_turns = [*turns[:longest], text, *turns[longest + 1 :]]
         if in_frame:
-            return model.encode(framed(question, said[0]))
-        lines = [said[0]]
-        messages = [{"role": "user", "content": said[0]}]
-        for answer, turn in zip(answers, said[1:], strict=True):
+            return model.encode(framed(question, user_turns[0]))
+        lines = [user_turns[0]]
+        messages = [{"role": "user", "content": user_turns[0]}]
+        for answer, turn in zip(answers, user_turns[1:], strict=True):
             lines += [answer.strip(), turn]
             messages.append({"role": "assistant", "content": answer.strip()})
             messages.append({"role": "user", "content": turn})
@@ -99,17 +99,17 @@ def all_turns(
     questions: Sequence[dict[str, Any]],
     template: str,
     room: int,
-    ask: Callable[[list[list[int]], list[str]], Sequence[tuple[Came, str]]],
-) -> list[tuple[int, Came]]:
-    """Every turn of every question behind the answers to the turns before it, a turn of all at a time.
+    ask: Callable[[list[list[int]], list[str]], Sequence[tuple[Outcome, str]]],
+) -> list[tuple[int, Outcome]]:
+    """Ask all questions turn by turn; each turn sees the earlier answers.
 
     Args:
       template, room: as for `turn_prompt`.
-      ask: (prompts, what each turn is called) -> what came of each, and its answer.
+      ask: (prompts, names of the turns) -> an outcome and an answer for each.
 
-    Returns: numbers of questions and what came of a turn; first turns before the second ones.
+    Returns: (number of the question, outcome); all first turns before the second ones.
     """
-    found: list[tuple[int, Came]] = []
+    found: list[tuple[int, Outcome]] = []
     answers: list[list[str]] = [[] for _ in questions]
     turns = [max(1, len(question["turns"])) for question in questions]
     for turn in range(max(turns)):
@@ -118,9 +118,9 @@ def all_turns(
             turn_prompt(model, questions[i], answers[i], template, room)[0] for i in left
         ]
         names = [f"{questions[i]['question_id']}, turn {turn + 1}" for i in left]
-        for i, (came, answer) in zip(left, ask(prompts, names), strict=True):
+        for i, (outcome, answer) in zip(left, ask(prompts, names), strict=True):
             answers[i].append(answer)
-            found.append((i, came))
+            found.append((i, outcome))
     return found
 
 
@@ -132,10 +132,10 @@ def cut(
     *,
     keep_end: bool,
 ) -> list[int]:
-    """`ids_with` so much of `text` that they are at most `room`: its start, or both its ends.
+    """Shorten `text` until `ids_with` it gives at most `room` ids; keeps its start, or both ends.
 
     Raises:
-      UserError: nothing of the text is left and they are still too many.
+      UserError: more than `room` ids without any of the text.
     """
     tokens = model.tokenizer.encode(text)
     keep = len(tokens)
@@ -143,13 +143,13 @@ def cut(
         ids = ids_with(_ends(model, tokens, keep, keep_end))
         if len(ids) <= room:
             return ids
-        # Text that is cut is tokenised anew where it was cut, so this may take another round.
+        # Shortened text may tokenise differently at the cut, so this may take another round.
         keep -= len(ids) - room
-    raise UserError(f"a prompt of at most {room} tokens has no room for it")
+    raise UserError(f"a prompt of at most {room} tokens cannot hold it")
 
 
 def _ends(model: Model, tokens: Sequence[int], keep: int, keep_end: bool) -> str:
-    """Text of the first `keep` tokens, or of as many in halves from both ends."""
+    """Text of the first `keep` tokens, or of half as many from each end."""
     if not keep_end:
         return model.tokenizer.decode(tokens[:keep])
     end = keep // 2

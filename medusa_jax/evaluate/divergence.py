@@ -1,12 +1,11 @@
-"""Where drafted and plain decoding part in low precision, and whether rounding explains it.
+"""Where drafted and plain decoding diverge in low precision, and whether rounding explains it.
 
-Passes over 1 and over M tokens round differently, so two scores that are close enough may swap.
-How close that is, is measured where it happened: the same position is computed by three passes
-(the whole text at once; the last token alone behind a cached prefix; M tokens behind it), and so
-are the positions right before it, since three roundings may agree by chance. The largest
-difference between any two passes at one position, over its ten best tokens, is the *noise band*.
-A divergence is a tie if the gap between the two best scores is no larger than the scores of both
-tokens can move together, twice the band.
+Passes over 1 and over M tokens round differently, so two close scores may swap. How close they have
+to be is measured at the divergence: three passes compute the same position (the whole text at once;
+the last token after a cached prefix; M tokens after it), and the positions right before it as well,
+since three roundings may agree by chance. The largest difference between any two passes at one
+position, over its ten best tokens, is the *noise band*. A divergence is a tie if the gap between the
+two best scores is at most twice the band: each of the two scores can move by the band.
 """
 
 import dataclasses
@@ -33,22 +32,22 @@ from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree import Tree
 
-# Positions at which the noise is measured: that of the divergence and those before it.
+# Positions at which the noise is measured: the divergence and those right before it.
 POSITIONS = 8
-# Where one of two texts has ended.
+# Stands for the token after the end of a text.
 NO_TOKEN = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """The first token in which two texts differ.
+    """The first token at which two texts differ.
 
     Attributes:
       position: index of that token among the new ones.
       ours, theirs: the drafted and the plain token.
       gap: difference of the two best scores (logits, or filtered logits / T + noise).
       noise_band: how far passes of different shape move the scores of the best tokens here.
-      at_cut: a filter kept other tokens in one of the passes than in another.
+      at_cut: the sampling filters keep different tokens in different passes.
     """
 
     position: int
@@ -60,7 +59,7 @@ class Divergence:
 
     @property
     def is_tie(self) -> bool:
-        """Rounding alone explains it."""
+        """Whether rounding alone explains the divergence."""
         return self.at_cut or self.gap <= 2 * self.noise_band
 
 
@@ -73,13 +72,13 @@ def find_divergence(
     request: int,
     tree: Tree,
 ) -> Divergence | None:
-    """Where the drafted text `ours` leaves the plain text `theirs`; None if it does not.
+    """Find where the drafted text `ours` diverges from the plain text `theirs`; None if it does not.
 
     Args:
-      request: the request id that both were decoded under.
-      tree: the tree that `ours` was decoded with; its size is that of the drafted pass.
+      request: the request id of both texts.
+      tree: the tree that `ours` was decoded with; gives M of the drafted pass.
     """
-    # A text that ends where the other goes on differs there: no rounding explains that.
+    # Rounding never explains that one text ends where the other continues.
     both = [[*ours, NO_TOKEN], [*theirs, NO_TOKEN]]
     first = next((i for i, (a, b) in enumerate(zip(*both)) if a != b), None)
     if first is None:
@@ -110,7 +109,7 @@ def find_divergence(
 
 
 def movement(logits_BV: np.ndarray, also: Sequence[int]) -> float:
-    """How far apart two passes put a token's logit, at most: of the ten best and of `also`."""
+    """The largest difference between two passes in the logit of a token, over the ten best and `also`."""
     near = [*np.argsort(logits_BV[1])[-10:], *also]
     return float(np.ptp(logits_BV[:, near], axis=0).max())
 
@@ -119,10 +118,10 @@ def movement(logits_BV: np.ndarray, also: Sequence[int]) -> float:
 def three_passes(
     tree: Tree, backbone: Backbone, tokens_1S: jax.Array, length: jax.Array
 ) -> jax.Array:
-    """Logits [3, V] behind the first `length` tokens, each by a pass of another shape.
+    """Logits [3, V] after the first `length` tokens, from three passes of different shapes.
 
-    One pass over all tokens; the last token alone behind a cached prefix; M tokens there, the
-    last one as the root of `tree`. S must leave room for M slots behind the text.
+    One pass over all tokens; the last token after a cached prefix; M tokens after that prefix, with
+    the last token as the root of `tree`. S must leave room for M slots after the text.
     """
     config, S = backbone.llama.config, tokens_1S.shape[1]
 
@@ -138,7 +137,7 @@ def three_passes(
     hidden: list[Any] = [jnp.take_along_axis(hidden_1SD, last_111, axis=1)[:, 0]]
     root_11 = lax.dynamic_slice_in_dim(tokens_1S, length - 1, 1, axis=1)
     before_1 = jnp.broadcast_to(length - 1, (1,)).astype(jnp.int32)
-    # Slots from the root's on are overwritten or masked, so the cache may hold the whole text.
+    # Slots from the root on are overwritten or masked, so the cache may hold the whole text.
     for mask_MM, depth_M in (
         (np.ones((1, 1), bool), np.zeros(1, np.int32)),
         (tree.mask_MM, tree.depth_M),
@@ -155,8 +154,8 @@ class Compared:
     """One prompt decoded with the model's tree and plainly.
 
     Attributes:
-      name: what a report calls the prompt.
-      divergence: where the drafted text leaves the plain one; None if it does not.
+      name: name of the prompt in reports.
+      divergence: where the drafted text diverges from the plain one; None if it does not.
     """
 
     name: str
@@ -171,7 +170,7 @@ def compared(
     batch_size: int,
     names: Sequence[str],
 ) -> list[Compared]:
-    """Every prompt decoded with the model's tree and plainly, as request 0, 1, ..."""
+    """Decode every prompt with the model's tree and plainly, as request 0, 1, ..."""
     found: list[Compared] = []
     batches = list(equal_batches(len(prompts), batch_size))
     for ids, rows in tqdm(batches, unit="batch", disable=None):
@@ -195,7 +194,7 @@ def compared_talks(
     template: str,
     room: int,
 ) -> list[Compared]:
-    """Every turn of every question, behind the plain answers to the turns before it.
+    """Decode every turn of every question; each turn sees the plain answers to the earlier ones.
 
     Args:
       template, room: as for `conversation.turn_prompt`.
@@ -212,9 +211,9 @@ def compared_talks(
 def tie_report(
     model: Model, options: Options, compared: Sequence[Compared]
 ) -> dict[str, Any]:
-    """Every first divergence, and how many of them rounding does not explain."""
+    """All first divergences, and the number that rounding does not explain."""
     parted = [(one, one.divergence) for one in compared if one.divergence]
-    # Behind a divergence the texts are different texts and say nothing more.
+    # Tokens after a divergence are not comparable, so they are not counted.
     tokens = sum(
         one.divergence.position + 1 if one.divergence else one.plain.new_tokens
         for one in compared

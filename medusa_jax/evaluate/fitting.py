@@ -1,8 +1,8 @@
 """Fitting the tree to the heads and to this device (Medusa 2.3.3).
 
-Three measurements, then a choice for each number of rows: the ranks of the true tokens under the
-heads on the model's own output, the tokens per step that the best tree of each size gives on texts
-that it was not grown from, and step latencies on this device.
+Three measurements, then a choice for each batch size: the ranks of the true tokens under the heads
+on the model's own output, the tokens per step of the best tree of each size on held-out texts, and
+step latencies on this device.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.tree import Choice, Tree, growth
 from medusa_jax.tree.growth import Recorded
 
-# Choices that are kept in order of worth: trees of up to 128 nodes can be cut from a file.
+# Choices stored in a tree file, in order of worth: enough for trees of up to 128 nodes.
 GROWTH = 127
 
 
@@ -38,17 +38,17 @@ def fit_tree(
     level_sizes: Sequence[int] = (),
     n_dense: int = 0,
 ) -> dict[str, Any]:
-    """Measure and choose; returns the content of a tree file, its evidence included.
+    """Measure and choose a tree; return the content of a tree file with its evidence.
 
     Args:
-      options: how the texts are written; their temperature decides the acceptance too.
-      sizes: numbers of nodes to time; 1, plain decoding, is always among them.
-      batches: numbers of rows, each of which gets its rung; the evidence is of the first.
-      worth: of a node: "joint", the measured frequency of its path, or "product", the paper's
-        product of head accuracies.
+      options: options for writing the texts; their temperature also selects the acceptance rule.
+      sizes: numbers of nodes to time; 1, plain decoding, is always added.
+      batches: batch sizes, one rung each; the evidence is measured at the first.
+      worth: worth of a node: "joint", the measured frequency of its path, or "product", the
+        paper's product of head accuracies.
       copies: whether trees may hold a chain copied from the text.
       level_sizes: numbers of nodes of the trees of one depth.
-      n_dense: how many random dense trees to set beside the fitted ones.
+      n_dense: number of random dense trees to add for comparison.
     """
     texts = rank_texts(model, prompts, options)
     whole = Recorded.joined(texts)
@@ -99,7 +99,7 @@ def fit_tree(
 
 
 def grown(recorded: Recorded, *, worth: str, copies: bool) -> list[Choice]:
-    """Choices in order of worth, as many as a file keeps."""
+    """The best `GROWTH` choices in order of worth."""
     if worth == "product":
         accuracies = growth.head_accuracies(recorded.ranks_PK)
         return growth.product_growth(accuracies, GROWTH)
@@ -111,11 +111,11 @@ def grown(recorded: Recorded, *, worth: str, copies: bool) -> list[Choice]:
 def figures(
     texts: Sequence[Recorded], seconds: dict[Tree, float], tree: Tree, tokens: float
 ) -> dict[str, Any]:
-    """What is known of one tree.
+    """All figures of one tree.
 
     Args:
-      seconds: of a step with each tree that was timed, plain decoding among them.
-      tokens: per step, on texts that the tree was not grown from.
+      seconds: seconds of a step with each timed tree, including plain decoding.
+      tokens: tokens per step on held-out texts.
     """
     latency = shapes.latency(tree, seconds)
     ratio = latency / seconds[Tree.none()]

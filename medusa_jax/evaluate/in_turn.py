@@ -1,6 +1,6 @@
-"""Drafters side by side: all of them and plain decoding in turn on every prompt, in one run.
+"""Compare drafters: runs of all of them and of plain decoding, interleaved on every prompt.
 
-Times that were taken minutes apart do not compare on a machine with neighbours.
+Times taken minutes apart are not comparable on a shared machine.
 """
 
 import json
@@ -19,19 +19,19 @@ from medusa_jax.api import Model, Options, Result
 from medusa_jax.evaluate.speed import timed
 from medusa_jax.tree import Tree
 
-# Text that a drafter's state is sized for.
+# Text length in tokens for the size of a drafter's state.
 TEXT = 1024
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A drafter as it takes part.
+    """A drafter in the comparison.
 
     Attributes:
-      label: what the table calls it.
+      label: name in the table.
       model: the backbone with this drafter.
-      tree: what it drafts.
-      trained_tokens: tokens of all steps of its training, None where nobody says.
+      tree: the tree that it drafts.
+      trained_tokens: tokens over all its training steps; None if unknown.
     """
 
     label: str
@@ -45,13 +45,13 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One row for each entrant, plain decoding first.
 
-    A prompt's time is the median of its runs. Latency and speed-up are against plain decoding in
-    the same run; `difference` is what the speed-up is off accepted length / step latency.
+    A prompt's time is the median of its runs. Latency and speed-up are relative to plain decoding in
+    the same run; `difference` is the relative error of speed-up = accepted length / step latency.
     """
     plain = Entrant("plain", entrants[0].model, Tree.none(), 0)
     entrants = [plain, *entrants]
     found: list[list[list[Result]]] = [[] for _ in entrants]  # by entrant, prompt, repeat
-    for prompt in tqdm(prompts, desc="in turn", unit="prompt", disable=None):
+    for prompt in tqdm(prompts, desc="interleaved", unit="prompt", disable=None):
         for e in entrants:
             e.model.compile([prompt], options, tree=e.tree)
         rounds = [
@@ -89,7 +89,7 @@ def measure(
 
 
 def total(by_prompt: Sequence[Sequence[Result]]) -> dict[str, float]:
-    """Tokens behind the first, steps, seconds and tokens per second over all prompts."""
+    """Tokens after the first, steps, seconds and tokens per second over all prompts."""
     seconds = sum(statistics.median(r.decode_seconds for r in runs) for runs in by_prompt)
     tokens = timed(sum(runs[0].new_tokens - 1 for runs in by_prompt))
     steps = max(1, sum(runs[0].steps for runs in by_prompt))
@@ -97,7 +97,7 @@ def total(by_prompt: Sequence[Sequence[Result]]) -> dict[str, float]:
 
 
 def memory(entrant: Entrant) -> dict[str, int]:
-    """Bytes of the drafter: its parameters, and its state behind `TEXT` tokens of one row."""
+    """Bytes of the drafter: its parameters, and its state for one row of `TEXT` tokens."""
     if not entrant.tree.drafted.depth:
         return {"parameter_bytes": 0, "state_bytes": 0}
     model = entrant.model
@@ -111,9 +111,9 @@ def memory(entrant: Entrant) -> dict[str, int]:
 
 
 def trained_tokens(recipe: dict[str, Any]) -> int | None:
-    """Tokens that training runs of ours saw, by the recipe beside their result; None: not said.
+    """Training tokens according to the saved recipe; None if unknown.
 
-    What the heads had seen that a run began with counts too.
+    Includes the training of the heads that the run started from.
     """
     config = recipe.get("config", {})
     training = config.get("train", {})
@@ -133,6 +133,6 @@ def trained_tokens(recipe: dict[str, Any]) -> int | None:
 
 
 def recipe_of(directory: str) -> dict[str, Any]:
-    """What lies beside a backbone that `train.py` wrote; {} if nothing."""
+    """Read the recipe that `train.py` saved next to a backbone; {} if there is none."""
     file = Path(directory) / "recipe.json"
     return dict(json.loads(file.read_text())) if file.is_file() else {}

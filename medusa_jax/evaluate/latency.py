@@ -1,4 +1,4 @@
-"""Step latency on this device, measured in turn so that a drifting machine skews no ratio."""
+"""Step latency on this device, from interleaved runs so that drift does not skew ratios."""
 
 import statistics
 import time
@@ -54,17 +54,17 @@ def cache_check(
     large: int = 4096,
     rounds: int = 15,
 ) -> dict[str, dict[str, float]]:
-    """One step behind a short text, when `small` and when `large` slots may be needed in the end.
+    """Time a step after a short text, for a request limited to `small` and to `large` slots.
 
-    The cache grows with the text, so a request that may come to fill 4096 slots should cost the
-    same as one of 128 as long as its text is short. For contrast `preallocated` is a step that
-    attends to all large slots from the start.
+    The cache grows with the text, so while the text is short a request that may fill 4096 slots
+    should cost the same as one of 128. For contrast, a `preallocated` step attends to all large slots
+    from the start.
 
     Args:
-      prompt: the text; with the steps made here it must fit `small`.
+      prompt: the text; together with the steps timed here it must fit `small`.
 
-    Returns: per case the median `seconds` of a step, interleaved, and `bytes`: what the compiled
-      loop reads and writes per step by XLA's own count.
+    Returns: per case the median `seconds` of a step from interleaved runs, and `bytes` that the
+      compiled loop accesses per step by XLA's cost analysis.
     """
     tree = model.tree if tree is None else tree
     M, L = tree.n_nodes, tree.path_length

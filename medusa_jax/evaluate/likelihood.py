@@ -1,4 +1,4 @@
-"""How probable a text is under the backbone: what lossy acceptance may cost."""
+"""Log-probability of a text under the backbone: measures what lossy acceptance costs."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from medusa_jax.heads.drafter import Backbone
 def log_probabilities(
     model: Model, prompt: Sequence[int], tokens: Sequence[int]
 ) -> np.ndarray:
-    """log p(token | everything before it) of each token behind the prompt, at temperature 1.
+    """log p(token | everything before it) of each token after the prompt, at temperature 1.
 
     One teacher-forced pass over prompt and tokens.
     """
@@ -26,7 +26,7 @@ def log_probabilities(
 
 @jax.jit
 def _log_p(backbone: Backbone, tokens_BT: jax.Array) -> jax.Array:
-    """log p of token t + 1 at t [B, T]; the last column means nothing."""
+    """log p of token t + 1 at index t [B, T]; the last column is meaningless."""
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     hidden_BTD = backbone.forward(tokens_BT, positions_BT, jnp.ones_like(tokens_BT))
     logits_BTV = backbone.lm_head(hidden_BTD)

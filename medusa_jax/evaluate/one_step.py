@@ -1,4 +1,4 @@
-"""One decode step taken apart: what each part of it computes, on the host."""
+"""The intermediate results of one decode step, on the host."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from medusa_jax.heads import Backbone
 
 
 def take_steps(model: Any, prompt: str, n: int) -> dict[str, Any]:
-    """Decode n - 1 steps greedily, then take the n-th part by part.
+    """Decode n - 1 steps greedily, then run the n-th part by part.
 
-    Returns: NumPy values of that step: nodes, positions, targets (of each node, [M]); path (node
-      numbers) with its length n; emitted; length and root before and after; text and n_new before.
+    Returns: NumPy values of that step: nodes, positions, targets, each [M]; path (node numbers) with
+      its length n; emitted; length and root before and after; text and n_new before.
 
     Raises:
       UserError: the text ends before that step.
@@ -62,7 +62,7 @@ def take_steps(model: Any, prompt: str, n: int) -> dict[str, Any]:
 
 
 def token_labels(model: Any, ids: Sequence[int]) -> list[str]:
-    """Tokens as pictures show them: line breaks and blanks made visible."""
+    """Tokens as labels for pictures, with visible line breaks and blanks."""
     texts = (model.tokenizer.decode([int(i)]) for i in ids)
     return [
         text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace(

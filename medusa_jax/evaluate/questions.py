@@ -1,7 +1,7 @@
-"""Question files as they are published, read into one form, and our own JSONL of prompts.
+"""Read published question files, and our own JSONL of prompts, into one form.
 
-Every record keeps its fields and gets those that `read_questions` names. What a file is shows in
-the fields of its first record (`FORMATS`).
+Every record keeps its fields and gains those that `read_questions` lists. The fields of the first
+record determine the format of a file (`FORMATS`).
 """
 
 import gzip
@@ -18,13 +18,13 @@ DEMO_PROMPTS = Path(__file__).parents[1] / "demo" / "prompts.jsonl"
 
 Record = dict[str, Any]
 
-# Amphista A.2.1: "'Article: '+'Original Text'+'Summary: '", zero-shot and in no chat template.
+# Amphista A.2.1: "'Article: '+'Original Text'+'Summary: '", zero-shot and without a chat template.
 ARTICLE = ("Article: ", "Summary: ")
 # The categories of MT-bench, which Spec-Bench counts as one task.
 MT_BENCH = (
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
 )  # fmt: skip
-# What FastChat answers MT-bench's categories at (its `temperature_config`).
+# FastChat's temperatures for MT-bench's categories (its `temperature_config`).
 MT_BENCH_TEMPERATURES = {
     "writing": 0.7, "roleplay": 0.7, "extraction": 0.0, "math": 0.0, "coding": 0.0,
     "reasoning": 0.0, "stem": 0.1, "humanities": 0.1,
@@ -32,19 +32,19 @@ MT_BENCH_TEMPERATURES = {
 
 
 def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Record]:
-    """Records of a JSONL file, each with `prompt` or `prompt_ids`; the first `limit`, 0 is all.
+    """Read the first `limit` records (0 is all) of a JSONL file, each with `prompt` or `prompt_ids`.
 
     Args:
-      messages: whether conversations as `distill` writes them will do as well.
+      messages: also accept conversations as `distill` writes them.
 
     Raises:
-      UserError: not readable, or without anything to ask.
+      UserError: not readable, or a record without a prompt.
     """
     records = read_records(path)[: limit or None]
     if messages and all("messages" in r for r in records):
         for number, record in enumerate(records):
-            said = record["messages"]
-            if not isinstance(said, list) or not all(isinstance(t, dict) for t in said):
+            turns = record["messages"]
+            if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
                 raise UserError(f"{path}: record {number} has no list of turns as messages")
         if talks := [r for r in records if r["messages"]]:
             return talks
@@ -59,10 +59,10 @@ def _are_prompts(records: Sequence[Record]) -> bool:
 
 
 def _checked(record: Record, where: str) -> Record:
-    """The record, if what it asks is text or token ids.
+    """Return the record if its prompt is text or token ids.
 
     Raises:
-      UserError: it is something else, or nothing.
+      UserError: the prompt is missing or has another type.
     """
     ids, turns = record.get("prompt_ids"), record.get("turns")
     if turns is None:
@@ -77,16 +77,16 @@ def _checked(record: Record, where: str) -> Record:
 
 
 def read_questions(path: str, limit: int = 0) -> list[Record]:
-    """The first `limit` questions of a file (0 is all), each with
+    """Read the first `limit` questions of a file (0 is all), each with these fields.
 
-    question_id, category: as in the file; else its number and the name of the data set.
-    turns: what the user says, turn by turn; [] where a record gives `prompt_ids` alone.
+    question_id, category: from the file; else its number and the name of the data set.
+    turns: the user's turns; [] if a record has only `prompt_ids`.
     prompt: the first turn, in its frame.
-    frame: texts before and behind the turn, for data sets that are asked without a chat template.
-    references: for each turn the answers that are right; [] where the file has none.
+    frame: texts before and after the turn, for data sets used without a chat template.
+    references: for each turn the right answers; [] if the file has none.
 
     Raises:
-      UserError: not readable, or in no form that is known.
+      UserError: not readable, or in an unknown format.
     """
     records = read_records(path)[: limit or None]
     forms = (form for form in FORMATS if all(name in records[0] for name in form.fields))
@@ -122,21 +122,21 @@ def read_questions(path: str, limit: int = 0) -> list[Record]:
 
 
 def prompt_of(question: Record) -> str | list[int]:
-    """A question's prompt, as ids where they are given."""
+    """A question's prompt, as ids if the record has them."""
     ids: list[int] = question.get("prompt_ids") or []
     return ids if ids or "prompt" not in question else question["prompt"]
 
 
 def framed(question: Record, turn: str) -> str:
     """A turn between the texts of its question's frame."""
-    before, behind = question["frame"] or ("", "")
-    return f"{before}{turn}{behind}"
+    before, after = question["frame"] or ("", "")
+    return f"{before}{turn}{after}"
 
 
 def spread(questions: Sequence[Record], limit: int) -> list[Record]:
-    """`limit` questions (0 is all) from all categories alike, in the order of the file.
+    """Select `limit` questions (0 is all) evenly from all categories, in the order of the file.
 
-    Files hold one category behind the other: the first 50 of Spec-Bench are all MT-bench's.
+    Files are sorted by category: the first 50 questions of Spec-Bench are all MT-bench's.
     """
     by_category: dict[str, list[int]] = defaultdict(list)
     for i, question in enumerate(questions):
@@ -148,8 +148,7 @@ def spread(questions: Sequence[Record], limit: int) -> list[Record]:
 
 
 def grouped(categories: Sequence[str]) -> dict[str, list[int]]:
-    """Numbers of the questions of each category in the order of the file, MT-bench's eight together,
-    and all: what a table by category has rows of.
+    """Group question numbers for the rows of a table: each category, MT-bench's eight, all.
 
     Example: writing math qa gives {"writing": [0], "math": [1], "qa": [2], "mt_bench": [0, 1],
     "overall": [0, 1, 2]}.
@@ -167,10 +166,10 @@ def grouped(categories: Sequence[str]) -> dict[str, list[int]]:
 
 
 def read_records(path: str) -> list[Record]:
-    """Records of a .jsonl, .json (a list), .parquet or gzipped file.
+    """Read the records of a .jsonl, .json (a list), .parquet or gzipped file.
 
     Raises:
-      UserError: not readable, no records, or records that are no objects.
+      UserError: not readable, no records, or records that are not objects.
     """
     try:
         records = _parquet(path) if path.endswith(".parquet") else _json(path)
@@ -214,7 +213,7 @@ def _conversation(record: Record) -> Record:
 
 
 def _instruction(record: Record) -> Record:
-    """AlpacaEval; its `output` is another model's answer, to be judged against, no reference."""
+    """AlpacaEval; its `output` is another model's answer for judges to compare with, not a reference."""
     text = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
     return {"turns": [text], "category": record.get("dataset", "alpaca_eval")}
 
@@ -228,7 +227,7 @@ def _article(text: str, summary: str) -> Callable[[Record], Record]:
 
 
 def _own(record: Record) -> Record:
-    """Our own; `file` says which of the demo's sources a prompt is from."""
+    """Our own prompts; `file` names the demo source that a prompt is from."""
     turns = [record["prompt"]] if "prompt" in record else []
     category = record.get("category", record.get("file", "all"))
     return {"turns": turns, "category": category, "frame": ("", "")}
@@ -236,7 +235,12 @@ def _own(record: Record) -> Record:
 
 @dataclass(frozen=True)
 class Format:
-    """A published form: the fields that tell it, and what a record says in our terms."""
+    """A published format.
+
+    Attributes:
+      fields: field names that identify the format.
+      adapt: converts a record to our fields.
+    """
 
     name: str
     fields: tuple[str, ...]

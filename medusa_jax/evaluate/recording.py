@@ -1,8 +1,8 @@
-"""What drafting would be worth at every position of the model's own texts.
+"""Record how well drafts would do at every position of the model's own texts.
 
-Lossless decoding writes the text of plain decoding, whatever drafts. So one teacher-forced pass over
-that text says what each head would have guessed at every position, and from that follows the mean
-accepted length of any tree (`tree/growth.py: replay`): without timings, and without decoding again.
+Lossless decoding writes the text of plain decoding, whatever the drafter. So one teacher-forced pass
+over that text gives the guess of each head at every position, and from these the mean accepted length
+of any tree (`tree/growth.py: replay`), without decoding again.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.progress import Progress
 from medusa_jax.tree.growth import Recorded
 
-# Longest chain that is copied from the text, as prompt lookup has it.
+# Longest chain copied from the text, as in prompt lookup.
 MOST_COPIED = 10
-# Prompts that are continued at a time, and texts that are looked at.
+# Batch size for writing texts and for ranking.
 ROWS = 8
 
 
 class Text(NamedTuple):
-    """A prompt and what the model wrote behind it.
+    """A prompt and the model's answer.
 
     Attributes:
       ids: all tokens.
-      n_prompt: how many of them are the prompt's.
+      n_prompt: number of prompt tokens among them.
       said: the answer as text.
     """
 
@@ -47,7 +47,7 @@ class Text(NamedTuple):
 
 
 def own_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Text]:
-    """Plain decoding's text behind each prompt, each as request 0."""
+    """Answer each prompt by plain decoding, each as request 0."""
     texts = []
     with Progress("writing", len(prompts), "prompt") as bar:
         for own, rows in equal_batches(len(prompts), ROWS):
@@ -60,14 +60,14 @@ def own_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Te
 
 
 def record(model: Model, texts: Sequence[Text], options: Options) -> list[Recorded]:
-    """Ranks, and what copying has right, at the positions of each text where a step may begin.
+    """Record ranks and correct copies at the positions of each text where a step may begin.
 
-    Only positions whose guesses all fall on written text count: from the last prompt token on, as
-    far as the deepest head still has its token. Of a short text that may be none.
+    These are the positions from the last prompt token on for which the text has the token of the
+    deepest head. A short text may have none.
 
     Args:
-      options: those that the texts were written with. Above temperature 0 drafts are ranked with the
-        noise that the verifier will add.
+      options: options that the texts were written with. Above temperature 0 drafts are ranked with
+        the noise that the verifier will add.
     """
     lengths = jax.jit(jax.vmap(copied_lengths, (0, 0, None)), static_argnums=2)
     ranks = jax.jit(rank_tuples, static_argnames=("drafter", "no_repeat_ngram_size"))
@@ -98,16 +98,16 @@ def record(model: Model, texts: Sequence[Text], options: Options) -> list[Record
 
 
 def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Recorded]:
-    """`record` on the model's own continuations of prompts, where they are long enough.
+    """`record` the model's own answers to the prompts; too short ones are skipped.
 
     Raises:
-      UserError: fewer than two are.
+      UserError: fewer than two are long enough.
     """
     found = record(model, own_texts(model, prompts, options), options)
     found = [one for one in found if len(one.ranks_PK)]
     if len(found) < 2:
         raise UserError(
             f"{len(found)} of {len(prompts)} continuations are long enough to calibrate on, two "
-            "are needed: trees are counted on texts that they were not grown from"
+            "are needed: trees are evaluated on held-out texts"
         )
     return found

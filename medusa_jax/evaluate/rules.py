@@ -1,4 +1,4 @@
-"""What an acceptance rule yields on a set of prompts, and what it writes (Medusa figure 5)."""
+"""Accepted length and text quality of an acceptance rule on a set of prompts (Medusa figure 5)."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""How right answers are: ROUGE against references, exact match of GSM8K's last number."""
+"""Scores of answers: ROUGE against references, exact match of GSM8K's last number."""
 
 import re
 from collections.abc import Sequence
@@ -11,19 +11,22 @@ ROUGES = ("rouge1", "rouge2", "rougeL")
 
 
 def final_number(text: str) -> float | None:
-    """The number behind GSM8K's "####", or else the last one of the text.
+    """The number after GSM8K's "####", or else the last one of the text.
 
     Example: "He pays $1,000. #### 1000" -> 1000.0; "so 3 of 10.5." -> 10.5.
     """
-    _, marked, behind = text.rpartition("####")
-    found = NUMBER.findall(behind if marked else text)
+    _, marked, after = text.rpartition("####")
+    found = NUMBER.findall(after if marked else text)
     number = found[0] if marked and found else found[-1] if found else None
     return None if number is None else float(number.replace(",", ""))
 
 
 def kind_of(question: dict[str, Any]) -> str:
-    """ "exact_match" where a reference ends with GSM8K's mark, "rouge" for other references, ""
-    where there are none or the question has several turns (those are for judges)."""
+    """Return which score a question gets.
+
+    "exact_match" if a reference has GSM8K's mark, "rouge" for other references, "" without
+    references or for several turns (those are for judges).
+    """
     if len(question["turns"]) != 1 or not any(question["references"]):
         return ""
     [right] = question["references"]
@@ -31,7 +34,7 @@ def kind_of(question: dict[str, Any]) -> str:
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
-    """1.0 if the answer's number is that of a reference, else 0.0."""
+    """1.0 if the answer's number equals that of a reference, else 0.0."""
     number = final_number(answer)
     right = {final_number(one) for one in references}
     return float(number is not None and number in right)
@@ -45,7 +48,7 @@ def _scorer() -> Any:
 
 
 def has_rouge() -> bool:
-    """Whether the optional package `rouge-score` is there."""
+    """Whether the optional package `rouge-score` is installed."""
     try:
         _scorer()
     except ImportError:
@@ -54,6 +57,6 @@ def has_rouge() -> bool:
 
 
 def rouge(answer: str, references: Sequence[str]) -> dict[str, float]:
-    """F-measures of ROUGE-1, 2 and L in percent, each of its best reference; words stemmed."""
+    """F-measures of ROUGE-1, 2 and L in percent, each for its best reference, with stemming."""
     found = _scorer().score_multi(list(references), answer)
     return {name: 100 * float(found[name].fmeasure) for name in ROUGES}

@@ -1,6 +1,6 @@
-"""Shapes of trees that papers compare: fitted ones of one depth, random dense ones.
+"""Tree shapes that papers compare: fitted trees of one depth, random dense trees.
 
-Accepted lengths of any tree come from recorded ranks; only latencies are measured.
+Accepted lengths are computed from recorded ranks; only latencies are measured.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +23,7 @@ def of_one_depth(
     """The best trees of these sizes, `LEVEL_DEPTH` deep at most, and their tokens per step.
 
     Args:
-      texts: positions of each text, two texts at least; trees are counted on texts that they were
-        not grown from.
+      texts: positions of each text, two texts at least; trees are evaluated on held-out texts.
       grow: best choices first.
     """
     texts = [text.cut(LEVEL_DEPTH) for text in texts]
@@ -43,8 +42,8 @@ def random_dense(
 ) -> list[tuple[list[int], Tree]]:
     """n different Cartesian trees of at most `most_nodes` nodes, root included, with their widths.
 
-    All depths are as likely, and the number of nodes is spread over its logarithm. Fewer than n
-    come back where there are not so many.
+    Depths are uniform, numbers of nodes log-uniform. Returns fewer than n if it does not find that
+    many.
     """
     rng = np.random.default_rng(seed)
     found: dict[tuple[int, ...], Tree] = {}
@@ -66,8 +65,10 @@ def random_dense(
 
 
 def to_time(dense: Sequence[tuple[list[int], Tree]]) -> list[Tree]:
-    """The largest dense tree and the one nearest to half its size: a step's latency goes by nodes,
-    and every tree is a program to compile."""
+    """Choose the trees to time: the largest dense tree and the one nearest to half its size.
+
+    Two are enough, since latency depends on the number of nodes and every tree has to be compiled.
+    """
     trees = sorted((tree for _, tree in dense), key=lambda tree: tree.n_nodes)
     if not trees:
         return []
@@ -76,7 +77,7 @@ def to_time(dense: Sequence[tuple[list[int], Tree]]) -> list[Tree]:
 
 
 def latency(tree: Tree, seconds: Mapping[Tree, float]) -> float:
-    """Seconds of a step: as timed, or between those of the next smaller and larger tree timed."""
+    """Seconds of a step: as timed, or interpolated over the number of nodes."""
     if tree in seconds:
         return seconds[tree]
     timed = sorted((other.n_nodes, s) for other, s in seconds.items())

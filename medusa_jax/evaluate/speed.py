@@ -1,4 +1,4 @@
-"""A drafter with a tree on a question file, against plain decoding."""
+"""Measure a drafter with a tree on a question file, against plain decoding."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ def drafting_row(
     options: Options,
     repeats: int,
 ) -> dict[str, Any]:
-    """One line of the table: `model` with `tree` on all questions, against plain decoding.
+    """One row of the table: `model` with `tree` on all questions, against plain decoding.
 
-    Times are medians of `repeats` runs of a prompt, both sides in turn; `answers` are those of
-    Spec-Bench's answer files.
+    Times are medians of `repeats` interleaved runs of a prompt; `answers` are lines of Spec-Bench's
+    answer files.
     """
     compared: list[Comparison] = []
     for question in tqdm(
@@ -54,7 +54,7 @@ def drafting_row(
         "prompts": len(compared),
         **figures,
         "speedup_median_prompt": statistics.median(speedups or [0.0]),
-        # With prefill and all host work, single runs; against tokens per step / step latency.
+        # Single runs, with prefill and host work; efficiency is relative to tokens per step / latency.
         "end_to_end_speedup": end_to_end,
         "efficiency": end_to_end / ideal,
         "repeated_4grams": mean_repeated_ngram_share(outputs),
@@ -66,21 +66,21 @@ def drafting_row(
 
 
 def timed(tokens: int) -> int:
-    """The number of tokens behind the first ones, which prefill gives.
+    """Return `tokens`, the number of tokens from timed steps, if there are any.
 
     Raises:
-      UserError: there are none, so that no step was timed.
+      UserError: there are none: every answer ended with its first token, which comes from prefill.
     """
     if not tokens:
         raise UserError(
-            "every answer ended with its first token, so that no step was timed: allow more "
-            "--max_new_tokens, or ask other prompts"
+            "every answer ended with its first token, so no step was timed: raise "
+            "--max_new_tokens or use other prompts"
         )
     return tokens
 
 
 def pooled(compared: Sequence[Comparison]) -> dict[str, Any]:
-    """Tokens, seconds and their ratios over all comparisons together; decoding alone.
+    """Tokens, seconds and their ratios summed over all comparisons; decoding only.
 
     Tokens are counted in the texts, steps in the acceptance histograms of the device.
     """

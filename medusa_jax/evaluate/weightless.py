@@ -1,7 +1,7 @@
-"""Models that are known by their shape alone: nothing but sizes, or with random weights.
+"""Models without trained weights: shapes only, or random weights.
 
-What a step reads, and how long it takes, does not depend on what the weights say. Sizes are
-enough to compile a program; random weights, made where and as decoding reads them, to run it.
+The bytes and the time of a step do not depend on the values of the weights. Shapes are enough to
+compile a program; random weights, created in the form that decoding reads, are enough to run it.
 """
 
 from functools import partial
@@ -44,7 +44,7 @@ def abstract_variables(
     storage: Storage | None = None,
     shards: int = 1,
 ) -> Params:
-    """Shapes of what decoding reads, over a tensor axis of so many shards."""
+    """Shapes of the parameters in decoding form, for a tensor axis of `shards` devices."""
 
     def placed(params: Params) -> Params:
         heads = jax.tree.map(lambda x: x.astype(dtype), params["heads"])
@@ -58,7 +58,7 @@ def abstract_variables(
 def prefill_arguments(
     engine: Engine, variables: Params, batch: int, tokens: int
 ) -> tuple[Any, ...]:
-    """What `prefill` takes for prompts of so many tokens, as shapes."""
+    """The arguments of `prefill` for `batch` prompts of `tokens` tokens, as shapes."""
 
     def per_row(dtype: Any, *more: int) -> Any:
         return jax.ShapeDtypeStruct((batch, *more), dtype)
@@ -77,7 +77,7 @@ def prefill_arguments(
 def abstract_state(
     engine: Engine, variables: Params, tokens: int, batch: int = 1
 ) -> DecodeState:
-    """Shapes of the state behind prompts of so many tokens."""
+    """Shapes of the state after prompts of `tokens` tokens."""
     depth_only, slots, *rest = prefill_arguments(engine, variables, batch, tokens)
     return jax.eval_shape(partial(prefill, depth_only, slots), *rest)
 
@@ -85,9 +85,10 @@ def abstract_state(
 def random_backbone(
     config: LlamaConfig, dtype: Any, storage: Storage, mesh: Mesh | None = None
 ) -> Params:
-    """Random parameters of the backbone as decoding reads them.
+    """Random parameters of the backbone in decoding form.
 
-    Made an entry at a time, as files are read: the device holds the model and one layer twice.
+    Created one entry at a time, as when reading files, so that peak memory is the model and one
+    more copy of a layer.
     """
     mesh = mesh or make_mesh((1, 1, 1))
     placed: Params = {}
@@ -98,7 +99,7 @@ def random_backbone(
 
 
 def random_heads(drafter: Drafter, dtype: Any, storage: Storage) -> Params:
-    """Random parameters of draft heads as decoding reads them, likewise."""
+    """Random parameters of draft heads in decoding form, created one entry at a time."""
     placed: Params = {}
     for name, shapes in trained_shapes(drafter.llama, drafter)["heads"].items():
         placed |= place_head({name: _random(shapes, dtype, len(placed))}, storage.of_drafts)
@@ -115,7 +116,7 @@ def _random(shapes: Any, dtype: Any, seed: int) -> Any:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _leaf(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """A kernel that keeps the size of what it multiplies; ones for what only scales or adds."""
+    """A norm-preserving random kernel; ones for scales and biases."""
     if len(shape) < 2:
         return jnp.ones(shape, dtype)
     return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[0] ** -0.5, dtype)

@@ -1,6 +1,6 @@
-"""Drafters: one file per paper, all under the contract of `drafter.py`.
+"""Drafters: one file per paper, all with the contract of `drafter.py`.
 
-Every drafter in this package is registered under its `name` by being there: `DRAFTERS` have heads,
+Every drafter in this package is registered under its `name` automatically. `DRAFTERS` have heads,
 which are trained and stored; `BASELINES` have none.
 """
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def _find() -> dict[str, type[Drafter]]:
-    """The named drafters of this package's files, by name."""
+    """Drafters with a name in this package's files, by name."""
     found: dict[str, type[Drafter]] = {}
     for file in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{file.name}")
@@ -43,10 +43,10 @@ BASELINES: dict[str, type[Drafter]] = {
 
 
 def drafter_class(name: str) -> type[Drafter]:
-    """The drafter of that name.
+    """Return the drafter class with that name.
 
     Raises:
-      UserError: there is none; the nearest is named.
+      UserError: there is none; suggests the most similar name.
     """
     if name not in _ALL:
         raise UserError(
@@ -56,11 +56,12 @@ def drafter_class(name: str) -> type[Drafter]:
 
 
 def whole_config(heads: HeadsConfig) -> HeadsConfig:
-    """The configuration with the fields of its drafter: a plain `HeadsConfig` serves any
-    drafter, whose own fields then have their defaults.
+    """Return the configuration as the `Config` class of its drafter.
+
+    A plain `HeadsConfig` fits any drafter; the drafter's additional fields get their defaults.
 
     Raises:
-      UserError: an unknown drafter, or fields of another one.
+      UserError: an unknown drafter, or a configuration class of another one.
     """
     kind = drafter_class(heads.drafter)
     if type(heads) is HeadsConfig:
@@ -74,10 +75,10 @@ def whole_config(heads: HeadsConfig) -> HeadsConfig:
 
 
 def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
-    """The drafter that `heads.drafter` names, for a backbone of the given shape.
+    """Build the drafter that `heads.drafter` names, for a backbone of the given shape.
 
     Raises:
-      UserError: as for `whole_config`; an unknown LM-head kind, a rank beyond the LM head's,
+      UserError: as for `whole_config`; an unknown LM-head kind, a rank larger than the LM head's,
         fields that the drafter refuses.
     """
     heads = whole_config(heads)
@@ -94,7 +95,7 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
         )
     if not 0 <= heads.draft_vocab <= llama.vocab_size:
         raise UserError(
-            f"heads.draft_vocab is from 0 (all tokens) to the vocabulary's {llama.vocab_size}, "
+            f"heads.draft_vocab is from 0 (all tokens) to {llama.vocab_size} (the vocabulary size), "
             f"not {heads.draft_vocab}"
         )
     outputs = heads.draft_vocab or llama.vocab_size
@@ -110,5 +111,5 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
 
 
 def no_drafter(llama: LlamaConfig) -> Drafter:
-    """What stands in a drafter's place in plain decoding; equal for all models of one shape."""
+    """The drafter of plain decoding; equal for all models of one shape."""
     return NoDrafter(HeadsConfig(), llama)

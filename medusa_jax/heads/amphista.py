@@ -5,15 +5,15 @@
     H_p = [h'_1 ... h'_K] + PE                                                          (3, 4)
     logits_k = LM-Head_k(Self-Attention(H_p)[k])                                        (5, 6)
 
-The staged adaptation layers (SAL) are causal decoder layers with caches of their own, of
-accepted positions only; e_{t+1} embeds the token that the backbone itself chose behind h_t,
-which is the root. The auto-embedding block (3-5) attends among the K heads in both directions.
-Nothing depends on drafted tokens: all heads run at once, whatever the path.
+The staged adaptation layers (SAL) are causal decoder layers with separate caches of accepted
+positions; e_{t+1} embeds the root, the token that the backbone chose after h_t. The auto-embedding
+block (3-5) attends among the K heads in both directions. Nothing depends on drafted tokens, so all
+heads run at once.
 
-What the paper leaves open: MLP_k is Medusa's residual block; a SAL has the backbone's shape and
-a norm behind it; the attention is x + O(MHA(RMSNorm(x))) with the backbone's number of heads and
-no feed-forward part ("layers of self-attention"; the paper's count of parameters, "up to 45%" less
-at rank 64, leaves no room for a wide one, though its figure 2 speaks of a Transformer encoder).
+Choices where the paper is silent: MLP_k is Medusa's residual block; a SAL has the backbone's shape,
+followed by a norm; the attention is x + O(MHA(RMSNorm(x))) with the backbone's number of heads and no
+feed-forward part ("layers of self-attention"; the paper's parameter count, "up to 45%" less at rank
+64, leaves no room for a wide one, though its figure 2 shows a Transformer encoder).
 """
 
 import dataclasses
@@ -50,9 +50,9 @@ from medusa_jax.tree import Tree
 
 @dataclass(unsafe_hash=True)
 class AmphistaConfig(HeadsConfig):
-    """Fields of Amphista heads beyond those of every drafter; the ablations of its tables.
+    """Additional fields of Amphista heads, and how to set the ablations of the paper.
 
-    Table 4 and 5: `blocks=0` (w/o Auto-embedding), `position_encoding=False`, `stages=0` (w/o
+    Tables 4 and 5: `blocks=0` (w/o Auto-embedding), `position_encoding=False`, `stages=0` (w/o
     Staged-Adaptation), `stages=1` (One-Adaptation-Layer), `sampled_token=False`. Table 10:
     `stages` 1 to 4. Table 11: `lm_head="low_rank"` with `rank` 64 to 512.
     """
@@ -64,20 +64,20 @@ class AmphistaConfig(HeadsConfig):
     # Self-attention layers among the heads (Amphista-alpha: 2).
     blocks: int = 1
     position_encoding: bool = True
-    # The stages also read the embedding of the token behind each position.
+    # The stages also read the embedding of the token after each position.
     sampled_token: bool = True
-    # A norm behind every stage.
+    # A norm after every stage.
     stage_norm: bool = True
     # Eq. 5 as printed: no norm before the attention and no residual around it.
     plain_attention: bool = False
     # Width of the stages' MLP; 0 is the backbone's.
     stage_d_ff: int = 0
-    # Before the MLPs and before the LM heads.
+    # Dropout rate before the MLPs and before the LM heads.
     dropout: float = 0.0
 
 
 class HeadAttention(nn.Module):
-    """x + O(MHA(RMSNorm(x))) over the K heads of a position, each seeing all; O = 0 at first."""
+    """x + O(MHA(RMSNorm(x))) over the K heads of a position, unmasked; initially O = 0."""
 
     config: LlamaConfig
     dtype: Any
@@ -105,7 +105,7 @@ class HeadAttention(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Amphista(Drafter):
-    """K heads behind staged adaptation layers, mixed by bidirectional attention."""
+    """K heads on staged adaptation layers, mixed by bidirectional attention."""
 
     heads: AmphistaConfig
 
@@ -130,11 +130,11 @@ class Amphista(Drafter):
         return dataclasses.replace(self.llama, d_ff=d_ff)
 
     def stage_of(self, k: int) -> int:
-        """Which stage head k (0-based) reads: with K = 4 and two stages 0, 0, 1, 1."""
+        """The stage that head k (0-based) reads: with K = 4 and two stages 0, 0, 1, 1."""
         return max(-(-(k + 1) * self.heads.stages // self.n_heads) - 1, 0)
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
-        """Every part passes on what it reads, so that heads start as the LM head (nearly)."""
+        """Every part starts as the identity, so each head starts (nearly) as the LM head."""
         h, D = self.heads, self.llama.d_model
         stage_keys, block_keys, pe_key = (
             jax.random.split(jax.random.fold_in(key, 0), max(h.stages, 1)),
@@ -171,11 +171,11 @@ class Amphista(Drafter):
         next_BTD: jax.Array,
         run: Any,
     ) -> list[Any]:
-        """Equation 1: what `run` gives for every stage, its output first.
+        """Equation 1: the results of `run` for every stage.
 
         Args:
           x_BTD, next_BTD: h_t and e_{t+1}.
-          run: (s, module of the layer, its variables, its input) -> (output, anything).
+          run: (s, module of the layer, its variables, its input) -> (output, anything else).
         """
         h, dtype = self.heads, backbone.llama.dtype
         module = CausalLayer(self._stage_shape, dtype, h.stage_norm)
@@ -197,7 +197,7 @@ class Amphista(Drafter):
         dtype: Any,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Equations 2 to 5: what each stage gave, each [B, D] -> features of all heads [B, K, D]."""
+        """Equations 2 to 5: outputs of the stages, each [B, D] -> features of all heads [B, K, D]."""
         h = self.heads
         rows = []
         for k in range(self.n_heads):
@@ -273,7 +273,7 @@ class Amphista(Drafter):
         tree: Tree,
         rank_scores: RankScores,
     ) -> jax.Array:
-        """All heads but only as many LM heads as the tree is deep; the root is in the state."""
+        """Run all heads, but only the LM heads that the tree's depth needs; the state includes the root."""
         contexts = [state.context_BSD[:, s] for s in range(state.context_BSD.shape[1])]
         x_BKD = self.mix(params, contexts, backbone.llama.dtype)
         features = [x_BKD[:, k] for k in range(tree.depth)]

@@ -1,11 +1,10 @@
-"""Speculative decoding with a draft model (Leviathan et al. 2023; Chen et al. 2023): a smaller model
-with the same tokenizer writes what the backbone verifies.
+"""Speculative decoding with a draft model (Leviathan et al. 2023; Chen et al. 2023).
 
-It drafts the tree level by level, each node from the draft model's logits behind the node's own path:
-one pass for the chain of gamma that the papers use, several chains merged into a tree (SpecInfer, Miao
-et al. 2024) where the tree has branches, and guesses ranked as those of heads are, so that greedy,
-sampled and rejection decoding need nothing of their own. The draft model keeps keys and values of the
-accepted text; those of a tree's nodes live as long as the drafting of that tree.
+A smaller model with the same tokenizer drafts the tree level by level, each node from its logits after
+the node's path. A chain of gamma nodes is the method of the papers; a tree with branches merges several
+chains (SpecInfer, Miao et al. 2024). Guesses are ranked like those of heads, so greedy, sampled and
+rejection decoding need no special code. The draft model caches keys and values of the accepted text;
+those of tree nodes are kept only while the tree is drafted.
 """
 
 import dataclasses
@@ -32,29 +31,29 @@ from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import decoding_config
 from medusa_jax.tree import Tree
 
-# The entry of the parameters that holds the draft model's, as `model/placing.py` makes them.
+# The entry of the parameters with those of the draft model, in the form of `model/placing.py`.
 MODEL = "model"
 
 
 @dataclass(unsafe_hash=True)
 class DraftModelConfig(HeadsConfig):
-    """`n_heads` is how deep trees may be; the draft model could go on for ever."""
+    """`n_heads` limits the depth of trees; the draft model itself has no limit."""
 
     drafter: str = "draft_model"
     n_heads: int = 16
     lm_head: str = "shared"
-    # Tokens drafted where no tree is asked for: 4 for a backbone of 7B, 3 for larger ones.
+    # Tokens drafted by default: 4 for a backbone of 7B, 3 for larger ones.
     gamma: int = 4
     arch: LlamaConfig = field(default_factory=LlamaConfig)
 
 
 class DraftState(struct.PyTreeNode):
-    """What the draft model knows of the text.
+    """State of the draft model.
 
     Attributes:
-      cache: its keys and values; slots [0, length) count.
+      cache: its keys and values; slots [0, length) are valid.
       length_B: accepted positions.
-      hidden_BE: its hidden state behind the root, E wide.
+      hidden_BE: its hidden state of the root, E wide.
     """
 
     cache: KVCache
@@ -64,7 +63,7 @@ class DraftState(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(Untrained):
-    """A second model in the drafter's place; its parameters are those of a backbone."""
+    """A second model as the drafter; its parameters are those of a backbone."""
 
     heads: DraftModelConfig
 
@@ -75,7 +74,7 @@ class DraftModel(Untrained):
         own, theirs = self.heads.arch.vocab_size, self.llama.vocab_size
         if own != theirs:
             raise UserError(
-                f"the draft model has a vocabulary of {own} tokens, the model one of {theirs}: "
+                f"the draft model has a vocabulary of {own} tokens, the model has {theirs}: "
                 "they must share a tokenizer"
             )
         if not 1 <= self.heads.gamma <= self.heads.n_heads:
@@ -109,18 +108,17 @@ class DraftModel(Untrained):
     def commit(
         self, params: Params, backbone: Backbone, state: DraftState, new: Committed
     ) -> DraftState:
-        """One pass over the accepted tokens and the root behind them.
+        """One pass over the accepted tokens and the root after them.
 
-        The root's key and value are not kept: where a row has nothing new, the next rows may be
-        written over them.
+        The root's key and value are not kept; the next call writes over them.
         """
         tokens_BU = jnp.concatenate([new.tokens_BT[:, :1], new.next_tokens_BT], axis=1)
         positions_BU = state.length_B[:, None] + jnp.arange(tokens_BU.shape[1])[None, :]
         hidden_BUE, cache = self._model(params, backbone).decode(
             tokens_BU, positions_BU, state.cache, state.length_B
         )
-        behind_root_B = jnp.where(new.n_B > 0, new.n_B + 1, 0)
-        hidden_BE = take_last(hidden_BUE, behind_root_B, state.hidden_BE)
+        up_to_root_B = jnp.where(new.n_B > 0, new.n_B + 1, 0)
+        hidden_BE = take_last(hidden_BUE, up_to_root_B, state.hidden_BE)
         return DraftState(cache, state.length_B + new.n_B, hidden_BE)
 
     def propose(
@@ -132,9 +130,9 @@ class DraftModel(Untrained):
         tree: Tree,
         rank_scores: RankScores,
     ) -> jax.Array:
-        """A level at a time: nodes with children are run along their paths, behind the text.
+        """Draft level by level: run nodes with children after the text, each seeing its path.
 
-        The root is run once more along with the first level, so that its key and value are there.
+        The root runs again along with the first level, which needs its key and value.
         """
         model = self._model(params, backbone)
         inner = inner_nodes(Level.of(tree), tree)

@@ -1,7 +1,7 @@
-"""The contract between a drafter and everything else.
+"""The contract between drafters and the rest of the package.
 
 A drafter is a small immutable object with pure methods; its parameters and state are pytrees
-that the caller carries. The decode loop, the trainer and the calibrator know nothing else.
+that the caller carries. The decode loop, the trainer and the calibrator use only this interface.
 """
 
 import dataclasses
@@ -21,24 +21,22 @@ from medusa_jax.tree import Tree
 
 Params = dict[str, Any]
 
-# Turns the logits of children at `depth` into the scores that rank them: [B, O] where all nodes
-# above share them, else [B, P, O] with one row per node at `depth` - 1 that has children, in the
-# order of the nodes (rejection sampling looks rows up by it). Greedy decoding ranks by the logits
-# themselves, sampling adds the noise of the children's position.
+# (depth, logits of the children at that depth) -> the scores that rank them: [B, O] if all parents
+# share them, else [B, P, O] with one row per node at `depth` - 1 that has children, in the order of
+# the nodes (rejection sampling looks rows up by it). Greedy decoding ranks by the logits, sampling
+# adds the noise of the children's position.
 RankScores = Callable[[int, jax.Array], jax.Array]
 
 
 class Committed(NamedTuple):
-    """Newly accepted positions as drafters take them in: T candidates, of which the first n count.
-
-    Row j pairs what the backbone made of a position with the token there and the one behind it.
+    """Newly accepted positions, the input of `Drafter.commit`: T candidates, the first n are valid.
 
     Attributes:
       hidden_BTD: the backbone's hidden states.
       tokens_BT: the tokens at these positions.
-      next_tokens_BT: the tokens behind them; that of the last row that counts is the new root.
-      positions_BT: absolute.
-      n_B: 0 <= n <= T; 0 leaves the state of that row alone.
+      next_tokens_BT: the tokens after them; that of the last valid position is the new root.
+      positions_BT: absolute positions.
+      n_B: 0 <= n <= T; 0 leaves the state of that row unchanged.
     """
 
     hidden_BTD: jax.Array
@@ -49,16 +47,15 @@ class Committed(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Rows that a drafter has the backbone run beside the tree, for its own use; constants.
+    """Constants of the extra rows that a drafter has the backbone run along with the tree.
 
-    All of them see the text and the root; nothing of the tree sees them, and they are never
-    emitted.
+    All of them see the text and the root. No tree node sees them, and they are never emitted.
 
     Attributes:
-      depth_X: how far behind the root each stands.
-      mask_XX: [x, y] is True where row x sees row y, itself included; what a row sees stands at
-        depths 1, 2, ... up to its own, in the order of the rows.
-      n_scored: U, how many of them, the last ones, the LM head is run for.
+      depth_X: distance of each row from the root.
+      mask_XX: [x, y] is True if row x sees row y, itself included; the rows that a row sees have
+        the depths 1, 2, ... up to its own, in the order of the rows.
+      n_scored: U; the LM head runs on the last U rows.
     """
 
     depth_X: np.ndarray
@@ -71,12 +68,12 @@ class Beside(NamedTuple):
 class Backbone:
     """The backbone with its parameters.
 
-    Drafters use its embedding and its LM head; the passes over text are for the decode loop and
-    the calibrator. In training it may carry low-rank adapters (`model/lora.py`).
+    Drafters use its embedding and its LM head; passes over text are for the decode loop and the
+    calibrator. In training it may have low-rank adapters (`model/lora.py`).
 
     Attributes:
-      ids_O: the tokens that its LM head scores, rising (`heads/vocabulary.py`): logit j is that of
-        token ids[j]. None: all, and O is V.
+      ids_O: the token ids that its LM head scores, ascending (`heads/vocabulary.py`): logit j is
+        that of token ids[j]. None: all tokens, O = V.
     """
 
     llama: Llama = dataclasses.field(metadata={"static": True})
@@ -86,15 +83,15 @@ class Backbone:
 
     @property
     def outputs(self) -> int:
-        """O, how many tokens its LM head scores."""
+        """O, the number of tokens that its LM head scores."""
         return self.llama.config.vocab_size if self.ids_O is None else self.ids_O.shape[0]
 
     def tokens(self, places: jax.Array) -> jax.Array:
-        """Token ids of places among the logits."""
+        """Token ids of indices into the logits."""
         return places if self.ids_O is None else self.ids_O[places]
 
     def places(self, tokens: jax.Array) -> jax.Array:
-        """Where among the logits these tokens stand; O, which is no place, for those not scored."""
+        """Indices of these tokens in the logits; O, which is out of range, for tokens without a logit."""
         if self.ids_O is None:
             return tokens
         place = jnp.searchsorted(self.ids_O, tokens)
@@ -102,7 +99,7 @@ class Backbone:
         return jnp.where(found, place, self.outputs)
 
     def of_scored(self, x: jax.Array) -> jax.Array:
-        """What an array [..., V] holds for the tokens that are scored: [..., O]."""
+        """Entries of an array [..., V] for the scored tokens: [..., O]."""
         return x if self.ids_O is None else x[..., self.ids_O]
 
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -127,7 +124,7 @@ class Backbone:
         start_B: jax.Array,
         self_mask_TR: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Hidden states of tokens behind a cached prefix; see `Llama.decode`."""
+        """Hidden states of tokens after a cached prefix; see `Llama.decode`."""
         return self._apply("decode", tokens_BT, positions_BT, cache, start_B, self_mask_TR)
 
     def _apply(self, method: str, *args: Any) -> Any:
@@ -139,15 +136,14 @@ class Backbone:
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-    """The base of all drafters. Hashable: a static argument of `jax.jit`.
+    """Base class of all drafters. Hashable: a static argument of `jax.jit`.
 
-    A new drafter is one file in this package with one subclass that has a `name`; the registry
-    finds it by that. Parameters of head k lie under "heads_{k}", its hidden layers there under
-    "layers_{j}"; anything else may have any name but "draft_vocab".
+    A new drafter is one file in this package with one subclass that has a `name`, by which the
+    registry finds it. Parameters of head k are under "heads_{k}", its hidden layers there under
+    "layers_{j}"; other entries may have any name except "draft_vocab".
 
-    Where heads have a draft vocabulary, `init`, `head_logits` and `propose` are given a backbone
-    whose LM head scores its tokens alone: V becomes O in all logits, and `best_tokens` leads back
-    to token ids.
+    With a draft vocabulary, `init`, `head_logits` and `propose` get a backbone whose LM head scores
+    only its O tokens: logits are [..., O], and `best_tokens` maps them back to token ids.
 
     Attributes:
       heads: the kind and sizes of the heads.
@@ -169,7 +165,7 @@ class Drafter:
     trained: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Refuse fields that make no sense together.
+        """Refuse invalid fields.
 
         Raises:
           UserError: names the field.
@@ -182,33 +178,33 @@ class Drafter:
 
     @property
     def stored_heads(self) -> int:
-        """How many heads have parameters of their own, under "heads_{k}"."""
+        """Number of heads with separate parameters, under "heads_{k}"."""
         return self.heads.n_heads
 
     @property
     def stored_layers(self) -> int:
-        """How many layers of a head have parameters of their own."""
+        """Number of layers of a head with separate parameters."""
         return self.heads.n_layers
 
     def judged(self, levels: int = 1) -> "Drafter":
-        """The drafter over whose heads a training loss is; its parameters are those of this one.
+        """The drafter whose heads the training loss covers; it has the same parameters.
 
         Args:
           levels: `train.levels`, for a drafter whose levels share their parameters.
 
         Raises:
-          UserError: more than one for any other, or more than trees may be deep.
+          UserError: more than one level for any other drafter, or more than the depth limit of trees.
         """
         if levels != 1:
             raise UserError(
-                f"train.levels {levels} is for drafters whose levels share their layers, as eagle's "
-                f"do; all heads of {self.name} train anyway"
+                f"train.levels {levels} is for drafters whose levels share their layers, such as "
+                f"eagle; all heads of {self.name} train anyway"
             )
         return self
 
     @property
     def default_tree(self) -> Tree:
-        """The tree where none is calibrated and none is asked for."""
+        """The tree to use if none is calibrated and none is given."""
         return Tree.chain(self.n_heads)
 
     def check_tree(self, tree: Tree) -> None:
@@ -235,11 +231,11 @@ class Drafter:
         segment_ids_BT: jax.Array,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """What each head reads its logits from, for every position: [K, B, T, D].
+        """Inputs of the heads' LM heads at every position: [K, B, T, D].
 
-        Row t of head k may depend on hidden states up to t and on tokens up to t + k + 1, and
-        must be what `propose` reads when those tokens have been accepted or drafted. With a
-        key, dropout is on.
+        Row t of head k may depend on hidden states up to t and on tokens up to t + k + 1, and must
+        equal what `propose` computes when those tokens have been accepted or drafted. A key turns
+        dropout on.
         """
         raise NotImplementedError
 
@@ -261,22 +257,22 @@ class Drafter:
     # Decoding.
 
     def start(self, batch: int, slots: int, dtype: Any) -> Any:
-        """The state before any text; `slots` cache slots per row where there is a cache."""
+        """The state before any text; a cache gets `slots` slots per row."""
         raise NotImplementedError
 
     def commit(self, params: Params, backbone: Backbone, state: Any, new: Committed) -> Any:
-        """Take in newly accepted positions."""
+        """The state after newly accepted positions."""
         raise NotImplementedError
 
     def grow(self, state: Any, slots: int) -> Any:
-        """The same state with room for `slots` cache slots (a drafter without one: itself)."""
+        """The same state with `slots` cache slots; unchanged for a drafter without a cache."""
         return state
 
     def rewound(self, state: Any, length_B: jax.Array) -> Any:
-        """The state to go on from behind the first `length_B` positions of the text taken in.
+        """The state truncated to the first `length_B` positions.
 
-        The next `commit` begins there and has at least one position, so that what a state
-        holds of the last one alone may stay: it is replaced.
+        The next `commit` starts there with at least one position. So values that belong to the last
+        position only need not be restored: that call replaces them.
         """
         return state
 
@@ -291,28 +287,28 @@ class Drafter:
     ) -> jax.Array:
         """Token ids of all tree nodes [B, M], the root first.
 
-        Heads deeper than the tree are not computed.
+        Heads beyond the tree's depth are not computed.
         """
         raise NotImplementedError
 
-    # Rows beside the tree, for drafters that have any.
+    # Extra rows, for drafters that have any.
 
     @property
     def beside(self) -> Beside | None:
-        """The rows that are to be verified along with every tree."""
+        """The extra rows to run along with every tree."""
         return None
 
     def tokens_beside(self, state: Any) -> jax.Array:
-        """What these rows hold in this step [B, X]."""
+        """Tokens of the extra rows in this step [B, X]."""
         raise NotImplementedError
 
     def learn(self, state: Any, root_B: jax.Array, logits_BUV: jax.Array) -> Any:
-        """Take in what the backbone made of them, before `commit` of the same step."""
+        """The state after the backbone's logits of the extra rows; called before this step's `commit`."""
         raise NotImplementedError
 
 
 class Untrained(Drafter):
-    """What drafters without heads of their own share: nothing to train and no scores of text."""
+    """Base class of drafters without heads: nothing to train, no teacher-forced scores."""
 
     trained = False
 
@@ -321,14 +317,14 @@ class Untrained(Drafter):
 
     def features(self, *args: Any, **kwargs: Any) -> jax.Array:
         raise UserError(
-            f"{self.name} has no heads to fit a tree to: give --tree one by hand"
+            f"{self.name} has no heads to fit a tree to: choose a tree with --tree"
         )
 
 
 class NoDrafter(Drafter):
-    """What stands in a drafter's place in plain decoding: no parameters, no layers, no state.
+    """The drafter of plain decoding: no parameters, no layers, no state.
 
-    It leaves the state of any other drafter as it was.
+    It leaves the state of any other drafter unchanged.
     """
 
     def start(self, batch: int, slots: int, dtype: Any) -> tuple[()]:
@@ -350,7 +346,7 @@ class NoDrafter(Drafter):
 
 
 def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:
-    """Ids of the n best guesses [..., n], by scores [..., O]: the one way from logits to drafts."""
+    """Ids of the n best guesses [..., n] by scores [..., O]. All drafts come from this function."""
     return backbone.tokens(lax.top_k(scores, n)[1])
 
 
@@ -361,12 +357,12 @@ def fill_by_rank(
     root_B: jax.Array,
     rank_scores: RankScores,
 ) -> jax.Array:
-    """Node tokens [B, M] of heads that do not look at the path.
+    """Node tokens [B, M] of heads that do not depend on the path.
 
-    Rank r of depth d is the (r+1)-th best guess of head d, whatever stands before it.
+    Rank r of depth d is the (r+1)-th best guess of head d on every path.
 
     Args:
-      logits: those of the first `tree.depth` heads, each [B, O].
+      logits: logits of the first `tree.depth` heads, each [B, O].
     """
     if tree.depth == 0:
         return root_B[:, None]

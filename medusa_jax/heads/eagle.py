@@ -2,16 +2,16 @@
 
     f^_{i+1} = Layers(FC([e_{i+1} ; f_i]))    logits of token i + 2 = LM-Head(f^_{i+1})
 
-f is the backbone's hidden state where there is one, f^ of the node above where there is none; e
-embeds the token behind it. So one small model drafts to any depth: the layers' keys and values of
-accepted positions are kept, a level of the tree is run behind them, each node seeing its path.
-LM head and embedding are the backbone's. As released, the first layer has no norm before its
-attention and none stands behind the last.
+f is the backbone's hidden state for accepted positions and the parent's f^ for drafted ones; e embeds
+the token after it. So one small model drafts to any depth: the layers' keys and values of accepted
+positions are cached, and each level of the tree runs after them, each node seeing its path. LM head
+and embedding are the backbone's. As released, the first layer has no norm before its attention, and
+there is no norm after the last.
 
-Training is over the first level (3.2): it reads true hidden states with noise on them, and learns
-the next hidden state and the distribution there. Deeper levels read what the first ones made; with
-`train.levels` they are trained on that (HASS, arXiv 2408.15766; EAGLE-3's training-time test, arXiv
-2503.01840), and the gradient goes back through all of them.
+Training is over the first level (3.2): it reads true hidden states with added noise, and learns the
+next hidden state and its distribution. Deeper levels read the outputs of earlier ones; with
+`train.levels` they are trained on those too (HASS, arXiv 2408.15766; EAGLE-3's training-time test,
+arXiv 2503.01840), with gradients through all levels.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Committed, Drafter, Params, RankScores
 from medusa_jax.heads.layers import (
     LayerState,
-    adding_nothing,
     later,
     lm_head_logits,
     lm_head_start,
     sees_behind,
+    zero_output,
 )
 from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
 from medusa_jax.model.attention import Pair, Sees
@@ -43,18 +43,17 @@ from medusa_jax.model.parts import Causal
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.tree import Tree
 
-# Positions from which deeper levels are run at a time, teacher-forced: their scores exist at once.
+# Teacher-forced positions per chunk of deeper levels; limits the memory of their attention scores.
 CHUNK = 64
 
 
 @dataclass(unsafe_hash=True)
 class EagleConfig(HeadsConfig):
-    """`n_heads` is how deep trees may be, `n_layers` the decoder layers that all depths share."""
+    """`n_heads` limits the depth of trees; all depths share `n_layers` decoder layers."""
 
     drafter: str = "eagle"
     n_heads: int = 5
     lm_head: str = "shared"
-    # FC has a bias.
     fc_bias: bool = True
 
 
@@ -81,7 +80,7 @@ class Layers(nn.Module):
         cache: tuple[Pair, ...] | None = None,
         start_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Pair, ...]]:
-        """f and e -> f^, and the keys and values of every layer as `Attention` gives them."""
+        """f and e -> f^, and the keys and values of every layer as `Attention` returns them."""
         both = [next_BTD.astype(self.dtype), hidden_BTD.astype(self.dtype)]
         x_BTD = self.fc(jnp.concatenate(both, axis=-1))
         rope = rope_tables(self.config, positions_BT, self.dtype)
@@ -122,14 +121,14 @@ class Eagle(Drafter):
         return module.apply({"params": params["heads_0"]}, *args)
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
-        """Layers that pass f on, so that all depths start as the LM head."""
+        """Layers start as f -> f, so all depths start as the LM head."""
         D = self.llama.d_model
         probe, one = jnp.zeros((1, 1, D)), jnp.ones((1, 1), jnp.int32)
         module = self._layers(jnp.float32)
         params: Params = dict(module.init(key, probe, probe, one, Causal())["params"])
         params["fc"] = params["fc"] | {"kernel": jnp.eye(2 * D, D, -D)}  # [0 ; I]
         for j in range(self.heads.n_layers):
-            params[f"layers_{j}"] = adding_nothing(params[f"layers_{j}"])
+            params[f"layers_{j}"] = zero_output(params[f"layers_{j}"])
         return {"heads_0": params | lm_head_start(self.heads, backbone)}
 
     def features(
@@ -142,7 +141,7 @@ class Eagle(Drafter):
         segment_ids_BT: jax.Array,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Level k of row t stands at position t + k, behind true rows up to t and levels 1 to k."""
+        """Level k of row t is at position t + k and sees true rows up to t and levels 1 to k."""
         ahead = [
             later(backbone.embed(tokens_BT), k + 1).astype(backbone.llama.dtype)
             for k in range(self.n_heads)
@@ -155,7 +154,7 @@ class Eagle(Drafter):
             return first_BTD[None]
         (B, T), K = tokens_BT.shape, self.n_heads
         size = min(CHUNK, T)
-        # Behind the text there is room for one chunk's rows of each level.
+        # After the text, room for one chunk's rows of each level.
         text = jax.tree.map(lambda x: padded(x, 2, size * (K - 1)), text)
         rows = (first_BTD, positions_BT, segment_ids_BT, *ahead[1:])
         first_BTD, positions_BT, segment_ids_BT, *ahead = (
@@ -186,10 +185,9 @@ class Eagle(Drafter):
             levels = (jnp.arange(1, K), here(jnp.stack(ahead), axis=2))
             return lax.scan(level, (here(first_BTD), text), levels)[1]
 
-        # A gradient computes each chunk again: the scores of all of them would fill the memory.
-        once_more = jax.checkpoint(
-            deeper, prevent_cse=False
-        )  # nothing to merge with in a loop
+        # The backward pass recomputes each chunk: storing the scores of all would take too much
+        # memory. Inside a loop common subexpressions need no barrier.
+        once_more = jax.checkpoint(deeper, prevent_cse=False)
         found = lax.map(once_more, jnp.arange(0, first_BTD.shape[1], size))
         deep_KBTD = jnp.moveaxis(found, 0, 2).reshape(K - 1, *first_BTD.shape)
         return jnp.concatenate([first_BTD[None], deep_KBTD])[:, :, :T]
@@ -229,7 +227,7 @@ class Eagle(Drafter):
         tree: Tree,
         rank_scores: RankScores,
     ) -> jax.Array:
-        """The root's row is in the state; nodes with children are run behind the text, by level."""
+        """Draft level by level: run nodes with children after the text; the state has the root's row."""
         inner = inner_nodes(Level.of(tree), tree)
 
         def logits_of(
@@ -255,7 +253,7 @@ class Eagle(Drafter):
 
 
 def padded(x: jax.Array, axis: int, more: int) -> jax.Array:
-    """x with zeros behind it along an axis."""
+    """x with `more` zeros appended along an axis."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, more)
     return jnp.pad(x, widths)

@@ -4,9 +4,9 @@ Head k (0-based) at position t guesses the token at t + k + 2 from
 
     x = [b_t ; E(x_{t+1}) ; ... ; E(x_{t+1+k})]                                (section 3, eq. 2)
 
-where b_t is the backbone's hidden state and E its input embedding: the root and the path down
-to the parent. So a tree is drafted level by level, each head running once, on the rows of all
-nodes of its level that have children.
+where b_t is the backbone's hidden state and E its input embedding of the root and the path down to
+the parent. So a tree is drafted level by level: each head runs once, on all nodes of its level that
+have children.
 """
 
 import dataclasses
@@ -41,25 +41,24 @@ from medusa_jax.tree import Tree
 
 @dataclass(unsafe_hash=True)
 class HydraConfig(HeadsConfig):
-    """Fields of Hydra heads beyond those of every drafter."""
+    """Additional fields of Hydra heads."""
 
     drafter: str = "hydra"
     n_heads: int = 4
     # Layers 2..n of a head share one set of weights, as in the released checkpoints.
     tie_layers: bool = False
-    # LM heads have a bias (not one shared with the backbone).
+    # LM heads have a bias (a shared LM head has none).
     lm_bias: bool = True
-    # Skip connection of a head's first layer, [(k + 2) D -> D]: a learned projection that at
-    # the start passes b_t on ("identity", so that a head starts as the LM head, as Medusa's
-    # does) or is random ("random", the authors' code); "fixed" always passes b_t on and has no
-    # weights.
+    # Skip connection of a head's first layer, [(k + 2) D -> D]: a learned projection that starts as
+    # b_t ("identity": a head starts as the LM head, as Medusa's does) or random ("random", the
+    # authors' code); "fixed" is always b_t and has no weights.
     skip: str = "identity"
-    # Before every hidden layer and before the LM head.
+    # Dropout rate before every hidden layer and before the LM head.
     dropout: float = 0.0
 
 
 class FirstBlock(nn.Module):
-    """R x + r + SiLU(W x + c), [..., (k + 2) D] -> [..., D]; without R, the first D stand for it."""
+    """R x + r + SiLU(W x + c), [..., (k + 2) D] -> [..., D]; without R, its term is the first D of x."""
 
     features: int
     dtype: Any
@@ -96,7 +95,7 @@ class Hydra(Drafter):
         return min(self.heads.n_layers, 2) if self.heads.tie_layers else self.heads.n_layers
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
-        """All W = 0, the LM heads those of the backbone, R as `skip` says."""
+        """All W = 0, LM heads from the backbone, R by `skip`."""
         D = self.llama.d_model
         start = lm_head_start(self.heads, backbone, self.heads.lm_bias)
         later_block = ResBlock(jnp.float32).init(key, jnp.zeros((1, D)))["params"]
@@ -174,7 +173,7 @@ class Hydra(Drafter):
         tree: Tree,
         rank_scores: RankScores,
     ) -> jax.Array:
-        """Head d runs on one row per node of depth d with children; its children are the best."""
+        """Head d runs on one row per node of depth d with children and ranks these children."""
         dtype = backbone.llama.dtype
 
         def logits_of(

@@ -1,8 +1,8 @@
-"""Hydra++ (Ankner et al. 2024, sections 6 and 7): Hydra heads behind a layer of their own.
+"""Hydra++ (Ankner et al. 2024, sections 6 and 7): Hydra heads on an extra decoder layer.
 
-The heads' b_t is not the backbone's hidden state z_t but what one more decoder layer, over
-z_0 ... z_t, makes of it (PrefixMLP, section 6.2). The layer has its own keys and values, of
-accepted positions only, and runs once per decoding step.
+The heads' b_t is not the backbone's hidden state z_t but the output of one more decoder layer over
+z_0 ... z_t (PrefixMLP, section 6.2). The layer caches keys and values of accepted positions and runs
+once per decoding step.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from medusa_jax.heads.layers import CausalLayer, LayerState
 
 @dataclass(unsafe_hash=True)
 class HydraPPConfig(HydraConfig):
-    """Section 6: four hidden layers and dropout (teacher loss and decay are the trainer's)."""
+    """Section 6: four hidden layers and dropout (teacher loss and decay are set in the trainer)."""
 
     drafter: str = "hydrapp"
     n_layers: int = 4
@@ -27,7 +27,7 @@ class HydraPPConfig(HydraConfig):
 
 @dataclasses.dataclass(frozen=True)
 class HydraPP(Hydra):
-    """Hydra heads on the output of the prefix layer; the state is that layer's."""
+    """Hydra heads on the output of the prefix layer; the drafter state is that layer's."""
 
     heads: HydraPPConfig
 
@@ -35,7 +35,7 @@ class HydraPP(Hydra):
     Config = HydraPPConfig
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
-        """Hydra's start, and a prefix layer that passes on what it reads (nearly)."""
+        """Hydra's initial heads, and a prefix layer that is initially (nearly) the identity."""
         heads_key, prefix_key = jax.random.split(key)
         prefix = CausalLayer.start(prefix_key, self.llama, backbone)
         return super().init(heads_key, backbone) | {"prefix": prefix}

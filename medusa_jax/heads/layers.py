@@ -1,4 +1,4 @@
-"""What drafters are built from: residual blocks, LM heads, a causal layer with its own cache."""
+"""Building blocks of drafters: residual blocks, LM heads, a causal layer with a cache."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from medusa_jax.model.stored import multiply
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(x W + b) with W = 0 and b = 0 at the start: the identity."""
+    """x + SiLU(x W + b), initially the identity: W = 0 and b = 0."""
 
     dtype: Any
 
@@ -34,28 +34,28 @@ class ResBlock(nn.Module):
 
 
 def later(x: jax.Array, ahead: int) -> jax.Array:
-    """What stands `ahead` positions later in x [B, T, ...], 0 past the end: [a b c], 1 -> [b c 0]."""
+    """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
     kept = x[:, ahead:]
     pad = ((0, 0), (0, x.shape[1] - kept.shape[1])) + ((0, 0),) * (x.ndim - 2)
     return jnp.pad(kept, pad)
 
 
 def take_last(rows_BTD: jax.Array, n_B: jax.Array, old_BD: jax.Array) -> jax.Array:
-    """The n-th of each batch row's T vectors; where n = 0, what there was."""
+    """The n-th of each batch row's T vectors; the row of `old_BD` where n = 0."""
     last_B11 = jnp.maximum(n_B - 1, 0)[:, None, None]
     last_BD = jnp.take_along_axis(rows_BTD, last_B11, axis=1)[:, 0]
     return jnp.where((n_B > 0)[:, None], last_BD.astype(old_BD.dtype), old_BD)
 
 
-# LM heads: where the logits of a draft head come from (`HeadsConfig.lm_head`).
+# LM heads of draft heads (`HeadsConfig.lm_head`).
 
 
 def lm_head_start(heads: HeadsConfig, backbone: Backbone, bias: bool = False) -> Params:
-    """Parameters of one LM head at the start: {} if it is shared with the backbone.
+    """Initial parameters of one LM head: {} if it is shared with the backbone.
 
-    With a draft vocabulary the backbone is one whose LM head has its columns alone.
-    "own" is a copy of the backbone's, "low_rank" its best approximation of that rank
-    (truncated SVD, the singular values shared out between the two factors).
+    "own" is a copy of the backbone's, "low_rank" its best approximation of that rank (truncated SVD,
+    the singular values split evenly between the two factors). With a draft vocabulary, pass a
+    backbone whose LM head has only its columns.
     """
     if heads.lm_head == "shared":
         return {}
@@ -81,7 +81,7 @@ def lm_head_logits(
     """Features [..., D] -> logits [..., O] of one head, float32 or wider.
 
     Args:
-      head_params: the parameters of the head, its LM head (unless shared) under "lm_head".
+      head_params: the parameters of the head, with its LM head (unless shared) under "lm_head".
     """
     if heads.lm_head == "shared":
         return backbone.lm_head(features)
@@ -100,13 +100,13 @@ def lm_head_logits(
     return logits
 
 
-# Decoder layers that belong to the drafter.
+# Decoder layers of drafters.
 
 
 def sees_behind(
     T: int, slots: int, start_B: jax.Array, self_mask_TR: jax.Array | None = None
 ) -> Sees:
-    """What T rows behind a cached text look at: all of it, and each other as `Llama.decode` says."""
+    """Visibility for T rows after a cached text: all of the text, and each other as in `Llama.decode`."""
     if self_mask_TR is not None:
         return tree_mask(slots, start_B, self_mask_TR)
     if T > FEW:
@@ -115,8 +115,8 @@ def sees_behind(
     return offset_BS[:, None, :] <= jnp.arange(T)[None, :, None]
 
 
-def adding_nothing(layer: Params) -> Params:
-    """The parameters of a decoder layer that passes on what it reads: its last kernels are zero."""
+def zero_output(layer: Params) -> Params:
+    """Make a decoder layer the identity: zero the last kernels of its attention and its MLP."""
     out = dict(layer)
     for room, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
         out[room] = layer[room] | {name: jax.tree.map(jnp.zeros_like, layer[room][name])}
@@ -124,9 +124,9 @@ def adding_nothing(layer: Params) -> Params:
 
 
 class CausalLayer(nn.Module):
-    """A decoder layer of the backbone's shape over given vectors, and a norm behind it.
+    """A decoder layer of the backbone's shape over given vectors, followed by a norm.
 
-    Attention reaches back over the whole text, whatever the backbone's sliding window.
+    Attention covers the whole text; the backbone's sliding window does not apply.
     """
 
     config: LlamaConfig
@@ -153,7 +153,7 @@ class CausalLayer(nn.Module):
         cache: tuple[jax.Array, jax.Array],
         start_B: jax.Array,
     ) -> tuple[jax.Array, Any]:
-        """T rows behind the `start` that are in the cache, each seeing itself and all before."""
+        """T rows after the `start` cached ones, each seeing itself and all earlier ones."""
         sees = sees_behind(x_BTD.shape[1], cache[0].shape[2], start_B)
         rope = rope_tables(self.config, positions_BT, self.dtype)
         x_BTD, new = self.layers_0(x_BTD.astype(self.dtype), rope, sees, cache, start_B)
@@ -166,16 +166,15 @@ class CausalLayer(nn.Module):
     def start(
         cls, key: jax.Array, config: LlamaConfig, backbone: Backbone, out_norm: bool = True
     ) -> Params:
-        """Fresh parameters that pass on what the layer reads, if that is like hidden states.
+        """Fresh parameters that make the layer the identity on hidden states (nearly).
 
-        What it adds to its input is zero, and the norm behind it keeps the size that the
-        backbone's own final norm gives to hidden states.
+        It adds zero to its input, and its norm gives the same size as the backbone's final norm.
         """
         probe = jnp.zeros((1, 1, config.d_model))
         one = jnp.ones((1, 1), jnp.int32)
         module = cls(config, jnp.float32, out_norm)
         params: Params = module.init(key, probe, one, one, method="forward")["params"]
-        params["layers_0"] = adding_nothing(params["layers_0"])
+        params["layers_0"] = zero_output(params["layers_0"])
         if out_norm:
             size = jnp.sqrt(
                 jnp.mean(backbone.params["norm"]["scale"].astype(jnp.float32) ** 2)
@@ -185,12 +184,12 @@ class CausalLayer(nn.Module):
 
 
 class LayerState(struct.PyTreeNode):
-    """State of a drafter with causal layers of its own, which see accepted positions only.
+    """State of a drafter with causal layers, which see accepted positions only.
 
     Attributes:
-      cache: their keys and values; slots [0, length) count.
-      length_B: positions taken in so far.
-      context_BSD: what each layer gave for the last accepted position.
+      cache: their keys and values; slots [0, length) are valid.
+      length_B: accepted positions so far.
+      context_BSD: output of each layer at the last accepted position.
     """
 
     cache: KVCache
@@ -201,7 +200,7 @@ class LayerState(struct.PyTreeNode):
     def zeros(
         cls, config: LlamaConfig, n_layers: int, batch: int, slots: int, dtype: Any
     ) -> "LayerState":
-        """Before any text. Without layers there is one context, for the backbone's own."""
+        """The state before any text. Without layers there is one context: the backbone's hidden state."""
         cache = KVCache.zeros(
             n_layers, batch, slots, config.n_kv_heads, config.head_dim, dtype
         )
@@ -209,9 +208,9 @@ class LayerState(struct.PyTreeNode):
         return cls(cache, jnp.zeros((batch,), jnp.int32), context)
 
     def taken(self, layers: list[Any], contexts: list[jax.Array], n_B: Any) -> "LayerState":
-        """The state after n more positions, their T candidates written behind the old ones.
+        """The state after n more positions, with all T candidates written to the cache.
 
-        What lies behind the n-th is invisible from here on and overwritten by the next call.
+        Candidates after the n-th are invisible from now on; the next call overwrites them.
         """
         old = [self.context_BSD[:, s] for s in range(len(contexts))]
         new = [take_last(rows, n_B, was) for rows, was in zip(contexts, old)]
@@ -220,9 +219,9 @@ class LayerState(struct.PyTreeNode):
         )
 
     def grown(self, slots: int) -> "LayerState":
-        """The same with room for `slots` positions."""
+        """The same state with room for `slots` positions."""
         return self.replace(cache=self.cache.grown(slots))
 
     def rewound(self, length_B: jax.Array) -> "LayerState":
-        """The same, of which the first positions count."""
+        """The state truncated to the first `length_B` positions."""
         return self.replace(length_B=length_B)

@@ -1,4 +1,4 @@
-"""A tree drafted level by level: the constants of each step down, and tokens that are given."""
+"""Draft a tree level by level: constants of each level, and tokens without scores."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 from medusa_jax.heads.drafter import Backbone, RankScores, best_tokens
 from medusa_jax.tree import Tree
 
-# What a given token is ahead of the sibling behind it: all the mass that is left, in any precision.
+# Score difference between siblings of given tokens: the first takes all remaining mass in any precision.
 AHEAD = 1e6
 
 
@@ -19,11 +19,11 @@ AHEAD = 1e6
 class Level:
     """Constants of one step down the tree, from depth d to depth d + 1.
 
-    Only nodes with children matter at depth d; call them its parents. Example: depth 1 of the
+    At depth d only nodes with children matter, here called parents. Example: depth 1 of the
     tree [0] [1] [2] [0,0] [2,0] [2,1] has the parents [0] and [2], both below the root, so
 
       nodes_P   0 2      place among all nodes of depth d
-      rows_P    0 0      place of the node's own parent among the parents of depth d - 1
+      rows_P    0 0      place of the node's parent among the parents of depth d - 1
       parent_C  0 1 1    for each node of depth d + 1: place of its parent among the parents
       rank_C    0 0 1    and its rank
     """
@@ -35,9 +35,9 @@ class Level:
 
     @classmethod
     def of(cls, tree: Tree) -> "list[Level]":
-        """One for each depth that has children."""
+        """One level for each depth that has children."""
         levels = []
-        above = np.array([0])  # the parents of the depth before, as nodes of the tree
+        above = np.array([0])  # the parents of the previous depth, as nodes of the tree
         for depth in range(tree.depth):
             here, children = tree.level(depth), tree.level(depth + 1)
             parents = np.unique(tree.parent_M[children])
@@ -53,8 +53,8 @@ class Level:
         return levels
 
 
-# (depth, constants, tokens of its parents [B, P], what the depth before handed on) -> logits of their
-# children [B, P, O], what to hand on.
+# (depth, constants, tokens of its parents [B, P], carry) -> (logits of their children [B, P, O], new
+# carry).
 LogitsOf = Callable[[int, Level, jax.Array, Any], tuple[jax.Array, Any]]
 
 
@@ -66,14 +66,14 @@ def fill_by_level(
     root_B: jax.Array,
     rank_scores: RankScores,
 ) -> jax.Array:
-    """Node tokens [B, M] where guesses depend on the path: the best behind each node's own.
+    """Node tokens [B, M] for guesses that depend on the path: the best after each node's path.
 
-    Rows of a level are gathered from those of the level above by constants, so shapes are static
-    and nothing loops over nodes.
+    Rows of a level are gathered from the level above by constants, so shapes are static and there is
+    no loop over nodes.
 
     Args:
-      backbone: what leads from logits to tokens.
-      carry: what `logits_of` is handed at the root.
+      backbone: maps logits to tokens.
+      carry: the carry of `logits_of` at the root.
     """
     tokens = [root_B[:, None]]  # per depth, all its nodes
     for depth, level in enumerate(Level.of(tree)):
@@ -93,14 +93,14 @@ def rank_given(
     dtype: Any,
     rank_scores: RankScores,
 ) -> None:
-    """Say which tokens were drafted where a drafter has them for certain, not by scores.
+    """Report deterministic drafts to `rank_scores`, for drafters without scores.
 
-    Among the children of a node the first has all the mass, then the next, and so on: rejection
-    sampling then takes each with the probability that the verifier gives it. Rules that look at no
-    scores pay nothing for this.
+    The first child of a node gets all the mass, the next one all that remains, and so on. Rejection
+    sampling then accepts each with the verifier's probability of that token. Rules without scores
+    have no overhead.
 
     Args:
-      given_BM: False where a node holds a token that nothing speaks for.
+      given_BM: False for nodes that hold a placeholder instead of a draft.
     """
     B = nodes_BM.shape[0]
     for depth, level in enumerate(Level.of(tree)):

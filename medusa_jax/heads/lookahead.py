@@ -1,28 +1,28 @@
-"""Lookahead decoding (Fu et al. 2024): no draft model, the backbone itself finds n-grams on the side.
+"""Lookahead decoding (Fu et al. 2024): no draft model; the backbone collects n-grams while it decodes.
 
-Beside the tree, every pass runs a *window* of guessed tokens, N - 1 levels by W columns, a few Jacobi
-iterations that have got one step further each. Columns stand at successive positions; down a column
-the levels are successive iterations, each one position further on than the one above:
+Along with the tree, every pass runs a *window* of guessed tokens, N - 1 levels by W columns: Jacobi
+iterations, each one step further than the level above. Columns are at successive positions; down a
+column the levels are successive iterations, each one position later than the one above:
 
-    depth behind the root   1    2    3    4    5      (W = 4, N = 4)
+    depth after the root    1    2    3    4    5      (W = 4, N = 4)
     level 0                 a0   a1   a2
     level 1                 b0   b1   b2   b3
     level 2                      c0   c1   c2   c3
 
-c1 reads the root, a0, b1 and itself: level 0 as far as its column, then its column down. What the
-backbone says behind the last level, d0 ... d3, makes one n-gram per column,
+c1 reads the root, a0, b1 and itself: level 0 up to its column, then its column down. The backbone's
+predictions after the last level, d0 ... d3, complete one n-gram per column,
 
     root b0 c0 d0      a0 b1 c1 d1      a1 b2 c2 d2      a2 b3 c3 d3
 
 and then the window moves on: level 0 is b1 b2 b3, the others c and d. The *pool* keeps, for every
-token, the last G different continuations of N - 1 tokens that were found behind it. Those behind the
-root are drafted, each as a branch of the tree, and verified like any drafts. So a step yields more
-than one token where an n-gram comes up that was found before.
+token, the last G different continuations of N - 1 tokens that were found after it. Those of the root
+are drafted, each as a branch of the tree, and verified like any drafts. So a step yields more than
+one token when the text continues with an n-gram found before.
 
-As released: the window moves by one position a step however many tokens were accepted, its new tokens
-are the likeliest ones also where decoding samples, and the pool knows nothing of the prompt. Unlike
-there, the window starts whole, with arbitrary tokens on all levels, so that its shape never changes;
-after N - 1 steps nothing of these is left.
+As released: the window moves by one position per step regardless of the number of accepted tokens,
+its new tokens are the most likely ones even when decoding samples, and the pool does not use the
+prompt. Unlike the release, all levels of the window start with arbitrary tokens, so that its shape
+never changes; after N - 1 steps none of them are left.
 """
 
 import dataclasses
@@ -50,13 +50,13 @@ from medusa_jax.heads.levels import rank_given
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.tree import Tree
 
-# In the place of a token of the pool: no n-gram is here.
+# Marks an empty entry of the pool.
 NOTHING = -1
 
 
 @dataclass(unsafe_hash=True)
 class LookaheadConfig(HeadsConfig):
-    """Sizes as released for 7B. The depth of its trees, `n_heads`, follows from `ngram`."""
+    """Sizes as released for 7B. The depth limit of trees, `n_heads`, follows from `ngram`."""
 
     drafter: str = "lookahead"
     lm_head: str = "shared"
@@ -66,10 +66,10 @@ class LookaheadConfig(HeadsConfig):
 
 
 class LookaheadState(struct.PyTreeNode):
-    """Window and pool, Y = N - 1 the tokens of a guess.
+    """Window and pool; a guess has Y = N - 1 tokens.
 
     Attributes:
-      window_BX: the tokens beside the tree, level by level: W - 1, then W each.
+      window_BX: the tokens of the window by level: W - 1 of level 0, then W per level.
       pool_BVGY: for every token the last G different continuations, the newest first, or NOTHING.
     """
 
@@ -79,7 +79,7 @@ class LookaheadState(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Lookahead(Untrained):
-    """No parameters; the tree's first ranks are guesses, deeper nodes go on with theirs."""
+    """No parameters. The nodes at depth 1 start one guess each; deeper nodes continue it."""
 
     heads: LookaheadConfig
 
@@ -100,7 +100,7 @@ class Lookahead(Untrained):
 
     @property
     def default_tree(self) -> Tree:
-        """Every guess a branch."""
+        """One branch per guess."""
         depths = range(1, self.heads.ngram)
         return Tree.from_choices(
             [(g, *(0,) * (d - 1)) for g in range(self.heads.guesses) for d in depths]
@@ -119,7 +119,7 @@ class Lookahead(Untrained):
         W, N = self.heads.window, self.heads.ngram
         level = np.repeat(np.arange(N - 1), [W - 1] + [W] * (N - 2))
         column = np.concatenate([np.arange(W - 1), *[np.arange(W)] * (N - 2)])
-        # Level 0 stands a position further on than the column of the same number below it.
+        # Level 0 is one position ahead of level 1 in the same column: the root takes its first place.
         depth = column + np.maximum(level, 1)
         above = (level[None, :] == 0) & (depth[None, :] <= (depth - level)[:, None])
         within = (level[None, :] > 0) & (level[None, :] <= level[:, None])
@@ -145,7 +145,7 @@ class Lookahead(Untrained):
     def learn(
         self, state: LookaheadState, root_B: jax.Array, logits_BUV: jax.Array
     ) -> LookaheadState:
-        """The n-grams of this step enter the pool, and the window moves on."""
+        """Add the n-grams of this step to the pool and move the window."""
         W = self.heads.window
         found_BW = jnp.argmax(logits_BUV, axis=-1).astype(jnp.int32)
         first_BW, *below = jnp.split(
@@ -166,7 +166,7 @@ class Lookahead(Untrained):
         tree: Tree,
         rank_scores: RankScores,
     ) -> jax.Array:
-        """Node [g, 0, ..., 0] of depth d is the d-th token of guess g; the root where there is none."""
+        """Node [g, 0, ..., 0] of depth d is the d-th token of guess g, or the root if there is none."""
         guesses_BGY = state.pool_BVGY[jnp.arange(root_B.shape[0]), root_B]
         branch_M = np.array([0] + [c[0] for c in tree.choices])
         drafts_BM = guesses_BGY[:, branch_M, np.maximum(tree.depth_M - 1, 0)]
@@ -178,10 +178,10 @@ class Lookahead(Untrained):
 
 
 def remembered(pool_BVGY: jax.Array, keys_BW: jax.Array, grams_BWY: jax.Array) -> jax.Array:
-    """The pool with one continuation behind each of W keys, taken in one after the other.
+    """Add one continuation to the pool for each of W keys, one after the other.
 
-    A new one comes first and the last falls out; one that is there moves to the front. Example,
-    behind one key: [x y z] and w give [w x y], [x y z] and y give [y x z].
+    A new one goes to the front and pushes out the last; a known one moves to the front. Example for
+    one key: [x y z] and w give [w x y], [x y z] and y give [y x z].
     """
     row_B, G = jnp.arange(pool_BVGY.shape[0]), pool_BVGY.shape[2]
 

@@ -1,4 +1,4 @@
-"""Medusa heads (Medusa 2.1.1): each guesses one later token from the last hidden state alone.
+"""Medusa heads (Medusa 2.1.1): each guesses one later token from the last hidden state only.
 
 p^(k) = softmax(W2 (SiLU(W1 h + b) + h)), with any number of residual blocks before W2. The authors'
 code takes none, too: a head is then an LM head.
@@ -23,7 +23,7 @@ from medusa_jax.tree import Tree
 
 
 class Medusa(Drafter):
-    """K independent heads on the last accepted hidden state, which is all the state there is."""
+    """K independent heads on the last accepted hidden state, which is the whole state."""
 
     name = "medusa"
     least_layers = 0
@@ -35,7 +35,7 @@ class Medusa(Drafter):
             )
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
-        """W1 = 0 and W2 = the backbone's LM head: every head starts as the LM head itself."""
+        """W1 = 0 and W2 = the backbone's LM head: every head starts as the LM head."""
         probe, start = (
             jnp.zeros((1, self.llama.d_model)),
             lm_head_start(self.heads, backbone),

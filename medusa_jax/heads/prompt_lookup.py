@@ -1,18 +1,17 @@
-"""Prompt lookup (Saxena 2023; `prompt_lookup_num_tokens` of transformers): what stood behind the last
-few tokens when they stood in the text before is drafted again.
+"""Prompt lookup (Saxena 2023; `prompt_lookup_num_tokens` of transformers): draft the tokens that followed
+an earlier occurrence of the last few tokens.
 
 The text ends with the root; a *match* is an earlier place that ends with the same n tokens, n as large
-as possible and at most `ngram`. Matches are taken longest first, those of one length from the left, as
-transformers takes them: one that is further back has more text behind it. Example, ngram = 2:
+as possible and at most `ngram`. Longer matches come first, and matches of equal length from left to
+right, as in transformers: an earlier one has more text after it. Example, ngram = 2:
 
     text     a b c d a b e b c a b          (the root is the last b)
     matches  "a b" at 0: c d a b ..., "a b" at 4: e b c ..., "b" at 7: c a b ...
 
-The static tree is filled from the first `matches` of them: the r-th child of a node is the r-th
-different token that stands next in the matches which agree with the path to the node. A chain holds
-the first match alone, which is what transformers drafts. Where a match reaches the end of the text it
-goes on from its own beginning, as the text would if it kept repeating; where there is no match at all
-the root stands in.
+The first `matches` of them fill the static tree: the r-th child of a node is the r-th distinct next
+token among the matches that agree with the path to the node. A chain uses only the first match, as
+transformers does. A match that reaches the end of the text continues from its start, as the text would
+if it kept repeating. Without a match, nodes hold the root token.
 """
 
 import dataclasses
@@ -34,13 +33,13 @@ from medusa_jax.tree import Tree
 
 @dataclass(unsafe_hash=True)
 class PromptLookupConfig(HeadsConfig):
-    """Fields of prompt lookup; 10 tokens as transformers takes by default."""
+    """Fields of prompt lookup; 10 tokens is the default of transformers."""
 
     drafter: str = "prompt_lookup"
     lm_head: str = "shared"
-    # Tokens that a match gives at most.
+    # Most tokens drafted from a match.
     tokens: int = 10
-    # Most tokens at the end of the text that are looked up, and matches that fill the tree.
+    # Longest n-gram to look up, and most matches to fill the tree.
     ngram: int = 3
     matches: int = 8
 
@@ -109,18 +108,18 @@ def continuations(
     *,
     latest: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """What stands behind the best matches of the end of each text.
+    """Continuations of the best matches for the end of each text.
 
     Args:
-      text_BS: tokens; `last` is the index of the last that counts.
-      length: tokens of a continuation.
-      latest: of equally long matches the last comes first, not the first.
+      text_BS: tokens; `last` is the index of the last valid one.
+      length: tokens per continuation.
+      latest: prefer the latest of equally long matches, not the earliest.
 
-    Returns: tokens [B, C, length] in order of preference, and whether there is such a match [B, C].
+    Returns: tokens [B, C, length] in order of preference, and whether each match exists [B, C].
     """
     S = text_BS.shape[1]
     begin_1S, last_B1 = jnp.arange(S)[None, :], last_B[:, None]
-    # same[s]: how many tokens before s are those at the end of the text.
+    # same[s]: number of tokens before s that equal those at the end of the text.
     same_BS = jnp.zeros(text_BS.shape, jnp.int32)
     still_BS = begin_1S <= last_B1
     for back in range(ngram):
@@ -140,10 +139,10 @@ def continuations(
 def merged(
     tree: Tree, chains_BCL: jax.Array, there_BC: jax.Array, root_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Chains laid into a static tree, equal beginnings together.
+    """Merge chains into a static tree; equal prefixes share nodes.
 
-    The r-th child of a node is the r-th different token that comes next in the chains which agree
-    with the path so far, in their order; where there is none the root stands in.
+    The r-th child of a node is the r-th distinct next token among the chains that agree with the path
+    so far, in their order, or the root token if there is none.
 
     Example: chains a b, a c, d e. Children of the root: a, d; of a: b, c.
 
@@ -151,7 +150,7 @@ def merged(
       chains_BCL: in order of preference; L is at least the tree's depth.
       there_BC: which of them exist.
 
-    Returns: tokens of all nodes, and which of these some chain speaks for [B, M].
+    Returns: tokens of all nodes, and which of them come from a chain [B, M].
     """
     C = chains_BCL.shape[1]
     before_CC = jnp.tri(C, k=-1, dtype=bool)  # [c, e]: chain e comes before chain c

@@ -1,5 +1,4 @@
-"""Ranks of the true later tokens under each head, teacher-forced: what trees are fitted to
-(Medusa 2.3.3)."""
+"""Teacher-forced ranks of the true tokens under each head, to fit trees (Medusa 2.3.3)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,16 +24,16 @@ def label_ranks(
     chunk: int,
     score: ScoreFn | None = None,
 ) -> jax.Array:
-    """Rank of each true later token under each head: [B, T, K] int32, at most MISS.
+    """Rank of the true token under each head: [B, T, K] int32, at most MISS.
 
     Entry [b, t, k] is the number of tokens that head k, at position t, prefers to the token at
-    t + k + 2, and MISS where that token is outside its draft vocabulary. Where t + k + 2 lies beyond
-    the row it means nothing: the caller knows which count. Logits exist for `chunk` positions of one
-    head at a time.
+    t + k + 2, or MISS if that token is outside its draft vocabulary. It is meaningless if t + k + 2 is
+    past the end of the row; the caller has to mask it. Logits are computed for `chunk` positions of
+    one head at a time.
 
     Args:
       features_KBTD: `Drafter.features` of these rows.
-      score: what orders the guesses, by default the logits themselves.
+      score: gives the scores that order the guesses; None orders by logits.
     """
     K, B, T = features_KBTD.shape[:3]
     chunk = min(chunk, T)

@@ -1,4 +1,4 @@
-"""The text so far as a drafter's own state, for drafters that read it."""
+"""The text so far as drafter state, for drafters that read it."""
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,10 @@ from medusa_jax.heads.drafter import Committed
 
 
 class TextState(struct.PyTreeNode):
-    """Tokens at their positions.
+    """Tokens by position.
 
     Attributes:
-      text_BS: the first `length` of a row count; the root is not among them.
+      text_BS: the first `length` tokens of a row are valid; the root is not among them.
       length_B: accepted positions.
     """
 
@@ -21,14 +21,14 @@ class TextState(struct.PyTreeNode):
 
     @classmethod
     def zeros(cls, batch: int, slots: int) -> "TextState":
-        """Before any text."""
+        """The state before any text."""
         return cls(jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def taken(self, new: Committed) -> "TextState":
         """The text with n more tokens.
 
-        All T candidates are written; what lies behind the n-th does not count, and the next call
-        writes over it.
+        All T candidates are written; those after the n-th are invalid, and the next call overwrites
+        them.
         """
         write = jax.vmap(
             lambda row, tokens, at: lax.dynamic_update_slice(row, tokens, (at,))
@@ -38,10 +38,10 @@ class TextState(struct.PyTreeNode):
         return TextState(text_BS, self.length_B + new.n_B)
 
     def rewound(self, length_B: jax.Array) -> "TextState":
-        """The same, of which the first tokens count."""
+        """The text truncated to the first `length_B` tokens."""
         return self.replace(length_B=length_B)
 
     def grown(self, slots: int) -> "TextState":
-        """The same with room for `slots` tokens."""
+        """The same text with room for `slots` tokens."""
         more = slots - self.text_BS.shape[1]
         return self.replace(text_BS=jnp.pad(self.text_BS, ((0, 0), (0, more))))

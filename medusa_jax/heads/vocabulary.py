@@ -1,15 +1,15 @@
 """Draft vocabulary: heads score only the tokens that the model writes often.
 
-Most of what a head reads is its LM head, and nearly all that a model writes comes from a small part
+Most of the bytes that a head reads are its LM head, and nearly all text of a model uses a small part
 of its vocabulary (FR-Spec, Zhao et al. 2025, arXiv 2502.14856; EAGLE-3 has the same as `d2t`). The
-chosen ids lie beside the heads, rising, under "draft_vocab" of their parameters:
+chosen ids are stored in ascending order under "draft_vocab" of the heads' parameters:
 
     ids        [O] int32; logit j of a head is that of token ids[j]
-    lm_head    {"kernel": [D, O]}: these columns of the backbone's LM head, where heads share it;
-               made when heads are loaded for decoding, never stored in files
+    lm_head    {"kernel": [D, O]}: these columns of the backbone's LM head, if heads share it;
+               created when heads are loaded for decoding, never stored in files
 
-Verification goes over the whole vocabulary: a token that is not here is never drafted, and every
-lossless rule stays lossless.
+Verification covers the whole vocabulary: tokens outside the draft vocabulary are never drafted, and
+every lossless rule stays lossless.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ from medusa_jax.heads.drafter import Backbone, Params
 
 # The entry of the parameters, and the frozen group of a training run.
 GROUP = "draft_vocab"
-# How often a model writes each token [V], beside the text that was counted.
+# File of token counts [V], next to the text that was counted.
 COUNTS = "vocab_counts.npy"
 
 
 def for_drafting(backbone: Backbone, heads: Params) -> Backbone:
-    """The backbone as loaded heads draft with it: its LM head is the one that lies beside them.
+    """The backbone for drafting with loaded heads: its LM head is replaced by the heads' `lm_head`.
 
-    Without a draft vocabulary it is the backbone itself. Heads with LM heads of their own leave it
-    without one.
+    Without a draft vocabulary this is the backbone unchanged. If the heads do not share the LM head,
+    the result has none.
     """
     if GROUP not in heads:
         return backbone
@@ -42,7 +42,7 @@ def for_drafting(backbone: Backbone, heads: Params) -> Backbone:
 
 
 def narrowed(backbone: Backbone, ids_O: jax.Array) -> Backbone:
-    """The backbone as heads train on it: its LM head, and the adapter there, of these tokens."""
+    """The backbone for training heads: its LM head, and the adapter on it, limited to these tokens."""
     kernel_DO = scored_columns(backbone.llama.config, backbone.params, ids_O)
     out = _scoring(backbone, ids_O, {"kernel": kernel_DO})
     if out.lora is None or "lm_head" not in out.lora:
@@ -53,17 +53,17 @@ def narrowed(backbone: Backbone, ids_O: jax.Array) -> Backbone:
 
 
 def stand_in(backbone: Backbone, heads: HeadsConfig) -> Backbone:
-    """`narrowed` to the first ids, where sizes are all that matters."""
+    """`narrowed` to the first ids, for when only shapes matter."""
     return (
         narrowed(backbone, jnp.arange(heads.draft_vocab)) if heads.draft_vocab else backbone
     )
 
 
 def scored_columns(config: LlamaConfig, params: Params, ids_O: Any) -> jax.Array:
-    """Columns of the LM head [D, O], of the tied one too.
+    """Columns [D, O] of the LM head, tied or not.
 
     Args:
-      params: stored parameters, or the entry of them that the LM head is in (`lm_head_entry`).
+      params: stored parameters, or only their entry with the LM head (`lm_head_entry`).
     """
     if config.tie_embeddings:
         return params["embed_tokens"]["embedding"][ids_O].T
@@ -71,7 +71,7 @@ def scored_columns(config: LlamaConfig, params: Params, ids_O: Any) -> jax.Array
 
 
 def lm_head_entry(config: LlamaConfig) -> str:
-    """The entry of stored parameters that the LM head is in."""
+    """Name of the entry of stored parameters with the LM head."""
     return "embed_tokens" if config.tie_embeddings else "lm_head"
 
 
@@ -85,18 +85,18 @@ def _scoring(backbone: Backbone, ids_O: jax.Array, lm_head: Params | None) -> Ba
 
 
 def most_frequent(counts_V: np.ndarray, n: int) -> np.ndarray:
-    """The `n` tokens of the highest counts, by id; of equal ones those of the lower ids."""
+    """The `n` tokens with the highest counts, sorted by id; ties go to lower ids."""
     return np.sort(np.argsort(-counts_V, kind="stable")[:n]).astype(np.int32)
 
 
 def covered(counts_V: np.ndarray, n: int) -> float:
-    """The share of all counts that the `n` highest make up."""
+    """The share of the `n` highest counts in the sum of all counts."""
     highest = np.sort(counts_V)[::-1][:n]
     return float(highest.sum()) / max(float(counts_V.sum()), 1.0)
 
 
 def check_ids(ids: np.ndarray, heads: HeadsConfig, vocab_size: int, source: str) -> None:
-    """Refuse ids that are not `heads.draft_vocab` rising ones of the vocabulary.
+    """Refuse ids that are not `heads.draft_vocab` ascending ids of the vocabulary.
 
     Raises:
       UserError: names the source and what is wrong.
@@ -114,6 +114,6 @@ def check_ids(ids: np.ndarray, heads: HeadsConfig, vocab_size: int, source: str)
     if (fall := np.flatnonzero(np.diff(ids.astype(np.int64)) <= 0)).size:
         first, second = ids[fall[0]], ids[fall[0] + 1]
         raise UserError(
-            f"{source} has the draft vocabulary ids {first} and {second} in a row: each stands "
-            "there once, rising"
+            f"{source} has the draft vocabulary ids {first} and {second} in a row: ids must be "
+            "unique and ascending"
         )

@@ -1,4 +1,4 @@
-"""The draft tree, and how it is fitted to what draft heads guess."""
+"""The draft tree, and fitting it to the guesses of draft heads."""
 
 from medusa_jax.tree.files import auto_tree, load_tree_file, parse_tree, tree_of_size
 from medusa_jax.tree.ladder import Ladder, file_ladder

@@ -1,1 +1,1 @@
-"""How the bundled demo is made: corpus and tokenizer, the n-gram model to beat, the build itself."""
+"""Build of the bundled demo: corpus and tokenizer, the n-gram baseline, all stages."""

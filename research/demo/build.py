@@ -1,22 +1,22 @@
-"""`python -m research demo_build`: rebuild the bundled demo from nothing, one command.
+"""`python -m research demo_build`: rebuild the bundled demo from scratch with one command.
 
-Eight stages, each a documented command of its own, each skipped if its result is there:
+Eight stages, each a separate documented command, each skipped if its result exists:
 
     corpus      the standard library as text, a tokenizer, prompts      demo_corpus
     backbone    a small Llama trained from scratch                      train.py demo_backbone
-    native      three more layers, trained on together with heads        train.py demo_native
-    answers     its own continuations of training prompts               distill
+    native      three more layers, trained together with heads          train.py demo_native
+    answers     its continuations of training prompts                   distill
     heads       draft heads trained on those                            train.py demo_{drafter}
     tree        the draft tree fitted to heads and device               calibrate
     draft model a model of one layer, if --drafters names it            train.py demo_draft_model
     install     weights, tokenizer, heads, tree, prompts into --install
 
-Training resumes by itself, so a stopped build goes on where it was. The budgets are for two CPU
-cores and an hour or two; with an accelerator, `--steps_factor 20` is worth it.
+Training resumes automatically, so a stopped build continues where it was. The budgets are for two CPU
+cores and an hour or two; on an accelerator use `--steps_factor 20`.
 
-A small model's greedy text runs in circles, so its generation_config.json bars repeated 5-grams, as
-a publisher's would: the answers that heads learn from, the fitted trees and every measurement are
-of text without loops.
+The greedy text of a small model loops, so its generation_config.json bars repeated 5-grams, as a
+published model's may: the answers for training heads, the fitted trees and all measurements are of text
+without loops.
 """
 
 import argparse
@@ -37,14 +37,14 @@ from medusa_jax.errors import UserError
 from medusa_jax.whole_files import write_json, write_text
 
 DRAFT_MODEL = "draft_model"
-# Seeds behind this line are for calibration only.
+# Number of seed prompts reserved for calibration.
 CALIBRATION_SEEDS = 128
 DEMO_PROMPTS = 64
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 GENERATION_FILE, RECIPE_FILE = "generation_config.json", "recipe.json"
 GENERATION = {"no_repeat_ngram_size": 5}
 
-# What --tiny changes: minutes become seconds, and the model knows next to nothing.
+# Flags of --tiny: seconds instead of minutes, for a model that learns almost nothing.
 TINY = {
     "corpus": ["--limit_mb=0.5", "--heldout=0.2", "--vocab=512"],
     "backbone": [
@@ -96,21 +96,21 @@ def parser() -> argparse.ArgumentParser:
                    help="comma-separated; each has a configs/demo_{drafter}.py")  # fmt: skip
     p.add_argument("--answers", type=int, default=4096, help="prompts to continue")
     p.add_argument("--steps_factor", type=float, default=1.0,
-                   help="train backbone and native stage so many times as long")  # fmt: skip
+                   help="train the backbone and native stages this many times as long")  # fmt: skip
     p.add_argument(
-        "--tiny", action="store_true", help="a tiny budget, to see that it works"
+        "--tiny", action="store_true", help="a tiny budget, to check that everything runs"
     )
     return p
 
 
 def stage(name: str, done: Path, command: Sequence[str]) -> None:
-    """Run one command unless its result is there.
+    """Run one command unless its result exists.
 
     Raises:
       UserError: the command failed.
     """
     if done.exists():
-        inform(f"{name}: {done} is there, skipped")
+        inform(f"{name}: {done} exists, skipped")
         return
     inform(f"{name}: {' '.join(command)}")
     code = subprocess.run([sys.executable, *command]).returncode
@@ -119,7 +119,7 @@ def stage(name: str, done: Path, command: Sequence[str]) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """All stages in order."""
+    """Run all stages in order."""
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")
     work = Path(flags.work)
@@ -203,10 +203,10 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def scaled(factor: float) -> dict[str, list[str]]:
-    """Flags for trainings `factor` times as long as their configurations say.
+    """Flags that make trainings `factor` times as long as in their configurations.
 
     Raises:
-      UserError: a factor that leaves no step.
+      UserError: the factor is not positive.
     """
     if factor <= 0:
         raise UserError(f"--steps_factor must be positive, not {factor}")
@@ -219,9 +219,9 @@ def scaled(factor: float) -> dict[str, list[str]]:
 
 
 def split_seeds(work: Path) -> Path:
-    """Separate calibration prompts from those the heads are trained on.
+    """Separate calibration prompts from those for training heads.
 
-    In random order: seeds come file by file, and a budget must not end with the letter D.
+    They are shuffled: seeds are sorted by file, so a prefix would cover only the first files.
     """
     lines = (work / "seeds.jsonl").read_text().splitlines(keepends=True)
     random.Random(0).shuffle(lines)
@@ -233,7 +233,7 @@ def split_seeds(work: Path) -> Path:
 
 
 def spread(records: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
-    """n records taken in turn from each `file`, so that no long file dominates."""
+    """Select n records round-robin over `file`, so that no long file dominates."""
     by_file: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         by_file.setdefault(record["file"], []).append(record)
@@ -246,7 +246,7 @@ def spread(records: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
 
 
 def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> None:
-    """What the package ships: backbone and heads in bfloat16, their trees, prompts."""
+    """Install what the package ships: backbone and heads in bfloat16, their trees, prompts."""
     from medusa_jax.interop import hf
     from medusa_jax.sharding import make_mesh
 
@@ -283,7 +283,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
 
 
 def install_heads(trained: Path, out: Path, config: LlamaConfig) -> None:
-    """Heads in bfloat16, and the tree that lies beside them."""
+    """Install heads in bfloat16 and their tree."""
     from medusa_jax.interop import heads_io
     from medusa_jax.sharding import make_mesh
 
@@ -296,7 +296,7 @@ def install_heads(trained: Path, out: Path, config: LlamaConfig) -> None:
 
 
 def install_draft_model(trained: Path, out: Path) -> None:
-    """The draft model in bfloat16 and how it was trained; its tokenizer is the backbone's."""
+    """Install the draft model in bfloat16 and its training record; its tokenizer is the backbone's."""
     from medusa_jax.interop import hf
     from medusa_jax.sharding import make_mesh
 
@@ -307,7 +307,7 @@ def install_draft_model(trained: Path, out: Path) -> None:
 
 
 def compact(text: str) -> str:
-    """A tokenizer's JSON without blanks, merges as "a b" (byte-level tokens hold no blank)."""
+    """A tokenizer's JSON without blanks, merges as "a b" (byte-level tokens contain no blanks)."""
     content = json.loads(text)
     model = content.get("model", {})
     if model.get("merges") and isinstance(model["merges"][0], list):
@@ -326,7 +326,7 @@ def last_record(workdir: Path) -> dict[str, Any]:
 
 
 def relative(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with paths below the project's root named from there."""
+    """The record with paths relative to the project's root."""
     root = json.dumps(f"{os.getcwd()}/")[1:-1]
     found: dict[str, Any] = json.loads(json.dumps(record).replace(root, ""))
     return found

@@ -1,10 +1,10 @@
-"""The demo's text: the source code of the standard library of the Python that runs this.
+"""The demo's text: the source code of the running Python's standard library.
 
     python -m research demo_corpus --out work/demo
 
-reads the `.py` files of the standard library (its own test suite included, where it is
-installed), drops tables, licence headers and copies, keeps about 3% of the files apart by
-a hash of their path, trains a byte-level BPE tokenizer on the rest and writes
+reads the `.py` files of the standard library (with its test suite, if installed), drops tables,
+licence headers and copies, holds out about 3% of the files by a hash of their path, trains a
+byte-level BPE tokenizer on the rest and writes
 
     tokenizer/                     loads with `transformers.AutoTokenizer`
     train/tokens.npy               uint16, documents in shuffled order, one after another
@@ -12,10 +12,10 @@ a hash of their path, trains a byte-level BPE tokenizer on the rest and writes
     heldout/{tokens,doc_starts}.npy
     heldout/prompts.jsonl          prompt, prompt_ids, continuation, continuation_ids, file
     seeds.jsonl                    prompts from training files, for self-distillation
-    corpus.json                    what went in, what came out, checksums
+    corpus.json                    statistics of input and output, checksums
 
-A document is `<|endoftext|>` + its tokens + `<|endoftext|>`, so that decoding from the start
-token alone is something the model has seen. The same Python version gives the same bytes.
+A document is `<|endoftext|>` + its tokens + `<|endoftext|>`, so that the model has seen the start token
+as a prompt. The same Python version gives the same bytes.
 """
 
 import argparse
@@ -35,12 +35,12 @@ from research.demo.sources import SourceFile, limit_files, read_sources, split_f
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Pieces within which BPE may merge. A line break takes the next line's indentation with it,
-# a word one space, dot or underscore before it, digits stand alone. Characters per token on
-# held-out files with 4096 tokens (Python 3.11): 3.46 if a word takes a space only, 3.50 if
-# names keep their underscores, 3.59 this one, 3.66 if a word takes any one character before
-# it, 3.83 if punctuation takes the line break after it as well. The last two were left
-# because a prompt that ends in "(" or ":" would then end in a token that training rarely saw.
+# Pieces within which BPE may merge. A line break includes the next line's indentation, a word one
+# space, dot or underscore before it; digits are separate. Characters per token on held-out files with
+# 4096 tokens (Python 3.11): 3.46 if a word includes only a space, 3.50 if names keep their
+# underscores, 3.59 this one, 3.66 if a word includes any one character before it, 3.83 if punctuation
+# also includes the line break after it. The last two were rejected because a prompt that ends in "("
+# or ":" would then end in a token that training rarely saw.
 SPLIT = (
     r"\n+[ \t]*"
     r"|[ ._]?\p{L}+"
@@ -94,7 +94,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, split: str = SPLIT):
 
 
 def save_tokenizer(tokenizer, folder: Path, max_length: int = 2048) -> None:
-    """Writes the three files that `AutoTokenizer.from_pretrained(folder)` reads."""
+    """Write the three files that `AutoTokenizer.from_pretrained(folder)` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -132,7 +132,7 @@ def encode_files(tokenizer, files: list[SourceFile], progress: str) -> list[np.n
 
 
 def write_stream(folder: Path, documents: list[np.ndarray], end: int, seed: int) -> int:
-    """Writes tokens.npy and doc_starts.npy with the documents shuffled; returns the length.
+    """Write tokens.npy and doc_starts.npy with the documents shuffled; returns the length.
 
     documents [[5, 6], [7]], end 9, in this order: tokens 9 5 6 9 9 7 9, doc_starts 0 4.
     """
@@ -154,12 +154,12 @@ def cut_prompts(
     continuation: int,
     seed: int,
 ) -> Iterator[dict]:
-    """Up to `count` prompts of `length` (min, max) tokens, none overlapping another.
+    """Up to `count` non-overlapping prompts of `length` (min, max) tokens.
 
-    Every document is cut into slots of max + continuation tokens; in each chosen slot one
-    random cut is made. The prompt then starts at a line break if there is one that leaves at
-    least min tokens. A cut is only good if encoding the prompt's text gives its ids again
-    (otherwise text and ids would be two different prompts); the next place is tried then.
+    Every document is divided into slots of max + continuation tokens, and each chosen slot is cut at a
+    random place. The prompt starts at a line break if one leaves at least min tokens. A cut is valid
+    only if encoding the prompt's text gives its ids again (otherwise text and ids would be different
+    prompts); else the next place is tried.
     """
     low, high = length
     width = high + continuation
@@ -221,15 +221,15 @@ def build(
     seeds: int = 20000,
     seed: int = 0,
 ) -> dict:
-    """Makes the whole corpus below `out` and returns what corpus.json holds.
+    """Build the whole corpus below `out` and return the content of corpus.json.
 
     root: standard library to read (default: that of the running Python). limit_mb: budget in
-    million characters, 0 = everything. heldout: expected share of files kept apart.
+    million characters, 0 = everything. heldout: expected share of held-out files.
     """
     from tqdm import tqdm
 
     if not 258 <= vocab <= 65536:
-        raise UserError(f"--vocab {vocab}: must lie between 258 and 65536.")
+        raise UserError(f"--vocab must be from 258 to 65536, not {vocab}")
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files, left_out = read_sources(root)
     train, held, near = split_files(limit_files(files, limit_mb), heldout)
@@ -289,7 +289,7 @@ def build(
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m research demo_corpus",
-        description="Builds the demo's training text from Python's standard library.",
+        description="Build the demo's training text from Python's standard library.",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument(
@@ -300,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heldout", type=float, default=0.03, help="share of files")
     parser.add_argument("--prompts", type=int, default=320, help="held-out prompts at most")
     parser.add_argument("--seeds", type=int, default=20000, help="seed prompts at most")
-    parser.add_argument("--seed", type=int, default=0, help="of every random choice")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     args = parser.parse_args(argv)
     try:
         report = build(**vars(args))

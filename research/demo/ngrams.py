@@ -2,8 +2,7 @@
 
     python -m research ngrams work/demo
 
-fits that 5-gram model to `train/` and measures `heldout/` of a folder made by
-`demo/corpus.py`.
+fits this 5-gram model to `train/` and measures it on `heldout/` of a folder made by `demo_corpus`.
 """
 
 import argparse
@@ -38,11 +37,10 @@ class _Order:
     """The n-grams of one length n.
 
     keys: sorted; key = (index of the first n-1 tokens in order n-1) * V + last token.
-    count: occurrences for the highest order; below it the number of different tokens seen
-    before the n-gram, plus its occurrences at the start of a document, where nothing
-    precedes.
-    total, kinds [*, 3]: per context (n-1 tokens, by its index): sum of `count`, and how many
-    different tokens followed with a count of 1, 2, 3 or more.
+    count: occurrences for the highest order; below it the number of distinct tokens seen
+    before the n-gram, plus its occurrences at the start of a document.
+    total, kinds [*, 3]: per context (n-1 tokens, by its index): sum of `count`, and the numbers of
+    distinct next tokens with a count of 1, 2, 3 or more.
     """
 
     keys: np.ndarray
@@ -62,7 +60,7 @@ class NgramModel:
         p_n(w | h) = max(c(hw) - D_n(c(hw)), 0) / C(h) + g(h) p_{n-1}(w | h')
         g(h) = (D_n(1) N1(h) + D_n(2) N2(h) + D_n(3+) N3+(h)) / C(h)
 
-    and p_0 = 1 / V, so every distribution sums to one and every token has a chance. Make one
+    and p_0 = 1 / V, so every distribution sums to one and no token has probability zero. Create one
     with `fit`; `tune` improves the discounts.
     """
 
@@ -80,7 +78,7 @@ class NgramModel:
         doc_starts: np.ndarray | None = None,
         order: int = 5,
     ) -> "NgramModel":
-        """Counts the n-grams of `tokens` [T]; none crosses a document's start."""
+        """Count the n-grams of `tokens` [T]; none crosses a document's start."""
         tokens = np.asarray(tokens, np.int64)
         if order < 1 or len(tokens) < order:
             raise UserError(f"{len(tokens)} tokens are too few for {order}-grams.")
@@ -111,7 +109,7 @@ class NgramModel:
                 used = grams[n - 1]
                 count = np.bincount(used[used >= 0], minlength=size)
             else:
-                # Each different longer n-gram adds one to the n-gram it ends with.
+                # Each distinct longer n-gram adds one to the n-gram it ends with.
                 longer = grams[n]
                 ends = np.zeros(len(keys[n]), np.int64)
                 ends[longer[longer >= 0]] = grams[n - 1][1:][longer >= 0]
@@ -135,7 +133,7 @@ class NgramModel:
     def tune(
         self, tokens: np.ndarray, doc_starts: np.ndarray | None = None, sweeps: int = 3
     ) -> float:
-        """Fits the discounts to text the counts have not seen; returns its nats per token.
+        """Fit the discounts to text that was not counted; returns its nats per token.
 
         Coordinate descent on the 3 x order numbers, each kept between 0 and its count.
         """
@@ -195,7 +193,7 @@ class NgramModel:
         )
 
     def _facts(self, tokens, doc_starts):
-        """Per order what `_mix` needs for every scored position; zeros for short contexts."""
+        """Inputs of `_mix` per order for every scored position; zeros for short contexts."""
         tokens = np.asarray(tokens, np.int64)
         document = _document_of(len(tokens), doc_starts)
         starts = np.diff(document, prepend=-1) > 0
@@ -224,7 +222,7 @@ class NgramModel:
 
 
 def _document_of(length: int, doc_starts: np.ndarray | None) -> np.ndarray:
-    """Number of the document of each position [length]: starts [0, 3], 5 -> 0 0 0 1 1."""
+    """Index of the document of each position [length]: starts [0, 3], 5 -> 0 0 0 1 1."""
     mark = np.zeros(length, np.int64)
     if doc_starts is not None:
         mark[np.asarray(doc_starts, np.int64)] = 1
@@ -253,11 +251,11 @@ def _read_stream(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ngram_baseline(folder: Path, order: int = 5) -> dict:
-    """Fits and tunes a model on folder/train, measures folder/heldout.
+    """Fit and tune a model on folder/train, measure it on folder/heldout.
 
-    Discounts are tuned on the last 5% of the training documents with counts of the others;
-    the counts are then taken again over all of them. Bits per byte divides by the bytes of
-    the text; the end token of each document is predicted too and counts as zero bytes.
+    Discounts are tuned on the last 5% of the training documents with counts of the others; then all
+    documents are counted. Bits per byte are per byte of text; the end token of each document is
+    predicted too and has zero bytes.
     """
     tokens, starts = _read_stream(folder / "train")
     held, held_starts = _read_stream(folder / "heldout")

@@ -1,6 +1,6 @@
-"""Source files as training text: which are kept, what is cut from them, how they are split.
+"""Source files as training text: selection, cleaning, split.
 
-Everything here depends on paths and contents alone, never on the order of a directory.
+Everything here depends only on paths and contents, never on the order of a directory.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ MAX_LINE = 400
 MAX_NON_ASCII = 0.02
 MAX_DIGITS = 0.12
 
-# A paragraph with one of these words is a licence notice if it stands before a file's first
-# line of code; elsewhere only the unmistakable form counts.
+# A paragraph with one of these words is a licence notice if it comes before a file's first line of
+# code; elsewhere only the unmistakable form counts.
 _HEAD_NOTICE = re.compile(
     r"copyright|licen[sc]e|all rights reserved|warrant|merchantab|redistribut"
     r"|permission\s+(to\s+use|is\s+hereby)|contributed\s+to\s+(the\s+)?psf",
@@ -65,7 +65,7 @@ def drop_licence(text: str) -> str:
             j = max(j, i + 1)
             paragraph = "\n".join(lines[i:j])
             if (_HEAD_NOTICE if at_head else _NOTICE).search(paragraph):
-                # The empty comment that set the notice apart goes with it.
+                # Also drop the empty comments after the notice.
                 while j < len(lines) and lines[j].strip() == "#":
                     j += 1
             else:
@@ -89,7 +89,7 @@ def drop_licence(text: str) -> str:
 
 
 def _docstring_without_notice(lines: list[str]) -> list[str]:
-    """The inner paragraphs that are notices go; first and last line (quotes) stay."""
+    """Drop inner paragraphs that are notices; keep the first and the last line (quotes)."""
     kept, paragraph = [], []
     for line in lines[1:-1] + [""]:
         if line.strip():
@@ -102,10 +102,10 @@ def _docstring_without_notice(lines: list[str]) -> list[str]:
 
 
 def is_code(path: str, text: str) -> bool:
-    """Whether a file reads as code and prose rather than as a table.
+    """Whether a file is code and prose rather than a table.
 
-    path: relative, with "/". Limits (module constants): size, longest line, share of
-    characters outside ASCII, share of digits; plus a short list of paths.
+    path: relative, with "/". Criteria (module constants): size, longest line, share of characters
+    outside ASCII, share of digits, and a short list of paths.
     """
     if SKIP_PARTS.intersection(path.split("/")) or SKIP_PATHS.search(path):
         return False
@@ -118,7 +118,7 @@ def is_code(path: str, text: str) -> bool:
 
 
 def read_sources(root: Path) -> tuple[list[SourceFile], dict[str, int]]:
-    """All usable files below `root`, sorted by path, and counts of what was left out."""
+    """All usable files below `root`, sorted by path, and counts of skipped files by reason."""
     if not root.is_dir():
         raise UserError(f"{root} is not a directory: --root must be a standard library.")
     left_out = {"unreadable": 0, "not_code": 0, "duplicate": 0}
@@ -128,7 +128,7 @@ def read_sources(root: Path) -> tuple[list[SourceFile], dict[str, int]]:
         if SKIP_PARTS.intersection(name.split("/")):
             continue
         try:
-            # Universal newlines and the coding cookie are honoured by tokenize.open.
+            # tokenize.open handles universal newlines and the coding cookie.
             with tokenize.open(path) as stream:
                 text = stream.read().removeprefix("\ufeff")
             text.encode()
@@ -149,7 +149,7 @@ def read_sources(root: Path) -> tuple[list[SourceFile], dict[str, int]]:
 
 
 def path_fraction(path: str) -> float:
-    """A number in [0, 1) that depends on the path alone; below `heldout` = held out."""
+    """A number in [0, 1) that depends only on the path; below `heldout` = held out."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:6], "big") / 2**48
 
 
@@ -157,7 +157,7 @@ def limit_files(files: list[SourceFile], limit_mb: float) -> list[SourceFile]:
     """A sample of at most `limit_mb` million characters (0 = all), in path order."""
     if limit_mb <= 0:
         return files
-    # Another hash than the split's, or a small budget would hold nothing but held-out files.
+    # A different hash than the split's; otherwise a small budget would contain only held-out files.
     order = sorted(files, key=lambda f: path_fraction("limit:" + f.path))
     budget, chosen = limit_mb * 1e6, []
     for file in order:
@@ -168,24 +168,24 @@ def limit_files(files: list[SourceFile], limit_mb: float) -> list[SourceFile]:
 
 
 def distinct_lines(text: str) -> set[str]:
-    """Lines long enough to say where they come from."""
+    """Lines long enough to identify their source."""
     return {s for line in text.split("\n") if len(s := line.strip()) >= 16}
 
 
 def split_files(
     files: list[SourceFile], heldout: float, shared: float = 0.3
 ) -> tuple[list[SourceFile], list[SourceFile], list[str]]:
-    """(train, heldout, names of files dropped as near-duplicates of a held-out one).
+    """Return (train, heldout, names of files dropped as near-duplicates of a held-out one).
 
-    heldout: expected share of files. A training file is dropped if more than `shared` of its
-    distinct lines, or of a held-out file's, are common to the two (lines that more than 20
-    files have are ignored; they are idiom).
+    heldout: expected share of files. A training file is dropped if it shares more than `shared` of its
+    distinct lines, or of a held-out file's, with that file. Lines in more than 20 files are ignored as
+    idioms.
     """
     held = [f for f in files if path_fraction(f.path) < heldout]
     train = [f for f in files if path_fraction(f.path) >= heldout]
     if not held or not train:
         raise UserError(
-            f"{len(files)} files leave nothing to train on or nothing held out: "
+            f"{len(files)} files are too few for a training and a held-out part: "
             "raise --limit_mb or --heldout."
         )
     lines = {f.path: distinct_lines(f.text) for f in files}

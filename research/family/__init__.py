@@ -1,1 +1,1 @@
-"""`python -m research family`: the drafters like for like, see `command.py`."""
+"""`python -m research family`: compare drafters under identical conditions, see `command.py`."""

@@ -1,14 +1,13 @@
-"""`python -m research family`: train and measure drafters like for like.
+"""`python -m research family`: train and measure drafters under identical conditions.
 
-On one frozen backbone, every drafter gets the same text, the same number of steps, the same
-number of heads and kind of LM head, trees of the same size (fitted to its own ranks) and the same
-verifier; its loss is that of its paper (`LOSSES`), the rest its configuration's. Every drafter is
-trained once per seed. What is there is not done again, so a run that was stopped goes on where it
-was.
+On one frozen backbone, every drafter gets the same text, the same number of steps, the same number of
+heads and kind of LM head, trees of the same size (fitted to its ranks) and the same verifier. Its loss
+is that of its paper (`LOSSES`), all else comes from its configuration. Every drafter is trained once
+per seed. Finished parts are skipped, so a stopped run resumes where it was.
 
-Measured: how often the true token is the first or among the first five guesses of each head, on
-the backbone's own greedy text; mean accepted length and speed-up in decoding; the share of a step
-that drafting takes; held-out accuracy over training. Written as JSON, as Markdown and as a plot.
+Measured are: top-1 and top-5 accuracy of each head on the backbone's greedy text; mean accepted length
+and speed-up in decoding; the share of a step spent on drafting; held-out accuracy over training. The
+results are written as JSON, Markdown and a plot.
 """
 
 import argparse
@@ -35,13 +34,13 @@ from research.family.report import (
 
 DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
 # label_weight and teacher_weight of each paper's loss: Medusa equation 1; Hydra 3 and, for Hydra++,
-# 6.1; Amphista equations 7 to 9; EAGLE 3.2, whose regression and noise its configuration has.
+# 6.1; Amphista equations 7 to 9; EAGLE 3.2 (its regression and noise are in its configuration).
 LOSSES = {"medusa": (1.0, 0.0), "hydra": (1.0, 0.0), "hydrapp": (0.0, 1.0),
           "amphista": (0.1, 1.0), "amphista_alpha": (0.1, 1.0),
           "eagle": (0.0, 0.1)}  # fmt: skip
 CURVE_POINTS = 8
-# What may differ between a finished training and the one that is asked for: how it was watched,
-# where it put things, how it was cut up.
+# Fields that may differ between a finished training and the requested one: logging, directories and
+# chunking.
 NO_MATTER = ("log_every", "eval_every", "save_every", "keep_checkpoints", "curves", "wandb",
              "features_path", "loss_chunk", "remat")  # fmt: skip
 EXAMPLES = """examples (from the project's root, after `python -m research demo_build`):
@@ -55,10 +54,10 @@ EXAMPLES = """examples (from the project's root, after `python -m research demo_
 
 
 def parser() -> argparse.ArgumentParser:
-    """All flags; anything of the form --config.field=value goes to every training."""
+    """All flags; flags of the form --config.field=value are passed to every training."""
     p = argparse.ArgumentParser(
         prog="python -m research family",
-        description="Train and measure drafters like for like on one backbone.",
+        description="Train and measure drafters under identical conditions on one backbone.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -93,10 +92,10 @@ def parser() -> argparse.ArgumentParser:
 def train_one(
     flags: argparse.Namespace, extra: Sequence[str], name: str, seed: int
 ) -> Path:
-    """Train a drafter unless its result is there; returns the directory of the run.
+    """Train a drafter unless its result exists; returns the directory of the run.
 
     Raises:
-      UserError: the training ended without a result, or what is there was trained otherwise.
+      UserError: the training ended without a result, or the existing one was trained differently.
     """
     from medusa_jax.commands import train
 
@@ -111,7 +110,7 @@ def train_one(
         f"--config.heads.n_heads={flags.n_heads}", f"--config.heads.lm_head={flags.lm_head}",
         f"--config.heads.rank={flags.rank}",
         *(f"--config.train.{field}={weight}" for field, weight in weights),
-        # One cache of hidden states for all of them.
+        # All drafters share one cache of hidden states.
         "--config.data.cache_features=float32",
         f"--config.data.features_path={flags.out}/features",
         f"--config.train.eval_every={max(flags.steps // CURVE_POINTS, 1)}",
@@ -120,19 +119,19 @@ def train_one(
     ]  # fmt: skip
     if done.exists():
         refuse_other(run, dataclasses.asdict(train.parse(arguments)))
-        inform(f"{name}, seed {seed}: {done} is there, not trained again")
+        inform(f"{name}, seed {seed}: {done} exists, not trained again")
         return run
     inform(f"{name}, seed {seed}: train.py {' '.join(arguments)}")
     status = train.main(arguments)
     if status == 128 + signal.SIGTERM:
-        raise SystemExit(status)  # stopped: the same command goes on with this training
+        raise SystemExit(status)  # stopped: the same command resumes this training
     if status or not done.exists():
         raise UserError(f"training {name} with seed {seed} failed; its command is above")
     return run
 
 
 def refuse_other(run: Path, asked: dict[str, Any]) -> None:
-    """Refuses a finished training whose heads, data, optimizer or losses are not those asked for.
+    """Refuse a finished training whose heads, data, optimizer or losses differ from the requested ones.
 
     Raises:
       UserError: names the fields.
@@ -172,7 +171,7 @@ def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
     names = flags.drafters.split(",")
     if "eagle" in names and flags.lm_head != "shared":
         raise UserError(
-            f"eagle learns hidden states, which the model's LM head reads: it needs --lm_head shared, "
+            f"eagle predicts hidden states for the model's LM head, so it needs --lm_head shared, "
             f"not {flags.lm_head}"
         )
     for given in flags.only:
@@ -183,7 +182,7 @@ def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
             raise UserError(
                 f"there is no configs/{flags.recipe}_{name}.py for --drafters {name}"
             )
-    # All trainings first: what is measured should be measured in one go.
+    # Train everything first, so that all measurements are taken together.
     where = {n: [train_one(flags, extra, n, s) for s in range(flags.seeds)] for n in names}
     runs = {name: [measure_one(flags, path) for path in where[name]] for name in names}
     curves = {name: [curve(path) for path in where[name]] for name in names}

@@ -1,4 +1,4 @@
-"""What a trained drafter does: accuracies, accepted lengths, drafting time; speeds in turn."""
+"""Measure trained drafters: accuracies, accepted lengths, drafting time; speeds in interleaved runs."""
 
 import argparse
 import hashlib
@@ -17,8 +17,7 @@ from medusa_jax.whole_files import write_json
 def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> float:
     """Median seconds of one commit and propose, all on the device, batch 1.
 
-    Every iteration reads what the one before drafted, so that no part of it can be moved out
-    of the loop.
+    Every iteration reads the drafts of the previous one, so that XLA cannot hoist work out of the loop.
     """
     import jax
     import jax.numpy as jnp
@@ -87,7 +86,7 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
     if kept.exists():
         found: dict[str, Any] = json.loads(kept.read_text())
         if found["settings"] == settings:
-            inform(f"{kept} is there, not measured again")
+            inform(f"{kept} exists, not measured again")
             return found
     model = load(flags.model, str(run / "export"), tree="none")
     questions = read_questions(flags.prompts, flags.limit)
@@ -98,7 +97,7 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
     decoded = []
     for size in (int(n) for n in flags.nodes.split(",")):
         tree = Tree.from_choices(growth.joint_growth(tuples_PK, size - 1))
-        # Speeds are the race's: here once is enough.
+        # `race` measures speeds, so one run is enough here.
         row = drafting_row(model, questions, tree, options, repeats=1)
         [step] = step_seconds(model, [tree], model.encode(prompts[0]))
         draft = draft_seconds(model, tree)
@@ -112,7 +111,7 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
     found = {
         "settings": settings,
         "drafter": model.drafter.heads.drafter,
-        # As they are trained: decoding packs several 8-bit weights into a word.
+        # In training form: decoding packs several 8-bit weights into a word.
         "parameters": sum(x.size for x in jax.tree.leaves(trained["heads"])),
         "top1": (tuples_PK == 0).mean(axis=0).tolist(),
         "top5": (tuples_PK < 5).mean(axis=0).tolist(),
@@ -128,10 +127,10 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
 def race(
     flags: argparse.Namespace, where: dict[str, list[Path]], runs: dict[str, list[Any]]
 ) -> dict[str, list[dict[str, float]]]:
-    """Speed of every drafter's first seed, per tree size: all of them in turn on each prompt.
+    """Speed of every drafter's first seed per tree size, from runs interleaved on each prompt.
 
-    Times taken minutes apart do not compare on a machine with neighbours. Per prompt, each
-    drafter and tree and plain decoding is run `--repeats` times, round by round; medians count.
+    Times taken minutes apart are not comparable on a shared machine. On each prompt, all drafters with
+    all trees and plain decoding are run `--repeats` times, round by round; medians are used.
     """
     from tqdm import tqdm
 
@@ -141,7 +140,7 @@ def race(
 
     options = Options(max_new_tokens=flags.max_new_tokens)
     plain = ("", 0)
-    # By drafter and number of the tree.
+    # By drafter and index of the tree.
     entries: dict[tuple[str, int], tuple[Any, Tree]] = {}
     for name, paths in where.items():
         model = load(flags.model, str(paths[0] / "export"), tree="none")
@@ -151,7 +150,7 @@ def race(
     seconds = dict.fromkeys(entries, 0.0)
     steps, tokens = dict.fromkeys(entries, 0), dict.fromkeys(entries, 0)
     questions = read_questions(flags.prompts, flags.limit)
-    for question in tqdm(questions, desc="in turn", unit="prompt", disable=None):
+    for question in tqdm(questions, desc="interleaved", unit="prompt", disable=None):
         rounds: dict[tuple[str, int], list[Any]] = {entry: [] for entry in entries}
         for _ in range(max(flags.repeats, 1)):
             for entry, (model, tree) in entries.items():

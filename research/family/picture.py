@@ -1,4 +1,4 @@
-"""The family side by side as a picture."""
+"""A picture that compares the drafters."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +12,13 @@ def draw_drafters(
     curves: Mapping,
     path: str | Path,
 ) -> Path:
-    """Three charts: head accuracy, accepted length against speed-up, held-out accuracy.
+    """Draw three charts: head accuracy, accepted length against speed-up, held-out accuracy.
 
     Args:
-      runs: per drafter what `measure.measure_one` found for each seed.
-      speeds: per drafter what `measure.race` found.
+      runs: per drafter the results of `measure.measure_one` for each seed.
+      speeds: per drafter the results of `measure.race`.
       curves: per drafter and seed the held-out records of training (step, top1 per head).
-      path: the file to write; its ending gives the format.
+      path: the file to write; its suffix selects the format.
     """
     figure = new_figure(12, 3.8)
     heads, lengths, training = figure.subplots(1, 3)

@@ -1,4 +1,4 @@
-"""The measured runs in words: tables, the papers' orders, Amphista's claim, curves."""
+"""Report of the measured runs: tables, the papers' orders, Amphista's claim, curves."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ import numpy as np
 
 from medusa_jax.evaluate.tables import markdown_table
 
-# Orders that the papers report for the mean accepted length; EAGLE's place is Amphista's table 9.
+# Orders of mean accepted length in the papers; EAGLE's place is from Amphista's table 9.
 ORDERS = (
     ("medusa", "hydra", "hydrapp", "eagle"),
     ("medusa", "amphista", "amphista_alpha", "eagle"),
@@ -21,7 +21,7 @@ ORDERS = (
 def curve(run: Path) -> list[dict[str, Any]]:
     """Held-out records of a training, in order: step, top1 and trained_top1, both per head.
 
-    The latter is the mean over what was logged of training batches since the record before.
+    trained_top1 is the mean over training batches logged since the previous record.
     """
     file = run / "log.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
@@ -49,8 +49,8 @@ def family_table(
     """All runs as Markdown: tables of heads, of decoding per tree size, of speed.
 
     Args:
-      runs: per drafter what `measure_one` found for each seed.
-      speeds: what `race` found.
+      runs: per drafter the results of `measure_one` for each seed.
+      speeds: the results of `race`.
     """
     heads, decoded = [], []
     for name, found in runs.items():
@@ -89,17 +89,17 @@ def family_table(
           "a chain of first guesses"), heads),
         (("drafter", "nodes", "mean accepted length", "drafting, share of a step", "diverged"),
          decoded),
-        (("drafter (first seed, all in turn)", "nodes", "step latency", "speed-up"), raced),
+        (("drafter (first seed, interleaved)", "nodes", "step latency", "speed-up"), raced),
     )  # fmt: skip
     return "\n\n".join(markdown_table(header, rows) for header, rows in tables)
 
 
 def convergence(curves: dict[str, list[list[dict[str, Any]]]]) -> str:
-    """Top-1 accuracy over training as Markdown, means of the heads and seeds; "" without curves.
+    """Top-1 accuracy over training as Markdown, means over heads and seeds; "" without curves.
 
-    Beside the held-out accuracy at every evaluation: what the last stretch still gained (over the
-    seeds), and the accuracy on training batches there, dropout on where there is some. A flat end
-    says that more steps at this schedule's rates bring nothing.
+    Columns: held-out accuracy at every evaluation, the gain since the previous one at the end (over the
+    seeds), and the accuracy on the last training batches, with dropout if there is any. A gain near zero
+    means that more steps with this schedule would not help.
     """
     curves = {name: [c for c in found if len(c) > 1] for name, found in curves.items()}
     curves = {name: found for name, found in curves.items() if found}
@@ -109,7 +109,7 @@ def convergence(curves: dict[str, list[list[dict[str, Any]]]]) -> str:
     header = (
         "held-out top-1 at step",
         *steps,
-        "gain since the one before",
+        "gain since the previous one",
         "on training text",
     )
     cells = []
@@ -125,16 +125,16 @@ def convergence(curves: dict[str, list[list[dict[str, Any]]]]) -> str:
 def differences(
     runs: dict[str, list[dict[str, Any]]], first: str, second: str, i: int
 ) -> list[float]:
-    """How much more of the i-th tree `second` accepts than `first`, seed by seed."""
+    """Difference in mean accepted length of the i-th tree, `second` minus `first`, per seed."""
     pairs = zip(runs[first], runs[second], strict=True)
     name = "mean_accepted_length"
     return [b["decoded"][i][name] - a["decoded"][i][name] for a, b in pairs]
 
 
 def orders(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """Whether the mean accepted lengths stand in the papers' orders, per tree size, as Markdown.
+    """Check the papers' orders of mean accepted length per tree size, as Markdown.
 
-    A step of an order holds or fails if all seeds say so, else it is undecided.
+    A comparison holds or fails if all seeds agree, else it is undecided.
     """
     lines = []
     for order in ORDERS:
@@ -154,9 +154,9 @@ def orders(runs: dict[str, list[dict[str, Any]]]) -> str:
 def claim(
     runs: dict[str, list[dict[str, Any]]], speeds: dict[str, list[dict[str, float]]]
 ) -> str:
-    """Amphista's central claim (its tables 4, 5 and 9): no longer than Hydra++ and yet faster.
+    """Amphista's central claim (its tables 4, 5 and 9): not longer than Hydra++, yet faster.
 
-    Lengths are means over the seeds, speeds those of the first ones, which ran in turn.
+    Lengths are means over seeds; speeds are those of the first seeds, from interleaved runs.
     """
     if not {"amphista", "hydrapp"} <= runs.keys():
         return ""

@@ -1,1 +1,1 @@
-"""`python -m research recipes`: training recipes side by side, see `command.py`."""
+"""`python -m research recipes`: compare training recipes, see `command.py`."""

@@ -1,16 +1,16 @@
-"""`python -m research recipes`: what each training recipe costs in quality and brings in length.
+"""`python -m research recipes`: compare quality and accepted length of training recipes.
 
-The shape of the paper's table 2 on a small backbone. All variants train with the same number of
-steps on text unlike the backbone's own (the README texts of the installed packages), so quality
-can be lost. A variant is measured by
+Reproduces the paper's table 2 on a small backbone. All variants train for the same number of steps on
+text unlike the backbone's training text (the READMEs of the installed packages), so quality can be
+lost. Each variant is measured by
 
-    perplexity   of the original's held-out text
-    agreement    share of its positions where the trained backbone's most likely next token is
-                 still the original's (teacher-forced)
-    accepted     mean accepted length of greedy decoding, one tree for all variants, on prompts from
-                 the new text and from the original's
+    perplexity   on held-out text of the original's kind
+    agreement    share of positions there at which the most likely next token of the trained backbone
+                 is still the original's (teacher-forced)
+    accepted     mean accepted length of greedy decoding, with one tree for all variants, on prompts
+                 from the new text and from the original's
 
-Finished runs leave a result.json and are not repeated, so the command can be stopped at will.
+Finished runs leave a result.json and are skipped, so the command can be stopped at any time.
 """
 
 import argparse
@@ -40,7 +40,7 @@ EXAMPLES = """examples:
 
 
 def study(flags: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """All variants and seeds; returns their figures, which are also in the result files."""
+    """Run all variants and seeds; returns their figures, which are also in the result files."""
     from medusa_jax.api.load import load
     from medusa_jax.training.data.rows import TokenRows
 
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--distill", type=int, default=640, help="continuations for self/")
     p.add_argument("--prompts", type=int, default=16, help="prompts of either text")
     p.add_argument("--new_tokens", type=int, default=96)
-    p.add_argument("--rows", type=int, default=64, help="held-out rows that are judged")
+    p.add_argument("--rows", type=int, default=64, help="held-out rows to evaluate")
     p.add_argument("--tree", default="cartesian:4,2,1,1")
     p.add_argument("--dtype", default="float32")
     return p
@@ -124,7 +124,7 @@ def run(flags: argparse.Namespace) -> int:
             f"{flags.original} has no tokens.npy; for the demo: python -m "
             "research demo_corpus --out work/demo makes work/demo/heldout"
         )
-    use_compilation_cache()  # variants and seeds share most programs
+    use_compilation_cache()  # variants and seeds share most compiled programs
     figures = study(flags)
     draw(Path(flags.out), list(figures), flags.seeds)
     print(recipe_table(flags, figures), end="")

@@ -15,7 +15,7 @@ from research.recipes.variants import variants
 
 
 def make_judge(rows: Any, limit: int) -> Callable[[Any, Any], tuple[float, np.ndarray]]:
-    """(configuration, parameters) -> (perplexity, most likely next tokens) of the held-out rows."""
+    """Return (configuration, parameters) -> (perplexity, most likely next tokens) on held-out rows."""
     import jax
     import jax.numpy as jnp
 
@@ -101,7 +101,7 @@ def loss_curve(out: Path, variant: str, seeds: int) -> tuple[list[int], list[flo
 
 
 def draw(out: Path, names: Sequence[str], seeds: int) -> None:
-    """curves.png: the losses of variants that train heads alone on the new text."""
+    """Draw curves.png: the losses of variants that train only heads on the new text."""
     from medusa_jax.plots import Chart, draw_lines
 
     alike = [n for n in names if [r.get("share") for r in variants()[n][1]] == [1.0]]

@@ -1,4 +1,4 @@
-"""The study's texts: one unlike the backbone's own, and the backbone's continuations of it."""
+"""The study's texts: one unlike the backbone's training text, and the backbone's continuations of it."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from medusa_jax.errors import UserError
 
 
 def new_text() -> list[str]:
-    """README texts of the installed packages, in the order of their names."""
+    """READMEs of the installed packages, sorted by package name."""
     texts = {}
     for package in metadata.distributions():
         body = (package.read_text("METADATA") or "").partition("\n\n")[2]
@@ -23,7 +23,7 @@ def new_text() -> list[str]:
 
 
 def write_tokens(directory: Path, pieces: Sequence[np.ndarray], prompt: int = 0) -> None:
-    """A token directory of pieces; the first `prompt` tokens of each are not targets."""
+    """Write a token directory of pieces; the first `prompt` tokens of each are not targets."""
     directory.mkdir(parents=True, exist_ok=True)
     lengths = [len(p) for p in pieces]
     counted = [np.arange(n) >= prompt for n in lengths]
@@ -33,10 +33,10 @@ def write_tokens(directory: Path, pieces: Sequence[np.ndarray], prompt: int = 0)
 
 
 def prepare_text(flags: argparse.Namespace, model: Any, out: Path) -> list[list[int]]:
-    """Writes `new/` and `self/` (token directories); returns prompts of the new text, apart.
+    """Write `new/` and `self/` (token directories); returns held-out prompts of the new text.
 
-    The text is cut into pieces of `--length` tokens, every tenth is held out. `self/` holds the
-    same pieces' first quarters, continued by the backbone itself at temperature 0.3.
+    The text is cut into pieces of `--length` tokens; every tenth is held out. `self/` holds the first
+    quarters of the same pieces, continued by the backbone at temperature 0.3.
     """
     from medusa_jax.api.results import Options
 
@@ -46,14 +46,16 @@ def prepare_text(flags: argparse.Namespace, model: Any, out: Path) -> list[list[
         ids = np.array(model.tokenizer.encode(text), np.int32)
         pieces += [ids[i : i + T] for i in range(0, len(ids) - T + 1, T)]
     if len(pieces) < 40:
-        raise UserError("too few installed packages have a README to make a new text of")
+        raise UserError(
+            "too few installed packages have a README to build the new text from"
+        )
     apart = pieces[::10]
     train = [p for i, p in enumerate(pieces) if i % 10]
     train = [train[i] for i in np.random.default_rng(0).permutation(len(train))]
     if not (out / "new" / "tokens.npy").exists():
         write_tokens(out / "new", train)
     if not (out / "self" / "tokens.npy").exists():
-        inform(f"the backbone continues {min(flags.distill, len(train))} prompts itself")
+        inform(f"the backbone continues {min(flags.distill, len(train))} prompts")
         own = []
         for first in range(0, min(flags.distill, len(train)), 32):
             prompts = [p[:prompt].tolist() for p in train[first : first + 32]]

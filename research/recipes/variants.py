@@ -1,4 +1,4 @@
-"""The variants of the study: what each trains, on what, at which rates."""
+"""The variants of the study: trained parts, text and learning rates."""
 
 import argparse
 import os
@@ -21,9 +21,9 @@ HEADS_RATE, BACKBONE_RATE = 2e-3, 5e-4  # the paper's two-stage recipe
 
 
 def variants() -> dict[str, tuple[str, list[dict[str, Any]]]]:
-    """Name -> (what it is, its runs one after another as fields that differ from `recipe`).
+    """Name -> (description, runs in order, as the fields that differ from `recipe`).
 
-    A run's "share" is its part of all steps; "heads" is the run whose heads it starts from.
+    A run's "share" is its share of all steps; "heads" is the run whose heads it starts from.
     """
     lora = {"lora.rank": 32, "train.stage": "medusa2"}
     joint = lora | {"optim.lr": BACKBONE_RATE, "train.lambda_0": 0.2}
@@ -60,7 +60,7 @@ def variants() -> dict[str, tuple[str, list[dict[str, Any]]]]:
 
 
 def recipe(flags: argparse.Namespace, seed: int, data: Path) -> Config:
-    """What all variants share."""
+    """The configuration that all variants share."""
     return Config(
         model=ModelConfig(path=flags.model),
         heads=HeadsConfig(n_heads=4, n_layers=1, lm_head="low_rank", rank=flags.rank),
@@ -84,7 +84,7 @@ def train_variant(
     folder: Path,
     out: Path,
 ) -> tuple[str, str, float]:
-    """Runs of one variant -> (model directory, heads directory, last mean loss of the heads)."""
+    """Run one variant; returns (model directory, heads directory, last mean loss of the heads)."""
     from medusa_jax.commands.train import override
     from medusa_jax.training.trainer import train
 

@@ -290,7 +290,7 @@ def test_ids_lie_beside_the_heads(kind, tmp_path):
     [
         (np.append(IDS[:-1], np.int32(23)), "vocabulary id 23, outside 0..22"),
         (np.append(np.int32(-1), IDS[1:]), "vocabulary id -1, outside 0..22"),
-        (np.append(IDS[:-1], IDS[-2]), "ids 19 and 19 in a row: each stands there once"),
+        (np.append(IDS[:-1], IDS[-2]), "ids 19 and 19 in a row: ids must be unique"),
         (IDS[::-1].copy(), "ids 22 and 19 in a row"),
         (IDS[:-1], r"shape \[10\], draft_vocab is 11"),
         (IDS.astype(np.float32), "is float32, not int32"),

@@ -1,8 +1,8 @@
-"""Acceptance: which path of the verified tree is kept, and which token follows it.
+"""Acceptance rules: which path of the verified tree is kept, and which token follows it.
 
-One file per rule under the contract of `rule.py`; every `Rule` in this package's files is there by
-its name. `greedy` and `sampled` are lossless, `rejection` is lossless in distribution, `typical`
-is lossy.
+One file per rule with the contract of `rule.py`; every `Rule` in this package's files is registered
+by its name. `greedy` and `sampled` are lossless, `rejection` is lossless in distribution, `typical` is
+lossy.
 """
 
 import importlib

@@ -1,9 +1,9 @@
-"""Recursive rejection sampling on a tree: lossless, the classical rule the papers compare with.
+"""Recursive rejection sampling on a tree: lossless, the standard rule that papers compare with.
 
 Siblings are drawn without replacement from the head's distribution q: the order of
-logits / T + Gumbel noise is such a draw (Gumbel-top-k). The verifier's distribution p then judges
-them in the order they were drawn (Leviathan et al. 2023 for one draft; EAGLE 1 and Sequoia
-for several):
+logits / T + Gumbel noise is such a draw (Gumbel-top-k). They are then tested against the verifier's
+distribution p in the order of drawing (Leviathan et al. 2023 for one draft; EAGLE 1 and Sequoia for
+several):
 
     g = p; h = q
     for x in the siblings, in order:
@@ -11,12 +11,12 @@ for several):
         else  g = norm(max(g - h, 0));  h(x) = 0;  h = norm(h)
     none accepted: the next token is a sample of g
 
-Whatever token comes out is distributed as p. Against sample-then-match (`accept_targets`): the
-same law, but other draws, which depend on the tree and the drafter.
+The resulting token is distributed as p. Compared with sample-then-match (`accept_targets`) the
+distribution is the same, but the draws differ and depend on the tree and the drafter.
 
-Noise depends on the request and the absolute position, so batch mates play no part. All nodes
-of a depth share the noise of their children: only one node a depth is ever visited, and what
-lies behind the last token of a step has not been looked at when the next step uses it.
+Noise depends on the request and the absolute position, so other rows of the batch have no influence.
+All nodes of a depth share the noise of their children: only one node per depth is visited, and noise
+after the last token of a step is unused when the next step starts there.
 """
 
 from collections.abc import Mapping
@@ -36,8 +36,8 @@ from medusa_jax.decoding.sampling import (
 )
 from medusa_jax.tree import Tree
 
-# Streams of a row's noise beside the verifier's own (which is keyed by the position itself).
-# Positions stay far below 2**31, so the keys cannot meet.
+# Noise streams of a row in addition to the verifier's, which is keyed by position. Positions stay far
+# below 2**31, so the keys cannot collide.
 DRAFT, JUDGE = 2**31, 2**31 + 1
 
 
@@ -55,18 +55,18 @@ def accept_rejection(
     draft_logits: Mapping[int, jax.Array],
     draft_ids_O: jax.Array | None = None,
 ) -> Accepted:
-    """Walk down the tree, judging the children of the node that was accepted last.
+    """Walk down the tree, testing the children of the last accepted node.
+
+    In rows of temperature 0, p is a point mass: greedy decoding.
 
     Args:
-      nodes_BM: drafted tokens; the j-th child of a node is the j-th draw behind it.
+      nodes_BM: drafted tokens; the j-th child of a node is the j-th draw after it.
       logits_BMV: the verifier's logits at each node.
       tree: dense (`Tree.dense`): the j-th child has rank j.
       length_B: position of the root.
-      draft_logits: the heads' logits that children at depth d were drawn from: [B, O], or
-        [B, P, O] with one row for each node of depth d - 1 that has children, in order.
-      draft_ids_O: the tokens that these are of; the head gave all others no mass. None: all.
-
-    Rows of temperature 0 take p as a point mass: greedy decoding.
+      draft_logits: by depth d, the heads' logits that children at depth d were drawn from: [B, O],
+        or [B, P, O] with one row for each node of depth d - 1 that has children, in order.
+      draft_ids_O: token ids of these logits; the head gives all others no mass. None: all tokens.
     """
     if not tree.is_dense:
         raise ValueError("rejection needs a tree whose siblings have the ranks 0, 1, ...")
@@ -75,7 +75,7 @@ def accept_rejection(
     token_V = jnp.arange(V)[None, :]
     children_MC = jnp.asarray(tree.children_MC)
     judge = sampling.stream(JUDGE)
-    # Rows of temperature 0 judge by p alone; any positive number serves as their scale.
+    # For temperature 0 only p matters, so any positive scale of q will do.
     scale_B1 = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1)[:, None]
     node_B = jnp.zeros((B,), jnp.int32)
     going_B = jnp.ones((B,), bool)
@@ -100,7 +100,7 @@ def accept_rejection(
             log_g_BV, log_q_BV, accepted_B = carry
             child_B = jnp.take(children_BC, j, axis=1)
             x_B = nodes_BM[row_B, child_B]
-            # The root is nobody's child: 0 stands for "no more children".
+            # The root is never a child, so 0 marks "no more children".
             open_B = before_B & (accepted_B == 0) & (child_B > 0)
             g_BV, h_BV = jnp.exp(log_g_BV), normalised(log_q_BV)
             h_x_B, g_x_B = h_BV[row_B, x_B], g_BV[row_B, x_B]
@@ -109,8 +109,7 @@ def accept_rejection(
             rest_BV = jnp.maximum(g_BV - h_BV, 0)
             total_B1 = rest_BV.sum(-1, keepdims=True)
             log_rest_BV = jnp.log(rest_BV / jnp.where(total_B1 > 0, total_B1, 1))
-            # A draw that q gave no mass is none: it is passed over. So is the subtraction where
-            # rounding has left nothing of g.
+            # A draw without mass in q is skipped. So is the subtraction if rounding leaves nothing of g.
             refused_B1 = (open_B & ~taken_B & (h_x_B > 0))[:, None] & (total_B1 > 0)
             log_g_BV = jnp.where(refused_B1, log_rest_BV, log_g_BV)
             log_q_BV = jnp.where(token_V == x_B[:, None], -jnp.inf, log_q_BV)
@@ -123,7 +122,7 @@ def accept_rejection(
 
     n_B = jnp.take(jnp.asarray(tree.depth_M), node_B)
     path_BL = jnp.take(jnp.asarray(tree.ancestors_ML), node_B, axis=0)
-    # The verifier's own stream: without drafts this is plain sampling, draw for draw.
+    # The verifier's noise stream: without drafts this is plain sampling, draw for draw.
     noise_BV = gumbel(sampling.key_B, (length_B + n_B + 1)[:, None], V, log_g_BV.dtype)[
         :, 0
     ]
@@ -133,7 +132,7 @@ def accept_rejection(
 def parents_logits(
     tree: Tree, depth: int, draft_logits: Mapping[int, jax.Array], node_B: jax.Array
 ) -> jax.Array:
-    """The head's logits [B, O] that the children of each row's node (of `depth`) came from."""
+    """The head's logits [B, O] that the children of each row's node (at `depth`) were drawn from."""
     if depth + 1 not in draft_logits:
         raise ValueError(
             f"the drafter did not rank its guesses at depth {depth + 1} with rank_scores, so "
@@ -149,7 +148,7 @@ def parents_logits(
 
 
 def normalised(log_weights_BV: jax.Array) -> jax.Array:
-    """softmax, but all zeros where every weight is zero."""
+    """softmax, or all zeros if every weight is zero."""
     top_B1 = jnp.max(log_weights_BV, axis=-1, keepdims=True)
     weights_BV = jnp.exp(log_weights_BV - jnp.where(jnp.isfinite(top_B1), top_B1, 0))
     total_B1 = weights_BV.sum(-1, keepdims=True)
@@ -161,12 +160,11 @@ def _rejection(v: Verified) -> Accepted:
     return accept_rejection(*rows, v.draft_logits, v.draft_ids_O)
 
 
-# Drafts are ranked by noise of another stream than the verifier's: they must be draws independent
-# of it.
+# Drafts are ranked with another noise stream than the verifier's, since they must be independent of it.
 REJECTION = Rule(
     "rejection",
     True,
-    "lossless in distribution: the law of plain sampling, by other draws",
+    "lossless in distribution: that of plain sampling, with different draws",
     _rejection,
     noise=lambda *args: draft_noise(*args),
     dense=True,

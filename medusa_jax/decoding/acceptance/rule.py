@@ -1,4 +1,4 @@
-"""What an acceptance rule is: it sees the verified tree and keeps one path of it."""
+"""The contract of acceptance rules: a rule gets the verified tree and keeps one path of it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Accepted(NamedTuple):
     """The outcome of one verification.
 
     Attributes:
-      path_BL: nodes of the accepted path, root first; entries behind `n_B` repeat its end.
+      path_BL: nodes of the accepted path, root first; entries after `n_B` repeat its end.
       n_B: accepted drafts, 0 to L - 1 (the root is not counted).
-      bonus_B: the token behind the path, chosen by the verifier.
+      bonus_B: the token after the path, chosen by the verifier.
     """
 
     path_BL: jax.Array
@@ -27,20 +27,20 @@ class Accepted(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """A drafted tree and what the verifier said of it.
+    """A drafted tree and the verifier's results.
 
     Attributes:
       tree: a `Tree`, or its arrays.
       nodes_BM: drafted tokens, the root first.
       positions_BM: absolute position of each node.
       hidden_BMD, logits_BMV: the verifier's hidden states and logits at each node.
-      beside_BUV: its logits of the rows beside the tree that are scored.
-      cache: keys and values, those of all nodes in slots [length, length + M).
-      sampling: the rows' parameters.
+      beside_BUV: its logits of the drafter's scored extra rows (`Beside`).
+      cache: keys and values, including all nodes in slots [length, length + M).
+      sampling: sampling parameters of the rows.
       length_B: position of the root.
-      noise_BLV: the rule's own noise by depth, or None.
-      draft_logits: by depth the heads' logits that the drafts were ranked by.
-      draft_ids_O: the tokens that these are of; None: all.
+      noise_BLV: the rule's noise by depth, or None.
+      draft_logits: by depth, the heads' logits that ranked the drafts.
+      draft_ids_O: token ids of these logits; None: all tokens.
     """
 
     tree: Tree
@@ -57,13 +57,13 @@ class Verified(NamedTuple):
     draft_ids_O: jax.Array | None = None
 
 
-# (rows' parameters, positions [B, L], V, dtype) -> noise [B, L, V].
+# (sampling parameters, positions [B, L], V, dtype) -> noise [B, L, V].
 NoiseFn = Callable[[Sampling, jax.Array, int, Any], jax.Array]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One acceptance rule; a file of this package that holds one is found by its name.
+    """One acceptance rule; rules in the files of this package are registered by name.
 
     Attributes:
       name: what `--acceptance` calls it.
@@ -87,10 +87,10 @@ class Rule:
 
 
 def walk(matched_BM: jax.Array, tree: Tree, tie_break_BM: jax.Array | None = None):
-    """The longest path whose nodes all match: (path_BL, n_B, deepest node_B).
+    """Find the longest path whose nodes all match: (path_BL, n_B, deepest node_B).
 
-    A node is accepted if it and all its ancestors match; the root always does. Among equally
-    deep accepted nodes the one with the largest `tie_break_BM` wins, else the first.
+    A node is accepted if it and all its ancestors match; the root always matches. Of equally deep
+    accepted nodes, the one with the largest `tie_break_BM` is chosen, or the first without it.
 
     Example: the tree of `Tree`'s docstring, matched = [.., yes, no, no, yes]: node 4 (path
     [0, 2]) is the deepest accepted one, path [0, 1, 4], n = 2.

@@ -1,7 +1,7 @@
 """Greedy and sampled acceptance: lossless, token for token.
 
-A node's *target token* is what plain decoding would emit behind it: the verifier's argmax, or,
-sampled, argmax(filtered(logits / T) + g). A draft is accepted if it is its parent's target token,
+A node's *target token* is the token that plain decoding would emit after it: the verifier's argmax, or,
+when sampling, argmax(filtered(logits / T) + g). A draft is accepted if it is its parent's target token,
 and the bonus token is the target token of the deepest accepted node.
 """
 
@@ -20,15 +20,15 @@ def target_tokens(
     sampling: Sampling | None,
     by_depth: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """The token that plain decoding emits behind each node: [B, M].
+    """The token that plain decoding emits after each node: [B, M].
 
     Args:
       logits_BMV: the verifier's logits at each node.
-      positions_BM: absolute position of each node; its target token sits one further.
-      sampling: None is greedy; else argmax(filtered(logits / T) + g[position + 1]), with the
-        noise switched off in rows of temperature 0.
-      by_depth: optionally the noise by depth [B, L, V] and each node's depth [M]: nodes of one
-        depth share a position and so their noise.
+      positions_BM: absolute position of each node; its target token is at the next position.
+      sampling: None is greedy; else argmax(filtered(logits / T) + g[position + 1]), without noise in
+        rows of temperature 0.
+      by_depth: optionally the noise by depth [B, L, V] and each node's depth [M]: nodes of one depth
+        share their position and noise.
     """
     if sampling is None:
         return best_token(logits_BMV)

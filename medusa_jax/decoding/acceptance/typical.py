@@ -16,10 +16,10 @@ def accept_typical(
 ) -> Accepted:
     """Typical acceptance (Medusa 2.3.1), lossy.
 
-    A draft x passes if p(x) > min(epsilon, delta * exp(-H(p))), p the verifier's distribution
-    behind its parent after temperature and filters, H its entropy in nats. The longest path
-    wins, ties by summed log-probability; the token behind it is the most likely one. Rows of
-    temperature 0 let only the likeliest token pass: greedy decoding.
+    A draft x is accepted if p(x) > min(epsilon, delta * exp(-H(p))), where p is the verifier's
+    distribution after x's parent, with temperature and filters, and H(p) its entropy in nats. The
+    longest path wins, ties go to the larger summed log-probability; the token after it is the most
+    likely one. In rows of temperature 0 only the most likely token is accepted: greedy decoding.
     """
     log_p_BMV = log_target_law(logits_BMV, sampling)
     p_BMV = jnp.exp(log_p_BMV)
@@ -30,10 +30,10 @@ def accept_typical(
     )
     threshold_BM = jnp.minimum(epsilon_B1, delta_B1 * jnp.exp(-entropy_BM))
     parent_M = jnp.asarray(tree.parent_M)
-    behind_BMV = jnp.take(log_p_BMV, parent_M, axis=1)
-    log_p_BM = jnp.take_along_axis(behind_BMV, nodes_BM[..., None], axis=-1)[..., 0]
+    of_parent_BMV = jnp.take(log_p_BMV, parent_M, axis=1)
+    log_p_BM = jnp.take_along_axis(of_parent_BMV, nodes_BM[..., None], axis=-1)[..., 0]
     passed_BM = jnp.exp(log_p_BM) > jnp.take(threshold_BM, parent_M, axis=1)
-    # Summed log-probability of the drafts on the way to each node (the root adds nothing).
+    # Summed log-probability of the drafts on the path to each node, without the root.
     own_BM = jnp.where((jnp.asarray(tree.depth_M) > 0)[None, :], log_p_BM, 0)
     own_BM = jnp.maximum(own_BM, jnp.finfo(own_BM.dtype).min / (2 * tree.path_length))
     total_BM = jnp.sum(
@@ -49,7 +49,7 @@ def accept_typical(
 TYPICAL = Rule(
     "typical",
     False,
-    "LOSSY: another distribution than the model's",
+    "LOSSY: not the model's distribution",
     lambda v: accept_typical(v.nodes_BM, v.logits_BMV, v.tree, v.sampling),
     by_drafts=True,
 )

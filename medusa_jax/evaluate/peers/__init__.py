@@ -1,1 +1,1 @@
-"""Other engines on the same weights and prompts, timed in turn with this one."""
+"""Other engines on the same weights and prompts, timed in runs interleaved with this one."""

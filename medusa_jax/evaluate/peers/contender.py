@@ -1,4 +1,4 @@
-"""Engines side by side: the same prompts as token ids, greedy, the same number of new tokens."""
+"""Compare engines on the same prompt ids, greedy, with the same number of new tokens."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ class Run:
     """A prompt decoded once.
 
     Attributes:
-      prefill_seconds: until the first token is there.
-      decode_seconds: from there to the last.
-      first: tokens that came with the first (an engine that drafts may give several).
+      prefill_seconds: time to the first token.
+      decode_seconds: time from the first to the last token.
+      first: tokens that arrive with the first one (an engine with drafts may return several).
     """
 
     token_ids: list[int]
@@ -28,7 +28,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding alone."""
+        """Tokens per second of decoding, without prefill."""
         return (len(self.token_ids) - self.first) / self.decode_seconds
 
 
@@ -37,8 +37,8 @@ class Contender:
     """An engine with its weights in one type.
 
     Attributes:
-      decode: greedy decoding of a prompt of token ids, to exactly so many new tokens, whatever
-        they are: no token ends the text.
+      decode: (prompt ids, n) -> greedy decoding of exactly n new tokens; end-of-text tokens are
+        ignored.
     """
 
     engine: str
@@ -65,17 +65,16 @@ def side_by_side(
     n_tokens: int,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """One row for each contender; the first is what the others are measured against.
+    """One row for each contender; the first is the baseline.
 
-    Every prompt is decoded by all in turn, `repeats` times, so that a machine that drifts favours
-    none. A figure of a prompt is the median of its runs, one of a row the median of the prompts.
-    `agreement` is the share of all new tokens that stand before the first one that is not the
-    first contender's.
+    Runs of all contenders are interleaved on every prompt, `repeats` times, so that drift favours
+    none. Figures are medians over the runs of a prompt, then over prompts. `agreement` is the share
+    of new tokens before the first difference from the baseline.
     """
-    for contender in contenders:  # compiles, fills caches, wakes threads
+    for contender in contenders:  # warm-up
         contender.decode(prompts[0], n_tokens)
     found: list[list[list[Run]]] = []  # by prompt, contender, repeat
-    for prompt in tqdm(prompts, desc="engines in turn", unit="prompt", disable=None):
+    for prompt in tqdm(prompts, desc="interleaved", unit="prompt", disable=None):
         rounds = [[c.decode(prompt, n_tokens) for c in contenders] for _ in range(repeats)]
         found.append([list(runs) for runs in zip(*rounds)])
     rows = []
@@ -108,7 +107,7 @@ def side_by_side(
 
 
 def agreed(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Tokens before the first that differs.
+    """Number of tokens before the first difference.
 
     Example: [5, 6, 7], [5, 6, 9] -> 2.
     """

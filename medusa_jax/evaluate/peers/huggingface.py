@@ -7,28 +7,28 @@ from typing import Any
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.peers.contender import Contender, Run
 
-# Drafts a step that are looked up in the text so far: the default of transformers' own drafter.
+# Drafts per step of prompt lookup: the default of transformers.
 LOOKED_UP = 10
 
 
 class Clock:
-    """A streamer of transformers: when tokens came, and how many at once, the prompt first."""
+    """A streamer for transformers that records arrival times and token counts, the prompt first."""
 
     def __init__(self) -> None:
-        self.came: list[tuple[float, int]] = []
+        self.arrivals: list[tuple[float, int]] = []
 
     def put(self, tokens: Any) -> None:
         """Called with the prompt, then with the tokens of every step."""
-        self.came.append((time.perf_counter(), tokens.numel()))
+        self.arrivals.append((time.perf_counter(), tokens.numel()))
 
     def end(self) -> None:
-        """Called behind the last token."""
+        """Called after the last token."""
 
 
 def transformers_contenders(
     directory: str, threads: int, no_repeat_ngram_size: int
 ) -> list[Contender]:
-    """Both ways of decoding of one model in Hugging Face form.
+    """Contenders for plain decoding and prompt lookup of one model in Hugging Face form.
 
     Raises:
       UserError: torch is not installed.
@@ -38,7 +38,7 @@ def transformers_contenders(
         from transformers import AutoModelForCausalLM, GenerationConfig
     except ImportError as error:
         raise UserError(
-            "transformers generates with torch: pip install 'medusa-jax[torch]'"
+            "comparing with transformers needs torch: pip install 'medusa-jax[torch]'"
         ) from error
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(
@@ -63,7 +63,7 @@ def transformers_contenders(
                     ids, attention_mask=mask, generation_config=wanted, streamer=clock
                 )
             end = time.perf_counter()
-            first_at, first = clock.came[1]
+            first_at, first = clock.arrivals[1]
             return Run(
                 out[0, len(prompt) :].tolist(), first_at - start, end - first_at, first
             )

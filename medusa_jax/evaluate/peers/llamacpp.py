@@ -1,4 +1,4 @@
-"""llama.cpp, through llama-cpp-python: a GGUF file as its users run it, and in float32."""
+"""llama.cpp through llama-cpp-python: a GGUF file in its usual type, and in float32."""
 
 import itertools
 import time
@@ -12,10 +12,10 @@ from medusa_jax.interop.hub import gguf_file
 
 
 def llamacpp_contenders(model: str | None, context: int, threads: int) -> list[Contender]:
-    """The file in its own type, and the same weights in float32, keys and values too.
+    """Contenders for the file in its own type, and for its weights, keys and values in float32.
 
     Args:
-      model: as for `--model`; it must stand for a GGUF file.
+      model: as for `--model`; it must name a GGUF file.
       context: tokens of the longest text.
 
     Raises:
@@ -26,7 +26,7 @@ def llamacpp_contenders(model: str | None, context: int, threads: int) -> list[C
         import llama_cpp
     except ImportError as error:
         raise UserError(
-            "llama.cpp is run through llama-cpp-python: pip install 'medusa-jax[llamacpp]'"
+            "comparing with llama.cpp needs llama-cpp-python: pip install 'medusa-jax[llamacpp]'"
         ) from error
     own, settings = block_type(path), {"n_ctx": context, "n_threads": threads}
     settings |= {"n_threads_batch": threads, "n_gpu_layers": 0}
@@ -47,7 +47,7 @@ def _contender(
         raise UserError(f"llama.cpp cannot load {path}: {error}") from error
 
     def decode(prompt: Sequence[int], n_tokens: int) -> Run:
-        llama.reset()  # or it would keep what the prompt shares with the one before
+        llama.reset()  # else it would reuse the prefix shared with the previous prompt
         start = time.perf_counter()
         tokens = llama.generate(list(prompt), temp=0.0, repeat_penalty=1.0)
         first = next(tokens)

@@ -1,1 +1,1 @@
-"""Medusa's appendix G: what a step costs by the roofline, predicted and measured."""
+"""Medusa's appendix G: predicted and measured step latency in the roofline model."""

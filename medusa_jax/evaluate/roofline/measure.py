@@ -1,7 +1,7 @@
-"""The three groups of operators timed on this device, and the latency model fitted to them.
+"""Time the three groups of operators on this device and fit the latency model to them.
 
-As in the paper's figures 9 to 20: every product is dispatched by itself, in three phases: a prompt
-is read (as many queries as tokens), one token is decoded, a tree is verified.
+As in the paper's figures 9 to 20, every product is dispatched separately, in three phases: reading
+a prompt (a query per token), decoding one token, verifying a tree.
 """
 
 import itertools
@@ -29,13 +29,13 @@ from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import make_mesh
 
-# Operands are taken in turn from so many bytes, so that no cache holds them from call to call, as
-# the blocks of a model do not find theirs there.
+# Calls cycle through operands of this many bytes, so that caches do not hold them from call to call,
+# as they would not in a model of many blocks.
 SPREAD = 256 * 2**20
 MOST_COPIES = 1024
-# One timed stretch lasts about so long.
+# Seconds of one timed series of calls.
 STRETCH = 0.02
-# One of each group of figures: q stands for k, v and o, up for gate and down.
+# Operators timed: q stands for k, v and o, up for gate and down.
 TIMED = ("q", "qk", "pv", "up")
 
 
@@ -57,7 +57,7 @@ def cases(
     trees: Sequence[int],
     size: int,
 ) -> Iterator[Case]:
-    """All points; linear layers, which do not see cached tokens, once for all lengths of a tree."""
+    """All points. Linear layers do not depend on cached tokens: decode and tree phases use one length."""
     for batch, length in itertools.product(batches, lengths):
         phases = [("prefill", length), ("decode", 1), *(("tree", n) for n in trees)]
         for phase, queries in phases:
@@ -68,7 +68,7 @@ def cases(
 
 
 def product_of(config: LlamaConfig, case: Case, dtype: Any) -> tuple[Callable, list[tuple]]:
-    """(function, shapes of its operands): the product as the model computes it."""
+    """Return (function, shapes of its operands): the product as the model computes it."""
     c = config
     B, G, H, S = case.batch, c.n_kv_heads, c.head_dim, case.length
     rows = case.queries * c.n_heads // G
@@ -94,7 +94,7 @@ def product_of(config: LlamaConfig, case: Case, dtype: Any) -> tuple[Callable, l
 def time_case(
     config: LlamaConfig, case: Case, dtype: Any, rounds: int, storage: Storage
 ) -> float:
-    """Median seconds of one call, of `rounds` stretches of calls in a row."""
+    """Median seconds of one call over `rounds` series of consecutive calls."""
     function, shapes = product_of(config, case, dtype)
     copies = max(1, min(MOST_COPIES, math.ceil(SPREAD / case.operator.bytes)))
 
@@ -131,7 +131,7 @@ def measure(
     most_flops: float,
     most_bytes: float,
 ) -> tuple[list[dict[str, Any]], int]:
-    """(one record per point, how many points were left out as larger than the two limits).
+    """Return (one record per point, number of points skipped for exceeding a limit).
 
     Raises:
       UserError: the limits leave a group without a point.
@@ -147,7 +147,7 @@ def measure(
             "every point of a group is larger than --most_gflop or --most_gbyte allow"
         )
     records = []
-    storage = choose_storage(config, dtype, make_mesh())  # as a model's kernels lie here
+    storage = choose_storage(config, dtype, make_mesh())  # as decoding stores kernels here
     for case in tqdm(kept, desc="timing operators", unit="point", disable=None):
         seconds = time_case(config, case, dtype, rounds, storage)
         o = case.operator
@@ -170,10 +170,10 @@ def measure(
 
 
 def fit_roof(records: Sequence[dict[str, Any]]) -> Fit:
-    """The roof that explains the timings best.
+    """Fit the roof to the timings.
 
-    Peak, bandwidth and overhead are found by least squares of the logarithms, so that a short
-    call weighs as much as a long one.
+    Peak, bandwidth and overhead minimise the squared errors of log seconds, so that short and long
+    calls weigh the same.
     """
     from scipy.optimize import least_squares
 

@@ -1,8 +1,8 @@
-"""The matrix products of a decoding step: their arithmetic and their traffic (Medusa G.1).
+"""The matrix products of a decoding step: arithmetic and memory traffic (Medusa G.1).
 
-An operator reads its operands and writes its result once; `size` is that of a number in bytes. Its operational intensity is FLOPs per
-byte moved. Linear layers see B q rows, the query tokens of a batch; attention is done per row
-of the batch and per key/value head, so its intensity knows no batch.
+An operator reads its operands and writes its result once; `size` is bytes per number. Operational
+intensity is FLOPs per byte moved. Linear layers have B q rows, the query tokens of a batch. Attention
+is computed per row of the batch and per key/value head, so its intensity does not depend on B.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ GROUPS = (QKV, ATTENTION, MLP)
 
 @dataclass(frozen=True)
 class Operator:
-    """One matrix product; `flops` and `bytes` are those of one of its `calls`."""
+    """One matrix product; `flops` and `bytes` are per call."""
 
     name: str
     group: str
@@ -43,7 +43,7 @@ def linear(
 def attention(
     name: str, config: LlamaConfig, batch: int, queries: int, length: int, size: int = BF16
 ) -> Operator:
-    """Q K^T or P V, which cost the same: `queries` tokens over `length` cached ones.
+    """Q K^T or P V, which have the same cost: `queries` tokens over `length` cached ones.
 
     The query heads that share a key/value head are rows of one product, which reads the keys once.
     """
@@ -57,7 +57,7 @@ def attention(
 def block_operators(
     config: LlamaConfig, batch: int, queries: int, length: int, size: int = BF16
 ) -> list[Operator]:
-    """The products of one block (the paper's simplified block leaves the output projection out)."""
+    """The products of one block (the paper's simplified block omits the output projection)."""
     D, F = config.d_model, config.d_ff
     Q, KV = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     rows, text = batch * queries, (config, batch, queries, length, size)
@@ -82,8 +82,11 @@ def step_operators(
     n_heads: int,
     size: int = BF16,
 ) -> list[Operator]:
-    """The products of a whole step: all blocks, the LM head on every node and, where a tree is
-    drafted, `n_heads` Medusa heads (a residual block and an LM head each) on one node a row."""
+    """The products of a whole step: all blocks, the LM head on every node and the draft heads.
+
+    The `n_heads` Medusa heads (a residual block and an LM head each) run on one node per row, and only
+    if there are drafts (`queries` > 1).
+    """
     D, V = config.d_model, config.vocab_size
     block = block_operators(config, batch, queries, length, size)
     step = [replace(operator, calls=config.n_layers) for operator in block]

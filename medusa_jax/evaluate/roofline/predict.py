@@ -20,27 +20,26 @@ Step = Callable[[int], Sequence[Operator]]
 
 @dataclass(frozen=True)
 class Roof:
-    """A latency model: an operator takes what its arithmetic or its traffic takes, whichever is
-    longer, and `overhead` seconds more for each call."""
+    """Latency model: a call takes max(arithmetic time, memory time) + `overhead` seconds."""
 
     flops: float
     bandwidth: float
     overhead: float = 0.0
 
     def seconds(self, operator: Operator) -> float:
-        """All calls of the operator."""
+        """Seconds of all calls of the operator."""
         bound = max(operator.flops / self.flops, operator.bytes / self.bandwidth)
         return operator.calls * (self.overhead + bound)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A roof found from timings.
+    """A roof fitted to timings.
 
     Attributes:
       error: root mean square of log(predicted / measured).
-      bound: how many points it takes to be bound by arithmetic, memory and overhead. The figure
-        that bounds none is no finding: it stays at the best that was seen.
+      bound: numbers of points bound by arithmetic, memory and overhead. A figure of the roof that
+        bounds no point is not determined by the fit: it stays at the best value seen.
     """
 
     roof: Roof
@@ -53,38 +52,39 @@ Roofs = Mapping[str, Roof]
 
 
 def roofs_of(chip: Chip) -> Roofs:
-    """The chip's peaks for all groups: no kernel is faster."""
+    """The chip's peak figures for all groups: a lower bound on latency."""
     return dict.fromkeys(GROUPS, Roof(chip.flops, chip.bandwidth))
 
 
 def step_seconds(roofs: Roofs, operators: Iterable[Operator]) -> float:
-    """The operators one after the other."""
+    """Seconds of the operators run one after another."""
     return sum(roofs[operator.group].seconds(operator) for operator in operators)
 
 
 def paper_acceleration(nodes: int) -> float:
-    """The paper's fit to its figure 4(a): 0.477 log(nodes), and never less than one token.
+    """The paper's fit to its figure 4(a): 0.477 log(nodes), at least one token.
 
-    The paper prints no base. With 2 it gives 2.86 tokens at 64 nodes, which is of the order of the
-    accepted lengths that it reports; with e it would be 1.98. The base scales all speed-ups alike
-    and moves no optimum.
+    The paper does not give the base. Base 2 gives 2.86 tokens at 64 nodes, close to the accepted
+    lengths that it reports; base e would give 1.98. The base scales all speed-ups equally and does
+    not move the optimum.
     """
     return max(1.0, 0.477 * math.log2(nodes))
 
 
 def measured_acceleration(path: str) -> Acceleration:
-    """The curve that `calibrate` wrote into a tree file: straight lines in log(nodes) between the
-    sizes it measured, flat outside.
+    """Tokens per step from the evidence of a tree file.
+
+    Linear in log(nodes) between the measured sizes, constant outside.
 
     Raises:
-      UserError: the file holds no such evidence.
+      UserError: the file has no such evidence.
     """
     found = load_tree_file(path)
     ladder = (found.get("evidence") or {}).get("ladder")
     if not ladder:
         raise UserError(
-            f"{path} holds no measured tokens per step; `python -m medusa_jax calibrate` writes "
-            "them beside the tree"
+            f"{path} holds no measured tokens per step: write them with "
+            "`python -m medusa_jax calibrate`"
         )
     x, y = zip(
         *sorted((math.log(rung["nodes"]), rung["tokens_per_step"]) for rung in ladder)
@@ -95,7 +95,7 @@ def measured_acceleration(path: str) -> Acceleration:
 def speedups(
     roofs: Roofs, step: Step, acceleration: Acceleration, sizes: Iterable[int]
 ) -> list[dict[str, Any]]:
-    """For each size of the tree: acceleration, latency against plain decoding, their ratio."""
+    """Acceleration, latency relative to plain decoding, and speed-up for each tree size."""
     plain = step_seconds(roofs, step(1))
     rows = []
     for nodes in sizes:
@@ -114,5 +114,5 @@ def speedups(
 
 
 def best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The row with the highest speed-up, the smaller tree if two are alike."""
+    """The row with the highest speed-up; the smaller tree if two are equal."""
     return max(rows, key=lambda row: (row["speedup"], -row["nodes"]))

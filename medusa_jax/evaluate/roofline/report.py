@@ -10,7 +10,7 @@ from medusa_jax.evaluate.roofline.predict import Fit, Roofs, best
 from medusa_jax.evaluate.tables import markdown_table
 
 Rows = Sequence[dict[str, Any]]
-# Sizes in the pictures: as far as the paper's figures go.
+# Tree sizes in the pictures: the range of the paper's figures.
 DRAWN = (1, 2, 4, *range(8, 257, 8))
 
 
@@ -68,13 +68,13 @@ def best_table(what: str, found: Mapping[Any, Rows]) -> str:
 
 
 def chip_table(rows_of: Callable[[Chip], Rows]) -> str:
-    """`best_table` over all chips that are known, by title and ridge."""
+    """`best_table` over all known chips, by title and ridge point."""
     found = {f"{c.title} (ridge {c.ridge:.0f})": rows_of(c) for c in CHIPS.values()}
     return best_table("chip", found)
 
 
 def fit_table(fits: Mapping[str, Fit]) -> str:
-    """The fitted latency model of each group; what bounds no point is shown as a dash."""
+    """The fitted latency model of each group; figures that bound no point are shown as a dash."""
     cells = []
     for group, fit in fits.items():
         figures = (
