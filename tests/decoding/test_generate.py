@@ -2,6 +2,7 @@
 
 import warnings
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -289,16 +290,19 @@ def test_requests_that_cannot_be_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("longest", "needed", "expected"),
+    ("longest", "needed", "native", "expected"),
     [
-        (1, 40, [128]),
-        (120, 130, [128, 256]),
-        (100, 480, [128, 256, 512]),
-        (300, 310, [512]),
+        (1, 40, False, [128]),
+        (120, 130, False, [128, 256]),
+        (100, 480, False, [128, 256, 512]),
+        (300, 310, False, [512]),
+        (1, 40, True, [512]),
+        (100, 520, True, [512, 1024]),
     ],
 )
-def test_slot_ladder(longest, needed, expected):
-    engine = loop.Engine(None, planted(tiny_config()), Tree.chain(3))
+def test_slot_ladder(longest, needed, native, expected):
+    llama = SimpleNamespace(native=native)
+    engine = loop.Engine(llama, planted(tiny_config()), Tree.chain(3))
     ladder = loop.slot_ladder(engine, longest, needed)
     assert ladder == expected
     assert ladder[0] >= longest + 4 and ladder[-1] >= needed
@@ -306,7 +310,8 @@ def test_slot_ladder(longest, needed, expected):
 
 def test_rows_beside_the_tree_need_slots():
     drafter = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), tiny_config())
-    engine = loop.Engine(None, drafter, drafter.default_tree)
+    llama = SimpleNamespace(native=False)
+    engine = loop.Engine(llama, drafter, drafter.default_tree)
     tree, beside = 1 + 3 * 3, 3 + 4 + 4
     assert engine.n_rows == tree + beside
     assert loop.slot_ladder(engine, 128 - tree - beside, 1) == [128]
