@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from medusa_jax.api import Model
-from medusa_jax.decoding import rows
+from medusa_jax.decoding import prefill, rows
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.generate import (
     FOREVER,
@@ -30,8 +30,8 @@ from medusa_jax.tree import Tree, stand_in
 
 # Most alternatives of a token whose log-probabilities a request may ask for.
 MOST_BEST = 20
-# Most tokens of a prompt that are read at once, by default: arithmetic outweighs reading the weights.
-# The larger the program, the more memory it takes: 100 MB for 256 tokens and 30 layers.
+# Most tokens of a prompt that are read at once on a CPU, where they outweigh reading the weights. The
+# larger the program, the more memory it takes: 100 MB for 256 tokens and 30 layers.
 PIECE = 128
 # Slots of the smallest cache. Every size needs programs, and native attention reads no more slots than
 # a text has; 512 of them take 24 MB a row with 30 layers and 3 heads.
@@ -56,6 +56,12 @@ class Reading:
     @property
     def done(self) -> bool:
         return self.position == len(self.prompt)
+
+
+def piece_for(model: Model) -> int:
+    """Most tokens of a prompt that are read at once on the model's device."""
+    on_cpu = model.mesh.devices.flat[0].platform == "cpu"
+    return PIECE if on_cpu else prefill.PIECE
 
 
 def piece_sizes(most: int) -> list[int]:

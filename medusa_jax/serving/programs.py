@@ -137,8 +137,6 @@ class Compiler:
         self._failed.pop(programs, None)
         if ahead:
             self._plan.remove(programs)
-            if not self._plan:
-                inform("all programs that were to be compiled ahead are ready")
 
 
 def return_memory() -> None:

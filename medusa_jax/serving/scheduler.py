@@ -28,8 +28,8 @@ from medusa_jax.serving.room import InPlace, Known, Room
 from medusa_jax.serving.seats import Look, Seat, shared_start
 from medusa_jax.tree import Tree
 
-# Whoever has been answered may ask again: for so many turns a row that is free makes chunks this short.
-HOPE, FEW_STEPS = 4, 2
+# Short chunks for this many turns after a row frees up, so that a follow-up starts quickly.
+FOLLOW_UP_TURNS, FEW_STEPS = 4, 2
 
 
 class Begun(NamedTuple):
@@ -123,7 +123,9 @@ class Scheduler:
         # The chunk just dispatched is looked at in the next turn, while the device has another;
         # where a row is about to change hands, at once.
         looks = len(self._looks)
-        while len(self._looks) > (ran and not self._waiting and not self._hopes):
+        while len(self._looks) > (
+            ran and not self._waiting and not self._expects_follow_up
+        ):
             self._look(self._looks.popleft())
             if self._looks:
                 self._hand_out()
@@ -340,7 +342,7 @@ class Scheduler:
         wanted_B[[i for i, job in jobs.items() if job.seat is not None]] = PAUSED
         wanted_B[list(chosen)] = RUNNING
         few = min(FEW_STEPS, self._chunk_steps)
-        steps = few if self._hopes else self._chunk_steps
+        steps = few if self._expects_follow_up else self._chunk_steps
         progress, nodes = self._batch.run(wanted_B, self._group, steps, few)
         self._looks.append(Look(progress, chosen, self._batch.slots, nodes))
         return True
@@ -356,10 +358,10 @@ class Scheduler:
             return False
 
     @property
-    def _hopes(self) -> bool:
+    def _expects_follow_up(self) -> bool:
         """A row has just become free and may soon be wanted."""
         seats = self._seats[: self._batch.rows]
-        return any(not s.job and self._turn - s.used < HOPE for s in seats)
+        return any(not s.job and self._turn - s.used < FOLLOW_UP_TURNS for s in seats)
 
     # Results.
 

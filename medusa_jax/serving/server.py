@@ -7,7 +7,7 @@ from typing import Any
 from medusa_jax.api import Model
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.serving.batch import PIECE, Batch
+from medusa_jax.serving.batch import Batch, piece_for
 from medusa_jax.serving.job import Group, Job, make_job
 from medusa_jax.serving.programs import Compiler, Programs
 from medusa_jax.serving.request import Deliver, Handle, Request, Stopped
@@ -68,7 +68,7 @@ class Server:
         self.most_new = min(max_new_tokens or context, context)
         self._trees = trees or {rows: model.tree_at(rows) for rows in row_sizes(slots)}
         self._wake = threading.Condition()
-        piece = more.get("piece", PIECE)
+        piece = more.setdefault("piece", piece_for(model))
         self._compiler = Compiler(
             lambda: Batch(model, self._trees, self.most_new, piece), self._notify
         )
