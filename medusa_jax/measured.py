@@ -57,7 +57,7 @@ def anew(kind: str) -> Iterator[None]:
         _unread.remove(kind)
 
 
-class Kept:
+class DeviceCache:
     """A note about this machine, JAX and what else a measurement depends on.
 
     Args:

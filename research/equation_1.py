@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.heads import Backbone
-from medusa_jax.heads.layers import later
+from medusa_jax.heads.layers import shift_left
 from medusa_jax.training.losses.objectives import HeadObjective, Params, hidden_states
 from medusa_jax.training.losses.targets import Batch, pair_mask, rows
 
@@ -20,7 +20,7 @@ def equation_1(
     hidden_BTD = jax.lax.stop_gradient(hidden_states(backbone, batch))
     features_KBTD = drafter.features(params, backbone, hidden_BTD, *rows(batch))
     offsets = range(2, drafter.n_heads + 2)
-    labels = [later(batch["tokens"], a) for a in offsets]
+    labels = [shift_left(batch["tokens"], a) for a in offsets]
     masks = [pair_mask(batch["counted"], batch["segment_ids"], a) for a in offsets]
     labels_KBT, mask_KBT = jnp.stack(labels), jnp.stack(masks)
     logits_KBTV = jnp.stack(

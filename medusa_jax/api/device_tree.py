@@ -23,7 +23,7 @@ from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
-from medusa_jax.measured import TREES, Kept, within
+from medusa_jax.measured import TREES, DeviceCache, within
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree import Ladder, Tree, file_ladder, tree_of_size
 from medusa_jax.tree.files import ACCELERATOR_NODES, auto_tree
@@ -82,22 +82,22 @@ def kept_choice(
     dtype: Any,
     storage: Storage,
     mesh: Mesh,
-) -> Kept:
+) -> DeviceCache:
     """Where the choice for this device, model and batch size is kept."""
     tree = (calibrated["growth"], calibrated["evidence"]["ladder"], STEPS, PROMPT)
     sizes = tuple(mesh.shape.values())
     forms = (storage, storage.of_drafts)
-    return Kept("trees", *tree, batch, config, heads, str(dtype), forms, sizes)
+    return DeviceCache("trees", *tree, batch, config, heads, str(dtype), forms, sizes)
 
 
-def kept_for(model: Model, calibrated: dict[str, Any], rows: int) -> Kept:
+def kept_for(model: Model, calibrated: dict[str, Any], rows: int) -> DeviceCache:
     """`kept_choice` of a loaded model."""
     heads = model.drafter.heads
     marks = (model.config, heads, model.dtype, model.storage, model.mesh)
     return kept_choice(calibrated, rows, *marks)
 
 
-def kept_size(kept: Kept) -> int | None:
+def kept_size(kept: DeviceCache) -> int | None:
     """The size that was chosen, if one was."""
     size = kept.read().get("nodes")
     return size if type(size) is int else None
@@ -207,7 +207,11 @@ def measure_and_keep(model: Model, calibrated: dict[str, Any], rows: int) -> dic
 
 
 def choose_on_device(
-    model: Model, calibrated: dict[str, Any], rows: int, kept: Kept, seconds: float = TREES
+    model: Model,
+    calibrated: dict[str, Any],
+    rows: int,
+    kept: DeviceCache,
+    seconds: float = TREES,
 ) -> int:
     """Measure which size is fastest, in at most so many seconds, and keep it whatever the noise.
 

@@ -10,7 +10,7 @@ import jax
 from medusa_jax.api import device_tree
 from medusa_jax.api.model import Model
 from medusa_jax.interop.stored_heads import StoredHeads
-from medusa_jax.measured import Kept
+from medusa_jax.measured import DeviceCache
 from medusa_jax.tree import (
     Ladder,
     Tree,
@@ -35,7 +35,7 @@ class TreeChoice:
     tree: str | Tree
     calibrated: dict[str, Any] | None = None
     ladder: Ladder | None = None
-    unmeasured: Kept | None = None
+    unmeasured: DeviceCache | None = None
 
     @property
     def levels(self) -> int | None:
@@ -76,7 +76,7 @@ def for_heads(spec: str | Tree, stored: StoredHeads, batch: int, *marks: Any) ->
     """
     calibrated = _tree_file(stored)
     ladder: Ladder | None = None
-    unmeasured: Kept | None = None
+    unmeasured: DeviceCache | None = None
     if spec == "auto" and device_tree.is_measured(calibrated):
         ladder = device_tree.known_ladder(calibrated, *marks)
         unmeasured = device_tree.kept_choice(calibrated, batch, *marks)

@@ -28,7 +28,7 @@ from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.conversation import ending_turns
 from medusa_jax.interop.chat import encode_prompt
-from medusa_jax.interop.names import file_of, named, speaks
+from medusa_jax.interop.names import file_of, is_chat_model, named
 from medusa_jax.serving import Server
 
 
@@ -180,7 +180,7 @@ def run_file(
 
 def chosen_template(flags: argparse.Namespace) -> str | None:
     """The chat template that prompts go through: "" is the tokenizer's own, None is none."""
-    if flags.chat is None and speaks(flags.model):
+    if flags.chat is None and is_chat_model(flags.model):
         return ""
     return None if flags.chat == "none" else flags.chat
 

@@ -38,9 +38,9 @@ from medusa_jax.heads.layers import (
     CausalLayer,
     LayerState,
     ResBlock,
-    later,
     lm_head_logits,
     lm_head_start,
+    shift_left,
 )
 from medusa_jax.model.attention import attend
 from medusa_jax.model.dropout import dropout
@@ -230,7 +230,7 @@ class Amphista(Drafter):
             rows = (x, positions_BT, segment_ids_BT)
             return module.apply(variables, *rows, method="forward"), None
 
-        next_BTD = later(backbone.embed(tokens_BT), 1)
+        next_BTD = shift_left(backbone.embed(tokens_BT), 1)
         given = self._stages(params, backbone, hidden_BTD, next_BTD, run)
         contexts = [context for context, _ in given] or [hidden_BTD]
         B, T, D = hidden_BTD.shape

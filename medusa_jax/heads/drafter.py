@@ -186,7 +186,7 @@ class Drafter:
         """Number of layers of a head with separate parameters."""
         return self.heads.n_layers
 
-    def judged(self, levels: int = 1) -> "Drafter":
+    def loss_view(self, levels: int = 1) -> "Drafter":
         """The drafter whose heads the training loss covers; it has the same parameters.
 
         Args:

@@ -29,17 +29,17 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Committed, Drafter, Params, RankScores
 from medusa_jax.heads.layers import (
     LayerState,
-    later,
     lm_head_logits,
     lm_head_start,
     sees_behind,
+    shift_left,
     zero_output,
 )
 from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
 from medusa_jax.model.attention import Pair, Sees
 from medusa_jax.model.layers import Linear
 from medusa_jax.model.llama import Block
-from medusa_jax.model.parts import Causal
+from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.tree import Tree
 
@@ -105,7 +105,7 @@ class Eagle(Drafter):
     def stored_heads(self) -> int:
         return 1
 
-    def judged(self, levels: int = 1) -> Drafter:
+    def loss_view(self, levels: int = 1) -> Drafter:
         if not 1 <= levels <= self.n_heads:
             raise UserError(
                 f"train.levels is from 1 to heads.n_heads {self.n_heads}, not {levels}"
@@ -143,7 +143,7 @@ class Eagle(Drafter):
     ) -> jax.Array:
         """Level k of row t is at position t + k and sees true rows up to t and levels 1 to k."""
         ahead = [
-            later(backbone.embed(tokens_BT), k + 1).astype(backbone.llama.dtype)
+            shift_left(backbone.embed(tokens_BT), k + 1).astype(backbone.llama.dtype)
             for k in range(self.n_heads)
         ]
         sees = Causal(segment_ids_BT)

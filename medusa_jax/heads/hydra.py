@@ -28,9 +28,9 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.layers import (
     ResBlock,
-    later,
     lm_head_logits,
     lm_head_start,
+    shift_left,
     take_last,
 )
 from medusa_jax.heads.levels import Level, fill_by_level
@@ -144,7 +144,7 @@ class Hydra(Drafter):
         embedded_BTD, dtype = backbone.embed(tokens_BT), backbone.llama.dtype
         x, out = hidden_BTD.astype(dtype), []
         for k in range(self.n_heads):
-            x = jnp.concatenate([x, later(embedded_BTD, k + 1)], axis=-1)
+            x = jnp.concatenate([x, shift_left(embedded_BTD, k + 1)], axis=-1)
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, k)
             out.append(self.mlp(params, k, x, dtype, key))
         return jnp.stack(out)

@@ -13,7 +13,7 @@ from medusa_jax.model.attention import FEW, Sees, tree_mask
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Linear, RMSNorm, kernel_of
 from medusa_jax.model.llama import Block
-from medusa_jax.model.parts import Causal
+from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.stored import multiply
@@ -33,7 +33,7 @@ class ResBlock(nn.Module):
         return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
 
 
-def later(x: jax.Array, ahead: int) -> jax.Array:
+def shift_left(x: jax.Array, ahead: int) -> jax.Array:
     """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
     kept = x[:, ahead:]
     pad = ((0, 0), (0, x.shape[1] - kept.shape[1])) + ((0, 0),) * (x.ndim - 2)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.heads.drafter import Backbone, Drafter
-from medusa_jax.heads.layers import later
+from medusa_jax.heads.layers import shift_left
 from medusa_jax.tree.growth import MISS
 
 # (head k, logits [B, C, O], their positions in the row [B, C]) -> scores that order the guesses.
@@ -59,7 +59,7 @@ def label_ranks(
             rank_BC = jnp.sum(scores_BCO > own_BC1, axis=-1)
             return jnp.where(scored_BC, jnp.minimum(rank_BC, MISS), MISS)
 
-        labels = pieces(later(tokens_BT, k + 2))
+        labels = pieces(shift_left(tokens_BT, k + 2))
         found = lax.map(one, (pieces(features_KBTD[k]), labels, positions))
         ranks.append(jnp.moveaxis(found, 0, 1).reshape(B, -1)[:, :T])
     return jnp.stack(ranks, axis=-1).astype(jnp.int32)

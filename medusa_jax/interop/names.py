@@ -77,7 +77,7 @@ def file_of(name: str) -> str:
     )
 
 
-def speaks(model: str | None) -> bool:
+def is_chat_model(model: str | None) -> bool:
     """Whether prompts for a model are turns of a chat unless the user says otherwise.
 
     Example: "smollm2" (its row), "path/to/Llama-3.2-1B-Instruct" (its name).

@@ -15,7 +15,7 @@ from medusa_jax.model.cache import write_rows
 from medusa_jax.model.causal import attend_behind
 from medusa_jax.model.kernels import attend_rows
 from medusa_jax.model.layers import Linear, RMSNorm
-from medusa_jax.model.parts import Causal
+from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rotate
 from medusa_jax.native import rotate_native

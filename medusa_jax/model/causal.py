@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from medusa_jax.model.parts import (
+from medusa_jax.model.online_softmax import (
     Causal,
     Part,
     attend_part,

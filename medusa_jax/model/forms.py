@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.measured import PRODUCTS, Kept, within
+from medusa_jax.measured import PRODUCTS, DeviceCache, within
 from medusa_jax.model.stored import DRAFT_WEIGHTS, WEIGHTS, Storage, multiply, store
 from medusa_jax.native import library
 
@@ -107,7 +107,7 @@ def _faster(config: LlamaConfig, dtype: Any, panels: Storage, kernels: str) -> s
     """The name of the faster form, from the user's cache or measured now."""
     shapes, weights = layer_shapes(config), panels.weights
     marks = (Path(kernels).name, config.n_layers, shapes, str(dtype), weights)
-    kept = Kept("products", *marks)
+    kept = DeviceCache("products", *marks)
     if (form := kept.read().get("form")) in NAMES:
         return str(form)
     forms = {"plain": Storage(0, weights), "native": panels}

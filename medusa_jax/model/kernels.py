@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from medusa_jax.model.causal import attend_causal
-from medusa_jax.model.parts import Causal
+from medusa_jax.model.online_softmax import Causal
 from medusa_jax.sharding import ROWS
 
 Kernel = Literal["cudnn", "splash", "own"]

@@ -19,10 +19,10 @@ from jax.sharding import Mesh
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.attention import FEW, Attention, Paths, Sees, tree_mask
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.in_one import layer_in_one
+from medusa_jax.model.fused_layer import fused_layer
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.lora import Adapter
-from medusa_jax.model.parts import Causal
+from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.remat import rematerialised
 from medusa_jax.model.rope import rope_tables
@@ -75,7 +75,7 @@ class Block(nn.Module):
         if isinstance(sees, Paths):
             assert cache is not None and start_B is not None
             layer = self.variables["params"]
-            return layer_in_one(c, layer, x_BTD, rope, sees, cache, start_B)
+            return fused_layer(c, layer, x_BTD, rope, sees, cache, start_B)
         norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
         normed = norm(name="input_layernorm")(x_BTD) if self.input_norm else x_BTD
         attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")

@@ -48,12 +48,12 @@ def flops_per_token(cfg: Config, params: PyTree) -> float:
     if "heads" in groups:
         scored = cfg.heads.draft_vocab or arch.vocab_size
         of_heads = 2.0 * arch.d_model * scored
-        judged = make_drafter(cfg.heads, arch).judged(t.levels)
+        view = make_drafter(cfg.heads, arch).loss_view(t.levels)
         # Levels that share their layers; all but the first are computed again.
-        runs = judged.n_heads / judged.stored_heads
+        runs = view.n_heads / view.stored_heads
         total += (4 * runs - 1) * 2.0 * _kernels(params["heads"])
         if cfg.heads.lm_head == "shared":
-            total += judged.n_heads * of_heads * (2 + full)
+            total += view.n_heads * of_heads * (2 + full)
         total += of_heads * (t.teacher_weight > 0)
     return total
 

@@ -125,7 +125,7 @@ def head_objective(cfg: Config, drafter: Drafter) -> HeadObjective:
     targets = HeadTargets(
         t.label_weight, t.teacher_weight, t.hidden_noise, t.feature_weight
     )
-    return HeadObjective(drafter.judged(t.levels), t.loss_chunk, t.lambda_decay, targets)
+    return HeadObjective(drafter.loss_view(t.levels), t.loss_chunk, t.lambda_decay, targets)
 
 
 def backbone_stage(grouped: GroupedBackbone) -> LossFn:

@@ -10,7 +10,7 @@ import numpy as np
 
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.heads.layers import later
+from medusa_jax.heads.layers import shift_left
 from research.recipes.variants import variants
 
 
@@ -33,7 +33,7 @@ def make_judge(rows: Any, limit: int) -> Callable[[Any, Any], tuple[float, np.nd
             backbone = Backbone(Llama(config), params)
             logits = backbone.lm_head(backbone.forward(*losses.rows(batch)))
             mask = losses.pair_mask(batch["counted"], batch["segment_ids"], 1)
-            label = later(batch["tokens"], 1)[..., None]
+            label = shift_left(batch["tokens"], 1)[..., None]
             logp = jnp.take_along_axis(jax.nn.log_softmax(logits), label, -1)[..., 0]
             return jnp.sum(logp * mask), jnp.sum(mask), jnp.argmax(logits, -1), mask
 

@@ -167,7 +167,7 @@ def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch)
     rows = (2 * hidden, tokens, positions, segments)
     batch = dict(zip(("hidden", "tokens", "positions", "segment_ids"), rows))
     batch["counted"] = counted
-    objective = losses.HeadObjective(drafter.judged(levels), 4, 0.7, TARGETS)
+    objective = losses.HeadObjective(drafter.loss_view(levels), 4, 0.7, TARGETS)
     offsets = tuple(range(2, levels + 2))
 
     @jax.jit
@@ -202,7 +202,7 @@ def test_levels_keep_no_scores_for_the_gradient():
 
     def held(levels):
         def loss(params, *rows):
-            return drafter.judged(levels).features(params, backbone, *rows).sum()
+            return drafter.loss_view(levels).features(params, backbone, *rows).sum()
 
         compiled = jax.jit(jax.grad(loss)).lower(params, hidden, *[shape] * 3).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -213,14 +213,14 @@ def test_levels_keep_no_scores_for_the_gradient():
 
 def test_as_many_levels_as_trees_may_be_deep():
     _, drafter, _ = problem()
-    assert drafter.judged(4).n_heads == 4 and drafter.judged().n_heads == 1
+    assert drafter.loss_view(4).n_heads == 4 and drafter.loss_view().n_heads == 1
     for levels in (0, 5):
         with pytest.raises(UserError, match=f"from 1 to heads.n_heads 4, not {levels}"):
-            drafter.judged(levels)
+            drafter.loss_view(levels)
     medusa = make_drafter(HeadsConfig(), drafter.llama)
-    assert medusa.judged() is medusa
+    assert medusa.loss_view() is medusa
     with pytest.raises(UserError, match=r"train\.levels 2 .* all heads of medusa train"):
-        medusa.judged(2)
+        medusa.loss_view(2)
 
 
 def test_the_start_passes_hidden_states_on():

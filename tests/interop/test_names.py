@@ -16,7 +16,7 @@ from medusa_jax.interop import names
 from medusa_jax.interop.gguf.reader import read_gguf
 from medusa_jax.interop.hf import load_backbone
 from medusa_jax.interop.hub import is_here, resolve
-from medusa_jax.interop.names import NAMES, NamedModel, file_of, named, speaks
+from medusa_jax.interop.names import NAMES, NamedModel, file_of, is_chat_model, named
 from medusa_jax.sharding import make_mesh
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -79,12 +79,12 @@ def test_a_package_that_is_missing_or_another(tiny, monkeypatch):
 
 
 def test_which_models_speak(tiny, tmp_path):
-    assert speaks("tiny") and speaks("smollm2")
-    assert speaks("path/to/SmolLM2-135M-Instruct.Q4_1.gguf")
-    assert speaks("owner/Llama-3.2-1B-INSTRUCT/")
-    assert not speaks("instruct/base-model") and not speaks(None)
+    assert is_chat_model("tiny") and is_chat_model("smollm2")
+    assert is_chat_model("path/to/SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert is_chat_model("owner/Llama-3.2-1B-INSTRUCT/")
+    assert not is_chat_model("instruct/base-model") and not is_chat_model(None)
     names.NAMES["tiny"] = dataclasses.replace(tiny, chat=False)
-    assert not speaks("tiny")
+    assert not is_chat_model("tiny")
 
 
 def flags(*given):

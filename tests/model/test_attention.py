@@ -13,7 +13,7 @@ from medusa_jax.model import causal
 from medusa_jax.model.attention import attend, attend_one
 from medusa_jax.model.cache import write_rows
 from medusa_jax.model.causal import attend_behind, attend_causal
-from medusa_jax.model.parts import Causal
+from medusa_jax.model.online_softmax import Causal
 
 pytestmark = pytest.mark.usefixtures("x64")
 

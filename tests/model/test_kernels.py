@@ -17,7 +17,7 @@ from children import devices, environment
 
 from medusa_jax.model import attention, kernels
 from medusa_jax.model.causal import attend_causal
-from medusa_jax.model.parts import Causal
+from medusa_jax.model.online_softmax import Causal
 
 
 @pytest.mark.parametrize(

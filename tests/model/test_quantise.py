@@ -9,7 +9,7 @@ from closeness import assert_close
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.llama import Llama, init_params
-from medusa_jax.model.parts import Causal
+from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.quantise import (
     dequantise,
     dequantise_backbone,

@@ -13,7 +13,7 @@ from training_setup import VOCAB, write_tokens
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.layers import later
+from medusa_jax.heads.layers import shift_left
 from medusa_jax.training import losses
 from medusa_jax.training.data.rows import ARRAYS, TokenRows, first_fit, mixed
 from medusa_jax.whole_files import checksum, write_json
@@ -88,7 +88,8 @@ def test_no_head_s_target_crosses_a_border(tmp_path, packing):
     def pairs(batch):
         marks = batch["counted"], batch["segment_ids"]
         return [
-            (losses.pair_mask(*marks, k), later(batch["tokens"], k)) for k in range(1, 7)
+            (losses.pair_mask(*marks, k), shift_left(batch["tokens"], k))
+            for k in range(1, 7)
         ]
 
     for ahead, found in enumerate(pairs(batch), start=1):

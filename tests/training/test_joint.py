@@ -18,7 +18,7 @@ from training_setup import tiny_arch, tiny_config
 from medusa_jax.config import HeadsConfig, OptimConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter
-from medusa_jax.heads.layers import later
+from medusa_jax.heads.layers import shift_left
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
@@ -60,7 +60,7 @@ def test_joint_loss_is_equation_2(lm_head):
         total = 0.0
         for k, x in enumerate(logits):
             mask = losses.pair_mask(batch["counted"], batch["segment_ids"], k + 1)
-            label = later(batch["tokens"], k + 1)[..., None]
+            label = shift_left(batch["tokens"], k + 1)[..., None]
             nll = -jnp.take_along_axis(jax.nn.log_softmax(x), label, -1)[..., 0]
             weight = 1.0 if k == 0 else 0.3 * 0.8**k
             total += weight * jnp.sum(nll * mask) / jnp.sum(mask)

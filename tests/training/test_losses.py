@@ -13,7 +13,7 @@ from training_setup import tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import Backbone, make_drafter
-from medusa_jax.heads.layers import later
+from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
 from medusa_jax.training.losses.streamed import cross_entropy_sums
@@ -47,7 +47,7 @@ def test_padding_and_neighbours_of_a_row_end_never_count():
 
 
 def test_shift_beyond_the_row():
-    assert np.asarray(later(jnp.arange(1, 4)[None], 5)).tolist() == [[0, 0, 0]]
+    assert np.asarray(shift_left(jnp.arange(1, 4)[None], 5)).tolist() == [[0, 0, 0]]
 
 
 def naive_sums(weight, features, labels, mask):
@@ -366,7 +366,7 @@ def peak(K, teacher):
         hidden = jax.lax.stop_gradient(backbone.forward(*rows))
         features = drafter.features(params, backbone, hidden, *rows)
         logits = [drafter.head_logits(params, backbone, k, features[k]) for k in range(K)]
-        labels = [later(batch["tokens"], a)[..., None] for a in offsets]
+        labels = [shift_left(batch["tokens"], a)[..., None] for a in offsets]
         return sum(
             jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), y, -1))
             for x, y in zip(logits, labels)

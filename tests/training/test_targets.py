@@ -20,7 +20,7 @@ from training_setup import tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import DRAFTERS, Backbone, make_drafter
-from medusa_jax.heads.layers import later
+from medusa_jax.heads.layers import shift_left
 from medusa_jax.heads.medusa import Medusa
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
@@ -143,7 +143,7 @@ class ReadsItsLabel(Medusa):
     ):
         rows = (hidden_BTD, tokens_BT, positions_BT, segment_ids_BT)
         features = super().features(params, backbone, *rows, key)
-        labels = [later(tokens_BT, k + 2) for k in range(self.n_heads)]
+        labels = [shift_left(tokens_BT, k + 2) for k in range(self.n_heads)]
         return features + 0.01 * jnp.stack([backbone.embed(label) for label in labels])
 
 

@@ -96,7 +96,7 @@ def pairs_line(cfg: Config, counted: list[bool]) -> str:
         what, offsets = "next-token targets", [1]
     else:  # of the model's shape, which a preview does not read, nothing is asked
         drafter = drafter_class(cfg.heads.drafter)(whole_config(cfg.heads), cfg.model.arch)
-        n = drafter.judged(cfg.train.levels).n_heads
+        n = drafter.loss_view(cfg.train.levels).n_heads
         what = "targets of head 1" if n == 1 else f"targets of heads 1 ... {n}"
         offsets = [k + 2 for k in range(n)]
     counted_1T = np.array([counted], bool)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from medusa_jax.heads import Backbone, Drafter
-from medusa_jax.heads.layers import later
+from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.barrier import gathered_anew
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.training.losses.streamed import (
@@ -109,7 +109,7 @@ def next_token_sums(
         return backbone_of(p).lm_head(hidden)
 
     mask_BT = pair_mask(batch["counted"], batch["segment_ids"], 1)
-    labels_BT = later(batch["tokens"], 1)
+    labels_BT = shift_left(batch["tokens"], 1)
     return cross_entropy_sums(
         logits, params, hidden_BTD, labels_BT, mask_BT, chunk,
         teacher, teacher_BTD, mesh_to_walk(backbone_of(params)),

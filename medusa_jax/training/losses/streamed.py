@@ -54,7 +54,7 @@ class Teacher(NamedTuple):
     label_weight: float
 
 
-class Law(NamedTuple):
+class TeacherProbs(NamedTuple):
     """The teacher's distribution over a chunk of targets: p [B, T, V], its entropy [B, T]."""
 
     p_BTV: jax.Array
@@ -152,14 +152,16 @@ def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[int]
     return [i for i, v in enumerate(inputs) if id(v) in read]
 
 
-def _law(teacher: Teacher | None, teacher_BTD: jax.Array | None) -> Law | None:
+def _teacher_probs(
+    teacher: Teacher | None, teacher_BTD: jax.Array | None
+) -> TeacherProbs | None:
     """The teacher's distribution, once for all heads."""
     if teacher is None:
         return None
     assert teacher_BTD is not None
     logp_BTV = jax.nn.log_softmax(lax.stop_gradient(teacher.logits_fn(teacher_BTD)))
     p_BTV = jnp.exp(logp_BTV)
-    return Law(p_BTV, -jnp.sum(p_BTV * logp_BTV, axis=-1))
+    return TeacherProbs(p_BTV, -jnp.sum(p_BTV * logp_BTV, axis=-1))
 
 
 def _chunk_sums(
@@ -168,7 +170,7 @@ def _chunk_sums(
     features_BTD: jax.Array,
     labels_BT: jax.Array,
     mask_BT: jax.Array,
-    law: Law | None,
+    probs: TeacherProbs | None,
     teacher: Teacher | None,
 ) -> Sums:
     logits_BTV = fn(params, features_BTD)
@@ -183,11 +185,11 @@ def _chunk_sums(
     scored = jnp.sum(mask_BT.astype(jnp.float32))
     total, entropy = nll, jnp.zeros_like(nll)
     if teacher is not None:
-        assert law is not None
-        soft_BT = log_sum_BT - jnp.sum(law.p_BTV * logits_BTV, axis=-1)
+        assert probs is not None
+        soft_BT = log_sum_BT - jnp.sum(probs.p_BTV * logits_BTV, axis=-1)
         soft = jnp.sum(jnp.where(mask_BT, soft_BT, 0.0))
         total = teacher.label_weight * nll + teacher.weight * soft
-        entropy = jnp.sum(jnp.where(mask_BT, law.entropy_BT, 0.0))
+        entropy = jnp.sum(jnp.where(mask_BT, probs.entropy_BT, 0.0))
     return Sums(total, nll, top1, top5, scored, entropy)
 
 
@@ -238,12 +240,12 @@ def _streamed(
     params = parts.gathered(params)
 
     def sums_of(params: list[jax.Array], now: Rows) -> Sums:
-        law, found = _law(walk.teacher, now.teacher_BTD), []
+        probs, found = _teacher_probs(walk.teacher, now.teacher_BTD), []
         for k, head in enumerate(walk.heads):
             mine, shared = [params[j] for j in head.reads], (now.labels_BT, now.mask_K[k])
             features = now.features_K[k]
             found.append(
-                _chunk_sums(head.logits_fn, mine, features, *shared, law, walk.teacher)
+                _chunk_sums(head.logits_fn, mine, features, *shared, probs, walk.teacher)
             )
         return _stacked(found)
 
@@ -265,7 +267,7 @@ def _streamed_fwd(
 
     def added(whole: list[jax.Array], now: Rows, d_params: Any, sums: Sums) -> Gradients:
         """The gradients of one chunk, and one part of its rows, beside what there was."""
-        law, found, d_features = _law(walk.teacher, now.teacher_BTD), [], []
+        probs, found, d_features = _teacher_probs(walk.teacher, now.teacher_BTD), [], []
         # One head's logits at a time: left alone, XLA holds those of all heads.
         done: jax.Array | None = None
         for k, head in enumerate(walk.heads):
@@ -273,7 +275,7 @@ def _streamed_fwd(
             def weighted(
                 mine: list[jax.Array], features: jax.Array, k: int = k, head: Head = head
             ) -> tuple[jax.Array, Sums]:
-                shared = (now.labels_BT, now.mask_K[k], law, walk.teacher)
+                shared = (now.labels_BT, now.mask_K[k], probs, walk.teacher)
                 sums = _chunk_sums(head.logits_fn, mine, features, *shared)
                 return weight_K[k] * sums.loss, sums
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.heads.layers import later
+from medusa_jax.heads.layers import shift_left
 
 Batch = dict[str, jax.Array]
 
@@ -32,8 +32,8 @@ def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> j
     """
     mask = segment_ids_BT != 0
     for step in range(1, ahead + 1):
-        inside = later(segment_ids_BT, step) == segment_ids_BT
-        mask &= inside & later(counted_BT, step)
+        inside = shift_left(segment_ids_BT, step) == segment_ids_BT
+        mask &= inside & shift_left(counted_BT, step)
     return mask
 
 

@@ -10,7 +10,7 @@ from medusa_jax.model.attention import Pair, Paths
 from medusa_jax.native import Kernel, layer_native
 
 
-def layer_in_one(
+def fused_layer(
     config: LlamaConfig,
     layer: Mapping[str, Any],
     x_BTD: jax.Array,
