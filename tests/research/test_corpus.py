@@ -142,7 +142,7 @@ def test_line_break_and_indent_are_one_token(tokenizer):
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--vocab", "100"], "between 258 and 65536"),
+        (["--vocab", "100"], "from 258 to 65536"),
         (["--root", "/no/such/place"], "not a directory"),
         (["--heldout", "0.3", "--vocab", "20000"], "lower --vocab"),
         (["--limit_mb", "0.000001"], "raise --limit_mb"),
