@@ -211,14 +211,15 @@ def choose_on_device(
     calibrated: dict[str, Any],
     rows: int,
     kept: DeviceCache,
-    seconds: float = TREES,
+    seconds: float | None = None,
 ) -> int:
-    """Measure which size is fastest, in at most so many seconds, and keep it whatever the noise.
+    """Measure which size is fastest, in at most `seconds` (default: `TREES`), and keep it whatever the noise.
 
     What was timed by then decides; where nothing was, it is the tree file's choice.
     """
     found: list[dict[str, Any]] = []
     measure = partial(measure_rung, model, calibrated, rows, None, found)
+    seconds = TREES if seconds is None else seconds
     if seconds > 0:
         within(seconds, f"which tree is fastest for batch {rows}", measure)
     timed = list(found)
