@@ -22,7 +22,7 @@ def generate(
       prompts: texts or lists of token ids; rows may differ in length.
       options: one for all, or one per prompt.
       tree: the draft tree, or its name as for `--tree`; "none" is plain decoding, and by
-        default it is the model's own for so many prompts (`Model.tree_at`).
+        default it is the model's choice for this number of prompts (`Model.tree_at`).
       acceptance: "auto", "greedy", "sampled", "rejection" or "typical"; "auto" is lossless.
 
     Returns: one result per prompt, in order.
