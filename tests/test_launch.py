@@ -14,11 +14,9 @@ import pytest
 import yaml
 from children import devices, environment
 from jax._src.clusters import ClusterEnv, cloud_tpu_cluster, cluster
+from training_setup import ROOT, write_config, write_tokens
 
 from medusa_jax import hosts
-
-sys.path.insert(0, str(Path(__file__).parent / "training"))
-from training_setup import ROOT, write_config, write_tokens
 
 # Two tasks on this machine, told what srun tells them. It passes signals on, here they come to all.
 SRUN = f"""#!{sys.executable}

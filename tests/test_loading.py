@@ -1,8 +1,6 @@
 """Loading: what a device holds while a model is read is the model and one layer more."""
 
 import runpy
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ from cases import wide
 from closeness import assert_close
 from live import Peak, shard_bytes
 from tiny_model import write_heads, write_model
+from training_setup import ROOT, tiny_config
 
 import medusa_jax
 from medusa_jax.errors import UserError
@@ -25,9 +24,6 @@ from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, setup
 from medusa_jax.training.setup import load_setup
 from medusa_jax.tree import Tree
-
-sys.path.insert(0, str(Path(__file__).parent / "training"))
-from training_setup import ROOT, tiny_config
 
 LAYERS = 12
 SIZES = {"n_layers": LAYERS, "d_model": 64, "n_heads": 8, "n_kv_heads": 4, "head_dim": 8}

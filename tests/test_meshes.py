@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from children import devices, environment
+from training_setup import write_tokens
 
 MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
 pytestmark = pytest.mark.slow
@@ -162,11 +163,8 @@ def child(script, *args):
 )
 def test_training_is_that_of_one_device(kind, tmp_path):
     """Twenty steps in float64, and the gradients of the first in float32."""
-    training = Path(__file__).parent / "training"
-    sys.path.insert(0, str(training))
-    from training_setup import write_tokens
-
-    report = child(TRAINING, training, write_tokens(tmp_path / "tokens"), kind)
+    support = Path(__file__).parent / "support"
+    report = child(TRAINING, support, write_tokens(tmp_path / "tokens"), kind)
     accumulation = {"(8, 1, 1)": 2, "(1, 8, 1)": 2, "(1, 1, 8)": 16, "(2, 2, 2)": 4}
     assert {
         shape: found.pop("accumulation") for shape, found in report.items()

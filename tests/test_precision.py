@@ -5,19 +5,15 @@ The programs are traced, none is compiled.
 """
 
 import dataclasses
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import training_setup
 from cases import wide
 from planted import tiny_config
-
-sys.path.insert(0, str(Path(__file__).parent / "training"))
-import training_setup
 
 from medusa_jax.config import HeadsConfig, LoraConfig
 from medusa_jax.heads import DRAFTERS, Backbone, drafter_class, make_drafter

@@ -1,8 +1,5 @@
 """Every registered drafter trains: all its weights, from its start, and in a dry run."""
 
-import sys
-from pathlib import Path
-
 import family
 import jax
 import jax.numpy as jnp
@@ -10,8 +7,6 @@ import numpy as np
 import pytest
 from cases import thinned
 from planted import random_params
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from training_setup import tiny_arch, tiny_config
 
 from medusa_jax.heads import DRAFTERS

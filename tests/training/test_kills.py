@@ -68,7 +68,7 @@ def start(tmp_path):
     """Start the run, or go on with it: (its process, its workdir, the file of what it says)."""
     data = write_tokens(tmp_path / "tokens")
     config, said = tmp_path / "config.py", tmp_path / "said"
-    config.write_text(CONFIG.format(tests=str(ROOT / "tests" / "training"), data=data))
+    config.write_text(CONFIG.format(tests=str(ROOT / "tests" / "support"), data=data))
     # Compiled once for all of them.
     own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
     own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

@@ -1,6 +1,6 @@
 """Many clients that ask one call after the other, streaming; also as a process of their own.
 
-python tests/serving/clients.py < attack.json: the arguments of `attack`; prints what it returns.
+python tests/support/clients.py < attack.json: the arguments of `attack`; prints what it returns.
 """
 
 import http.client
