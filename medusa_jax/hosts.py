@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
@@ -12,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # its service has no public name
 from jax.experimental import multihost_utils
 
 from medusa_jax.console import inform, overtime
@@ -26,11 +24,9 @@ TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 LOST = 75
 # Bytes per piece when arrays are gathered to hosts through the devices.
 PIECE_BYTES = 64 * 2**20
-# Every process sends a heartbeat every PULSE seconds and counts as lost after MISSING missed ones: after
-# a minute, before JAX's service ends the others (after 100 seconds, with a stack trace).
-PULSE, MISSING = 10.0, 6
-# Key prefix of the heartbeats, and the last heartbeat of a process that ends normally.
-SIGNS, ENDED = "medusa_jax/alive/", "ended"
+# Seconds without a heartbeat after which JAX's service ends the other processes: SIGABRT (status 134), its
+# message on stderr.
+HEARTBEAT = 60
 # Most seconds for a step: a process that is alive but stuck blocks all others.
 STALLED = 1800.0
 
@@ -58,7 +54,9 @@ def join(given: Mapping[str, str]) -> None:
     except ValueError:
         raise UserError("--num_processes and --process_id are whole numbers") from None
     try:
-        jax.distributed.initialize(given.get("coordinator_address"), **numbers)
+        jax.distributed.initialize(
+            given.get("coordinator_address"), **numbers, heartbeat_timeout_seconds=HEARTBEAT
+        )
     except RuntimeError as error:
         # The others may only be late, for example on machines that are still starting.
         _leave(LOST, f"the processes of this run did not meet: {_first(error)}")
@@ -167,14 +165,13 @@ def asked_to_stop(step: int) -> bool:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """If this process fails or a peer dies inside the block, print one line and exit.
+    """If this process or a collective operation fails inside the block, print one line and exit.
 
     Without the peer a collective operation fails or waits for ever. A normal exit would wait for all
     other processes, which may be waiting for this one.
     """
     try:
-        with _signs_of_life():
-            yield
+        yield
     except Exception as error:
         if jax.process_count() == 1:
             raise
@@ -203,55 +200,6 @@ def wait(x: Any) -> None:
         return
     with _within(STALLED, f"no step was finished in {STALLED / 60:.0f} minutes"):
         jax.block_until_ready(x)
-
-
-@contextmanager
-def _signs_of_life() -> Iterator[None]:
-    """Exchange heartbeats on a thread until the end of the block."""
-    if distributed.global_state.num_processes == 1:
-        yield
-        return
-    ended = threading.Event()
-    thread = threading.Thread(target=_listen, args=(ended,), name="signs", daemon=True)
-    thread.start()
-    yield  # errors propagate to `together`, which exits without waiting
-    ended.set()
-    thread.join()
-
-
-def _listen(ended: threading.Event) -> None:
-    """Send heartbeats and count those that other processes miss."""
-    service = distributed.global_state
-    client: Any = service.client
-    last: dict[str, str] = {}
-    missing = dict.fromkeys((f"{SIGNS}{i}" for i in range(service.num_processes)), 0)
-    beat = 0
-    while True:
-        over = ended.is_set()
-        sign = ENDED if over else str(beat := beat + 1)
-        try:
-            with _within(
-                PULSE * MISSING, "process 0, which all report to, does not answer"
-            ):
-                mine = f"{SIGNS}{service.process_id}"
-                client.key_value_set(mine, sign, allow_overwrite=True)
-                heard = dict(client.key_value_dir_get(SIGNS))
-        except jax.errors.JaxRuntimeError as error:
-            _leave(LOST, _without_another(_first(error)))
-            return
-        if over:
-            return
-        for name in missing:
-            same = heard.get(name) == last.get(name) != ENDED
-            # Counts heartbeats, not seconds: none are missed while this process itself is suspended.
-            missing[name] = missing[name] + 1 if same else 0
-            if missing[name] >= MISSING:
-                process = name.removeprefix(SIGNS)
-                silence = f"process {process} gave no sign of life for {PULSE * MISSING:.0f} seconds"
-                _leave(LOST, _without_another(silence))
-                return
-        last = heard
-        ended.wait(PULSE)
 
 
 def _within(seconds: float, reason: str) -> AbstractContextManager[None]:

@@ -184,7 +184,9 @@ def test_pods_start_again_by_what_training_ends_with():
         if rule.get("onExitCodes", {}).get("containerName") == container["name"]
         for status in rule["onExitCodes"]["values"]
     }
-    again = dict.fromkeys((hosts.LOST, 128 + signal.SIGTERM), "Ignore")
+    again = dict.fromkeys(
+        (hosts.LOST, 128 + signal.SIGABRT, 128 + signal.SIGTERM), "Ignore"
+    )
     assert by_status == dict.fromkeys((1, 2), "FailJob") | again
     program, *flags = container["command"][1:]
     assert container["command"][0] == "python" and (ROOT / program).exists()
