@@ -277,6 +277,14 @@ def add_hosts(p: argparse.ArgumentParser) -> None:
     several.add_argument("--process_id", metavar="I", help="from 0")
 
 
+def given_hosts(flags: argparse.Namespace) -> dict[str, str]:
+    """The flags of `add_hosts` that were given."""
+    from medusa_jax import hosts  # here, not for --help
+
+    values = {name: getattr(flags, name) for name in hosts.FLAGS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def on_hosts(
     run: Callable[[argparse.Namespace], int],
 ) -> Callable[[argparse.Namespace], int]:
@@ -285,8 +293,7 @@ def on_hosts(
     def in_each(flags: argparse.Namespace) -> int:
         from medusa_jax import hosts  # here, not for --help
 
-        given = {name: getattr(flags, name) for name in hosts.FLAGS}
-        hosts.join({name: value for name, value in given.items() if value is not None})
+        hosts.join(given_hosts(flags))
         with hosts.together(), hosts.one_prints():
             return run(flags)
 

@@ -1,5 +1,6 @@
 """`python train.py --config=FILE --workdir=DIR [--config.field=value ...]`."""
 
+import argparse
 import dataclasses
 import importlib.util
 import os
@@ -7,9 +8,9 @@ import shlex
 import signal
 import sys
 import typing
-from collections.abc import Collection
 from typing import Any
 
+from medusa_jax.commands.flags import add_hosts, command, given_hosts
 from medusa_jax.config import Config
 from medusa_jax.console import (
     inform,
@@ -19,22 +20,18 @@ from medusa_jax.console import (
 )
 from medusa_jax.errors import UserError, did_you_mean, nearest
 
-USAGE = """\
-usage: train.py --config=FILE.py --workdir=DIR [--config.FIELD=VALUE ...]
+EXAMPLES = """\
+any field of the configuration:
+  --config.optim.lr=1e-3 --config.mesh=1,4,2
+  --config.data.preview      print one training sample, its counted tokens marked
+  --config.dry_run           print sizes and counted memory, then compile the step from shapes alone and print
+                             memory, traffic and the least time on known chips; =counted does not compile
 
-Trains what the configuration says; run again with the same workdir, it resumes.
-  --config     a Python file with get_config() -> medusa_jax.config.Config
-  --workdir    checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there
-  --config.X   overrides a field, e.g. --config.optim.lr=1e-3 --config.mesh=1,4,2
-  --config.data.preview   prints one training sample, its counted tokens marked
-  --config.dry_run   prints sizes and counted memory, then compiles the step from shapes alone
-               and prints memory, traffic and the least time on known chips; =counted does not
-               compile; --devices=N for N simulated devices
-On several hosts the same command runs on each. SLURM, Open MPI, Cloud TPU and GKE say who they
-are; elsewhere give
-  --coordinator_address=HOST:PORT --num_processes=N --process_id=I   (host I of N; HOST is 0's)"""
+Run again with the same --workdir, a training resumes."""
 
 
+# Flags that name no field.
+OWN = ("config", "workdir", "devices")
 # What other trainers call fields that exist here.
 ALIASES = {
     "learning_rate": "optim.lr",
@@ -55,16 +52,16 @@ def main(argv: list[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else argv
 
     def go() -> int:
-        if not args or "-h" in args or "--help" in args:
-            print(USAGE)
-            return 0 if args else 2
-        from medusa_jax import hosts
+        if not args:
+            parser().print_help()
+            return 2
+        flags, fields = parser().parse_known_args(args)
+        from medusa_jax import hosts  # here, not for --help
 
-        cfg = parse(args, (*hosts.FLAGS, "devices"))
-        flags = dict(pairs(args))
-        if "devices" in flags:
-            simulate(flags["devices"], cfg)
-        hosts.join({name: flags[name] for name in hosts.FLAGS if name in flags})
+        cfg = read_config(flags, fields)
+        if flags.devices is not None:
+            simulate(flags.devices, cfg)
+        hosts.join(given_hosts(flags))
         with hosts.together():
             trains = not (cfg.dry_run or cfg.data.preview)
             try:
@@ -79,6 +76,20 @@ def main(argv: list[str] | None = None) -> int:
             return status
 
     return run_main(go)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags but `--config.FIELD=VALUE`, which the configuration's fields define."""
+    p = command("train.py", "Train what a configuration says.", EXAMPLES)
+    p.usage = "train.py --config=FILE.py --workdir=DIR [--config.FIELD=VALUE ...]"
+    p.add_argument("--config", help="a file with get_config() -> medusa_jax.config.Config")
+    p.add_argument(
+        "--workdir",
+        help="checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there",
+    )
+    p.add_argument("--devices", metavar="N", help="simulated devices of a dry run")
+    add_hosts(p)
+    return p
 
 
 def simulate(devices: str, cfg: Config) -> None:
@@ -163,29 +174,29 @@ def pairs(args: list[str]) -> list[tuple[str, str]]:
     return given
 
 
-def parse(args: list[str], others: Collection[str] = ()) -> Config:
-    """Command line -> configuration.
+def parse(args: list[str]) -> Config:
+    """Command line -> configuration; raises as `read_config`."""
+    return read_config(*parser().parse_known_args(args))
 
-    Args:
-      others: names of flags that say something else.
+
+def read_config(flags: argparse.Namespace, fields: list[str]) -> Config:
+    """The configuration that `flags` name, with `fields` ("--config.optim.lr=1e-3") set.
 
     Raises:
       UserError: an unknown flag or field (the nearest one is named), or a value of another type.
     """
-    given = [(name, value) for name, value in pairs(args) if name not in others]
-    flags = dict(given)
-    if "config" not in flags:
+    given = pairs(fields)
+    for name, _ in given:
+        if not name.startswith("config."):
+            raise UserError(f"unknown flag --{name}{_nearest(name, Config())}")
+    if flags.config is None:
         raise UserError(
             "--config=FILE.py is missing, e.g. --config=configs/demo_backbone.py"
         )
-    cfg = load_config(flags["config"])
+    cfg = load_config(flags.config)
+    cfg.workdir = flags.workdir or cfg.workdir
     for name, value in given:
-        if name.startswith("config."):
-            override(cfg, name.removeprefix("config."), value)
-        elif name == "workdir":
-            cfg.workdir = value
-        elif name != "config":
-            raise UserError(f"unknown flag --{name}{_nearest(name, cfg)}")
+        override(cfg, name.removeprefix("config."), value)
     if not cfg.workdir and not cfg.dry_run and not cfg.data.preview:
         raise UserError("--workdir=DIR is missing: where checkpoints and results go")
     cfg.workdir = os.path.abspath(cfg.workdir)
@@ -280,11 +291,11 @@ def _nearest(flag: str, cfg: Config) -> str:
     last = asked.split(".")[-1]
     fields = field_names(cfg)
     by_last = {field.split(".")[-1]: field for field in reversed(fields)}
-    near = ALIASES.get(last) or by_last.get(last) or nearest(asked, ["workdir", *fields])
+    near = ALIASES.get(last) or by_last.get(last) or nearest(asked, [*OWN, *fields])
     near = near or by_last.get(nearest(last, by_last), "")
     if not near:
         return ""
-    return f"; did you mean --{near if near == 'workdir' else f'config.{near}'}?"
+    return f"; did you mean --{near if near in OWN else f'config.{near}'}?"
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch, left, capsys):
     """There the environment says nothing: JAX is asked, and knows of no others, or of late ones."""
     asked, answer = [], ValueError("no pod")
 
-    def initialize(*args, **numbers):
+    def initialize(*args, heartbeat_timeout_seconds, **numbers):
         asked.append((args, numbers))
         raise answer
 

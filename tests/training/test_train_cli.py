@@ -84,17 +84,20 @@ def test_shipped_configurations_are_sound(name):
 
 
 def test_bad_input_is_one_line_and_status_2(capsys):
+    assert cli.main(["--confg=nothing.py"]) == 2
+    assert "did you mean --config" in capsys.readouterr().err
     assert cli.main(["--config=nothing.py"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
 
 
 def test_help_is_quick_and_imports_no_jax():
-    code = "import sys; from medusa_jax.commands.train import main; main(['--help']); "
-    code += "assert 'jax' not in sys.modules"
+    code = "import sys, atexit; from medusa_jax.commands.train import main; "
+    code += "atexit.register(lambda: print('jax' in sys.modules)); main(['--help'])"
     args = [command()[0], "-c", code]
     done = subprocess.run(args, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "--config" in done.stdout, done.stderr
+    assert done.stdout.endswith("False\n")
 
 
 def test_out_of_memory_is_one_line(tokens, tmp_path, monkeypatch, capsys):
