@@ -10,7 +10,7 @@ PNG, SVG = "image/png", "image/svg+xml"
 # What each must print, and the kinds of pictures it must show.
 SHOWS = {
     "quickstart": (["mean accepted length", "T=0.8"], {PNG, SVG}),
-    "tree_attention": (["11 passes say, identical: True", "2 drafts accepted"], {PNG}),
+    "tree_attention": (["11 passes compute, identical: True", "2 drafts accepted"], {PNG}),
     "train_heads": (["training went well: True", "learnt something: True"], {PNG}),
     "family": (["hydrapp    24 nodes: mean accepted length"], {PNG, SVG}),
     "fit_a_tree": (["best size here:", "mean accepted length"], {PNG}),
