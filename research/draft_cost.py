@@ -17,6 +17,7 @@ from medusa_jax.commands.flags import command, run_command
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.heads.drafter import DraftRequest
 from medusa_jax.interop.shapes import SHAPES
 
 # (nodes, parents) per depth of the 64-node tree in the figures of Medusa, Hydra and Amphista. Only
@@ -165,7 +166,10 @@ def draft_bytes(heads: Any, arch: Any, tree: Any, slots: int) -> tuple[float, fl
         new = Committed(hidden, ids, ids, ids, n)
         state = drafter.commit(params, backbone, state, new)
         return state, drafter.propose(
-            params, backbone, state, ids[:, 0], tree, lambda depth, logits: logits
+            params,
+            backbone,
+            state,
+            DraftRequest(ids[:, 0], tree, lambda depth, logits: logits),
         )
 
     params, backbone = jax.eval_shape(init, jax.random.key(0))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.heads import Backbone
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.training.losses.objectives import HeadObjective, Params, hidden_states
 from medusa_jax.training.losses.targets import Batch, pair_mask, rows
@@ -18,7 +19,7 @@ def equation_1(
     """
     drafter = objective.drafter
     hidden_BTD = jax.lax.stop_gradient(hidden_states(backbone, batch))
-    features_KBTD = drafter.features(params, backbone, hidden_BTD, *rows(batch))
+    features_KBTD = drafter.features(params, backbone, TextRows(hidden_BTD, *rows(batch)))
     offsets = range(2, drafter.n_heads + 2)
     labels = [shift_left(batch["tokens"], a) for a in offsets]
     masks = [pair_mask(batch["counted"], batch["segment_ids"], a) for a in offsets]

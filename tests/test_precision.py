@@ -17,7 +17,7 @@ from planted import tiny_config
 
 from medusa_jax.config import HeadsConfig, LoraConfig
 from medusa_jax.heads import DRAFTERS, Backbone, drafter_class, make_drafter
-from medusa_jax.heads.drafter import Committed
+from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, init_params, prepare
 from medusa_jax.model.placing import decoder
@@ -125,11 +125,13 @@ def test_every_drafter(name, lm_head, weights):
         new = Committed(hidden, tokens, tokens, positions, n_B)
         state = drafter.commit(params, backbone, state, new)
         return drafter.propose(
-            params, backbone, state, n_B, tree, lambda depth, logits: logits
+            params, backbone, state, DraftRequest(n_B, tree, lambda depth, logits: logits)
         )
 
     def train(params):
-        features = drafter.features(params, backbone, hidden, tokens, positions, segments)
+        features = drafter.features(
+            params, backbone, TextRows(hidden, tokens, positions, segments)
+        )
         return [drafter.head_logits(params, backbone, k, features[k]) for k in range(3)]
 
     check(decode, params)

@@ -25,6 +25,7 @@ from medusa_jax.decoding.state import (
 )
 from medusa_jax.decoding.step import decode_loop, decode_step
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
+from medusa_jax.heads.state import grown
 from medusa_jax.sharding import on_all, pin_state
 
 __all__ = [
@@ -70,12 +71,12 @@ def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
     if text_BS is not None:
         more = text_slots(engine, slots) - text_BS.shape[1]
         text_BS = jnp.pad(text_BS, ((0, 0), (0, more)))
-    grown = state.replace(
+    larger = state.replace(
         cache=state.cache.grown(slots),
-        drafter=engine.drafter.grow(state.drafter, slots),
+        drafter=grown(state.drafter, slots),
         text_BS=text_BS,
     )
-    return pin_state(engine.llama.mesh, grown)
+    return pin_state(engine.llama.mesh, larger)
 
 
 def power_of_two(n: int, least: int) -> int:

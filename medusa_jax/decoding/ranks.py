@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.heads import Backbone, Drafter
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.tree.growth import MISS
@@ -41,7 +42,8 @@ def rank_tuples(
     segment_BT = (position_BT < length_B[:, None]).astype(jnp.int32)
     rows = (tokens_BT, position_BT, segment_BT)
     backbone = for_drafting(backbone, head_params)
-    features_KBTD = drafter.features(head_params, backbone, backbone.forward(*rows), *rows)
+    text = TextRows(backbone.forward(*rows), *rows)
+    features_KBTD = drafter.features(head_params, backbone, text)
 
     def score(k: int, logits_BCO: jax.Array, positions_BC: jax.Array) -> jax.Array:
         if no_repeat_ngram_size and k == 0:

@@ -26,6 +26,7 @@ from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import DecodeState, Engine, text_slots
 from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
+from medusa_jax.heads.state import rewound
 from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import pin_state
 
@@ -153,7 +154,7 @@ def read_row(
     text_BS = row.text_BS
     if text_BS is not None:
         text_BS = write_tokens(text_BS, piece.tokens_BT, piece.begin_B)
-    drafter = engine.drafter.rewound(row.drafter, piece.begin_B)
+    drafter = rewound(row.drafter, piece.begin_B)
     read = nothing_read(engine, row.cache, drafter, row.root_B)
     read = read_piece(engine, variables, row.sampling, text_BS, read, piece)
     ends_B = piece.begin_B + piece.tokens_BT.shape[1] >= piece.length_B

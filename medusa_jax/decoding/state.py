@@ -10,6 +10,7 @@ from medusa_jax.decoding.acceptance import RULES, Rule
 from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.heads.drafter import Drafter
+from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree, stand_in
@@ -48,8 +49,12 @@ class Engine:
     @property
     def n_rows(self) -> int:
         """Rows of a verification pass, which need free slots: tree nodes and the drafter's extra rows."""
-        beside = self.drafter.beside
-        return self.tree.n_nodes + (len(beside.depth_X) if beside else 0)
+        return self.tree.n_nodes + (len(self.extra.extra_rows.depth_X) if self.extra else 0)
+
+    @property
+    def extra(self) -> WithExtraRows | None:
+        """The drafter, if it has the backbone run extra rows."""
+        return self.drafter if isinstance(self.drafter, WithExtraRows) else None
 
     @property
     def depth_only(self) -> "Engine":

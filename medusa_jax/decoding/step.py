@@ -19,7 +19,8 @@ from medusa_jax.decoding.stopping import (
     completes_stop,
     count_until_end,
 )
-from medusa_jax.heads.drafter import Backbone, Committed, Drafter
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest
+from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import on_all, pin_state
@@ -102,9 +103,8 @@ def draft(
         middle = (1,) * (logits.ndim - 2)
         return logits + scaled_BO.reshape(scaled_BO.shape[0], *middle, scaled_BO.shape[1])
 
-    nodes_BM = engine.drafter.propose(
-        heads, backbone, state.drafter, state.root_B, tree.drafted, rank_scores
-    )
+    request = DraftRequest(state.root_B, tree.drafted, rank_scores)
+    nodes_BM = engine.drafter.propose(heads, backbone, state.drafter, request)
     if tree.copied_C.size:
         assert state.text_BS is not None  # `Engine.keeps_text`
         nodes_BM = with_copies(tree, nodes_BM, state.text_BS, state.length_B)
@@ -117,16 +117,16 @@ def verify(
     """One backbone pass over all nodes under the tree's mask (Medusa 2.1.2, figure 2)."""
     M = tree.n_nodes
     tokens_BR, depth_R, mask_RR = rows_of_pass(
-        engine.drafter, state.drafter, tree, drafts.nodes_BM
+        engine.extra, state.drafter, tree, drafts.nodes_BM
     )
     positions_BR = state.length_B[:, None] + depth_R[None, :]
     hidden_BRD, cache = backbone.decode(
         tokens_BR, positions_BR, state.cache, state.length_B, mask_RR
     )
     hidden_BMD, scored_BRD = hidden_BRD[:, :M], hidden_BRD
-    if (beside := engine.drafter.beside) is not None:  # one pass over the LM head for both
-        own_BUD = hidden_BRD[:, -beside.n_scored :]
-        scored_BRD = jnp.concatenate([hidden_BMD, own_BUD], axis=1)
+    if engine.extra is not None:  # one pass over the LM head for both
+        extra_BUD = hidden_BRD[:, -engine.extra.extra_rows.n_scored :]
+        scored_BRD = jnp.concatenate([hidden_BMD, extra_BUD], axis=1)
     logits_BRV = backbone.lm_head(scored_BRD)
     logits_BMV = logits_BRV[:, :M]
     if engine.no_repeat_ngram_size and state.text_BS is not None:
@@ -138,7 +138,7 @@ def verify(
         positions_BM=positions_BR[:, :M],
         hidden_BMD=hidden_BMD,
         logits_BMV=logits_BMV,
-        beside_BUV=logits_BRV[:, M:],
+        extra_BUV=logits_BRV[:, M:],
         cache=cache,
         sampling=state.sampling,
         length_B=state.length_B,
@@ -149,7 +149,7 @@ def verify(
 
 
 def rows_of_pass(
-    drafter: Drafter, state: Any, tree: Any, nodes_BM: jax.Array
+    extra: WithExtraRows | None, state: Any, tree: Any, nodes_BM: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens, depths and mask of all rows of a pass: tree nodes, then the drafter's extra rows.
 
@@ -161,13 +161,13 @@ def rows_of_pass(
         row    1 . 1 1
     """
     depth_M, mask_MM = jnp.asarray(tree.depth_M), jnp.asarray(tree.mask_MM)
-    beside = drafter.beside
-    if beside is None:
+    if extra is None:
         return nodes_BM, depth_M, mask_MM
-    tokens_BR = jnp.concatenate([nodes_BM, drafter.tokens_beside(state)], axis=1)
-    depth_R = jnp.concatenate([depth_M, jnp.asarray(beside.depth_X)])
-    M, X = tree.n_nodes, len(beside.depth_X)
-    mask_RR = jnp.pad(mask_MM, (0, X)).at[M:, M:].set(jnp.asarray(beside.mask_XX))
+    rows = extra.extra_rows
+    tokens_BR = jnp.concatenate([nodes_BM, extra.extra_tokens(state)], axis=1)
+    depth_R = jnp.concatenate([depth_M, jnp.asarray(rows.depth_X)])
+    M, X = tree.n_nodes, len(rows.depth_X)
+    mask_RR = jnp.pad(mask_MM, (0, X)).at[M:, M:].set(jnp.asarray(rows.mask_XX))
     return tokens_BR, depth_R, mask_RR.at[M:, 0].set(True)
 
 
@@ -199,8 +199,8 @@ def commit(
     hidden_BLD = jnp.take_along_axis(verified.hidden_BMD, path_BL[..., None], axis=1)
     position_BL = jnp.take_along_axis(verified.positions_BM, path_BL, axis=1)
     drafter = state.drafter
-    if engine.drafter.beside is not None:
-        drafter = engine.drafter.learn(drafter, state.root_B, verified.beside_BUV)
+    if engine.extra is not None:
+        drafter = engine.extra.learn(drafter, state.root_B, verified.extra_BUV)
     token_BL = jnp.take_along_axis(verified.nodes_BM, path_BL, axis=1)
     new = Committed(hidden_BLD, token_BL, emitted_BL, position_BL, taken_B)
     drafter = engine.drafter.commit(heads, backbone, drafter, new)

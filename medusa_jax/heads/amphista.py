@@ -30,8 +30,9 @@ from medusa_jax.heads.drafter import (
     Backbone,
     Committed,
     Drafter,
+    DraftRequest,
     Params,
-    RankScores,
+    TextRows,
     fill_by_rank,
 )
 from medusa_jax.heads.layers import (
@@ -40,12 +41,12 @@ from medusa_jax.heads.layers import (
     ResBlock,
     lm_head_logits,
     lm_head_start,
+    logits_of_first,
     shift_left,
 )
 from medusa_jax.model.attention import attend
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear, RMSNorm
-from medusa_jax.tree import Tree
 
 
 @dataclass(unsafe_hash=True)
@@ -216,19 +217,11 @@ class Amphista(Drafter):
             x_BKD = block.apply({"params": params[f"blocks_{j}"]}, x_BKD)
         return dropout(x_BKD, h.dropout, dropout_key)
 
-    def features(
-        self,
-        params: Params,
-        backbone: Backbone,
-        hidden_BTD: jax.Array,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        segment_ids_BT: jax.Array,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
+    def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
+        hidden_BTD, tokens_BT, *where, dropout_key = rows
+
         def run(s: int, module: Any, variables: Any, x: Any) -> Any:
-            rows = (x, positions_BT, segment_ids_BT)
-            return module.apply(variables, *rows, method="forward"), None
+            return module.apply(variables, x, *where, method="forward"), None
 
         next_BTD = shift_left(backbone.embed(tokens_BT), 1)
         given = self._stages(params, backbone, hidden_BTD, next_BTD, run)
@@ -246,12 +239,6 @@ class Amphista(Drafter):
     def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
         return LayerState.zeros(self.llama, self.heads.stages, batch, slots, dtype)
 
-    def grow(self, state: LayerState, slots: int) -> LayerState:
-        return state.grown(slots)
-
-    def rewound(self, state: LayerState, length_B: jax.Array) -> LayerState:
-        return state.rewound(length_B)
-
     def commit(
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
@@ -265,20 +252,14 @@ class Amphista(Drafter):
         return state.taken([cache for _, cache in given], contexts, new.n_B)
 
     def propose(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: LayerState,
-        root_B: jax.Array,
-        tree: Tree,
-        rank_scores: RankScores,
+        self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest
     ) -> jax.Array:
         """Run all heads, but only the LM heads that the tree's depth needs; the state includes the root."""
         contexts = [state.context_BSD[:, s] for s in range(state.context_BSD.shape[1])]
         x_BKD = self.mix(params, contexts, backbone.llama.dtype)
-        features = [x_BKD[:, k] for k in range(tree.depth)]
-        logits = self.logits_of_first(params, backbone, features)
-        return fill_by_rank(tree, backbone, logits, root_B, rank_scores)
+        features = [x_BKD[:, k] for k in range(request.tree.depth)]
+        logits = logits_of_first(self, params, backbone, features)
+        return fill_by_rank(request, backbone, logits)
 
 
 @dataclass(unsafe_hash=True)

@@ -14,19 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
     Backbone,
     Committed,
+    DraftRequest,
     Params,
-    RankScores,
     Untrained,
 )
 from medusa_jax.heads.layers import take_last
 from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
+from medusa_jax.heads.state import PositionState
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import decoding_config
 from medusa_jax.tree import Tree
@@ -47,7 +47,7 @@ class DraftModelConfig(HeadsConfig):
     arch: LlamaConfig = field(default_factory=LlamaConfig)
 
 
-class DraftState(struct.PyTreeNode):
+class DraftState(PositionState):
     """State of the draft model.
 
     Attributes:
@@ -57,8 +57,10 @@ class DraftState(struct.PyTreeNode):
     """
 
     cache: KVCache
-    length_B: jax.Array
     hidden_BE: jax.Array
+
+    def grown(self, slots: int) -> "DraftState":
+        return self.replace(cache=self.cache.grown(slots + 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +97,8 @@ class DraftModel(Untrained):
         c = self.heads.arch
         sizes = (c.n_layers, batch, slots + 1, c.n_kv_heads, c.head_dim)
         hidden_BE = jnp.zeros((batch, c.d_model), dtype)
-        return DraftState(
-            KVCache.zeros(*sizes, dtype), jnp.zeros((batch,), jnp.int32), hidden_BE
-        )
-
-    def grow(self, state: DraftState, slots: int) -> DraftState:
-        return state.replace(cache=state.cache.grown(slots + 1))
-
-    def rewound(self, state: DraftState, length_B: jax.Array) -> DraftState:
-        return state.replace(length_B=length_B)
+        length_B = jnp.zeros((batch,), jnp.int32)
+        return DraftState(length_B, KVCache.zeros(*sizes, dtype), hidden_BE)
 
     def commit(
         self, params: Params, backbone: Backbone, state: DraftState, new: Committed
@@ -119,22 +114,16 @@ class DraftModel(Untrained):
         )
         up_to_root_B = jnp.where(new.n_B > 0, new.n_B + 1, 0)
         hidden_BE = take_last(hidden_BUE, up_to_root_B, state.hidden_BE)
-        return DraftState(cache, state.length_B + new.n_B, hidden_BE)
+        return DraftState(state.length_B + new.n_B, cache, hidden_BE)
 
     def propose(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: DraftState,
-        root_B: jax.Array,
-        tree: Tree,
-        rank_scores: RankScores,
+        self, params: Params, backbone: Backbone, state: DraftState, request: DraftRequest
     ) -> jax.Array:
         """Draft level by level: run nodes with children after the text, each seeing its path.
 
         The root runs again along with the first level, which needs its key and value.
         """
-        model = self._model(params, backbone)
+        model, (root_B, tree, _) = self._model(params, backbone), request
         inner = inner_nodes(Level.of(tree), tree)
 
         def logits_of(
@@ -156,4 +145,4 @@ class DraftModel(Untrained):
             return model.lm_head(hidden_BPE), (hidden_BPE, cache, done)
 
         root = (state.hidden_BE[:, None], state.cache, np.zeros(0, int))
-        return fill_by_level(tree, model, logits_of, root, root_B, rank_scores)
+        return fill_by_level(request, model, logits_of, root)

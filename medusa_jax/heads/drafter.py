@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
@@ -46,21 +45,35 @@ class Committed(NamedTuple):
     n_B: jax.Array
 
 
-class Beside(NamedTuple):
-    """Constants of the extra rows that a drafter has the backbone run along with the tree.
-
-    All of them see the text and the root. No tree node sees them, and they are never emitted.
+class TextRows(NamedTuple):
+    """Whole rows of known text, the input of `Drafter.features`.
 
     Attributes:
-      depth_X: distance of each row from the root.
-      mask_XX: [x, y] is True if row x sees row y, itself included; the rows that a row sees have
-        the depths 1, 2, ... up to its own, in the order of the rows.
-      n_scored: U; the LM head runs on the last U rows.
+      hidden_BTD: the backbone's hidden states.
+      tokens_BT, positions_BT: the tokens and their positions in their segment.
+      segment_ids_BT: texts packed into a row have different numbers; 0 is padding.
+      dropout_key: turns dropout on.
     """
 
-    depth_X: np.ndarray
-    mask_XX: np.ndarray
-    n_scored: int
+    hidden_BTD: jax.Array
+    tokens_BT: jax.Array
+    positions_BT: jax.Array
+    segment_ids_BT: jax.Array
+    dropout_key: jax.Array | None = None
+
+
+class DraftRequest(NamedTuple):
+    """What to draft in a step, the input of `Drafter.propose`.
+
+    Attributes:
+      root_B: the last token of each text.
+      tree: the nodes to fill.
+      rank_scores: how to rank the guesses of a depth.
+    """
+
+    root_B: jax.Array
+    tree: Tree
+    rank_scores: RankScores
 
 
 @jax.tree_util.register_dataclass
@@ -177,14 +190,9 @@ class Drafter:
         return self.heads.n_heads
 
     @property
-    def stored_heads(self) -> int:
-        """Number of heads with separate parameters, under "heads_{k}"."""
-        return self.heads.n_heads
-
-    @property
-    def stored_layers(self) -> int:
-        """Number of layers of a head with separate parameters."""
-        return self.heads.n_layers
+    def stored_counts(self) -> tuple[int, int]:
+        """Numbers of heads with separate parameters, and of such layers in each."""
+        return self.heads.n_heads, self.heads.n_layers
 
     def loss_view(self, levels: int = 1) -> "Drafter":
         """The drafter whose heads the training loss covers; it has the same parameters.
@@ -221,21 +229,11 @@ class Drafter:
 
     # Training and calibration: teacher-forced over whole rows.
 
-    def features(
-        self,
-        params: Params,
-        backbone: Backbone,
-        hidden_BTD: jax.Array,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        segment_ids_BT: jax.Array,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
+    def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         """Inputs of the heads' LM heads at every position: [K, B, T, D].
 
         Row t of head k may depend on hidden states up to t and on tokens up to t + k + 1, and must
-        equal what `propose` computes when those tokens have been accepted or drafted. A key turns
-        dropout on.
+        equal what `propose` computes when those tokens have been accepted or drafted.
         """
         raise NotImplementedError
 
@@ -245,65 +243,23 @@ class Drafter:
         """Logits [..., O] of head k (0-based, static) from its features [..., D]."""
         raise NotImplementedError
 
-    def logits_of_first(
-        self, params: Params, backbone: Backbone, features: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """Logits [B, O] of the first heads, one for each of the features [B, D]."""
-        if features and self.heads.lm_head == "shared":  # one pass over the LM head for all
-            logits_BKO = backbone.lm_head(jnp.stack(features, axis=1))
-            return [logits_BKO[:, k] for k in range(len(features))]
-        return [self.head_logits(params, backbone, k, f) for k, f in enumerate(features)]
-
     # Decoding.
 
     def start(self, batch: int, slots: int, dtype: Any) -> Any:
-        """The state before any text; a cache gets `slots` slots per row."""
+        """The state before any text: a pytree of arrays, with `slots` slots per row in a `PositionState`."""
         raise NotImplementedError
 
     def commit(self, params: Params, backbone: Backbone, state: Any, new: Committed) -> Any:
         """The state after newly accepted positions."""
         raise NotImplementedError
 
-    def grow(self, state: Any, slots: int) -> Any:
-        """The same state with `slots` cache slots; unchanged for a drafter without a cache."""
-        return state
-
-    def rewound(self, state: Any, length_B: jax.Array) -> Any:
-        """The state truncated to the first `length_B` positions.
-
-        The next `commit` starts there with at least one position. So values that belong to the last
-        position only need not be restored: that call replaces them.
-        """
-        return state
-
     def propose(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: Any,
-        root_B: jax.Array,
-        tree: Tree,
-        rank_scores: RankScores,
+        self, params: Params, backbone: Backbone, state: Any, request: DraftRequest
     ) -> jax.Array:
         """Token ids of all tree nodes [B, M], the root first.
 
         Heads beyond the tree's depth are not computed.
         """
-        raise NotImplementedError
-
-    # Extra rows, for drafters that have any.
-
-    @property
-    def beside(self) -> Beside | None:
-        """The extra rows to run along with every tree."""
-        return None
-
-    def tokens_beside(self, state: Any) -> jax.Array:
-        """Tokens of the extra rows in this step [B, X]."""
-        raise NotImplementedError
-
-    def learn(self, state: Any, root_B: jax.Array, logits_BUV: jax.Array) -> Any:
-        """The state after the backbone's logits of the extra rows; called before this step's `commit`."""
         raise NotImplementedError
 
 
@@ -315,7 +271,7 @@ class Untrained(Drafter):
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         raise UserError(f"{self.name} has no heads to train or to load")
 
-    def features(self, *args: Any, **kwargs: Any) -> jax.Array:
+    def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         raise UserError(
             f"{self.name} has no heads to fit a tree to: choose a tree with --tree"
         )
@@ -334,15 +290,9 @@ class NoDrafter(Drafter):
         return state
 
     def propose(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: Any,
-        root_B: jax.Array,
-        tree: Tree,
-        rank_scores: RankScores,
+        self, params: Params, backbone: Backbone, state: Any, request: DraftRequest
     ) -> jax.Array:
-        return root_B[:, None]
+        return request.root_B[:, None]
 
 
 def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:
@@ -351,11 +301,7 @@ def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:
 
 
 def fill_by_rank(
-    tree: Tree,
-    backbone: Backbone,
-    logits: Sequence[jax.Array],
-    root_B: jax.Array,
-    rank_scores: RankScores,
+    request: DraftRequest, backbone: Backbone, logits: Sequence[jax.Array]
 ) -> jax.Array:
     """Node tokens [B, M] of heads that do not depend on the path.
 
@@ -364,6 +310,7 @@ def fill_by_rank(
     Args:
       logits: logits of the first `tree.depth` heads, each [B, O].
     """
+    root_B, tree, rank_scores = request
     if tree.depth == 0:
         return root_B[:, None]
     scores = [rank_scores(k + 1, logits_BO) for k, logits_BO in enumerate(logits)]

@@ -26,7 +26,14 @@ from jax import lax
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Committed, Drafter, Params, RankScores
+from medusa_jax.heads.drafter import (
+    Backbone,
+    Committed,
+    Drafter,
+    DraftRequest,
+    Params,
+    TextRows,
+)
 from medusa_jax.heads.layers import (
     LayerState,
     lm_head_logits,
@@ -41,7 +48,6 @@ from medusa_jax.model.layers import Linear
 from medusa_jax.model.llama import Block
 from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.rope import rope_tables
-from medusa_jax.tree import Tree
 
 # Teacher-forced positions per chunk of deeper levels; limits the memory of their attention scores.
 CHUNK = 64
@@ -102,8 +108,8 @@ class Eagle(Drafter):
     Config = EagleConfig
 
     @property
-    def stored_heads(self) -> int:
-        return 1
+    def stored_counts(self) -> tuple[int, int]:
+        return 1, self.heads.n_layers
 
     def loss_view(self, levels: int = 1) -> Drafter:
         if not 1 <= levels <= self.n_heads:
@@ -131,17 +137,9 @@ class Eagle(Drafter):
             params[f"layers_{j}"] = zero_output(params[f"layers_{j}"])
         return {"heads_0": params | lm_head_start(self.heads, backbone)}
 
-    def features(
-        self,
-        params: Params,
-        backbone: Backbone,
-        hidden_BTD: jax.Array,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        segment_ids_BT: jax.Array,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
+    def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         """Level k of row t is at position t + k and sees true rows up to t and levels 1 to k."""
+        hidden_BTD, tokens_BT, positions_BT, segment_ids_BT, _ = rows
         ahead = [
             shift_left(backbone.embed(tokens_BT), k + 1).astype(backbone.llama.dtype)
             for k in range(self.n_heads)
@@ -156,9 +154,9 @@ class Eagle(Drafter):
         size = min(CHUNK, T)
         # After the text, room for one chunk's rows of each level.
         text = jax.tree.map(lambda x: padded(x, 2, size * (K - 1)), text)
-        rows = (first_BTD, positions_BT, segment_ids_BT, *ahead[1:])
+        whole = (first_BTD, positions_BT, segment_ids_BT, *ahead[1:])
         first_BTD, positions_BT, segment_ids_BT, *ahead = (
-            padded(x, 1, -T % size) for x in rows
+            padded(x, 1, -T % size) for x in whole
         )
         row_C, slot_R = np.arange(size), np.arange(size * (K - 1))
         own_CR = row_C[:, None] == slot_R[None, :] % size
@@ -201,12 +199,6 @@ class Eagle(Drafter):
         state = LayerState.zeros(self.llama, self.heads.n_layers, batch, slots, dtype)
         return state.replace(context_BSD=state.context_BSD[:, :1])  # the last layer's alone
 
-    def grow(self, state: LayerState, slots: int) -> LayerState:
-        return state.grown(slots)
-
-    def rewound(self, state: LayerState, length_B: jax.Array) -> LayerState:
-        return state.rewound(length_B)
-
     def commit(
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
@@ -219,15 +211,10 @@ class Eagle(Drafter):
         return state.taken(list(layers), [features_BTD], new.n_B)
 
     def propose(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: LayerState,
-        root_B: jax.Array,
-        tree: Tree,
-        rank_scores: RankScores,
+        self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest
     ) -> jax.Array:
         """Draft level by level: run nodes with children after the text; the state has the root's row."""
+        tree = request.tree
         inner = inner_nodes(Level.of(tree), tree)
 
         def logits_of(
@@ -249,7 +236,7 @@ class Eagle(Drafter):
             return logits, (features_BPD, cache, done)
 
         root = (state.context_BSD, state.cache.layers, np.zeros(0, int))
-        return fill_by_level(tree, backbone, logits_of, root, root_B, rank_scores)
+        return fill_by_level(request, backbone, logits_of, root)
 
 
 def padded(x: jax.Array, axis: int, more: int) -> jax.Array:

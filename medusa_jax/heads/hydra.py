@@ -23,8 +23,9 @@ from medusa_jax.heads.drafter import (
     Backbone,
     Committed,
     Drafter,
+    DraftRequest,
     Params,
-    RankScores,
+    TextRows,
 )
 from medusa_jax.heads.layers import (
     ResBlock,
@@ -36,7 +37,6 @@ from medusa_jax.heads.layers import (
 from medusa_jax.heads.levels import Level, fill_by_level
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear
-from medusa_jax.tree import Tree
 
 
 @dataclass(unsafe_hash=True)
@@ -91,8 +91,9 @@ class Hydra(Drafter):
             raise UserError(f"heads.dropout is from 0 to below 1, not {self.heads.dropout}")
 
     @property
-    def stored_layers(self) -> int:
-        return min(self.heads.n_layers, 2) if self.heads.tie_layers else self.heads.n_layers
+    def stored_counts(self) -> tuple[int, int]:
+        n = self.heads.n_layers
+        return self.heads.n_heads, min(n, 2) if self.heads.tie_layers else n
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """All W = 0, LM heads from the backbone, R by `skip`."""
@@ -106,7 +107,7 @@ class Hydra(Drafter):
             first["linear"] = jax.tree.map(jnp.zeros_like, first["linear"])
             if self.heads.skip == "identity":
                 first["skip"]["kernel"] = jnp.eye((k + 2) * D, D)
-            rest = {f"layers_{j}": later_block for j in range(1, self.stored_layers)}
+            rest = {f"layers_{j}": later_block for j in range(1, self.stored_counts[1])}
             params[f"heads_{k}"] = {"layers_0": first} | rest | start
         return params
 
@@ -125,27 +126,19 @@ class Hydra(Drafter):
         head, rate = params[f"heads_{k}"], self.heads.dropout
         for j in range(self.heads.n_layers):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, j)
-            layer = head[f"layers_{min(j, self.stored_layers - 1)}"]
+            layer = head[f"layers_{min(j, self.stored_counts[1] - 1)}"]
             block = ResBlock(dtype) if j else self._first(dtype)
             out: Any = block.apply({"params": layer}, dropout(x.astype(dtype), rate, key))
             x = out
         return dropout(x, rate, dropout_key)
 
-    def features(
-        self,
-        params: Params,
-        backbone: Backbone,
-        hidden_BTD: jax.Array,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        segment_ids_BT: jax.Array,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        embedded_BTD, dtype = backbone.embed(tokens_BT), backbone.llama.dtype
-        x, out = hidden_BTD.astype(dtype), []
+    def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
+        embedded_BTD, dtype = backbone.embed(rows.tokens_BT), backbone.llama.dtype
+        x, out = rows.hidden_BTD.astype(dtype), []
         for k in range(self.n_heads):
             x = jnp.concatenate([x, shift_left(embedded_BTD, k + 1)], axis=-1)
-            key = None if dropout_key is None else jax.random.fold_in(dropout_key, k)
+            key = rows.dropout_key
+            key = None if key is None else jax.random.fold_in(key, k)
             out.append(self.mlp(params, k, x, dtype, key))
         return jnp.stack(out)
 
@@ -165,13 +158,7 @@ class Hydra(Drafter):
         return state
 
     def propose(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: Any,
-        root_B: jax.Array,
-        tree: Tree,
-        rank_scores: RankScores,
+        self, params: Params, backbone: Backbone, state: Any, request: DraftRequest
     ) -> jax.Array:
         """Head d runs on one row per node of depth d with children and ranks these children."""
         dtype = backbone.llama.dtype
@@ -185,4 +172,4 @@ class Hydra(Drafter):
             return self.head_logits(params, backbone, k, features_BPD), x_BPW
 
         context_B1D = self.context(state).astype(dtype)[:, None, :]
-        return fill_by_level(tree, backbone, logits_of, context_B1D, root_B, rank_scores)
+        return fill_by_level(request, backbone, logits_of, context_B1D)

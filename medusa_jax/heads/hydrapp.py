@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from medusa_jax.heads.drafter import Backbone, Committed, Params
+from medusa_jax.heads.drafter import Backbone, Committed, Params, TextRows
 from medusa_jax.heads.hydra import Hydra, HydraConfig
 from medusa_jax.heads.layers import CausalLayer, LayerState
 
@@ -44,30 +44,13 @@ class HydraPP(Hydra):
         layer = CausalLayer(self.llama, backbone.llama.dtype)
         return layer.apply({"params": params["prefix"]}, *args, method=method)
 
-    def features(
-        self,
-        params: Params,
-        backbone: Backbone,
-        hidden_BTD: jax.Array,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        segment_ids_BT: jax.Array,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        rows = (positions_BT, segment_ids_BT)
-        context_BTD = self._prefix(params, backbone, "forward", hidden_BTD, *rows)
-        return super().features(
-            params, backbone, context_BTD, tokens_BT, *rows, dropout_key
-        )
+    def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
+        given = (rows.hidden_BTD, rows.positions_BT, rows.segment_ids_BT)
+        context_BTD = self._prefix(params, backbone, "forward", *given)
+        return super().features(params, backbone, rows._replace(hidden_BTD=context_BTD))
 
     def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
         return LayerState.zeros(self.llama, 1, batch, slots, dtype)
-
-    def grow(self, state: LayerState, slots: int) -> LayerState:
-        return state.grown(slots)
-
-    def rewound(self, state: LayerState, length_B: jax.Array) -> LayerState:
-        return state.rewound(length_B)
 
     def commit(
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed

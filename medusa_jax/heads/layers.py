@@ -1,14 +1,15 @@
 """Building blocks of drafters: residual blocks, LM heads, a causal layer with a cache."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.heads.drafter import Backbone, Params
+from medusa_jax.heads.drafter import Backbone, Drafter, Params
+from medusa_jax.heads.state import PositionState
 from medusa_jax.model.attention import FEW, Sees, tree_mask
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Linear, RMSNorm, kernel_of
@@ -100,6 +101,16 @@ def lm_head_logits(
     return logits
 
 
+def logits_of_first(
+    drafter: Drafter, params: Params, backbone: Backbone, features: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Logits [B, O] of the first heads, one for each of the features [B, D]."""
+    if features and drafter.heads.lm_head == "shared":  # one pass over the LM head for all
+        logits_BKO = backbone.lm_head(jnp.stack(features, axis=1))
+        return [logits_BKO[:, k] for k in range(len(features))]
+    return [drafter.head_logits(params, backbone, k, f) for k, f in enumerate(features)]
+
+
 # Decoder layers of drafters.
 
 
@@ -183,7 +194,7 @@ class CausalLayer(nn.Module):
         return params
 
 
-class LayerState(struct.PyTreeNode):
+class LayerState(PositionState):
     """State of a drafter with causal layers, which see accepted positions only.
 
     Attributes:
@@ -193,7 +204,6 @@ class LayerState(struct.PyTreeNode):
     """
 
     cache: KVCache
-    length_B: jax.Array
     context_BSD: jax.Array
 
     @classmethod
@@ -205,7 +215,7 @@ class LayerState(struct.PyTreeNode):
             n_layers, batch, slots, config.n_kv_heads, config.head_dim, dtype
         )
         context = jnp.zeros((batch, max(n_layers, 1), config.d_model), dtype)
-        return cls(cache, jnp.zeros((batch,), jnp.int32), context)
+        return cls(jnp.zeros((batch,), jnp.int32), cache, context)
 
     def taken(self, layers: list[Any], contexts: list[jax.Array], n_B: Any) -> "LayerState":
         """The state after n more positions, with all T candidates written to the cache.
@@ -214,14 +224,9 @@ class LayerState(struct.PyTreeNode):
         """
         old = [self.context_BSD[:, s] for s in range(len(contexts))]
         new = [take_last(rows, n_B, was) for rows, was in zip(contexts, old)]
-        return LayerState(
-            KVCache(layers=tuple(layers)), self.length_B + n_B, jnp.stack(new, axis=1)
-        )
+        cache = KVCache(layers=tuple(layers))
+        return LayerState(self.length_B + n_B, cache, jnp.stack(new, axis=1))
 
     def grown(self, slots: int) -> "LayerState":
         """The same state with room for `slots` positions."""
         return self.replace(cache=self.cache.grown(slots))
-
-    def rewound(self, length_B: jax.Array) -> "LayerState":
-        """The state truncated to the first `length_B` positions."""
-        return self.replace(length_B=length_B)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.heads.drafter import Backbone, RankScores, best_tokens
+from medusa_jax.heads.drafter import Backbone, DraftRequest, best_tokens
 from medusa_jax.tree import Tree
 
 # Score difference between siblings of given tokens: the first takes all remaining mass in any precision.
@@ -59,12 +59,7 @@ LogitsOf = Callable[[int, Level, jax.Array, Any], tuple[jax.Array, Any]]
 
 
 def fill_by_level(
-    tree: Tree,
-    backbone: Backbone,
-    logits_of: LogitsOf,
-    carry: Any,
-    root_B: jax.Array,
-    rank_scores: RankScores,
+    request: DraftRequest, backbone: Backbone, logits_of: LogitsOf, carry: Any
 ) -> jax.Array:
     """Node tokens [B, M] for guesses that depend on the path: the best after each node's path.
 
@@ -75,6 +70,7 @@ def fill_by_level(
       backbone: maps logits to tokens.
       carry: the carry of `logits_of` at the root.
     """
+    root_B, tree, rank_scores = request
     tokens = [root_B[:, None]]  # per depth, all its nodes
     for depth, level in enumerate(Level.of(tree)):
         parents_BP = tokens[-1][:, level.nodes_P]
@@ -86,12 +82,11 @@ def fill_by_level(
 
 
 def rank_given(
-    tree: Tree,
+    request: DraftRequest,
     nodes_BM: jax.Array,
     given_BM: jax.Array,
     vocab_size: int,
     dtype: Any,
-    rank_scores: RankScores,
 ) -> None:
     """Report deterministic drafts to `rank_scores`, for drafters without scores.
 
@@ -102,14 +97,14 @@ def rank_given(
     Args:
       given_BM: False for nodes that hold a placeholder instead of a draft.
     """
-    B = nodes_BM.shape[0]
+    B, tree = nodes_BM.shape[0], request.tree
     for depth, level in enumerate(Level.of(tree)):
         children = tree.level(depth + 1)
         mass_1C = -AHEAD * tree.rank_M[children][None, :]
         score_BC = jnp.where(given_BM[:, children], mass_1C, -jnp.inf)
         logits_BPV = jnp.full((B, len(level.nodes_P), vocab_size), -jnp.inf, dtype)
         at = (jnp.arange(B)[:, None], level.parent_C[None, :], nodes_BM[:, children])
-        rank_scores(depth + 1, logits_BPV.at[at].max(score_BC.astype(dtype)))
+        request.rank_scores(depth + 1, logits_BPV.at[at].max(score_BC.astype(dtype)))
 
 
 def inner_nodes(levels: Sequence[Level], tree: Tree) -> list[np.ndarray]:

@@ -40,12 +40,12 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
     Backbone,
-    Beside,
     Committed,
+    DraftRequest,
     Params,
-    RankScores,
     Untrained,
 )
+from medusa_jax.heads.extra_rows import ExtraRows, WithExtraRows
 from medusa_jax.heads.levels import rank_given
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.tree import Tree
@@ -78,7 +78,7 @@ class LookaheadState(struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookahead(Untrained):
+class Lookahead(WithExtraRows, Untrained):
     """No parameters. The nodes at depth 1 start one guess each; deeper nodes continue it."""
 
     heads: LookaheadConfig
@@ -115,7 +115,7 @@ class Lookahead(Untrained):
             )
 
     @cached_property
-    def beside(self) -> Beside:
+    def extra_rows(self) -> ExtraRows:
         W, N = self.heads.window, self.heads.ngram
         level = np.repeat(np.arange(N - 1), [W - 1] + [W] * (N - 2))
         column = np.concatenate([np.arange(W - 1), *[np.arange(W)] * (N - 2)])
@@ -124,11 +124,13 @@ class Lookahead(Untrained):
         above = (level[None, :] == 0) & (depth[None, :] <= (depth - level)[:, None])
         within = (level[None, :] > 0) & (level[None, :] <= level[:, None])
         own = within & (column[None, :] == column[:, None])
-        return Beside(depth.astype(np.int32), above | own, W)
+        return ExtraRows(depth.astype(np.int32), above | own, W)
 
     def start(self, batch: int, slots: int, dtype: Any) -> LookaheadState:
         h, V = self.heads, self.llama.vocab_size
-        window = np.random.default_rng(0).integers(0, V, len(self.beside.depth_X), np.int32)
+        window = np.random.default_rng(0).integers(
+            0, V, len(self.extra_rows.depth_X), np.int32
+        )
         sizes = (batch, V, h.guesses, h.ngram - 1)
         return LookaheadState(
             jnp.tile(window[None, :], (batch, 1)), jnp.full(sizes, NOTHING, jnp.int32)
@@ -139,7 +141,7 @@ class Lookahead(Untrained):
     ) -> LookaheadState:
         return state
 
-    def tokens_beside(self, state: LookaheadState) -> jax.Array:
+    def extra_tokens(self, state: LookaheadState) -> jax.Array:
         return state.window_BX
 
     def learn(
@@ -162,18 +164,17 @@ class Lookahead(Untrained):
         params: Params,
         backbone: Backbone,
         state: LookaheadState,
-        root_B: jax.Array,
-        tree: Tree,
-        rank_scores: RankScores,
+        request: DraftRequest,
     ) -> jax.Array:
         """Node [g, 0, ..., 0] of depth d is the d-th token of guess g, or the root if there is none."""
+        root_B, tree, _ = request
         guesses_BGY = state.pool_BVGY[jnp.arange(root_B.shape[0]), root_B]
         branch_M = np.array([0] + [c[0] for c in tree.choices])
         drafts_BM = guesses_BGY[:, branch_M, np.maximum(tree.depth_M - 1, 0)]
         given_BM = (drafts_BM != NOTHING) & (tree.depth_M > 0)[None, :]
         nodes_BM = jnp.where(given_BM, drafts_BM, root_B[:, None])
         dtype = at_least_f32(backbone.llama.dtype)
-        rank_given(tree, nodes_BM, given_BM, self.llama.vocab_size, dtype, rank_scores)
+        rank_given(request, nodes_BM, given_BM, self.llama.vocab_size, dtype)
         return nodes_BM
 
 

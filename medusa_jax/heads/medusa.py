@@ -14,12 +14,18 @@ from medusa_jax.heads.drafter import (
     Backbone,
     Committed,
     Drafter,
+    DraftRequest,
     Params,
-    RankScores,
+    TextRows,
     fill_by_rank,
 )
-from medusa_jax.heads.layers import ResBlock, lm_head_logits, lm_head_start, take_last
-from medusa_jax.tree import Tree
+from medusa_jax.heads.layers import (
+    ResBlock,
+    lm_head_logits,
+    lm_head_start,
+    logits_of_first,
+    take_last,
+)
 
 
 class Medusa(Drafter):
@@ -51,19 +57,10 @@ class Medusa(Drafter):
             x = ResBlock(dtype).apply({"params": params[f"heads_{k}"][f"layers_{j}"]}, x)
         return x
 
-    def features(
-        self,
-        params: Params,
-        backbone: Backbone,
-        hidden_BTD: jax.Array,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        segment_ids_BT: jax.Array,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
+    def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         dtype = backbone.llama.dtype
         heads = range(self.n_heads)
-        return jnp.stack([self._features(params, k, hidden_BTD, dtype) for k in heads])
+        return jnp.stack([self._features(params, k, rows.hidden_BTD, dtype) for k in heads])
 
     def head_logits(
         self, params: Params, backbone: Backbone, k: int, features: jax.Array
@@ -80,17 +77,11 @@ class Medusa(Drafter):
         return take_last(new.hidden_BTD, new.n_B, state)
 
     def propose(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: jax.Array,
-        root_B: jax.Array,
-        tree: Tree,
-        rank_scores: RankScores,
+        self, params: Params, backbone: Backbone, state: jax.Array, request: DraftRequest
     ) -> jax.Array:
         features = [
             self._features(params, k, state, backbone.llama.dtype)
-            for k in range(tree.depth)
+            for k in range(request.tree.depth)
         ]
-        logits = self.logits_of_first(params, backbone, features)
-        return fill_by_rank(tree, backbone, logits, root_B, rank_scores)
+        logits = logits_of_first(self, params, backbone, features)
+        return fill_by_rank(request, backbone, logits)

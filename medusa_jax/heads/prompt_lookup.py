@@ -24,7 +24,7 @@ from jax import lax
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Committed, Params, RankScores, Untrained
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Untrained
 from medusa_jax.heads.levels import Level, rank_given
 from medusa_jax.heads.text import TextState
 from medusa_jax.model.product import at_least_f32
@@ -67,26 +67,15 @@ class PromptLookup(Untrained):
     def start(self, batch: int, slots: int, dtype: Any) -> TextState:
         return TextState.zeros(batch, slots)
 
-    def grow(self, state: TextState, slots: int) -> TextState:
-        return state.grown(slots)
-
-    def rewound(self, state: TextState, length_B: jax.Array) -> TextState:
-        return state.rewound(length_B)
-
     def commit(
         self, params: Params, backbone: Backbone, state: TextState, new: Committed
     ) -> TextState:
         return state.taken(new)
 
     def propose(
-        self,
-        params: Params,
-        backbone: Backbone,
-        state: TextState,
-        root_B: jax.Array,
-        tree: Tree,
-        rank_scores: RankScores,
+        self, params: Params, backbone: Backbone, state: TextState, request: DraftRequest
     ) -> jax.Array:
+        root_B, tree, _ = request
         index_1S = jnp.arange(state.text_BS.shape[1])[None, :]
         is_root_BS = index_1S == state.length_B[:, None]
         text_BS = jnp.where(is_root_BS, root_B[:, None], state.text_BS)
@@ -95,7 +84,7 @@ class PromptLookup(Untrained):
         )
         nodes_BM, given_BM = merged(tree, *found, root_B)
         dtype = at_least_f32(backbone.llama.dtype)
-        rank_given(tree, nodes_BM, given_BM, self.llama.vocab_size, dtype, rank_scores)
+        rank_given(request, nodes_BM, given_BM, self.llama.vocab_size, dtype)
         return nodes_BM
 
 

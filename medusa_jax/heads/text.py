@@ -2,13 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
 from medusa_jax.heads.drafter import Committed
+from medusa_jax.heads.state import PositionState
 
 
-class TextState(struct.PyTreeNode):
+class TextState(PositionState):
     """Tokens by position.
 
     Attributes:
@@ -17,12 +17,11 @@ class TextState(struct.PyTreeNode):
     """
 
     text_BS: jax.Array
-    length_B: jax.Array
 
     @classmethod
     def zeros(cls, batch: int, slots: int) -> "TextState":
         """The state before any text."""
-        return cls(jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32))
+        return cls(jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, slots), jnp.int32))
 
     def taken(self, new: Committed) -> "TextState":
         """The text with n more tokens.
@@ -35,11 +34,7 @@ class TextState(struct.PyTreeNode):
         )
         tokens_BT = new.tokens_BT.astype(jnp.int32)
         text_BS = write(self.text_BS, tokens_BT, self.length_B)
-        return TextState(text_BS, self.length_B + new.n_B)
-
-    def rewound(self, length_B: jax.Array) -> "TextState":
-        """The text truncated to the first `length_B` tokens."""
-        return self.replace(length_B=length_B)
+        return TextState(self.length_B + new.n_B, text_BS)
 
     def grown(self, slots: int) -> "TextState":
         """The same text with room for `slots` tokens."""

@@ -103,15 +103,13 @@ def _check_counts(weights: str, tensors: Tensors, stored: HeadsConfig) -> None:
     # Any backbone will do: these numbers do not depend on it.
     drafter = drafter_class(stored.drafter)(stored, LlamaConfig())
     heads = {int(m[1]) for name in tensors if (m := re.match(r"heads_(\d+)/", name))}
-    if len(heads) != drafter.stored_heads:
-        raise UserError(
-            f"{weights} holds {len(heads)} heads, {DESCRIPTION} says {drafter.stored_heads}"
-        )
+    n_heads, n_layers = drafter.stored_counts
+    if len(heads) != n_heads:
+        raise UserError(f"{weights} holds {len(heads)} heads, {DESCRIPTION} says {n_heads}")
     layers = {
         int(m[1]) for name in tensors if (m := re.match(r"heads_0/layers_(\d+)/", name))
     }
-    if layers and len(layers) != drafter.stored_layers:
+    if layers and len(layers) != n_layers:
         raise UserError(
-            f"{weights} holds {len(layers)} layers per head, {DESCRIPTION} says "
-            f"{drafter.stored_layers}"
+            f"{weights} holds {len(layers)} layers per head, {DESCRIPTION} says {n_layers}"
         )

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.heads import Backbone, Drafter
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.training import losses
 from medusa_jax.tree import Tree
@@ -41,7 +42,9 @@ def head_ranks(
 
     Logits exist for `chunk` positions of one head at a time.
     """
-    features_KBTD = drafter.features(params, backbone, hidden_BTD, *losses.rows(batch))
+    features_KBTD = drafter.features(
+        params, backbone, TextRows(hidden_BTD, *losses.rows(batch))
+    )
     ranks_BTK = label_ranks(
         drafter, params, backbone, features_KBTD, batch["tokens"], chunk
     )

@@ -50,7 +50,7 @@ def flops_per_token(cfg: Config, params: PyTree) -> float:
         of_heads = 2.0 * arch.d_model * scored
         view = make_drafter(cfg.heads, arch).loss_view(t.levels)
         # Levels that share their layers; all but the first are computed again.
-        runs = view.n_heads / view.stored_heads
+        runs = view.n_heads / view.stored_counts[0]
         total += (4 * runs - 1) * 2.0 * _kernels(params["heads"])
         if cfg.heads.lm_head == "shared":
             total += view.n_heads * of_heads * (2 + full)

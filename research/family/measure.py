@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.console import inform
+from medusa_jax.heads.drafter import DraftRequest
 from medusa_jax.whole_files import write_json
 
 
@@ -45,7 +46,10 @@ def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> 
             new = Committed(moved.astype(dtype), ids_1L, ids_1L, position_1L, n_1)
             state = drafter.commit(variables["heads"], backbone, state, new)
             nodes = drafter.propose(
-                variables["heads"], backbone, state, ids_1L[:, 0], tree, lambda depth, x: x
+                variables["heads"],
+                backbone,
+                state,
+                DraftRequest(ids_1L[:, 0], tree, lambda depth, x: x),
             )
             return state, nodes.astype(jnp.int32)
 

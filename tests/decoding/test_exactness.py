@@ -311,8 +311,8 @@ class Noting(Planted):
         ]
         return position, *kept
 
-    def propose(self, params, backbone, state, root_B, tree, rank_scores):
-        return super().propose(params, backbone, state[0], root_B, tree, rank_scores)
+    def propose(self, params, backbone, state, request):
+        return super().propose(params, backbone, state[0], request)
 
 
 def test_the_drafter_is_given_the_accepted_positions():
@@ -352,7 +352,8 @@ def test_the_drafter_is_given_the_accepted_positions():
 class Noise(Planted):
     """Drafts by the noise alone, as if its logits were flat."""
 
-    def propose(self, params, backbone, state, root_B, tree, rank_scores):
+    def propose(self, params, backbone, state, request):
+        root_B, tree, rank_scores = request
         flat = jnp.zeros((root_B.shape[0], self.llama.vocab_size), backbone.llama.dtype)
         drafts = [jnp.argmax(rank_scores(d + 1, flat), -1) for d in range(tree.depth)]
         return jnp.stack([root_B, *drafts], axis=1)

@@ -183,7 +183,8 @@ class Tempted(Planted):
     `barred_BS` of its parameters: that token for a root at this position, or -1.
     """
 
-    def propose(self, params, backbone, state, root_B, tree, rank_scores):
+    def propose(self, params, backbone, state, request):
+        root_B, _, rank_scores = request
         at_B1 = state[:, None]
         true_B1 = jnp.take_along_axis(params["text_BS"], at_B1 + 1, axis=1)
         barred_B1 = jnp.take_along_axis(params["barred_BS"], at_B1, axis=1)

@@ -22,7 +22,7 @@ from test_hydra import parameters, vicuna
 from medusa_jax.errors import UserError
 from medusa_jax.heads import make_drafter
 from medusa_jax.heads.amphista import AmphistaAlphaConfig, AmphistaConfig
-from medusa_jax.heads.drafter import Committed
+from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -118,7 +118,7 @@ def test_features_and_proposals_are_those_of_the_paper(ablation):
 
     @jax.jit
     def run(params):
-        features = drafter.features(params, backbone, *rows)
+        features = drafter.features(params, backbone, TextRows(*rows))
         state = drafter.start(2, 64, jnp.float64)
         following = np.roll(tokens, -1, axis=1)
         new = Committed(hidden, tokens, following, rest[0], jnp.array(n))
@@ -129,7 +129,9 @@ def test_features_and_proposals_are_those_of_the_paper(ablation):
             seen.append(logits)
             return logits
 
-        nodes = drafter.propose(params, backbone, state, root, family.WILD, scores)
+        nodes = drafter.propose(
+            params, backbone, state, DraftRequest(root, family.WILD, scores)
+        )
         return features, nodes, seen
 
     features, nodes, logits = run(params)
@@ -157,7 +159,7 @@ def test_the_block_is_bidirectional():
         ("without auto-embedding", np.eye(4)),
     ):
         backbone, drafter, params = problem(ablation)
-        run = jax.jit(lambda p, d=drafter, b=backbone: d.features(p, b, *rows))
+        run = jax.jit(lambda p, d=drafter, b=backbone: d.features(p, b, TextRows(*rows)))
         before, moved = run(params), np.zeros((4, 4))
         for k in range(4):
             head = params[f"heads_{k}"]
@@ -176,7 +178,9 @@ def test_the_adaptation_layers_are_causal():
     @jax.jit
     def reach(hidden):
         def features(hidden):  # of one head of each stage
-            return drafter.features(params, backbone, hidden, *rest)[1:3, 0].sum(-1)
+            return drafter.features(params, backbone, TextRows(hidden, *rest))[1:3, 0].sum(
+                -1
+            )
 
         return jnp.abs(jax.jacrev(features)(hidden)[:, :, 0]).max(-1)
 
@@ -203,7 +207,7 @@ def test_heads_start_as_the_lm_head_behind_a_norm():
     backbone, drafter, _ = problem(position_encoding=False, lm_head="own")
     start = family.start_of(drafter, backbone)
     rows = family.random_rows(np.random.default_rng(0))
-    features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
+    features = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))(start)
     size = np.sqrt((backbone.params["norm"]["scale"] ** 2).mean())
     once = numpy_norm({"scale": size}, rows[0])
     twice = numpy_norm({"scale": size}, once)
@@ -214,7 +218,7 @@ def test_heads_start_as_the_lm_head_behind_a_norm():
 def test_dropout_needs_a_key():
     backbone, drafter, params = problem(dropout=0.5)
     rows = family.random_rows(np.random.default_rng(0))
-    run = jax.jit(lambda key: drafter.features(params, backbone, *rows, key))
+    run = jax.jit(lambda key: drafter.features(params, backbone, TextRows(*rows, key)))
     one, two = run(jax.random.key(0)), run(jax.random.key(1))
     assert np.array_equal(run(None), run(None)) and not np.array_equal(one, two)
     assert 0.4 < float((one == 0).mean()) < 0.6

@@ -22,9 +22,10 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
 from medusa_jax.heads import BASELINES, Backbone, make_drafter
 from medusa_jax.heads.draft_model import DraftModelConfig
-from medusa_jax.heads.drafter import Committed
+from medusa_jax.heads.drafter import Committed, DraftRequest
 from medusa_jax.heads.lookahead import LookaheadConfig, remembered
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig, continuations
+from medusa_jax.heads.state import grown
 from medusa_jax.heads.text import TextState
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
@@ -77,9 +78,9 @@ def proposal(drafter, backbone, tree):
 
     @jax.jit
     def run(text_BS, length_B, root_B):
-        state = TextState(text_BS, length_B)
+        state = TextState(length_B, text_BS)
         return drafter.propose(
-            {}, backbone, state, root_B, tree, lambda depth, logits: logits
+            {}, backbone, state, DraftRequest(root_B, tree, lambda depth, logits: logits)
         )
 
     def of(texts, slots=40):
@@ -125,7 +126,7 @@ def test_a_text_that_outgrows_its_slots_goes_on():
     state = drafter.start(1, 4, jnp.float64)
     for begin in (1, 3, 5):
         if begin == 5:
-            state = drafter.grow(state, 8)
+            state = grown(state, 8)
         tokens = np.array([[begin, begin + 1]])
         state = drafter.commit({}, None, state, Committed(None, tokens, None, None, pair))
     assert state.text_BS[0, :6].tolist() == [1, 2, 3, 4, 5, 6]
@@ -293,7 +294,7 @@ def test_there_is_nothing_to_train(name):
     with pytest.raises(UserError, match=f"{name} has no heads to train or to load"):
         drafter.init(jax.random.key(0), backbone)
     with pytest.raises(UserError, match="choose a tree with --tree"):
-        drafter.features({}, backbone)
+        drafter.features({}, backbone, None)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ A new drafter is tested here by being registered; its own equations are tested i
 """
 
 import dataclasses
+import types
 from functools import cache, partial
 from itertools import product
 
@@ -33,7 +34,8 @@ from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.heads import BASELINES, DRAFTERS, Backbone, layers, make_drafter
 from medusa_jax.heads.draft_model import DraftState
-from medusa_jax.heads.drafter import Committed
+from medusa_jax.heads.drafter import Committed, Drafter, TextRows
+from medusa_jax.heads.state import grown, rewound
 from medusa_jax.heads.text import TextState
 from medusa_jax.interop import heads_io
 from medusa_jax.model.llama import Llama
@@ -60,6 +62,13 @@ def noisy(name, lm_head="low_rank"):
     return backbone, *family.drafter_of(heads, backbone)
 
 
+def test_the_contract_stays_narrow():
+    """What every author of a drafter has to read; what few drafters need is a class of its own."""
+    kinds = (types.FunctionType, property)
+    own = [name for name, entry in vars(Drafter).items() if isinstance(entry, kinds)]
+    assert len([name for name in own if not name.startswith("__")]) <= 14
+
+
 @pytest.mark.parametrize("name", thinned(NAMES, "amphista", "eagle"))
 def test_decoding_reads_the_features_that_training_gave(name):
     """Ragged commits, some empty, some behind others: head by head the same logits, where there was
@@ -71,7 +80,9 @@ def test_decoding_reads_the_features_that_training_gave(name):
 
     @jax.jit
     def trained(params):
-        features = drafter.features(params, backbone, hidden, tokens, positions, segments)
+        features = drafter.features(
+            params, backbone, TextRows(hidden, tokens, positions, segments)
+        )
         assert features.shape == (K, B, T, family.D)
         return [drafter.head_logits(params, backbone, k, features[k]) for k in range(K)]
 
@@ -98,7 +109,7 @@ def test_decoding_reads_the_features_that_training_gave(name):
         for k in range(K):
             got = logits[k].reshape(B, -1)
             assert_close(got, expected[k][np.arange(B), last])
-        state = drafter.grow(state, 16)
+        state = grown(state, 16)
 
 
 @pytest.mark.parametrize("name", READING)
@@ -122,7 +133,7 @@ def test_a_state_goes_on_from_an_earlier_position(name):
 
     start, zero = drafter.start(2, 64, jnp.float64), np.zeros(2, np.int32)
     whole = taken(start, first, tokens, zero, zero + 8)
-    again = drafter.rewound(whole, parted)
+    again = rewound(whole, parted)
     again = taken(again, second, followed, parted, zero + 4)
     fresh = taken(start, second, followed, zero, parted + 4)
     for mine, other in zip(*(jax.tree.leaves(last_of(s)) for s in (again, fresh))):
@@ -149,7 +160,9 @@ def test_texts_packed_into_a_row_do_not_see_each_other(name):
     hidden, tokens, positions, segments = family.random_rows(rng, 1, 14)
     packed_segments = np.where(np.arange(14) < 6, 1, 2)[None].astype(np.int32)
     packed_positions = np.where(np.arange(14) < 6, np.arange(14), np.arange(14) - 6)[None]
-    features = jax.jit(lambda h, t, p, s: drafter.features(params, backbone, h, t, p, s))
+    features = jax.jit(
+        lambda h, t, p, s: drafter.features(params, backbone, TextRows(h, t, p, s))
+    )
     packed = features(hidden, tokens, packed_positions.astype(np.int32), packed_segments)
     alone = features(hidden[:, 6:], tokens[:, 6:], positions[:, :8], segments[:, :8])
     for k in range(4):  # as far as tokens up to t + k + 1 are there
@@ -162,7 +175,7 @@ def test_features_look_no_further_than_decoding_will(name):
     """Row t of head k is a function of hidden states up to t and tokens up to t + k + 1."""
     backbone, drafter, params = noisy(name)
     rows = family.random_rows(np.random.default_rng(3), 1, 10)
-    run = jax.jit(lambda *r: drafter.features(params, backbone, *r))
+    run = jax.jit(lambda *r: drafter.features(params, backbone, TextRows(*r)))
     before, t = run(*rows), 4
     for k in range(4):
         hidden, tokens, positions, segments = (x.copy() for x in rows)

@@ -14,6 +14,7 @@ from test_hydra import numpy_tree, parameters, vicuna
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import eagle, make_drafter
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.levels import Level, inner_nodes
 from medusa_jax.training import losses
@@ -70,7 +71,7 @@ def test_features_and_logits_are_those_of_the_paper(fields):
 
     @jax.jit
     def both(params):
-        features = drafter.features(params, backbone, *rows)
+        features = drafter.features(params, backbone, TextRows(*rows))
         logits = [drafter.head_logits(params, backbone, k, features[k]) for k in range(4)]
         return features, logits
 
@@ -115,7 +116,7 @@ def test_chunks_of_positions_are_all_positions_at_once(monkeypatch):
     found = []
     for size in (64, 5):
         monkeypatch.setattr(eagle, "CHUNK", size)
-        run = jax.jit(lambda p, *rows: drafter.features(p, backbone, *rows))
+        run = jax.jit(lambda p, *rows: drafter.features(p, backbone, TextRows(*rows)))
         found.append(run(params, hidden, tokens, positions, segments))
     assert_close(*found)
 
@@ -202,7 +203,9 @@ def test_levels_keep_no_scores_for_the_gradient():
 
     def held(levels):
         def loss(params, *rows):
-            return drafter.loss_view(levels).features(params, backbone, *rows).sum()
+            return (
+                drafter.loss_view(levels).features(params, backbone, TextRows(*rows)).sum()
+            )
 
         compiled = jax.jit(jax.grad(loss)).lower(params, hidden, *[shape] * 3).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -227,6 +230,6 @@ def test_the_start_passes_hidden_states_on():
     backbone, drafter, _ = problem()
     start = family.start_of(drafter, backbone)
     rows = hidden, *_ = family.random_rows(np.random.default_rng(0))
-    features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
+    features = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))(start)
     for k in range(4):
         assert_close(features[k], hidden, dtype="float32")  # the type of fresh parameters

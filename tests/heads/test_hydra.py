@@ -14,6 +14,7 @@ from family import drafter_of, numpy_lm_head, silu, stored_base
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.drafter import DraftRequest, TextRows
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.tree import Tree
@@ -84,7 +85,7 @@ def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
 
     @jax.jit
     def both(params):
-        features = drafter.features(params, backbone, *rows)
+        features = drafter.features(params, backbone, TextRows(*rows))
         logits = [drafter.head_logits(params, backbone, k, features[k]) for k in range(4)]
         return features, jnp.stack(logits)
 
@@ -115,7 +116,7 @@ def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
         def scores(depth, logits):
             return logits + noise[depth - 1][:, None, :]
 
-        return drafter.propose(params, backbone, state, root, tree, scores)
+        return drafter.propose(params, backbone, state, DraftRequest(root, tree, scores))
 
     root = np.array([4, 0], np.int32)
     got = np.asarray(propose(state, root))
@@ -137,7 +138,10 @@ def test_no_loop_over_nodes_is_left_in_the_program():
     def products(tree):
         def run(params):
             return drafter.propose(
-                params, backbone, state, jnp.zeros(2, jnp.int32), tree, lambda d, x: x
+                params,
+                backbone,
+                state,
+                DraftRequest(jnp.zeros(2, jnp.int32), tree, lambda d, x: x),
             )
 
         return str(jax.make_jaxpr(run)(params)).count("dot_general")
@@ -150,7 +154,7 @@ def test_heads_start_as_the_lm_head_or_at_random():
     backbone, drafter, _ = problem(lm_head="own")
     start = family.start_of(drafter, backbone)
     rows = family.random_rows(np.random.default_rng(0))
-    features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
+    features = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))(start)
     for k in range(4):
         assert_close(features[k], rows[0])
         logits = drafter.head_logits(start, backbone, k, features[k])
@@ -158,7 +162,7 @@ def test_heads_start_as_the_lm_head_or_at_random():
         assert_close(logits, backbone.lm_head(jnp.asarray(rows[0])), dtype="float32")
     _, drafter, _ = problem(skip="random")
     start = family.start_of(drafter, backbone)
-    features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
+    features = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))(start)
     assert not np.allclose(features[0], rows[0], atol=0.1)
     assert not np.asarray(start["heads_1"]["layers_0"]["linear"]["kernel"]).any()
 
@@ -173,7 +177,7 @@ def test_tied_layers_are_one_layer_applied_again():
     }
     rows = family.random_rows(np.random.default_rng(0))
     features = [
-        jax.jit(lambda p, d=d: d.features(p, backbone, *rows))(p)
+        jax.jit(lambda p, d=d: d.features(p, backbone, TextRows(*rows)))(p)
         for d, p in ((tied, params), (loose, copies))
     ]
     np.testing.assert_array_equal(*features)
@@ -182,7 +186,7 @@ def test_tied_layers_are_one_layer_applied_again():
 def test_dropout_needs_a_key_and_leaves_the_mean():
     backbone, drafter, params = problem(dropout=0.5, n_layers=1)
     rows = family.random_rows(np.random.default_rng(0))
-    run = jax.jit(lambda key: drafter.features(params, backbone, *rows, key))
+    run = jax.jit(lambda key: drafter.features(params, backbone, TextRows(*rows, key)))
     assert np.array_equal(run(None), run(None))
     one, two = run(jax.random.key(0)), run(jax.random.key(1))
     assert not np.array_equal(one, two)

@@ -11,8 +11,9 @@ from closeness import assert_close
 from family import drafter_of, numpy_layer, numpy_lm_head, numpy_norm, stored_base
 from test_hydra import numpy_features, numpy_tree, parameters, vicuna
 
-from medusa_jax.heads.drafter import Committed
+from medusa_jax.heads.drafter import Committed, TextRows
 from medusa_jax.heads.hydrapp import HydraPPConfig
+from medusa_jax.heads.state import grown
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -45,7 +46,7 @@ def numpy_context(params, backbone, hidden_TD):
 def test_features_are_those_of_the_paper():
     backbone, drafter, params = problem()
     rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0))
-    features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(params)
+    features = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))(params)
     for b in range(2):
         context = numpy_context(params, backbone, hidden[b])
         for k in range(4):
@@ -93,14 +94,14 @@ def test_the_cache_holds_accepted_positions_only():
         contexts.append(state.context_BSD)
     np.testing.assert_array_equal(*contexts)
     assert state.cache.layers[0][0].shape == (2, 2, 64, 6)
-    assert drafter.grow(state, 96).cache.slots == 96
+    assert grown(state, 96).cache.slots == 96
 
 
 def test_the_prefix_layer_starts_as_a_norm_that_keeps_the_size():
     backbone, drafter, _ = problem()
     start = family.start_of(drafter, backbone)
     rows = hidden, *_ = family.random_rows(np.random.default_rng(0))
-    features = jax.jit(lambda p: drafter.features(p, backbone, *rows))(start)
+    features = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))(start)
     size = np.sqrt((backbone.params["norm"]["scale"] ** 2).mean())
     expected = numpy_norm({"scale": size}, hidden)
     assert_close(features[3], expected, dtype="float32")  # the type of fresh parameters

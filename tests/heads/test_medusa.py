@@ -17,7 +17,8 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter
-from medusa_jax.heads.drafter import Committed
+from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
+from medusa_jax.heads.state import grown
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
@@ -45,7 +46,7 @@ def test_every_head_starts_as_the_lm_head(kind, n_layers, tied):
     @jax.jit
     def started(backbone):
         params = drafter.init(jax.random.key(0), backbone)
-        features = drafter.features(params, backbone, hidden, ids, ids, ids)
+        features = drafter.features(params, backbone, TextRows(hidden, ids, ids, ids))
         assert features.shape == (2, 1, 4, 16)
         own = [drafter.head_logits(params, backbone, k, features[k]) for k in range(2)]
         return own, backbone.lm_head(hidden)
@@ -114,7 +115,7 @@ def test_proposals_are_the_ranks_of_each_heads_scores(kind):
         def scores(depth, logits):
             return logits + noise[depth]
 
-        return drafter.propose(params, backbone, hidden, root, tree, scores)
+        return drafter.propose(params, backbone, hidden, DraftRequest(root, tree, scores))
 
     @SETTINGS
     @given(trees(9, 3), st.integers(0, 2**20))
@@ -141,7 +142,9 @@ def test_heads_deeper_than_the_tree_are_not_even_needed(kind):
     hidden, root = np.ones((1, 16)), np.array([3])
 
     def propose(params, tree):
-        return drafter.propose(params, backbone, hidden, root, tree, lambda depth, x: x)
+        return drafter.propose(
+            params, backbone, hidden, DraftRequest(root, tree, lambda depth, x: x)
+        )
 
     def those_of(params, depth):
         return {f"heads_{k}": params[f"heads_{k}"] for k in range(depth)}
@@ -177,7 +180,7 @@ def test_commit_keeps_the_last_accepted_row():
     after = drafter.commit(params, backbone, state, new)
     expected = [state[0], hidden[1, 0], hidden[2, 2], hidden[3, 4]]
     np.testing.assert_array_equal(after, np.stack(expected))
-    assert drafter.grow(state, 256) is state
+    assert grown(state, 256) is state
 
 
 @pytest.mark.wide

@@ -21,6 +21,7 @@ from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Backbone, make_drafter, vocabulary
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.interop import heads_io
 from medusa_jax.interop.published import open_heads
 from medusa_jax.model.llama import Llama
@@ -176,7 +177,7 @@ def test_ranks_count_the_chosen_tokens_that_are_preferred(temperature, n_gram):
 
     @jax.jit
     def all_scores(of_all):
-        features = whole.features(of_all, stored, stored.forward(*rows), *rows)
+        features = whole.features(of_all, stored, TextRows(stored.forward(*rows), *rows))
         found = []
         for k in range(K):
             scores = whole.head_logits(of_all, stored, k, features[k])

@@ -13,7 +13,7 @@ from planted import decoder, random_heads, random_params, tiny_config
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import BASELINES, Backbone, make_drafter
-from medusa_jax.heads.drafter import Committed
+from medusa_jax.heads.drafter import Committed, DraftRequest
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
@@ -143,7 +143,7 @@ def proposed_logits(drafter, backbone, tree):
             wanted = jax.nn.one_hot(follow_BK[:, depth - 1], logits.shape[-1]) * 1e6
             return logits + (wanted if logits.ndim == 2 else wanted[:, None, :])
 
-        nodes = drafter.propose(params, backbone, state, root_B, tree, scores)
+        nodes = drafter.propose(params, backbone, state, DraftRequest(root_B, tree, scores))
         return nodes, [seen[d] for d in sorted(seen)]
 
     return jax.jit(run)

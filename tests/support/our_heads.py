@@ -7,6 +7,7 @@ from head_files import LLAMA, D, V
 from planted import random_params
 
 from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.interop import heads_io
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -34,7 +35,7 @@ def our_logits(heads, params):
     n = len(TOKENS)
     hidden = jnp.zeros((1, n, D)).at[0, :T].set(HIDDEN)
     rows = (TOKENS[None], np.arange(n)[None], np.ones((1, n), np.int32))
-    features = drafter.features(params, backbone, hidden, *rows)[:, 0, T - 1]
+    features = drafter.features(params, backbone, TextRows(hidden, *rows))[:, 0, T - 1]
     logits = [
         drafter.head_logits(params, backbone, k, features[k])
         for k in range(drafter.n_heads)

@@ -105,7 +105,8 @@ class Planted(Drafter):
         root_B = jnp.take_along_axis(new.positions_BT, last_B1, axis=1)[:, 0] + 1
         return jnp.where(new.n_B > 0, root_B, state).astype(jnp.int32)
 
-    def propose(self, params, backbone, state, root_B, tree, rank_scores):
+    def propose(self, params, backbone, state, request):
+        root_B, tree, _ = request
         if tree.depth == 0:
             return root_B[:, None]
         depth_M, M = jnp.asarray(tree.depth_M), tree.n_nodes

@@ -15,6 +15,7 @@ from training_setup import VOCAB, tiny_arch, tiny_config
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter, vocabulary
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.published import open_heads
 from medusa_jax.model.llama import Llama, init_params
@@ -78,7 +79,7 @@ def test_tokens_outside_teach_nothing_and_are_misses(lm_head):
     def plain(params):
         """(loss, pairs right of each head), one gather a head."""
         hidden = whole.forward(*rows)
-        features = drafter.features(params, whole, hidden, *rows)
+        features = drafter.features(params, whole, TextRows(hidden, *rows))
         teacher = jax.nn.softmax(whole.lm_head(hidden)[..., IDS])
         total, right = 0.0, []
         for k, (b, t, place) in enumerate(pairs):

@@ -8,6 +8,7 @@ from training_setup import tiny_arch, tiny_config
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import estimate, losses
@@ -38,7 +39,7 @@ def test_ranks_are_those_of_the_labels(chunk):
     def both(params, batch):
         rows = losses.rows(batch)
         hidden = backbone.forward(*rows)
-        features = drafter.features(params, backbone, hidden, *rows)
+        features = drafter.features(params, backbone, TextRows(hidden, *rows))
         plain = [drafter.head_logits(params, backbone, k, features[k]) for k in range(2)]
         ranks = estimate.head_ranks(params, drafter, backbone, hidden, batch, chunk)
         return ranks, jnp.stack(plain)

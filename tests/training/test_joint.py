@@ -18,6 +18,7 @@ from training_setup import tiny_arch, tiny_config
 from medusa_jax.config import HeadsConfig, OptimConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.model.llama import Llama, init_params
@@ -54,7 +55,7 @@ def test_joint_loss_is_equation_2(lm_head):
     def plain(params):
         heads, backbone = split(params)
         hidden = backbone.forward(*losses.rows(batch))
-        features = drafter.features(heads, backbone, hidden, *losses.rows(batch))
+        features = drafter.features(heads, backbone, TextRows(hidden, *losses.rows(batch)))
         logits = [backbone.lm_head(hidden)]
         logits += [drafter.head_logits(heads, backbone, k, features[k]) for k in range(3)]
         total = 0.0

@@ -13,6 +13,7 @@ from training_setup import tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
@@ -166,7 +167,7 @@ def test_head_loss_is_equation_1(lm_head):
     def plain(params):
         rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
         hidden = backbone.llama.apply({"params": backbone.params}, *rows, method="forward")
-        features = drafter.features(params, backbone, hidden, *rows)
+        features = drafter.features(params, backbone, TextRows(hidden, *rows))
         total = 0.0
         for k in range(3):
             logp = jax.nn.log_softmax(drafter.head_logits(params, backbone, k, features[k]))
@@ -206,7 +207,7 @@ def test_a_teacher_is_the_backbones_own_distribution():
 
     def plain(params):
         hidden = backbone.llama.apply({"params": backbone.params}, *rows, method="forward")
-        features = drafter.features(params, backbone, hidden, *rows)
+        features = drafter.features(params, backbone, TextRows(hidden, *rows))
         teacher = jax.nn.softmax(backbone.lm_head(hidden))
         total = 0.0
         for k in range(3):
@@ -238,7 +239,7 @@ def test_features_are_drawn_to_the_backbones_hidden_states():
 
     def plain(params):
         hidden = backbone.llama.apply({"params": backbone.params}, *rows, method="forward")
-        features = 3 * drafter.features(params, backbone, hidden, *rows)
+        features = 3 * drafter.features(params, backbone, TextRows(hidden, *rows))
         total = 0.0
         for k in range(3):
             mask = losses.pair_mask(batch["counted"], batch["segment_ids"], k + 2)
@@ -289,9 +290,9 @@ def test_noise_on_hidden_states_needs_a_key():
     counts, seen = losses.pair_counts(batch, (2, 3, 4)), []
 
     class Watched(type(drafter)):
-        def features(self, params, backbone, hidden_BTD, *rest):
-            seen.append(hidden_BTD)
-            return super().features(params, backbone, hidden_BTD, *rest)
+        def features(self, params, backbone, rows):
+            seen.append(rows.hidden_BTD)
+            return super().features(params, backbone, rows)
 
     watched = Watched(drafter.heads, drafter.llama)
 
@@ -319,8 +320,9 @@ def test_what_heads_learn_from_has_no_noise():
     counts = losses.pair_counts(batch, (2, 3, 4))
 
     class Blind(type(drafter)):
-        def features(self, params, backbone, hidden_BTD, *rest):
-            return super().features(params, backbone, jnp.ones_like(hidden_BTD), *rest)
+        def features(self, params, backbone, rows):
+            ones_BTD = jnp.ones_like(rows.hidden_BTD)
+            return super().features(params, backbone, rows._replace(hidden_BTD=ones_BTD))
 
     blind = Blind(drafter.heads, drafter.llama)
 
@@ -364,7 +366,7 @@ def peak(K, teacher):
     def plain(params, base_params, batch):
         backbone, rows = Backbone(llama, base_params), [batch[n] for n in names]
         hidden = jax.lax.stop_gradient(backbone.forward(*rows))
-        features = drafter.features(params, backbone, hidden, *rows)
+        features = drafter.features(params, backbone, TextRows(hidden, *rows))
         logits = [drafter.head_logits(params, backbone, k, features[k]) for k in range(K)]
         labels = [shift_left(batch["tokens"], a)[..., None] for a in offsets]
         return sum(

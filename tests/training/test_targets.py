@@ -20,6 +20,7 @@ from training_setup import tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import DRAFTERS, Backbone, make_drafter
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.heads.medusa import Medusa
 from medusa_jax.model.llama import Llama, init_params
@@ -70,7 +71,9 @@ def teacher_forced(drafter, params, backbone):
     @jax.jit
     def run(batch):
         rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
-        features = drafter.features(params, backbone, backbone.forward(*rows), *rows)
+        features = drafter.features(
+            params, backbone, TextRows(backbone.forward(*rows), *rows)
+        )
         heads = range(drafter.n_heads)
         return [drafter.head_logits(params, backbone, k, features[k])[0] for k in heads]
 
@@ -131,19 +134,9 @@ class ReadsItsLabel(Medusa):
 
     name = ""
 
-    def features(
-        self,
-        params,
-        backbone,
-        hidden_BTD,
-        tokens_BT,
-        positions_BT,
-        segment_ids_BT,
-        key=None,
-    ):
-        rows = (hidden_BTD, tokens_BT, positions_BT, segment_ids_BT)
-        features = super().features(params, backbone, *rows, key)
-        labels = [shift_left(tokens_BT, k + 2) for k in range(self.n_heads)]
+    def features(self, params, backbone, rows):
+        features = super().features(params, backbone, rows)
+        labels = [shift_left(rows.tokens_BT, k + 2) for k in range(self.n_heads)]
         return features + 0.01 * jnp.stack([backbone.embed(label) for label in labels])
 
 
@@ -153,9 +146,9 @@ class ReadsTheNextState(Medusa):
 
     name = ""
 
-    def features(self, params, backbone, hidden_BTD, *rest):
-        hidden_BTD = hidden_BTD + 0.1 * jnp.roll(hidden_BTD, -K - 1, axis=1)
-        return super().features(params, backbone, hidden_BTD, *rest)
+    def features(self, params, backbone, rows):
+        hidden_BTD = rows.hidden_BTD + 0.1 * jnp.roll(rows.hidden_BTD, -K - 1, axis=1)
+        return super().features(params, backbone, rows._replace(hidden_BTD=hidden_BTD))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +157,9 @@ class ReadsTheNeighbour(Medusa):
 
     name = ""
 
-    def features(self, params, backbone, hidden_BTD, *rest):
-        hidden_BTD = hidden_BTD + 0.1 * jnp.roll(hidden_BTD, 1, axis=1)
-        return super().features(params, backbone, hidden_BTD, *rest)
+    def features(self, params, backbone, rows):
+        hidden_BTD = rows.hidden_BTD + 0.1 * jnp.roll(rows.hidden_BTD, 1, axis=1)
+        return super().features(params, backbone, rows._replace(hidden_BTD=hidden_BTD))
 
 
 @pytest.mark.parametrize("kind", [ReadsItsLabel, ReadsTheNextState, ReadsTheNeighbour])

@@ -34,7 +34,7 @@ class Verified(NamedTuple):
       nodes_BM: drafted tokens, the root first.
       positions_BM: absolute position of each node.
       hidden_BMD, logits_BMV: the verifier's hidden states and logits at each node.
-      beside_BUV: its logits of the drafter's scored extra rows (`Beside`).
+      extra_BUV: its logits of the drafter's scored extra rows (`ExtraRows`).
       cache: keys and values, including all nodes in slots [length, length + M).
       sampling: sampling parameters of the rows.
       length_B: position of the root.
@@ -48,7 +48,7 @@ class Verified(NamedTuple):
     positions_BM: jax.Array
     hidden_BMD: jax.Array
     logits_BMV: jax.Array
-    beside_BUV: jax.Array
+    extra_BUV: jax.Array
     cache: KVCache
     sampling: Sampling
     length_B: jax.Array

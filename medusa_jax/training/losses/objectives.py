@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from medusa_jax.heads import Backbone, Drafter
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.barrier import gathered_anew
 from medusa_jax.model.product import at_least_f32
@@ -173,7 +174,8 @@ def heads_sums(
     if targets.noise and dropout_key is not None:
         dropout_key, noise_key = jax.random.split(dropout_key)
         read_BTD += hidden_noise(noise_key, hidden_BTD, targets.noise)
-    features_KBTD = drafter.features(heads, backbone, read_BTD, *rows(batch), dropout_key)
+    text = TextRows(read_BTD, *rows(batch), dropout_key)
+    features_KBTD = drafter.features(heads, backbone, text)
     teacher, teacher_BTD, weight = None, None, targets.label_weight
     before_BTD = lax.stop_gradient(delay(hidden_BTD, 1))  # right before the target
     if targets.teacher_weight:

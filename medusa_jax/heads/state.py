@@ -1,0 +1,44 @@
+"""Drafter states that keep something per text position, and what the decode loops do with any state."""
+
+from typing import Any, Self
+
+import jax
+from flax import struct
+
+
+class PositionState(struct.PyTreeNode):
+    """Base class of states with slots for text positions; slots [0, length) of a row are valid.
+
+    A state without slots, such as the last hidden state, can be any pytree of arrays.
+    """
+
+    length_B: jax.Array
+
+    def grown(self, slots: int) -> Self:
+        """The same state with room for `slots` positions."""
+        raise NotImplementedError
+
+    def rewound(self, length_B: jax.Array) -> Self:
+        """The state truncated to the first `length_B` positions."""
+        return self.replace(length_B=length_B)
+
+
+def _map(change: Any, state: Any) -> Any:
+    def is_leaf(part: Any) -> bool:
+        return isinstance(part, PositionState)
+
+    return jax.tree.map(lambda x: change(x) if is_leaf(x) else x, state, is_leaf=is_leaf)
+
+
+def grown(state: Any, slots: int) -> Any:
+    """A drafter's state with room for `slots` positions."""
+    return _map(lambda part: part.grown(slots), state)
+
+
+def rewound(state: Any, length_B: jax.Array) -> Any:
+    """A drafter's state truncated to the first `length_B` positions.
+
+    The next `Drafter.commit` starts there with at least one position. So values that belong to the
+    last position only need not be restored: that call replaces them.
+    """
+    return _map(lambda part: part.rewound(length_B), state)
