@@ -199,7 +199,9 @@ def _weights(asked: str | None, directory: str, dtype: str, mesh: Mesh) -> str |
         return asked
     if reads_blocks(jnp.dtype(dtype), mesh):
         return STORED
-    inform("the file's weights are unpacked: reading them as stored needs one CPU and a C++ compiler")
+    inform(
+        "the file's weights are unpacked: reading them as stored needs one CPU and a C++ compiler"
+    )
     return None
 
 

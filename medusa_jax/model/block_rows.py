@@ -93,7 +93,7 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
 
 def in_blocks(tree: Any) -> dict[str, Any]:
     """The entries of a parameter tree that are `BlockRows`, as a tree of the same shape."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, BlockRows):
             found[name] = value

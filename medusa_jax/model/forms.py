@@ -108,7 +108,11 @@ def _backbone_form(
             )
         return Storage(0, kept)
     panels = Storage(native.panel, kept)
-    if weights == STORED or asked == "native" or _faster(config, dtype, panels, native.path) == "native":
+    if (
+        weights == STORED
+        or asked == "native"
+        or _faster(config, dtype, panels, native.path) == "native"
+    ):
         return panels
     return Storage(0, kept)
 

@@ -59,7 +59,12 @@ def place_part(
 
 
 def _place_blocks(
-    config: LlamaConfig, part: Params, blocks: Params, dtype: Any, mesh: Mesh, storage: Storage
+    config: LlamaConfig,
+    part: Params,
+    blocks: Params,
+    dtype: Any,
+    mesh: Mesh,
+    storage: Storage,
 ) -> Params:
     """A part whose kernels are `BlockRows`: these as panels of the same blocks, fused."""
     [(name, inner)] = part.items()

@@ -12,7 +12,9 @@ from medusa_jax.native.library import library
 # How weights may be stored in panels; see `enum Form` in native/blocks.h.
 FORMS = {"float32": 1, "bfloat16": 2, "int8": 4} | {
     name: 16 + i
-    for i, name in enumerate(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"))
+    for i, name in enumerate(
+        ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+    )
 }
 
 

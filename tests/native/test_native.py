@@ -75,7 +75,7 @@ def test_a_product_in_panels(rows, inputs, outputs, weights):
     ("width", "extra", "panels", "form"),
     [(0, 1, 2, "float32"), (1, 0, 2, "float32"), (2, 1, 2, "float32"), (1, 0, 1, "Q4_1")],
 )
-def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, per_word):
+def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, form):
     """Fewer outputs than the last panel begins with were written beyond the results' memory."""
     panel = library().panel
     words = jnp.zeros((panels, 5, panel), jnp.uint32)
