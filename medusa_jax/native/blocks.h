@@ -22,6 +22,8 @@
 
 namespace {
 
+// A memory stream is asked for this many bytes ahead; without it AVX2 code waits for memory.
+constexpr int64_t kAhead = 4096;
 // Outputs of a panel: two vectors, so that a row of words is whole cache lines.
 constexpr int kPanel = 2 * kLanes;
 
@@ -102,7 +104,7 @@ __attribute__((always_inline)) inline void Unpack(const uint32_t* words, int64_t
                                                   const Use& use) {
   constexpr int V = 2 * panels;
   const auto at = [&](const uint32_t* part, int v) { return part + v / 2 * size; };
-  const uint32_t* block;
+  const uint32_t *block, *const end = words + size;
   for (int64_t i = 0; i < inputs; i += B::kUnit, words = block) {
     Vector d[V], m[V], scale[V], low[V];
 #pragma GCC unroll 4
@@ -113,11 +115,14 @@ __attribute__((always_inline)) inline void Unpack(const uint32_t* words, int64_t
     }
     block = words + B::kHead;
     for (int j = 0; j < B::kUnit; j += 32, block += B::kBlock) {
+      const char* ahead = reinterpret_cast<const char*>(block) + kAhead;
+      // Beyond these panels come as many others, of which each is read where its neighbour is.
+      if (panels > 1 && ahead >= reinterpret_cast<const char*>(end)) ahead += (panels - 1) * size * 4;
 #pragma GCC unroll 4
       for (int p = 0; p < panels; ++p)
 #pragma GCC unroll 16
-        for (int line = 0; line < (B::kBlock * 4 + 63) / 64; ++line)
-          __builtin_prefetch(reinterpret_cast<const char*>(block + p * size) + 4096 + line * 64);
+        for (int line = 0; line < B::kBlock * 4; line += 64)
+          __builtin_prefetch(ahead + p * size * 4 + line);
 #pragma GCC unroll 2
       for (int g = 0; g < 32; g += B::kGroup) {
         if constexpr (B::kLevels) {

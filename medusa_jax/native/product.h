@@ -12,14 +12,12 @@
 
 namespace {
 
-// A memory stream is asked for this many bytes ahead; without it AVX2 code waits for memory.
-constexpr int64_t kAhead = 8192;
 // What one worker takes at a time: small enough to share out evenly, large enough to stream.
 constexpr int64_t kChunkBytes = 1 << 17;
 // Blocks take more time for their bytes.
-constexpr int64_t kChunkOfBlocks = 1 << 14;
-// Rows up to which blocks are unpacked for each few of them; panels of more are unpacked once, to float32.
-constexpr int kFew = kLanes == 8 ? 4 : 8;
+constexpr int64_t kChunkOfBlocks = 1 << 15;
+// Rows that are multiplied by blocks at a time; a panel is unpacked once for all of more than kMany, to float32.
+constexpr int kFew = kLanes == 8 ? 4 : 8, kMany = 4 * kFew;
 
 // Outputs of a kernel that are stored alike: panels of `size` words in a form.
 struct Part {
@@ -32,8 +30,8 @@ struct Part {
   }
   // Panels that one worker takes at a time, and how many times they can be taken.
   int64_t Chunk() const {
-    const int64_t bytes = form > kInt8 ? kChunkOfBlocks : kChunkBytes;
-    return std::clamp<int64_t>(bytes / (Size() * 4), 1, Panels());
+    if (form > kInt8) return std::clamp<int64_t>(kChunkOfBlocks / (Size() * 4) & ~1, 2, std::max<int64_t>(2, Panels()));
+    return std::clamp<int64_t>(kChunkBytes / (Size() * 4), 1, Panels());
   }
   int64_t Chunks() const { return (Panels() + Chunk() - 1) / Chunk(); }
 };
@@ -98,7 +96,7 @@ using PanelFn = decltype(&PanelRows<1, 1>);
 // `PanelRows` for 1 to kRows rows.
 template <int n, size_t... R>
 PanelFn ForRows(int64_t rows, std::index_sequence<R...>) {
-  constexpr PanelFn table[] = {PanelRows<int(R) + 1, n>...};
+  static constexpr PanelFn table[] = {PanelRows<int(R) + 1, n>...};
   return table[rows - 1];
 }
 
@@ -113,7 +111,7 @@ using BlockFn = decltype(&BlockRows<Blocks<4, false, false>, 1, 1>);
 
 template <class B, int panels, size_t... R>
 BlockFn BlocksForRows(int64_t rows, std::index_sequence<R...>) {
-  constexpr BlockFn table[] = {BlockRows<B, int(R) + 1, panels>...};
+  static constexpr BlockFn table[] = {BlockRows<B, int(R) + 1, panels>...};
   return table[rows - 1];
 }
 
@@ -144,7 +142,8 @@ inline void MultiplyChunk(const Kernel& kernel, const float* x, int64_t rows, in
   const Part& part = kernel.parts[which];
   const int64_t size = part.Size(), per = part.Chunk(), end = std::min(part.Panels(), (chunk + 1) * per);
   const bool blocks = part.form > kInt8;
-  const int64_t most = blocks && rows <= kFew ? kFew : kRows;
+  const bool in_registers = blocks && rows <= kMany;
+  const int64_t most = in_registers ? kFew : kRows;
   // Groups of rows of nearly one size: 8 rows are 4 and 4 where 6 fit the registers, not 6 and 2.
   const int64_t groups = (rows + most - 1) / most;
   thread_local std::vector<float> unpacked;
@@ -153,7 +152,7 @@ inline void MultiplyChunk(const Kernel& kernel, const float* x, int64_t rows, in
   for (int64_t p = chunk * per; p < end; p += panels) {
     const uint32_t* words = part.words + p * size;
     panels = blocks && rows <= kPaired && p + 1 < end ? 2 : 1;
-    if (blocks && rows > kFew) {
+    if (blocks && !in_registers) {
       unpacked.resize(part.inputs * kPanel);
       UnpackOne(part.form, words, part.inputs, unpacked.data());
       words = reinterpret_cast<const uint32_t*>(unpacked.data());
@@ -166,7 +165,7 @@ inline void MultiplyChunk(const Kernel& kernel, const float* x, int64_t rows, in
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t first = rows * g / groups, count = rows * (g + 1) / groups - first;
       const float* in = x + first * part.inputs;
-      if (blocks && rows <= kFew)
+      if (in_registers)
         BlockFnFor(part.form, count, panels)(words, size, in, part.inputs, out);
       else
         PanelFor(count, blocks ? 1 : part.form)(words, in, part.inputs, scale0, scale1, out);
