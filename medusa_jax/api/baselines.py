@@ -25,7 +25,7 @@ from medusa_jax.interop.tokenizer import (
     load_tokenizer,
 )
 from medusa_jax.model.placing import place_part
-from medusa_jax.model.stored import Storage
+from medusa_jax.model.stored import STORED, Storage
 
 # Two tokenizers that agree on this are taken for one.
 PROBE = "def f(x):\n    return 'The 17 naïve foxes' + x  # [[0.5, -1]]\n"
@@ -93,7 +93,7 @@ def load_baseline(
     """
     if not found.path:
         return found.config, {}
-    directory = resolve(found.path, dtype=str(dtype))
+    directory = resolve(found.path)
     both = has_tokenizer(directory) and not isinstance(tokenizer, NoTokenizer)
     if both and load_tokenizer(directory).encode(PROBE) != tokenizer.encode(PROBE):
         raise UserError(
@@ -101,5 +101,7 @@ def load_baseline(
             "would mean something else"
         )
     place = partial(place_part, dtype=dtype, mesh=mesh, storage=storage)
-    arch, params = hf.load_backbone(directory, mesh, str(dtype), place)
+    arch, params = hf.load_backbone(
+        directory, mesh, str(dtype), place, storage.weights == STORED
+    )
     return dataclasses.replace(found.config, arch=arch), {MODEL: params}  # type: ignore[call-arg]

@@ -44,17 +44,14 @@ def _bundle(model: str | None) -> Path | None:
     return MODELS / row.heads if row else None if model else DEMO
 
 
-def find_model(model: str | None, dtype: str = "float32") -> str:
+def find_model(model: str | None) -> str:
     """Where the backbone lies, before anything else is looked for; None is the demo's.
-
-    Args:
-      dtype: what a GGUF file is converted to.
 
     Raises:
       UserError: nowhere.
     """
     if model is not None:
-        return resolve(model, dtype=dtype)
+        return resolve(model)
     if not (DEMO / "backbone" / "config.json").exists():
         raise UserError("this installation has no demo model: give --model")
     return str(DEMO / "backbone")

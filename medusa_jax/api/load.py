@@ -1,5 +1,6 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,20 +20,23 @@ from medusa_jax.api.finding import (
 )
 from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import make_drafter, vocabulary
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.base_files import BaseFiles, fingerprint_as_read
 from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.tensors import GGUF_LINK
 from medusa_jax.interop.tokenizer import (
     NoTokenizer,
     declared_eos_ids,
     has_tokenizer,
     load_tokenizer,
 )
-from medusa_jax.model.forms import choose_storage
+from medusa_jax.model.block_rows import BlockRows
+from medusa_jax.model.forms import choose_storage, reads_blocks
 from medusa_jax.model.placing import place_head, place_part
-from medusa_jax.model.stored import Storage, store
+from medusa_jax.model.stored import STORED, Storage, store
 from medusa_jax.sharding import make_mesh, param_shardings
 from medusa_jax.tree import Tree
 
@@ -77,7 +81,9 @@ def load(
       dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with
         native products "bfloat16" rounds and stores parameters so and computes in float32. "float64"
         needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
-      weights: "bfloat16" or "int8" stores kernels so, which makes a step's bytes fewer; the
+      weights: "stored" reads the blocks of a GGUF file as they are, in float32's results: the default
+        for such a file where it can be (`dtype` float32 on one CPU with a C++ compiler). "float32"
+        unpacks them. "bfloat16" or "int8" stores kernels so, which makes a step's bytes fewer; the
         model is then the one with these rounded weights. By default they have the `dtype`.
       draft_weights: "float32", "bfloat16" or "int8" stores the kernels of draft heads so. By
         default they are int8 on a CPU with native products while nothing but speed depends on them,
@@ -99,7 +105,7 @@ def load(
       UserError: anything that cannot be read or does not fit together.
     """
     kind = _checked_dtype(dtype or default_dtype())
-    directory = find_model(model, kind)
+    directory = find_model(model)
     name = drafter or default_drafter(model)
     baseline = find_baseline(name, bundled_draft_model(model))
     stored = None if baseline else find_heads(model, name)
@@ -108,6 +114,7 @@ def load(
         text_to_ids = load_tokenizer(tokenizer or directory)
     else:
         text_to_ids = NoTokenizer(directory)
+    weights = _weights(weights, directory, kind, devices)
     number, storage = _forms(
         hf.read_config(directory), kind, devices, weights, draft_weights
     )
@@ -118,7 +125,8 @@ def load(
         drafting.see(config, part)
         return place_part(config, part, number, devices, storage)
 
-    config, backbone = hf.load_backbone(directory, devices, kind, place)
+    in_blocks = storage.weights == STORED
+    config, backbone = hf.load_backbone(directory, devices, kind, place, in_blocks)
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Any = {}
     read_wide: Callable[[], Any] | None = None
@@ -177,6 +185,26 @@ def _checked_dtype(dtype: str) -> str:
     return dtype
 
 
+def _weights(asked: str | None, directory: str, dtype: str, mesh: Mesh) -> str | None:
+    """How weights are to be stored: the blocks of a GGUF file as they are, where that can be.
+
+    Raises:
+      UserError: that was asked for, of a file without blocks or in another type than float32.
+    """
+    blocks = os.path.lexists(os.path.join(directory, GGUF_LINK))
+    if asked == STORED and not (blocks and dtype == "float32"):
+        what = "dtype float32" if blocks else "a GGUF file"
+        raise UserError(f"weights as they are stored need {what}")
+    if asked not in (None, STORED) or not blocks or dtype != "float32":
+        return asked
+    if reads_blocks(jnp.dtype(dtype), mesh):
+        return STORED
+    inform(
+        "the file's weights are unpacked: reading them as stored needs one CPU and a C++ compiler"
+    )
+    return None
+
+
 def _forms(
     config: LlamaConfig,
     dtype: str,
@@ -225,15 +253,24 @@ class _DraftHead:
 
     def see(self, config: LlamaConfig, part: Any) -> None:
         """Look at a part of the backbone as it passes."""
-        if self.ids_O is None or vocabulary.lm_head_entry(config) not in part:
+        entry = vocabulary.lm_head_entry(config)
+        if self.ids_O is None or entry not in part:
             return
-        self.part = _scored(config, part, self.ids_O, self.mesh, self.form)
+        [rows] = part[entry].values()
+        if isinstance(rows, BlockRows):
+            kernel_DO = jnp.asarray(rows.blocks.unpacked(self.ids_O).T)
+            self.part = _in_form({"lm_head": {"kernel": kernel_DO}}, self.form)
+        else:
+            self.part = _scored(config, part, self.ids_O, self.mesh, self.form)
 
     def beside(self, heads: Any) -> Any:
         """The parameters of the heads, with the LM head that they share."""
         if self.ids_O is None:
             return heads
         return heads | {vocabulary.GROUP: heads[vocabulary.GROUP] | self.part}
+
+
+_in_form = jax.jit(store, static_argnums=1)
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))

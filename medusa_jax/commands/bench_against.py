@@ -110,7 +110,7 @@ def peer_contenders(
             raise UserError("llama.cpp bars no n-grams: give --no_repeat_ngram_size 0")
         found += llamacpp_contenders(flags.model, context, threads)
     if "transformers" in wanted:
-        directory = resolve(flags.model or str(DEMO / "backbone"))
+        directory = resolve(flags.model or str(DEMO / "backbone"), dtype="float32")
         found += transformers_contenders(directory, threads, no_repeat_ngram_size)
     return found
 

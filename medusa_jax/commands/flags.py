@@ -9,8 +9,8 @@ from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError, did_you_mean
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-WEIGHTS = ("bfloat16", "int8")
-DRAFT_WEIGHTS = ("float32", *WEIGHTS)
+WEIGHTS = ("stored", "float32", "bfloat16", "int8")
+DRAFT_WEIGHTS = WEIGHTS[1:]
 
 
 # What other programs call flags that exist here.
@@ -92,8 +92,9 @@ def add_base(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--weights",
         choices=WEIGHTS,
-        help="type to store kernels in: fewer bytes to read in a step, of a rounded model "
-        "(default: the dtype)",
+        help="type to read kernels in: those of a GGUF file as stored, which changes no bit of the "
+        "text, or unpacked to float32; bfloat16 and int8 round the model (default: stored for a GGUF "
+        "file on a CPU with native products, else the dtype)",
     )
     p.add_argument(
         "--draft_weights",

@@ -51,8 +51,8 @@ def bytes_per_token(model: Model, length: int) -> int:
     values of `length` positions.
     """
     weights = dict(model.variables["backbone"])
-    embedding = weights.pop("embed_tokens")["embedding"]
+    table = sum(x.nbytes for x in jax.tree.leaves(weights.pop("embed_tokens")))
     total = sum(x.nbytes for x in jax.tree.leaves(weights))
     c = model.config
-    cached = 2 * c.n_layers * c.n_kv_heads * c.head_dim * length * embedding.dtype.itemsize
-    return total + cached + c.d_model * embedding.dtype.itemsize
+    cached = 2 * c.n_layers * c.n_kv_heads * c.head_dim * length * model.dtype.itemsize
+    return total + cached + table // c.vocab_size

@@ -64,6 +64,7 @@ def load_backbone(
     mesh: Mesh,
     dtype: Any = "float32",
     convert: Callable[[LlamaConfig, Params], Params] | None = None,
+    in_blocks: bool = False,
 ) -> tuple[LlamaConfig, Params]:
     """Configuration and parameters of a model directory or hub id, placed on the mesh.
 
@@ -73,12 +74,13 @@ def load_backbone(
       dtype: what parameters are stored in; tensors of another type are cast on the host.
       convert: what becomes of each layer, and of each part beside the layers, before the next
         is read, so that no two forms of a whole model ever exist.
+      in_blocks: `convert` gets matrices of a GGUF file as `BlockRows`.
 
     Raises:
       UserError: unreadable, or keys that do not fit the configuration (all are checked before
         anything is read).
     """
-    directory = resolve(path, dtype=dtype)
+    directory = resolve(path)
     config = read_config(directory)
     stored = tensor_files.open_checkpoint(directory)
     layers = {
@@ -97,7 +99,7 @@ def load_backbone(
 
     each = None if convert is None else partial(convert, config)
     params = tensor_files.load_tree(
-        abstract, mesh, stored, locate, dtype, directory, ignore, each
+        abstract, mesh, stored, locate, dtype, directory, ignore, each, in_blocks
     )
     return config, params
 

@@ -12,7 +12,7 @@ MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 
 
-def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = "float32") -> str:
+def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = None) -> str:
     """A local directory for a path, a name of `NAMES` or a hub id (`owner/name`, optionally
     `@revision`).
 
@@ -21,18 +21,18 @@ def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = "float
 
     Args:
       files: glob patterns to fetch instead of a model's configuration, tokenizer and weights.
-      dtype: what the weights of a GGUF file are converted to.
+      dtype: what the weights of a GGUF file are converted to, for readers of Hugging Face files other than
+        `tensors.open_checkpoint`, which reads them from the file itself.
 
     Raises:
       UserError: neither a directory nor a repository that can be read.
     """
     if os.path.isdir(path_or_id):
         return path_or_id
-    kind = dtype if files is None else None
     if row := named(path_or_id):
-        return converted(file_of(path_or_id), kind, row.sha256)
+        return converted(file_of(path_or_id), dtype, row.sha256)
     if path_or_id.lower().endswith(".gguf"):
-        return converted(path_or_id, kind)
+        return converted(path_or_id, dtype)
     repo, _, revision = path_or_id.partition("@")
     if os.path.exists(path_or_id):
         raise UserError(

@@ -5,17 +5,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from medusa_jax.model.block_rows import Blocks
+
 Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One stored tensor. `read` takes one step-1 slice per dimension, reads only that part."""
+    """One stored tensor. `read` takes one step-1 slice per dimension, reads only that part.
+
+    Attributes:
+      blocks: what a GGUF file holds of it, a row for each of its own; None for other files.
+    """
 
     file: str
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[Index], np.ndarray]
+    blocks: Blocks | None = None
 
 
 Tensors = dict[str, Tensor]

@@ -13,9 +13,12 @@ from jax.sharding import Mesh
 from medusa_jax.errors import UserError
 from medusa_jax.hosts import on_host
 from medusa_jax.interop.tensor import Tensor, Tensors
+from medusa_jax.model.block_rows import BlockRows
 from medusa_jax.sharding import param_shardings, path_string, replicated
 from medusa_jax.whole_files import replacing, write_text
 
+# In a directory that stands for a GGUF file: a link to it.
+GGUF_LINK = "model.gguf"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -57,7 +60,8 @@ _SAFETENSORS_DTYPES = {
 
 
 def open_checkpoint(directory: str) -> Tensors:
-    """The tensors of a Hugging Face model directory; safetensors preferred over .bin.
+    """The tensors of a Hugging Face model directory; safetensors preferred over .bin. Those of a GGUF file
+    where the directory is what `resolve` gives for one: they are unpacked as they are read.
 
     Raises:
       UserError: no weights, a shard that is missing or unreadable, a broken index.
@@ -71,6 +75,10 @@ def open_checkpoint(directory: str) -> Tensors:
             return _open_shards(directory, index, reader)
         if os.path.isfile(os.path.join(directory, name)):
             return reader(os.path.join(directory, name))
+    if os.path.lexists(link := os.path.join(directory, GGUF_LINK)):
+        from medusa_jax.interop.gguf.architecture import opened
+
+        return opened(os.path.realpath(link))
     raise UserError(
         f"{directory} holds no weights: looked for model.safetensors, pytorch_model.bin and "
         "the .index.json of either"
@@ -210,6 +218,7 @@ def load_tree(
     source: str,
     ignore: Callable[[str], bool] = lambda name: False,
     convert: Convert | None = None,
+    in_blocks: bool = False,
 ) -> dict[str, Any]:
     """Read a parameter tree strictly, each device only its own slices.
 
@@ -220,17 +229,19 @@ def load_tree(
       source: the file or directory, for messages.
       ignore: keys that may be there and are not read.
       convert: what becomes of each entry of the tree, such as a layer, before the next is read.
+      in_blocks: matrices that lie in blocks are not read: `convert` gets `BlockRows`.
 
     Raises:
       UserError: a missing, unknown, misshaped or non-float key.
     """
     keys = check_keys(abstract, tensors, locate, source, ignore)
 
-    def load(key_path: Any, leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    def load(key_path: Any, leaf: Any, sharding: jax.sharding.Sharding) -> Any:
         name, transposed = keys[path_string(key_path)]
-        return _place(
-            tensors[name], tuple(leaf.shape), transposed, sharding, np.dtype(dtype)
-        )
+        tensor, shape = tensors[name], tuple(leaf.shape)
+        if in_blocks and tensor.blocks is not None and len(shape) == 2:
+            return BlockRows(shape, transposed, tensor.blocks)
+        return _place(tensor, shape, transposed, sharding, np.dtype(dtype))
 
     shardings = param_shardings(mesh, abstract)
 

@@ -23,7 +23,14 @@ from jax.sharding import Mesh
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.measured import PRODUCTS, DeviceCache, within
-from medusa_jax.model.stored import DRAFT_WEIGHTS, WEIGHTS, Storage, multiply, store
+from medusa_jax.model.stored import (
+    DRAFT_WEIGHTS,
+    STORED,
+    WEIGHTS,
+    Storage,
+    multiply,
+    store,
+)
 from medusa_jax.native import library
 
 VARIABLE = "MEDUSA_JAX_PRODUCTS"
@@ -57,7 +64,7 @@ def choose_storage(
     if weights not in (None, *WEIGHTS):
         near = did_you_mean(weights, WEIGHTS)
         raise UserError(
-            f"weights are stored as {' or '.join(WEIGHTS)}, not {weights!r}{near}"
+            f"weights are {', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}, not {weights!r}{near}"
         )
     if draft_weights not in (None, *DRAFT_WEIGHTS):
         raise UserError(
@@ -68,6 +75,13 @@ def choose_storage(
         raise UserError("int8 weights are read on one device: use --mesh 1,1,1")
     form = _backbone_form(config, dtype, mesh, weights)
     return replace(form, draft_weights=draft_weights or "")
+
+
+def reads_blocks(dtype: Any, mesh: Mesh) -> bool:
+    """Whether weights can be read here in the blocks of a GGUF file."""
+    on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    native = on_cpu and dtype == jnp.float32 and os.environ.get(VARIABLE) != "plain"
+    return native and library() is not None
 
 
 def _backbone_form(
@@ -94,7 +108,11 @@ def _backbone_form(
             )
         return Storage(0, kept)
     panels = Storage(native.panel, kept)
-    if asked == "native" or _faster(config, dtype, panels, native.path) == "native":
+    if (
+        weights == STORED
+        or asked == "native"
+        or _faster(config, dtype, panels, native.path) == "native"
+    ):
         return panels
     return Storage(0, kept)
 

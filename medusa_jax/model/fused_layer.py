@@ -44,12 +44,11 @@ def fused_layer(
         sees.mask_TT,
         [norm and norm["scale"] for norm in norms],
         [
-            Kernel(k.panels, k.scales, linear.get("bias"))
+            Kernel(k.panels, k.parts, k.scales, linear.get("bias"))
             for k, linear in zip(kernels, linears)
         ],
         n_heads=config.n_heads,
         d_ff=config.d_ff,
         window=sees.window,
-        per_word=kernels[0].per_word,
         eps=config.rms_eps,
     )

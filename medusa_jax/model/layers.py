@@ -10,8 +10,8 @@ from jax import lax
 from medusa_jax.model.lora import add_adapter
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.quantise import quantised_product
-from medusa_jax.model.stored import multiply
-from medusa_jax.native import norm_native
+from medusa_jax.model.stored import Panels, multiply
+from medusa_jax.native import norm_native, unpacked_rows
 
 
 class Linear(nn.Module):
@@ -47,6 +47,24 @@ class Linear(nn.Module):
             bias = self.param("bias", nn.initializers.zeros, width)
             y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
         return y.astype(self.dtype)
+
+
+class Embed(nn.Embed):
+    """Rows of a table [tokens, width] in any form; in blocks, a row is unpacked when it is looked up."""
+
+    def setup(self) -> None:
+        if self.has_variable("params", "embedding"):
+            self.embedding = self.get_variable("params", "embedding")
+        else:
+            super().setup()
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        table = self.embedding
+        if not isinstance(table, Panels):
+            return super().__call__(tokens)
+        [(kind, outputs)] = table.parts
+        rows = unpacked_rows(tokens, table.panels, kind, outputs, self.features)
+        return rows.astype(self.dtype)
 
 
 def kernel_of(module: nn.Module, init: Any, shape: tuple[int, ...]) -> Any:

@@ -20,7 +20,7 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.model.attention import FEW, Attention, Paths, Sees, tree_mask
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.fused_layer import fused_layer
-from medusa_jax.model.layers import Linear, RMSNorm
+from medusa_jax.model.layers import Embed, Linear, RMSNorm
 from medusa_jax.model.lora import Adapter
 from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.product import at_least_f32
@@ -121,7 +121,7 @@ class Llama(nn.Module):
     def setup(self) -> None:
         c = self.config
         init = nn.initializers.normal(0.02)
-        self.embed_tokens = nn.Embed(
+        self.embed_tokens = Embed(
             c.vocab_size, c.d_model, dtype=self.dtype, embedding_init=init
         )
         self.layers = [

@@ -13,12 +13,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from medusa_jax.config import LlamaConfig
+from medusa_jax.model.block_rows import in_blocks, packed, without_blocks
 from medusa_jax.model.llama import Llama, decoding_config, prepare
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.native import library
 from medusa_jax.sharding import param_shardings
 
 Params = dict[str, Any]
+
+# Linear maps that `prepare` makes one of.
+FUSED = {
+    "self_attn": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "o_proj": ("o_proj",)},
+    "mlp": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+}
 
 _in_form = jax.jit(store, static_argnums=1)
 
@@ -43,10 +50,40 @@ def place_part(
     Waits for the device: a part that is still being read from cannot be let go of.
     """
     [(name, inner)] = part.items()
+    if blocks := in_blocks(inner):
+        return _place_blocks(config, part, blocks, dtype, mesh, storage)
     # All layers are one program, and one name serves the table for all.
     known = "layers_0" if name.startswith("layers_") else name
     out = jax.block_until_ready(_prepared({known: inner}, config, dtype, mesh, storage))
     return {name if entry == known else entry: value for entry, value in out.items()}
+
+
+def _place_blocks(
+    config: LlamaConfig,
+    part: Params,
+    blocks: Params,
+    dtype: Any,
+    mesh: Mesh,
+    storage: Storage,
+) -> Params:
+    """A part whose kernels are `BlockRows`: these as panels of the same blocks, fused."""
+    [(name, inner)] = part.items()
+    if name == "embed_tokens":
+        rows = blocks["embedding"]
+        panels = packed([rows]) if rows.packs or config.tie_embeddings else None
+        embedding = panels if rows.packs else jnp.asarray(rows.blocks.unpacked(slice(None)))
+        # A tied LM head is the same panels.
+        head = {"lm_head": {"kernel": panels}} if config.tie_embeddings else {}
+        return {name: {"embedding": embedding}, **head}
+    if name == "lm_head":
+        return {name: {"kernel": packed([blocks["kernel"]])}}
+    rest = {name: without_blocks(inner)}
+    [(_, placed)] = place_part(config, rest, dtype, mesh, storage).items()
+    for group, fused in FUSED.items():
+        for linear, names in fused.items():
+            kernels = [blocks[group][each]["kernel"] for each in names]
+            placed[group].setdefault(linear, {})["kernel"] = packed(kernels)
+    return {name: placed}
 
 
 def place_head(part: Params, form: Storage) -> Params:

@@ -5,7 +5,8 @@ whether they are read in one go:
 
     an array [inputs, outputs]   as trained; the product is XLA's
     Panels                       as the kernels of `native` read them, on one CPU device: in the
-                                 type of the model, in bfloat16, or in int8
+                                 type of the model, in bfloat16, in int8, or in the blocks of a
+                                 GGUF file, which give the bits that float32 would
     Codes                        int8 [inputs, outputs], where there are no panels
 
 int8 has one scale for each output, as in `model/quantise.py`.
@@ -20,14 +21,15 @@ from flax import struct
 
 from medusa_jax.model.product import product
 from medusa_jax.model.quantise import quantise
-from medusa_jax.native import in_panels, panel_product, panel_scales
+from medusa_jax.native import Parts, in_panels, panel_product, panel_scales
 
 Params = dict[str, Any]
 
-# What `--weights` may say, beside nothing: the type that the model computes in.
-WEIGHTS = ("bfloat16", "int8")
+# What `--weights` may say; by default what a GGUF file stores, else the type that the model computes in.
+STORED = "stored"
+WEIGHTS = (STORED, "float32", "bfloat16", "int8")
 # What `--draft_weights` may say, likewise.
-DRAFT_WEIGHTS = ("float32", *WEIGHTS)
+DRAFT_WEIGHTS = WEIGHTS[1:]
 # The names of what multiplies: kernels, and the factors of low-rank LM heads.
 KERNELS = ("kernel", "down", "up")
 
@@ -38,7 +40,8 @@ class Storage:
 
     Attributes:
       panel: outputs of a panel of `Panels`; 0: [inputs, outputs].
-      weights: their type; "" is that of the model.
+      weights: their type; "" is that of the model, "stored" the blocks of its file
+        (`model/block_rows.py`), for kernels that come in blocks.
       draft_weights: that of draft heads; "" is what `of_drafts` and `of_deciding_drafts` say.
     """
 
@@ -62,21 +65,28 @@ class Storage:
     def of_deciding_drafts(self) -> "Storage":
         """That of draft heads under a rule whose text depends on what they say (`Rule.by_drafts`):
         their rounding would change it, so they are as wide as the backbone's weights."""
-        return Storage(self.panel, self.draft_weights or self.weights)
+        return Storage(self.panel, self.draft_weights or self.converted)
+
+    @property
+    def converted(self) -> str:
+        """The type that kernels of another origin than a file's blocks are stored in."""
+        return "" if self.weights == STORED else self.weights
 
 
 class Panels(struct.PyTreeNode):
-    """A kernel in panels of words (`native.in_panels`), and for int8 its scales [n * panel].
+    """A kernel in panels of words, and for int8 its scales [n * panel].
 
     Attributes:
-      outputs: how many of the panels' columns count.
-      per_word: weights in a word.
+      parts: how outputs are stored and how many of them so, in their order.
     """
 
     panels: jax.Array
     scales: jax.Array | None
-    outputs: int = struct.field(pytree_node=False)
-    per_word: int = struct.field(pytree_node=False)
+    parts: Parts = struct.field(pytree_node=False)
+
+    @property
+    def outputs(self) -> int:
+        return sum(n for _, n in self.parts)
 
 
 class Codes(struct.PyTreeNode):
@@ -90,7 +100,7 @@ def multiply(x: jax.Array, kernel: Any, dtype: Any) -> jax.Array:
     """x [..., inputs] times a kernel in any form, computed in `dtype`, float32 or wider sums."""
     if isinstance(kernel, Panels):
         k = kernel
-        return panel_product(x.astype(dtype), k.panels, k.outputs, k.per_word, k.scales)
+        return panel_product(x.astype(dtype), k.panels, k.parts, k.scales)
     if isinstance(kernel, Codes):
         # Codes are exact in 16 bits, so that the scales may wait for the float32 sums.
         y = product(x, kernel.codes.astype(dtype))
@@ -113,16 +123,16 @@ def store(params: Any, storage: Storage) -> Any:
 def _stored(kernel: jax.Array, storage: Storage) -> Any:
     flat = kernel.reshape(kernel.shape[0], -1)  # a fused kernel [inputs, 1, outputs], too
     scales = None
-    if storage.weights == "int8":
+    if storage.converted == "int8":
         coded = quantise(flat, "int8")
         flat, scales = coded["codes"], coded["scales"][0] / 127
-    elif storage.weights:
-        flat = flat.astype(storage.weights)
+    elif storage.converted:
+        flat = flat.astype(storage.converted)
     if storage.panel:
         if scales is not None:
             scales = panel_scales(scales, storage.panel)
         words = in_panels(flat, storage.panel)
-        return Panels(words, scales, kernel[0].size, 4 // flat.dtype.itemsize)
+        return Panels(words, scales, ((flat.dtype.name, kernel[0].size),))
     if scales is not None:
         return Codes(flat, scales)
     return flat.reshape(kernel.shape)

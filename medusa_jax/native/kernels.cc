@@ -8,19 +8,27 @@
 
 namespace {
 
-// A kernel in `panels` [p, ceil(inputs / per_word), kPanel] of words, with scales [p * kPanel] and a bias
-// [outputs], or none of either. No words: it does not fit.
-Kernel KernelOf(ffi::Buffer<ffi::U32> panels, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias,
-                int64_t per_word, int64_t inputs, int64_t outputs) {
-  const auto ps = panels.dimensions();
-  if (ps.size() != 3 || (per_word != 1 && per_word != 2 && per_word != 4)) return {};
-  // Each panel begins before the last output: `MultiplyChunk` writes at least one output of each.
-  const int64_t columns = ps[0] * kPanel, needed = (outputs + kPanel - 1) / kPanel;
-  Kernel kernel{panels.typed_data(), nullptr, nullptr, per_word, inputs, ps[0], outputs};
+using Numbers = ffi::Span<const int64_t>;
+
+// A kernel of parts in `forms`, with `widths` outputs each, whose words follow one another; with scales of
+// all panels' outputs and a bias [outputs], or none of either. No parts: it does not fit.
+Kernel KernelOf(ffi::Buffer<ffi::U32> words, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias,
+                const int64_t* forms, const int64_t* widths, size_t n_parts, int64_t inputs,
+                int64_t outputs) {
+  Kernel kernel{{}, n_parts, nullptr, nullptr, inputs, outputs};
   if (scales.element_count()) kernel.scales = scales.typed_data();
   if (bias.element_count()) kernel.bias = bias.typed_data();
-  if (ps[2] != kPanel || ps[1] * kPanel != kernel.Size() || outputs < 1 || ps[0] != needed ||
-      (kernel.scales && int64_t(scales.element_count()) != columns) ||
+  if (n_parts < 1 || n_parts > kernel.parts.size()) return {};
+  int64_t at = 0, columns = 0, width = 0;
+  for (size_t i = 0; i < n_parts; ++i) {
+    Part& part = kernel.parts[i];
+    part = {forms[i], widths[i], inputs, words.typed_data() + at};
+    const bool wide = part.form == kFloat32 || part.form == kBfloat16 || part.form == kInt8;
+    if (part.outputs < 1 || !(wide || PanelWords(part.form, inputs))) return {};
+    at += part.Panels() * part.Size(), columns += part.Panels() * kPanel, width += part.outputs;
+  }
+  if (at != int64_t(words.element_count()) || width != outputs ||
+      (kernel.scales && (n_parts > 1 || int64_t(scales.element_count()) != columns)) ||
       (kernel.bias && int64_t(bias.element_count()) != outputs))
     return {};
   return kernel;
@@ -29,17 +37,33 @@ Kernel KernelOf(ffi::Buffer<ffi::U32> panels, ffi::Buffer<ffi::F32> scales, ffi:
 // x [R, I] times a kernel: `KernelOf`.
 ffi::Error ProductHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U32> panels,
                           ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias,
-                          ffi::ResultBuffer<ffi::F32> y, int64_t per_word) {
+                          ffi::ResultBuffer<ffi::F32> y, Numbers forms, Numbers widths) {
   const auto xs = x.dimensions(), ys = y->dimensions();
   Kernel kernel{};
-  if (xs.size() == 2 && ys.size() == 2 && ys[0] == xs[0])
-    kernel = KernelOf(panels, scales, bias, per_word, xs[1], ys[1]);
-  if (!kernel.words)
-    return ffi::Error::InvalidArgument("x [R, I], panels [p, I / n, kPanel], y [R, O] do not fit");
+  if (xs.size() == 2 && ys.size() == 2 && ys[0] == xs[0] && forms.size() == widths.size())
+    kernel = KernelOf(panels, scales, bias, forms.begin(), widths.begin(), forms.size(), xs[1], ys[1]);
+  if (!kernel.n_parts) return ffi::Error::InvalidArgument("x [R, I], these panels and y [R, O] do not fit");
   const float* in = x.typed_data();
   float* out = y->typed_data();
   Share(pool, kernel.Chunks(), [=, rows = xs[0]](int64_t chunk) {
     MultiplyChunk(kernel, in, rows, chunk, nullptr, out);
+  });
+  return ffi::Error::Success();
+}
+
+// Outputs `rows` [n] of a kernel of one part in blocks, each with all of its weights: y [n, I].
+ffi::Error RowsHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::U32> panels,
+                       ffi::ResultBuffer<ffi::F32> y, int64_t form, int64_t outputs) {
+  const auto ys = y->dimensions();
+  const int64_t n = rows.element_count(), inputs = ys.size() == 2 ? ys[1] : 0;
+  const Part part{form, outputs, inputs, panels.typed_data()};
+  if (!PanelWords(form, inputs) || ys[0] != n || outputs < 1 ||
+      part.Panels() * part.Size() != int64_t(panels.element_count()))
+    return ffi::Error::InvalidArgument("rows [n], these panels and y [n, I] do not fit");
+  const int32_t* which = rows.typed_data();
+  float* out = y->typed_data();
+  Share(pool, n, [=](int64_t i) {
+    OneOutput(part, std::clamp<int64_t>(which[i], 0, outputs - 1), out + i * inputs);
   });
   return ffi::Error::Success();
 }
@@ -113,7 +137,7 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
                         ffi::Buffer<ffi::F32> k_norm, ffi::RemainingArgs kernels,
                         ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::F32> new_keys,
                         ffi::ResultBuffer<ffi::F32> new_values, int64_t n_heads, int64_t d_ff,
-                        int64_t window, int64_t per_word, double eps) {
+                        int64_t window, Numbers forms, Numbers widths, Numbers counts, double eps) {
   const auto xs = x.dimensions(), cs = keys.dimensions();
   if (xs.size() != 3 || cs.size() != 4)
     return ffi::Error::InvalidArgument("x is [B, T, D] and the cache [B, G, S, H]");
@@ -131,14 +155,18 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
     return ffi::Error::InvalidArgument("the cache is written in place");
   Kernel* const all[] = {&l.qkv, &l.out, &l.gate_up, &l.down};
   const int64_t inputs[] = {l.D, queries, l.D, l.F}, outputs[] = {heads, l.D, 2 * l.F, l.D};
-  for (size_t i = 0; i < 4; ++i) {
+  if (counts.size() != 4 || std::accumulate(counts.begin(), counts.end(), int64_t(0)) != int64_t(forms.size()) ||
+      widths.size() != forms.size() || *std::min_element(counts.begin(), counts.end()) < 1)
+    return ffi::Error::InvalidArgument("each of four kernels has parts");
+  for (size_t i = 0, part = 0; i < 4; part += counts.begin()[i++]) {
     const auto panels = kernels.get<ffi::Buffer<ffi::U32>>(3 * i);
     const auto scales = kernels.get<ffi::Buffer<ffi::F32>>(3 * i + 1);
     const auto bias = kernels.get<ffi::Buffer<ffi::F32>>(3 * i + 2);
     if (!panels || !scales || !bias)
       return ffi::Error::InvalidArgument("each of four kernels is panels, scales and a bias");
-    *all[i] = KernelOf(*panels, *scales, *bias, per_word, inputs[i], outputs[i]);
-    if (!all[i]->words) return ffi::Error::InvalidArgument("a kernel does not fit");
+    *all[i] = KernelOf(*panels, *scales, *bias, forms.begin() + part, widths.begin() + part, counts.begin()[i],
+                       inputs[i], outputs[i]);
+    if (!all[i]->n_parts) return ffi::Error::InvalidArgument("a kernel does not fit");
   }
   const std::vector<int32_t> paths = Paths(mask.typed_data(), l.T);
   l.x = x.typed_data(), l.cos = cos.typed_data(), l.sin = sin.typed_data();
@@ -161,6 +189,23 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
 }  // namespace
 
 extern "C" int medusa_panel_width() { return kPanel; }
+// Words of the panels of a kernel in blocks; 0 where these do not fill the inputs.
+extern "C" int64_t medusa_packed_words(int64_t form, int64_t outputs, int64_t inputs) {
+  return (outputs + kPanel - 1) / kPanel * PanelWords(form, inputs);
+}
+// Rows of blocks [outputs, row_bytes] as panels, which are zero before; 0: a scale is no number.
+extern "C" int medusa_pack(int64_t form, const uint8_t* rows, int64_t row_bytes, int64_t outputs,
+                           int64_t inputs, uint32_t* words) {
+  const int64_t size = PanelWords(form, inputs);
+  for (int64_t o = 0; o < outputs; ++o) {
+    const auto pack = [&](auto blocks) {
+      uint32_t* panel = words + o / kPanel * size;
+      return PackRow<decltype(blocks)>(form, rows + o * row_bytes, inputs, int(o % kPanel), panel);
+    };
+    if (!WithBlocks(form, pack, false)) return 0;
+  }
+  return 1;
+}
 extern "C" int medusa_attends(int head_dim) { return AttendFor(head_dim) != nullptr; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_product, ProductHandler,
@@ -171,7 +216,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_product, ProductHandler,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("per_word"));
+                                  .Attr<Numbers>("forms")
+                                  .Attr<Numbers>("widths"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_rows, RowsHandler,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("form")
+                                  .Attr<int64_t>("outputs"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_layer, LayerHandler,
                               ffi::Ffi::Bind()
@@ -194,7 +249,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_layer, LayerHandler,
                                   .Attr<int64_t>("n_heads")
                                   .Attr<int64_t>("d_ff")
                                   .Attr<int64_t>("window")
-                                  .Attr<int64_t>("per_word")
+                                  .Attr<Numbers>("forms")
+                                  .Attr<Numbers>("widths")
+                                  .Attr<Numbers>("counts")
                                   .Attr<double>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_norm, NormHandler,

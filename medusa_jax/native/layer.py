@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from medusa_jax.native.product import Parts, numbered
+
 Pair = tuple[jax.Array, jax.Array]
 
 
 class Kernel(NamedTuple):
-    """A kernel in panels (`in_panels`), its scales [n * panel] and its bias [outputs]; None: without."""
+    """A kernel in panels, see `panel_product`, and its bias [outputs]; None: without."""
 
     panels: jax.Array
+    parts: Parts
     scales: jax.Array | None = None
     bias: jax.Array | None = None
 
@@ -30,7 +33,6 @@ def layer_native(
     n_heads: int,
     d_ff: int,
     window: int,
-    per_word: int,
     eps: float,
 ) -> tuple[jax.Array, Pair]:
     """x + attention(norm(x)), then that + mlp(norm(that)), in float32.
@@ -48,7 +50,6 @@ def layer_native(
         [H] (None where they have no norm).
       kernels: queries, keys and values in one; attention's output; gate and up in one; down.
       window: only the last `window` positions are seen, itself included; 0: all.
-      per_word: weights in a word of the panels.
 
     Returns: the rows [B, T, D], and the cache with their keys and values.
     """
@@ -59,12 +60,14 @@ def layer_native(
         return nothing if x is None else x.astype(f32).reshape(-1)
 
     weights = [(k.panels, given(k.scales), given(k.bias)) for k in kernels]
+    counts = np.array([len(k.parts) for k in kernels], np.int64)
+    parts = tuple(part for k in kernels for part in k.parts)
     results = [jax.ShapeDtypeStruct(a.shape, f32) for a in (x_BTD, *cache)]
     call = jax.ffi.ffi_call("medusa_layer", results, input_output_aliases={5: 1, 6: 2})
     y_BTD, keys_BGSH, values_BGSH = call(
         x_BTD.astype(f32), *rope, start_B.astype(jnp.int32), path_mask_TT.astype(bool), *cache,
         *map(given, norms), *(operand for kernel in weights for operand in kernel),
         n_heads=np.int64(n_heads), d_ff=np.int64(d_ff), window=np.int64(window),
-        per_word=np.int64(per_word), eps=np.float64(eps),
+        counts=counts, **numbered(parts), eps=np.float64(eps),
     )  # fmt: skip
     return y_BTD, (keys_BGSH, values_BGSH)

@@ -31,7 +31,7 @@ from medusa_jax.console import (
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 HANDLERS = tuple(
-    f"medusa_{name}" for name in ("product", "layer", "norm", "rotate", "read")
+    f"medusa_{name}" for name in ("product", "rows", "layer", "norm", "rotate", "read")
 )
 # For this processor, in the words of x86 compilers and of those for ARM; vectors as wide as it has.
 MACHINE = (
@@ -63,6 +63,12 @@ class Library:
     def attends(self, head_dim: int) -> bool:
         """Whether attention has an instance for heads of this size."""
         return bool(ctypes.CDLL(self.path).medusa_attends(head_dim))
+
+    def packed_words(self, form: int, outputs: int, inputs: int) -> int:
+        """Words of a kernel in blocks (`native/blocks.py`); 0 if there are no such panels."""
+        count = ctypes.CDLL(self.path).medusa_packed_words
+        count.restype = ctypes.c_int64
+        return int(count(*map(ctypes.c_int64, (form, outputs, inputs))))
 
 
 @functools.cache

@@ -1,33 +1,54 @@
 // y = x W for few rows, W in panels of words: [outputs / kPanel, inputs / n, kPanel], each read once, from
-// end to end. A word holds the weights of n consecutive inputs: one float32, two bfloat16 or four int8.
+// end to end. A word holds the weights of n consecutive inputs: one float32, two bfloat16 or four int8; or
+// the panels are in blocks (`blocks.h`).
 
 #pragma once
 
+#include <array>
 #include <utility>
+#include <vector>
 
-#include "vectors.h"
+#include "pack.h"
 
 namespace {
 
-// Outputs of a panel: two vectors, so that a row of words is whole cache lines.
-constexpr int kPanel = 2 * kLanes;
-// A memory stream is asked for this many bytes ahead; without it AVX2 code waits for memory.
-constexpr int64_t kAhead = 8192;
 // What one worker takes at a time: small enough to share out evenly, large enough to stream.
 constexpr int64_t kChunkBytes = 1 << 17;
+// Blocks take more time for their bytes.
+constexpr int64_t kChunkOfBlocks = 1 << 15;
+// Rows that are multiplied by blocks at a time; a panel is unpacked once for all of more than kMany, to float32.
+constexpr int kFew = kLanes == 8 ? 4 : 8, kMany = 4 * kFew;
 
-// A kernel in panels. Outputs are multiplied by scales [panels * kPanel] and added to bias [outputs], unless
-// these are null.
-struct Kernel {
+// Outputs of a kernel that are stored alike: panels of `size` words in a form.
+struct Part {
+  int64_t form, outputs, inputs;
   const uint32_t* words;
-  const float *scales, *bias;
-  int64_t per_word, inputs, panels, outputs;
 
-  // Words of a panel.
-  int64_t Size() const { return (inputs + per_word - 1) / per_word * kPanel; }
+  int64_t Panels() const { return (outputs + kPanel - 1) / kPanel; }
+  int64_t Size() const {
+    return form > kInt8 ? PanelWords(form, inputs) : (inputs + form - 1) / form * kPanel;
+  }
   // Panels that one worker takes at a time, and how many times they can be taken.
-  int64_t Chunk() const { return std::clamp<int64_t>(kChunkBytes / (Size() * 4), 1, panels); }
-  int64_t Chunks() const { return (panels + Chunk() - 1) / Chunk(); }
+  int64_t Chunk() const {
+    if (form > kInt8) return std::clamp<int64_t>(kChunkOfBlocks / (Size() * 4) & ~1, 2, std::max<int64_t>(2, Panels()));
+    return std::clamp<int64_t>(kChunkBytes / (Size() * 4), 1, Panels());
+  }
+  int64_t Chunks() const { return (Panels() + Chunk() - 1) / Chunk(); }
+};
+
+// A kernel in parts, one after the other. Outputs are multiplied by scales [panels * kPanel] and added to bias
+// [outputs], unless these are null.
+struct Kernel {
+  std::array<Part, 3> parts;  // those of a layer are at most queries, keys and values
+  size_t n_parts;
+  const float *scales, *bias;
+  int64_t inputs, outputs;
+
+  int64_t Chunks() const {
+    int64_t chunks = 0;
+    for (size_t i = 0; i < n_parts; ++i) chunks += parts[i].Chunks();
+    return chunks;
+  }
 };
 
 // The weights of input j of the n in each word.
@@ -75,7 +96,7 @@ using PanelFn = decltype(&PanelRows<1, 1>);
 // `PanelRows` for 1 to kRows rows.
 template <int n, size_t... R>
 PanelFn ForRows(int64_t rows, std::index_sequence<R...>) {
-  constexpr PanelFn table[] = {PanelRows<int(R) + 1, n>...};
+  static constexpr PanelFn table[] = {PanelRows<int(R) + 1, n>...};
   return table[rows - 1];
 }
 
@@ -85,35 +106,89 @@ inline PanelFn PanelFor(int64_t rows, int64_t per_word) {
   return per_word == 2 ? ForRows<2>(rows, all) : ForRows<4>(rows, all);
 }
 
+// The function for up to `kFew` rows of `panels` panels in blocks.
+using BlockFn = decltype(&BlockRows<Blocks<4, false, false>, 1, 1>);
+
+template <class B, int panels, size_t... R>
+BlockFn BlocksForRows(int64_t rows, std::index_sequence<R...>) {
+  static constexpr BlockFn table[] = {BlockRows<B, int(R) + 1, panels>...};
+  return table[rows - 1];
+}
+
+// Rows whose sums leave registers for a second panel: with one row, and one panel, each sum waits for itself.
+constexpr int kPaired = 2;
+
+inline BlockFn BlockFnFor(int64_t form, int64_t rows, int64_t panels) {
+  return WithBlocks(
+      form,
+      [&](auto blocks) {
+        using B = decltype(blocks);
+        if (panels == 2) return BlocksForRows<B, 2>(rows, std::make_index_sequence<kPaired>());
+        return BlocksForRows<B, 1>(rows, std::make_index_sequence<kFew>());
+      },
+      BlockFn(nullptr));
+}
+
 // The outputs of one chunk of x [rows, inputs] times the kernel, added to those of `onto` [rows, outputs]
 // unless it is null, in y [rows, outputs].
 inline void MultiplyChunk(const Kernel& kernel, const float* x, int64_t rows, int64_t chunk,
                           const float* onto, float* y) {
-  const int64_t size = kernel.Size(), per = kernel.Chunk(), outputs = kernel.outputs;
-  // Blocks of rows of nearly one size: 8 rows are 4 and 4 where 6 fit the registers, not 6 and 2.
-  const int64_t blocks = (rows + kRows - 1) / kRows;
-  float out[kRows * kPanel];
-  for (int64_t p = chunk * per; p < std::min(kernel.panels, (chunk + 1) * per); ++p) {
-    const int64_t begin = p * kPanel, width = std::min<int64_t>(kPanel, outputs - begin);
+  size_t which = 0;
+  int64_t before = 0;  // outputs of the parts before this one
+  for (; chunk >= kernel.parts[which].Chunks(); ++which) {
+    chunk -= kernel.parts[which].Chunks();
+    before += kernel.parts[which].outputs;
+  }
+  const Part& part = kernel.parts[which];
+  const int64_t size = part.Size(), per = part.Chunk(), end = std::min(part.Panels(), (chunk + 1) * per);
+  const bool blocks = part.form > kInt8;
+  const bool in_registers = blocks && rows <= kMany;
+  const int64_t most = in_registers ? kFew : kRows;
+  // Groups of rows of nearly one size: 8 rows are 4 and 4 where 6 fit the registers, not 6 and 2.
+  const int64_t groups = (rows + most - 1) / most;
+  thread_local std::vector<float> unpacked;
+  float out[kRows * 2 * kPanel];
+  int64_t panels = 1;
+  for (int64_t p = chunk * per; p < end; p += panels) {
+    const uint32_t* words = part.words + p * size;
+    panels = blocks && rows <= kPaired && p + 1 < end ? 2 : 1;
+    if (blocks && !in_registers) {
+      unpacked.resize(part.inputs * kPanel);
+      UnpackOne(part.form, words, part.inputs, unpacked.data());
+      words = reinterpret_cast<const uint32_t*>(unpacked.data());
+    }
+    const int64_t begin = p * kPanel, width = std::min(panels * kPanel, part.outputs - begin);
     Vector scale0 = {}, scale1 = {};
     scale0 += 1.0f, scale1 += 1.0f;
     if (kernel.scales)
       scale0 = Load(kernel.scales + begin), scale1 = Load(kernel.scales + begin + kLanes);
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t first = rows * b / blocks, count = rows * (b + 1) / blocks - first;
-      const PanelFn run = PanelFor(count, kernel.per_word);
-      run(kernel.words + p * size, x + first * kernel.inputs, kernel.inputs, scale0, scale1, out);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t first = rows * g / groups, count = rows * (g + 1) / groups - first;
+      const float* in = x + first * part.inputs;
+      if (in_registers)
+        BlockFnFor(part.form, count, panels)(words, size, in, part.inputs, out);
+      else
+        PanelFor(count, blocks ? 1 : part.form)(words, in, part.inputs, scale0, scale1, out);
       for (int64_t r = 0; r < count; ++r) {
-        const int64_t at = (first + r) * outputs + begin;
-        float* sums = out + r * kPanel;
+        const int64_t column = before + begin, at = (first + r) * kernel.outputs + column;
+        float* sums = out + r * panels * kPanel;
         if (kernel.bias)
-          for (int64_t i = 0; i < width; ++i) sums[i] += kernel.bias[begin + i];
+          for (int64_t i = 0; i < width; ++i) sums[i] += kernel.bias[column + i];
         if (onto)
           for (int64_t i = 0; i < width; ++i) sums[i] += onto[at + i];
         std::memcpy(y + at, sums, width * 4);
       }
     }
   }
+}
+
+// The weights [inputs] of one output of a part in blocks.
+inline void OneOutput(const Part& part, int64_t output, float* out) {
+  const int64_t lane = output % kPanel;
+  thread_local std::vector<float> unpacked;
+  unpacked.resize(part.inputs * kPanel);
+  UnpackOne(part.form, part.words + output / kPanel * part.Size(), part.inputs, unpacked.data());
+  for (int64_t i = 0; i < part.inputs; ++i) out[i] = unpacked[i * kPanel + lane];
 }
 
 }  // namespace

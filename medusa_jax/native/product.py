@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from medusa_jax.native.blocks import FORMS
 from medusa_jax.native.library import library
+
+# Neighbouring outputs that are stored alike: (a name of `FORMS`, how many).
+Parts = tuple[tuple[str, int], ...]
 
 
 def in_panels(kernel_IO: Any, panel: int) -> jax.Array:
@@ -31,30 +35,35 @@ def in_panels(kernel_IO: Any, panel: int) -> jax.Array:
 def panel_product(
     x: jax.Array,
     panels: jax.Array,
-    outputs: int,
-    per_word: int = 1,
+    parts: Parts,
     scales: jax.Array | None = None,
 ) -> jax.Array:
     """x [..., inputs] times a kernel in panels -> [..., outputs], summed up in float32.
 
     Every row's sums are taken in the order of the inputs, so that a row comes out the same, bit
-    for bit, whatever other rows there are.
+    for bit, whatever other rows there are; and weights in blocks give what they do in float32.
 
     Args:
-      panels: `in_panels` of the kernel.
-      outputs: how many of the panels' columns count.
-      per_word: weights in a word: 1 float32, 2 bfloat16, 4 int8.
+      panels: `in_panels` of the kernel, or `pack_blocks` of its parts, one after the other.
+      parts: how outputs are stored, and how many of them so, in their order.
       scales: [n * panel] float32, by which the outputs are multiplied; None is 1.
     """
     assert library() is not None
     x_RI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    outputs = sum(n for _, n in parts)
     call = jax.ffi.ffi_call(
         "medusa_product", jax.ShapeDtypeStruct((x_RI.shape[0], outputs), jnp.float32)
     )
     nothing = jnp.zeros((0,), jnp.float32)
     scales = nothing if scales is None else scales
-    y_RO = call(x_RI, panels, scales, nothing, per_word=np.int64(per_word))
+    y_RO = call(x_RI, panels, scales, nothing, **numbered(parts))
     return y_RO.reshape(*x.shape[:-1], outputs)
+
+
+def numbered(parts: Parts) -> dict[str, np.ndarray]:
+    """Parts as the kernels take them."""
+    forms, widths = zip(*((FORMS[form], n) for form, n in parts))
+    return {"forms": np.array(forms, np.int64), "widths": np.array(widths, np.int64)}
 
 
 def panel_scales(scales_O: Any, panel: int) -> jax.Array:

@@ -1,7 +1,8 @@
 // Vectors as wide as the machine's registers.
 //
 // Compiled on the machine it runs on (native/library.py), so the width is the compiler's to tell; vector
-// extensions of GCC and Clang keep one source for AVX2, AVX-512 and NEON.
+// extensions of GCC and Clang keep one source for AVX2, AVX-512 and NEON. Three operations that these do not
+// reach (narrow numbers made wide, a look-up in a table) have a faster form for x86, and one that is portable.
 
 #pragma once
 
@@ -9,6 +10,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -30,6 +35,43 @@ typedef uint32_t UnalignedWords __attribute__((vector_size(kLanes * 4), aligned(
 inline Vector Load(const float* at) { return *reinterpret_cast<const Unaligned*>(at); }
 inline Words LoadWords(const uint32_t* at) { return *reinterpret_cast<const UnalignedWords*>(at); }
 inline void Store(float* at, Vector x) { *reinterpret_cast<Unaligned*>(at) = x; }
+
+// kLanes float16 as float32, exactly. Infinities and what is no number do not occur (`pack.h` refuses them).
+inline Vector Halves(const uint16_t* at) {
+#if defined(__AVX512F__)
+  return Vector(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))));
+#elif defined(__F16C__) && defined(__AVX2__)
+  return Vector(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+#else
+  Ints half;
+  for (int i = 0; i < kLanes; ++i) half[i] = at[i];
+  const Ints exponent = half & 0x7c00, fraction = half & 0x3ff;
+  // Numbers below the smallest exponent are multiples of 2^-24. No float32 on the way is that small: these
+  // threads take such numbers for zero.
+  const Vector least = __builtin_convertvector(fraction, Vector) * 0x1p-24f;
+  const Ints usual = ((half & 0x7fff) << 13) + (112 << 23);
+  Ints small;
+  std::memcpy(&small, &least, sizeof small);
+  const Ints bits = (exponent == 0 ? small : usual) | (half & 0x8000) << 16;
+  return reinterpret_cast<Vector>(bits);
+#endif
+}
+
+// kLanes bytes, with or without a sign, as float32.
+template <bool kSigned>
+inline Vector Bytes(const uint8_t* at) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+  const Ints wide = Ints(kSigned ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+  const Ints wide = Ints(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  Ints wide;
+  for (int i = 0; i < kLanes; ++i) wide[i] = kSigned ? int8_t(at[i]) : at[i];
+#endif
+  return __builtin_convertvector(wide, Vector);
+}
 
 template <int n>
 struct Lanes {

@@ -72,15 +72,15 @@ def test_a_product_in_panels(rows, inputs, outputs, weights):
 
 # Widths of the results in panels, from one output short of the last panel to one beyond it.
 @pytest.mark.parametrize(
-    ("width", "extra", "panels", "per_word"),
-    [(0, 1, 2, 1), (1, 0, 2, 1), (2, 1, 2, 1), (1, 0, 1, 3), (1, 0, 1, 0)],
+    ("width", "extra", "panels", "form"),
+    [(0, 1, 2, "float32"), (1, 0, 2, "float32"), (2, 1, 2, "float32"), (1, 0, 1, "Q4_1")],
 )
-def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, per_word):
+def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, form):
     """Fewer outputs than the last panel begins with were written beyond the results' memory."""
     panel = library().panel
     words = jnp.zeros((panels, 5, panel), jnp.uint32)
-    with pytest.raises(Exception, match=r"panels \[p, I / n, kPanel\].* do not fit"):
-        y = panel_product(jnp.ones((2, 5)), words, width * panel + extra, per_word)
+    with pytest.raises(Exception, match=r"these panels and y .* do not fit"):
+        y = panel_product(jnp.ones((2, 5)), words, ((form, width * panel + extra),))
         jax.block_until_ready(y)
 
 

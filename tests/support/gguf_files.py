@@ -55,6 +55,24 @@ def write(path, metadata, tensors, arch="llama"):
     return str(path)
 
 
+# Where blocks of a type have float16 scales and minima.
+SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def random_blocks(kind, outputs, inputs, rng):
+    """Rows of blocks of random bytes, their scales of any size and sign: zeros, and far below 1, too."""
+    per_block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    shape = outputs, inputs // per_block
+    blocks = rng.integers(0, 256, (*shape, size), np.uint8)
+    for at in SCALES.get(kind, (0,)):
+        halves = rng.integers(0, 2**16, shape).astype(np.uint16)
+        halves[halves & 0x7C00 == 0x7C00] &= 0x83FF  # no infinity: as small as float16 is
+        usual = (rng.standard_normal(shape) / 100).astype(np.float16).view(np.uint16)
+        halves = np.where(rng.random(shape) < 0.5, halves, usual)
+        blocks[..., at : at + 2] = halves[..., None].view(np.uint8)
+    return blocks.reshape(outputs, -1)
+
+
 def shape_metadata(arch, **changes):
     """What a file of the test's sizes says of its shape; `None` takes a key out."""
     keys = {

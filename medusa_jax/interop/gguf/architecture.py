@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.gguf.reader import BlockTensor, GGUFFile
+from medusa_jax.interop.gguf.reader import BlockTensor, GGUFFile, read_gguf
+from medusa_jax.interop.tensor import Tensor, Tensors
+from medusa_jax.model.block_rows import Blocks
 
 # general.architecture -> model_type. Mistral's files say "llama".
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -209,17 +211,54 @@ def _expected(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield f"blk.{i}.{name}", f"model.layers.{i}.{theirs}", dimensions
 
 
-def values(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray:
-    """A tensor's float32 values as Hugging Face files have them.
+def row_order(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray | None:
+    """The rows of a tensor in the order of Hugging Face files; None: as they are.
 
     llama.cpp rotates pairs of neighbours (2i, 2i + 1), Hugging Face the two halves of a head
     (i, i + H / 2); for `llama` it reorders the rows of the query and key projections, and
     their biases, to suit. Here they are put back.
     """
-    array = tensor.unpacked()
     part = tensor.name.split(".")[-2]
     if config["model_type"] not in ("llama", "mistral") or part not in ("attn_q", "attn_k"):
-        return array
-    half = config["head_dim"] // 2
-    pairs = array.reshape(-1, half, 2, *array.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(array.shape)
+        return None
+    rows = np.arange(tensor.shape[0]).reshape(-1, config["head_dim"] // 2, 2)
+    return rows.swapaxes(1, 2).ravel()
+
+
+def values(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray:
+    """A tensor's float32 values as Hugging Face files have them."""
+    array, order = tensor.unpacked(), row_order(tensor, config)
+    return array if order is None else array[order]
+
+
+def opened(path: str) -> Tensors:
+    """The tensors of a GGUF file by their Hugging Face names, nothing read yet.
+
+    Raises:
+      UserError: as for `hf_config` and `named_tensors`.
+    """
+    file = read_gguf(path)
+    config = hf_config(file)
+    return {
+        name: _opened(tensor, row_order(tensor, config))
+        for name, tensor in named_tensors(file, config).items()
+    }
+
+
+def _opened(tensor: BlockTensor, order: np.ndarray | None) -> Tensor:
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        if len(tensor.shape) == 1:
+            return unpacked(slice(None)).ravel()[index]
+        return unpacked(index[0])[:, index[1]]
+
+    def unpacked(rows: Any) -> np.ndarray:
+        if len(tensor.shape) == 1:  # one row of blocks
+            values = tensor.unpacked()
+            return values if order is None else values[order]
+        return tensor.unpacked_rows(rows if order is None else order[rows])
+
+    def rows() -> np.ndarray:
+        return tensor.blocks if order is None else tensor.blocks[order]
+
+    blocks = Blocks(tensor.kind.name, rows, unpacked, tensor.damaged())
+    return Tensor(tensor.file, tensor.shape, "float32", read, blocks)

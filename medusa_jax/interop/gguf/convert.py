@@ -19,7 +19,7 @@ from medusa_jax.interop.gguf.vocabulary import (
     tokenizer_settings,
 )
 from medusa_jax.interop.shards import save_weights
-from medusa_jax.interop.tensors import save_json
+from medusa_jax.interop.tensors import GGUF_LINK, save_json
 from medusa_jax.whole_files import replacing
 
 # Part of every conversion's name: raise it when a file would be converted differently.
@@ -33,8 +33,8 @@ def converted(path: str, dtype: Any = None, sha256: str = "") -> str:
     changed is converted anew. A directory appears when it is complete.
 
     Args:
-      dtype: what the weights are stored in; None leaves them out, for who needs configuration
-        or tokenizer only.
+      dtype: what the weights are stored in; None leaves them where they are: a link to the file lies
+        beside configuration and tokenizer (`tensors.open_checkpoint`).
       sha256: what the file's checksum must be, if that is known.
 
     Raises:
@@ -53,7 +53,7 @@ def converted(path: str, dtype: Any = None, sha256: str = "") -> str:
     key = f"{digest[:24]}-{VERSION}-{stored.name if stored else 'texts'}"
     directory = os.path.join(cache_directory("gguf"), key)
     if os.path.isdir(directory):
-        return directory
+        return _linked(directory, path, dtype)
     try:
         os.makedirs(os.path.dirname(directory), exist_ok=True)
         # Held by one process at a time; whoever waited finds the directory made.
@@ -63,6 +63,20 @@ def converted(path: str, dtype: Any = None, sha256: str = "") -> str:
                     _make(path, stored, directory)
     except OSError as error:
         raise UserError(f"{directory} could not be written: {error}") from error
+    return _linked(directory, path, dtype)
+
+
+def _linked(directory: str, path: str, dtype: Any) -> str:
+    """The directory, in which a link says where the weights are now if it has none itself."""
+    link = os.path.join(directory, GGUF_LINK)
+    if dtype is not None or os.path.realpath(link) == os.path.realpath(path):
+        return directory
+    new = f"{link}.{os.getpid()}"
+    try:
+        os.symlink(os.path.realpath(path), new)
+        os.replace(new, link)
+    except OSError as error:
+        raise UserError(f"{link} could not be written: {error}") from error
     return directory
 
 

@@ -51,14 +51,25 @@ class BlockTensor:
         """The values in float32.
 
         Raises:
-          UserError: some are not finite, which no model has.
+          UserError: some are not finite.
         """
+        return self._unpack(self.blocks).reshape(self.shape)
+
+    def unpacked_rows(self, rows: Any) -> np.ndarray:
+        """Some rows of a matrix, likewise: a slice or an array of their numbers."""
+        return self._unpack(self.blocks[rows]).reshape(-1, self.shape[-1])
+
+    def damaged(self) -> UserError:
+        """Of a tensor with values that are not finite, which no model has."""
+        return UserError(
+            f"{self.file} is damaged: tensor {self.name!r} holds values that are no numbers"
+        )
+
+    def _unpack(self, blocks: np.ndarray) -> np.ndarray:
         with np.errstate(all="ignore"):  # what a damaged scale makes of its block
-            values = _package().dequantize(self.blocks, self.kind).reshape(self.shape)
+            values = _package().dequantize(blocks, self.kind)
         if not np.isfinite(values).all():
-            raise UserError(
-                f"{self.file} is damaged: tensor {self.name!r} holds values that are no numbers"
-            )
+            raise self.damaged()
         return values.astype(np.float32, copy=False)
 
 

@@ -1,0 +1,135 @@
+// From rows of blocks as a GGUF file has them to panels (`blocks.h`).
+
+#pragma once
+
+#include "blocks.h"
+
+namespace {
+
+// What a run of `kUnit` inputs of one output holds, whatever its type.
+struct Unit {
+  uint16_t d, m;
+  uint8_t scales[16], minima[8], codes[256];
+};
+
+// Low halves of n bytes, then their high halves, two numbers of four bits each.
+inline void Nibbles(const uint8_t* bytes, int n, uint8_t* codes) {
+  for (int i = 0; i < n; ++i) codes[i] = bytes[i] & 15, codes[n + i] = bytes[i] >> 4;
+}
+
+// Scales and minima of 8 groups, six bits each, in 12 bytes: the first four of both whole with two bits of
+// the last four above them, whose other four bits follow.
+inline void SixBits(const uint8_t* bytes, Unit& unit) {
+  for (int g = 0; g < 4; ++g) {
+    const uint8_t d = bytes[g], m = bytes[4 + g], both = bytes[8 + g];
+    unit.scales[g] = d & 63, unit.scales[4 + g] = (both & 15) | (d >> 2 & 48);
+    unit.minima[g] = m & 63, unit.minima[4 + g] = both >> 4 | (m >> 2 & 48);
+  }
+}
+
+// The unit at `block`; returns where the next begins.
+inline const uint8_t* ReadUnit(int64_t form, const uint8_t* block, Unit& unit) {
+  const auto half = [&] {
+    uint16_t x;
+    std::memcpy(&x, block, 2), block += 2;
+    return x;
+  };
+  const auto fifth_bits = [&] {
+    uint32_t bits;
+    std::memcpy(&bits, block, 4), block += 4;
+    return bits;
+  };
+  const auto skip = [&](int n) { return (block += n) - n; };
+  switch (form) {
+    case kQ4_0:
+    case kQ4_1:
+    case kQ5_0:
+    case kQ5_1: {
+      const bool five = form == kQ5_0 || form == kQ5_1;
+      unit.d = half();
+      if (form == kQ4_1 || form == kQ5_1) unit.m = half();
+      const uint32_t fifth = five ? fifth_bits() : 0;
+      Nibbles(skip(16), 16, unit.codes);
+      // Without a minimum q is the code less 8, or 16: its highest bit turned over, in two's complement.
+      const uint8_t turned = form == kQ4_0 ? 8 : form == kQ5_0 ? 16 : 0;
+      for (int i = 0; i < 32; ++i)
+        unit.codes[i] = (unit.codes[i] | (fifth >> i & 1) << 4) ^ turned;
+      return block;
+    }
+    case kQ8_0:
+      unit.d = half();
+      std::memcpy(unit.codes, skip(32), 32);
+      return block;
+    case kQ4_K:
+    case kQ5_K: {
+      unit.d = half();
+      unit.m = half() ^ 0x8000;  // theirs is taken away
+      SixBits(skip(12), unit);
+      const uint8_t* fifth = form == kQ5_K ? skip(32) : nullptr;
+      for (int g = 0; g < 8; g += 2) Nibbles(skip(32), 32, unit.codes + 32 * g);
+      for (int i = 0; fifth && i < 256; ++i) unit.codes[i] |= (fifth[i % 32] >> i / 32 & 1) << 4;
+      return block;
+    }
+    default: {  // kQ6_K
+      for (int h = 0; h < 2; ++h) Nibbles(block + 64 * h, 64, unit.codes + 128 * h);
+      const uint8_t* high = block + 128;
+      for (int i = 0; i < 256; ++i) {
+        const int two = high[i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3;
+        unit.codes[i] = (unit.codes[i] | two << 4) ^ 32;
+      }
+      std::memcpy(unit.scales, block + 192, 16);
+      skip(208);
+      unit.d = half();
+      return block;
+    }
+  }
+}
+
+inline bool Finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
+// Row o of a panel. `words` are zero before; false: a scale is no number, which no model has.
+template <class B>
+bool PackRow(int64_t form, const uint8_t* blocks, int64_t inputs, int o, uint32_t* words) {
+  Unit unit{};
+  for (int64_t i = 0; i < inputs; i += B::kUnit) {
+    blocks = ReadUnit(form, blocks, unit);
+    if (!Finite(unit.d) || (B::kMinima && !Finite(unit.m))) return false;
+    uint16_t* head = reinterpret_cast<uint16_t*>(words);
+    head[o] = unit.d;
+    if (B::kMinima) head[kPanel + o] = unit.m;
+    words += B::kHead;
+    for (int j = 0; j < B::kUnit; j += 32, words += B::kBlock) {
+      if (B::kLevels) {
+        uint8_t* bytes = reinterpret_cast<uint8_t*>(words);
+        for (int g = 0; g < 32 / B::kGroup; ++g)
+          bytes[g * kPanel + o] = unit.scales[(j + g * B::kGroup) / B::kGroup];
+        if (B::kMinima) bytes[kPanel + o] = unit.minima[j / 32];
+      }
+      uint32_t* codes = words + B::kScales;
+      for (int k = 0; k < 32; ++k) {
+        const uint32_t code = unit.codes[j + k];
+        const int at = B::kBits * k;
+        if (B::kBits == 8) {
+          reinterpret_cast<uint8_t*>(codes)[k * kPanel + o] = code;
+          continue;
+        }
+        codes[at / 32 * kPanel + o] |= code << at % 32;
+        if (at % 32 + B::kBits > 32) codes[(at / 32 + 1) * kPanel + o] |= code >> (32 - at % 32);
+      }
+    }
+  }
+  return true;
+}
+
+// Words of a panel of `inputs`, 0 where the form is none or its blocks do not fill them.
+inline int64_t PanelWords(int64_t form, int64_t inputs) {
+  return WithBlocks(
+      form,
+      [&](auto blocks) -> int64_t {
+        using B = decltype(blocks);
+        return inputs % B::kUnit ? 0 : inputs / B::kUnit * B::kWords;
+      },
+      int64_t(0));
+}
+
+}  // namespace
