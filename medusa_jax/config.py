@@ -121,8 +121,8 @@ class DataConfig:
     draft_vocab_from: str = ""
     # Print one sample with its counted tokens marked, train nothing.
     preview: bool = False
-    # "float32" or "bfloat16": keep the frozen backbone's hidden states on disk, computed once
-    # (stage medusa1); the size is announced first. Empty = off.
+    # "float32", "bfloat16" or "float8": keep the frozen backbone's hidden states on disk, computed
+    # once (stage medusa1); the size is announced first. Empty = off.
     cache_features: str = ""
     # Where they are kept (default: <workdir>/features); several runs may share a folder.
     features_path: str = ""

@@ -90,13 +90,13 @@ def read_piece(
     last_B1 = (length_B - 1)[:, None]
     is_last_BT = position_BT == last_B1
     ends_B = jnp.any(is_last_BT, axis=1)
-    hidden_BTD, cache = backbone.decode(tokens_BT, position_BT, read.cache, begin_B)
+    hidden_BTE, cache = backbone.decode(tokens_BT, position_BT, read.cache, begin_B)
 
     def first_token() -> tuple[jax.Array, Logprobs | None]:
         """The first token of every row, as if its prompt ended here, and its log-probabilities."""
         here_B1 = jnp.clip(last_B1 - begin_B[:, None], 0, T - 1)
-        last_B1D = jnp.take_along_axis(hidden_BTD, here_B1[..., None], axis=1)
-        logits_B1V = backbone.lm_head(last_B1D)
+        last_B1E = jnp.take_along_axis(hidden_BTE, here_B1[..., None], axis=1)
+        logits_B1V = backbone.lm_head(last_B1E)
         if text_BS is not None and engine.no_repeat_ngram_size:
             logits_B1V = without_repeats(
                 logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram_size
@@ -117,7 +117,7 @@ def read_piece(
         )
     next_BT = jnp.where(is_last_BT, first[0][:, None], next_BT)
     count_B = jnp.clip(length_B - begin_B, 0, T)
-    new = Committed(hidden_BTD, tokens_BT, next_BT, position_BT, count_B)
+    new = Committed(hidden_BTE, tokens_BT, next_BT, position_BT, count_B)
     drafter = engine.drafter.commit(variables["heads"], backbone, read.drafter, new)
     return PrefillState(cache, drafter, *first)
 

@@ -42,6 +42,7 @@ def rank_tuples(
     segment_BT = (position_BT < length_B[:, None]).astype(jnp.int32)
     rows = (tokens_BT, position_BT, segment_BT)
     backbone = for_drafting(backbone, head_params)
+    backbone = backbone.tapped(drafter.taps)
     text = TextRows(backbone.forward(*rows), *rows)
     features_KBTD = drafter.features(head_params, backbone, text)
 

@@ -21,7 +21,7 @@ class Engine:
     """All compile-time constants of decoding (a static argument of jit).
 
     Attributes:
-      llama: the backbone, for prepared (fused) parameters.
+      llama: the backbone, for prepared (fused) parameters. Given the drafter's taps.
       drafter: the draft heads.
       tree: the draft tree; the empty one is autoregressive decoding. Made dense if the rule needs it.
       acceptance: name of the rule, see `acceptance.RULES`.
@@ -40,6 +40,9 @@ class Engine:
     def __post_init__(self) -> None:
         if self.rule.dense:
             object.__setattr__(self, "tree", self.tree.dense)
+        if self.llama.taps != self.drafter.taps:
+            tapped = self.llama.clone(taps=self.drafter.taps)
+            object.__setattr__(self, "llama", tapped)
 
     @property
     def rule(self) -> Rule:

@@ -120,14 +120,14 @@ def verify(
         engine.extra, state.drafter, tree, drafts.nodes_BM
     )
     positions_BR = state.length_B[:, None] + depth_R[None, :]
-    hidden_BRD, cache = backbone.decode(
+    hidden_BRE, cache = backbone.decode(
         tokens_BR, positions_BR, state.cache, state.length_B, mask_RR
     )
-    hidden_BMD, scored_BRD = hidden_BRD[:, :M], hidden_BRD
+    hidden_BME, scored_BRE = hidden_BRE[:, :M], hidden_BRE
     if engine.extra is not None:  # one pass over the LM head for both
-        extra_BUD = hidden_BRD[:, -engine.extra.extra_rows.n_scored :]
-        scored_BRD = jnp.concatenate([hidden_BMD, extra_BUD], axis=1)
-    logits_BRV = backbone.lm_head(scored_BRD)
+        extra_BUE = hidden_BRE[:, -engine.extra.extra_rows.n_scored :]
+        scored_BRE = jnp.concatenate([hidden_BME, extra_BUE], axis=1)
+    logits_BRV = backbone.lm_head(scored_BRE)
     logits_BMV = logits_BRV[:, :M]
     if engine.no_repeat_ngram_size and state.text_BS is not None:
         texts = texts_behind(state.text_BS, state.length_B, drafts.nodes_BM, tree)
@@ -136,7 +136,7 @@ def verify(
         tree=tree,
         nodes_BM=drafts.nodes_BM,
         positions_BM=positions_BR[:, :M],
-        hidden_BMD=hidden_BMD,
+        hidden_BME=hidden_BME,
         logits_BMV=logits_BMV,
         extra_BUV=logits_BRV[:, M:],
         cache=cache,
@@ -196,13 +196,13 @@ def commit(
     path_BL, n_B, bonus_B = accepted
     running_B = state.status_B == RUNNING
     taken_B = jnp.where(running_B, n_B + 1, 0)
-    hidden_BLD = jnp.take_along_axis(verified.hidden_BMD, path_BL[..., None], axis=1)
+    hidden_BLE = jnp.take_along_axis(verified.hidden_BME, path_BL[..., None], axis=1)
     position_BL = jnp.take_along_axis(verified.positions_BM, path_BL, axis=1)
     drafter = state.drafter
     if engine.extra is not None:
         drafter = engine.extra.learn(drafter, state.root_B, verified.extra_BUV)
     token_BL = jnp.take_along_axis(verified.nodes_BM, path_BL, axis=1)
-    new = Committed(hidden_BLD, token_BL, emitted_BL, position_BL, taken_B)
+    new = Committed(hidden_BLE, token_BL, emitted_BL, position_BL, taken_B)
     drafter = engine.drafter.commit(heads, backbone, drafter, new)
     cache = verified.cache
     if path_BL.shape[1] > 1:

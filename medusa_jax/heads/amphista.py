@@ -247,8 +247,8 @@ class Amphista(Drafter):
             return module.apply(variables, *rows, method="decode")
 
         next_BTD = backbone.embed(new.next_tokens_BT)
-        given = self._stages(params, backbone, new.hidden_BTD, next_BTD, run)
-        contexts = [context for context, _ in given] or [new.hidden_BTD]
+        given = self._stages(params, backbone, new.hidden_BTE, next_BTD, run)
+        contexts = [context for context, _ in given] or [new.hidden_BTE]
         return state.taken([cache for _, cache in given], contexts, new.n_B)
 
     def propose(

@@ -31,14 +31,14 @@ class Committed(NamedTuple):
     """Newly accepted positions, the input of `Drafter.commit`: T candidates, the first n are valid.
 
     Attributes:
-      hidden_BTD: the backbone's hidden states.
+      hidden_BTE: the backbone's hidden states, then the streams of `Drafter.taps`: E = (1 + A) D.
       tokens_BT: the tokens at these positions.
       next_tokens_BT: the tokens after them; that of the last valid position is the new root.
       positions_BT: absolute positions.
       n_B: 0 <= n <= T; 0 leaves the state of that row unchanged.
     """
 
-    hidden_BTD: jax.Array
+    hidden_BTE: jax.Array
     tokens_BT: jax.Array
     next_tokens_BT: jax.Array
     positions_BT: jax.Array
@@ -49,13 +49,13 @@ class TextRows(NamedTuple):
     """Whole rows of known text, the input of `Drafter.features`.
 
     Attributes:
-      hidden_BTD: the backbone's hidden states.
+      hidden_BTE: the backbone's hidden states, then the streams of `Drafter.taps`.
       tokens_BT, positions_BT: the tokens and their positions in their segment.
       segment_ids_BT: texts packed into a row have different numbers; 0 is padding.
       dropout_key: turns dropout on.
     """
 
-    hidden_BTD: jax.Array
+    hidden_BTE: jax.Array
     tokens_BT: jax.Array
     positions_BT: jax.Array
     segment_ids_BT: jax.Array
@@ -115,18 +115,22 @@ class Backbone:
         """Entries of an array [..., V] for the scored tokens: [..., O]."""
         return x if self.ids_O is None else x[..., self.ids_O]
 
+    def tapped(self, taps: tuple[int, ...]) -> "Backbone":
+        """The backbone whose hidden states come with the streams of these layers."""
+        return dataclasses.replace(self, llama=self.llama.clone(taps=taps))
+
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids [...] -> embeddings [..., D]."""
         return self._apply("embed", tokens)
 
     def lm_head(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [..., D] -> logits [..., O], float32 or wider."""
+        """Hidden states [..., D] or [..., E] -> logits [..., O], float32 or wider."""
         return self._apply("lm_head", hidden)
 
     def forward(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
     ) -> jax.Array:
-        """Teacher-forced hidden states [B, T, D]; see `Llama.forward`."""
+        """Teacher-forced hidden states [B, T, E]; see `Llama.forward`."""
         return self._apply("forward", tokens_BT, positions_BT, segment_ids_BT)
 
     def decode(
@@ -193,6 +197,11 @@ class Drafter:
     def stored_counts(self) -> tuple[int, int]:
         """Numbers of heads with separate parameters, and of such layers in each."""
         return self.heads.n_heads, self.heads.n_layers
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the backbone whose input it reads as well, from 0 to the number of layers."""
+        return ()
 
     def loss_view(self, levels: int = 1) -> "Drafter":
         """The drafter whose heads the training loss covers; it has the same parameters.

@@ -204,7 +204,7 @@ class Eagle(Drafter):
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
         sees = sees_behind(next_BTD.shape[1], state.cache.slots, state.length_B)
-        rows = (new.hidden_BTD, next_BTD, new.positions_BT, sees)
+        rows = (new.hidden_BTE, next_BTD, new.positions_BT, sees)
         features_BTD, layers = self._run(
             params, backbone, *rows, state.cache.layers, state.length_B
         )

@@ -134,7 +134,7 @@ class Hydra(Drafter):
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         embedded_BTD, dtype = backbone.embed(rows.tokens_BT), backbone.llama.dtype
-        x, out = rows.hidden_BTD.astype(dtype), []
+        x, out = rows.hidden_BTE.astype(dtype), []
         for k in range(self.n_heads):
             x = jnp.concatenate([x, shift_left(embedded_BTD, k + 1)], axis=-1)
             key = rows.dropout_key
@@ -151,7 +151,7 @@ class Hydra(Drafter):
         return jnp.zeros((batch, self.llama.d_model), dtype)
 
     def commit(self, params: Params, backbone: Backbone, state: Any, new: Committed) -> Any:
-        return take_last(new.hidden_BTD, new.n_B, state)
+        return take_last(new.hidden_BTE, new.n_B, state)
 
     def context(self, state: Any) -> jax.Array:
         """b_t of the last accepted position [B, D]."""

@@ -45,9 +45,9 @@ class HydraPP(Hydra):
         return layer.apply({"params": params["prefix"]}, *args, method=method)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
-        given = (rows.hidden_BTD, rows.positions_BT, rows.segment_ids_BT)
+        given = (rows.hidden_BTE, rows.positions_BT, rows.segment_ids_BT)
         context_BTD = self._prefix(params, backbone, "forward", *given)
-        return super().features(params, backbone, rows._replace(hidden_BTD=context_BTD))
+        return super().features(params, backbone, rows._replace(hidden_BTE=context_BTD))
 
     def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
         return LayerState.zeros(self.llama, 1, batch, slots, dtype)
@@ -55,7 +55,7 @@ class HydraPP(Hydra):
     def commit(
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
-        rows = (new.hidden_BTD, new.positions_BT, state.cache.layers[0], state.length_B)
+        rows = (new.hidden_BTE, new.positions_BT, state.cache.layers[0], state.length_B)
         context_BTD, layer = self._prefix(params, backbone, "decode", *rows)
         return state.taken([layer], [context_BTD], new.n_B)
 

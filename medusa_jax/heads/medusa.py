@@ -60,7 +60,7 @@ class Medusa(Drafter):
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         dtype = backbone.llama.dtype
         heads = range(self.n_heads)
-        return jnp.stack([self._features(params, k, rows.hidden_BTD, dtype) for k in heads])
+        return jnp.stack([self._features(params, k, rows.hidden_BTE, dtype) for k in heads])
 
     def head_logits(
         self, params: Params, backbone: Backbone, k: int, features: jax.Array
@@ -74,7 +74,7 @@ class Medusa(Drafter):
     def commit(
         self, params: Params, backbone: Backbone, state: jax.Array, new: Committed
     ) -> jax.Array:
-        return take_last(new.hidden_BTD, new.n_B, state)
+        return take_last(new.hidden_BTE, new.n_B, state)
 
     def propose(
         self, params: Params, backbone: Backbone, state: jax.Array, request: DraftRequest

@@ -108,6 +108,8 @@ class Llama(nn.Module):
       scored: outputs of the LM head, where they are some of the tokens only; 0: the vocabulary.
       native: norms, and the attention of few new tokens, are by the kernels of `native` (float32
         on one CPU device): what a token comes to does not depend on how many others there are.
+      taps: layers whose input (the residual stream) is returned as well; `n_layers` is the output of
+        the last one. With A of them hidden states are E = (1 + A) D wide: the final ones first.
     """
 
     config: LlamaConfig
@@ -117,6 +119,7 @@ class Llama(nn.Module):
     mesh: Mesh | None = None
     scored: int = 0
     native: bool = False
+    taps: tuple[int, ...] = ()
 
     def setup(self) -> None:
         c = self.config
@@ -139,7 +142,9 @@ class Llama(nn.Module):
         return split_rows(self.mesh, split_embedded(self.mesh, self.embed_tokens(tokens)))
 
     def lm_head(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [..., D] (after the final norm) -> logits [..., V], float32 or wider."""
+        """Hidden states [..., D] or [..., E] -> logits [..., V], float32 or wider."""
+        if hidden.shape[-1] > self.config.d_model:  # with taps
+            hidden = hidden[..., : self.config.d_model]
         if not self.config.tie_embeddings:
             return self.head(hidden).astype(at_least_f32(self.dtype))
         wide = at_least_f32(self.dtype)
@@ -155,7 +160,7 @@ class Llama(nn.Module):
     def forward(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
     ) -> jax.Array:
-        """Teacher-forced pass over packed rows -> hidden states after the final norm [B, T, D].
+        """Teacher-forced pass over packed rows -> hidden states after the final norm [B, T, E].
 
         A token sees the earlier tokens of its own segment (and itself). Segment 0 is padding.
         """
@@ -181,13 +186,13 @@ class Llama(nn.Module):
             same tree that earlier calls have written (not with `native`). None: the tokens are a
             text, each sees itself and all before.
 
-        Returns: hidden states after the final norm [B, T, D], and the cache with the new rows.
+        Returns: hidden states after the final norm [B, T, E], and the cache with the new rows.
         """
         sees = self._seen(positions_BT, cache.slots, start_B, self_mask_TR)
         if self_mask_TR is not None:
             start_B = start_B + (self_mask_TR.shape[1] - tokens_BT.shape[1])
-        hidden_BTD, layers = self._run(tokens_BT, positions_BT, sees, cache, start_B)
-        return hidden_BTD, KVCache(layers=tuple(layers))
+        hidden_BTE, layers = self._run(tokens_BT, positions_BT, sees, cache, start_B)
+        return hidden_BTE, KVCache(layers=tuple(layers))
 
     def _seen(
         self,
@@ -231,9 +236,10 @@ class Llama(nn.Module):
         c = self.config
         rope = rope_tables(c, positions_BT, self.dtype)
         x_BTD = self.embed(tokens_BT)
-        layers = []
+        layers, streams = [], []
         for i, block in enumerate(self.layers):
             x_BTD = split_rows(self.mesh, x_BTD)
+            streams.append(x_BTD)
             own = sees[1] if i >= c.sliding_window_start_layer else sees[0]
             if self.remat and not self.is_initializing():
                 x_BTD = self._run_again(block, x_BTD, rope, own)
@@ -243,7 +249,13 @@ class Llama(nn.Module):
             run = block if self.is_initializing() else partial(_run_layer, *block.unbind())
             x_BTD, layer_cache = run(x_BTD, rope, own, layer_cache, start_B)
             layers.append(layer_cache)
-        return self.norm(split_rows(self.mesh, x_BTD)), layers
+        x_BTD = split_rows(self.mesh, x_BTD)
+        streams.append(x_BTD)
+        hidden_BTD = self.norm(x_BTD)
+        if not self.taps:
+            return hidden_BTD, layers
+        tapped = [streams[i] for i in self.taps]
+        return jnp.concatenate([hidden_BTD, *tapped], axis=-1), layers
 
     def _run_again(
         self,

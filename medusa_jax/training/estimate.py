@@ -35,7 +35,7 @@ TREE_NODES = 64
 
 
 def head_ranks(
-    params: Params, drafter: Drafter, backbone: Backbone, hidden_BTD: jax.Array, batch: losses.Batch,
+    params: Params, drafter: Drafter, backbone: Backbone, hidden_BTE: jax.Array, batch: losses.Batch,
     chunk: int,
 ) -> jax.Array:  # fmt: skip
     """Rank of the true token under each head, [B, T, K] int32; -1 where a pair does not count.
@@ -43,7 +43,7 @@ def head_ranks(
     Logits exist for `chunk` positions of one head at a time.
     """
     features_KBTD = drafter.features(
-        params, backbone, TextRows(hidden_BTD, *losses.rows(batch))
+        params, backbone, TextRows(hidden_BTE, *losses.rows(batch))
     )
     ranks_BTK = label_ranks(
         drafter, params, backbone, features_KBTD, batch["tokens"], chunk

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
+from medusa_jax.heads import make_drafter
 
 
 class Trains(NamedTuple):
@@ -55,3 +56,15 @@ def trained_groups(cfg: Config) -> dict[str, Trains]:
         if not cfg.model.path and not cfg.lora.rank and not cfg.dry_run:
             raise UserError("train.backbone_loss kl needs a backbone: set model.path")
     return groups
+
+
+def heads_taps(cfg: Config) -> tuple[int, ...]:
+    """Layers of the backbone that the heads of this run read (`Drafter.taps`); none without heads."""
+    if "heads" not in trained_groups(cfg):
+        return ()
+    return make_drafter(cfg.heads, cfg.model.arch).taps
+
+
+def hidden_width(cfg: Config) -> int:
+    """E, the width of the hidden states that the loss reads, tapped streams included."""
+    return cfg.model.arch.d_model * (1 + len(heads_taps(cfg)))

@@ -21,7 +21,7 @@ from medusa_jax.sharding import PyTree
 from medusa_jax.training import estimate, losses
 from medusa_jax.training.losses import HeadObjective, HeadTargets, StepInputs, Sums
 from medusa_jax.training.optim.optimizer import heads_weight
-from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.partition import heads_taps, trained_groups
 
 # (trained, frozen, what the step brings) -> (loss, sums for the log).
 LossFn = Callable[[PyTree, PyTree, StepInputs], tuple[jax.Array, Sums]]
@@ -84,7 +84,9 @@ class GroupedBackbone:
         # Nothing is recomputed in a backward pass that does not reach the backbone.
         remat = cfg.train.remat and set(trained_groups(cfg)) != {"heads"}
         dtype = jnp.dtype(cfg.train.dtype)
-        self.llama = Llama(cfg.model.arch, dtype, remat=remat, mesh=mesh)
+        self.llama = Llama(
+            cfg.model.arch, dtype, remat=remat, mesh=mesh, taps=heads_taps(cfg)
+        )
 
     def backbone(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
         """The backbone with its adapters, if it has some."""
@@ -110,12 +112,11 @@ class GroupedBackbone:
         """The teacher: the backbone as it was, adapters and dropout off."""
         if self.cfg.train.backbone_loss != "kl":
             return None
-        return Backbone(
-            self.llama, frozen["teacher" if "teacher" in frozen else "backbone"]
-        )
+        teacher = frozen["teacher" if "teacher" in frozen else "backbone"]
+        return Backbone(self.llama.clone(taps=()), teacher)
 
     def hidden_states(self, frozen: PyTree, batch: PyTree) -> jax.Array:
-        """[B, T, D] of a frozen backbone."""
+        """[B, T, E] of a frozen backbone."""
         return self.backbone(frozen).forward(*losses.rows(batch))
 
 
@@ -182,9 +183,9 @@ def label_ranks(
 ) -> jax.Array:
     """Rank of each head's label [B, T, K], -1 where a pair does not count."""
     backbone = grouped.drafting(frozen | grouped.with_adapters(params))
-    hidden_BTD = losses.hidden_states(backbone, batch)
+    hidden_BTE = losses.hidden_states(backbone, batch)
     chunk = grouped.cfg.train.loss_chunk
-    return estimate.head_ranks(params["heads"], drafter, backbone, hidden_BTD, batch, chunk)
+    return estimate.head_ranks(params["heads"], drafter, backbone, hidden_BTE, batch, chunk)
 
 
 def fresh_groups(

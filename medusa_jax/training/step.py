@@ -20,7 +20,9 @@ from medusa_jax.sharding import (
     replicated,
 )
 from medusa_jax.training import losses
+from medusa_jax.training.hidden_store import batch_type, stored_width
 from medusa_jax.training.optim.optimizer import keep_if
+from medusa_jax.training.partition import hidden_width
 from medusa_jax.training.stage import Stage
 
 
@@ -175,9 +177,9 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> PyTree:
         for name, kind in kinds.items()
     }
     if cfg.data.cache_features:
-        kind = jnp.dtype(cfg.data.cache_features)
-        shape_D = (*shape, cfg.model.arch.d_model)
-        batch["hidden"] = jax.ShapeDtypeStruct(shape_D, kind, sharding=sharding)
+        kind, D = cfg.data.cache_features, cfg.model.arch.d_model
+        shape_W = (*shape, stored_width(kind, D, hidden_width(cfg)))
+        batch["hidden"] = jax.ShapeDtypeStruct(shape_W, batch_type(kind), sharding=sharding)
     return batch
 
 

@@ -303,7 +303,7 @@ class Noting(Planted):
         position, *noted = state
         position = super().commit(params, backbone, position, new)
         rows, last = jnp.arange(new.n_B.shape[0]), jnp.maximum(new.n_B - 1, 0)
-        hidden_BD = new.hidden_BTD[rows, last]
+        hidden_BD = new.hidden_BTE[rows, last]
         tokens = (x[rows, last] for x in (new.tokens_BT, new.next_tokens_BT))
         kept = [
             jnp.where((new.n_B > 0).reshape(-1, *[1] * (x.ndim - 1)), x, old)

@@ -21,7 +21,7 @@ from training_setup import tiny_config
 from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import trainer
+from medusa_jax.training import hidden_store, trainer
 from medusa_jax.training.data import features, prepare
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.stage import make_stage
@@ -74,6 +74,32 @@ def test_every_batch_of_every_epoch_has_its_own_states(
         assert batch["hidden"].dtype == jnp.dtype(kind)
         roundings = 64 if kind == "float32" else 1
         assert_close(batch["hidden"].astype(np.float32), expected, roundings, kind)
+
+
+def within_eight_bits(got, wide, D):
+    """Within 2^-4 of each value down to 2^-15 of the largest of its vector of D."""
+    wide = np.asarray(wide)
+    top = np.abs(wide.reshape(*wide.shape[:2], -1, D)).max(-1, keepdims=True)
+    least = np.broadcast_to(top * 2.0**-15, (*top.shape[:3], D)).reshape(wide.shape)
+    apart = np.abs(np.asarray(got) - wide)
+    return apart.any() and (apart <= np.maximum(np.abs(wide) / 16, least)).all()
+
+
+def test_eight_bits_keep_small_values_next_to_large_ones(tokens, tmp_path, setup):
+    cached = cache(config(tokens, tmp_path, "float8"), setup)
+    _, stage, frozen, rows = setup
+    stored = cached.batch(0, 4)["hidden"]
+    assert stored.shape == (4, 16, 16 + 4) and cached.bytes == rows.rows * 16 * 20
+    expected = jax.jit(stage.hidden)(frozen, rows.batch(0, 4))
+    got = hidden_store.decode(jnp.asarray(stored), 16, jnp.float32)
+    assert within_eight_bits(got, expected, 16)
+    wide = np.random.default_rng(0).standard_normal((2, 3, 2 * 16)).astype(np.float32)
+    wide[0, 0], wide[1, 1, 0] = (
+        0,
+        3e3,
+    )  # nothing at all; one value that outweighs the others
+    stored = hidden_store.encode("float8", wide, 16)
+    assert within_eight_bits(hidden_store.decode(stored, 16, jnp.float32), wide, 16)
 
 
 def test_process_0_says_which_files_are_missing(tokens, tmp_path, setup, monkeypatch):
@@ -188,7 +214,7 @@ def test_the_size_is_announced_and_a_small_disk_refused(
     rows = setup[3].rows
     small = SimpleNamespace(free=features.SPARE_BYTES + rows * ROW - 1)
     monkeypatch.setattr(features.shutil, "disk_usage", lambda _: small)
-    with pytest.raises(UserError, match=r"needs 0\.0 GiB .*use bfloat16, fewer samples"):
+    with pytest.raises(UserError, match=r"needs 0\.0 GiB .*use fewer bits, fewer samples"):
         cache(cfg, setup)
     assert f"{rows} rows x 16 x 16 in float32 = 0.00 GiB" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.npy"))
@@ -209,7 +235,7 @@ def test_another_backbone_or_text_has_its_own_files(tokens, tmp_path, setup):
 @pytest.mark.parametrize(
     ("room", "field", "value", "words"),
     [
-        ("data", "cache_features", "float16", "is float32 or bfloat16 or empty"),
+        ("data", "cache_features", "float16", "is float32, bfloat16, float8 or empty"),
         ("train", "stage", "medusa2", "a backbone that does not change"),
         ("data", "packing", "concat", "needs data.packing first_fit"),
     ],

@@ -291,7 +291,7 @@ def test_noise_on_hidden_states_needs_a_key():
 
     class Watched(type(drafter)):
         def features(self, params, backbone, rows):
-            seen.append(rows.hidden_BTD)
+            seen.append(rows.hidden_BTE)
             return super().features(params, backbone, rows)
 
     watched = Watched(drafter.heads, drafter.llama)
@@ -321,8 +321,8 @@ def test_what_heads_learn_from_has_no_noise():
 
     class Blind(type(drafter)):
         def features(self, params, backbone, rows):
-            ones_BTD = jnp.ones_like(rows.hidden_BTD)
-            return super().features(params, backbone, rows._replace(hidden_BTD=ones_BTD))
+            ones_BTD = jnp.ones_like(rows.hidden_BTE)
+            return super().features(params, backbone, rows._replace(hidden_BTE=ones_BTD))
 
     blind = Blind(drafter.heads, drafter.llama)
 

@@ -147,8 +147,8 @@ class ReadsTheNextState(Medusa):
     name = ""
 
     def features(self, params, backbone, rows):
-        hidden_BTD = rows.hidden_BTD + 0.1 * jnp.roll(rows.hidden_BTD, -K - 1, axis=1)
-        return super().features(params, backbone, rows._replace(hidden_BTD=hidden_BTD))
+        hidden_BTD = rows.hidden_BTE + 0.1 * jnp.roll(rows.hidden_BTE, -K - 1, axis=1)
+        return super().features(params, backbone, rows._replace(hidden_BTE=hidden_BTD))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +158,8 @@ class ReadsTheNeighbour(Medusa):
     name = ""
 
     def features(self, params, backbone, rows):
-        hidden_BTD = rows.hidden_BTD + 0.1 * jnp.roll(rows.hidden_BTD, 1, axis=1)
-        return super().features(params, backbone, rows._replace(hidden_BTD=hidden_BTD))
+        hidden_BTD = rows.hidden_BTE + 0.1 * jnp.roll(rows.hidden_BTE, 1, axis=1)
+        return super().features(params, backbone, rows._replace(hidden_BTE=hidden_BTD))
 
 
 @pytest.mark.parametrize("kind", [ReadsItsLabel, ReadsTheNextState, ReadsTheNeighbour])

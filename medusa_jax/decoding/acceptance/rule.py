@@ -33,7 +33,7 @@ class Verified(NamedTuple):
       tree: a `Tree`, or its arrays.
       nodes_BM: drafted tokens, the root first.
       positions_BM: absolute position of each node.
-      hidden_BMD, logits_BMV: the verifier's hidden states and logits at each node.
+      hidden_BME, logits_BMV: the verifier's hidden states and logits at each node.
       extra_BUV: its logits of the drafter's scored extra rows (`ExtraRows`).
       cache: keys and values, including all nodes in slots [length, length + M).
       sampling: sampling parameters of the rows.
@@ -46,7 +46,7 @@ class Verified(NamedTuple):
     tree: Tree
     nodes_BM: jax.Array
     positions_BM: jax.Array
-    hidden_BMD: jax.Array
+    hidden_BME: jax.Array
     logits_BMV: jax.Array
     extra_BUV: jax.Array
     cache: KVCache

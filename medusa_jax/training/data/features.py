@@ -2,12 +2,12 @@
 
 Heads on a frozen backbone only ever see its last hidden states, and every epoch the same ones.
 Cached, a training step has no backbone pass at all. The price is disk: rows x seq_len x d_model
-values (a 7B Llama: 16 MiB per row of 2048 tokens in bfloat16), announced before anything is
-written. What is in a row does not depend on `data.seed`, which orders them, so that runs that
+values (a 7B Llama: 16 MiB per row of 2048 tokens in bfloat16), times 1 + A for heads that read A more
+layers (`Drafter.taps`), announced before anything is written; `hidden_store.py` says how they are stored. What is in a row does not depend on `data.seed`, which orders them, so that runs that
 differ in seeds, heads or loss share the files. They lie under `data.features_path/<digest>/`
 (default: `<workdir>/features/<digest>/`):
 
-    hidden_00000.npy ...    [rows of the shard, seq_len, d_model]; bfloat16 as its bits (uint16)
+    hidden_00000.npy ...    [rows of the shard, seq_len, `stored_width`]; bfloat16 as its bits (uint16)
     crc32_00000.npy ...     [rows of the shard], checked when a row is read for the first time
 
 A shard is complete or not there, so a run that was killed goes on with the next one. Of several
@@ -39,15 +39,16 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import PyTree, own_rows
 from medusa_jax.training.data.rows import Rows, TokenRows
+from medusa_jax.training.hidden_store import STORED, encode, stored_width
+from medusa_jax.training.partition import heads_taps, hidden_width
 from medusa_jax.whole_files import read_array, replacing, write_array
 
-# (frozen variables, batch of [B, T] arrays) -> hidden states [B, T, D].
+# (frozen variables, batch of [B, T] arrays) -> hidden states [B, T, E].
 Hidden = Callable[[PyTree, PyTree], jax.Array]
 
 SHARD_BYTES = 256 * 2**20
 # Disk that is left alone: checkpoints have to fit too.
 SPARE_BYTES = 2**30
-KINDS = ("float32", "bfloat16")
 
 
 class Shard(NamedTuple):
@@ -59,24 +60,23 @@ class Shard(NamedTuple):
 
 
 class CachedRows(Rows):
-    """`TokenRows` whose batches also hold `hidden` [B, T, D]; rows in the same order.
+    """`TokenRows` whose batches also hold `hidden` [B, T, W]; rows in the same order.
 
     Attributes:
       rows: number of rows, as of the `TokenRows` or fewer (held-out text).
       shard_rows: rows per file.
+      shape: [T, W] of a row, with W as `stored_width`.
     """
 
-    def __init__(
-        self, source: TokenRows, rows: int, directory: str, d_model: int, kind: str
-    ):
+    def __init__(self, source: TokenRows, rows: int, directory: str, width: int, kind: str):
         super().__init__(source.cfg, source.shuffle)
         self.source, self.rows, self.directory, self.kind = source, rows, directory, kind
         self.crc = source.crc
-        self.shape = (source.cfg.seq_len, d_model)
-        row_bytes = self.shape[0] * d_model * np.dtype(jnp.dtype(kind)).itemsize
+        self.shape = (source.cfg.seq_len, width)
+        self.stored = STORED[kind]
+        row_bytes = self.shape[0] * width * np.dtype(self.stored).itemsize
         self.shard_rows = max(1, min(self.rows, SHARD_BYTES // row_bytes))
         self.bytes = self.rows * row_bytes
-        self.stored = "uint16" if kind == "bfloat16" else "float32"
         self._open: dict[int, Shard] = {}
 
     def path(self, shard: int, kind: str = "hidden") -> str:
@@ -136,7 +136,7 @@ class CachedRows(Rows):
         return Shard(hidden, crc, np.zeros(len(hidden), bool))
 
     def write(self, shard: int, batches: Any) -> None:
-        """One file from arrays [rows, T, D] that hold its rows and no less, whole or not at all.
+        """One file from arrays [rows, T, W] that hold its rows and no less, whole or not at all.
 
         Written as a file is, not through a map of it into memory, where a full disk ends the process.
         """
@@ -169,9 +169,9 @@ def check(cfg: Config) -> None:
     kind = cfg.data.cache_features
     if not kind:
         return
-    if kind not in KINDS:
+    if kind not in STORED:
         raise UserError(
-            f"data.cache_features is {' or '.join(KINDS)} or empty, not {kind!r}"
+            f"data.cache_features is {', '.join(STORED)} or empty, not {kind!r}"
         )
     if cfg.train.stage != "medusa1":
         raise UserError(
@@ -203,8 +203,9 @@ def cached(
     digest = hashlib.sha256(cfg_bytes).hexdigest()[:12]
     home = cfg.data.features_path or os.path.join(cfg.workdir, "features")
     directory = os.path.join(home, digest)
+    kind, D = cfg.data.cache_features, cfg.model.arch.d_model
     found = CachedRows(
-        rows, count, directory, cfg.model.arch.d_model, cfg.data.cache_features
+        rows, count, directory, stored_width(kind, D, hidden_width(cfg)), kind
     )
     if not _missing(found):
         if hosts.first():
@@ -217,7 +218,8 @@ def cached(
             if hosts.first():
                 announce(found, missing)
             size = cfg.train.batch_size // cfg.train.accumulation
-            compute(found, missing, mesh, size, jax.jit(hidden), frozen)
+            encoded = jax.jit(lambda *given: encode(kind, hidden(*given), D))
+            compute(found, missing, mesh, size, encoded, frozen)
     multihost_utils.sync_global_devices(f"hidden states {digest}")  # the last file is there
     return found
 
@@ -255,25 +257,26 @@ def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[Any]:
         text.hexdigest(), data.seq_len,
         data.packing, data.cache_features, cfg.train.dtype,
         dataclasses.asdict(cfg.model), fingerprint,
+        *([heads_taps(cfg)] if heads_taps(cfg) else []),
     ]  # fmt: skip
 
 
 def announce(found: CachedRows, missing: list[int]) -> None:
     """Say what will be written, before it is; refuse if the disk cannot hold it."""
-    T, D = found.shape
+    T, W = found.shape
     need = found.bytes * len(missing) // len(found.shards)
     free = shutil.disk_usage(found.directory).free
     done = len(found.shards) - len(missing)
     there = f", {done} of {len(found.shards)} files are there" if done else ""
     inform(
-        f"hidden states: {found.rows} rows x {T} x {D} in {found.kind} = "
+        f"hidden states: {found.rows} rows x {T} x {W} in {found.kind} = "
         f"{found.bytes / 2**30:.2f} GiB in {found.directory} ({free / 2**30:.1f} GiB "
         f"free{there})"
     )
     if need + SPARE_BYTES > free:
         raise UserError(
             f"data.cache_features needs {need / 2**30:.1f} GiB in {found.directory}, where "
-            f"{free / 2**30:.1f} GiB are free: use bfloat16, fewer samples "
+            f"{free / 2**30:.1f} GiB are free: use fewer bits, fewer samples "
             "(data.max_samples), another data.features_path, or no cache"
         )
 
@@ -283,7 +286,7 @@ def compute(
     missing: list[int],
     mesh: Mesh,
     batch_rows: int,
-    hidden: Any,
+    encoded: Any,
     frozen: PyTree,
 ) -> None:
     """Run the backbone over the rows of the missing shards, `batch_rows` at a time."""
@@ -308,7 +311,7 @@ def compute(
                 rows = [found.source.row(int(i)) for i in numbers]
                 batch = {name: np.stack([row[name] for row in rows]) for name in names}
                 placed = jax.tree.map(lambda x: x[0], microbatches(mesh, batch, 1))
-                yield hosts.on_host(hidden(frozen, placed).astype(found.kind))
+                yield hosts.on_host(encoded(frozen, placed))
                 bar.update(min(batch_rows, end - at))
 
         for i, shard in enumerate(missing, start=1):

@@ -20,6 +20,7 @@ from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.barrier import gathered_anew
 from medusa_jax.model.product import at_least_f32
+from medusa_jax.training.hidden_store import decode
 from medusa_jax.training.losses.streamed import (
     Sums,
     Teacher,
@@ -151,7 +152,7 @@ def backbone_loss(
 def heads_sums(
     params: Params,
     split: Split,
-    hidden_BTD: jax.Array,
+    hidden_BTE: jax.Array,
     objective: HeadObjective,
     inputs: StepInputs,
 ) -> tuple[jax.Array, Sums]:
@@ -170,14 +171,15 @@ def heads_sums(
     """
     drafter, targets, batch = objective.drafter, objective.targets, inputs.batch
     heads, backbone = split(params)
-    read_BTD, dropout_key = hidden_BTD, inputs.dropout_key
+    read_BTE, dropout_key = hidden_BTE, inputs.dropout_key
     if targets.noise and dropout_key is not None:
         dropout_key, noise_key = jax.random.split(dropout_key)
-        read_BTD += hidden_noise(noise_key, hidden_BTD, targets.noise)
-    text = TextRows(read_BTD, *rows(batch), dropout_key)
+        read_BTE += hidden_noise(noise_key, hidden_BTE, targets.noise)
+    text = TextRows(read_BTE, *rows(batch), dropout_key)
     features_KBTD = drafter.features(heads, backbone, text)
     teacher, teacher_BTD, weight = None, None, targets.label_weight
-    before_BTD = lax.stop_gradient(delay(hidden_BTD, 1))  # right before the target
+    final_BTD = hidden_BTE[..., : backbone.llama.config.d_model]
+    before_BTD = lax.stop_gradient(delay(final_BTD, 1))  # right before the target
     if targets.teacher_weight:
         frozen: Backbone = lax.stop_gradient(backbone)
         teacher = Teacher(frozen.lm_head, targets.teacher_weight, targets.label_weight)
@@ -186,7 +188,7 @@ def heads_sums(
     label_BT = backbone.places(batch["tokens"])
     scored_BT = label_BT < backbone.outputs
     logits_K, features_K, mask_K, weight_K = [], [], [], []
-    count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTD.dtype))
+    count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTE.dtype))
     regression = jnp.zeros((), count_K.dtype)
     for k in range(drafter.n_heads):
 
@@ -228,9 +230,10 @@ def hidden_noise(key: jax.Array, hidden_BTD: jax.Array, alpha: float) -> jax.Arr
 
 
 def hidden_states(backbone: Backbone, batch: Batch) -> jax.Array:
-    """[B, T, D] of a backbone that does not change: from the batch if they were cached."""
+    """[B, T, E] of a backbone that does not change: from the batch if they were cached."""
     if "hidden" in batch:  # data.cache_features
-        return batch["hidden"].astype(backbone.llama.dtype)
+        D, dtype = backbone.llama.config.d_model, backbone.llama.dtype
+        return decode(batch["hidden"], D, dtype)
     return backbone.forward(*rows(batch))
 
 
@@ -243,8 +246,8 @@ def head_loss(
 
     Returns: L, and the sums per head, each [K].
     """
-    hidden_BTD = lax.stop_gradient(hidden_states(backbone, inputs.batch))
-    return heads_sums(params, lambda p: (p, backbone), hidden_BTD, objective, inputs)
+    hidden_BTE = lax.stop_gradient(hidden_states(backbone, inputs.batch))
+    return heads_sums(params, lambda p: (p, backbone), hidden_BTE, objective, inputs)
 
 
 def joint_loss(
@@ -267,10 +270,11 @@ def joint_loss(
     Returns: L, and the sums, each [1 + K]: the backbone's own first.
     """
     batch = inputs.batch
-    hidden_BTD = backbone_of(params).forward(*rows(batch))
+    hidden_BTE = backbone_of(params).forward(*rows(batch))
     chunk = objective.chunk
+    hidden_BTD = hidden_BTE[..., : backbone_of(params).llama.config.d_model]
     own = next_token_sums(params, backbone_of, hidden_BTD, batch, chunk, original)
     of_heads = inputs._replace(counts_K=inputs.counts_K[1:])
-    heads_loss, heads = heads_sums(params, split, hidden_BTD, objective, of_heads)
+    heads_loss, heads = heads_sums(params, split, hidden_BTE, objective, of_heads)
     loss = next_token_mean(own, inputs.counts_K[0]) + inputs.lambda_0 * heads_loss
     return loss, jax.tree.map(lambda s, t: jnp.concatenate([s[None], t]), own, heads)

@@ -1,0 +1,125 @@
+"""Streams of inner layers that come with the hidden states: in training, prefill and decoding."""
+
+import dataclasses
+
+import family
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from family import D, numpy_layer, stored_base
+from planted import decoder, random_params, tiny_config
+
+from medusa_jax.decoding.state import Engine
+from medusa_jax.heads import make_drafter, no_drafter
+from medusa_jax.heads.medusa import Medusa
+from medusa_jax.model import placing
+from medusa_jax.model.cache import KVCache
+from medusa_jax.model.llama import Llama, prepare
+from medusa_jax.model.stored import Storage, store
+from medusa_jax.native import library
+from medusa_jax.sharding import make_mesh
+from medusa_jax.tree import Tree
+
+TAPS = (2, 0, 1)  # in the order that a drafter names them; two layers, so 2 is the output
+
+
+def numpy_streams(backbone, tokens_T):
+    """The residual stream before every layer and after the last: [n_layers + 1] of [T, D]."""
+    params, x = backbone.params, backbone.params["embed_tokens"]["embedding"][tokens_T]
+    streams = [x]
+    for i in range(backbone.llama.config.n_layers):
+        streams.append(
+            numpy_layer(params[f"layers_{i}"], backbone.llama.config, streams[-1])
+        )
+    return streams
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_teacher_forced_pass_gives_the_streams_it_is_asked_for(remat):
+    plain = stored_base()
+    _, *rows = family.random_rows(np.random.default_rng(0))
+    backbone = dataclasses.replace(plain, llama=plain.llama.clone(remat=remat))
+    run = jax.jit(lambda b, *rows: b.forward(*rows))
+    alone, wide = run(plain, *rows), run(backbone.tapped(TAPS), *rows)
+    assert wide.shape == (2, 12, 4 * D)
+    assert_close(wide[..., :D], alone)
+    for b in range(2):
+        streams = numpy_streams(plain, rows[0][b])
+        for a, i in enumerate(TAPS, start=1):
+            assert_close(wide[b, :, a * D : (a + 1) * D], streams[i])
+    np.testing.assert_array_equal(plain.lm_head(alone), plain.lm_head(wide))
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_prompt_and_a_tree_give_the_streams_of_their_paths():
+    """A text of five tokens, then a tree whose nodes each continue it by their own path."""
+    stored, tree = stored_base(), Tree.from_choices([[0], [1], [1, 0]])
+    llama, params = decoder(stored.llama.config, stored.params)
+    llama = llama.clone(taps=TAPS)
+    config = llama.config
+    text, nodes = np.array([3, 1, 4, 1, 5]), np.array([9, 2, 6, 5])
+    sizes = (config.n_layers, 1, 16, config.n_kv_heads, config.head_dim)
+
+    @jax.jit
+    def run(params):
+        five = jnp.array([5])
+        cache = KVCache.zeros(*sizes, jnp.float64)
+        given = (text[None], jnp.arange(5)[None], cache, jnp.array([0]))
+        prompt, cache = llama.apply({"params": params}, *given, method="decode")
+        given = (nodes[None], 5 + tree.depth_M[None], cache, five, tree.mask_MM)
+        return prompt, llama.apply({"params": params}, *given, method="decode")[0]
+
+    prompt, of_nodes = run(params)
+    for node in range(4):
+        path = np.flatnonzero(tree.mask_MM[node])
+        streams = numpy_streams(stored, [*text, *nodes[path]])
+        for a, i in enumerate(TAPS, start=1):
+            assert_close(prompt[0, :, a * D : (a + 1) * D], streams[i][:5])
+            assert_close(of_nodes[0, node, a * D : (a + 1) * D], streams[i][-1])
+
+
+@pytest.mark.skipif(library() is None, reason="no compiler")
+def test_layers_of_one_native_call_give_the_same_streams():
+    """And the hidden states are those without taps, bit for bit."""
+    config = tiny_config(head_dim=16, d_model=32, d_ff=48)
+    storage = Storage(library().panel, "")
+    llama = placing.decoder(config, jnp.float32, make_mesh(), storage)
+    assert llama.native
+    raw = random_params(config, 1)
+    native = jax.jit(lambda p: store(prepare(p, config, jnp.float32), storage))(raw)
+    tokens = np.random.default_rng(2).integers(0, 23, (2, 6))
+
+    @jax.jit
+    def run(native, raw):
+        position = jnp.broadcast_to(jnp.arange(6)[None], (2, 6))
+        sizes = (config.n_layers, 2, 16, config.n_kv_heads, config.head_dim)
+        cache = KVCache.zeros(*sizes, jnp.float32)
+        given = (tokens, position, cache, jnp.zeros(2, jnp.int32), jnp.tri(6, dtype=bool))
+        found = [
+            model.apply({"params": native}, *given, method="decode")[0]
+            for model in (llama, llama.clone(taps=TAPS))
+        ]
+        plain = Llama(config, taps=TAPS)
+        rows = (tokens, position, jnp.ones_like(tokens))
+        return *found, plain.apply({"params": raw}, *rows, method="forward")
+
+    alone, wide, plain = run(native, raw)
+    np.testing.assert_array_equal(alone, wide[..., :32])
+    assert_close(wide, plain, roundings=256)
+
+
+def test_an_engine_taps_what_its_drafter_reads_and_nothing_else():
+    class Tapping(Medusa):
+        name = ""
+        taps = TAPS
+
+    config = tiny_config()
+    heads = make_drafter(Medusa.Config(n_heads=2), config).heads
+    tapping = Tapping(heads, config)
+    engine = Engine(Llama(config), tapping, Tree.chain(2))
+    assert engine.llama.taps == engine.depth_only.llama.taps == TAPS
+    plain = dataclasses.replace(engine, drafter=no_drafter(config), tree=Tree.none())
+    assert plain.llama.taps == ()
