@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     **_command("measure", "sweep", "acceptance rules over threshold and temperature"),
     **_command("measure", "ties", "where low precision leaves plain decoding, and why"),
     **_command("measure", "roofline", "the speed-up that a chip allows, by tree size"),
+    **_command("measure", "compile", "what a TPU's or GPU's compiler makes of a step"),
 }
 
 

@@ -18,6 +18,7 @@ class Chip:
       bandwidth: bytes per second between the chip and its memory.
       memory: bytes.
       link: bytes per second, in plus out, summed over all links to its neighbours.
+      clock: Hz, of TPUs: the compiler's cycles.
     """
 
     title: str
@@ -25,6 +26,7 @@ class Chip:
     bandwidth: float
     memory: float
     link: float
+    clock: float = 0.0
 
     @property
     def ridge(self) -> float:
@@ -46,10 +48,12 @@ CHIPS = {
     # NVIDIA H200 datasheet, SXM: arithmetic of the H100, 4.8 TB/s, 141 GB.
     "h200": Chip("H200 SXM", 989.4e12, 4.8e12, 141e9, 900e9),
     # Cloud TPU documentation, one page per version. Bandwidths are from its 2025 tables; later ones
-    # round them to 800 and 1,600 GB/s. Links: 1,600, 4,800 and 3,200 Gbit/s per chip.
-    "tpu-v5e": Chip("TPU v5e", 197e12, 819e9, 16e9, 200e9),
-    "tpu-v5p": Chip("TPU v5p", 459e12, 2.765e12, 95e9, 600e9),
-    "tpu-v6e": Chip("TPU v6e", 918e12, 1.64e12, 32e9, 400e9),
+    # round them to 800 and 1,600 GB/s. Links: 2,400, 1,600, 4,800 and 3,200 Gbit/s per chip. Clocks:
+    # peak arithmetic over that of the matrix units in a cycle (8 and 4 and 8 of 128 x 128, 4 of 256 x 256).
+    "tpu-v4": Chip("TPU v4", 275e12, 1.228e12, 32e9, 300e9, 1.05e9),
+    "tpu-v5e": Chip("TPU v5e", 197e12, 819e9, 16e9, 200e9, 1.5e9),
+    "tpu-v5p": Chip("TPU v5p", 459e12, 2.765e12, 95e9, 600e9, 1.75e9),
+    "tpu-v6e": Chip("TPU v6e", 918e12, 1.64e12, 32e9, 400e9, 1.75e9),
 }
 
 

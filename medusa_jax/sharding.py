@@ -45,16 +45,22 @@ RULES: tuple[tuple[str, P], ...] = (
 )
 
 
-def make_mesh(shape: Sequence[int] = (1, 1, 1)) -> Mesh:
+def make_mesh(
+    shape: Sequence[int] = (1, 1, 1), devices: Sequence[Any] | None = None
+) -> Mesh:
     """Make a mesh over (data, fsdp, tensor); one axis may be -1 and takes the remaining devices.
 
     A smaller mesh uses the first devices.
+
+    Args:
+      devices: by default those of this run; a topology's, to compile for devices that are not here.
 
     Raises:
       UserError: the shape needs more devices than available, or does not divide them.
     """
     sizes = list(shape)
-    devices = jax.devices()
+    here = devices is None
+    devices = list(jax.devices() if devices is None else devices)
     if len(sizes) != 3 or sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
         raise UserError(
             f"a mesh is three sizes data,fsdp,tensor (one may be -1), not {shape}"
@@ -71,7 +77,7 @@ def make_mesh(shape: Sequence[int] = (1, 1, 1)) -> Mesh:
         raise UserError(
             f"mesh {tuple(sizes)} needs {wanted} devices, this process has {len(devices)}"
         )
-    if jax.process_count() > len({d.process_index for d in devices[:wanted]}):
+    if here and jax.process_count() > len({d.process_index for d in devices[:wanted]}):
         raise UserError(
             f"mesh {tuple(sizes)} leaves out all devices of some of the {jax.process_count()} "
             f"processes: together they have {len(devices)}"

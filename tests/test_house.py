@@ -12,7 +12,15 @@ RESEARCH = PACKAGE.parent / "research"
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
     {"errors", "config"},
-    {"chips", "collectives", "console", "repetition", "sharding", "whole_files"},
+    {
+        "chips",
+        "collectives",
+        "console",
+        "platforms",
+        "repetition",
+        "sharding",
+        "whole_files",
+    },
     {"hosts"},
     {"tree", "plots"},
     {"measured", "native"},

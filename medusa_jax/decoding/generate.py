@@ -7,7 +7,6 @@ loop before it reads the results of the last.
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from medusa_jax.decoding.state import (
 from medusa_jax.decoding.step import decode_loop, decode_step
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
 from medusa_jax.heads.state import grown
+from medusa_jax.platforms import program
 from medusa_jax.sharding import on_all, pin_state
 
 __all__ = [
@@ -61,7 +61,7 @@ MIN_PROMPT = 16
 FOREVER = np.iinfo(np.int32).max
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@program(static_argnums=(0, 1))
 def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
     """The state with `slots` cache slots in every row.
 
@@ -238,13 +238,13 @@ def stream(
         seen = ahead
 
 
-@partial(jax.jit, static_argnums=0)
+@program(static_argnums=0)
 def copied(engine: Engine, progress: Progress) -> Progress:
     """A copy of the progress that survives donating its state to the next loop."""
     return on_all(engine.llama.mesh, jax.tree.map(jnp.copy, progress))
 
 
-@partial(jax.jit, static_argnums=0)
+@program(static_argnums=0)
 def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Array:
     """The status with these rows stopped."""
     ended_B = jnp.where(ended_B & (status_B == RUNNING), STOPPED, status_B)

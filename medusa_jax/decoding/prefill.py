@@ -1,6 +1,5 @@
 """Prefill: read prompts piece by piece."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.heads.drafter import Backbone, Committed
 from medusa_jax.model.cache import KVCache
+from medusa_jax.platforms import program
 from medusa_jax.sharding import pin_state
 
 # Prompt tokens per piece: enough to be bound by arithmetic and not by reading weights on any device, few
@@ -122,7 +122,7 @@ def read_piece(
     return PrefillState(cache, drafter, *first)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@program(static_argnums=(0, 1))
 def prefill(
     engine: Engine,
     slots: int,

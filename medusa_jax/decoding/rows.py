@@ -8,7 +8,6 @@ Every function is compiled once per number of rows, slots and tokens read.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
 from medusa_jax.heads.state import rewound
 from medusa_jax.model.cache import KVCache
+from medusa_jax.platforms import program
 from medusa_jax.sharding import pin_state
 
 
@@ -44,7 +44,7 @@ class Sizes:
     stops: tuple[int, int]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@program(static_argnums=(0, 1, 2, 3))
 def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
     """A state of rows without text, all ended, with `slots` cache slots each."""
     config, dtype = engine.llama.config, engine.llama.dtype
@@ -86,7 +86,7 @@ def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
     return pin_state(engine.llama.mesh, state)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@program(static_argnums=(0, 1, 2, 3))
 def resized(
     engine: Engine, sizes: Sizes, rows: int, slots: int, state: DecodeState
 ) -> DecodeState:
@@ -105,14 +105,14 @@ def resized(
     return pin_state(engine.llama.mesh, kept)
 
 
-@partial(jax.jit, static_argnums=0)
+@program(static_argnums=0)
 def take_row(engine: Engine, state: Any, source: jax.Array) -> Any:
     """A copy of row `source` of a state, or of any tree of arrays [B, ...]; B = 1."""
     row = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, source, 1), state)
     return pin_state(engine.llama.mesh, row)
 
 
-@partial(jax.jit, static_argnums=0)
+@program(static_argnums=0)
 def begin_row(
     engine: Engine,
     row: DecodeState,
@@ -142,7 +142,7 @@ def begin_row(
     return pin_state(engine.llama.mesh, row)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@program(static_argnums=0, donate_argnums=2)
 def read_row(
     engine: Engine, variables: dict[str, Any], row: DecodeState, piece: Piece
 ) -> DecodeState:
@@ -175,7 +175,7 @@ def read_row(
     return pin_state(engine.llama.mesh, row)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
+@program(static_argnums=0, donate_argnums=1)
 def insert_row(engine: Engine, state: Any, row: Any, at: jax.Array) -> Any:
     """A state, or any tree of arrays [B, ...], with a row in place `at`; of the same slots."""
 
@@ -185,7 +185,7 @@ def insert_row(engine: Engine, state: Any, row: Any, at: jax.Array) -> Any:
     return pin_state(engine.llama.mesh, jax.tree.map(put, state, row))
 
 
-@partial(jax.jit, static_argnums=0)
+@program(static_argnums=0)
 def run_only(
     engine: Engine,
     status_B: jax.Array,
@@ -206,7 +206,7 @@ def run_only(
     return status_B, jnp.where(ended, few, steps)
 
 
-@partial(jax.jit, static_argnums=0)
+@program(static_argnums=0)
 def logprobs_room(engine: Engine, tokens_BO: jax.Array) -> Logprobs | None:
     """Room for the log-probabilities that the engine keeps of these tokens."""
     return pin_state(engine.llama.mesh, room_for_logprobs(engine, tokens_BO))

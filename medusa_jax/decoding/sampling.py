@@ -11,6 +11,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from medusa_jax.platforms import platform
+
 
 class Sampling(struct.PyTreeNode):
     """Sampling parameters, one entry per row of the batch.
@@ -46,6 +48,7 @@ def row_keys(seed_B: jax.Array, request_B: jax.Array) -> jax.Array:
     )
 
 
+@jax.named_scope("sampling")
 def gumbel(key_B: jax.Array, positions_BT: jax.Array, vocab_size: int, dtype) -> jax.Array:
     """Gumbel noise of each row's absolute positions: [B, T, V]."""
 
@@ -91,6 +94,8 @@ def ordered_sum(x: jax.Array) -> jax.Array:
     elementwise operations, which compilers do not reorder; the order of XLA's reductions depends on
     the shape of the whole array.
     """
+    if platform() != "cpu":  # products of other shapes round differently there anyway
+        return jnp.sum(x, axis=-1, keepdims=True)
     V = x.shape[-1]
     lanes = min(LANES, 1 << (V - 1).bit_length())
     filled = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -V % lanes)])
@@ -105,6 +110,7 @@ def ordered_sum(x: jax.Array) -> jax.Array:
     return sums
 
 
+@jax.named_scope("sampling")
 def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
     """logits / T, with minus infinity for tokens dropped by top-k, top-p or min-p (in this order).
 
@@ -133,7 +139,8 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
         return jnp.where((x >= cut) | (sampling.top_k_B == 0)[:, None, None], x, lowest)
 
     # Skip filters that no row uses.
-    x = lax.cond(jnp.any(sampling.top_k_B > 0), drop_by_rank, lambda x: x, x)
+    with jax.named_scope("top_k"):
+        x = lax.cond(jnp.any(sampling.top_k_B > 0), drop_by_rank, lambda x: x, x)
     weight = jnp.exp(x - top_BM1)
 
     def likeliest(weight: jax.Array) -> jax.Array:
@@ -147,7 +154,9 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
         return (weight >= cut) | (sampling.top_p_B >= 1)[:, None, None]
 
     everything = jnp.ones_like(weight, bool)
-    keep = lax.cond(jnp.any(sampling.top_p_B < 1), likeliest, lambda w: everything, weight)
+    with jax.named_scope("top_p"):
+        some_B = jnp.any(sampling.top_p_B < 1)
+        keep = lax.cond(some_B, likeliest, lambda w: everything, weight)
     keep &= weight >= sampling.min_p_B.astype(x.dtype)[:, None, None]
     return jnp.where(keep, x, lowest)
 

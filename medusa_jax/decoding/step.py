@@ -1,6 +1,5 @@
 """One decode step: draft, verify, accept, commit, append; on the device, with static shapes."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +22,7 @@ from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest
 from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.product import at_least_f32
+from medusa_jax.platforms import program
 from medusa_jax.sharding import on_all, pin_state
 
 
@@ -41,18 +41,21 @@ def decode_step(
     tree = engine.tree if tree is None else tree
     backbone = Backbone(engine.llama, variables["backbone"])
     heads = variables["heads"]
-    drafts = draft(engine, heads, backbone, state, tree)
+    with jax.named_scope("draft"):
+        drafts = draft(engine, heads, backbone, state, tree)
     verified = verify(engine, backbone, state, tree, drafts)
-    accepted = engine.rule.accept(verified)
-    emitted_BL = emitted_tokens(verified, accepted)
+    with jax.named_scope("accept"):
+        accepted = engine.rule.accept(verified)
+        emitted_BL = emitted_tokens(verified, accepted)
     logprobs = None
     if engine.logprobs is not None:  # a token's logits are those of the node before it
         logits_BLV = jnp.take_along_axis(
             verified.logits_BMV, accepted.path_BL[..., None], axis=1
         )
         logprobs = logprobs_of(logits_BLV, emitted_BL, engine.logprobs)
-    state = commit(engine, heads, backbone, state, verified, accepted, emitted_BL)
-    return append(state, emitted_BL, accepted.n_B + 1, logprobs)
+    with jax.named_scope("commit"):
+        state = commit(engine, heads, backbone, state, verified, accepted, emitted_BL)
+        return append(state, emitted_BL, accepted.n_B + 1, logprobs)
 
 
 class Drafts(NamedTuple):
@@ -82,7 +85,8 @@ def draft(
     if engine.rule.noise is not None:
         position_BL = state.length_B[:, None] + 1 + jnp.arange(tree.path_length)[None, :]
         V, dtype = engine.llama.config.vocab_size, at_least_f32(engine.llama.dtype)
-        noise_BLV = engine.rule.noise(state.sampling, position_BL, V, dtype)
+        with jax.named_scope("sampling"):
+            noise_BLV = engine.rule.noise(state.sampling, position_BL, V, dtype)
     ranked: dict[int, jax.Array] = {}
     barring_BS = state.text_BS if engine.no_repeat_ngram_size else None
 
@@ -120,14 +124,16 @@ def verify(
         engine.extra, state.drafter, tree, drafts.nodes_BM
     )
     positions_BR = state.length_B[:, None] + depth_R[None, :]
-    hidden_BRE, cache = backbone.decode(
-        tokens_BR, positions_BR, state.cache, state.length_B, mask_RR
-    )
+    with jax.named_scope("backbone"):
+        hidden_BRE, cache = backbone.decode(
+            tokens_BR, positions_BR, state.cache, state.length_B, mask_RR
+        )
     hidden_BME, scored_BRE = hidden_BRE[:, :M], hidden_BRE
     if engine.extra is not None:  # one pass over the LM head for both
         extra_BUE = hidden_BRE[:, -engine.extra.extra_rows.n_scored :]
         scored_BRE = jnp.concatenate([hidden_BME, extra_BUE], axis=1)
-    logits_BRV = backbone.lm_head(scored_BRE)
+    with jax.named_scope("lm_head"):
+        logits_BRV = backbone.lm_head(scored_BRE)
     logits_BMV = logits_BRV[:, :M]
     if engine.no_repeat_ngram_size and state.text_BS is not None:
         texts = texts_behind(state.text_BS, state.length_B, drafts.nodes_BM, tree)
@@ -280,7 +286,7 @@ def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.A
     return write(row_BO, new_BL.astype(row_BO.dtype), at_B)
 
 
-@partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
+@program(static_argnums=(0, 4), donate_argnums=2)
 def decode_loop(
     engine: Engine,
     variables: dict[str, Any],

@@ -39,7 +39,7 @@ def trained_shapes(config: LlamaConfig, drafter: Drafter | None = None) -> Param
 
 def abstract_variables(
     config: LlamaConfig,
-    drafter: Drafter,
+    drafter: Drafter | None,
     dtype: Any,
     storage: Storage | None = None,
     shards: int = 1,

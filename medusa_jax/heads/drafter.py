@@ -306,7 +306,10 @@ class NoDrafter(Drafter):
 
 def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:
     """Ids of the n best guesses [..., n] by scores [..., O]. All drafts come from this function."""
-    return backbone.tokens(lax.top_k(scores, n)[1])
+    # A TPU sorts all scores of an array of more than two axes.
+    flat = scores.reshape(-1, scores.shape[-1])
+    best = lax.top_k(flat, n)[1].reshape(*scores.shape[:-1], n)
+    return backbone.tokens(best)
 
 
 def fill_by_rank(

@@ -155,6 +155,29 @@ def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Ar
     return (offset_BS < 0)[:, None, :] | own_BTS
 
 
+@jax.named_scope("attention")
+def attention_of(
+    q_BTNH: jax.Array,
+    new: Pair,
+    sees: Sees,
+    cache: Pair | None,
+    start_B: jax.Array | None,
+) -> tuple[jax.Array, Pair]:
+    """The output [B, T, N * H], and the cache with the new keys and values (these alone without one)."""
+    if cache is None:
+        assert isinstance(sees, Causal)
+        return attend_rows(q_BTNH, *new, sees), new
+    assert start_B is not None and not isinstance(sees, Paths)
+    if isinstance(sees, Causal):
+        out_BTD = attend_behind(q_BTNH, new, cache, start_B, sees.window)
+        return out_BTD, write_behind(cache, new, start_B, out_BTD)
+    if q_BTNH.shape[1] == 1:
+        out_BTD = attend_one(q_BTNH, new, cache, start_B, sees)
+        return out_BTD, write_behind(cache, new, start_B, out_BTD)
+    kept = write_both(cache, new, start_B)
+    return attend(q_BTNH, *kept, sees), kept
+
+
 class Attention(nn.Module):
     """Self-attention; the caller passes the rotation, who sees what and (decoding) the cache.
 
@@ -203,18 +226,5 @@ class Attention(nn.Module):
         k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         new = (k_BGTH, v_BGTH)
-        if cache is None:
-            assert isinstance(sees, Causal)
-            out_BTD, kept = attend_rows(q_BTNH, *new, sees), new
-        else:
-            assert start_B is not None and not isinstance(sees, Paths)
-            if isinstance(sees, Causal):
-                out_BTD = attend_behind(q_BTNH, new, cache, start_B, sees.window)
-                kept = write_behind(cache, new, start_B, out_BTD)
-            elif T == 1:
-                out_BTD = attend_one(q_BTNH, new, cache, start_B, sees)
-                kept = write_behind(cache, new, start_B, out_BTD)
-            else:
-                kept = write_both(cache, new, start_B)
-                out_BTD = attend(q_BTNH, *kept, sees)
+        out_BTD, kept = attention_of(q_BTNH, new, sees, cache, start_B)
         return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), kept

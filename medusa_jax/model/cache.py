@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from medusa_jax.platforms import platform
+
 
 class KVCache(struct.PyTreeNode):
     """Keys and values of every layer.
@@ -53,6 +55,7 @@ class KVCache(struct.PyTreeNode):
             lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))), self
         )
 
+    @jax.named_scope("cache")
     def commit(self, length_B: jax.Array, path_BL: jax.Array) -> "KVCache":
         """Move the accepted candidates to the end of the committed text.
 
@@ -93,6 +96,14 @@ def write_rows(
         return lax.dynamic_update_slice(
             cache_BGSH, rows_BGTH, (zero, zero, start_B[0], zero)
         )
+
+    if platform() == "tpu":
+        # Several rows at once are a scatter, for which a TPU copies the cache to another layout and
+        # back in every layer. A CPU has it the other way round: it copies the cache for every row.
+        for b in range(cache_BGSH.shape[0]):
+            at = (jnp.asarray(b, start_B.dtype), zero, start_B[b], zero)
+            cache_BGSH = lax.dynamic_update_slice(cache_BGSH, rows_BGTH[b : b + 1], at)
+        return cache_BGSH
 
     def write(cache_GSH: jax.Array, rows_GTH: jax.Array, start: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice(cache_GSH, rows_GTH, (zero, start, zero))

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from medusa_jax.model.causal import attend_causal
 from medusa_jax.model.online_softmax import Causal
+from medusa_jax.platforms import platform
 from medusa_jax.sharding import ROWS
 
 Kernel = Literal["cudnn", "splash", "own"]
@@ -50,7 +51,7 @@ def attend_rows(
     """Attention within whole rows: [B, T, N * H]. On a mesh every device takes its own rows."""
     B, T, _, H = q_BTNH.shape
     mesh = jax.sharding.get_abstract_mesh()
-    kernel = kernel_for(_platform(), q_BTNH.dtype, T, H)
+    kernel = kernel_for(platform(), q_BTNH.dtype, T, H)
     # XLA cannot split a kernel. Without a mesh in sight nothing says how rows lie on devices.
     n_rows = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
     if kernel == "own" or (mesh.empty and jax.device_count() > 1) or B % n_rows:
@@ -140,11 +141,3 @@ def splash(
     q_BTNH = (q_BTNH * H**-0.5).astype(q_BTNH.dtype)
     q_BNTH, k_BGTH, v_BGTH = (x.swapaxes(1, 2) for x in (q_BTNH, k_BTGH, v_BTGH))
     return jax.vmap(row)(q_BNTH, k_BGTH, v_BGTH, sees.segment_ids_BT).swapaxes(1, 2)
-
-
-def _platform() -> str:
-    """What the default device is, CUDA and ROCm told apart."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return device.platform
-    return "cuda" if "cuda" in device.client.platform_version else "rocm"

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -55,13 +56,16 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     return report
 
 
-def step_shapes(cfg: Config) -> Shapes:
+def step_shapes(cfg: Config, devices: Sequence[Any] | None = None) -> Shapes:
     """The step of a run, nothing read and nothing computed.
+
+    Args:
+      devices: as for `make_mesh`.
 
     Raises:
       UserError: sizes that do not fit together.
     """
-    mesh = make_mesh(cfg.mesh)
+    mesh = make_mesh(cfg.mesh, devices)
     checks.fit_accumulation(cfg, mesh)
     checks.check(cfg, mesh)
     features.check(cfg)
@@ -113,7 +117,15 @@ def measure(cfg: Config, shapes: Shapes) -> dict[str, Any]:
     begin = time.monotonic()
     compiled = compile_step(*shapes)
     seconds = time.monotonic() - begin
+    return sizes(cfg, shapes) | figures(cfg, compiled) | {"compile_seconds": seconds}
 
+
+def figures(cfg: Config, compiled: Any) -> dict[str, Any]:
+    """Memory and traffic of each device, from the compiled step.
+
+    Raises:
+      UserError: the backend says nothing about memory.
+    """
     memory = compiled.memory_analysis()
     if memory is None:
         raise UserError("this backend does not report the memory of a compiled program")
@@ -122,12 +134,11 @@ def measure(cfg: Config, shapes: Shapes) -> dict[str, Any]:
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
     # Loops of a length that the data decide are those over chunks of the loss; all tokens count.
     chunks = -(-cfg.data.seq_len // cfg.train.loss_chunk)
-    return sizes(cfg, shapes) | {
+    return {
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "total_bytes": total,
         "sent_bytes": sent_by_kind(collectives(compiled.as_text()), chunks),
-        "compile_seconds": seconds,
     }
 
 

@@ -92,7 +92,7 @@ def test_values_and_gradients_are_our_own(run, window):
 
 def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
     """Forward and backward, by the layer's own way to it."""
-    monkeypatch.setattr(kernels, "_platform", lambda: "tpu")
+    monkeypatch.setattr(kernels, "platform", lambda: "tpu")
     qkv, sees = rows(100)
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in qkv]
 

@@ -1,0 +1,148 @@
+"""Cycles of a decode step by stage, from the compiler's estimate for every operation.
+
+The estimates leave out what is loaded ahead of its use (`copy-start`, `slice-start`): these bytes are
+charged to the operation that reads them, at the chip's peak bandwidth. Operations of the two layers
+that are compiled count as often as the model has layers.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from medusa_jax.evaluate.compiled.text import PASSING, Computation, Instruction, Program
+
+STAGES = ("draft", "backbone", "attention", "lm_head", "accept", "commit", "sampling")
+# A drafter has layers, attention and LM heads, too: they are its stage's.
+OUTER = ("draft", "commit")
+# Labels of what exists once in every layer: `llama._run_layer`, and `KVCache.commit`.
+_LAYER = re.compile(r"jit\(_run_layer\)|/cache/")
+# Filters of sampling that run only where a row asks for them, as their `lax.cond` are labelled.
+FILTERS = ("top_k", "top_p", "min_p")
+_AHEAD = ("copy-start", "slice-start", "dynamic-slice-start")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cycles of one instruction in one step of the compiled model.
+
+    Attributes:
+      label: where it comes from, or what reads it if the compiler added it.
+      times: executions in a step.
+    """
+
+    instruction: Instruction
+    label: str
+    cycles: float
+    times: int
+
+
+def step_costs(
+    program: Program, bytes_per_cycle: float, filters: tuple[str, ...] = ()
+) -> list[Cost]:
+    """What each instruction of the decode loop's body costs, of all loops and branches in it.
+
+    Args:
+      filters: which of `FILTERS` the rows use; a `lax.cond` of another one takes its cheapest branch.
+    """
+    loop = program.step_loop()
+    if loop is None:
+        return []
+
+    def walk(name: str, label: str, times: int) -> Iterator[Cost]:
+        here = program.computations[name]
+        for x in here:
+            own = x.label or label or label_of(here, x)
+            if x.opcode == "while":
+                inner = times * max(1, program.trips(x))
+                for part in (*x.calls("body"), *x.calls("condition")):
+                    yield from walk(part, own, inner)
+            elif x.opcode == "conditional":
+                branches = [list(walk(b, own, times)) for b in x.calls("branch")]
+                unused = any(f in own.split("/") for f in FILTERS if f not in filters)
+                pick = min if unused else max
+                yield from pick(branches, key=lambda costs: sum(map(total_of, costs)))
+            elif x.opcode == "call":
+                yield from walk(x.calls("to_apply")[0], own, times)
+            elif x.opcode in _AHEAD:
+                ahead = moved(x) / bytes_per_cycle if bytes_per_cycle else 0
+                yield Cost(x, label_of(here, x), ahead, times)
+            else:
+                yield Cost(x, own, x.cycles, times)
+
+    return list(walk(loop.calls("body")[0], "", 1))
+
+
+def total_of(cost: Cost) -> float:
+    """Cycles of all executions in a step."""
+    return cost.cycles * cost.times
+
+
+def moved(x: Instruction) -> int:
+    """Bytes that a `copy-start` or a `slice-start` moves."""
+    arrays = [a for a in x.results if a.kind not in ("u32", "s32") or len(a.sizes) > 0]
+    return min((a.bytes for a in arrays), default=0)
+
+
+def label_of(here: Computation, x: Instruction) -> str:
+    """The label of an instruction; of one without, that of what reads it, else of what it reads."""
+    if x.label:
+        return x.label
+    seen, front = {x.name}, [x]
+    while front:  # breadth first, forwards
+        readers = {r.name: r for y in front for r in here.readers.get(y.name, ())}
+        front = [r for name, r in readers.items() if name not in seen]
+        seen |= readers.keys()
+        for reader in front:
+            if reader.label and reader.opcode not in PASSING:
+                return reader.label
+    made = here.instructions.get(x.operands[0]) if x.operands else None
+    return label_of_maker(here, made) if made is not None else ""
+
+
+def label_of_maker(here: Computation, x: Instruction) -> str:
+    """The label of an instruction, else of the one that made its first operand, and so on."""
+    while not x.label and x.operands and x.operands[0] in here.instructions:
+        x = here.instructions[x.operands[0]]
+    return x.label
+
+
+def stage_of(label: str) -> str:
+    """The stage of a step that a label belongs to; "other" if none."""
+    known = [part for part in label.split("/") if part in STAGES]
+    if not known:
+        return "other"
+    if known[0] in OUTER and known[-1] != "sampling":
+        return known[0]
+    return known[-1]
+
+
+def of_all_layers(costs: list[Cost], compiled: int, n_layers: int) -> dict[str, float]:
+    """Cycles by stage, those of `compiled` layers extrapolated to `n_layers`; without empty stages."""
+    found: dict[str, float] = {}
+    for cost in costs:
+        share = n_layers / compiled if _LAYER.search(cost.label) else 1
+        stage = stage_of(cost.label)
+        found[stage] = found.get(stage, 0) + share * total_of(cost)
+    return {s: found[s] for s in (*STAGES, "other") if found.get(s, 0) > 0}
+
+
+# What does not launch a kernel.
+_FREE = PASSING | {
+    "parameter",
+    "constant",
+    "while",
+    "conditional",
+    "call",
+    "after-all",
+    "iota",
+}
+
+
+def kernels(costs: list[Cost], compiled: int, n_layers: int) -> float:
+    """Kernels that a GPU launches in a step, with those of `compiled` layers extrapolated."""
+    found = 0.0
+    for cost in costs:
+        if cost.instruction.opcode in _FREE or cost.instruction.opcode.endswith("-done"):
+            continue
+        found += cost.times * (n_layers / compiled if _LAYER.search(cost.label) else 1)
+    return found

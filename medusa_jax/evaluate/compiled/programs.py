@@ -1,0 +1,140 @@
+"""Compile the decode loop of a model of shapes only, for devices that are not here."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.collectives import collectives, sent_by_kind
+from medusa_jax.config import LlamaConfig
+from medusa_jax.decoding.generate import Engine, decode_loop
+from medusa_jax.evaluate.compiled.cycles import Cost, kernels, of_all_layers, step_costs
+from medusa_jax.evaluate.compiled.targets import Target
+from medusa_jax.evaluate.compiled.text import Program, read_program
+from medusa_jax.evaluate.weightless import abstract_state, abstract_variables
+from medusa_jax.heads.drafter import Drafter
+from medusa_jax.model.llama import Llama, decoding_config
+from medusa_jax.sharding import (
+    decode_shardings,
+    make_mesh,
+    param_shardings,
+    replicated,
+)
+from medusa_jax.tree import Tree
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compiled, the drafter and its tree aside.
+
+    Attributes:
+      context: tokens of each row before the step.
+      filters: `cycles.FILTERS` that the rows use.
+      layers: layers that are compiled; figures are extrapolated to `config.n_layers`.
+    """
+
+    config: LlamaConfig
+    target: Target
+    batch: int = 1
+    context: int = 900
+    mesh: tuple[int, int, int] = (1, 1, 1)
+    acceptance: str = "greedy"
+    filters: tuple[str, ...] = ()
+    dtype: Any = jnp.bfloat16
+    layers: int = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """Figures of one device for a model of all layers.
+
+    Attributes:
+      stages: cycles by stage; empty on a GPU.
+      weights: bytes of weights that a step has to read (the embedding is looked up).
+      memory: bytes of arguments, temporaries and results; temporaries are of the compiled layers.
+      kernels: kernels of a step on a GPU, instructions that move or compute on a TPU.
+      sent: bytes that a device sends in a step, by collective.
+      program, costs: the compiled program of few layers.
+    """
+
+    stages: dict[str, float]
+    weights: int
+    memory: int
+    kernels: int
+    sent: dict[str, float]
+    program: Program
+    costs: list[Cost]
+    cache_numbers: int
+
+    @property
+    def cycles(self) -> float | None:
+        """Cycles of a step; None without estimates."""
+        return sum(self.stages.values()) or None
+
+    def share_of_bound(self, target: Target) -> float | None:
+        """Cycles of reading each weight once at peak bandwidth, over those of the step."""
+        if self.cycles is None:
+            return None
+        return self.weights / target.bytes_per_cycle / self.cycles
+
+
+def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
+    """Compile `decode_loop` and read its figures.
+
+    Raises:
+      UserError: the mesh does not fit.
+    """
+    few = dataclasses.replace(case.config, n_layers=min(case.layers, case.config.n_layers))
+    mesh = make_mesh(case.mesh, case.target.devices)
+    several = mesh if mesh.size > 1 else None
+    shards = mesh.shape["tensor"]
+    llama = Llama(decoding_config(few), case.dtype, shards=shards, mesh=several)
+    engine = Engine(llama, drafter, tree, case.acceptance)
+    of_heads = drafter if tree.depth else None
+    shapes = abstract_variables(few, of_heads, case.dtype, shards=shards)
+    state = abstract_state(engine, shapes, case.context, case.batch)
+    variables = _placed(shapes, {k: param_shardings(mesh, v) for k, v in shapes.items()})
+    state = _placed(state, decode_shardings(mesh, state))
+    steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+    with jax.set_mesh(mesh):
+        compiled = decode_loop.lower(engine, variables, state, steps).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    program = read_program(text)
+    costs = step_costs(program, case.target.bytes_per_cycle, case.filters)
+    more = case.config.n_layers - few.n_layers
+    layer = _bytes((variables["backbone"]["layers_0"], state.cache.layers[0]))
+    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    backbone = {k: v for k, v in variables["backbone"].items() if k != "embed_tokens"}
+    weights = _bytes((backbone, variables["heads"] if tree.depth else {}))
+    weights += more * _bytes(variables["backbone"]["layers_0"])
+    sent = sent_by_kind(collectives(text))
+    return Step(
+        stages=of_all_layers(costs, few.n_layers, case.config.n_layers)
+        if case.target.bytes_per_cycle
+        else {},
+        weights=weights,
+        memory=total + more * layer,
+        kernels=round(kernels(costs, few.n_layers, case.config.n_layers)),
+        sent={k: v * case.config.n_layers / few.n_layers for k, v in sent.items()},
+        program=program,
+        costs=costs,
+        cache_numbers=_bytes(state.cache.layers[0][0]) // jnp.dtype(case.dtype).itemsize,
+    )
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes of a tree of placed shapes on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )

@@ -1,0 +1,60 @@
+"""Compile a recipe's training step for devices that are not here."""
+
+import copy
+import dataclasses
+from typing import Any
+
+from medusa_jax.config import Config
+from medusa_jax.evaluate.compiled.targets import Target
+from medusa_jax.evaluate.compiled.text import read_program
+from medusa_jax.evaluate.compiled.warnings import step_warnings
+from medusa_jax.training import dry
+
+# Numbers of layers that are compiled; memory and traffic are on the line through both.
+FEW = (2, 4)
+
+
+def compile_training(
+    cfg: Config, target: Target, mesh: tuple[int, int, int]
+) -> dict[str, Any]:
+    """Memory and traffic of each device for the recipe's whole model.
+
+    Args:
+      mesh: of the target's devices; one axis may be -1.
+
+    Returns: `memory_bytes`, `sent_bytes` by collective, `counted_bytes` as the dry run counts them,
+      `warnings`.
+
+    Raises:
+      UserError: sizes that do not fit together.
+    """
+
+    def of(n_layers: int) -> tuple[Config, dry.Shapes]:
+        few = copy.deepcopy(cfg)
+        few.model.path = few.train.heads_path = ""
+        few.model.arch = dataclasses.replace(cfg.model.arch, n_layers=n_layers)
+        few.mesh, few.dry_run = mesh, True
+        return few, dry.step_shapes(few, target.devices)
+
+    def compiled(n_layers: int) -> tuple[dict[str, Any], str]:
+        few, shapes = of(n_layers)
+        program = dry.compile_step(*shapes)
+        return dry.figures(few, program), program.as_text()
+
+    (few, text), (more, _) = map(compiled, FEW)
+    steps = (cfg.model.arch.n_layers - FEW[0]) / (FEW[1] - FEW[0])
+
+    def line(a: float, b: float) -> float:
+        return a + steps * (b - a)
+
+    sent = {
+        kind: line(few["sent_bytes"].get(kind, 0), more["sent_bytes"].get(kind, 0))
+        for kind in few["sent_bytes"] | more["sent_bytes"]
+    }
+    counted = dry.training_bytes(*of(cfg.model.arch.n_layers))
+    return {
+        "memory_bytes": round(line(few["total_bytes"], more["total_bytes"])),
+        "sent_bytes": sent,
+        "counted_bytes": sum(n for name, n in counted.items() if name != dry.COPIES),
+        "warnings": step_warnings(read_program(text), cfg.train.dtype),
+    }

@@ -1,0 +1,128 @@
+"""Named defects of a compiled decode step: what costs more than it need on TPUs and GPUs."""
+
+from collections.abc import Sequence
+
+from medusa_jax.evaluate.compiled.cycles import Cost, stage_of
+from medusa_jax.evaluate.compiled.text import Computation, Instruction, Program
+
+SORT = "sort over the vocabulary"
+COPY = "cache-sized copy"
+ONE_ROW = "one-row product off the matrix unit"
+FLOAT32 = "float32 product"
+SCATTER = "scatter into a cache"
+HOST = "host transfer"
+LOOP = "loop with a data-dependent condition"
+NAMES = (SORT, COPY, ONE_ROW, FLOAT32, SCATTER, HOST, LOOP)
+
+# Smaller operands are no weights.
+LARGE = 2**18
+_HOST = ("send", "recv", "infeed", "outfeed")
+
+
+def warnings_of(
+    program: Program,
+    costs: Sequence[Cost],
+    vocab_size: int,
+    cache_numbers: int,
+    on_tpu: bool = True,
+    large: int = LARGE,
+) -> list[str]:
+    """One line for each kind of defect in the step: its name, how often, and where.
+
+    Args:
+      cache_numbers: elements of the keys of one layer on one device.
+      on_tpu: one row times a kernel belongs on the matrix unit; a GPU reads the kernel as fast without.
+      large: least elements of a kernel.
+    """
+    found: dict[str, list[str]] = {}
+    for cost in costs:
+        x = cost.instruction
+        for name in _defects(program, x, vocab_size, cache_numbers, large):
+            if on_tpu or name != ONE_ROW:
+                found.setdefault(name, []).append(cost.label or x.name)
+    return [
+        f"{name}: {len(found[name])} x, {_where(found[name])}"
+        for name in NAMES
+        if name in found
+    ]
+
+
+def step_warnings(program: Program, dtype: str) -> list[str]:
+    """Defects of a training step: host transfers, and in 16 bits products of float32 operands.
+
+    Loops over chunks of the loss end where the counted tokens do.
+    """
+    costs = [Cost(x, x.label, 0, 1) for c in program.computations.values() for x in c]
+    found = warnings_of(program, costs, 0, 2**62)
+    wanted = (HOST, *(() if dtype == "float32" else (FLOAT32,)))
+    return [line for line in found if line.startswith(wanted)]
+
+
+def _where(labels: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(stage_of(label) for label in labels))
+
+
+def _defects(
+    program: Program, x: Instruction, vocab_size: int, cache_numbers: int, large: int
+) -> list[str]:
+    largest = max((a.numbers for a in x.results), default=0)
+    found = []
+    if x.opcode == "sort" and any(vocab_size in a.sizes for a in x.results):
+        found.append(SORT)
+    if x.opcode in ("copy", "transpose") and largest >= cache_numbers:
+        found.append(COPY)
+    if x.opcode.removesuffix("-done").removesuffix("-start") in _HOST or (
+        x.opcode.endswith("-start") and any(a.space == 5 for a in x.results)
+    ):
+        found.append(HOST)
+    inside = [x, *_fused(program, x)]
+    if any(y.opcode == "scatter" for y in inside) and largest >= cache_numbers:
+        found.append(SCATTER)
+    products = [y for y in inside if y.opcode in ("convolution", "dot")]
+    if x.label.endswith("dot_general") and x.opcode == "fusion" and not products:
+        kernel = max((a.numbers for y in inside for a in y.results), default=0)
+        if any(y.opcode == "reduce" for y in inside) and kernel >= large:
+            found.append(ONE_ROW)
+    if any(_is_float32(program, x, y, large) for y in products):
+        found.append(FLOAT32)
+    if x.opcode == "while" and not program.trips(x):
+        found.append(LOOP)
+    return found
+
+
+def _fused(program: Program, x: Instruction) -> list[Instruction]:
+    """The instructions of a fusion, and of fusions within it."""
+    if x.opcode != "fusion":
+        return []
+    inside: list[Instruction] = []
+    for name in x.calls("calls"):
+        for y in program.computations[name]:
+            inside += [y, *_fused(program, y)]
+    return inside
+
+
+def _is_float32(program: Program, x: Instruction, product: Instruction, large: int) -> bool:
+    """Whether both operands of a product with a kernel are float32."""
+    made = [_maker(program, x, name) for name in product.operands[:2]]
+    arrays = [y.results[0] for y in made if y is not None and y.results]
+    if len(arrays) < 2 or max(a.numbers for a in arrays) < large:
+        return False
+    return all(a.kind == "f32" for a in arrays)
+
+
+def _maker(program: Program, x: Instruction, name: str) -> Instruction | None:
+    """The instruction of that name, in whichever computation of the fusion it is."""
+    for computation in _around(program, x):
+        if name in computation.instructions:
+            return computation.instructions[name]
+    return None
+
+
+def _around(program: Program, x: Instruction) -> list[Computation]:
+    if x.opcode != "fusion":
+        return [c for c in program.computations.values() if x.name in c.instructions]
+    found = [program.computations[name] for name in x.calls("calls")]
+    for computation in list(found):
+        for y in computation:
+            found += _around(program, y) if y.opcode == "fusion" else []
+    return found
