@@ -114,6 +114,13 @@ def request_of(
                 f"the prompt has {len(prompt)} tokens, the model's context is {context}: "
                 "shorten it"
             )
+    for one in options:
+        beyond = [i for i, _ in one.penalties.bias if i >= config.vocab_size]
+        if beyond:
+            raise UserError(
+                f"logit_bias: token {beyond[0]} is outside the vocabulary "
+                f"0..{config.vocab_size - 1}"
+            )
     return loop.Request(
         prompts=list(prompts),
         limits=[min(o.max_new_tokens, context - len(p)) for o, p in zip(options, prompts)],
@@ -127,6 +134,7 @@ def request_of(
         epsilon=[o.epsilon for o in options],
         delta=[o.delta for o in options],
         max_steps=[min(o.max_steps or loop.FOREVER, loop.FOREVER) for o in options],
+        penalties=[o.penalties for o in options],
     )
 
 

@@ -12,6 +12,7 @@ from medusa_jax.api.streaming import Chunk, TextStream, Watch, stream_rows
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES
+from medusa_jax.decoding.penalties import any_asked
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import Backbone, Drafter, no_drafter
@@ -229,6 +230,7 @@ class Model:
             loop.power_of_two(longest, loop.MIN_PROMPT),
             loop.output_slots(engine, max(request.limits)),
             pack_stops(request.stops or ()).shape,
+            any_asked(request.penalties),
             *ladder,
         )
         if shape in self._warm:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from medusa_jax.decoding.generate import Progress, Request
+from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.stopping import STOPPED
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ ALIASES = {
     "eos_token_id": "eos_ids",
     "top_logprobs": "logprobs",
     "random_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
 }
 
 
@@ -49,6 +51,11 @@ class Options:
         the model's own ends.
       logprobs: None keeps no log-probabilities; N those of the emitted tokens and of the N
         likeliest in each place. They are the model's own, at temperature 1 without filters.
+      presence_penalty: subtracted from the logits of tokens that the generated text holds.
+      frequency_penalty: subtracted from them once for each time that it holds them.
+      repetition_penalty: divides the positive logits of tokens of prompt and text and multiplies the
+        negative ones; 1 changes nothing.
+      logit_bias: numbers to add to the logits of some tokens, by token id; {15: -100} bars token 15.
       epsilon: hard threshold of typical acceptance (Medusa 2.3.1); other rules ignore it.
       delta: its threshold by entropy, likewise.
     """
@@ -66,6 +73,10 @@ class Options:
     delta: float = 0.3
     max_steps: int | None = None
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
 
     if not TYPE_CHECKING:  # type checkers know the fields
 
@@ -107,9 +118,44 @@ class Options:
                 "epsilon must be in (0, 1] and delta positive, not "
                 f"{self.epsilon} and {self.delta}"
             )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise UserError(f"{name} must be a number, not {getattr(self, name)}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise UserError(
+                f"repetition_penalty must be above 0, not {self.repetition_penalty}"
+            )
+        bias = dict(self.logit_bias)
+        if any(i < 0 or not math.isfinite(value) for i, value in bias.items()):
+            raise UserError(
+                f"logit_bias are finite numbers by token id, 0 or more, not {bias}"
+            )
+        object.__setattr__(self, "logit_bias", tuple(sorted(bias.items())))
+
+    @property
+    def penalties(self) -> Asked:
+        """Biases and penalties as the decode loop takes them."""
+        numbers = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return Asked(*numbers, bias=tuple(dict(self.logit_bias).items()))
 
 
 DEFAULTS = Options()
+
+
+def bias_of(value: Any) -> tuple[tuple[int, float], ...]:
+    """A JSON object of biases by token id, {"15": -100}.
+
+    Raises:
+      UserError: none.
+    """
+    try:
+        if isinstance(value, Mapping) and not any(type(b) is bool for b in value.values()):
+            return tuple((int(token), float(bias)) for token, bias in value.items())
+    except (TypeError, ValueError):
+        pass
+    raise UserError(
+        f"'logit_bias' must be numbers by token id, such as {{\"15\": -100}}, not {value!r}"
+    )
 
 
 @dataclasses.dataclass

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--prompts_file",
         help="JSONL with prompt, prompt_ids or messages, and optional per-request temperature, top_k, top_p, "
-        "min_p, seed, max_new_tokens, max_steps, stop, eos_ids, stop_sequences, logprobs; answers are JSON lines in the same order",
+        "min_p, seed, max_new_tokens, max_steps, stop, eos_ids, stop_sequences, logprobs, penalties, logit_bias; answers are JSON lines in the same order",
     )
     add("--batch_size", type=int, default=8, help="requests decoded at a time (default: 8)")
     add("--tokenizer", help="directory or hub id, if not beside the model")
@@ -69,6 +69,30 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         help="drop tokens below this share of the likeliest",
+    )
+    add(
+        "--presence_penalty",
+        type=float,
+        default=0.0,
+        help="subtracted from the logits of tokens that the new text holds",
+    )
+    add(
+        "--frequency_penalty",
+        type=float,
+        default=0.0,
+        help="subtracted from them for each time that it holds them",
+    )
+    add(
+        "--repetition_penalty",
+        type=float,
+        default=1.0,
+        help="divides positive logits of tokens of prompt and text, multiplies negative ones",
+    )
+    add(
+        "--logit_bias",
+        metavar="ID=BIAS,...",
+        default="",
+        help="numbers to add to the logits of tokens, such as 15=-100,7=2.5",
     )
     add("--epsilon", type=float, default=0.09, help="typical acceptance: hard threshold")
     add("--delta", type=float, default=0.3, help="typical acceptance: entropy threshold")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.api import Options
-from medusa_jax.api.results import ALIASES
+from medusa_jax.api.results import ALIASES, bias_of
 from medusa_jax.commands.flags import token_ids
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.names import named
@@ -37,9 +37,24 @@ def shared_options(flags: argparse.Namespace) -> dict[str, Any]:
         ),
         "max_steps": flags.max_steps,
         "logprobs": flags.logprobs,
+        "presence_penalty": flags.presence_penalty,
+        "frequency_penalty": flags.frequency_penalty,
+        "repetition_penalty": flags.repetition_penalty,
+        "logit_bias": _biases(flags.logit_bias),
         "epsilon": flags.epsilon,
         "delta": flags.delta,
     }
+
+
+def _biases(text: str) -> tuple[tuple[int, float], ...]:
+    """ "15=-100,7=2.5" -> ((15, -100.0), (7, 2.5))."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")] if text else []
+        return tuple((int(token), float(bias)) for token, bias in pairs)
+    except ValueError as error:
+        raise UserError(
+            f"--logit_bias is a list like 15=-100,7=2.5, not {text!r}"
+        ) from error
 
 
 def _first(*values: float | None) -> float:
@@ -145,8 +160,10 @@ def own_options(record: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any
         if not isinstance(own["stop_sequences"], list):
             raise UserError(f"{problem}, not {own['stop_sequences']!r}")
         own["stop_sequences"] = tuple(_ids(ids, problem) for ids in own["stop_sequences"])
+    if "logit_bias" in own:
+        own["logit_bias"] = bias_of(own["logit_bias"])
     for name, value in own.items():
-        if name in ("eos_ids", "stop_sequences"):
+        if name in ("eos_ids", "stop_sequences", "logit_bias"):
             continue
         kind = (
             int if shared[name] is None else type(shared[name])

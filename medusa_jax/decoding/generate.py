@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from medusa_jax.decoding.penalties import Asked, penalties_of
 from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import (
@@ -124,6 +125,7 @@ class Request:
       temperature, top_k, top_p, min_p, seed: per-row sampling parameters.
       ids: request ids for the noise, by default the row numbers.
       epsilon, delta: thresholds of typical acceptance.
+      penalties: biases and penalties.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -138,6 +140,7 @@ class Request:
     epsilon: Sequence[float] | None = None
     delta: Sequence[float] | None = None
     max_steps: Sequence[int] | None = None
+    penalties: Sequence[Asked] | None = None
 
 
 def begin(
@@ -176,6 +179,9 @@ def prefill_arguments(
         key_B=row_keys(per_row(request.seed, 0, np.uint32), np.array(ids, np.int32)),
         epsilon_B=per_row(request.epsilon, 0.09, np.float32),
         delta_B=per_row(request.delta, 0.3, np.float32),
+        penalties=penalties_of(
+            request.penalties, request.prompts, engine.llama.config.vocab_size
+        ),
     )
     output = np.zeros((B, output_slots(engine, int(limits.max()))), np.int32)
     arguments = (

@@ -8,13 +8,14 @@ Every function is compiled once per number of rows, slots and tokens read.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.logprobs import Logprobs
+from medusa_jax.decoding.penalties import Penalties, no_penalties
 from medusa_jax.decoding.prefill import (
     Piece,
     nothing_read,
@@ -206,7 +207,28 @@ def run_only(
     return status_B, jnp.where(ended, few, steps)
 
 
+class Apart(NamedTuple):
+    """Parts of a state that only some requests have, kept apart from it while others step."""
+
+    logprobs: Logprobs | None = None
+    penalties: Penalties | None = None
+
+
+def apart(state: DecodeState) -> tuple[DecodeState, Apart]:
+    """A state without these parts, and the parts."""
+    own = Apart(state.logprobs, state.sampling.penalties)
+    return together(state, Apart()), own
+
+
+def together(state: DecodeState, parts: Apart) -> DecodeState:
+    """A state with these parts."""
+    sampling = state.sampling.replace(penalties=parts.penalties)
+    return state.replace(logprobs=parts.logprobs, sampling=sampling)
+
+
 @program(static_argnums=0)
-def logprobs_room(engine: Engine, tokens_BO: jax.Array) -> Logprobs | None:
-    """Room for the log-probabilities that the engine keeps of these tokens."""
-    return pin_state(engine.llama.mesh, room_for_logprobs(engine, tokens_BO))
+def room_apart(engine: Engine, tokens_BO: jax.Array) -> Apart:
+    """Room for both: log-probabilities that the engine keeps of these tokens, and no penalties."""
+    penalties = no_penalties(tokens_BO.shape[0], engine.llama.config.vocab_size)
+    room = Apart(room_for_logprobs(engine, tokens_BO), penalties)
+    return pin_state(engine.llama.mesh, room)

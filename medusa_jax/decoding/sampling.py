@@ -11,6 +11,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.platforms import platform
 
 
@@ -24,6 +25,7 @@ class Sampling(struct.PyTreeNode):
       min_p_B: drop tokens with less than this share of the largest probability; 0 keeps all.
       key_B: the row's random key, from its seed and its request id, never its batch slot.
       epsilon_B, delta_B: thresholds of typical acceptance (a single number applies to all rows).
+      penalties: biases and penalties; None where no row asks for any.
     """
 
     temperature_B: jax.Array
@@ -33,6 +35,7 @@ class Sampling(struct.PyTreeNode):
     key_B: jax.Array
     epsilon_B: jax.Array | float = 0.09
     delta_B: jax.Array | float = 0.3
+    penalties: Penalties | None = None
 
     def stream(self, tag: int) -> "Sampling":
         """The same rows with keys of a separate noise stream."""

@@ -9,6 +9,7 @@ from jax import lax
 from medusa_jax.decoding.acceptance import Accepted, Verified
 from medusa_jax.decoding.copying import with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
+from medusa_jax.decoding.penalties import counted, counts_down_paths, penalised
 from medusa_jax.decoding.repeats import texts_behind, without_repeats
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.stopping import (
@@ -45,7 +46,7 @@ def decode_step(
         drafts = draft(engine, heads, backbone, state, tree)
     verified = verify(engine, backbone, state, tree, drafts)
     with jax.named_scope("accept"):
-        accepted = engine.rule.accept(verified)
+        accepted = engine.rule.accept(with_penalties(verified))
         emitted_BL = emitted_tokens(verified, accepted)
     logprobs = None
     if engine.logprobs is not None:  # a token's logits are those of the node before it
@@ -56,6 +57,16 @@ def decode_step(
     with jax.named_scope("commit"):
         state = commit(engine, heads, backbone, state, verified, accepted, emitted_BL)
         return append(state, emitted_BL, accepted.n_B + 1, logprobs)
+
+
+def with_penalties(verified: Verified) -> Verified:
+    """The tree as rules judge it: its logits with the penalties of each node's own path."""
+    penalties = verified.sampling.penalties
+    if penalties is None:
+        return verified
+    counts_BMV = counts_down_paths(penalties.counts_BV, verified.nodes_BM, verified.tree)
+    logits_BMV = penalised(verified.logits_BMV, penalties, counts_BMV)
+    return verified._replace(logits_BMV=logits_BMV)
 
 
 class Drafts(NamedTuple):
@@ -89,6 +100,9 @@ def draft(
             noise_BLV = engine.rule.noise(state.sampling, position_BL, V, dtype)
     ranked: dict[int, jax.Array] = {}
     barring_BS = state.text_BS if engine.no_repeat_ngram_size else None
+    penalties = state.sampling.penalties
+    if penalties is not None:
+        penalties = penalties.at(backbone.of_scored)
 
     def rank_scores(depth: int, logits: jax.Array) -> jax.Array:
         """Scores in the order of logits / T + g, like the verifier's (T = 0: of the logits)."""
@@ -99,6 +113,9 @@ def draft(
                 logits_B1O, text_B1S, last_B1, engine.no_repeat_ngram_size, backbone.places
             )
             logits = barred_B1O.reshape(logits.shape)
+        if penalties is not None:  # of the text up to the root, at all depths
+            logits_BPO = logits.reshape(logits.shape[0], -1, logits.shape[-1])
+            logits = penalised(logits_BPO, penalties).reshape(logits.shape)
         ranked[depth] = logits
         if noise_BLV is None:
             return logits
@@ -263,11 +280,14 @@ def emit(
     count_B, status_B = count_until_end(stops_BL, n_B, state.limit_B - state.n_new_B)
     running_B = state.status_B == RUNNING
     count_B = jnp.where(running_B, count_B, 0)
+    sampling = state.sampling
+    sampling = sampling.replace(penalties=counted(sampling.penalties, emitted_BL, count_B))
     if logprobs is not None:
         logprobs = jax.tree.map(
             lambda old, new: write_tokens(old, new, state.n_new_B), state.logprobs, logprobs
         )
     new = state.replace(
+        sampling=sampling,
         tokens_BO=tokens_BO,
         depth_BO=depth_BO,
         logprobs=logprobs,

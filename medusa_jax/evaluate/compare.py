@@ -12,6 +12,7 @@ from jax import lax
 
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.decoding.generate import MIN_PROMPT, power_of_two
+from medusa_jax.decoding.penalties import counted, penalised, penalties_of
 from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
 from medusa_jax.errors import UserError
@@ -148,6 +149,10 @@ def score_gap(
     padded[0, :T] = text
     logits_1V = _logits_after(model.backbone, padded, np.int32(T))[0]
     logits_1V = without_barred(logits_1V, text, model.no_repeat_ngram_size)
+    given, new = text[:prompt_tokens], jnp.array([text[prompt_tokens:]], jnp.int32)
+    penalties = penalties_of([option.penalties], [given], logits_1V.shape[-1])
+    penalties = counted(penalties, new, jnp.array([new.shape[1]]))
+    logits_1V = penalised(logits_1V[None], penalties)[0]
     scores_1V = perturbed(logits_1V, T, option, request)
     best = np.sort(np.asarray(scores_1V[0], np.float64))[-2:]
     return float(best[1] - best[0])

@@ -17,7 +17,7 @@ from medusa_jax.decoding.generate import (
     power_of_two,
 )
 from medusa_jax.decoding.generate import Request as Row
-from medusa_jax.decoding.logprobs import Logprobs
+from medusa_jax.decoding.penalties import Asked, penalties_of
 from medusa_jax.decoding.prefill import Piece
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
@@ -87,7 +87,8 @@ class Batch:
         engine = model.engine(deepest, "sampled", sampled=True)
         # Knows the depth alone, as `Engine.depth_only`: what is not a step is one program for all.
         self._engine = replace(engine, tree=stand_in(trees.values()))
-        n = min(MOST_BEST, engine.llama.config.vocab_size)
+        self._vocab_size = engine.llama.config.vocab_size
+        n = min(MOST_BEST, self._vocab_size)
         self._with_logprobs = replace(self._engine, logprobs=n)
         self._variables_by = model.variables_by
         # For each row whether its drafter read the text with the heads of a rule that depends on them.
@@ -103,7 +104,7 @@ class Batch:
     def restart(self) -> None:
         """Rows without a text, whatever became of those before."""
         self._state: Any = None  # its memory is free before the next is asked for
-        self._logprobs: Logprobs | None = None
+        self._apart = rows.Apart()
         self.rows, self.slots = min(self.trees), LEAST_SLOTS
         self._state = self._idle(self.rows, self.slots)
 
@@ -129,7 +130,7 @@ class Batch:
             return
         kept = [self._row(i) for i in range(min(n_rows, self.rows))]
         self._state = None
-        self._state, self._logprobs = self._idle(n_rows, slots), None
+        self._state, self._apart = self._idle(n_rows, slots), rows.Apart()
         self.rows, self.slots = n_rows, slots
         for i, row in enumerate(kept):
             self._put(self._resized(row, slots), i)
@@ -137,29 +138,32 @@ class Batch:
     def _row(self, at: int) -> DecodeState:
         """A copy of a row."""
         row = rows.take_row(self._engine, self._state, np.int32(at))
-        if self._logprobs is not None:
-            logprobs = rows.take_row(self._engine, self._logprobs, np.int32(at))
-            row = row.replace(logprobs=logprobs)
+        if any(part is not None for part in self._apart):
+            apart = rows.take_row(self._engine, self._apart, np.int32(at))
+            row = rows.together(row, apart)
         return row
 
     def _put(self, row: DecodeState, at: int) -> None:
         """Overwrite a row."""
-        place, logprobs = np.int32(at), row.logprobs
-        row = row.replace(logprobs=None)
+        place = np.int32(at)
+        row, own = rows.apart(row)
         self._state = rows.insert_row(self._engine, self._state, row, place)
-        if logprobs is not None:
-            if self._logprobs is None:
-                tokens_BO = self._state.tokens_BO
-                self._logprobs = rows.logprobs_room(self._with_logprobs, tokens_BO)
-            self._logprobs = rows.insert_row(self._engine, self._logprobs, logprobs, place)
+        for name, part in own._asdict().items():
+            if part is not None:
+                room = getattr(self._apart, name)
+                if room is None:
+                    engine, tokens_BO = self._with_logprobs, self._state.tokens_BO
+                    room = getattr(rows.room_apart(engine, tokens_BO), name)
+                room = rows.insert_row(self._engine, room, part, place)
+                self._apart = self._apart._replace(**{name: room})
 
     def _resized(self, row: DecodeState, slots: int) -> DecodeState:
         """A row with another number of slots, a size at a time."""
-        logprobs, row = row.logprobs, row.replace(logprobs=None)
+        row, own = rows.apart(row)
         while (now := row.cache.slots) != slots:
             then = 2 * now if now < slots else now // 2
             row = rows.resized(self._engine, self._sizes, 1, then, row)
-        return row.replace(logprobs=logprobs)
+        return rows.together(row, own)
 
     def begin(self, request: Row, source: int, shared: int, group: Group) -> Reading:
         """Begin to read a prompt after the first `shared` tokens, which row `source` holds."""
@@ -175,6 +179,7 @@ class Batch:
             key_B=row_keys(own(request.seed, np.uint32), own(request.ids, np.int32)),
             epsilon_B=own(request.epsilon, np.float32),
             delta_B=own(request.delta, np.float32),
+            penalties=penalties_of(request.penalties, request.prompts, self._vocab_size),
         )
         row = rows.begin_row(
             self._engine,
@@ -185,8 +190,8 @@ class Batch:
             pack_stops(request.stops or [()], STOPS),
         )
         if group.logprobs:
-            room = rows.logprobs_room(self._with_logprobs, row.tokens_BO)
-            row = row.replace(logprobs=room)
+            room = rows.room_apart(self._with_logprobs, row.tokens_BO)
+            row = row.replace(logprobs=room.logprobs)
         # Drafters pair a position with the token behind it, so the last shared one is read again.
         position, n = max(0, shared - 1), len(request.prompts[0])
         if self._tokens_read(n - position) == self._tokens_read(n):
@@ -238,9 +243,8 @@ class Batch:
 
     def take(self, at: int, group: Group) -> Reading:
         """A row that steps on later, from where it is put then."""
-        row = self._row(at)
-        if not group.logprobs:
-            row = row.replace(logprobs=None)
+        row, own = rows.apart(self._row(at))
+        row = rows.together(row, self._of(group, own))
         return Reading(row, np.zeros(0, np.int32), 0, group)
 
     def run(
@@ -264,14 +268,21 @@ class Batch:
             self._engine, self._state.status_B, wanted_B, np.int32(steps), np.int32(few)
         )
         state = self._state.replace(status_B=status_B)
-        if group.logprobs:
-            state = state.replace(logprobs=self._logprobs)
+        state = rows.together(state, self._of(group, self._apart))
         variables = self._variables_by(engine.acceptance)
         state, progress = decode_loop(engine, variables, state, max_steps, True)
-        if group.logprobs:
-            self._logprobs = state.logprobs
-        self._state = state.replace(logprobs=None)
+        self._state, own = rows.apart(state)
+        parts = {name: x for name, x in own._asdict().items() if x is not None}
+        self._apart = self._apart._replace(**parts)
         return progress, tree.n_nodes
+
+    @staticmethod
+    def _of(group: Group, apart: rows.Apart) -> rows.Apart:
+        """The parts that a group's programs read."""
+        return rows.Apart(
+            apart.logprobs if group.logprobs else None,
+            apart.penalties if group.penalties else None,
+        )
 
     def compile(self, group: Group, n_rows: int, slots: int) -> None:
         """Run everything once that a group needs at this size; what the rows held is gone."""
@@ -280,7 +291,7 @@ class Batch:
         # The shortest prompts that begin with a piece of each size.
         rests = [1, *(4 * size + 1 for size in self._pieces[:-1])]
         for rest in (n for n in rests if self.slots_for(n) <= slots):
-            reading = self.begin(_nobody(rest), 0, 0, group)
+            reading = self.begin(_nobody(rest, group), 0, 0, group)
             while not reading.done:
                 self.read(reading)
             self.insert(reading, 0)
@@ -290,7 +301,7 @@ class Batch:
         if slots > LEAST_SLOTS:  # growing to this size and back
             row = self._resized(self._row(0), slots // 2)
             self._put(self._resized(row, slots), 0)
-        if group.logprobs:  # rows keep theirs when others come and go
+        if group.logprobs or group.penalties:  # rows keep theirs when others come and go
             for size in (*self.trees, n_rows):
                 self.fit(size, slots)
         jax.block_until_ready(self._state)
@@ -302,6 +313,8 @@ def _rule(group: Group) -> str:
     return "sampled" if group.rule == "auto" else group.rule
 
 
-def _nobody(n: int) -> Row:
+def _nobody(n: int, group: Group) -> Row:
     """A request of n tokens that is answered with one."""
-    return Row([[0] * n], [1], [()], [0.0], [0], [1.0], [0.0], [0], [0], [0.1], [0.1])
+    row = Row([[0] * n], [1], [()], [0.0], [0], [1.0], [0.0], [0], [0], [0.1], [0.1])
+    row.penalties = [Asked(presence=1.0)] if group.penalties else None
+    return row

@@ -11,6 +11,7 @@ import numpy as np
 from medusa_jax.api import Model, Options, Result, StoppingText, steps_of
 from medusa_jax.api.results import finish_reason, logprobs_of_row
 from medusa_jax.decoding.generate import Request as Row
+from medusa_jax.decoding.penalties import any_asked
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.errors import UserError
@@ -35,11 +36,13 @@ class Group(NamedTuple):
       drafts: whether they draft.
       rule: the acceptance rule; "auto" is greedy or sampled, row by row.
       logprobs: whether log-probabilities are kept.
+      penalties: whether rows have biases or penalties.
     """
 
     drafts: bool
     rule: str = "auto"
     logprobs: bool = False
+    penalties: bool = False
 
 
 # What most requests are; nobody makes them wait for a program that he alone needs.
@@ -95,7 +98,10 @@ class Job:
         """Rows of one group can take a step together."""
         rule = self.request.acceptance
         rule = "auto" if rule in ("greedy", "sampled") else rule
-        return Group(self.request.drafts, rule, self.options.logprobs is not None)
+        penalties = any_asked(self.row.penalties)
+        return Group(
+            self.request.drafts, rule, self.options.logprobs is not None, penalties
+        )
 
     def begin(self) -> None:
         """Its prompt begins to be read."""

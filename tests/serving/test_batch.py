@@ -34,6 +34,12 @@ class State(SimpleNamespace):
         return State(**(vars(self) | fields))
 
 
+def row_state(slots, logprobs=None):
+    return State(
+        cache=State(slots=slots), logprobs=logprobs, sampling=State(penalties=None)
+    )
+
+
 def batch_of(monkeypatch, trees, heads=HeadsConfig(n_heads=3)):  # noqa: B008
     """A batch of no model: programs note what they are given instead of running."""
     monkeypatch.setattr(batches, "LEAST_SLOTS", 128)
@@ -43,7 +49,12 @@ def batch_of(monkeypatch, trees, heads=HeadsConfig(n_heads=3)):  # noqa: B008
         return Engine(Llama(CONFIG, shards=1), drafter, tree, acceptance)
 
     def idle(engine, sizes, n_rows, slots):
-        return State(status_B="idle", outputs=sizes.outputs)
+        return State(
+            status_B="idle",
+            outputs=sizes.outputs,
+            logprobs=None,
+            sampling=State(penalties=None),
+        )
 
     monkeypatch.setattr(rows, "idle", idle)
     monkeypatch.setattr(rows, "take_row", lambda engine, state, source: source)
@@ -86,7 +97,7 @@ def pieces(batch, monkeypatch):
 
     def resized(engine, sizes, n_rows, slots, row):
         assert n_rows == 1
-        return State(cache=State(slots=slots), logprobs=None)
+        return row_state(slots)
 
     def read_row(engine, variables, row, piece):
         assert row.cache.slots == batch.slots
@@ -94,7 +105,7 @@ def pieces(batch, monkeypatch):
         seen.append((engine, piece))
         return row
 
-    row = State(cache=State(slots=batch.slots), logprobs=None)
+    row = row_state(batch.slots)
     monkeypatch.setattr(rows, "begin_row", lambda *given: row)
     monkeypatch.setattr(rows, "resized", resized)
     monkeypatch.setattr(rows, "read_row", read_row)
@@ -141,10 +152,10 @@ def test_another_size_row_by_row(batch, monkeypatch):
 
     def resized(engine, sizes, n_rows, slots, row):
         seen.append(("resized", row.cache.slots, slots))
-        return State(cache=State(slots=slots), logprobs=None)
+        return row_state(slots)
 
     def take_row(engine, state, source):
-        return State(cache=State(slots=batch.slots), logprobs=None)
+        return row_state(batch.slots)
 
     def insert_row(engine, state, row, at):
         seen.append(("row", row.cache.slots, int(at)))

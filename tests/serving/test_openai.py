@@ -132,7 +132,7 @@ def test_logprobs(port, client):
         ({"temperature": 2.5}, openai.BadRequestError, "temperature"),
         ({"top_p": 0}, openai.BadRequestError, "top_p"),
         ({"n": 17}, openai.BadRequestError, "n"),
-        ({"presence_penalty": 0.5}, openai.BadRequestError, "presence_penalty"),
+        ({"presence_penalty": 2.5}, openai.BadRequestError, "presence_penalty"),
         ({"prompt": ""}, None, ""),
         ({"prompt": "the " * 200}, openai.BadRequestError, "shorten"),
         ({"prompt": [10**6]}, openai.BadRequestError, "vocabulary"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_jax.api import Model, Options
+from medusa_jax.api.results import bias_of
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.conversation import PLAIN, ending_turns
 from medusa_jax.interop.chat import encode_prompt
@@ -23,9 +24,6 @@ COMPLETION_TOKENS = 16
 # Fields that clients send and that change nothing here, and those that may only say "nothing".
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -115,6 +113,17 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     return tuple(stop)
 
 
+def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
+    given = fields.take("logit_bias", (dict,), "numbers by token id", {})
+    try:
+        biases = bias_of(given)
+    except UserError as error:
+        raise Refused(400, str(error), "logit_bias") from error
+    if any(not -100 <= bias <= 100 for _, bias in biases):
+        raise Refused(400, "'logit_bias' should be numbers from -100 to 100", "logit_bias")
+    return biases
+
+
 def _common(
     fields: Fields, name: str, limit: Callable[[], int], chat: bool
 ) -> tuple[Options, dict[str, Any], int]:
@@ -134,6 +143,10 @@ def _common(
         "delta": float(fields.number("delta", 0.3, 0, 100)),
         "seed": secrets.randbits(32) if seed is None else seed % 2**32,
         "stop": _stops(fields),
+        "presence_penalty": float(fields.number("presence_penalty", 0.0, -2, 2)),
+        "frequency_penalty": float(fields.number("frequency_penalty", 0.0, -2, 2)),
+        "repetition_penalty": float(fields.number("repetition_penalty", 1.0, 1e-3, 1e3)),
+        "logit_bias": _biases(fields),
     }
     rest: dict[str, Any] = {
         "drafts": fields.flag("drafts", True),

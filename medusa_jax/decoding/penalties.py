@@ -1,0 +1,161 @@
+"""Biases and penalties, for greedy and sampled text: OpenAI's and transformers' definitions.
+
+    z = logits + bias
+    z = z / r if z > 0 else z r               tokens of prompt and text (`repetition_penalty`)
+    z = z - frequency n - presence [n > 0]    a token that stands n times in the generated text
+
+Bias and repetition penalty in this order are transformers' `SequenceBiasLogitsProcessor` and
+`RepetitionPenaltyLogitsProcessor`; what is subtracted is in OpenAI's API reference. The text of a
+tree node includes its path, so every node has its own counts and drafted text is that of plain
+decoding. Rows that ask for nothing carry and compute none of this (`Sampling.penalties` is None).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one request asks for; the defaults change nothing.
+
+    Attributes:
+      presence, frequency: subtracted from the logits of tokens of the generated text, once and for
+        each occurrence.
+      repetition: divides the positive logits of tokens of prompt and text, multiplies the negative.
+      bias: pairs of a token and what is added to its logit.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+
+
+class Penalties(struct.PyTreeNode):
+    """What every row asks for, and what its text holds so far.
+
+    Attributes:
+      presence_B, frequency_B, repetition_B: as in `Asked`.
+      bias_BV: added to the logits.
+      prompt_BV: whether a token stands in the prompt.
+      counts_BV: how often it stands in the generated text, the root included.
+    """
+
+    presence_B: jax.Array
+    frequency_B: jax.Array
+    repetition_B: jax.Array
+    bias_BV: jax.Array
+    prompt_BV: jax.Array
+    counts_BV: jax.Array
+
+    def at(self, columns: Callable[[jax.Array], jax.Array]) -> "Penalties":
+        """Those of some columns: `columns` picks them from arrays [..., V]."""
+        return self.replace(
+            bias_BV=columns(self.bias_BV),
+            prompt_BV=columns(self.prompt_BV),
+            counts_BV=columns(self.counts_BV),
+        )
+
+
+def any_asked(asked: Sequence[Asked] | None) -> bool:
+    """Whether any of these asks for something."""
+    return asked is not None and any(one != Asked() for one in asked)
+
+
+def penalties_of(
+    asked: Sequence[Asked] | None, prompts: Sequence[Sequence[int]], vocab_size: int
+) -> Penalties | None:
+    """The penalties of a batch before its first token; None where no row asks for any."""
+    if asked is None or not any_asked(asked):
+        return None
+    shape = len(prompts), vocab_size
+    bias_BV, prompt_BV = np.zeros(shape, np.float32), np.zeros(shape, bool)
+    for row, (one, prompt) in enumerate(zip(asked, prompts)):
+        prompt_BV[row, np.asarray(prompt, int)] = True
+        for token, bias in one.bias:
+            bias_BV[row, token] += bias
+
+    def per_row(name: str) -> Any:
+        return np.array([getattr(one, name) for one in asked], np.float32)
+
+    return Penalties(
+        presence_B=per_row("presence"),
+        frequency_B=per_row("frequency"),
+        repetition_B=per_row("repetition"),
+        bias_BV=jnp.asarray(bias_BV),
+        prompt_BV=jnp.asarray(prompt_BV),
+        counts_BV=jnp.zeros(shape, jnp.int32),
+    )
+
+
+def no_penalties(rows: int, vocab_size: int) -> Penalties:
+    """Penalties that change nothing, for rows without a text."""
+    zero_B = jnp.zeros((rows,), jnp.float32)
+    none_BV = jnp.zeros((rows, vocab_size), jnp.int32)
+    bias_BV, prompt_BV = none_BV.astype(jnp.float32), none_BV.astype(bool)
+    return Penalties(zero_B, zero_B, zero_B + 1, bias_BV, prompt_BV, none_BV)
+
+
+def penalised(
+    logits_BMV: jax.Array, penalties: Penalties | None, counts_BMV: jax.Array | None = None
+) -> jax.Array:
+    """The logits with biases and penalties.
+
+    Args:
+      counts_BMV: counts at each place; by default those of the text so far at all of them.
+
+    Example: logits [1, -1, 0], of which the text has the last two once, presence 0.5 and
+    repetition 2: [1, -2.5, -0.5].
+    """
+    if penalties is None:
+        return logits_BMV
+    presence_B11, frequency_B11, repetition_B11 = (
+        x[:, None, None].astype(logits_BMV.dtype)
+        for x in (penalties.presence_B, penalties.frequency_B, penalties.repetition_B)
+    )
+    if counts_BMV is None:
+        counts_BMV = penalties.counts_BV[:, None]
+    z_BMV = logits_BMV + penalties.bias_BV[:, None].astype(logits_BMV.dtype)
+    scaled_BMV = jnp.where(z_BMV > 0, z_BMV / repetition_B11, z_BMV * repetition_B11)
+    there_BMV = counts_BMV > 0
+    z_BMV = jnp.where(penalties.prompt_BV[:, None] | there_BMV, scaled_BMV, z_BMV)
+    z_BMV = z_BMV - frequency_B11 * counts_BMV.astype(z_BMV.dtype)
+    return z_BMV - jnp.where(there_BMV, presence_B11, 0)
+
+
+def counts_down_paths(counts_BV: jax.Array, nodes_BM: jax.Array, tree: Any) -> jax.Array:
+    """How often every token stands in the generated text up to each node: [B, M, V].
+
+    Args:
+      counts_BV: of the text up to the root, which is counted.
+
+    Example: the tree of `Tree`'s docstring with tokens r x y z w: node 4 (path [0, 2]) counts x and
+    w once more than the root.
+    """
+    B, M = nodes_BM.shape
+    path_BML = jnp.take(nodes_BM, jnp.asarray(tree.ancestors_ML), axis=1)
+    depth_L = jnp.arange(path_BML.shape[-1])[None, :]
+    on_path_ML = (depth_L > 0) & (depth_L <= jnp.asarray(tree.depth_M)[:, None])
+    row_B11, node_1M1 = jnp.arange(B)[:, None, None], jnp.arange(M)[None, :, None]
+    counts_BMV = jnp.repeat(counts_BV[:, None], M, axis=1)
+    more_BML = jnp.broadcast_to(on_path_ML[None], path_BML.shape).astype(counts_BV.dtype)
+    return counts_BMV.at[row_B11, node_1M1, path_BML].add(more_BML)
+
+
+def counted(
+    penalties: Penalties | None, emitted_BL: jax.Array, n_B: jax.Array
+) -> Penalties | None:
+    """The penalties after the first n emitted tokens of each row."""
+    if penalties is None:
+        return None
+    first_BL = jnp.arange(emitted_BL.shape[1])[None, :] < n_B[:, None]
+    row_B1 = jnp.arange(emitted_BL.shape[0])[:, None]
+    counts_BV = penalties.counts_BV
+    counts_BV = counts_BV.at[row_B1, emitted_BL].add(first_BL.astype(counts_BV.dtype))
+    return penalties.replace(counts_BV=counts_BV)
