@@ -76,15 +76,6 @@ def test_a_tree_is_counted_on_rows_it_was_not_grown_from():
     assert estimate.accepted_lengths(rows)["accepted_length_tree"] == 1
 
 
-def test_a_tree_of_64_yields_at_least_a_chain():
-    rng = np.random.default_rng(0)
-    ranks = np.minimum(rng.geometric(0.4, (4000, 3)) - 1, MISS)
-    found = estimate.accepted_lengths(ranks)
-    # Independent heads: the chain is the product of their accuracies.
-    assert found["accepted_length_chain"] == pytest.approx(1 + 0.4 + 0.16 + 0.064, abs=0.05)
-    assert found["accepted_length_chain"] + 0.5 < found["accepted_length_tree"] < 4
-
-
 def test_every_evaluation_has_both(tokens):
     cfg = tiny_config(tokens, "medusa1")
     cfg.data.eval_samples = 20

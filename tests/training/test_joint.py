@@ -11,7 +11,7 @@ import pytest
 from cases import wide
 from closeness import assert_close
 from test_losses import heads_problem
-from test_trainer import host, pieces, records, run
+from test_trainer import records, run
 from tiny_model import write_tokenizer
 from training_setup import tiny_arch, tiny_config
 
@@ -26,7 +26,6 @@ from medusa_jax.training import export, losses
 from medusa_jax.training.optim.optimizer import heads_weight, make_optimizer
 from medusa_jax.training.partition import TABLE
 from medusa_jax.training.setup import load_heads, more_layers
-from medusa_jax.training.step import microbatches
 
 
 def split_on(llama):
@@ -205,23 +204,6 @@ def test_native_heads_from_scratch(tokens, tmp_path):
     assert np.mean(log[-1]["loss"]) < 0.95 * np.mean(log[0]["loss"])
     recipe = json.loads((tmp_path / "export" / "recipe.json").read_text())
     assert recipe["config"]["train"]["stage"] == "native"
-
-
-@pytest.mark.wide
-def test_joint_microbatches_add_up(tokens):
-    """Masks differ between the microbatches; the update is the whole batch's."""
-    results = []
-    for accumulation in (1, 4):
-        cfg = tiny_config(tokens, "medusa2", accumulation=accumulation)
-        cfg.optim.name, cfg.optim.eps = "adamw", 1e-3
-        mesh, step, state, frozen, rows = pieces(cfg, tokens)
-        batch = rows.batch(0, 8)
-        batch["counted"][np.arange(16)[None, :] < 2 * np.arange(8)[:, None]] = 0
-        state, metrics = step(state, frozen, microbatches(mesh, batch, accumulation))
-        results.append((host(state.params), host(metrics)))
-    (one, one_metrics), (four, four_metrics) = results
-    assert_close(four, one)
-    assert_close(four_metrics, one_metrics)
 
 
 def test_added_layers_change_nothing_until_they_have_learnt():
