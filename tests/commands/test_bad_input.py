@@ -7,15 +7,18 @@ import socket
 import sys
 
 import pytest
-from tiny_model import CONTEXT, write_model, write_tokenizer
+from tiny import CONTEXT, write_model, write_tokenizer
 from training_setup import ROOT, write_config, write_tokens
 
 from medusa_jax import hosts
 from medusa_jax.__main__ import COMMANDS
+from research.__main__ import COMMANDS as RESEARCH
 
 MODEL = "--model {m} --drafter {m}/heads --prompts {p}"
 BENCH = "bench --model {m} --drafters {m}/heads --prompts {p} --trees chain:1 --out {t}"
-QUESTIONS = "bench --model {m} --drafters {m}/heads --questions {q} --trees chain:1 --out {t}"
+QUESTIONS = (
+    "bench --model {m} --drafters {m}/heads --questions {q} --trees chain:1 --out {t}"
+)
 TRAIN = "train --workdir {t}/w --config {root}/configs/vicuna7b_m1.py"
 # What comes before the arguments of a row; of a flag that is given twice the last one counts.
 STARTS = {
@@ -33,6 +36,12 @@ STARTS = {
     " --nodes 6 --chat_template plain --out {t}",
     "convert": "convert --out {t}/out --drafter medusa --to tgi",
     "serve": "serve --port 0",
+    "shape": "bench --out {t} --shape llama-7b --random_weights",
+    "roofline": "roofline --out {t}",
+    "family": "family --model m --data d --calibration c",
+    "prefill_cost": "prefill_cost",
+    "walk": "walk",
+    "recipes": "recipes --original {t} --out {t}/out",
     "train": TRAIN,
     "train here": "train --workdir {t}/w --config {c}",
 }
@@ -83,7 +92,15 @@ ROWS = {
         ("--stop_sequence 1,-4", "stop_sequences are lists"),
         ("--prompts_file x", "either --prompt TEXT or --prompts_file"),
         ("--dtype int8", "int8"),
-        ("--bogus", "--bogus"),
+        ("--bogus", "unknown flag --bogus (--help"),
+        ("--promt hi", "unknown flag --promt; did you mean '--prompt'?"),
+        ("--max-new-tokens=3", "did you mean '--max_new_tokens'?"),
+        ("--max_tokens 3", "did you mean '--max_new_tokens'?"),
+        ("--dtype flaot32", "argument --dtype: 'flaot32' is none of float64, float32"),
+        ("--weights int_8", "did you mean 'int8'?"),
+        ("b", "unexpected argument 'b'"),
+        ("--repeats -1", "argument --repeats: 1 or more, not -1"),
+        ("--acceptance typcal", "did you mean 'typical'?"),
         ("--chat", "no chat template"),
         ("--chat vicunha", "did you mean 'vicuna'"),
     ],
@@ -99,7 +116,10 @@ ROWS = {
                 ("[]", NO_PROMPT),
                 ('{"text": "a"}', NO_PROMPT),
                 ('{"prompt": 5}', "line 2"),
-                ('{"prompt_ids": ["a"]}', "line 2: 'prompt_ids' must be a list of token ids"),
+                (
+                    '{"prompt_ids": ["a"]}',
+                    "line 2: 'prompt_ids' must be a list of token ids",
+                ),
                 ('{"prompt_ids": [99999]}', "a prompt id is outside the vocabulary"),
                 ('{"prompt": null}', "line 2"),
                 ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
@@ -111,11 +131,17 @@ ROWS = {
                 ('{"prompt": "a", "max_steps": "x"}', "line 2: 'max_steps' must be int"),
                 ('{"prompt": "a", "stop": 5}', "line 2"),
                 ('{"prompt": "a", "stop": [5]}', "line 2"),
-                ('{"prompt": "a", "eos_ids": 5}', "line 2: 'eos_ids' must be a list of token"),
+                (
+                    '{"prompt": "a", "eos_ids": 5}',
+                    "line 2: 'eos_ids' must be a list of token",
+                ),
                 ('{"prompt": "a", "eos_ids": [true]}', "line 2: 'eos_ids' must be"),
                 ('{"prompt": "a", "stop_sequences": [5]}', STOPS),
                 ('{"prompt": "a", "stop_sequences": 5}', STOPS),
-                ('{"prompt": "a", "stop_sequences": [[]]}', "line 2: stop_sequences are lists"),
+                (
+                    '{"prompt": "a", "stop_sequences": [[]]}',
+                    "line 2: stop_sequences are lists",
+                ),
                 ('{"promt": "a", "prompt": "a"}', "unknown field 'promt'; did you mean 'p"),
                 ('{"prompt": "a", "max_tokens": 5}', "unknown field 'max_tokens'; did you"),
                 ('{"prompt": "a", "banana": 5}', "field 'banana' (there are: prompt, "),
@@ -161,6 +187,8 @@ ROWS = {
         ("--most_nodes x", "argument --most_nodes: invalid int value: 'x'"),
         ("--against vllm", "--against takes transformers and llama.cpp, not 'vllm'"),
         ("--in_turn --drafters lookahead@cartesian:2x2", "branch at the root alone"),
+        ("--shape=llama-7b", "a shape has no weights of its own"),
+        ("--random_weights", "a shape has no weights of its own"),
     ],
     "against": [
         ("", "is no GGUF file, which llama.cpp needs"),
@@ -172,7 +200,10 @@ ROWS = {
         ("--max_new_tokens 96", "leaves no room for a prompt in a context of 96"),
         ("--max_prompt_tokens -1", "--max_prompt_tokens is 1 or more"),
         ("--questions none.jsonl", "cannot read none.jsonl"),
-        ("--chat_template vicuna --max_prompt_tokens 4", "question 1: a prompt of at most 4"),
+        (
+            "--chat_template vicuna --max_prompt_tokens 4",
+            "question 1: a prompt of at most 4",
+        ),
         ("--chat_template vicunna", "did you mean 'vicuna'?"),
     ],
     "replay": [
@@ -196,6 +227,38 @@ ROWS = {
         ("--api_key_file {f}", "holds no key", " \n"),
         ("--chat vicnua --drafter none", "there are: vicuna"),
     ],
+    "shape": [
+        ("--shape llama-8b", "none of the shapes llama-7b"),
+        ("--drafters medusae", "unknown drafter 'medusae'"),
+    ],
+    "roofline": [
+        ("--chip x", "unknown chip 'x'; there are: a100, "),
+        (
+            "--shape 8b",
+            "'8b' is no directory with a config.json and none of the shapes llama-7b",
+        ),
+        ("--batches 0,1", "--batches are 1 or more, not '0,1'"),
+        ("--curve no.json", "cannot read the tree file no.json"),
+        ("--measure --measure_trees 0", "_lengths and _trees are 1 or more"),
+        ("--measure --most_gbyte 1e-12", "every point of a group is larger than"),
+    ],
+    "family": [
+        ("--drafters=medusa,hydro", "there is no configs/demo_hydro.py"),
+        ("--nodes=8,many", "--nodes is a list like 8,64, not '8,many'"),
+        ("--drafters=hydra,eagle", "it needs --lm_head shared, not low_rank"),
+        ("--seeds=0", "--seeds at least 1"),
+        ("--speed=9", "unknown flag --speed=9"),
+    ],
+    "prefill_cost": [
+        ("--tokens 1k", "--tokens is a list like 1,4,8, not '1k'"),
+        ("--batch 0", "--batch and --tokens are 1 or more"),
+        ("--drafter x", "unknown drafter 'x': there are"),
+    ],
+    "walk": [
+        ("--step 0", "--step is at least 1, not 0"),
+        ("--drafter none", "give --drafter"),
+    ],
+    "recipes": [("", "no tokens.npy")],
     "train": [
         ("--config nothing.py", "nothing.py"),
         ("--config {root}/configs/nothing.py", "demo_backbone"),
@@ -241,19 +304,19 @@ def places(tmp_path_factory):
 
 
 def line_of(capsys, words):
-    """The last line that a bad call prints; of a server, a training run or texts it is the only one."""
+    """The last line that a bad call prints; the only one unless it has shown its progress."""
     capsys.readouterr()
     command, *given = words
-    module = importlib.import_module(COMMANDS[command][1])
+    module = importlib.import_module((COMMANDS | RESEARCH)[command][1])
     try:
         status = module.main(given)
     except SystemExit as ended:
         status = ended.code
     out, err = capsys.readouterr()
-    tells_more = command in ("bench", "calibrate", "convert", "replay")
-    assert (status, out) == (2, "") and err.count("\n") == 1 or tells_more, err
     last = err.splitlines()[-1]
-    assert status == 2 and last.startswith("error: ") and not out
+    assert status == 2 and last.startswith("error: "), err
+    if command not in ("bench", "calibrate", "convert", "replay", "roofline"):
+        assert out == "" and err.count("\n") == 1, (out, err)
     return last
 
 
@@ -272,7 +335,7 @@ def braced(text, places):
     ],
 )
 def test_bad_input(start, row, places, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(ROOT if start == "family" else tmp_path)
     given, words, *content = row
     file = tmp_path / ("given.py" if start == "train" else "given.json")
     if content:
@@ -282,9 +345,11 @@ def test_bad_input(start, row, places, tmp_path, capsys, monkeypatch):
     assert braced(words, places) in line_of(capsys, call)
 
 
-def test_a_workdir_is_one_process_s(places, tmp_path, capsys):
+@pytest.mark.parametrize(("start", "flag"), [("train here", "workdir"), ("distill", "out")])
+def test_a_directory_is_one_process_s(start, flag, places, tmp_path, capsys):
+    call = shlex.split(braced(STARTS[start], places | {"t": tmp_path}))
     with hosts.claimed(tmp_path):
-        said = line_of(capsys, ["train", f"--workdir={tmp_path}", f"--config={places['c']}"])
+        said = line_of(capsys, [*call, f"--{flag}={tmp_path}"])
     assert f"{tmp_path} is in use by another process" in said
 
 

@@ -10,7 +10,7 @@ import pytest
 from closeness import assert_close
 from jax.sharding import PartitionSpec as P
 from test_trainer import records, run
-from training_setup import tiny_arch, tiny_config
+from training_setup import tiny_config, training_arch
 
 from medusa_jax.config import OptimConfig
 from medusa_jax.model.llama import init_params
@@ -55,7 +55,7 @@ def test_updates_follow_adamw():
 
 
 def test_its_state_is_a_quarter_and_lies_where_the_parameters_do():
-    arch = tiny_arch(vocab_size=256, d_model=128, d_ff=256)
+    arch = training_arch(vocab_size=256, d_model=128, d_ff=256)
     params = jax.eval_shape(lambda k: init_params(arch, k), jax.random.key(0))
     sizes = {}
     for name, dtype in (
@@ -81,7 +81,7 @@ def test_its_state_is_a_quarter_and_lies_where_the_parameters_do():
 
 def curve(tokens, workdir, name, dtype="float32"):
     cfg = tiny_config(tokens, steps=40, save_every=30)
-    cfg.model.arch = tiny_arch(d_model=64, d_ff=64, head_dim=32)
+    cfg.model.arch = training_arch(d_model=64, d_ff=64, head_dim=32)
     cfg.optim.name, cfg.optim.moment_dtype, cfg.optim.lr = name, dtype, 5e-3
     run(cfg, workdir)
     return [r["loss"][0] for r in records(workdir)]
@@ -118,7 +118,7 @@ def test_moments_are_unpacked_when_their_gradients_are_there(monkeypatch):
     """Not before the first microbatch, all at once: that is float32 moments' memory again."""
     # Microbatches whose logits are larger than everything the update needs.
     cfg = tiny_config("", stage="medusa1", batch_size=32, accumulation=2, loss_chunk=512)
-    cfg.model.arch = tiny_arch(vocab_size=2048, d_model=128)
+    cfg.model.arch = training_arch(vocab_size=2048, d_model=128)
     cfg.heads.n_heads, cfg.optim.name, cfg.data.seq_len = 2, "adamw8bit", 512
     heads = 2 * 2048 * 128 * 4  # float32 bytes of the LM heads
     waits = step_temporaries(cfg)

@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 from children import devices, output_of
-from training_setup import tiny_arch, tiny_config
+from training_setup import tiny_config
 
 pytestmark = pytest.mark.wide
 
@@ -66,20 +66,6 @@ def configurations(tokens, model):
     for cfg in (heads, deeper, both):
         cfg.model.path, cfg.data.seq_len, cfg.optim.name = model, LENGTH, "adamw"
     return {"heads": heads, "deeper": deeper, "both": both}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A backbone of one layer."""
-    import jax
-
-    from medusa_jax.interop import hf
-    from medusa_jax.model.llama import init_params
-
-    path = tmp_path_factory.mktemp("model")
-    params = init_params(tiny_arch(), jax.random.key(0))
-    hf.save_backbone(str(path), tiny_arch(), params, "float32")
-    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_setup import tiny_arch, tiny_config
+from training_setup import tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import Backbone, make_drafter
@@ -19,7 +19,7 @@ from medusa_jax.tree.growth import MISS
 
 @pytest.mark.parametrize("chunk", [4, 5, 64])
 def test_ranks_are_those_of_the_labels(chunk):
-    arch = tiny_arch()
+    arch = training_arch()
     backbone = Backbone(Llama(arch), init_params(arch, jax.random.key(1)))
     drafter = make_drafter(HeadsConfig(n_heads=2), arch)
     params = jax.jit(drafter.init)(jax.random.key(2), backbone)

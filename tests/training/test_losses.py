@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from planted import random_heads, random_params
-from training_setup import tiny_arch
+from tiny import random_heads, random_params
+from training_setup import training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import Backbone, make_drafter
@@ -133,7 +133,7 @@ def test_logits_are_taken_of_what_counts_only(answers, walked):
 
 
 def heads_problem(K=3, T=12, B=2, lm_head="own"):
-    arch = tiny_arch()
+    arch = training_arch()
     llama = Llama(arch)
     stored = jax.tree.map(np.float32, random_params(arch, 1, scale=1.0))
     backbone = Backbone(llama, stored)
@@ -285,7 +285,7 @@ ALL_LOGITS = ROWS * LENGTH * VOCAB * 4
 def peak(K, teacher):
     """Compiled peak memory of the gradient of K heads; without a teacher's weight, that of the loss
     which holds all logits at once."""
-    arch = tiny_arch(vocab_size=VOCAB, d_model=32, max_position=LENGTH)
+    arch = training_arch(vocab_size=VOCAB, d_model=32, max_position=LENGTH)
     llama = Llama(arch)
     names = ("tokens", "positions", "segment_ids")
     batch = {n: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for n in names}

@@ -70,7 +70,7 @@ def test_a_bad_sample_is_named_by_its_line(vicuna, tmp_path, capsys):
     assert "surrogate pair, which stands for no character, first in line 7)" in said
     source.write_text("\n\n{broken\n")
     with pytest.raises(
-        UserError, match="none of the 1 samples .*1 x broken JSON, first in line 3"
+        UserError, match=r"none of the 1 samples .*1 x broken JSON, first in line 3"
     ):
         directory_of(text_config(vicuna, tmp_path, source))
     whole = tmp_path / "talk.json"

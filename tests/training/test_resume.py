@@ -15,7 +15,7 @@ import tensorstore
 from cases import thinned
 from damages import flipped
 from test_trainer import records, run
-from training_setup import tiny_arch, tiny_config
+from training_setup import tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
@@ -75,7 +75,7 @@ def config(tokens, model, stage, **train):
     if name != "native":
         cfg.model.path = model
     if stage == "packed moments":  # of matrices that are large enough to be packed
-        cfg.model.arch = tiny_arch(d_model=64, d_ff=64, head_dim=32)
+        cfg.model.arch = training_arch(d_model=64, d_ff=64, head_dim=32)
         cfg.optim.name = "adamw8bit"
     if stage == "medusa2":
         cfg.train.lambda_0_schedule, cfg.train.backbone_loss = "sine", "kl"
