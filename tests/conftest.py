@@ -80,3 +80,13 @@ def x64():
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory):
+    """A tiny model without a chat template, heads in it; only to be read."""
+    from tiny import write_model
+
+    path = tmp_path_factory.mktemp("tiny")
+    write_model(path)
+    return path

@@ -6,7 +6,8 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planted import decoder, random_params, texts_of, tiny_config
+from planted import texts_of
+from tiny import decoder, random_params, tiny_arch
 
 from medusa_jax import __main__, heads
 from medusa_jax.config import HeadsConfig
@@ -66,7 +67,7 @@ def test_an_acceptance_rule_is_one_file(added, monkeypatch):
     found = acceptance._find()
     assert set(found) - set(acceptance.RULES) == {"nothing"}
     monkeypatch.setitem(acceptance.RULES, "nothing", found["nothing"])
-    config = tiny_config(vocab_size=7)
+    config = tiny_arch(vocab_size=7)
     llama, params = decoder(config, random_params(config, 1))
     drafter = heads.make_drafter(HeadsConfig(n_heads=2, lm_head="shared"), config)
     variables = {

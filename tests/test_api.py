@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from functools import partial
 from itertools import pairwise
 
@@ -13,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
+from children import output_of
 from closeness import assert_close
-from planted import forward_logits
-from tiny_model import CONTEXT, write_model, write_tokenizer
+from tiny import CONTEXT, forward_logits, write_model, write_tokenizer
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
@@ -165,22 +163,19 @@ def test_a_model_without_a_template_does_not_chat(model):
     assert model.chat("in", Options(max_new_tokens=3), template="zephyr").new_tokens == 3
 
 
+SAID = {"role": "user", "content": "in"}
+NO_PROMPT = "a prompt is text or a list of token ids, not"
+
+
 @pytest.mark.parametrize(
-    "prompts",
+    ("prompts", "words"),
     [
-        [{"role": "user", "content": "in"}],
-        [[{"role": "user", "content": "in"}]],
-        {"role": "user", "content": "in"},
+        *((prompts, NO_PROMPT) for prompts in ([5, 6], [None], [["in"]], [[1.5]])),
+        *((p, r"these are messages: call model\.chat\(") for p in ([SAID], [[SAID]], SAID)),
     ],
 )
-def test_messages_given_to_generate_are_sent_to_chat(model, prompts):
-    with pytest.raises(UserError, match=r"these are messages: call model\.chat\(messages"):
-        model.generate(prompts)
-
-
-@pytest.mark.parametrize("prompts", [[5, 6], [None], [["in"]], [[1.5]]])
-def test_prompts_that_are_neither_text_nor_ids(model, prompts):
-    with pytest.raises(UserError, match="a prompt is text or a list of token ids, not"):
+def test_prompts_that_are_neither_text_nor_ids(model, prompts, words):
+    with pytest.raises(UserError, match=words):
         model.generate(prompts)
 
 
@@ -299,19 +294,6 @@ def test_a_limit_in_steps(model):
         UserError, match="max_steps would end the drafted and the plain text"
     ):
         compare(model, ["in"], rows[0])
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"eos_ids": (3, -1)}, r"eos_ids are token ids, 0 or more, not \(3, -1\)"),
-        ({"stop_sequences": ((),)}, "at least one token id"),
-        ({"stop_sequences": ((1, -2),)}, "at least one token id"),
-    ],
-)
-def test_ends_that_are_no_token_ids_are_refused(given, message):
-    with pytest.raises(UserError, match=message):
-        Options(**given)
 
 
 def test_the_models_own_eos_outlives_another_tokenizer(directory, tmp_path):
@@ -573,29 +555,23 @@ def test_limits_and_ends_beyond_any_text_are_none(model):
     assert request.max_steps == [loop.FOREVER] and request.stops == [[]]
 
 
+SMALL = {"max_new_tokens": [0], "max_steps": [0], "logprobs": [-1], "top_k": [-2, 2**31]}
+WRONG = {"temperature": [-0.1, 1e-38, float("nan"), float("inf")], "top_p": [0.0, 1.5]}
+WRONG |= {"min_p": [-1.0], "epsilon": [0.0], "delta": [-1.0]} | SMALL
+
+
 @pytest.mark.parametrize(
-    "field",
+    ("name", "value", "words"),
     [
-        {"max_new_tokens": 0},
-        {"max_steps": 0},
-        {"logprobs": -1},
-        {"temperature": -0.1},
-        {"temperature": 1e-38},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
-        {"top_p": 0.0},
-        {"top_p": 1.5},
-        {"min_p": -1.0},
-        {"top_k": -2},
-        {"top_k": 2**31},
-        {"epsilon": 0.0},
-        {"delta": -1.0},
+        *((name, value, name) for name, values in WRONG.items() for value in values),
+        ("eos_ids", (3, -1), r"eos_ids are token ids, 0 or more, not \(3, -1\)"),
+        ("stop_sequences", ((),), "at least one token id"),
+        ("stop_sequences", ((1, -2),), "at least one token id"),
     ],
 )
-def test_options_out_of_range(field):
-    [name] = field
-    with pytest.raises(UserError, match=name):
-        Options(**field)
+def test_options_out_of_range(name, value, words):
+    with pytest.raises(UserError, match=words):
+        Options(**{name: value})
     assert dataclasses.replace(Options(), max_new_tokens=3).max_new_tokens == 3
 
 
@@ -638,6 +614,6 @@ def test_names_of_the_package():
     for name in medusa_jax.__all__:
         assert getattr(medusa_jax, name).__doc__ and name in dir(medusa_jax)
     code = "import sys, medusa_jax; dir(medusa_jax); sys.exit('jax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    output_of(code)
     with pytest.raises(AttributeError, match="nothing_here"):
         _ = medusa_jax.nothing_here

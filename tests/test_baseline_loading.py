@@ -1,7 +1,7 @@
 """Drafters without heads by what `--drafter` says of them, from files."""
 
 import pytest
-from tiny_model import write_model
+from tiny import write_model
 
 from medusa_jax.api import Options, load
 from medusa_jax.api.baselines import find_baseline
@@ -13,17 +13,11 @@ PROMPTS = ["the cat in the ha", "a b c a b c a"]
 OPTIONS = Options(max_new_tokens=21, eos_ids=())
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    return str(path)
-
-
 @pytest.mark.wide
 @pytest.mark.usefixtures("x64")
 def test_the_text_is_that_of_plain_decoding(directory):
     """A draft model that is the model itself is always right: five tokens in each of four steps."""
+    directory = str(directory)
     model = load(directory, f"draft_model:{directory}", dtype="float64")
     assert model.drafts and model.tree == Tree.chain(4)
     plain = [r.token_ids for r in model.generate(PROMPTS, OPTIONS, tree="none")]
@@ -42,7 +36,7 @@ def test_a_draft_model_needs_the_same_tokenizer(directory, tmp_path):
     swapped = file.read_text().replace('"e":', '"#":').replace('"d":', '"e":')
     file.write_text(swapped.replace('"#":', '"d":'))
     with pytest.raises(UserError, match="has another tokenizer than the model"):
-        load(directory, f"draft_model:{tmp_path}")
+        load(str(directory), f"draft_model:{tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +51,7 @@ def test_a_draft_model_needs_the_same_tokenizer(directory, tmp_path):
 )
 def test_bad_specs(spec, message, directory):
     with pytest.raises(UserError, match=message):
-        load(directory, spec)
+        load(str(directory), spec)
 
 
 def test_what_a_name_says():

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from tiny_model import write_model
+from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError

@@ -4,8 +4,7 @@ where the text does, or as was asked for."""
 import jax
 import numpy as np
 import pytest
-from planted import random_heads
-from tiny_model import write_model
+from tiny import random_heads, write_model
 
 import medusa_jax
 from medusa_jax import Options

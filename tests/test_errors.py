@@ -7,7 +7,7 @@ from medusa_jax.__main__ import main
 from medusa_jax.api.baselines import find_baseline
 from medusa_jax.api.finding import find_heads
 from medusa_jax.chips import find_chip
-from medusa_jax.commands import decode, train
+from medusa_jax.commands import train
 from medusa_jax.commands.requests import check_fields
 from medusa_jax.config import Config
 from medusa_jax.errors import did_you_mean
@@ -74,30 +74,7 @@ def test_what_is_like_no_name_gets_the_list(call, known):
     assert known in str(error.value) and "did you mean" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--promt", "hi"], "unknown flag --promt; did you mean '--prompt'?"),
-        (["--max-new-tokens=3"], "did you mean '--max_new_tokens'?"),
-        (["--max_tokens", "3"], "did you mean '--max_new_tokens'?"),
-        (["--dtype", "flaot32"], "argument --dtype: 'flaot32' is none of float64, float32"),
-        (["--weights", "int_8"], "did you mean 'int8'?"),
-        (["--prompt", "a", "b"], "unexpected argument 'b'"),
-        (["--bogus"], "unknown flag --bogus (--help"),
-        (["--repeats", "-1"], "argument --repeats: 1 or more, not -1"),
-    ],
-)
-def test_flags_are_one_line(capsys, flags, words):
-    with pytest.raises(SystemExit) as error:
-        decode.main(flags)
-    out, err = capsys.readouterr()
-    assert error.value.code == 2 and out == ""
-    assert err.count("\n") == 1 and err.startswith("error: ") and words in err
-
-
-def test_acceptance_rules_and_commands(capsys):
-    assert decode.main(["--prompt", "a", "--acceptance", "typcal"]) == 2
-    assert "did you mean 'typical'?" in capsys.readouterr().err
+def test_commands(capsys):
     assert main(["trian"]) == 2 and main(["zzz"]) == 2
     said = capsys.readouterr().err
     assert "did you mean 'train'?" in said and said.count("did you mean") == 1

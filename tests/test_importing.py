@@ -1,12 +1,10 @@
 """A checkpoint on a mesh: no device and not the host ever holds a parameter that is shared out."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from children import devices, environment
-from planted import random_params
+from children import devices, output_of
+from tiny import random_params
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.interop import hf, shards
@@ -111,14 +109,7 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(directory):
     """What a child process with eight devices saw, mesh by mesh."""
-    done = subprocess.run(
-        [sys.executable, "-c", WATCHED, str(directory), *MESHES],
-        env=environment(devices(8)),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return json.loads(output_of(WATCHED, directory, *MESHES, xla_flags=devices(8)))
 
 
 @pytest.mark.wide

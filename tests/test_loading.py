@@ -9,7 +9,7 @@ import pytest
 from cases import wide
 from closeness import assert_close
 from live import Peak, shard_bytes
-from tiny_model import write_heads, write_model
+from tiny import write_heads, write_model
 from training_setup import ROOT, tiny_config
 
 import medusa_jax

@@ -5,12 +5,10 @@ with eight simulated CPU devices.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from children import devices, environment
+from children import devices, output_of
 from training_setup import write_tokens
 
 MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
@@ -31,10 +29,10 @@ from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
 from test_meshes import MESHES
-from training_setup import tiny_arch, tiny_config
+from training_setup import tiny_config, training_arch
 
 STEPS = 20
-ARCH = tiny_arch(d_model=32, n_heads=8, n_kv_heads=8, head_dim=4, d_ff=64)
+ARCH = training_arch(d_model=32, n_heads=8, n_kv_heads=8, head_dim=4, d_ff=64)
 
 
 def configurations(tokens):
@@ -151,11 +149,7 @@ print(json.dumps(found))
 
 
 def child(script, *args):
-    command = [sys.executable, "-c", script, *map(str, args)]
-    env = environment(devices(8))
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(output_of(script, *args, xla_flags=devices(8)).splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +170,7 @@ def test_training_is_that_of_one_device(kind, tmp_path):
 
 def test_decoded_tokens_are_those_of_one_device(tmp_path):
     """Greedy and sampled, one row and eight ragged ones."""
-    from tiny_model import write_model
+    from tiny import write_model
 
     write_model(tmp_path, n_heads=8, n_kv_heads=8, d_ff=24)
     found = child(DECODING, tmp_path)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from children import devices, ended, environment, two
-from tiny_model import write_model
+from tiny import write_model
 
 pytestmark = pytest.mark.slow
 TEXTS = ["the cat and", "in", "abc", "the", "cab", "a b", "and", "er"]

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import trees
 
 from medusa_jax import plots
 from medusa_jax.errors import UserError
@@ -16,16 +17,9 @@ CHOICES = [[0], [1], [0, 0], [0, 1], [0, 0, 2]]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@st.composite
-def trees(draw):
-    """Choices in any order, ranks with gaps, every prefix present."""
-    nodes = [()]
-    for _ in range(draw(st.integers(0, 14))):
-        parent = draw(st.sampled_from(nodes))
-        child = (*parent, draw(st.integers(0, 9)))
-        if child not in nodes:
-            nodes.append(child)
-    return draw(st.permutations(nodes[1:]))
+def choices():
+    """In any order, ranks with gaps, every prefix present."""
+    return trees(max_rank=9).map(lambda tree: [list(path) for path in tree.choices])
 
 
 def test_layout_example():
@@ -40,7 +34,7 @@ def test_layout_example():
     assert plots.tree_layout([]) == {(): (0, 0)}
 
 
-@given(trees())
+@given(choices())
 def test_layout_keeps_nodes_apart_and_ranks_in_order(choices):
     place = plots.tree_layout(choices)
     assert len(set(place.values())) == len(place) == len(choices) + 1

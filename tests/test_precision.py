@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import training_setup
 from cases import wide
-from planted import tiny_config
+from tiny import tiny_arch
 
 from medusa_jax.config import HeadsConfig, LoraConfig
 from medusa_jax.heads import DRAFTERS, Backbone, drafter_class, make_drafter
@@ -74,7 +74,7 @@ def rows_of(config):
 @pytest.mark.parametrize("form", ["stored", "fused", "coded", "int8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_backbone(form, tied):
-    config = tiny_config(d_model=64, tie_embeddings=tied)
+    config = tiny_arch(d_model=64, tie_embeddings=tied)
     params, llama = backbone_of(config), Llama(config)
     if form in ("fused", "coded"):
         llama = decoder(config, jnp.float32, make_mesh(), Storage())
@@ -108,7 +108,7 @@ def test_the_backbone(form, tied):
 @pytest.mark.parametrize("lm_head", [*wide("shared", "own"), "low_rank"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_drafter(name, lm_head, weights):
-    config = tiny_config(d_model=64, vocab_size=64)
+    config = tiny_arch(d_model=64, vocab_size=64)
     backbone = Backbone(Llama(config), backbone_of(config))
     sizes = {"drafter": name, "n_heads": 3, "lm_head": lm_head, "rank": 64}
     drafter = make_drafter(

@@ -4,13 +4,11 @@ What needs several devices runs in one child process with eight simulated CPU de
 """
 
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
-from children import devices, environment
+from children import devices, output_of
 from jax.sharding import PartitionSpec as P
 
 from medusa_jax.errors import UserError
@@ -36,14 +34,14 @@ from medusa_jax.sharding import (
     ROWS, init_sharded, make_mesh, param_shardings, path_string, spec_for,
 )
 from live import Peak, shard_bytes
-from planted import tiny_config
+from tiny import tiny_arch
 
 model_dir = sys.argv[1]
 report = {"devices": len(jax.devices()), "errors": {}}
 report |= {name: {} for name in ("decoded", "streamed", "compiled", "keys", "loaded")}
 
 # Everything lies where the table says, born there or placed there.
-config = tiny_config(vocab_size=24, n_heads=4, n_kv_heads=4, d_ff=24)
+config = tiny_arch(vocab_size=24, n_heads=4, n_kv_heads=4, d_ff=24)
 wrong = []
 for shape in ((1, 2, 4), (2, 2, 2)):
     mesh = make_mesh(shape)
@@ -105,7 +103,7 @@ for shape in ((1, 1, 1), (2, 2, 2), (1, 8, 1)):
 
 # What a decode step sends where everything lies over the tensor axis.
 tree = Tree.cartesian([4, 3])
-arch = tiny_config(vocab_size=128, d_model=64, n_heads=8, n_kv_heads=8, d_ff=64)
+arch = tiny_arch(vocab_size=128, d_model=64, n_heads=8, n_kv_heads=8, d_ff=64)
 loop_of = scaling.compiled_loop(
     arch, HeadsConfig(n_heads=2), tree, make_mesh((1, 1, 8)), 2, 16, np.float32
 )[0]
@@ -132,17 +130,12 @@ print(json.dumps(report))
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    from tiny_model import write_heads, write_model
+    from tiny import write_heads, write_model
 
     path = tmp_path_factory.mktemp("model")
     config, params = write_model(path, n_kv_heads=4)
     write_heads(path / "few", config, params, range(1, 40, 2))
-    command = [sys.executable, "-c", CHILD, str(path)]
-    done = subprocess.run(
-        command, env=environment(devices(8)), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(output_of(CHILD, path, xla_flags=devices(8)).splitlines()[-1])
 
 
 def test_parameters_lie_where_the_table_says(report):

@@ -1,14 +1,11 @@
 """What a start does not do: trace layers again and again, import what it does not need."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from children import environment
-from planted import random_params, tiny_config
+from children import output_of
+from tiny import random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.interop.stored_heads import abstract_heads
@@ -35,9 +32,7 @@ def traced(monkeypatch):
 
 def test_a_program_traces_its_layers_once(traced):
     """The backbone without and with a cache, and its gradient with activations recomputed."""
-    config = tiny_config(
-        n_layers=N_LAYERS, vocab_size=51
-    )  # sizes that no other test traces
+    config = tiny_arch(n_layers=N_LAYERS, vocab_size=51)  # sizes that no other test traces
     params = {"params": random_params(config, np.random.default_rng(0))}
     del traced[:]
     tokens_BT = jnp.ones((1, 24), jnp.int32)
@@ -63,7 +58,7 @@ def test_a_program_traces_its_layers_once(traced):
 
 
 def test_shapes_of_parameters_come_from_one_layer(traced):
-    config = tiny_config(n_layers=N_LAYERS, vocab_size=52)
+    config = tiny_arch(n_layers=N_LAYERS, vocab_size=52)
     shapes = llama.abstract_params(config)
     assert traced == ["attend_rows"]
     abstract_heads(HeadsConfig(n_heads=2), config)
@@ -79,7 +74,4 @@ def test_a_start_imports_no_more_than_it_needs():
         "import sys, medusa_jax.commands.decode_run, medusa_jax.api; "
         f"print([name for name in {dear.split()!r} if name in sys.modules])"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, env=environment(), check=True
-    )
-    assert out.stdout.decode().strip() == "[]"
+    assert output_of(code).strip() == "[]"

@@ -3,20 +3,17 @@
 import json
 
 import pytest
-from tiny_model import write_model
+from files import write_lines
 
 from medusa_jax.commands import bench
 from medusa_jax.evaluate.peers import huggingface, llamacpp
 from medusa_jax.evaluate.peers.contender import Contender, Run
 
 
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory)
-    prompts = directory / "prompts.jsonl"
+@pytest.fixture
+def arguments(directory, tmp_path):
     lines = ({"prompt": p} for p in ("the cat", "a b c", "abc"))
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = write_lines(tmp_path / "prompts.jsonl", lines)
     return [f"--model={directory}", f"--drafters={directory}/heads", f"--prompts={prompts}"]
 
 
@@ -62,25 +59,3 @@ def test_the_demo_s_prompts_are_ids_to_the_demo_alone(model, tmp_path, monkeypat
     assert bench.main([*flags, "--against=llama.cpp", f"--out={tmp_path}"]) == 0
     assert seen and all(("prompt_ids" in q) == (model is None) for q in seen)
     assert all(q["prompt"] for q in seen)
-
-
-@pytest.mark.parametrize(
-    "flags, sentence",
-    [
-        (["--against=vllm"], "--against takes transformers and llama.cpp, not 'vllm'"),
-        (["--against=llama.cpp"], "is no GGUF file, which llama.cpp needs"),
-        (["--against=llama.cpp", "--temperature=1"], "--against decodes greedily"),
-        (
-            ["--against=llama.cpp", "--max_new_tokens=95"],
-            "are 101 tokens, the model's context is 96",
-        ),
-        (
-            ["--against=llama.cpp", "--no_repeat_ngram_size=3"],
-            "llama.cpp bars no n-grams: give --no_repeat_ngram_size 0",
-        ),
-    ],
-)
-def test_bad_input(arguments, flags, sentence, tmp_path, capsys):
-    defaults = ["--max_new_tokens=6", "--trees=chain:1", f"--out={tmp_path}"]
-    assert bench.main([*arguments, *defaults, *flags]) == 2
-    assert sentence in capsys.readouterr().err

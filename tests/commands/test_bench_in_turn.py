@@ -5,7 +5,8 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from tiny_model import write_model
+from files import write_lines
+from tiny import write_model
 
 from medusa_jax.api import Model
 from medusa_jax.commands import bench, bench_in_turn
@@ -15,24 +16,15 @@ from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.tree import Tree
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    lines = ({"prompt": p} for p in ("the cat", "a b c a b"))
-    (path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def arguments(directory, drafters, out):
-    return [
-        f"--model={directory}", f"--prompts={directory}/prompts.jsonl", f"--drafters={drafters}",
-        "--in_turn", "--max_new_tokens=9", "--repeats=1", f"--out={out}",
-    ]  # fmt: skip
+@pytest.fixture
+def prompts(tmp_path):
+    return write_lines(
+        tmp_path / "prompts.jsonl", ({"prompt": p} for p in ("the cat", "a b c a b"))
+    )
 
 
 @pytest.mark.wide
-def test_drafters_in_one_table(directory, tmp_path, capsys, monkeypatch):
+def test_drafters_in_one_table(directory, prompts, tmp_path, capsys, monkeypatch):
     backbones = []
     loaded = bench_in_turn.load_entrants
 
@@ -43,7 +35,12 @@ def test_drafters_in_one_table(directory, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(bench_in_turn, "load_entrants", noted)
     drafters = f"{directory}/heads@cartesian:2x1,prompt_lookup@chain:2,none@copy:2"
-    assert bench.main(arguments(directory, drafters, tmp_path)) == 0
+    flags = (
+        f"--model={directory} --prompts={prompts} --drafters={drafters} --out={tmp_path}"
+    )
+    assert (
+        bench.main([*flags.split(), "--in_turn", "--max_new_tokens=9", "--repeats=1"]) == 0
+    )
     facts = json.loads((tmp_path / "in_turn.json").read_text())
     rows = {row["drafter"]: row for row in facts["rows"]}
     assert list(rows) == ["plain", "medusa", "prompt_lookup", "copy"]
@@ -80,7 +77,7 @@ def test_a_question_file_is_asked_of_every_table(tmp_path, monkeypatch, capsys, 
             [("math", "a b c"), ("math", "the end"), ("coding", "the cat")]
         )
     ]
-    path.write_text("".join(json.dumps(q) + "\n" for q in questions))
+    write_lines(path, questions)
     asked = {}
 
     def caught(subject, prompts, options=None, *_, **__):
@@ -121,7 +118,7 @@ def test_training_costs_what_the_recipe_says():
     assert trained_tokens(second) == 256_000 + 64_000
     assert (
         trained_tokens({"step": 50, "config": went_on}) is None
-    )  # the first run is not told
+    )  # the first run's are unknown
 
 
 def test_the_ladder_is_chain_cartesian_tree_and_fitted_tree():
@@ -161,8 +158,3 @@ def test_the_ladder_has_no_other_tree_measured(monkeypatch):
         flags = SimpleNamespace(model=None, drafters="hydra,medusa", ladder=nodes)
         bench_in_turn.load_entrants(flags)
     assert asked == ["auto", "auto", "none", "none"]
-
-
-def test_bad_input(directory, tmp_path, capsys):
-    assert bench.main(arguments(directory, "lookahead@cartesian:2x2", tmp_path)) == 2
-    assert "branch at the root alone" in capsys.readouterr().err

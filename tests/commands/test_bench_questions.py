@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_model import write_model
+from files import read_lines, write_lines
+from tiny import write_model
 from tokenizers import Tokenizer, processors
 
 from medusa_jax import Options, Tree
@@ -22,7 +23,7 @@ QUESTIONS = [
     {"question_id": 401, "category": "math_reasoning", "turns": ["a."], "reference": ["#### 4"]},
     {"question_id": 241, "category": "summarization", "turns": ["a cat in the " * 20, "c"]},
 ]  # fmt: skip
-MT_BENCH = (
+MT_BENCH = [
     "writing",
     "roleplay",
     "reasoning",
@@ -31,7 +32,7 @@ MT_BENCH = (
     "extraction",
     "stem",
     "humanities",
-)
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,7 @@ def directory(tmp_path_factory):
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
     tokenizer.save(str(path / "tokenizer.json"))
-    lines = "".join(json.dumps(q) + "\n" for q in QUESTIONS)
-    (path / "question.jsonl").write_text(lines)
+    write_lines(path / "question.jsonl", QUESTIONS)
     return path
 
 
@@ -68,10 +68,6 @@ def arguments(directory, out, **flags):
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def spec_bench_speed(answers, baseline, tokenizer, task):
     """What `evaluation/speed.py` of Spec-Bench does with two answer files."""
 
@@ -81,12 +77,12 @@ def spec_bench_speed(answers, baseline, tokenizer, task):
         return task in ("overall", line["category"])
 
     ours, lengths = [], []
-    for line in filter(of_task, lines_of(answers)):
+    for line in filter(of_task, read_lines(answers)):
         choice = line["choices"][0]
         ours.append(sum(choice["new_tokens"]) / sum(choice["wall_time"]))
         lengths.extend(choice["accept_lengths"])
     theirs = []
-    for line in filter(of_task, lines_of(baseline)):
+    for line in filter(of_task, read_lines(baseline)):
         choice = line["choices"][0]
         tokens = sum(len(tokenizer(turn).input_ids) - 1 for turn in choice["turns"])
         theirs.append(tokens / sum(choice["wall_time"]))
@@ -136,8 +132,8 @@ def test_rows_by_category_and_overall(out):
 
 
 def test_judges_get_both_turns_of_mt_bench(out):
-    judged = lines_of(out / "mt_bench" / "model_answer" / "medusa-3.jsonl")
-    answers = {line["question_id"]: line for line in lines_of(out / "medusa-3.jsonl")}
+    judged = read_lines(out / "mt_bench" / "model_answer" / "medusa-3.jsonl")
+    answers = {line["question_id"]: line for line in read_lines(out / "medusa-3.jsonl")}
     assert [line["question_id"] for line in judged] == [81, 82]
     for line in judged:
         assert set(line) == {"question_id", "answer_id", "model_id", "choices", "tstamp"}
@@ -205,21 +201,3 @@ def test_mt_bench_s_categories_at_fastchat_s_temperatures(monkeypatch):
     assert [one.temperature for one in answered] == [0.7, 0.0, 0.3, 0.3, 0.3]
     ask()
     assert set(drawn.values()) == {0.3}
-
-
-@pytest.mark.parametrize(
-    "flags, sentence",
-    [
-        ({"max_new_tokens": 128}, "leaves no room for a prompt in a context of 128"),
-        ({"max_prompt_tokens": -1}, "--max_prompt_tokens is 1 or more"),
-        ({"questions": "none.jsonl"}, "cannot read none.jsonl"),
-        (
-            {"chat_template": "vicuna", "max_prompt_tokens": 4},
-            "question 81: a prompt of at most 4",
-        ),
-        ({"chat_template": "vicunna"}, "did you mean 'vicuna'?"),
-    ],
-)
-def test_bad_input(flags, sentence, directory, tmp_path, capsys):
-    assert bench.main(arguments(directory, tmp_path, **flags)) == 2
-    assert sentence in capsys.readouterr().err

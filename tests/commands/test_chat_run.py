@@ -1,34 +1,23 @@
 """`decode.py --chat` at the terminal: history, Ctrl-C, Ctrl-D, a context that fills up."""
 
 import builtins
-import json
 import re
 import time
 
 import jax
 import pytest
-from tiny_model import CONTEXT, write_model, write_tokenizer
+from tiny import CONTEXT, write_chat_model
 
 from medusa_jax.commands import chat
 from medusa_jax.commands.chat import COMMANDS
 from medusa_jax.commands.decode import main
 from medusa_jax.serving import Handle, Server
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}u{{ m['content'] }}."
-    "{% else %}a{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}a{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    write_tokenizer(path)
-    settings = json.loads((path / "tokenizer_config.json").read_text())
-    settings["chat_template"] = TEMPLATE
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_chat_model(path)
     return path
 
 
@@ -89,16 +78,11 @@ def test_what_was_said_before_is_not_read_again(talk):
     assert first == 0 and second > 20
 
 
-def test_reset_forgets_and_exit_ends(talk):
-    status, _, _, prompts = talk("in", "/reset", "the", "/exit", "never said")
-    assert status == 0 and prompts == ["uin.a", "uthe.a"]
-
-
 def test_commands(talk):
-    said = ("/help", "in", "/new", "the", "/quit", "never said")
-    status, _, err, prompts = talk(*said)
-    assert status == 0 and prompts == ["uin.a", "uthe.a"]
-    assert all(f"  {name} " in err for name in COMMANDS)
+    for reset, end in (("/reset", "/exit"), ("/new", "/quit")):
+        status, _, err, prompts = talk("/help", "in", reset, "the", end, "never said")
+        assert status == 0 and prompts == ["uin.a", "uthe.a"]
+        assert all(f"  {name} " in err for name in COMMANDS)
     _, _, err, prompts = talk("/rest", "/banana", "/retry", "/etc/hosts")
     assert "there is no command /rest; did you mean '/reset'?" in err
     assert "there is no command /banana (/help lists them)" in err
@@ -208,10 +192,3 @@ def test_old_turns_are_forgotten_when_the_context_is_full(talk):
 def test_a_turn_that_cannot_fit_is_refused_and_the_chat_goes_on(talk):
     status, _, err, prompts = talk("d" * 200, "in")
     assert status == 0 and "shorten it" in err and prompts == ["uin.a"]
-
-
-def test_without_a_template_there_is_no_chat(tmp_path, capsys):
-    write_model(tmp_path)
-    given = ["--model", str(tmp_path), "--drafter", "none", "--chat"]
-    assert main(given) == 2
-    assert "no chat template" in capsys.readouterr().err

@@ -26,20 +26,6 @@ def test_the_demos_heads_go_out_and_come_back(tmp_path, capfd):
     assert (there.n_heads, there.n_layers) == (ours.n_heads, ours.n_layers)
 
 
-def test_bad_input_is_one_sentence(tmp_path, capfd):
-    def fails(match, *flags):
-        assert convert("--out", tmp_path / "out", *flags) == 2
-        text = capfd.readouterr().err.splitlines()[-1]
-        assert text.startswith("error: ") and match in text
-
-    fails("TGI loads Medusa heads only", "--drafter", "hydra", "--to", "tgi")
-    fails("give --drafter the heads to convert", "--drafter", "none", "--to", "tgi")
-    fails("cannot be read", "--drafter", "medusa", "--to", "tgi", "--bench", tmp_path / "x")
-    (tmp_path / "out").mkdir(exist_ok=True)
-    (tmp_path / "out" / "x").write_text("")
-    fails("is not empty", "--drafter", "medusa", "--to", "tgi")
-
-
 @pytest.mark.parametrize("works", [True, False])
 def test_upload(works, tmp_path, monkeypatch, capfd):
     import huggingface_hub

@@ -5,51 +5,29 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import jax
 import pytest
-from tiny_model import CONTEXT, write_model, write_tokenizer
+from children import output_of
+from tiny import CONTEXT, write_chat_model, write_model
 
 import medusa_jax
-from medusa_jax.commands import calibrate, sweep, ties
 from medusa_jax.commands.decode import main
 from medusa_jax.commands.decode_report import summary
-from medusa_jax.interop import heads_io
 
 ROOT = Path(__file__).parents[2]
 NEW = "20"
-FIELDS = {
-    "text": str,
-    "token_ids": list,
-    "prompt_tokens": int,
-    "new_tokens": int,
-    "steps": int,
-    "mean_accepted_length": float,
-    "acceptance_histogram": list,
-    "prefill_seconds": float,
-    "decode_seconds": float,
-    "compile_seconds": float,
-    "tokens_per_second": float,
-    "drafter": str,
-    "tree_nodes": int,
-    "acceptance": str,
-    "lossless": bool,
-    "guarantee": str,
-    "seed": int,
-    "dtype": str,
-    "device": str,
-}
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    return path
+FIELDS = dict.fromkeys(
+    ["text", "drafter", "acceptance", "guarantee", "dtype", "device"], str
+)
+FIELDS |= dict.fromkeys(["token_ids", "acceptance_histogram"], list)
+FIELDS |= dict.fromkeys(["prompt_tokens", "new_tokens", "steps", "tree_nodes", "seed"], int)
+SECONDS = [f"{part}_seconds" for part in ("prefill", "decode", "compile")]
+FIELDS |= dict.fromkeys(["mean_accepted_length", "tokens_per_second", *SECONDS], float)
+FIELDS |= {"lossless": bool}
 
 
 @pytest.fixture
@@ -107,10 +85,10 @@ def test_json_has_the_documented_fields(decode):
         counted / facts["steps"], abs=1e-3
     )
     assert (facts["drafter"], facts["tree_nodes"], facts["seed"]) == ("medusa", 4, 4)
-    assert (facts["acceptance"], facts["lossless"], facts["dtype"]) == (
-        "greedy",
-        True,
-        "float32",
+    assert (
+        facts["lossless"]
+        and facts["dtype"] == "float32"
+        and facts["acceptance"] == "greedy"
     )
     plain = facts["autoregressive"]
     assert set(plain) == {"token_ids", "decode_seconds", "tokens_per_second"}
@@ -184,14 +162,10 @@ def test_show_drafts_colours_accepted_drafts_only(decode):
 @pytest.mark.wide
 def test_one_seed_one_text_whatever_the_tree(decode):
     flags = ("--prompt", "in the", "--json", "--temperature", 1.0, "--top_p", 0.9)
+    runs = ((3, "none"), (3, "chain:2"), (3, "cartesian:2,2"), (4, "chain:2"))
     texts = [
         json.loads(decode(*flags, "--seed", seed, "--dtype", "float64", tree=tree)[1])
-        for seed, tree in (
-            (3, "none"),
-            (3, "chain:2"),
-            (3, "cartesian:2,2"),
-            (4, "chain:2"),
-        )
+        for seed, tree in runs
     ]
     assert texts[0]["token_ids"] == texts[1]["token_ids"] == texts[2]["token_ids"]
     assert texts[3]["token_ids"] != texts[0]["token_ids"]
@@ -218,13 +192,6 @@ def test_tokens_are_copied_beside_heads_and_without_them(decode):
         facts = json.loads(out)
         assert facts["token_ids"] == plain["token_ids"]
         assert (facts["drafter"], facts["tree_nodes"]) == (by, nodes)
-    assert decode("--prompt", "in", tree="copy:x")[0] == 2
-
-
-def test_a_tree_without_anybody_to_draft_it(refused):
-    for tree in ("chain:2", "2"):
-        said = refused("--prompt", "in", heads="none", tree=tree)
-        assert "no draft heads are loaded" in said
 
 
 def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
@@ -331,72 +298,13 @@ def test_a_tree_file(decode, tmp_path):
     )
 
 
-# What the design calls bad input: one line that says what to do, status 2, nothing decoded.
-
-
-def test_no_bos_to_start_from(refused, tmp_path):
-    write_tokenizer(tmp_path, bos=False)
-    line = refused("--prompt", "", "--tokenizer", tmp_path)
-    assert "empty" in line and "BOS" in line
-
-
-def test_prompt_longer_than_the_context(refused):
-    line = refused("--prompt", "a" * 200)
-    assert "201 tokens" in line and f"context is {CONTEXT}" in line
-
-
-@pytest.mark.parametrize("model", ["/nowhere/at/all", "nothing-of-the-kind"])
-def test_model_that_is_not_there(refused, model):
-    assert model in refused("--prompt", "a", model=model)
-
-
-def test_model_directory_without_a_model(refused, tmp_path):
-    assert str(tmp_path) in refused("--prompt", "a", model=tmp_path)
-    write_tokenizer(tmp_path)
-    assert "config.json" in refused("--prompt", "a", model=tmp_path)
-
-
-def test_heads_that_are_not_there(refused):
-    assert "nowhere" in refused("--prompt", "a", heads="nowhere")
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"d_model": 24}, ("width 16", "width 24")),
-        ({"vocab_size": 50}, ("vocabulary 40", "vocabulary 50")),
-        ({"seed": 1}, ("fingerprint",)),
-    ],
-)
-def test_heads_made_for_another_model(refused, tmp_path, fields, words):
-    write_model(tmp_path, **fields)
-    line = refused("--prompt", "a", model=tmp_path)
-    assert all(word in line for word in words), line
-
-
-def test_the_demos_heads_on_another_model(directory, capsys):
-    assert main(["--model", str(directory), "--prompt", "a", "--drafter", "hydra"]) == 2
-    assert "--drafter hydra names the demo's heads" in capsys.readouterr().err
+# Bad input that takes more than flags and a file; the rest is in test_bad_input.py.
 
 
 def test_another_model_decodes_plainly_unless_heads_are_named(directory, capsys):
     assert main(["--model", str(directory), "--prompt", "a", "--max_new_tokens", "4"]) == 0
     err = capsys.readouterr().err
     assert "no --drafter is given: plain decoding" in err and "(none, 1 nodes" in err
-
-
-def test_other_commands_ask_for_heads(directory, tmp_path, capsys):
-    for module, flags in (
-        (calibrate, ["--out", str(tmp_path / "tree.json")]),
-        (sweep, ["--out", str(tmp_path)]),
-        (ties, ["--out", str(tmp_path / "ties.json")]),
-    ):
-        prompts = tmp_path / "prompts.jsonl"
-        prompts.write_text('{"prompt": "a"}\n')
-        given = [*flags, "--prompts", str(prompts), "--model", str(directory)]
-        assert module.main(given) == 2
-        line = capsys.readouterr().err
-        assert "give --drafter" in line and str(directory) in line, line
 
 
 def test_heads_of_another_model_when_allowed(decode, tmp_path):
@@ -429,137 +337,6 @@ def test_ends_of_each_request(decode, tmp_path):
     assert [g["token_ids"] for g in got] == [whole[:n] for n in counts]
 
 
-def test_tree_deeper_than_the_heads(refused, tmp_path):
-    assert "[0, 0, 0, 0]" in refused("--prompt", "a", tree="chain:4")
-    file = tmp_path / "deep.json"
-    file.write_text("[[0], [0, 2], [0, 2, 0], [0, 2, 0, 1]]")
-    assert "[0, 2, 0, 1] is 4 deep" in refused("--prompt", "a", tree=str(file))
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("[[0], [1", "not valid JSON"),
-        ('{"nodes": 3}', "choices"),
-        ("[[0], [3, 1]]", "[3, 1] needs its prefix [3]"),
-        ("[[0], [0]]", "[0] is given twice"),
-        ('[["a"]]', "whole numbers"),
-        ("[[9999]]", "9999 exceeds the vocabulary"),
-    ],
-)
-def test_malformed_trees(refused, tmp_path, content, words):
-    file = tmp_path / "tree.json"
-    file.write_text(content)
-    assert words in refused("--prompt", "a", tree=str(file))
-
-
-@pytest.mark.parametrize(
-    ("tree", "words"),
-    [("64", "calibrate"), ("chain:x", "chain:4"), ("nothing.json", "nothing.json")],
-)
-def test_trees_that_are_not_there(refused, tree, words):
-    assert words in refused("--prompt", "a", tree=tree)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--mesh", "1,1,64"), "64 devices"),
-        (("--mesh", "1,1"), "data,fsdp,tensor"),
-        (("--mesh", "a,b,c"), "three numbers"),
-        (("--acceptance", "greedy", "--temperature", "1"), "temperature 0"),
-        (("--acceptance", "eager"), "greedy, rejection, sampled, typical, not 'eager'"),
-        (("--temperature", "-1"), "temperature"),
-        (("--top_p", "0"), "top_p"),
-        (("--no_repeat_ngram_size", "-1"), "no_repeat_ngram_size must be 0"),
-        (("--no_repeat_ngram_size", "1000000000"), "0 (off) to 64, not 1000000000"),
-        (("--max_new_tokens", "0"), "max_new_tokens"),
-        (("--max_steps", "0"), "max_steps"),
-        (("--logprobs", "2"), "--logprobs is shown in JSON only"),
-        (("--json", "--save_drafts", "x.svg"), "--save_drafts draws one text"),
-        (("--eos_ids", "2,x"), "--eos_ids is a list like 1,4,8"),
-        (("--stop_sequence", "none"), "at least one token id"),
-        (("--stop_sequence", "1,-4"), "stop_sequences are lists"),
-        (("--prompts_file", "x"), "either --prompt TEXT or --prompts_file"),
-    ],
-)
-def test_flags_that_do_not_fit(refused, flags, words):
-    assert words in refused("--prompt", "a", *flags)
-
-
-def test_no_prompt_at_all(refused):
-    assert "--prompt" in refused()
-
-
-@pytest.mark.parametrize("flags", [("--dtype", "int8"), ("--bogus",)])
-def test_flags_that_are_unknown(decode, capsys, flags):
-    with pytest.raises(SystemExit) as caught:
-        decode("--prompt", "a", *flags)
-    assert caught.value.code == 2
-    assert flags[-1] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{", "line 2 is not JSON"),
-        ("[]", "line 2: a request needs a 'prompt', 'prompt_ids' or 'messages'"),
-        ('{"text": "a"}', "line 2: a request needs a 'prompt', 'prompt_ids' or 'messages'"),
-        ('{"prompt": 5}', "line 2"),
-        ('{"prompt_ids": ["a"]}', "line 2: 'prompt_ids' must be a list of token ids"),
-        ('{"prompt_ids": [99999]}', "a prompt id is outside the vocabulary"),
-        ('{"prompt": null}', "line 2"),
-        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
-        ('{"messages": "hello"}', "messages"),
-        ('{"prompt": "a", "temperature": "hot"}', "line 2"),
-        ('{"prompt": "a", "temperature": -1}', "line 2: temperature"),
-        ('{"prompt": "a", "seed": "x"}', "line 2"),
-        ('{"prompt": "a", "max_new_tokens": 2.5}', "line 2"),
-        ('{"prompt": "a", "max_steps": "x"}', "line 2: 'max_steps' must be int"),
-        ('{"prompt": "a", "stop": 5}', "line 2"),
-        ('{"prompt": "a", "stop": [5]}', "line 2"),
-        ('{"prompt": "a", "eos_ids": 5}', "line 2: 'eos_ids' must be a list of token ids"),
-        ('{"prompt": "a", "eos_ids": [true]}', "line 2: 'eos_ids' must be"),
-        ('{"prompt": "a", "stop_sequences": [5]}', "line 2: 'stop_sequences' must be"),
-        ('{"prompt": "a", "stop_sequences": 5}', "line 2: 'stop_sequences' must be"),
-        ('{"prompt": "a", "stop_sequences": [[]]}', "line 2: stop_sequences are lists"),
-        ('{"promt": "a", "prompt": "a"}', "line 2: unknown field 'promt'; did you mean 'p"),
-        ('{"prompt": "a", "max_tokens": 5}', "line 2: unknown field 'max_tokens'; did you"),
-        ('{"prompt": "a", "banana": 5}', "unknown field 'banana' (there are: prompt, "),
-        (
-            '{"prompt": "a", "prompt_ids": [5]}',
-            "one prompt, not both 'prompt' and 'prompt_",
-        ),
-        ('{"prompt": ' + "[" * 200_000, "line 2 cannot be read"),
-        ('{"prompt": "a", "seed": ' + "9" * 5_000 + "}", "line 2 cannot be read"),
-    ],
-)
-def test_prompts_files_with_a_bad_line(refused, tmp_path, line, words):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a"}\n' + line + "\n")
-    assert words in refused("--prompts_file", file)
-
-
-def test_prompts_files_without_requests(refused, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    assert str(file) in refused("--prompts_file", file)
-    file.write_text("\n\n")
-    assert "holds no requests" in refused("--prompts_file", file)
-
-
-def test_heads_files_with_a_bad_description(refused, directory, tmp_path):
-    heads = tmp_path / "heads"
-    heads.mkdir()
-    for name in (heads_io.WEIGHTS, heads_io.DESCRIPTION):
-        (heads / name).write_bytes((directory / "heads" / name).read_bytes())
-    for content in ("{", "[]", "{}", '{"heads": 3}', '{"heads": {"n_heads": "3"}}'):
-        (heads / heads_io.DESCRIPTION).write_text(content)
-        for tree in ("chain:2", "auto"):
-            assert heads_io.DESCRIPTION in refused(
-                "--prompt", "a", heads=str(heads), tree=tree
-            )
-
-
 def test_out_of_memory_is_one_line(decode, monkeypatch):
     def full(*_, **__):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1234 bytes.\nmore")
@@ -582,41 +359,23 @@ def test_other_errors_are_not_hidden(decode, monkeypatch):
 def test_help_is_quick_and_imports_no_jax():
     """CPU seconds, so that a busy machine plays no part."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "decode.py", "--help"], cwd=ROOT, capture_output=True, text=True
-    )
+    code = "import sys, runpy; sys.argv[1:] = ['--help']; runpy.run_path('decode.py', run_name='__main__')"
+    assert "--show_drafts" in output_of(code)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0 and "--show_drafts" in done.stdout
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert spent < 1
     code = "import sys, medusa_jax.commands.decode as d; d.parser(); print('jax' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.stdout.strip() == "False", done.stderr
+    assert output_of(code).strip() == "False"
 
 
 # --chat: the prompt goes through a chat template, its turn ends stop the text.
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}ask: {{ m['content'] }}."
-    "{% else %}say: {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}say: {% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory):
-    """A tokenizer directory with a chat template of its own."""
+    """A directory whose tokenizer has a chat template."""
     path = tmp_path_factory.mktemp("chatty")
-    write_tokenizer(path)
-    settings = json.loads((path / "tokenizer_config.json").read_text())
-    settings["chat_template"] = TEMPLATE
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_chat_model(path)
     return path
 
 
@@ -625,19 +384,17 @@ def test_chat_wraps_the_prompt_in_the_tokenizers_template(decode, chatty):
     status, out, err = decode("--prompt", "the cat", "--chat", *flags)
     assert status == 0, err
     got = json.loads(out)
-    plain = json.loads(decode("--prompt", "ask: the cat.say: ", *flags)[1])
+    plain = json.loads(decode("--prompt", "uthe cat.a", *flags)[1])
     assert got["prompt_tokens"] == plain["prompt_tokens"]
     assert got["token_ids"] == plain["token_ids"]
     bare = json.loads(decode("--prompt", "the cat", *flags)[1])
     assert got["token_ids"] != bare["token_ids"]
 
 
-def test_chat_with_a_shipped_template_and_with_none(decode, refused, directory):
+def test_chat_with_a_shipped_template(decode):
     got = json.loads(decode("--prompt", "the cat", "--chat", "zephyr", "--json")[1])
     bare = json.loads(decode("--prompt", "the cat", "--json")[1])
     assert got["prompt_tokens"] > bare["prompt_tokens"]
-    assert "no chat template" in refused("--prompt", "the cat", "--chat")
-    assert "did you mean 'vicuna'" in refused("--prompt", "the cat", "--chat", "vicunha")
 
 
 def test_a_chat_runs_on_one_host(decode, monkeypatch):
@@ -659,7 +416,7 @@ def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):
     file.write_text(json.dumps({"messages": turns}) + "\n")
     flags = ("--tokenizer", chatty, "--dtype", "float64")
     [line] = decode("--prompts_file", file, *flags)[1].splitlines()
-    text = "ask: in.say: the hat</s>ask: a cat.say: "
+    text = "uin.athe hat</s>ua cat.a"
     plain = json.loads(decode("--prompt", text, "--json", *flags)[1])
     assert json.loads(line)["token_ids"] == plain["token_ids"]
     file.write_text(json.dumps({"messages": turns[:2]}) + "\n")
@@ -697,4 +454,3 @@ def test_a_progress_bar_for_people_only(decode, tmp_path, monkeypatch):
     status, out, err = decode("--prompts_file", file, "--batch_size", 2)
     assert status == 0 and out.count("\n") == 3 and "3/3" in err
     assert all(json.loads(line)["new_tokens"] == 20 for line in out.splitlines())
-    assert "--batch_size" in decode("--prompts_file", file, "--batch_size", 0)[2]

@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from tiny_model import write_model
+from files import write_lines
+from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree
@@ -21,17 +22,13 @@ QUESTIONS = [
 NEW, NODES = 40, 6
 
 
-def lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     write_model(path, max_position=128)
-    lines(path / "questions.jsonl", QUESTIONS)
-    lines(path / "other.jsonl", [{"prompt": text} for text in ("a hat", "the", "cat and")])
+    write_lines(path / "questions.jsonl", QUESTIONS)
+    others = ({"prompt": text} for text in ("a hat", "the", "cat and"))
+    write_lines(path / "other.jsonl", others)
     return path
 
 
@@ -90,17 +87,3 @@ def test_answers_are_written_once(directory, tmp_path, capsys):
     assert "has the answers" in again.err and "has the answers" not in first.err
     assert run(directory, tmp_path, fit, "--seed=1") == 0
     assert "has the answers" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ((), "no tree file lies beside the heads: give --fit"),
-        (("--nodes=1",), "--nodes are sizes of trees, from 2 to 128"),
-        (("--drafters=prompt_lookup",), "no heads whose guesses could be ranked"),
-        (("--drafters=none",), "give --drafter"),
-    ],
-)
-def test_bad_input(directory, tmp_path, capsys, more, said):
-    assert run(directory, tmp_path, *more) == 2
-    assert said in capsys.readouterr().err

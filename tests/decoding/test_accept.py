@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import TreeArrays, sampling_of, trees
+from planted import sampling_of
+from trees import TreeArrays, trees
 
 from medusa_jax.decoding.acceptance.rule import walk
 from medusa_jax.decoding.acceptance.targets import accept_targets

@@ -6,7 +6,8 @@ import pytest
 from cases import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import decoder, planted, planted_params, random_params, texts_of, tiny_config
+from planted import planted, planted_params, texts_of
+from tiny import decoder, random_params, tiny_arch
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.copying import NGRAM, copied_lengths, copied_tokens, with_copies
@@ -66,7 +67,7 @@ def test_recorded_lengths_end_with_the_text():
 @pytest.mark.parametrize("acceptance", ["sampled", *wide("greedy")])
 def test_drafted_text_is_plain_text(acceptance, ngram):
     """Ragged rows of their own limits; a small vocabulary, so that much repeats."""
-    config = tiny_config(vocab_size=7, n_layers=1)
+    config = tiny_arch(vocab_size=7, n_layers=1)
     params = random_params(config, 3)
     llama, backbone = decoder(config, params)
     prompts, limits = [[1, 2, 1], [5], [3, 4, 3, 4, 3, 6, 0]], [40, 17, 33]
@@ -91,14 +92,14 @@ def test_drafted_text_is_plain_text(acceptance, ngram):
 
 
 def test_a_rule_that_needs_the_drafts_law_copies_nothing():
-    config = tiny_config(vocab_size=7, n_layers=1)
+    config = tiny_arch(vocab_size=7, n_layers=1)
     llama, _ = decoder(config, random_params(config, 3))
     engine = loop.Engine(llama, planted(config), TREE, "rejection")
     assert engine.tree == TREE.drafted.dense and not engine.keeps_text
 
 
 def test_trees_of_one_depth_that_copy_share_what_is_not_a_step():
-    config = tiny_config(vocab_size=7, n_layers=1)
+    config = tiny_arch(vocab_size=7, n_layers=1)
     llama, _ = decoder(config, random_params(config, 3))
 
     def apart(tree):

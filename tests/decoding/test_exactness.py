@@ -17,19 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import (
     Planted,
-    TreeArrays,
     check_counts,
     decode_traced,
-    decoder,
     filtered_scores,
-    forward_logits,
     planted,
     planted_params,
-    random_params,
     texts_of,
-    tiny_config,
-    trees,
 )
+from tiny import decoder, forward_logits, random_params, tiny_arch
+from trees import TreeArrays, trees
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
@@ -47,9 +43,7 @@ SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
 
 def config_of(shape):
     vocab, _, window = shape
-    return tiny_config(
-        vocab_size=vocab, sliding_window=window, sliding_window_start_layer=1
-    )
+    return tiny_arch(vocab_size=vocab, sliding_window=window, sliding_window_start_layer=1)
 
 
 @cache

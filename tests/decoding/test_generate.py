@@ -9,15 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
-from planted import (
-    check_counts,
-    decoder,
-    planted,
-    planted_params,
-    random_params,
-    texts_of,
-    tiny_config,
-)
+from planted import check_counts, planted, planted_params, texts_of
+from tiny import decoder, random_params, tiny_arch
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.heads.lookahead import Lookahead, LookaheadConfig
@@ -32,7 +25,7 @@ CHAIN = Tree.chain(3)
 
 @cache
 def model():
-    config = tiny_config(vocab_size=VOCAB)
+    config = tiny_arch(vocab_size=VOCAB)
     return (config, *decoder(config, random_params(config, 1)))
 
 
@@ -302,14 +295,14 @@ def test_requests_that_cannot_be_are_refused():
 )
 def test_slot_ladder(longest, needed, native, expected):
     llama = SimpleNamespace(native=native)
-    engine = loop.Engine(llama, planted(tiny_config()), Tree.chain(3))
+    engine = loop.Engine(llama, planted(tiny_arch()), Tree.chain(3))
     ladder = loop.slot_ladder(engine, longest, needed)
     assert ladder == expected
     assert ladder[0] >= longest + 4 and ladder[-1] >= needed
 
 
 def test_rows_beside_the_tree_need_slots():
-    drafter = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), tiny_config())
+    drafter = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), tiny_arch())
     llama = SimpleNamespace(native=False)
     engine = loop.Engine(llama, drafter, drafter.default_tree)
     tree, beside = 1 + 3 * 3, 3 + 4 + 4
@@ -328,7 +321,7 @@ def test_power_of_two(n):
 @pytest.mark.wide
 def test_bfloat16_runs():
     """No promise of identity there, but of whole, well-formed texts."""
-    config = tiny_config(vocab_size=VOCAB)
+    config = tiny_arch(vocab_size=VOCAB)
     llama, backbone = decoder(config, random_params(config, 1), jnp.bfloat16)
     heads = planted_params([[1, 2, 3]], VOCAB, 0)
     engine = loop.Engine(llama, planted(config), CHAIN, "sampled")

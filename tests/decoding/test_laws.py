@@ -11,16 +11,9 @@ import numpy as np
 import pytest
 from cases import thinned
 from laws import agrees, law_of, total_variation
-from planted import (
-    decoder,
-    filtered_scores,
-    forward_logits,
-    random_params,
-    sampling_of,
-    texts_of,
-    tiny_config,
-)
+from planted import filtered_scores, sampling_of, texts_of
 from scipy.special import softmax
+from tiny import decoder, forward_logits, random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
@@ -52,7 +45,7 @@ def _small_caches(monkeypatch):
 @cache
 def model(ids=()):
     """A tiny backbone, and heads that agree with it now and then; they score all tokens or `ids`."""
-    config = tiny_config(vocab_size=V, n_layers=1)
+    config = tiny_arch(vocab_size=V, n_layers=1)
     params = random_params(config, 3, scale=0.8)
     llama, backbone = decoder(config, params)
     drafter = make_drafter(

@@ -14,19 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from planted import (
-    TreeArrays,
     check_counts,
     decode_traced,
-    decoder,
     filtered_scores,
-    forward_logits,
     planted,
     planted_params,
-    random_params,
-    random_tree,
     texts_of,
-    tiny_config,
 )
+from tiny import decoder, forward_logits, random_params, tiny_arch
+from trees import TreeArrays, random_tree
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
@@ -81,7 +77,7 @@ def is_tie(config, params, text, row, request, mode):
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
 def test_a_hundred_thousand_tokens(dtype):
-    config = tiny_config(vocab_size=VOCAB)
+    config = tiny_arch(vocab_size=VOCAB)
     rng = np.random.default_rng(0)
     shape = random_tree(rng, NODES, DEPTH)  # only its sizes matter: trees are traced
     models = [random_params(config, seed) for seed in range(2)]

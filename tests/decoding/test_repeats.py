@@ -10,18 +10,9 @@ import pytest
 from cases import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import (
-    Planted,
-    TreeArrays,
-    decoder,
-    forward_logits,
-    planted,
-    planted_params,
-    random_params,
-    texts_of,
-    tiny_config,
-    trees,
-)
+from planted import Planted, planted, planted_params, texts_of
+from tiny import decoder, forward_logits, random_params, tiny_arch
+from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
@@ -35,7 +26,7 @@ SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
 NEW = 40
 N = 3
 # Few tokens, so that bars matter; rows with short and long prompts.
-CONFIG = tiny_config(vocab_size=11, n_layers=1)
+CONFIG = tiny_arch(vocab_size=11, n_layers=1)
 PROMPTS = [[4], [1, 2, 3, 1, 2, 3, 1, 2], [0, 0, 0, 0, 0]]
 LIMITS = [NEW, 17, 29]
 
@@ -135,7 +126,7 @@ def test_the_plain_loop_takes_the_best_token_that_is_not_barred():
 @pytest.mark.wide
 def test_the_text_grows_with_the_cache():
     """150 tokens behind prompts of 5 and 120: the cache of 128 slots doubles on the way."""
-    config = tiny_config(vocab_size=60)
+    config = tiny_arch(vocab_size=60)
     params = random_params(config, 3)
     llama, backbone = decoder(config, params)
     rng = np.random.default_rng(0)

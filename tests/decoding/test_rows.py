@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from planted import decoder, planted, random_params, texts_of, tiny_config
+from planted import planted, texts_of
+from tiny import decoder, random_params, tiny_arch
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import rows
@@ -20,7 +21,7 @@ def test_rows_wait_for_their_turn_and_for_room():
 
     One that has ended is never woken.
     """
-    config = tiny_config(vocab_size=7, n_layers=1)
+    config = tiny_arch(vocab_size=7, n_layers=1)
     llama, backbone = decoder(config, random_params(config, 1))
     engine = loop.Engine(llama, planted(config), Tree.none(), "sampled")
     variables = {"backbone": backbone, "heads": {}}
@@ -56,7 +57,7 @@ def test_rows_wait_for_their_turn_and_for_room():
 
 def test_a_drafter_goes_on_from_where_texts_part():
     """What it keeps of a text is that of a row which read the whole prompt."""
-    config = tiny_config(vocab_size=7, n_layers=1)
+    config = tiny_arch(vocab_size=7, n_layers=1)
     llama, backbone = decoder(config, random_params(config, 1))
     drafter = make_drafter(PromptLookupConfig(tokens=2), config)
     engine = loop.Engine(llama, drafter, Tree.chain(2))

@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -11,9 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from children import environment
-from tiny_model import write_model
+from tiny import set_template, write_model
 
-from medusa_jax import hosts
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
 from medusa_jax.distill import files, writer
@@ -41,8 +39,7 @@ def model(tmp_path_factory):
     config, params = write_model(directory)
     params["lm_head"]["kernel"][:, 2] *= 14
     hf.save_backbone(str(directory), config, params, "float32")
-    file = directory / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    set_template(directory, TEMPLATE)
     return directory
 
 
@@ -304,31 +301,6 @@ def test_composed_questions_are_answered(model, seeds, tmp_path):
     assert asked == [compose(number) for number in range(8)]
 
 
-@pytest.mark.wide
-def test_killed_and_resumed_it_gives_the_same_file(model, seeds, tmp_path):
-    """SIGKILL in the middle; then the end of the file is torn as a kill in a write would."""
-    whole = flags_for(model, tmp_path / "whole", seeds, "--mode=self_talk")
-    assert distill.main(whole) == 0
-    cut = flags_for(model, tmp_path / "cut", seeds, "--mode=self_talk")
-    path = tmp_path / "cut" / "messages.jsonl"
-    command = [sys.executable, "-m", "medusa_jax", "distill", *cut]
-    process = subprocess.Popen(
-        command, env=environment(), stderr=subprocess.PIPE, text=True
-    )
-    limit = time.monotonic() + 90
-    while time.monotonic() < limit and process.poll() is None:
-        if path.exists() and path.read_bytes().count(b"\n") >= 8:
-            break
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    _, said = process.communicate()
-    done = path.read_bytes()
-    assert 8 <= done.count(b"\n") < 41, said
-    path.write_bytes(done[:-7])
-    assert distill.main(cut) == 0
-    assert path.read_bytes() == (tmp_path / "whole" / "messages.jsonl").read_bytes()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["self_talk", "continue"])
 def test_twenty_kills_at_random_moments(model, tmp_path, mode):
@@ -384,8 +356,7 @@ def test_heads_do_not_change_the_text(tmp_path, seeds):
     """Also in mid-run: half without, half with heads."""
     directory = tmp_path / "model"
     write_model(directory)
-    file = directory / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    set_template(directory, TEMPLATE)
     plain = flags_for(directory, tmp_path / "plain", seeds, "--limit=8", "--temperature=0")
     assert distill.main(plain) == 0
     texts = (tmp_path / "plain" / "messages.jsonl").read_text().splitlines()
@@ -449,12 +420,3 @@ def test_lines_of_two_writers_are_refused(model, seeds, tmp_path, capsys, mode):
     path.write_bytes(b"".join(lines[:4]))  # as the sentence says
     assert distill.main(flags) == 0
     assert path.read_bytes() == whole
-
-
-def test_a_directory_is_one_process_s(model, seeds, tmp_path, capsys):
-    flags = flags_for(model, tmp_path, seeds, "--limit=4")
-    with hosts.claimed(tmp_path):
-        assert distill.main(flags) == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path} is in use by another process" in said and said.count("\n") == 1
-    assert distill.main(flags) == 0

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
-from planted import tiny_config
+from tiny import tiny_arch
 
 from medusa_jax.commands import bench
 from medusa_jax.decoding import timing
@@ -23,7 +23,7 @@ from medusa_jax.model.stored import Storage
 from medusa_jax.tree import Tree, load_tree_file
 from medusa_jax.tree.files import tree_of_size
 
-TINY = tiny_config(vocab_size=40, n_layers=2, max_position=512)
+TINY = tiny_arch(vocab_size=40, n_layers=2, max_position=512)
 
 
 def drafter_of(name, config):
@@ -129,23 +129,6 @@ def test_steps_are_dispatched_in_one_go_and_one_by_one(monkeypatch):
         one_by_one=[False, True],
     )  # fmt: skip
     assert asked == [3, 1, 1, 1] * 2  # to compile, and timed
-
-
-@pytest.mark.parametrize(
-    "flags, sentence",
-    [
-        (["--shape=llama-7b"], "a shape has no weights of its own"),
-        (["--random_weights"], "a shape has no weights of its own"),
-        (["--shape=llama-8b", "--random_weights"], "none of the shapes llama-7b"),
-        (
-            ["--shape=llama-7b", "--random_weights", "--drafters=medusae"],
-            "unknown drafter 'medusae'",
-        ),
-    ],
-)
-def test_bad_input(flags, sentence, tmp_path, capsys):
-    assert bench.main([*flags, f"--out={tmp_path}"]) == 2
-    assert sentence in capsys.readouterr().err
 
 
 def lowered(config, name, tree, dtype):

@@ -1,7 +1,7 @@
 """What a model reads of a question: its own answers, templates, truncation."""
 
 import pytest
-from tiny_model import write_model
+from tiny import write_model
 
 import medusa_jax
 from medusa_jax import UserError

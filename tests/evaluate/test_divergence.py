@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from planted import decoder, forward_logits, random_params, tiny_config
+from tiny import decoder, forward_logits, random_params, tiny_arch
 
 from medusa_jax.api import Options
 from medusa_jax.decoding.sampling import gumbel, row_keys
@@ -27,7 +27,7 @@ class OneBackbone:
     no_repeat_ngram_size = 0
 
     def __init__(self, dtype):
-        self.config = tiny_config(vocab_size=17)
+        self.config = tiny_arch(vocab_size=17)
         self.params = random_params(self.config, 2)
         llama, backbone = decoder(self.config, self.params, dtype)
         self.backbone = Backbone(llama, backbone)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tiny_model import write_model
+from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Tree, UserError

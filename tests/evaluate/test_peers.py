@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from tiny_model import write_model
 
 import medusa_jax
 from medusa_jax import Tree, UserError
@@ -48,10 +47,9 @@ def test_figures_are_medians_of_runs_made_in_turn():
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    return medusa_jax.load(str(path), str(path / "heads"), tree="chain:1", dtype="float32")
+def model(directory):
+    heads = str(directory / "heads")
+    return medusa_jax.load(str(directory), heads, tree="chain:1", dtype="float32")
 
 
 def test_this_engine_decodes_on_behind_an_end_of_text(model, monkeypatch):

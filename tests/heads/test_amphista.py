@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 from cases import thinned
 from closeness import assert_close
-from family import (
-    drafter_of,
-    numpy_layer,
-    numpy_lm_head,
-    numpy_norm,
-    silu,
-    stored_base,
-)
+from family import drafter_of, numpy_lm_head, stored_base
+from numpy_layers import numpy_layer, numpy_norm, silu
 from test_hydra import parameters, vicuna
+from trees import WILD
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads import make_drafter
@@ -82,7 +77,7 @@ def numpy_mix(params, drafter, contexts):
         x_KD = x_KD + params["position_encoding"]["embedding"]
     for j in range(h.blocks):
         block, H = params[f"blocks_{j}"], c.head_dim
-        normed = x_KD if h.plain_attention else numpy_norm(block["norm"], x_KD)
+        normed = x_KD if h.plain_attention else numpy_norm(block["norm"]["scale"], x_KD)
         q, k, v = (normed @ block[f"{name}_proj"]["kernel"] for name in "qkv")
         out = np.zeros_like(q)
         for n in range(c.n_heads):
@@ -104,7 +99,7 @@ def numpy_contexts(params, drafter, backbone, hidden_TD, next_T):
             x = np.concatenate([x, embedding[next_T]], axis=1) @ stage["fc"]["kernel"]
         x = numpy_layer(stage["layers_0"], backbone.llama.config, x)
         if drafter.heads.stage_norm:
-            x = numpy_norm(stage["norm"], x)
+            x = numpy_norm(stage["norm"]["scale"], x)
         out.append(x)
     return out or [hidden_TD]
 
@@ -129,9 +124,7 @@ def test_features_and_proposals_are_those_of_the_paper(ablation):
             seen.append(logits)
             return logits
 
-        nodes = drafter.propose(
-            params, backbone, state, DraftRequest(root, family.WILD, scores)
-        )
+        nodes = drafter.propose(params, backbone, state, DraftRequest(root, WILD, scores))
         return features, nodes, seen
 
     features, nodes, logits = run(params)
@@ -147,7 +140,7 @@ def test_features_and_proposals_are_those_of_the_paper(ablation):
             expected = numpy_lm_head(params[f"heads_{k}"], backbone, x_KD[k])
             assert_close(logits[k][b], expected)
             order.append(np.argsort(-expected))
-        by_rank = [order[len(c) - 1][c[-1]] for c in family.WILD.choices]
+        by_rank = [order[len(c) - 1][c[-1]] for c in WILD.choices]
         assert nodes[b].tolist() == [root[b], *by_rank]
 
 
@@ -209,8 +202,8 @@ def test_heads_start_as_the_lm_head_behind_a_norm():
     rows = family.random_rows(np.random.default_rng(0))
     features = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))(start)
     size = np.sqrt((backbone.params["norm"]["scale"] ** 2).mean())
-    once = numpy_norm({"scale": size}, rows[0])
-    twice = numpy_norm({"scale": size}, once)
+    once = numpy_norm(size, rows[0])
+    twice = numpy_norm(size, once)
     normed = np.stack([once, once, twice, twice])  # of both heads of each stage
     assert_close(features, normed, dtype="float32")  # the type of fresh parameters
 

@@ -8,14 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planted import (
-    decoder,
-    forward_logits,
-    random_params,
-    random_tree,
-    texts_of,
-    tiny_config,
-)
+from planted import texts_of
+from tiny import decoder, forward_logits, random_params, tiny_arch
+from trees import random_tree
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
@@ -31,7 +26,7 @@ from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
-CONFIG = tiny_config(vocab_size=7)
+CONFIG = tiny_arch(vocab_size=7)
 
 
 def model(seed=1, config=CONFIG):
@@ -176,7 +171,7 @@ def test_a_chain_is_what_transformers_looks_up(ngram):
 def test_a_draft_model_that_is_the_model_is_always_right(acceptance, tree):
     """Its keys, values and masks are those of the text and of each node's own path, to the last bit
     that decides a token: every step but a last one accepts a whole path. Rows end apart."""
-    config = tiny_config(vocab_size=60, n_layers=1)
+    config = tiny_arch(vocab_size=60, n_layers=1)
     _, llama, backbone = model(config=config)
     drafter = make_drafter(DraftModelConfig(arch=config), config)
     L = tree.path_length
@@ -196,7 +191,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(acceptance, tree):
 
 def test_a_draft_model_of_another_vocabulary_is_refused():
     with pytest.raises(UserError, match="vocabulary of 9 tokens, the model has 7"):
-        make_drafter(DraftModelConfig(arch=tiny_config(vocab_size=9)), CONFIG)
+        make_drafter(DraftModelConfig(arch=tiny_arch(vocab_size=9)), CONFIG)
 
 
 # Lookahead.

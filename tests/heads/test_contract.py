@@ -15,14 +15,9 @@ import numpy as np
 import pytest
 from cases import thinned
 from closeness import assert_close
-from planted import (
-    check_counts,
-    decoder,
-    random_params,
-    sampling_of,
-    texts_of,
-    tiny_config,
-)
+from planted import check_counts, sampling_of, texts_of
+from tiny import decoder, random_params, tiny_arch
+from trees import WILD
 
 from medusa_jax import model
 from medusa_jax.config import HeadsConfig
@@ -234,7 +229,7 @@ def test_files_are_strict(name, tmp_path):
 # wide tree often holds the true one.
 
 WIDE = Tree.from_choices(
-    {*family.WILD.choices} | {(r,) for r in range(6)}
+    {*WILD.choices} | {(r,) for r in range(6)}
     | {(r, s) for r in range(6) for s in (0, 2, 5)} | {(r, 0, 1) for r in range(6)}
 )  # fmt: skip
 PROMPTS, LIMITS = [[1, 2, 3, 1, 2], [5], [0, 0, 6]], [30, 17, 24]
@@ -242,7 +237,7 @@ PROMPTS, LIMITS = [[1, 2, 3, 1, 2], [5], [0, 0, 6]], [30, 17, 24]
 
 @cache
 def seven():
-    config = tiny_config(vocab_size=7, n_layers=1)
+    config = tiny_arch(vocab_size=7, n_layers=1)
     params = random_params(config, 1)
     return config, params, *decoder(config, params)
 
@@ -360,6 +355,22 @@ def test_typical_acceptance(name):
     assert [len(text) for text in texts_of(progress)] == LIMITS
 
 
+def replayed_steps(tree, ranks, prompts, texts):
+    """Steps of each row by walking the tree down the ranks of the true tokens."""
+    found, nodes = [], set(tree.choices)
+    for prompt, text, ranks_TK in zip(prompts, texts, np.asarray(ranks).tolist()):
+        at, steps = len(prompt), 0
+        while at < len(text) - 1:  # the root is at `at`
+            path = ()
+            for rank in ranks_TK[at - 1]:
+                if (*path, rank) not in nodes or at + len(path) + 1 >= len(text):
+                    break
+                path = (*path, rank)
+            at, steps = at + len(path) + 1, steps + 1
+        found.append(steps)
+    return found
+
+
 @pytest.mark.parametrize("name", thinned(NAMES, "hydrapp"))
 def test_calibration_predicts_what_decoding_accepts(name):
     """Replaying teacher-forced ranks gives the number of steps that decoding takes."""
@@ -377,24 +388,15 @@ def test_calibration_predicts_what_decoding_accepts(name):
         tokens,
         jnp.array(lengths),
     )
-    nodes = set(engine.tree.choices)
-    for row, (prompt, text) in enumerate(zip(PROMPTS, texts)):
-        at, steps = len(prompt), 0
-        while at < len(text) - 1:  # the root stands at `at`
-            path = ()
-            for rank in np.asarray(ranks)[row, at - 1].tolist():
-                if (*path, rank) not in nodes or at + len(path) + 1 >= len(text):
-                    break
-                path = (*path, rank)
-            at, steps = at + len(path) + 1, steps + 1
-        assert steps == int(progress.steps_B[row])
+    steps = replayed_steps(engine.tree, ranks, PROMPTS, texts)
+    assert steps == progress.steps_B.tolist()
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, "hydrapp", "medusa"))
 def test_rejection_finds_the_logits_that_children_came_from(name):
     """Children of a node are the best tokens of the row that `parents_logits` gives for it."""
     backbone, drafter, params = noisy(name)
-    tree = family.WILD.dense
+    tree = WILD.dense
     rows = family.random_rows(np.random.default_rng(6))
     state = family.committed(drafter, backbone, params, rows, [4, 6])
     nodes, logits = family.proposed_logits(drafter, backbone, tree)(

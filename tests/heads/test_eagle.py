@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 from closeness import assert_close
-from family import drafter_of, numpy_layer, numpy_lm_head, stored_base
+from family import drafter_of, numpy_lm_head, stored_base
+from numpy_layers import numpy_layer
 from test_hydra import numpy_tree, parameters, vicuna
+from trees import WILD
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
@@ -91,7 +93,7 @@ def test_a_tree_is_drafted_along_its_paths():
     n = [3, 12]
     root = tokens[[0, 1], [3, 0]]  # what `committed` says stands behind the last position
     state = family.committed(drafter, backbone, params, rows, n)
-    propose = family.proposed_logits(drafter, backbone, family.WILD)
+    propose = family.proposed_logits(drafter, backbone, WILD)
     nodes, logits, state = jax.tree.map(np.asarray, (*propose(params, state, root), state))
     for b in range(2):
         read = numpy_reader(params, backbone, hidden[b, : n[b]], tokens[b, : n[b]])
@@ -100,9 +102,9 @@ def test_a_tree_is_drafted_along_its_paths():
         def logits_of(path, read=read):
             return numpy_lm_head(params["heads_0"], backbone, read(path))
 
-        assert nodes[b].tolist() == numpy_tree(family.WILD, logits_of, root[b])
-        for depth, inner in enumerate(inner_nodes(Level.of(family.WILD), family.WILD)):
-            paths = [family.WILD.ancestors_ML[node, : depth + 1] for node in inner]
+        assert nodes[b].tolist() == numpy_tree(WILD, logits_of, root[b])
+        for depth, inner in enumerate(inner_nodes(Level.of(WILD), WILD)):
+            paths = [WILD.ancestors_ML[node, : depth + 1] for node in inner]
             want = [logits_of(nodes[b][path].tolist()) for path in paths]
             assert_close(logits[depth][b], np.stack(want))
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from family import drafter_of, numpy_lm_head, silu, stored_base
+from family import drafter_of, numpy_lm_head, stored_base
+from numpy_layers import silu
+from trees import WILD
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
@@ -102,7 +104,7 @@ def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
 
 
 @pytest.mark.parametrize("lm_head", [*wide("own", "shared"), "low_rank"])
-@pytest.mark.parametrize("tree", [family.WILD, Tree.cartesian([2, 2, 1])])
+@pytest.mark.parametrize("tree", [WILD, Tree.cartesian([2, 2, 1])])
 def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
     """Every node's token is a rank of the scores that its own ancestors give."""
     backbone, drafter, params = problem(lm_head=lm_head)

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from family import drafter_of, numpy_layer, numpy_lm_head, numpy_norm, stored_base
+from family import drafter_of, numpy_lm_head, stored_base
+from numpy_layers import numpy_layer, numpy_norm
 from test_hydra import numpy_features, numpy_tree, parameters, vicuna
+from trees import WILD
 
 from medusa_jax.heads.drafter import Committed, TextRows
 from medusa_jax.heads.hydrapp import HydraPPConfig
@@ -40,7 +42,7 @@ def numpy_context(params, backbone, hidden_TD):
     """b_0 ... b_t of one text."""
     prefix = params["prefix"]
     out = numpy_layer(prefix["layers_0"], backbone.llama.config, hidden_TD)
-    return numpy_norm(prefix["norm"], out)
+    return numpy_norm(prefix["norm"]["scale"], out)
 
 
 def test_features_are_those_of_the_paper():
@@ -61,7 +63,7 @@ def test_a_tree_is_drafted_from_the_last_accepted_context():
     rows = hidden, *_ = family.random_rows(np.random.default_rng(5))
     n, root = [3, 12], np.array([4, 0], np.int32)
     state = family.committed(drafter, backbone, params, rows, n)
-    propose = family.proposed_logits(drafter, backbone, family.WILD)
+    propose = family.proposed_logits(drafter, backbone, WILD)
     nodes, logits = propose(params, state, root)
     for b in range(2):
         context = numpy_context(params, backbone, hidden[b, : n[b]])[-1]
@@ -71,7 +73,7 @@ def test_a_tree_is_drafted_from_the_last_accepted_context():
             x = numpy_features(params, k, context, path, backbone)
             return numpy_lm_head(params[f"heads_{k}"], backbone, x)
 
-        assert nodes[b].tolist() == numpy_tree(family.WILD, logits_of, root[b])
+        assert nodes[b].tolist() == numpy_tree(WILD, logits_of, root[b])
         assert_close(logits[0][b, 0], logits_of([root[b]]))
 
 
@@ -103,5 +105,5 @@ def test_the_prefix_layer_starts_as_a_norm_that_keeps_the_size():
     rows = hidden, *_ = family.random_rows(np.random.default_rng(0))
     features = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))(start)
     size = np.sqrt((backbone.params["norm"]["scale"] ** 2).mean())
-    expected = numpy_norm({"scale": size}, hidden)
+    expected = numpy_norm(size, hidden)
     assert_close(features[3], expected, dtype="float32")  # the type of fresh parameters

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import thinned
-from planted import random_params
-from training_setup import tiny_arch, tiny_config
+from tiny import random_params
+from training_setup import tiny_config, training_arch
 
 from medusa_jax.heads import DRAFTERS
 from medusa_jax.training import dry, losses
@@ -26,7 +26,7 @@ def stage_of(name, **train):
 @pytest.mark.parametrize("name", thinned(NAMES, "hydra"))
 def test_every_weight_has_a_gradient_and_the_start_can_be_improved(name):
     _, stage = stage_of(name, teacher_weight=1.0, label_weight=0.1, hidden_noise=1.0)
-    backbone = random_params(tiny_arch(), 0)
+    backbone = random_params(training_arch(), 0)
     frozen = {"backbone": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), backbone)}
     rng = np.random.default_rng(0)
     batch = {
@@ -72,7 +72,7 @@ def test_dry_run(name, capsys, monkeypatch):
         monkeypatch.setattr(dry, "compile_step", traced)
     cfg, stage = stage_of(name)
     report = dry.dry_run(cfg)
-    frozen = {"backbone": jax.eval_shape(lambda: random_params(tiny_arch(), 0))}
+    frozen = {"backbone": jax.eval_shape(lambda: random_params(training_arch(), 0))}
     shapes = jax.eval_shape(stage.init, jax.random.key(0), frozen)
     assert report["trainable_parameters"] == family.count(shapes)
     text = capsys.readouterr().out

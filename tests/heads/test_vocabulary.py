@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from cases import thinned, wide
 from closeness import assert_close
-from planted import check_counts, decoder, random_params, texts_of, tiny_config
+from planted import check_counts, texts_of
 from safetensors.numpy import load_file, save_file
+from test_contract import PROMPTS, replayed_steps, request_of
+from tiny import decoder, random_params, tiny_arch
+from trees import WILD
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
@@ -74,12 +77,12 @@ def test_rank_r_is_the_whole_drafters_best_r_among_them(name, lm_head):
     rows = family.random_rows(np.random.default_rng(5))
     seen = vocabulary.for_drafting(backbone, cut)
     state = family.committed(narrow, seen, cut, rows, [4, 6])
-    nodes, logits = family.proposed_logits(narrow, seen, family.WILD)(cut, state, root)
+    nodes, logits = family.proposed_logits(narrow, seen, WILD)(cut, state, root)
     assert np.isin(nodes[:, 1:], IDS).all()
     np.testing.assert_array_equal(nodes[:, 0], root)
     chain = family.proposed_logits(whole, backbone, tree)
-    for leaf in range(1, family.WILD.n_nodes):
-        path = np.flatnonzero(family.WILD.mask_MM[leaf])[1:]
+    for leaf in range(1, WILD.n_nodes):
+        path = np.flatnonzero(WILD.mask_MM[leaf])[1:]
         follow = np.zeros((2, 4), np.int32)
         follow[:, : len(path)] = nodes[:, path]
         _, of_all = chain(params, state, root, follow)
@@ -87,7 +90,7 @@ def test_rank_r_is_the_whole_drafters_best_r_among_them(name, lm_head):
             of_chosen = np.asarray(of_all[depth]).reshape(2, -1)[:, IDS]
             best = IDS[np.argsort(-of_chosen, axis=-1)]
             np.testing.assert_array_equal(
-                nodes[:, node], best[:, family.WILD.rank_M[node]], str((leaf, depth))
+                nodes[:, node], best[:, WILD.rank_M[node]], str((leaf, depth))
             )
     assert all(x.shape[-1] == len(IDS) for x in logits)
 
@@ -99,20 +102,11 @@ WIDE = Tree.from_choices(
     {(r,) for r in range(4)} | {(r, s) for r in range(4) for s in (0, 1, 3)}
     | {(r, 0, 1) for r in range(4)} | {(1, 0, 1, 2)}
 )  # fmt: skip
-PROMPTS, LIMITS = [[1, 2, 3, 1, 2], [5], [0, 0, 6]], [30, 17, 24]
-
-
-def request_of(acceptance):
-    if acceptance == "greedy":
-        return loop.Request(PROMPTS, LIMITS)
-    return loop.Request(
-        PROMPTS, LIMITS, temperature=[1.0, 0.0, 0.7], top_p=[1.0, 1.0, 0.9], seed=[1, 2, 1]
-    )
 
 
 @cache
 def seven(tied=False):
-    config = tiny_config(vocab_size=7, n_layers=1, tie_embeddings=tied)
+    config = tiny_arch(vocab_size=7, n_layers=1, tie_embeddings=tied)
     params = random_params(config, 1)
     return config, params, *decoder(config, params)
 
@@ -221,18 +215,8 @@ def test_ranks_predict_what_decoding_accepts(acceptance, n_gram):
     ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=(0, 6))(
         engine.drafter, variables["heads"], backbone, tokens, lengths, noise, n_gram
     )
-    for row, (prompt, text) in enumerate(zip(PROMPTS, texts)):
-        at, steps = len(prompt), 0
-        while at < len(text) - 1:  # the root stands at `at`
-            path = ()
-            for rank in np.asarray(ranks)[row, at - 1].tolist():
-                if (*path, rank) not in engine.tree.choices or at + len(path) + 1 >= len(
-                    text
-                ):
-                    break
-                path = (*path, rank)
-            at, steps = at + len(path) + 1, steps + 1
-        assert steps == int(progress.steps_B[row])
+    steps = replayed_steps(engine.tree, ranks, PROMPTS, texts)
+    assert steps == progress.steps_B.tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -240,7 +224,7 @@ def test_the_start_is_the_backbones_lm_head_there(name):
     """Heads of every kind start from these columns, of a tied LM head as well."""
     x = np.random.default_rng(1).standard_normal((3, family.D))
     for kind, tied in (("own", False), ("low_rank", True), ("shared", True)):
-        config = tiny_config(tie_embeddings=tied)
+        config = tiny_arch(tie_embeddings=tied)
         backbone = Backbone(Llama(config, jnp.float64), random_params(config, 0))
         heads = family.small_heads(name, lm_head=kind, rank=11, draft_vocab=len(IDS))
         drafter = make_drafter(heads, config)

@@ -113,16 +113,6 @@ def test_vicuna_brings_its_system_text(llama2):
     assert prompt.endswith("the user's questions. USER: Hello? ASSISTANT:")
 
 
-def test_vicuna_token_by_token(llama2):
-    """By hand: everything behind "ASSISTANT:" up to and with </s> counts, nothing else."""
-    talk = [{"role": "system", "content": "S"}, *TALK[1:3]]
-    ids, counted = encode_conversation(llama2, talk, "vicuna")
-    head = [llama2.bos_id, *llama2.encode("S USER: Hello? ASSISTANT:")]
-    tail = llama2.encode("S USER: Hello? ASSISTANT: I am fine")[len(head) - 1 :]
-    assert ids == [*head, *tail, 2]
-    assert counted == [0] * len(head) + [1] * (len(tail) + 1)
-
-
 def test_template_with_marks_but_eos_outside(llama3):
     """The end-of-text token right behind a marked span counts, the line break does not."""
     template = (

@@ -3,18 +3,16 @@
 import jax
 import numpy as np
 import pytest
+from head_files import WIDER as LLAMA
 from safetensors.numpy import load_file, save_file
 
 from medusa_jax.commands import convert as command
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import codes, heads_io
 from medusa_jax.interop.stored_heads import abstract_heads
 from medusa_jax.sharding import make_mesh
 
-LLAMA = LlamaConfig(
-    vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48
-)
 HEADS = HeadsConfig(n_heads=2, n_layers=2, lm_head="shared")
 
 

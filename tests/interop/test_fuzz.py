@@ -19,10 +19,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from gguf_files import byte_level_metadata, llama_tensors, shape_metadata
+from gguf_files import write as write_gguf
 from head_files import EAGLE, LLAMA, eagle_state, hydra_state, medusa_state, write
-from planted import random_params
 from safetensors.numpy import load_file
-from tiny_model import write_tokenizer
+from tiny import random_params, write_tokenizer
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop import heads_io, hf
@@ -30,6 +31,7 @@ from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.chat import render_prompt, shipped_template
 from medusa_jax.interop.export_heads import Export, to_merged
+from medusa_jax.interop.gguf.convert import _convert
 from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
@@ -88,26 +90,25 @@ def read_base(path):
 
 
 def read_tokenizer(path):
-    def load():
-        tokenizer = load_tokenizer(str(path))
-        return tokenizer.decode(tokenizer.encode("the cab, in a bath"))
-
-    return load
+    return lambda: (t := load_tokenizer(str(path))).decode(t.encode("the cab, in a bath"))
 
 
 def read_template(path):
+    return lambda: render_prompt(load_tokenizer(str(path)), "the cab")
+
+
+def read_gguf_file(path, out):
+    """A letter of a name may change unnoticed, so what it holds is not compared."""
+
     def load():
-        return render_prompt(load_tokenizer(str(path)), "the cab")
+        _convert(str(path), None, str(out))
+        return True
 
     return load
 
 
 def read_tree(path):
-    def load():
-        data = load_tree_file(path)
-        return Tree.from_choices(data["choices"]).n_nodes
-
-    return load
+    return lambda: Tree.from_choices(load_tree_file(path)["choices"]).n_nodes
 
 
 def merge_adapter(adapter, base, out):
@@ -121,7 +122,7 @@ def merge_adapter(adapter, base, out):
 
 
 @pytest.fixture(scope="module")
-def targets(tmp_path_factory, sentencepiece_dir):
+def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     """Small files of every kind that is read, each with its reader."""
     root = tmp_path_factory.mktemp("fuzz")
     params = jax.tree.map(np.float32, random_params(LLAMA, 0))
@@ -186,6 +187,12 @@ def targets(tmp_path_factory, sentencepiece_dir):
     index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     add("index", sharded / "model.safetensors.index.json", read_model(sharded), same=False)
+
+    metadata = byte_level_metadata((byte_level_dir / "tokenizer.json").read_text())
+    tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"]))
+    file = write_gguf(root / "a.gguf", metadata | shape_metadata("llama"), tensors)
+    (root / "gguf").mkdir()
+    add("gguf", file, read_gguf_file(file, root / "gguf"), same=False, end=True)
 
     file = root / "tree.json"
     file.write_text(json.dumps({"choices": [[0], [1], [0, 0]], "nodes": 4}))
@@ -264,24 +271,8 @@ def nest(rng, data):
     return data[:at] + inside + data[at:]
 
 
-ODD = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    2**31,
-    10**30,
-    1e308,
-    -0.5,
-    "",
-    "x",
-    "9" * 30,
-    [],
-    {},
-    [[]],
-    [None],
-]
+ODD = [None, True, -1, 0, 1, 2**31, 10**30, 1e308, -0.5, "", "x", "9" * 30]
+ODD += [[], {}, [[]], [None]]
 
 
 def change_value(rng, data):

@@ -5,18 +5,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from head_files import WIDER as LLAMA
 from safetensors.numpy import load_file, save_file
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.interop import heads_io, hf, tensors
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
-
-LLAMA = LlamaConfig(
-    vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48
-)
 
 
 @pytest.fixture(scope="module")

@@ -2,26 +2,21 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from children import devices, environment
+from children import devices, output_of
+from head_files import WIDER as TINY
 from safetensors.numpy import load_file, save_file
 
-from medusa_jax import whole_files
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import hf, hub, shards, tensors
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 
-TINY = LlamaConfig(
-    vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48
-)
 LLAMA2 = {
     "model_type": "llama",
     "vocab_size": 32000,
@@ -86,11 +81,8 @@ def test_llama31_config(tmp_path):
         rope_theta=500000.0,
         rope_scaling=LLAMA31_ROPE,
     )
-    assert (config.rope_scaling, config.rope_factor, config.rope_theta) == (
-        "llama3",
-        8,
-        5e5,
-    )
+    rope = (config.rope_scaling, config.rope_factor, config.rope_theta)
+    assert rope == ("llama3", 8, 5e5)
     assert config.rope_original_max_position == 8192 and config.n_kv_heads == 8
     # What transformers 5 writes for the same model.
     again = read(
@@ -99,39 +91,23 @@ def test_llama31_config(tmp_path):
     assert (again.rope_scaling, again.rope_theta) == ("llama3", 5e5)
     # Vicuna 16k, with the oldest spelling.
     linear = read(tmp_path, rope_scaling={"type": "linear", "factor": 4.0})
-    assert (linear.rope_scaling, linear.rope_factor, linear.rope_theta) == (
-        "linear",
-        4.0,
-        1e4,
-    )
+    rope = (linear.rope_scaling, linear.rope_factor, linear.rope_theta)
+    assert rope == ("linear", 4.0, 1e4)
 
 
 def test_other_families(tmp_path):
-    mistral = read(
-        tmp_path, model_type="mistral", sliding_window=4096, num_key_value_heads=8
-    )
+    def window(kind, size, used=True, layers=28):
+        fields = {"use_sliding_window": used, "max_window_layers": layers}
+        return read(tmp_path, model_type=kind, sliding_window=size, **fields)
+
+    mistral = window("mistral", 4096)
     assert mistral.sliding_window == 4096 and not mistral.qkv_bias
-    assert read(tmp_path, model_type="mistral", sliding_window=None).sliding_window == 0
-    qwen2 = read(
-        tmp_path, model_type="qwen2", sliding_window=131072, use_sliding_window=False
-    )
+    assert window("mistral", None).sliding_window == 0
+    qwen2 = window("qwen2", 131072, used=False)
     assert qwen2.qkv_bias and not qwen2.out_bias and qwen2.sliding_window == 0
-    late = read(
-        tmp_path,
-        model_type="qwen2",
-        sliding_window=8,
-        use_sliding_window=True,
-        max_window_layers=28,
-    )
+    late = window("qwen2", 8)
     assert (late.sliding_window, late.sliding_window_start_layer) == (8, 28)
-    never = read(
-        tmp_path,
-        model_type="qwen2",
-        sliding_window=8,
-        use_sliding_window=True,
-        max_window_layers=32,
-    )
-    assert never.sliding_window == 0
+    assert window("qwen2", 8, layers=32).sliding_window == 0
     qwen3 = read(tmp_path, model_type="qwen3", hidden_size=2048, num_attention_heads=32)
     assert qwen3.qk_norm and qwen3.head_dim == 128 and not qwen3.qkv_bias
     assert read(tmp_path, head_dim=None).head_dim == 128
@@ -268,23 +244,6 @@ def test_weights_may_be_read_by_whom_other_files_may(tmp_path):
     assert modes["model.safetensors"] == modes["config.json"]
 
 
-def test_saving_is_atomic(model_dir, tmp_path, monkeypatch):
-    """A write that fails leaves the old file and no litter."""
-    path = tmp_path / "model"
-    shutil.copytree(model_dir, path)
-    before = (path / "model.safetensors").read_bytes()
-
-    def full_disk(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(whole_files.os, "fsync", full_disk)
-    params = init_params(TINY, jax.random.key(9))
-    with pytest.raises(UserError, match=r"could not be written.*No space left"):
-        hf.save_backbone(str(path), TINY, params)
-    assert (path / "model.safetensors").read_bytes() == before
-    assert {p.name for p in path.iterdir()} == {"config.json", "model.safetensors"}
-
-
 SHARDED = """
 import sys
 import jax, numpy as np
@@ -317,11 +276,7 @@ assert hf.fingerprint(config, params) == hf.fingerprint(one_config, one)
 
 
 def test_each_device_reads_its_own_part(model_dir):
-    command = [sys.executable, "-c", SHARDED, str(model_dir)]
-    done = subprocess.run(
-        command, env=environment(devices(8)), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(SHARDED, model_dir, xla_flags=devices(8))
 
 
 def test_hub_offline(tmp_path):
@@ -329,14 +284,8 @@ def test_hub_offline(tmp_path):
         "from medusa_jax.interop import hub\nfrom medusa_jax.errors import UserError\n"
         "try:\n    hub.resolve('some-owner/some-model')\nexcept UserError as e:\n    print(e)"
     )
-    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True
-    )
-    line = done.stdout.strip()
-    assert line.startswith(
-        "some-owner/some-model is neither a local directory nor in the cache"
-    )
+    line = output_of(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)).strip()
+    assert line.startswith("some-owner/some-model is neither a local directory nor in")
     assert "HF_HUB_OFFLINE" in line and "\n" not in line
 
 

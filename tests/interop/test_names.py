@@ -164,8 +164,10 @@ def test_a_model_that_should_speak_but_has_no_template(
 
 
 def test_a_question_goes_to_the_demo_where_the_package_is_missing(tiny, capsys):
-    names.NAMES["tiny"] = dataclasses.replace(tiny, package="no_such_package")
     asked = flags("--prompt", "Hi")
+    decode_run.give_way_to_demo(asked)
+    assert asked.model == "tiny"  # it is installed
+    names.NAMES["tiny"] = dataclasses.replace(tiny, package="no_such_package")
     decode_run.give_way_to_demo(asked)
     assert asked.model is None
     said = capsys.readouterr().err
@@ -177,9 +179,3 @@ def test_a_question_goes_to_the_demo_where_the_package_is_missing(tiny, capsys):
     for quiet in (flags(), flags("--prompts_file", "x.jsonl")):
         decode_run.give_way_to_demo(quiet)
         assert quiet.model == "tiny"
-
-
-def test_an_installed_model_answers_itself(tiny):
-    asked = flags("--prompt", "Hi")
-    decode_run.give_way_to_demo(asked)
-    assert asked.model == "tiny"

@@ -308,14 +308,9 @@ def spoilt(state):
     yield r"key '1\.1\.weight' of shape \[23, 16\] is missing", less, {}
 
 
-@pytest.mark.parametrize("case", range(9))
-def test_traps(case, tmp_path):
-    match, state, changes = list(spoilt(medusa_state(3)))[case]
+@pytest.mark.parametrize(("match", "state", "changes"), spoilt(medusa_state(3)))
+def test_traps(match, state, changes, tmp_path):
     fails(match, write(tmp_path, state, "medusa_lm_head.pt", V13 | changes))
-
-
-def test_every_trap_is_tried():
-    assert len(list(spoilt(medusa_state(3)))) == 9
 
 
 def test_mixed_types_are_read(tmp_path):
@@ -326,15 +321,6 @@ def test_mixed_types_are_read(tmp_path):
     }
     heads, params, _ = load(write(tmp_path, mixed, "medusa_lm_head.pt", V13))
     assert_close(our_logits(heads, params), medusa_logits(mixed, HIDDEN[-1]))
-
-
-@pytest.mark.parametrize("name", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
-def test_truncated_files(name, tmp_path):
-    write(tmp_path, medusa_state(3), name, V13)
-    whole = (tmp_path / name).read_bytes()
-    for share in (0, 0.1, 0.5, 0.9, 0.999):
-        (tmp_path / name).write_bytes(whole[: int(share * len(whole))])
-        fails(name, tmp_path)
 
 
 # Where heads are looked for.

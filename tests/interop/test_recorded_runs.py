@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cases import thinned
 from head_files import LLAMA, hydra_state, medusa_state, write
-from planted import random_params
+from tiny import random_params
 
 import medusa_jax
 from medusa_jax.api.results import Options

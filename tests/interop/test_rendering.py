@@ -2,13 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from cases import thinned
-from children import environment
+from children import output_of
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop import chat
@@ -129,6 +127,4 @@ assert text("c") == "c" and render._process.pid == before
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_fork_has_its_own():
     """And its own lock: the one it came with may be held for ever."""
-    command, env = [sys.executable, "-c", FORKS], environment()
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout == "a\n", done.stderr
+    assert output_of(FORKS) == "a\n"

@@ -6,12 +6,11 @@ import pathlib
 import pickle
 import random
 import struct
-import subprocess
-import sys
 import zipfile
 
 import numpy as np
 import pytest
+from children import output_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -293,28 +292,6 @@ def test_legacy_file(tmp_path):
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_mutated_files_fail_closed(tmp_path_factory, data):
-    """Flip, cut or insert bytes anywhere: the file is read, or refused, nothing else."""
-    path = tmp_path_factory.getbasetemp() / "mutated.bin"
-    one_tensor(path, [2, 3], [3, 1])
-    store = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(store) - 1))
-        if data.draw(st.booleans()):
-            store[at] = data.draw(st.integers(0, 255))
-        else:
-            del store[at : at + data.draw(st.integers(1, 20))]
-    path.write_bytes(store)
-    try:
-        tensors = open_torch(str(path))
-        for name in tensors:
-            read(tensors, name)
-    except UserError:
-        pass
-
-
-@settings(max_examples=300, deadline=None)
 @given(body=st.lists(st.sampled_from([bytes([b]) for b in range(256)]), max_size=60))
 def test_random_pickles_fail_closed(tmp_path_factory, body):
     path = tmp_path_factory.getbasetemp() / "random.bin"
@@ -329,4 +306,4 @@ def test_neither_torch_nor_its_unpickler_is_imported(tmp_path):
         "import sys\nfrom medusa_jax.interop.torch_files import open_torch\n"
         f"open_torch({path!r})['x'].read((slice(0, 6),))\nassert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    output_of(code)

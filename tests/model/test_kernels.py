@@ -4,8 +4,6 @@ No accelerator is needed: splash attention runs interpreted and is lowered for a
 answers the request that is made to cuDNN.
 """
 
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
-from children import devices, environment
+from children import devices, output_of
 
 from medusa_jax.model import attention, kernels
 from medusa_jax.model.causal import attend_causal
@@ -126,5 +124,4 @@ for G in (2, 1):
 @pytest.mark.wide
 def test_every_device_takes_its_own_rows():
     """Four devices; the heads are parted where there are two groups, and not where there is one."""
-    command = [sys.executable, "-c", ON_A_MESH]
-    subprocess.run(command, env=environment(devices(4)), check=True)
+    output_of(ON_A_MESH, xla_flags=devices(4))

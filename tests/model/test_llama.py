@@ -10,7 +10,8 @@ from cases import thinned
 from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import decoder, forward_logits, random_params, tiny_config, trees
+from tiny import decoder, forward_logits, random_params, tiny_arch
+from trees import trees
 
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
@@ -77,7 +78,7 @@ def read_in_chunks(llama, backbone, config, texts, chunk=CHUNK):
 @pytest.mark.parametrize("family", thinned(FAMILIES, "mistral"))
 def test_cached_passes_over_any_tree_equal_the_full_pass(family):
     """Every node's logits are those behind prefix + its path, as plain text."""
-    config = tiny_config(**FAMILIES[family])
+    config = tiny_arch(**FAMILIES[family])
     params = random_params(config, 0)
     llama, backbone = decoder(config, params)
 
@@ -107,7 +108,7 @@ def test_cached_passes_over_any_tree_equal_the_full_pass(family):
 @pytest.mark.parametrize("family", thinned(FAMILIES, "llama3", "qwen2"))
 def test_one_token_at_a_time_is_the_full_pass(family):
     """Plain decoding has an attention of its own; rows of unequal progress, junk in the cache."""
-    config = tiny_config(**FAMILIES[family])
+    config = tiny_arch(**FAMILIES[family])
     params = random_params(config, 0)
     llama, backbone = decoder(config, params)
     rng = np.random.default_rng(7)
@@ -119,7 +120,7 @@ def test_one_token_at_a_time_is_the_full_pass(family):
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, "qwen2"))
 def test_fusing_changes_nothing_for_any_number_of_shards(family):
-    config = tiny_config(**FAMILIES[family])
+    config = tiny_arch(**FAMILIES[family])
     params = random_params(config, 1)
     tokens = np.arange(6, dtype=np.int32)[None] * 3
     results = [forward_logits(config, params, tokens[0].tolist())[:6]]
@@ -142,7 +143,7 @@ def test_fusing_changes_nothing_for_any_number_of_shards(family):
 
 def test_no_hidden_state_depends_on_later_tokens_or_other_segments():
     """By the gradient: which embeddings move which hidden states, over a packed row."""
-    config = tiny_config()
+    config = tiny_arch()
     params = random_params(config, 2)
     llama = Llama(config, jnp.float64)
     tokens = jnp.arange(9)[None]  # all different, so an embedding row is a position
@@ -164,7 +165,7 @@ def test_no_hidden_state_depends_on_later_tokens_or_other_segments():
 
 
 def test_packed_segments_give_the_hidden_states_of_each_text_alone():
-    config = tiny_config(sliding_window=3, qk_norm=True)
+    config = tiny_arch(sliding_window=3, qk_norm=True)
     params = random_params(config, 3)
     llama = Llama(config, jnp.float64)
     rng = np.random.default_rng(0)
@@ -182,7 +183,7 @@ def test_packed_segments_give_the_hidden_states_of_each_text_alone():
 
 
 def test_remat_changes_no_gradient():
-    config = tiny_config()
+    config = tiny_arch()
     params = jax.tree.map(jnp.asarray, random_params(config, 4))
     tokens = jnp.arange(6)[None]
 
@@ -200,7 +201,7 @@ def test_remat_changes_no_gradient():
 @pytest.mark.wide
 def test_dtypes():
     """Logits in float32 at least; parameters stored as asked."""
-    config = tiny_config(tie_embeddings=True)
+    config = tiny_arch(tie_embeddings=True)
     init = jax.jit(init_params, static_argnums=(0, 2))
     params = init(config, jax.random.key(0), jnp.bfloat16)
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}

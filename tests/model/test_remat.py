@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from planted import random_params, tiny_config
+from tiny import random_params, tiny_arch
 
 from medusa_jax.config import LoraConfig
 from medusa_jax.model import lora
@@ -48,7 +48,7 @@ def test_gradients_of_every_argument():
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_adapters_on_a_quantised_backbone(dropout):
     """The recomputed pass drops the same inputs and reads the same codes."""
-    config = tiny_config(d_model=64, d_ff=64)
+    config = tiny_arch(d_model=64, d_ff=64)
     params = jax.tree.map(jnp.asarray, random_params(config, 4))
     stored = quantise_backbone(params, "nf4")
     cfg = LoraConfig(rank=4, alpha=8.0, dropout=dropout)
@@ -78,7 +78,7 @@ def temporaries(layers, remat, adapters):
     Args:
       adapters: of these, whose inputs are dropped; not of the backbone.
     """
-    config = tiny_config(n_layers=layers, d_model=64, d_ff=256)
+    config = tiny_arch(n_layers=layers, d_model=64, d_ff=256)
     key = jax.ShapeDtypeStruct((), jax.eval_shape(jax.random.key, 0).dtype)
     params = jax.eval_shape(lambda k: init_params(config, k), key)
     given = jax.eval_shape(lambda k: lora.init_lora(config, k, 4), key)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from planted import tiny_config
+from tiny import tiny_arch
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.rope import rope_frequencies, rope_tables, rotate
@@ -51,7 +51,7 @@ def rotation_reference(config: LlamaConfig, plane: int) -> float:
     ],
 )
 def test_rotation_is_that_of_complex_numbers(fields):
-    config = tiny_config(head_dim=64, **fields)
+    config = tiny_arch(head_dim=64, **fields)
     expected = [rotation_reference(config, plane) for plane in range(32)]
     np.testing.assert_allclose(rope_frequencies(config), expected, rtol=1e-12)
     if config.rope_scaling == "llama3":  # all three regions are there
@@ -76,4 +76,4 @@ def test_rotation_is_that_of_complex_numbers(fields):
 
 def test_unknown_rope_scaling_is_an_error():
     with pytest.raises(ValueError, match="yarn"):
-        rope_frequencies(tiny_config(rope_scaling="yarn"))
+        rope_frequencies(tiny_arch(rope_scaling="yarn"))

@@ -87,10 +87,10 @@ def measured(monkeypatch, tmp_path):
 
 
 def choose(dtype="float32", weights=None, **changes):
-    from planted import tiny_config
+    from tiny import tiny_arch
 
     return forms.choose_storage(
-        tiny_config(**changes), jnp.dtype(dtype), make_mesh(), weights
+        tiny_arch(**changes), jnp.dtype(dtype), make_mesh(), weights
     )
 
 
@@ -149,13 +149,13 @@ def test_a_machine_too_slow_to_tell_keeps_the_native_products(measured, capsys):
 
 
 def test_the_measurement_runs_until_time_is_up(monkeypatch):
-    from planted import tiny_config
+    from tiny import tiny_arch
 
     monkeypatch.setattr(forms, "ROUNDS", 2)
     forms_ = {"plain": Storage(), "coded": Storage(weights="int8")}
     times = {(name, rows): [] for name in forms_ for rows in (1, 8)}
     over = threading.Event()
-    given = tiny_config(), jnp.dtype("float32"), forms_, times, over
+    given = tiny_arch(), jnp.dtype("float32"), forms_, times, over
     forms.time_products(*given)
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.values())
     over.set()

@@ -2,13 +2,11 @@
 
 import ctypes
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cases import wide
-from children import environment
+from children import output_of
 
 from medusa_jax.native import library
 
@@ -81,8 +79,6 @@ def test_a_process_starts_over_a_damaged_library(damage, compiler):
     """What ended every process with SIGBUS, or left the kernels out without a word."""
     path = module._compiled()
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    command = "from medusa_jax.native import library; print(library().panel)"
-    child = [sys.executable, "-c", command]
-    done = subprocess.run(child, env=environment(), capture_output=True, text=True)
-    assert done.stdout.split() == [str(library().panel)], done.stderr
+    said = output_of("from medusa_jax.native import library; print(library().panel)")
+    assert said.split() == [str(library().panel)]
     assert Path(path).exists() and runs(compiler) == 2

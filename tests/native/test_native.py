@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from planted import planted, planted_params, random_params, random_tree, tiny_config
+from planted import planted, planted_params
+from tiny import random_params, tiny_arch
+from trees import random_tree
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.model.cache import KVCache
@@ -29,7 +31,7 @@ from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 # Attention has instances for heads of whole vectors, whatever their width here.
-CONFIG = tiny_config(
+CONFIG = tiny_arch(
     vocab_size=70, d_model=48, n_heads=4, n_kv_heads=2, head_dim=32, d_ff=64, qk_norm=True
 )
 

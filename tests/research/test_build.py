@@ -14,20 +14,19 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
     work, target = tmp_path / "work", tmp_path / "demo"
-    command = [
-        "-m",
-        "research",
-        "demo_build",
-        "--tiny",
-        f"--work={work}",
-        f"--install={target}",
-    ]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-    built = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    assert built.returncode == 0, built.stderr[-3000:]
+    build = f"-m research demo_build --tiny --work={work} --install={target}".split()
 
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+        )
+
+    built = run(*build)
+    assert built.returncode == 0, built.stderr[-3000:]
     tree = json.loads((target / "hydra" / "tree.json").read_text())
     assert len(tree["choices"]) == tree["nodes"] - 1
     assert tree["evidence"]["ladder"][0]["nodes"] == 1
@@ -35,29 +34,10 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
     assert prompts and {"prompt", "continuation_ids"} <= set(json.loads(prompts[0]))
     made = json.loads((target / "provenance.json").read_text())
     assert made["heads"] and made["answers"]["no_repeat_ngram_size"] == 5
-
-    decoded = subprocess.run(
-        [
-            sys.executable,
-            "decode.py",
-            f"--model={target}/backbone",
-            f"--drafter={target}/hydra",
-            "--tree=chain:2",
-            "--prompt=def f(",
-            "--max_new_tokens=12",
-            "--compare",
-            "--json",
-        ],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    flags = f"--model={target}/backbone --drafter={target}/hydra --tree=chain:2 --compare --json"
+    decoded = run("decode.py", *flags.split(), "--prompt=def f(", "--max_new_tokens=12")
     assert decoded.returncode == 0, decoded.stderr[-3000:]
     facts = json.loads(decoded.stdout)
     assert facts["identical"] and facts["new_tokens"] == 12
-
-    again = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+    again = run(*build)
     assert again.returncode == 0 and again.stderr.count("skipped") == 6

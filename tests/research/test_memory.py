@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import pytest
-from children import environment
+from children import output_of
 
 from medusa_jax.sharding import simulate_devices
 from medusa_jax.training.counted import COPIES
@@ -58,11 +56,8 @@ print(json.dumps(report))
 def report():
     config = Path(__file__).parents[2] / "configs" / "vicuna7b_m1.py"
     # What is measured is the program that users compile.
-    env = environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    command = [sys.executable, "-c", CHILD, str(config)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    said = output_of(CHILD, config, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
+    return json.loads(said.splitlines()[-1])
 
 
 DECODING = [

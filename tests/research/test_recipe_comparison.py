@@ -5,7 +5,7 @@ import signal
 
 import numpy as np
 import pytest
-from tiny_model import write_model
+from tiny import write_model
 
 from medusa_jax.model import quantise
 from medusa_jax.training import trainer

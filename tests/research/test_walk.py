@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tiny_model import write_model
+from tiny import write_model
 
 from medusa_jax import Options, load
 from medusa_jax.decoding import generate as loop
@@ -43,12 +43,3 @@ def test_a_step_beyond_the_first_cache(tmp_path, monkeypatch):
     assert (found["n_new"], accepted + 1) == (n, last)
     emitted = [*found["text"][:n], *found["emitted"][: accepted + 1]]
     assert emitted == result.token_ids[: n + last]
-
-
-def test_bad_input_is_one_line(capsys):
-    for flags, words in (
-        (["--step", "0"], "--step is at least 1, not 0"),
-        (["--drafter", "none"], "give --drafter"),
-    ):
-        assert main(flags) == 2
-        assert words in capsys.readouterr().err

@@ -2,7 +2,8 @@
 
 import httpx2 as httpx
 import pytest
-from served import NAME, ask_app, load_model, port_of, write_chat_model
+from served import NAME, ask_app, load_model, port_of
+from tiny import write_chat_model
 
 from medusa_jax.serving.http import make_app
 

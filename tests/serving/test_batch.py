@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from planted import tiny_config
+from tiny import tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import rows
@@ -23,7 +23,7 @@ from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.job import STOPS, Group
 from medusa_jax.tree import Tree
 
-CONFIG = tiny_config(n_layers=1)
+CONFIG = tiny_arch(n_layers=1)
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
 
 

@@ -93,34 +93,18 @@ def test_garbage_on_the_wire(port, http):
 WORDS = st.sampled_from(["in", "the hat", "abc", "", "\u00e9\U0001f40d", "</s>", "d" * 90])
 
 
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 40),
-    st.integers(),
-    st.floats(allow_nan=False, allow_infinity=False),
-    WORDS,
-    st.lists(st.integers(-1, 50), max_size=3),
-    st.lists(WORDS, max_size=3),
-    st.dictionaries(WORDS, WORDS, max_size=2),
+KNOWN = (
+    "n stop temperature top_p top_k min_p seed logprobs stream drafts acceptance echo user"
 )
-
-
-KNOWN = [
-    "n",
-    "stop",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "logprobs",
-    "stream",
-]
+KNOWN += " stream_options logit_bias prompt model max_tokens epsilon nonsense"
 KNOWN += ["drafts", "acceptance", "echo", "user", "stream_options", "logit_bias", "prompt"]
 
 
-FIELDS = st.sampled_from([*KNOWN, "model", "max_tokens", "epsilon", "nonsense"])
+FIELDS = st.sampled_from(KNOWN.split())
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.none() | st.booleans() | st.integers(-3, 40) | st.integers() | FLOATS | WORDS
+VALUES |= st.lists(st.integers(-1, 50), max_size=3) | st.lists(WORDS, max_size=3)
+VALUES |= st.dictionaries(WORDS, WORDS, max_size=2)
 
 
 def test_any_body_gets_an_answer_or_a_reason(port, http):

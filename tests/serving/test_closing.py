@@ -1,10 +1,8 @@
 """The end of a server, wanted or not: who is answered, and what everybody else is told."""
 
 import socket
-import threading
 import time
 
-import pytest
 from served import (
     ASKED,
     NAME,
@@ -19,7 +17,7 @@ from served import (
 )
 
 from medusa_jax import Options
-from medusa_jax.serving import Request, Server, Stopped
+from medusa_jax.serving import Request, Server
 from medusa_jax.serving.http import make_app
 
 
@@ -52,31 +50,6 @@ def test_a_closed_server_takes_nothing(port):
     for asked in (("GET", "/health"), ("POST", "/v1/completions")):
         answer = ask_app(app, *asked, json=ASKED)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failure_is_told_to_everybody(port):
-    """To who is answered, to who waits, and to who comes later."""
-    server = Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3)
-    held, over = threading.Event(), threading.Event()
-
-    def step():
-        held.set()
-        over.wait()
-        raise RuntimeError("the device is gone")
-
-    server._scheduler.step = step
-    handles = [server.submit(Request("in"))]
-    held.wait()
-    handles.append(server.submit(Request("the")))
-    over.set()
-    for handle in handles:
-        with pytest.raises(Stopped, match="the device is gone"):
-            list(handle)
-    with pytest.raises(Stopped):
-        server.submit(Request("in"))
-    server.close()
-    assert not server.running
 
 
 def test_an_end_that_waits_no_longer(port):

@@ -8,7 +8,7 @@ import urllib.request
 
 import children
 import pytest
-from tiny_model import write_model
+from tiny import write_model
 
 BROKEN = """
 import sys

@@ -17,7 +17,7 @@ import clients
 import jax
 import pytest
 from served import NAME, TREE, Port, alone
-from tiny_model import write_model
+from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree

@@ -163,8 +163,3 @@ def test_the_field_that_is_to_blame(http, kind, fields, field):
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == field and error["type"] == "invalid_request_error"
-
-
-def test_a_prompt_that_is_too_long_has_openai_s_code(http):
-    answer = http.post(PATHS["completion"], json=ASKED | {"prompt": "the " * 200})
-    assert answer.json()["error"]["code"] == "context_length_exceeded"

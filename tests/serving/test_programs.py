@@ -9,7 +9,7 @@ import pytest
 from fake_batch import FakeBatch
 from served import alone
 from test_turns import PIECE, TREES, Client
-from tiny_model import write_model
+from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree

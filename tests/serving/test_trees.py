@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from planted import tiny_config
+from tiny import tiny_arch
 
 from medusa_jax.api import device_tree
 from medusa_jax.config import HeadsConfig
@@ -24,7 +24,7 @@ def model(monkeypatch, tmp_path):
     return SimpleNamespace(
         calibrated={"growth": GROWTH, "evidence": {"ladder": ladder}},
         tree_at={1: Tree.chain(1), 2: Tree.none(), 3: Tree.none()}.get,
-        config=tiny_config(),
+        config=tiny_arch(),
         drafter=SimpleNamespace(heads=HeadsConfig()),
         dtype="float32",
         storage=Storage(),

@@ -10,7 +10,7 @@ from medusa_jax.api import StoppingText
 from medusa_jax.decoding.generate import Request as Row
 from medusa_jax.serving import Request, room, scheduler
 from medusa_jax.serving.job import Job
-from medusa_jax.serving.request import Handle, Stopped
+from medusa_jax.serving.request import Handle
 
 TREES = {1: Tree.chain(3), 2: Tree.chain(2), 4: Tree.none()}
 PIECE = 16
@@ -167,17 +167,6 @@ def test_a_chunk_has_one_rule(turns):
     finish(turns)
     for client in clients:
         client.check()
-
-
-def test_everybody_hears_of_a_failure(turns):
-    """Who is answered, whose prompt is being read, and who waits; each once."""
-    clients = [Client(turns, [n] * (40 if n == 4 else 3), 200) for n in range(1, 7)]
-    turns.step()
-    assert turns._reading and (turns.busy, turns.waiting) == (4, 2)
-    turns.fail(Stopped("the device is gone"))
-    for client in clients:
-        told = [delta for delta in client.deltas if isinstance(delta, Stopped)]
-        assert len(told) == 1 and client.deltas[-1] is told[0]
 
 
 @pytest.mark.parametrize(

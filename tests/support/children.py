@@ -18,6 +18,19 @@ def environment(xla_flags: str = "") -> dict[str, str]:
     }
 
 
+def output_of(code: str, *args: object, xla_flags: str = "", **variables: str) -> str:
+    """What Python code prints in a process of its own, which has to end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        env=environment(xla_flags) | variables,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def devices(n: int) -> str:
     """XLA's flags for n simulated CPU devices, which may wait long for each other on a busy machine.
 

@@ -9,27 +9,20 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-from planted import decoder, random_heads, random_params, tiny_config
+from tiny import decoder, random_heads, random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import BASELINES, Backbone, make_drafter
 from medusa_jax.heads.drafter import Committed, DraftRequest
 from medusa_jax.model.llama import Llama
-from medusa_jax.tree import Tree
 
 D, V = 16, 23
-
-# Ranks with gaps, leaves between inner nodes, every depth reached by more than one node.
-WILD = Tree.from_choices(
-    [[0], [2], [4], [2, 1], [4, 0], [4, 3], [2, 1, 0], [2, 1, 3], [4, 3, 2]]
-    + [[4, 3, 2, 1], [2, 1, 3, 0]]
-)
 
 
 @cache
 def stored_base(**fields):
     """A backbone with stored (unfused) parameters; V = 23, D = 16, two layers."""
-    config = tiny_config(**fields)
+    config = tiny_arch(**fields)
     return Backbone(Llama(config, jnp.float64), random_params(config, 0))
 
 
@@ -76,10 +69,6 @@ def random_rows(rng, B=2, T=12, **fields):
     return hidden, tokens, positions, np.ones((B, T), np.int32)
 
 
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
 def numpy_lm_head(head, backbone, x):
     """Logits of a head on [..., D], whatever its kind."""
     if "lm_head" not in head:
@@ -87,39 +76,6 @@ def numpy_lm_head(head, backbone, x):
     own = head["lm_head"]
     kernel = own["kernel"] if "kernel" in own else own["down"] @ own["up"]
     return x @ kernel + own.get("bias", 0)
-
-
-def numpy_norm(params, x, eps=1e-5):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * params["scale"]
-
-
-def numpy_layer(params, config, x_TD):
-    """A Llama decoder layer over one text, written from the equations: full matrices, loops."""
-    T = x_TD.shape[0]
-    N, G, H = config.n_heads, config.n_kv_heads, config.head_dim
-    frequency = config.rope_theta ** (-np.arange(0, H, 2) / H)
-
-    def turn(v, position):
-        first, second = v[: H // 2], v[H // 2 :]
-        cos, sin = np.cos(position * frequency), np.sin(position * frequency)
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin])
-
-    attention, normed = params["self_attn"], x_TD
-    if "input_layernorm" in params:
-        normed = numpy_norm(params["input_layernorm"], x_TD)
-    q, k, v = (normed @ attention[f"{name}_proj"]["kernel"] for name in "qkv")
-    out = np.zeros((T, N * H))
-    for n in range(N):
-        mine, theirs = slice(n * H, (n + 1) * H), n // (N // G)
-        group = slice(theirs * H, (theirs + 1) * H)
-        for t in range(T):
-            scores = [turn(q[t, mine], t) @ turn(k[s, group], s) for s in range(t + 1)]
-            weights = np.exp(np.array(scores) / np.sqrt(H))
-            out[t, mine] = weights / weights.sum() @ v[: t + 1, group]
-    x_TD = x_TD + out @ attention["o_proj"]["kernel"]
-    mlp, normed = params["mlp"], numpy_norm(params["post_attention_layernorm"], x_TD)
-    gated = silu(normed @ mlp["gate_proj"]["kernel"]) * (normed @ mlp["up_proj"]["kernel"])
-    return x_TD + gated @ mlp["down_proj"]["kernel"]
 
 
 def count(params):

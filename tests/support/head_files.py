@@ -7,14 +7,16 @@ from the package: what it reads back is checked against this.
 import json
 
 import numpy as np
+from numpy_layers import decoder_layer, numpy_norm, silu
 from safetensors.numpy import save_file
+from tiny import tiny_arch
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.interop.torch_writer import save_torch
 
-LLAMA = LlamaConfig(
-    vocab_size=23, d_model=16, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=20
-)
+LLAMA = tiny_arch(n_layers=1, head_dim=4, max_position=LlamaConfig.max_position)
+# Of a vocabulary that does not fit LLAMA's files.
+WIDER = tiny_arch(vocab_size=64, d_model=32, head_dim=8, d_ff=48, max_position=4096)
 V, D = LLAMA.vocab_size, LLAMA.d_model
 
 
@@ -117,10 +119,6 @@ def write(folder, state, name, config=None):
     return folder
 
 
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
 def wide(state):
     return {key: np.asarray(x, np.float64) for key, x in state.items()}
 
@@ -160,23 +158,20 @@ def hydra_logits(state, hidden, embedded, n_heads=3, n_layers=3, plus=False):
     return np.stack(rows)
 
 
-def rms(x, scale):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + LLAMA.rms_eps) * scale
+def weights_of(state, stem):
+    """A layer's matrices [in, out] and norms by name."""
 
+    def weight(name):
+        x = state.get(f"{stem}.{name}.weight")
+        return None if x is None else x.T
 
-def rope(x):
-    """x [T, N, H]: halves turned by position / theta^(2i / H)."""
-    T, _, H = x.shape
-    angle = np.arange(T)[:, None] / LLAMA.rope_theta ** (np.arange(0, H, 2) / H)
-    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-    a, b = x[..., : H // 2], x[..., H // 2 :]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    return weight
 
 
 def prefix_output(state, x):
     """Hydra++'s decoder layer and its norm over hidden states [T, D]."""
-    x = decoder_layer(state, "prefix_embeding_layer.layers.0", x)
-    return rms(x, state["prefix_embeding_layer.norm.weight"])
+    x = decoder_layer(LLAMA, weights_of(state, "prefix_embeding_layer.layers.0"), x)
+    return numpy_norm(state["prefix_embeding_layer.norm.weight"], x, LLAMA.rms_eps)
 
 
 def eagle_logits(state, hidden, following, lm_head, depth=4):
@@ -189,29 +184,7 @@ def eagle_logits(state, hidden, following, lm_head, depth=4):
     for _ in range(depth):
         both = np.concatenate([following[: len(rows)], rows], -1)
         x = both @ state["fc.weight"].T + state.get("fc.bias", 0)
-        f = decoder_layer(state, "layers.0", x)[-1]
+        f = decoder_layer(LLAMA, weights_of(state, "layers.0"), x)[-1]
         logits.append(lm_head @ f)
         rows = np.concatenate([rows, f[None]])
     return np.stack(logits)
-
-
-def decoder_layer(state, stem, x):
-    """A Llama layer over [T, D]; without a norm before its attention if there is none."""
-
-    def w(name):
-        return state[f"{stem}.{name}.weight"]
-
-    T, G, N = len(x), LLAMA.n_kv_heads, LLAMA.n_heads
-    first = f"{stem}.input_layernorm.weight"
-    normed = rms(x, state[first]) if first in state else x
-    q = rope((normed @ w("self_attn.q_proj").T).reshape(T, N, -1))
-    k = rope((normed @ w("self_attn.k_proj").T).reshape(T, G, -1)).repeat(N // G, 1)
-    v = (normed @ w("self_attn.v_proj").T).reshape(T, G, -1).repeat(N // G, 1)
-    scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(LLAMA.head_dim)
-    scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    mixed = np.einsum("nts,snh->tnh", p / p.sum(-1, keepdims=True), v).reshape(T, -1)
-    x = x + mixed @ w("self_attn.o_proj").T
-    normed = rms(x, w("post_attention_layernorm"))
-    inner = silu(normed @ w("mlp.gate_proj").T) * (normed @ w("mlp.up_proj").T)
-    return x + inner @ w("mlp.down_proj").T

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from head_files import LLAMA, D, V
-from planted import random_params
+from tiny import random_params
 
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.heads.drafter import TextRows

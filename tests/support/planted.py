@@ -4,85 +4,16 @@ as often as a test wants it to be.
 
 import dataclasses
 from functools import partial
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import strategies as st
+from trees import TreeArrays
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.sampling import Sampling, filtered, row_keys
-from medusa_jax.heads.drafter import Backbone, Drafter
-from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
-from medusa_jax.tree import Tree
-
-
-def tiny_config(**fields) -> LlamaConfig:
-    """Two layers, four query heads on two key/value heads."""
-    small = LlamaConfig(23, 16, 2, 4, 2, 6, 20, max_position=512)
-    return dataclasses.replace(small, **fields)
-
-
-def random_like(shapes, seed: int, scale: float = 1.5):
-    """Float64 numpy parameters of these shapes, large enough that every part matters.
-
-    Initialisation proper starts with zero biases, unit norms and a small embedding, under
-    which mistakes in attention hardly move a logit; and it is a large program to compile.
-    """
-    rng = np.random.default_rng(seed)
-
-    def fill(path, leaf):
-        name = path[-1].key
-        if name in ("scale", "bias"):
-            return (name == "scale") + 0.3 * rng.standard_normal(leaf.shape)
-        fan_in = 1 if name == "embedding" else leaf.shape[0]
-        return rng.standard_normal(leaf.shape) * scale / np.sqrt(fan_in)
-
-    return jax.tree_util.tree_map_with_path(fill, shapes)
-
-
-def random_params(config: LlamaConfig, seed: int, scale: float = 1.5):
-    """Stored (unfused) parameters of a backbone, see `random_like`."""
-    shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
-    params = random_like(shapes, seed, scale)
-    if "lm_head" in params:
-        params["lm_head"]["kernel"][:, 0] *= 1.5  # token 0 is an ordinary, frequent one
-    return params
-
-
-def random_heads(drafter: Drafter, backbone: Backbone, seed: int, scale: float = 1.0):
-    """Parameters of draft heads, see `random_like`."""
-    shapes = jax.eval_shape(drafter.init, jax.random.key(0), backbone)
-    return random_like(shapes, seed, scale)
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _prepared(params, config: LlamaConfig, dtype):
-    return prepare(params, config, dtype)
-
-
-def decoder(config: LlamaConfig, params, dtype=jnp.float64):
-    """The backbone as the decode loop runs it, and its prepared parameters."""
-    return Llama(decoding_config(config), dtype, shards=1), _prepared(params, config, dtype)
-
-
-@partial(jax.jit, static_argnums=0)
-def _forward_logits(llama, params, tokens_BT):
-    def run(module, tokens):
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        return module.lm_head(module.forward(tokens, positions, jnp.ones_like(tokens)))
-
-    return llama.apply({"params": params}, tokens_BT, method=run)
-
-
-def forward_logits(config: LlamaConfig, params, text, dtype=jnp.float64) -> np.ndarray:
-    """Logits [T, V] of one text by the teacher-forced pass: no cache, no tree, no fusing."""
-    padded = -(-len(text) // 64) * 64
-    tokens = np.zeros((1, padded), np.int32)
-    tokens[0, : len(text)] = text
-    return np.asarray(_forward_logits(Llama(config, dtype), params, tokens))[0, : len(text)]
+from medusa_jax.heads.drafter import Drafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,81 +68,6 @@ def planted_params(texts, vocab: int, seed: int, slots: int = 256, nodes: int = 
 def planted(config: LlamaConfig) -> Planted:
     """The planted drafter for a backbone; its trees may be of any depth."""
     return Planted(HeadsConfig(drafter="planted", n_heads=99), config)
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["parent_M", "depth_M", "rank_M", "mask_MM", "ancestors_ML"],
-    meta_fields=["n_nodes", "depth", "path_length", "max_rank"],
-)
-@dataclasses.dataclass
-class TreeArrays:
-    """A tree as traced arrays: one compilation serves all trees of these sizes."""
-
-    parent_M: jax.Array
-    depth_M: jax.Array
-    rank_M: jax.Array
-    mask_MM: jax.Array
-    ancestors_ML: jax.Array
-    n_nodes: int
-    depth: int
-    path_length: int
-    max_rank: int
-    copied_C: ClassVar[np.ndarray] = np.zeros(0, int)
-
-    @property
-    def drafted(self) -> "TreeArrays":
-        """Nothing is copied in it."""
-        return self
-
-    @classmethod
-    def of(cls, tree: Tree, max_rank: int = 9) -> "TreeArrays":
-        names = ("parent_M", "depth_M", "rank_M", "mask_MM", "ancestors_ML")
-        arrays = {name: jnp.asarray(getattr(tree, name)) for name in names}
-        return cls(
-            **arrays,
-            n_nodes=tree.n_nodes,
-            depth=tree.depth,
-            path_length=tree.path_length,
-            max_rank=max_rank,
-        )
-
-
-@st.composite
-def trees(draw, n_nodes: int | None = None, depth: int | None = None, max_rank: int = 4):
-    """A random tree; with `n_nodes` and `depth` given, of exactly these sizes. Ranks have gaps."""
-    if n_nodes is None:
-        n_nodes = draw(st.integers(1, 14))
-    if depth is None:
-        depth = draw(st.integers(min(1, n_nodes - 1), min(4, n_nodes - 1)))
-    paths: list[tuple[int, ...]] = [()]
-    for i in range(n_nodes - 1):
-        if i < depth:  # first a path to the full depth
-            parent = paths[-1]
-        else:
-            free = [
-                p
-                for p in paths
-                if len(p) < depth and sum(q[:-1] == p for q in paths if q) <= max_rank
-            ]
-            if not free:
-                break
-            parent = draw(st.sampled_from(free))
-        taken = {q[-1] for q in paths if q and q[:-1] == parent}
-        rank = draw(st.sampled_from([r for r in range(max_rank + 1) if r not in taken]))
-        paths.append((*parent, rank))
-    return Tree.from_choices(draw(st.permutations(paths[1:])))
-
-
-def random_tree(rng, n_nodes: int, depth: int, max_rank: int = 6) -> Tree:
-    """A random tree of exactly these sizes, without hypothesis; ranks have gaps."""
-    paths = [(0,) * d for d in range(1, depth + 1)]
-    while len(paths) < n_nodes - 1:
-        above = [p for p in [(), *paths] if len(p) < depth]
-        new = (*above[rng.integers(len(above))], int(rng.integers(max_rank + 1)))
-        if new not in paths:
-            paths.append(new)
-    return Tree.from_choices(paths)
 
 
 @partial(jax.jit, static_argnums=0)

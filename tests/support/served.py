@@ -8,7 +8,6 @@ import threading
 import time
 
 import httpx2 as httpx
-from tiny_model import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree
@@ -16,22 +15,10 @@ from medusa_jax.serving import Server
 from medusa_jax.serving.http import Limits, make_app, make_listener
 
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}u{{ m['content'] }}."
-    "{% else %}a{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}a{% endif %}"
-)
 NAME = "tiny"
 QUEUE = 6
 # A call, and how many tokens it is answered with.
 ASKED = {"model": NAME, "prompt": "in the hat", "max_tokens": 60, "temperature": 0}
-
-
-def write_chat_model(path, **fields):
-    """`tiny_model.write_model` with a chat template."""
-    write_model(path, **fields)
-    file = path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
 
 
 def load_model(path):

@@ -4,6 +4,7 @@ import pathlib
 import sys
 
 import numpy as np
+from tiny import tiny_arch
 
 from medusa_jax.config import (
     Config,
@@ -29,18 +30,10 @@ def get_config():
 """
 
 
-def tiny_arch(**fields) -> LlamaConfig:
-    sizes = {
-        "vocab_size": VOCAB,
-        "d_model": 16,
-        "n_layers": 1,
-        "n_heads": 2,
-        "n_kv_heads": 2,
-        "head_dim": 8,
-        "d_ff": 32,
-        "max_position": 64,
-    }
-    return LlamaConfig(**(sizes | fields))
+def training_arch(**fields) -> LlamaConfig:
+    """One layer; kernels whose sizes many devices divide."""
+    sizes = {"vocab_size": VOCAB, "n_layers": 1, "n_heads": 2, "head_dim": 8, "d_ff": 32}
+    return tiny_arch(**(sizes | {"max_position": 64} | fields))
 
 
 def tiny_config(data: str, stage: str = "backbone", **train) -> Config:
@@ -58,7 +51,7 @@ def tiny_config(data: str, stage: str = "backbone", **train) -> Config:
         "curves": False,
     }
     return Config(
-        model=ModelConfig(arch=tiny_arch()),
+        model=ModelConfig(arch=training_arch()),
         heads=HeadsConfig(n_heads=3),
         data=DataConfig(source=data, seq_len=16, packing="concat"),
         optim=OptimConfig(name="muon", lr=5e-3, warmup_steps=2),

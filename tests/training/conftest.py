@@ -7,7 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
-from training_setup import tiny_arch, write_tokens
+from training_setup import training_arch, write_tokens
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -23,6 +23,18 @@ TALK = [
 def tokens(tmp_path_factory):
     """A token directory of 64 ids."""
     return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """The directory of a backbone of one layer, as `training_arch` has it."""
+    from medusa_jax.interop.hf import save_backbone
+    from medusa_jax.model.llama import init_params
+
+    path = str(tmp_path_factory.mktemp("model"))
+    params = init_params(training_arch(), jax.random.key(3))
+    save_backbone(path, training_arch(), params, "float32")
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +61,7 @@ def vicuna(tmp_path_factory):
     settings = names | {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     size = spm.SentencePieceProcessor(model_file=str(path / "tokenizer.model")).vocab_size()
-    arch = tiny_arch(vocab_size=size, n_layers=2, max_position=256)
+    arch = training_arch(vocab_size=size, n_layers=2, max_position=256)
     save_backbone(str(path), arch, init_params(arch, jax.random.key(0)), "float32")
     return str(path)
 

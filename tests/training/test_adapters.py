@@ -15,7 +15,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.model import lora
-from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, losses
 from medusa_jax.training.setup import load_setup
@@ -27,14 +27,6 @@ def config(tokens, stage="medusa2", **train):
     cfg.optim.name = "adamw"
     cfg.lora.rank = 4
     return cfg
-
-
-@pytest.fixture(scope="module")
-def model(tokens, tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("model"))
-    arch = tiny_config(tokens).model.arch
-    hf.save_backbone(path, arch, init_params(arch, jax.random.key(3)), "float32")
-    return path
 
 
 @partial(jax.jit, static_argnums=0)

@@ -3,15 +3,13 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import damages
 import jax
 import numpy as np
 import pytest
 from cases import wide
-from children import environment
+from children import output_of
 
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import make_mesh, replicated
@@ -62,14 +60,8 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path):
     The run that met it is a process of its own: its writes may go on behind the error, and
     whoever continues the run starts after it has ended.
     """
-    child = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment(),
-    )
-    assert re.search(r"step 2 .* failed .*; step 1 remains", child.stdout), child.stderr
+    said = output_of(FULL_DISK, tmp_path)
+    assert re.search(r"step 2 .* failed .*; step 1 remains", said), said
     again = Checkpoints(str(tmp_path), keep=2)
     assert again.latest == 1
     jax.tree.map(

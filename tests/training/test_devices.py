@@ -6,13 +6,11 @@ One child process with eight simulated CPU devices runs what needs them.
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from children import devices, environment
-from training_setup import tiny_arch, tiny_config
+from children import devices, output_of
+from training_setup import tiny_config
 
 pytestmark = pytest.mark.wide
 
@@ -71,30 +69,12 @@ def configurations(tokens, model):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A backbone of one layer."""
-    import jax
-
-    from medusa_jax.interop import hf
-    from medusa_jax.model.llama import init_params
-
-    path = tmp_path_factory.mktemp("model")
-    params = init_params(tiny_arch(), jax.random.key(0))
-    hf.save_backbone(str(path), tiny_arch(), params, "float32")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def eight(tokens, model, tmp_path_factory):
     """What the child saw, and where it worked."""
 
     workdir = tmp_path_factory.mktemp("eight")
-    command = [sys.executable, "-c", CHILD, tokens, model, str(workdir)]
-    done = subprocess.run(
-        command, env=environment(devices(8)), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1]), workdir
+    said = output_of(CHILD, tokens, model, workdir, xla_flags=devices(8))
+    return json.loads(said.splitlines()[-1]), workdir
 
 
 @pytest.mark.parametrize("name", MESHES)

@@ -10,13 +10,13 @@ import pytest
 from cases import wide
 from closeness import assert_close
 from test_trainer import records, run
-from training_setup import VOCAB, tiny_arch, tiny_config
+from training_setup import VOCAB, tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter, vocabulary
 from medusa_jax.heads.drafter import TextRows
-from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop import heads_io
 from medusa_jax.interop.published import open_heads
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
@@ -63,7 +63,7 @@ def test_tokens_outside_teach_nothing_and_are_misses(lm_head):
 
     A hidden state to come near is there for every pair, whichever token the backbone wrote from it.
     """
-    arch = tiny_arch()
+    arch = training_arch()
     whole = Backbone(Llama(arch), init_params(arch, jax.random.key(1)))
     backbone = vocabulary.narrowed(whole, jnp.asarray(IDS))
     heads = HeadsConfig(n_heads=3, lm_head=lm_head, rank=4, draft_vocab=len(IDS))
@@ -117,7 +117,7 @@ def test_tokens_outside_teach_nothing_and_are_misses(lm_head):
 
 def joint_stage(draft_vocab, **arch):
     cfg = tiny_config("", "medusa2", teacher_weight=0.5)
-    cfg.model.arch, cfg.lora.rank, cfg.lora.dropout = tiny_arch(**arch), 2, 0.0
+    cfg.model.arch, cfg.lora.rank, cfg.lora.dropout = training_arch(**arch), 2, 0.0
     cfg.heads = HeadsConfig(n_heads=2, lm_head="shared", draft_vocab=draft_vocab)
     return make_stage(cfg, 16)
 
@@ -126,7 +126,7 @@ def joint_stage(draft_vocab, **arch):
 def test_adapters_learn_through_the_shared_lm_head():
     """A vocabulary of all tokens is none: the same loss, and the same gradient in adapters."""
     batch, ids = random_batch(), jnp.asarray(np.arange(VOCAB, dtype=np.int32))
-    arch = tiny_arch(tie_embeddings=True)
+    arch = training_arch(tie_embeddings=True)
     frozen = {"backbone": init_params(arch, jax.random.key(1))}
     group = {vocabulary.GROUP: {"ids": ids}}
     found = []
@@ -141,14 +141,6 @@ def test_adapters_learn_through_the_shared_lm_head():
         )
     assert_close(*found)
     assert np.abs(found[0][1]["lora"]["lm_head"]["b"]).max() > 1e-4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    arch = tiny_arch()
-    hf.save_backbone(str(path), arch, init_params(arch, jax.random.key(3)), "float32")
-    return str(path)
 
 
 def few(tokens, model, stage="medusa1", **train):

@@ -1,12 +1,10 @@
 """How often weights are gathered over fsdp, on eight simulated devices in a child process."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from children import environment
+from children import output_of
 
 CHILD = r"""
 import json, sys
@@ -36,11 +34,8 @@ def test_a_teacher_s_pass_gathers_its_own_weights():
     """Gathered once for both passes, the kernels of all layers would wait between them."""
     config = Path(__file__).parents[2] / "configs" / "vicuna33b.py"
     # As users compile it: without XLA's passes nothing is gathered once for two.
-    env = environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    command = [sys.executable, "-c", CHILD, str(config)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    sent, layers = json.loads(done.stdout.splitlines()[-1])
+    said = output_of(CHILD, config, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
+    sent, layers = json.loads(said.splitlines()[-1])
     # The student's pass, the teacher's and the one back, and little else; a device takes seven eighths of
     # what it gathers from the others.
     assert 3 <= sent / (7 / 8 * layers) < 3.5

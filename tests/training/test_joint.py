@@ -11,9 +11,9 @@ import pytest
 from cases import wide
 from closeness import assert_close
 from test_losses import heads_problem
-from test_trainer import host, pieces, records, run
-from tiny_model import write_tokenizer
-from training_setup import tiny_arch, tiny_config
+from test_trainer import records, run
+from tiny import write_tokenizer
+from training_setup import tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig, OptimConfig
 from medusa_jax.errors import UserError
@@ -27,7 +27,6 @@ from medusa_jax.training import export, losses
 from medusa_jax.training.optim.optimizer import heads_weight, make_optimizer
 from medusa_jax.training.partition import TABLE
 from medusa_jax.training.setup import load_heads, more_layers
-from medusa_jax.training.step import microbatches
 
 
 def split_on(llama):
@@ -97,16 +96,13 @@ def test_groups_have_their_own_rate_and_rule():
 
 
 @pytest.fixture(scope="module")
-def stage_1(tokens, tmp_path_factory):
+def stage_1(tokens, model, tmp_path_factory):
     """A random backbone's directory and heads trained on it for 8 steps."""
     folder = tmp_path_factory.mktemp("stage1")
-    arch = tiny_config(tokens).model.arch
-    params = init_params(arch, jax.random.key(3))
-    hf.save_backbone(str(folder / "model"), arch, params, "float32")
     cfg = tiny_config(tokens, "medusa1", steps=8, save_every=8)
-    cfg.model.path = str(folder / "model")
-    run(cfg, folder / "m1")
-    return folder / "model", folder / "m1" / "export"
+    cfg.model.path = model
+    run(cfg, folder)
+    return model, folder / "export"
 
 
 @pytest.mark.wide
@@ -208,25 +204,8 @@ def test_native_heads_from_scratch(tokens, tmp_path):
     assert recipe["config"]["train"]["stage"] == "native"
 
 
-@pytest.mark.wide
-def test_joint_microbatches_add_up(tokens):
-    """Masks differ between the microbatches; the update is the whole batch's."""
-    results = []
-    for accumulation in (1, 4):
-        cfg = tiny_config(tokens, "medusa2", accumulation=accumulation)
-        cfg.optim.name, cfg.optim.eps = "adamw", 1e-3
-        mesh, step, state, frozen, rows = pieces(cfg, tokens)
-        batch = rows.batch(0, 8)
-        batch["counted"][np.arange(16)[None, :] < 2 * np.arange(8)[:, None]] = 0
-        state, metrics = step(state, frozen, microbatches(mesh, batch, accumulation))
-        results.append((host(state.params), host(metrics)))
-    (one, one_metrics), (four, four_metrics) = results
-    assert_close(four, one)
-    assert_close(four_metrics, one_metrics)
-
-
 def test_added_layers_change_nothing_until_they_have_learnt():
-    arch, tokens = tiny_arch(), np.arange(24, dtype=np.int32).reshape(2, 12) % 64
+    arch, tokens = training_arch(), np.arange(24, dtype=np.int32).reshape(2, 12) % 64
     params = init_params(arch, jax.random.key(0))
     deeper, new = more_layers(arch, 2, jax.random.key(1), make_mesh())
     more = params | new

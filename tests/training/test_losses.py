@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from planted import random_heads, random_params
-from training_setup import tiny_arch
+from tiny import random_heads, random_params
+from training_setup import training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import Backbone, make_drafter
@@ -28,26 +28,18 @@ def mask_of(counted, segments, ahead):
     return np.asarray(mask)[0].astype(int).tolist()
 
 
-def test_pairs_of_a_packed_row():
+def test_which_pairs_count():
     counted = [U, U, A, A, A, A, U, A, A, U]
     segments = [1, 1, 1, 1, 1, 1, 2, 2, 2, 0]
     assert mask_of(counted, segments, 1) == [0, 1, 1, 1, 1, 0, 1, 1, 0, 0]
     assert mask_of(counted, segments, 2) == [0, 1, 1, 1, 0, 0, 1, 0, 0, 0]
     assert mask_of(counted, segments, 4) == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0]
     assert mask_of(counted, segments, 6) == [0] * 10
-
-
-def test_a_user_token_in_between_breaks_the_pair():
+    # The user's token between, padding, the end of a row.
     assert mask_of([A, A, U, A, A], [1] * 5, 2) == [0, 0, 1, 0, 0]
     assert mask_of([A, A, A, U, A], [1] * 5, 3) == [0, 0, 0, 0, 0]
-
-
-def test_padding_and_neighbours_of_a_row_end_never_count():
     assert mask_of([A] * 4, [0] * 4, 1) == [0] * 4
     assert mask_of([A] * 3, [1] * 3, 3) == [0] * 3
-
-
-def test_shift_beyond_the_row():
     assert np.asarray(shift_left(jnp.arange(1, 4)[None], 5)).tolist() == [[0, 0, 0]]
 
 
@@ -142,7 +134,7 @@ def test_logits_are_taken_of_what_counts_only(answers, walked):
 
 
 def heads_problem(K=3, T=12, B=2, lm_head="own"):
-    arch = tiny_arch()
+    arch = training_arch()
     llama = Llama(arch)
     stored = jax.tree.map(np.float32, random_params(arch, 1, scale=1.0))
     backbone = Backbone(llama, stored)
@@ -158,114 +150,64 @@ def heads_problem(K=3, T=12, B=2, lm_head="own"):
     return arch, backbone, drafter, params, batch
 
 
-@pytest.mark.parametrize("lm_head", [*wide("own", "shared"), "low_rank"])
-def test_head_loss_is_equation_1(lm_head):
-    """lambda_k = 0.8^k, each head's mean over its own pairs, head k on token t + k + 1."""
+@pytest.mark.parametrize(
+    ("lm_head", "targets", "scale"),
+    [
+        *wide(("own", {}, 1), ("shared", {}, 1)),
+        ("low_rank", {}, 1),
+        ("own", {"label_weight": 0.1, "teacher_weight": 0.7, "noise": 9.0}, 1),
+        # Features three times as large lie on both sides of where smooth-L1 becomes a line.
+        *wide(("shared", {"label_weight": 0.0, "feature_weight": 0.7}, 3)),
+    ],
+)
+def test_head_loss_is_equation_1(lm_head, targets, scale):
+    """lambda_k = 0.8^k, each head's mean over its own pairs, head k on token t + k + 1.
+
+    A pair's terms: the text's token, the backbone's distribution at t + k, and smooth-L1 to the
+    backbone's hidden state there, a mean over D.
+    """
     _, backbone, drafter, params, batch = heads_problem(lm_head=lm_head)
     counts = np.asarray(losses.pair_counts(batch, (2, 3, 4)))
+    weights = losses.HeadTargets(**targets)
+
+    class Scaled(type(drafter)):
+        def features(self, *args):
+            return scale * super().features(*args)
+
+    drafter = Scaled(drafter.heads, drafter.llama)
 
     def plain(params):
         rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
-        hidden = backbone.llama.apply({"params": backbone.params}, *rows, method="forward")
-        features = drafter.features(params, backbone, TextRows(hidden, *rows))
-        total = 0.0
-        for k in range(3):
-            logp = jax.nn.log_softmax(drafter.head_logits(params, backbone, k, features[k]))
-            terms = []
-            for b in range(2):
-                for t in range(12 - k - 2):
-                    span = slice(t + 1, t + k + 3)
-                    same = np.all(
-                        batch["segment_ids"][b, span] == batch["segment_ids"][b, t]
-                    )
-                    if same and np.all(batch["counted"][b, span]):
-                        terms.append(-logp[b, t, batch["tokens"][b, t + k + 2]])
-            assert len(terms) == counts[k]
-            total += 0.8 ** (k + 1) * sum(terms) / len(terms)
-        return total
-
-    def streamed(params):
-        objective = losses.HeadObjective(drafter, 5, 0.8)
-        return losses.head_loss(
-            params, backbone, objective, losses.StepInputs(batch, counts)
-        )[0]
-
-    value, grads = jax.jit(jax.value_and_grad(streamed))(params)
-    expected, expected_grads = jax.jit(jax.value_and_grad(plain))(params)
-    assert_close((value, grads), (expected, expected_grads))
-
-
-def test_a_teacher_is_the_backbones_own_distribution():
-    """label_weight CE(text) + teacher_weight CE(backbone at t + k), per counted pair."""
-    _, backbone, drafter, params, batch = heads_problem()
-    counts = losses.pair_counts(batch, (2, 3, 4))
-    rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
-    masks = [
-        np.asarray(losses.pair_mask(batch["counted"], batch["segment_ids"], k + 2))
-        for k in range(3)
-    ]
-
-    def plain(params):
         hidden = backbone.llama.apply({"params": backbone.params}, *rows, method="forward")
         features = drafter.features(params, backbone, TextRows(hidden, *rows))
         teacher = jax.nn.softmax(backbone.lm_head(hidden))
         total = 0.0
         for k in range(3):
             logp = jax.nn.log_softmax(drafter.head_logits(params, backbone, k, features[k]))
-            for b, t in zip(*np.nonzero(masks[k])):
-                label = -logp[b, t, batch["tokens"][b, t + k + 2]]
-                soft = -(teacher[b, t + k + 1] * logp[b, t]).sum()
-                total += (0.1 * label + 0.7 * soft) / counts[k]
+            terms = []
+            for b, t in np.ndindex(2, 12 - k - 2):
+                span = slice(t + 1, t + k + 3)
+                same = batch["segment_ids"][b, span] == batch["segment_ids"][b, t]
+                if not (same.all() and batch["counted"][b, span].all()):
+                    continue
+                apart = jnp.abs(features[k, b, t] - hidden[b, t + k + 1])
+                near = jnp.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean()
+                terms.append(
+                    -weights.label_weight * logp[b, t, batch["tokens"][b, t + k + 2]]
+                    - weights.teacher_weight * (teacher[b, t + k + 1] * logp[b, t]).sum()
+                    + weights.feature_weight * near
+                )
+            assert len(terms) == counts[k]
+            total += 0.8 ** (k + 1) * sum(terms) / len(terms)
         return total
 
     def streamed(params):
-        targets = losses.HeadTargets(label_weight=0.1, teacher_weight=0.7, noise=9.0)
-        objective = losses.HeadObjective(drafter, 5, 1.0, targets)
-        return losses.head_loss(
-            params, backbone, objective, losses.StepInputs(batch, counts)
-        )[0]
+        objective = losses.HeadObjective(drafter, 5, 0.8, weights)
+        inputs = losses.StepInputs(batch, counts)
+        return losses.head_loss(params, backbone, objective, inputs)[0]
 
     value, grads = jax.jit(jax.value_and_grad(streamed))(params)
     expected, expected_grads = jax.jit(jax.value_and_grad(plain))(params)
-    assert_close((value, grads), (expected, expected_grads))
-
-
-@pytest.mark.wide
-def test_features_are_drawn_to_the_backbones_hidden_states():
-    """feature_weight smooth-L1(features of head k at t, hidden state at t + k + 1), a mean over D."""
-    _, backbone, drafter, params, batch = heads_problem(lm_head="shared")
-    counts = losses.pair_counts(batch, (2, 3, 4))
-    rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
-
-    def plain(params):
-        hidden = backbone.llama.apply({"params": backbone.params}, *rows, method="forward")
-        features = 3 * drafter.features(params, backbone, TextRows(hidden, *rows))
-        total = 0.0
-        for k in range(3):
-            mask = losses.pair_mask(batch["counted"], batch["segment_ids"], k + 2)
-            for b, t in zip(*np.nonzero(np.asarray(mask))):
-                apart = jnp.abs(features[k, b, t] - hidden[b, t + k + 1])
-                smooth = jnp.where(apart < 1, 0.5 * apart**2, apart - 0.5)
-                total += 0.5 ** (k + 1) * 0.7 * smooth.mean() / counts[k]
-        return total
-
-    class Wide(type(drafter)):
-        """Features on both sides of where the loss goes from a parabola to a line."""
-
-        def features(self, *args):
-            return 3 * super().features(*args)
-
-    wide = Wide(drafter.heads, drafter.llama)
-
-    def streamed(params):
-        targets = losses.HeadTargets(label_weight=0.0, feature_weight=0.7)
-        objective = losses.HeadObjective(wide, 5, 0.5, targets)
-        return losses.head_loss(
-            params, backbone, objective, losses.StepInputs(batch, counts)
-        )[0]
-
-    value, grads = jax.jit(jax.value_and_grad(streamed))(params)
-    expected, expected_grads = jax.value_and_grad(plain)(params)
     assert_close((value, grads), (expected, expected_grads))
 
 
@@ -345,7 +287,7 @@ ALL_LOGITS = ROWS * LENGTH * VOCAB * 4
 def peak(K, teacher):
     """Compiled peak memory of the gradient of K heads; without a teacher's weight, that of the loss
     which holds all logits at once."""
-    arch = tiny_arch(vocab_size=VOCAB, d_model=32, max_position=LENGTH)
+    arch = training_arch(vocab_size=VOCAB, d_model=32, max_position=LENGTH)
     llama = Llama(arch)
     names = ("tokens", "positions", "segment_ids")
     batch = {n: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for n in names}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_setup import tiny_arch
+from training_setup import training_arch
 
 from medusa_jax.config import OptimConfig
 from medusa_jax.errors import UserError
@@ -47,7 +47,7 @@ def test_more_warmup_than_steps_still_trains():
 
 
 def test_muon_takes_the_hidden_matrices_only():
-    params = init_params(tiny_arch(), jax.random.key(0))
+    params = init_params(training_arch(), jax.random.key(0))
     marks = jax.tree_util.tree_flatten_with_path(
         muon_matrices(params), is_leaf=lambda x: x is None or hasattr(x, "reduction_axis")
     )[0]
@@ -64,7 +64,7 @@ def test_muon_takes_the_hidden_matrices_only():
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_updates_have_the_size_of_the_rate(name):
     """Both rules move a hidden matrix by about 0.2 to 1 times the rate per element."""
-    params = init_params(tiny_arch(d_model=64, d_ff=64), jax.random.key(0))
+    params = init_params(training_arch(d_model=64, d_ff=64), jax.random.key(0))
     rule = make_rule(name, OptimConfig(), lambda _: 0.1)
     state = rule.init(params)
     keys = jax.random.key(1)
@@ -76,7 +76,7 @@ def test_updates_have_the_size_of_the_rate(name):
 
 
 def test_weight_decay_spares_vectors():
-    params = init_params(tiny_arch(), jax.random.key(0))
+    params = init_params(training_arch(), jax.random.key(0))
     assert matrices(params)["norm"]["scale"] is False
     assert matrices(params)["lm_head"]["kernel"] is True
 

@@ -46,19 +46,9 @@ def test_only_the_assistant_counts_its_eos_included(vicuna, sharegpt, tmp_path):
 
 
 def test_bad_lines_are_skipped_and_reported(vicuna, tmp_path, capsys):
-    talk = {
-        "messages": [
-            {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": "Yo"},
-        ]
-    }
-    lines = [
-        json.dumps(talk),
-        '{"messages": [',
-        json.dumps({"messages": []}),
-        json.dumps(talk),
-    ]
-    lines += [json.dumps({"other": 1}), json.dumps([1])]
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    talk = json.dumps({"messages": turns})
+    lines = [talk, '{"messages": [', '{"messages": []}', talk, '{"other": 1}', "[1]"]
     source = tmp_path / "talk.jsonl"
     source.write_text("\n".join(lines))
     cfg = text_config(vicuna, tmp_path, source, chat_template="vicuna", seq_len=256)
@@ -69,7 +59,7 @@ def test_bad_lines_are_skipped_and_reported(vicuna, tmp_path, capsys):
 
 
 def test_a_bad_sample_is_named_by_its_line(vicuna, tmp_path, capsys):
-    """The first of each kind, blank lines counted; none ends the run, however strange."""
+    """The first of each kind, blank lines counted; none ends the run, however strange, but all do."""
     good = json.dumps({"text": "A tree is a graph without cycles."})
     lines = ["", good, "{broken", "", good, "[" * 9000 + "]" * 9000, '{"text": "\\ud800"}']
     source = tmp_path / "talk.jsonl"
@@ -79,7 +69,9 @@ def test_a_bad_sample_is_named_by_its_line(vicuna, tmp_path, capsys):
     assert "2 x broken JSON, first in line 3;" in said
     assert "surrogate pair, which stands for no character, first in line 7)" in said
     source.write_text("\n\n{broken\n")
-    with pytest.raises(UserError, match="1 x broken JSON, first in line 3"):
+    with pytest.raises(
+        UserError, match=r"none of the 1 samples .*1 x broken JSON, first in line 3"
+    ):
         directory_of(text_config(vicuna, tmp_path, source))
     whole = tmp_path / "talk.json"
     whole.write_text(json.dumps([json.loads(good), {"text": 3}]))
@@ -124,14 +116,6 @@ def test_samples_that_run_in_circles_are_left_out(vicuna, tmp_path, capsys):
     kept = [tokenizer.decode(ids) for ids, _ in samples_of(directory_of(cfg))]
     assert len(kept) == 2 and all("one two three" in text for text in kept)
     assert "2 x repeats itself" in capsys.readouterr().err
-
-
-def test_nothing_usable_refuses_to_start(vicuna, tmp_path):
-    source = tmp_path / "talk.jsonl"
-    source.write_text('{"conversations": []}\n{bro\n')
-    cfg = text_config(vicuna, tmp_path, source, chat_template="vicuna")
-    with pytest.raises(UserError, match=r"none of the 2 samples .*broken JSON"):
-        directory_of(cfg)
 
 
 def test_an_answer_beyond_the_row_is_no_sample(vicuna, sharegpt, tmp_path):

@@ -161,18 +161,3 @@ def test_every_recipe_passes_the_dry_run(name, capsys):
     report = dry.dry_run(load(name, "--config.dry_run"))
     assert report["total_bytes"] > 0
     assert "memory per device" in capsys.readouterr().out
-
-
-# The others are the same programs in other sizes.
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["vicuna7b_m2", "vicuna7b_m1", "zephyr7b", "llama31_8b"])
-def test_the_step_of_a_recipe_compiles_with_small_sizes(name):
-    """The recipe's own stage, optimizer, adapters and data fields on a tiny model."""
-    small = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2,
-             "head_dim": 8, "d_ff": 64}  # fmt: skip
-    sizes = [f"--config.model.arch.{field}={value}" for field, value in small.items()]
-    short = ["--config.data.seq_len=32", "--config.train.loss_chunk=16", "--config.dry_run"]
-    short += ["--config.train.batch_size=4", "--config.train.accumulation=2"]
-    short += ["--config.lora.rank=4"] if load(name).lora.rank else []
-    report = dry.dry_run(load(name, *sizes, *short))
-    assert report["trainable_parameters"] > 0

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from cases import thinned
 from closeness import assert_close
-from planted import random_heads
-from training_setup import tiny_arch
+from tiny import random_heads
+from training_setup import training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import DRAFTERS, Backbone, make_drafter
@@ -49,7 +49,7 @@ def row(tokens=TOKENS):
 
 @pytest.fixture(scope="module")
 def backbone():
-    arch = tiny_arch(n_layers=2)
+    arch = training_arch(n_layers=2)
     params = init_params(arch, jax.random.key(1))
     return Backbone(Llama(arch), jax.tree.map(lambda x: 2 * x, params))
 

@@ -4,18 +4,14 @@ import json
 import os
 import pathlib
 import shutil
-import signal
-import subprocess
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
-from children import environment
 from closeness import assert_close
-from training_setup import ROOT, command, tiny_config, write_config
+from training_setup import tiny_config
 
 import medusa_jax
 from medusa_jax.errors import UserError
@@ -144,17 +140,7 @@ def host(tree):
     return jax.tree.map(lambda x: np.array(x), tree)
 
 
-def test_the_frozen_tree_has_no_gradient_no_moments_and_keeps_its_bits(tokens):
-    cfg = tiny_config(tokens, "medusa1")
-    mesh, step, state, frozen, rows = pieces(cfg, tokens)
-    before = host(frozen)
-    state, _ = step(state, frozen, microbatches(mesh, rows.batch(0, 8), 1))
-    jax.tree.map(np.testing.assert_array_equal, host(frozen), before)
-    shapes = {x.shape for x in jax.tree.leaves((state.params, state.opt))}
-    assert before["backbone"]["layers_0"]["mlp"]["up_proj"]["kernel"].shape not in shapes
-
-
-@pytest.mark.parametrize("stage", ["medusa1", *wide("backbone")])
+@pytest.mark.parametrize("stage", ["medusa1", *wide("backbone", "medusa2")])
 def test_microbatches_add_up(tokens, stage):
     """Four microbatches give the update of the whole batch, although their counts differ."""
     results = []
@@ -163,10 +149,16 @@ def test_microbatches_add_up(tokens, stage):
         cfg.optim.name = "adamw"
         cfg.optim.eps = 1e-3  # no division by tiny gradients
         mesh, step, state, frozen, rows = pieces(cfg, tokens)
+        before = host(frozen)
         batch = rows.batch(0, 8)
         batch["counted"] &= np.arange(16)[None, :] > 2 * np.arange(8)[:, None]
         state, metrics = step(state, frozen, microbatches(mesh, batch, accumulation))
         results.append((host(state.params), host(metrics)))
+        if before:  # has neither gradient nor moments and keeps its bits
+            jax.tree.map(np.testing.assert_array_equal, host(frozen), before)
+            shapes = {x.shape for x in jax.tree.leaves((state.params, state.opt))}
+            mlp = before["backbone"]["layers_0"]["mlp"]
+            assert mlp["up_proj"]["kernel"].shape not in shapes
     (one, one_metrics), (four, four_metrics) = results
     assert_close(four, one, 256)  # the optimizer divides by small gradients
     for name in ("loss", "top5"):
@@ -190,15 +182,6 @@ def test_a_poisoned_batch_changes_nothing(tokens):
     assert np.isfinite(np.asarray(metrics["loss"])).all()
 
 
-def test_a_batch_without_targets_is_harmless(tokens):
-    cfg = tiny_config(tokens)
-    mesh, step, state, frozen, rows = pieces(cfg, tokens)
-    batch = rows.batch(0, 8)
-    batch["counted"][:] = False
-    _, metrics = step(state, frozen, microbatches(mesh, batch, 1))
-    assert float(metrics["loss"][0]) == 0.0 and not bool(metrics["skipped"])
-
-
 @pytest.mark.wide
 def test_too_many_bad_steps_end_the_run(tokens, tmp_path, capsys):
     cfg = tiny_config(tokens, steps=30, max_bad_steps=3)
@@ -208,93 +191,6 @@ def test_too_many_bad_steps_end_the_run(tokens, tmp_path, capsys):
     with pytest.raises(UserError, match=r"3 steps in a row .* checkpoint \d+ is good"):
         run(cfg, tmp_path)
     assert "update skipped" in capsys.readouterr().err
-
-
-@pytest.mark.wide
-def test_steps_look_at_the_metrics_of_the_step_before(tokens, tmp_path):
-    last = run(tiny_config(tokens, steps=3), tmp_path)
-    assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
-    assert records(tmp_path)[-1]["loss"] == last["loss"]
-
-
-# Goes into the configuration file: of this step's checkpoint no array is ever written.
-HELD = """
-import tensorstore, time
-
-open_array = tensorstore.open
-
-
-def never(spec, *args, **options):
-    if "/checkpoints/16." in str(spec):
-        time.sleep(1000)
-    return open_array(spec, *args, **options)
-
-
-tensorstore.open = never
-"""
-
-
-def start(tmp_path, data, workdir, *more, hook=""):
-    config = write_config(tmp_path, data)
-    with open(config, "a") as file:
-        file.write(hook)
-    args = (f"--config={config}", f"--workdir={workdir}", "--config.train.steps=150", *more)
-    process = subprocess.Popen(
-        command(*args), env=environment(), stderr=subprocess.PIPE, text=True
-    )
-    log = pathlib.Path(workdir) / "log.jsonl"
-    limit = time.monotonic() + 400
-    while time.monotonic() < limit and process.poll() is None:
-        if log.exists() and log.read_text().count("\n") >= 22:
-            return process
-        time.sleep(0.005)
-    process.kill()
-    raise AssertionError(process.communicate()[1])
-
-
-@pytest.mark.wide
-def test_a_killed_run_goes_on_bit_for_bit(tokens, tmp_path):
-    """SIGKILL six steps into a save; the series equals an unbroken run's."""
-    save = "--config.train.save_every=8"
-    process = start(tmp_path, tokens, tmp_path / "killed", save, hook=HELD)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    saved = {p.name.split(".")[0] for p in (tmp_path / "killed" / "checkpoints").iterdir()}
-    assert (
-        saved == {"8", "16"} and not (tmp_path / "killed" / "checkpoints" / "16").exists()
-    )
-    cut = len(records(tmp_path / "killed"))
-    assert 20 <= cut < 150
-    for workdir in ("killed", "whole"):
-        run(tiny_config(tokens, steps=150, save_every=50), tmp_path / workdir)
-    killed, whole = (records(tmp_path / name) for name in ("killed", "whole"))
-    assert [r["step"] for r in killed] == list(range(1, 151))
-    keys = ("loss", "objective", "gradient_norm", "lr", "top1")
-    for a, b in zip(killed, whole):
-        assert [a[k] for k in keys] == [b[k] for k in keys], a["step"]
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
-)
-def test_a_signal_saves_and_ends_cleanly(tokens, tmp_path, number, name):
-    process = start(tmp_path, tokens, tmp_path / "run", "--config.train.save_every=1000")
-    process.send_signal(number)
-    _, said = process.communicate(timeout=300)
-    # Not 0, or whatever started it would take the run for done.
-    assert process.returncode == 128 + number and f"stopped by {name} after step" in said
-    assert f"to go on: python {ROOT}/train.py --config=" in said
-    step = int(said.split(f"{name} after step")[1].split(";")[0])
-    assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
-    assert len(records(tmp_path / "run")) == step
-
-
-@pytest.mark.wide
-def test_another_batch_size_is_not_resumed(tokens, tmp_path):
-    run(tiny_config(tokens, steps=2), tmp_path)
-    with pytest.raises(UserError, match="use another --workdir"):
-        run(tiny_config(tokens, steps=4, batch_size=4), tmp_path)
 
 
 def test_a_run_goes_on_with_what_it_may_change(tokens, tmp_path, capsys):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from planted import decoder
+from tiny import decoder
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding.copying import copied_lengths

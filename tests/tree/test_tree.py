@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import trees
+from trees import trees
 
 from medusa_jax.errors import UserError
 from medusa_jax.tree import Tree, load_tree_file, parse_tree, tree_of_size

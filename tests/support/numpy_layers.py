@@ -1,0 +1,56 @@
+"""A Llama decoder layer in NumPy, written from the equations: full matrices, no cache."""
+
+import numpy as np
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def numpy_norm(scale, x, eps=1e-5):
+    """RMSNorm."""
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+
+
+def rope(x, theta):
+    """x [T, N, H]: halves turned by position / theta^(2i / H)."""
+    T, _, H = x.shape
+    angle = np.arange(T)[:, None] / theta ** (np.arange(0, H, 2) / H)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    a, b = x[..., : H // 2], x[..., H // 2 :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def decoder_layer(config, weight, x):
+    """A layer over one text [T, D].
+
+    Args:
+      weight: name, such as "self_attn.q_proj", to a kernel [in, out] or a norm's scale; None for
+        an input norm that does not exist.
+    """
+    T, N, G = len(x), config.n_heads, config.n_kv_heads
+    first = weight("input_layernorm")
+    normed = x if first is None else numpy_norm(first, x, config.rms_eps)
+    q, k, v = (normed @ weight(f"self_attn.{name}_proj") for name in "qkv")
+    q, k = (rope(y.reshape(T, -1, config.head_dim), config.rope_theta) for y in (q, k))
+    k, v = (y.reshape(T, G, -1).repeat(N // G, 1) for y in (k, v))
+    scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(config.head_dim)
+    scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = np.einsum("nts,snh->tnh", p / p.sum(-1, keepdims=True), v).reshape(T, -1)
+    x = x + mixed @ weight("self_attn.o_proj")
+    normed = numpy_norm(weight("post_attention_layernorm"), x, config.rms_eps)
+    gated = silu(normed @ weight("mlp.gate_proj")) * (normed @ weight("mlp.up_proj"))
+    return x + gated @ weight("mlp.down_proj")
+
+
+def numpy_layer(params, config, x):
+    """`decoder_layer` with parameters of ours."""
+
+    def weight(name):
+        leaf = params
+        for part in name.split("."):
+            leaf = leaf.get(part, {})
+        return leaf.get("kernel", leaf.get("scale"))
+
+    return decoder_layer(config, weight, x)

@@ -1,0 +1,161 @@
+"""Tiny random models, in memory and on disk: the only makers of them."""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer, decoders, models
+
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.drafter import Drafter
+from medusa_jax.heads.vocabulary import GROUP
+from medusa_jax.interop import heads_io, hf
+from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
+
+
+def tiny_arch(**fields) -> LlamaConfig:
+    """Two layers, four query heads on two key/value heads."""
+    small = LlamaConfig(23, 16, 2, 4, 2, 6, 20, max_position=512)
+    return dataclasses.replace(small, **fields)
+
+
+def random_like(shapes, seed: int, scale: float = 1.5):
+    """Float64 numpy parameters of these shapes, large enough that every part matters.
+
+    Initialisation proper starts with zero biases, unit norms and a small embedding, under
+    which mistakes in attention hardly move a logit; and it is a large program to compile.
+    """
+    rng = np.random.default_rng(seed)
+
+    def fill(path, leaf):
+        name = path[-1].key
+        if name in ("scale", "bias"):
+            return (name == "scale") + 0.3 * rng.standard_normal(leaf.shape)
+        fan_in = 1 if name == "embedding" else leaf.shape[0]
+        return rng.standard_normal(leaf.shape) * scale / np.sqrt(fan_in)
+
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def random_params(config: LlamaConfig, seed: int, scale: float = 1.5):
+    """Stored (unfused) parameters of a backbone, see `random_like`."""
+    shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
+    params = random_like(shapes, seed, scale)
+    if "lm_head" in params:
+        params["lm_head"]["kernel"][:, 0] *= 1.5  # token 0 is an ordinary, frequent one
+    return params
+
+
+def random_heads(drafter: Drafter, backbone: Backbone, seed: int, scale: float = 1.0):
+    """Parameters of draft heads, see `random_like`."""
+    shapes = jax.eval_shape(drafter.init, jax.random.key(0), backbone)
+    return random_like(shapes, seed, scale)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _prepared(params, config: LlamaConfig, dtype):
+    return prepare(params, config, dtype)
+
+
+def decoder(config: LlamaConfig, params, dtype=jnp.float64):
+    """The backbone as the decode loop runs it, and its prepared parameters."""
+    return Llama(decoding_config(config), dtype, shards=1), _prepared(params, config, dtype)
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward_logits(llama, params, tokens_BT):
+    def run(module, tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        return module.lm_head(module.forward(tokens, positions, jnp.ones_like(tokens)))
+
+    return llama.apply({"params": params}, tokens_BT, method=run)
+
+
+def forward_logits(config: LlamaConfig, params, text, dtype=jnp.float64) -> np.ndarray:
+    """Logits [T, V] of one text by the teacher-forced pass: no cache, no tree, no fusing."""
+    padded = -(-len(text) // 64) * 64
+    tokens = np.zeros((1, padded), np.int32)
+    tokens[0, : len(text)] = text
+    return np.asarray(_forward_logits(Llama(config, dtype), params, tokens))[0, : len(text)]
+
+
+CHARACTERS = " abcdefghijklmnopqrstuvwxyz.,\n"
+MERGES = [
+    ("a", "b"),
+    ("ab", "c"),
+    ("t", "h"),
+    ("th", "e"),
+    (" ", "a"),
+    ("i", "n"),
+    ("e", "r"),
+]
+CONTEXT = 96
+
+
+def write_tokenizer(directory: Path, bos: bool = True) -> int:
+    """Characters, some merges, <s> and </s>; returns the size of the vocabulary."""
+    words = ["<unk>", "<s>", "</s>", *CHARACTERS, *("".join(pair) for pair in MERGES)]
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab, MERGES, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "unk_token": "<unk>"}
+    if bos:
+        settings |= {"bos_token": "<s>", "add_bos_token": True}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return len(vocab)
+
+
+def write_model(directory: Path, bos: bool = True, seed: int = 0, **fields):
+    """Backbone of one layer in `directory`, three untrained Medusa heads in `directory`/heads."""
+    size = write_tokenizer(directory, bos)
+    sizes = {"vocab_size": size, "max_position": CONTEXT, "n_layers": 1}
+    config = tiny_arch(**(sizes | fields))
+    params = random_params(config, seed)
+    tied = config.tie_embeddings
+    lm_head_VD = (
+        params["embed_tokens"]["embedding"] if tied else params["lm_head"]["kernel"].T
+    )
+    lm_head_VD[:3] *= 0.1  # specials are so rare that texts run to their limit
+    params = jax.tree.map(lambda x: x.astype(np.float32), params)
+    hf.save_backbone(str(directory), config, params, "float32")
+    write_heads(directory / "heads", config, params)
+    return config, params
+
+
+def write_heads(directory: Path, config, params, ids=()):
+    """Three untrained Medusa heads that share the LM head, over all tokens or those of `ids`."""
+    backbone = Backbone(Llama(config), params)
+    heads = HeadsConfig(n_heads=3, lm_head="shared", draft_vocab=len(ids))
+    head_params = make_drafter(heads, config).init(jax.random.key(0), backbone)
+    if len(ids):
+        head_params[GROUP] = {"ids": np.array(ids, np.int32)}
+    record = heads_io.describe_base(config, params)
+    heads_io.save_heads(str(directory), heads, head_params, base=record, recipe={})
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}u{{ m['content'] }}."
+    "{% else %}a{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+def set_template(directory: Path, template: str) -> None:
+    """Give the tokenizer of a directory a chat template."""
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+
+
+def write_chat_model(path: Path, **fields):
+    """`write_model` with a chat template."""
+    made = write_model(path, **fields)
+    set_template(path, TEMPLATE)
+    return made
