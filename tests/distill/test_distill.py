@@ -256,7 +256,7 @@ def test_continuations_are_counted_without_their_prompts():
 
 def test_news_come_within_a_batch(model, seeds, tmp_path, capsys, monkeypatch):
     """Where there is no terminal: tokens from the first chunk of the first batch on."""
-    monkeypatch.setattr(writer, "NEWS_SECONDS", 0.0)
+    monkeypatch.setattr(writer, "PROGRESS_SECONDS", 0.0)
     assert distill.main(flags_for(model, tmp_path, seeds, "--limit=8")) == 0
     news = [line for line in capsys.readouterr().err.splitlines() if "of 8 seeds" in line]
     first = re.match(r"0 of 8 seeds, (\d+) tokens, \d+ tokens/s$", news[0])
@@ -453,7 +453,7 @@ def test_lines_of_two_writers_are_refused(model, seeds, tmp_path, capsys, mode):
 
 def test_a_directory_is_one_process_s(model, seeds, tmp_path, capsys):
     flags = flags_for(model, tmp_path, seeds, "--limit=4")
-    with hosts.claimed(tmp_path):
+    with hosts.locked(tmp_path):
         assert distill.main(flags) == 2
     said = capsys.readouterr().err
     assert f"{tmp_path} is in use by another process" in said and said.count("\n") == 1

@@ -106,19 +106,19 @@ def test_packed_moments_resume_bit_for_bit(tokens, tmp_path):
     # The schedule is that of 12 steps; the run is cut off after step 7.
     from medusa_jax.training import trainer
 
-    look = trainer.Run.look
+    look = trainer.Run.record_step
 
     def cut(self, pending):
         if pending is not None and pending[0] == 7:
             raise KeyboardInterrupt
         return look(self, pending)
 
-    trainer.Run.look = cut
+    trainer.Run.record_step = cut
     try:
         with pytest.raises(KeyboardInterrupt):
             run(cfg, tmp_path / "cut")
     finally:
-        trainer.Run.look = look
+        trainer.Run.record_step = look
     run(cfg, tmp_path / "cut")
     assert [r["loss"][0] for r in records(tmp_path / "cut")] == whole
 
@@ -148,7 +148,7 @@ def test_moments_are_unpacked_when_their_gradients_are_there(monkeypatch):
     cfg.heads.n_heads, cfg.optim.name, cfg.data.seq_len = 2, "adamw8bit", 512
     heads = 2 * 2048 * 128 * 4  # float32 bytes of the LM heads
     waits = step_temporaries(cfg)
-    monkeypatch.setattr(step_module, "not_before", lambda tree, done: tree)
+    monkeypatch.setattr(step_module, "depend_on", lambda tree, done: tree)
     early = step_temporaries(cfg)
     assert early - waits > 0.5 * 2 * heads, (early, waits)
 

@@ -114,7 +114,7 @@ def test_out_of_memory_is_one_line(tokens, tmp_path, monkeypatch, capsys):
 
 def test_a_workdir_is_one_process_s(tokens, tmp_path, capsys):
     args = [f"--config={write_config(tmp_path, tokens)}", f"--workdir={tmp_path / 'w'}"]
-    with hosts.claimed(tmp_path / "w"):
+    with hosts.locked(tmp_path / "w"):
         assert cli.main(args) == 2
     said = capsys.readouterr().err
     assert (
@@ -140,14 +140,14 @@ def test_a_model_that_is_not_there(tokens, tmp_path, capsys):
 
 def test_ctrl_c_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, capsys):
     """Once: after its step; twice: at once. The command that is named goes on to the end."""
-    look, presses = trainer.Run.look, {3: 1, 6: 2}
+    look, presses = trainer.Run.record_step, {3: 1, 6: 2}
 
     def pressed(self, pending):
         for _ in range(presses.pop(pending[0], 0) if pending else 0):
             os.kill(os.getpid(), signal.SIGINT)
         return look(self, pending)
 
-    monkeypatch.setattr(trainer.Run, "look", pressed)
+    monkeypatch.setattr(trainer.Run, "record_step", pressed)
     compile_step, made = trainer.compile_step, []
     once = lambda *shapes: made or made.append(compile_step(*shapes)) or made  # noqa: E731
     monkeypatch.setattr(trainer, "compile_step", lambda *shapes: once(*shapes)[0])
