@@ -1,8 +1,8 @@
-"""Typed configuration: plain dataclasses that import nothing.
+"""Typed configuration: plain dataclasses.
 
-`LlamaConfig` and `HeadsConfig` are hashable, so they can be attributes of Flax modules and
-static arguments of `jax.jit`. They stay mutable because the command line overrides fields in
-place (`--config.optim.lr=3e-4`); nothing else may assign to them.
+`LlamaConfig` and `HeadsConfig` are hashable, so they can be attributes of Flax modules and static arguments of
+`jax.jit`. They are mutable only because the command line overrides fields in place (`--config.optim.lr=3e-4`);
+nothing else may assign to them.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from typing import Literal
 class LlamaConfig:
     """Shape of a Llama-family backbone (Llama, Mistral, Qwen2, Qwen3).
 
-    Fields carry the meaning of the Hugging Face config they are read from.
+    Fields have the meaning of the Hugging Face config they are read from.
     """
 
     vocab_size: int = 32000
@@ -67,22 +67,22 @@ class ModelConfig:
     """Which backbone: a directory, GGUF file, hub id or name, or (path empty) `arch` at random."""
 
     path: str = ""
-    # Empty = the tokenizer that lies beside the model.
+    # Empty = the tokenizer in the model's directory.
     tokenizer: str = ""
     # Storage type of the frozen backbone; the trained part is always float32.
     param_dtype: str = "float32"
-    # Layers to put behind those of `path`: they start as the identity and must be trained.
+    # Layers to add after those of `path`: they start as the identity and must be trained.
     add_layers: int = 0
-    # Kernels of a frozen backbone's layers in "int8" or "nf4" (4 bits); empty = as they are.
+    # Kernels of a frozen backbone's layers in "int8" or "nf4" (4 bits); empty = unquantised.
     quantise: str = ""
     arch: LlamaConfig = field(default_factory=LlamaConfig)
 
 
 @dataclass
 class LoraConfig:
-    """Adapters on every linear layer of a frozen backbone that train in its place; rank 0: none.
+    """Adapters on every linear layer of a frozen backbone; rank 0: none.
 
-    The paper's figures are rank 32, alpha 16, dropout 0.05.
+    The Medusa paper uses rank 32, alpha 16, dropout 0.05.
     """
 
     rank: int = 0
@@ -94,11 +94,10 @@ class LoraConfig:
 class DataConfig:
     """Where training text comes from and how it becomes rows of tokens.
 
-    `source` is a .jsonl/.json file, a .txt file, a directory with `tokens.npy` (see
-    `training/data/rows.py`) or with text files (.txt, .md, .py; a sample each) or a Hugging Face
-    dataset id, or several of them with commas between: each is packed and its hidden states cached
-    by itself, their rows are shuffled together, and `max_samples` counts in each. `format`: "auto",
-    "text", "sharegpt", "messages" or "tokens".
+    `source` is a .jsonl/.json file, a .txt file, a directory with `tokens.npy` (see `training/data/rows.py`) or
+    with text files (.txt, .md, .py; a sample each), or a Hugging Face dataset id. Several are separated by
+    commas: each is packed, cached and limited to `max_samples` separately, then their rows are shuffled together.
+    `format`: "auto", "text", "sharegpt", "messages" or "tokens".
     """
 
     source: str = ""
@@ -109,22 +108,22 @@ class DataConfig:
     seq_len: int = 2048
     # "first_fit" keeps samples whole, "concat" joins and splits (language modelling).
     packing: str = "first_fit"
-    # Name of a shipped chat template; empty = the tokenizer's own.
+    # Name of a shipped chat template; empty = the tokenizer's.
     chat_template: str = ""
     max_samples: int = 0
-    # Samples of which a larger share of the counted 4-grams are repeats are left out: small models
-    # run in circles, and heads would learn little else. 1 keeps all.
+    # Skip samples with a larger share of repeated 4-grams among the counted tokens: text of small models often
+    # repeats itself, and heads would learn little else. 1 keeps all.
     max_repeats: float = 1.0
     seed: int = 0
-    # Counts to choose heads.draft_vocab tokens by: the vocab_counts.npy that `distill` keeps, or its
-    # directory; empty = the counted tokens of `source`.
+    # Token counts for choosing heads.draft_vocab tokens: the vocab_counts.npy of `distill`, or its directory;
+    # empty = the counted tokens of `source`.
     draft_vocab_from: str = ""
-    # Print one sample with its counted tokens marked, train nothing.
+    # Print one sample with its counted tokens marked, without training.
     preview: bool = False
     # "float32", "bfloat16" or "float8": keep the frozen backbone's hidden states on disk, computed
     # once (stage medusa1); the size is announced first. Empty = off.
     cache_features: str = ""
-    # Where they are kept (default: <workdir>/features); several runs may share a folder.
+    # Directory of the hidden states (default: <workdir>/features); several runs may share it.
     features_path: str = ""
 
 
@@ -135,9 +134,9 @@ class OptimConfig:
     `name`: "adamw", "adamw8bit" (both moments in 8 bits) or "muon". `moment_dtype` is the type
     of the first moment of the other two: "bfloat16" saves a quarter of AdamW's state.
 
-    `lr` is the peak rate of what the stage trains: the backbone (or its adapter) where that is
-    trained, else the heads. Heads trained together with a backbone take `lr` times
-    `heads_lr_multiplier` and the rule `heads_name` (empty = `name`).
+    `lr` is the peak learning rate of the backbone (or its adapters) if it is trained, else of the heads. Heads
+    trained together with a backbone use `lr` times `heads_lr_multiplier` and the optimizer `heads_name` (empty =
+    `name`).
     """
 
     name: str = "adamw"
@@ -157,15 +156,15 @@ class OptimConfig:
 
 @dataclass
 class TrainConfig:
-    """How long and in what portions to train.
+    """Stage, batch, schedule and losses of training.
 
     `stage`: "backbone" (full-parameter language modelling), "medusa1" (heads on a frozen
-    backbone), "medusa2" (heads and the backbone of `model.path` together) or "native" (the same
-    along with fine-tuning or pre-training, from scratch if there is no `model.path`).
+    backbone), "medusa2" (heads and the backbone of `model.path` together) or "native" (the same during
+    fine-tuning or pre-training, from scratch without `model.path`).
 
-    `batch_size` counts rows of `seq_len` tokens over the whole mesh, per update;
-    `accumulation` is into how many microbatches one device would split it; over a mesh there are
-    fewer, so that each device takes as many rows at a time. `steps` = 0 means `epochs` decide.
+    `batch_size` counts rows of `seq_len` tokens per update over the whole mesh. `accumulation` is the number of
+    microbatches on one device; a mesh needs fewer for the same rows per device. With `steps` = 0, `epochs`
+    applies.
     """
 
     stage: str = "medusa1"
@@ -175,30 +174,29 @@ class TrainConfig:
     epochs: int = 2
     dtype: str = "bfloat16"
     remat: bool = True
-    # Target positions whose logits exist at once, per row of the microbatch.
+    # Target positions per row whose logits exist at a time.
     loss_chunk: int = 256
     # Weight of head k (1-based) among the heads: lambda_k = lambda_decay^k.
     lambda_decay: float = 0.8
-    # Weight of all heads beside the backbone's own loss: "constant", or "sine": rising over
-    # the run as sin(pi/2 * step / steps).
+    # Weight of the heads' loss relative to the backbone's: "constant", or "sine": it rises as
+    # sin(pi/2 * step / steps).
     lambda_0: float = 0.2
     lambda_0_schedule: str = "constant"
     # Directory of heads to start from (two stages: the export of a medusa1 run); empty = fresh.
     heads_path: str = ""
-    # The backbone's own loss: "labels" (next-token cross-entropy) or "kl" (to the backbone as
-    # it was: self-distillation, 2.3.2).
+    # The backbone's loss: "labels" (next-token cross-entropy) or "kl" (to the backbone before training:
+    # self-distillation, Medusa 2.3.2).
     backbone_loss: str = "labels"
-    # Each head's loss: label_weight x cross-entropy with the text's token + teacher_weight x
-    # cross-entropy with the backbone's own distribution there (Hydra 6.1, Amphista eq. 7).
+    # Each head's loss: label_weight x cross-entropy with the text's token + teacher_weight x cross-entropy with
+    # the backbone's distribution (Hydra 6.1, Amphista eq. 7) + feature_weight x smooth L1 between the features
+    # that the head's logits are computed from and the backbone's hidden state (EAGLE; needs a shared LM head).
     label_weight: float = 1.0
     teacher_weight: float = 0.0
-    # To it comes feature_weight x smooth L1 between what the head's logits are read from and the
-    # hidden state that the backbone has there (EAGLE); for heads that share the LM head.
     feature_weight: float = 0.0
-    # EAGLE: the loss is over the first so many levels of drafts. 1 as released; from the second on a
-    # level reads what the one before made, as in decoding (HASS, EAGLE-3's training-time test).
+    # EAGLE: number of draft levels in the loss. 1 as released; each further level reads the output of the previous
+    # one, as in decoding (HASS, EAGLE-3's training-time test).
     levels: int = 1
-    # Noise on the hidden states that heads train on: uniform(-1, 1) x this / sqrt(L d).
+    # Noise on the hidden states that heads read in training: uniform(-1, 1) x this / sqrt(L d).
     hidden_noise: float = 0.0
     log_every: int = 10
     eval_every: int = 500
@@ -214,7 +212,7 @@ class TrainConfig:
 
 @dataclass
 class Config:
-    """One training run, whole."""
+    """A training run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
@@ -222,9 +220,9 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    # Devices along (data, fsdp, tensor); -1 = all that are left.
+    # Devices along (data, fsdp, tensor); -1 = all remaining.
     mesh: tuple[int, int, int] = (1, -1, 1)
     workdir: str = ""
-    # Print sizes and counted memory, compile the real step from shapes alone, train nothing;
-    # "counted": stop before the compilation, which takes minutes for large models.
+    # Print sizes and counted memory and compile the real step, without training; "counted": do not compile,
+    # which takes minutes for large models.
     dry_run: Literal[False, True, "counted"] = False

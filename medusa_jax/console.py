@@ -1,4 +1,4 @@
-"""What entry points share: one-line errors, notes about slow things, the compilation cache."""
+"""Shared by entry points: one-line errors, messages about slow steps, the compilation cache."""
 
 import errno
 import importlib.util
@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from medusa_jax.errors import UserError
 
-# What a file reports that cannot take any more: a full disk or quota, a failed device.
+# Errors of a file that cannot be written further: a full disk or quota, a failed device.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -33,7 +33,7 @@ def inform(line: str) -> None:
 
 
 def print_json(record: dict[str, Any], write: Callable[[str], object] = print) -> None:
-    """Print one object a line: as it is on a UTF-8 terminal or file, escaped on any other."""
+    """Print one JSON object per line, with non-ASCII characters escaped unless stdout is UTF-8."""
     utf8 = "utf" in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
     write(json.dumps(record, ensure_ascii=not utf8))
 
@@ -41,9 +41,9 @@ def print_json(record: dict[str, Any], write: Callable[[str], object] = print) -
 def open_standard_streams() -> None:
     """Make closed standard streams safe, and let any encoding print any text.
 
-    The descriptor of a closed stream goes to the null device, so that no file that is opened later
-    gets its number; reading that input or writing that output then fails (EBADF), messages are
-    dropped. Characters that the encoding of stdout lacks are escaped, as on stderr.
+    The descriptor of a closed stream is opened on the null device, so that no later file gets its number;
+    reading that input or writing that output fails (EBADF), and messages are dropped. Characters that the
+    encoding of stdout lacks are escaped, as on stderr.
     """
     closed = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY))
     for fd, (name, mode, flags) in enumerate((*closed, ("stderr", "w", os.O_WRONLY))):
@@ -52,7 +52,7 @@ def open_standard_streams() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, flags)  # the lowest number that is free, which is fd
+            os.open(os.devnull, flags)  # gets the lowest free number, which is fd
             stream = open(fd, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
@@ -60,7 +60,7 @@ def open_standard_streams() -> None:
 
 
 def _closed(stream: TextIO) -> bool:
-    """Whether nothing can be written to a stream, not even nothing."""
+    """Whether even an empty write to a stream fails with EBADF."""
     try:
         os.write(stream.fileno(), b"")
     except OSError as error:
@@ -69,7 +69,7 @@ def _closed(stream: TextIO) -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    """Send what is left for a stream to the null device: else Python complains when it exits."""
+    """Redirect a stream to the null device, or Python reports an error when it flushes it at exit."""
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -79,14 +79,14 @@ def _discard(stream: TextIO) -> None:
 
 
 def announced(what: str, after: float = 2.0) -> AbstractContextManager[None]:
-    """Says "`what` ..." if the block takes longer than `after` seconds."""
-    return overtime(after, lambda: inform(f"{what} ..."))
+    """Print "`what` ..." if the block takes longer than `after` seconds."""
+    return call_if_longer(after, lambda: inform(f"{what} ..."))
 
 
 @contextmanager
-def overtime(seconds: float, act: Callable[[], None]) -> Iterator[None]:
-    """Acts, on a thread of its own, if the block takes longer than so many seconds."""
-    timer = threading.Timer(seconds, act)
+def call_if_longer(seconds: float, callback: Callable[[], None]) -> Iterator[None]:
+    """Call `callback` on another thread if the block takes longer than `seconds`."""
+    timer = threading.Timer(seconds, callback)
     timer.daemon = True
     timer.start()
     try:
@@ -96,7 +96,7 @@ def overtime(seconds: float, act: Callable[[], None]) -> Iterator[None]:
 
 
 def cache_directory(name: str) -> str:
-    """Where this project keeps files of one kind between runs, for this user."""
+    """The user's cache directory for one kind of files of this project."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(
         os.path.expanduser("~"), ".cache"
     )
@@ -104,13 +104,13 @@ def cache_directory(name: str) -> str:
 
 
 def instruction_limit() -> str:
-    """The instruction set beyond which XLA must not go on this CPU, such as "AVX2"; "" without one."""
+    """The newest instruction set that XLA may use on this CPU, such as "AVX2"; "" for any."""
     limits = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
     return limits[-1].upper() if limits else ""
 
 
 def processor() -> str:
-    """What tells processors apart that one home directory may serve."""
+    """Identifies the processor type, for caches in a home directory shared by several machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -120,7 +120,7 @@ def processor() -> str:
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs between runs, unless the user has set a place of their own."""
+    """Cache compiled programs on disk, unless the user has configured a directory."""
     import jax
 
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ def use_compilation_cache() -> None:
 
 
 def warn_if_accelerator_unused() -> None:
-    """A GPU or TPU is present but JAX computes on the CPU: common in fresh notebooks."""
+    """Warn if a GPU or TPU is present but JAX uses the CPU, common in new notebooks."""
     import jax
 
     if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
@@ -145,15 +145,15 @@ def warn_if_accelerator_unused() -> None:
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Run an entry point; bad input, files that cannot be used, a missing package and lack of memory
-    become one line and exit status 2."""
+    """Run an entry point; turn bad input, unusable files, missing packages and lack of memory into one line
+    and exit status 2."""
     open_standard_streams()
     try:
         try:
             return main()
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, where it may still fail in one line
+                sys.stdout.flush()  # here, where a failure is still handled
     except UserError as error:
         inform(f"error: {error}")
         return 2

@@ -1,20 +1,22 @@
-"""Several processes as one program: joining, agreeing when to stop, and ending."""
+"""Several processes as one program: joining, agreeing to stop, and failing together."""
 
 import os
 import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import ArrayLike
 
-from medusa_jax.console import inform, overtime
+from medusa_jax.console import call_if_longer, inform
 from medusa_jax.errors import UserError
+from medusa_jax.sharding import PyTree
 
 # Command line flags, named as in `jax.distributed.initialize`.
 FLAGS = ("coordinator_address", "num_processes", "process_id")
@@ -46,8 +48,8 @@ def join(given: Mapping[str, str]) -> None:
         raise UserError(
             f"several processes need all of {_flags()}: {missing[0]} is missing"
         )
-    perhaps = not given and not launched(os.environ)
-    if perhaps and not any(os.path.exists(path) for path in TPU_DEVICES):
+    undeclared = not given and not launched(os.environ)
+    if undeclared and not any(os.path.exists(path) for path in TPU_DEVICES):
         return
     try:
         numbers: dict[str, Any] = {name: int(given[name]) for name in FLAGS[1:] if given}
@@ -58,13 +60,13 @@ def join(given: Mapping[str, str]) -> None:
             given.get("coordinator_address"), **numbers, heartbeat_timeout_seconds=HEARTBEAT
         )
     except RuntimeError as error:
-        # The others may only be late, for example on machines that are still starting.
-        _leave(LOST, f"the processes of this run did not meet: {_first(error)}")
+        # The others may be late, for example on machines that are still starting.
+        _leave(LOST, f"the processes of this run did not meet: {_first_line(error)}")
     except ValueError as error:
-        if perhaps:
-            return  # a TPU that belongs to no pod
+        if undeclared:
+            return  # a single TPU machine
         raise UserError(
-            f"this process does not know the others: {_first(error)}"
+            f"this process does not know the others: {_first_line(error)}"
         ) from error
 
 
@@ -99,18 +101,18 @@ def one_prints() -> Iterator[None]:
 
 
 @contextmanager
-def claimed(directory: str | Path) -> Iterator[None]:
-    """Keep other programs from writing to `directory` during the block; process 0 holds the lock.
+def locked(directory: str | Path) -> Iterator[None]:
+    """Lock `directory` against other programs during the block; process 0 holds the lock.
 
-    The system drops the lock when its process ends, even by SIGKILL; the empty file may stay.
+    The system releases the lock when its process ends, even by SIGKILL; the empty file may remain.
 
     Raises:
-      UserError: another program holds it, or the directory cannot be written to.
+      UserError: another program holds the lock, or the directory is not writable.
     """
     if not first():
         yield
         return
-    import filelock  # here, not for every command
+    import filelock
 
     lock = filelock.FileLock(Path(directory) / ".lock")
     try:
@@ -130,15 +132,15 @@ def claimed(directory: str | Path) -> Iterator[None]:
         lock.release()
 
 
-def of_first(x: Any) -> np.ndarray:
+def broadcast_from_first(x: ArrayLike) -> np.ndarray:
     """Broadcast the array of process 0; all processes must call this with the same shape.
 
-    Values that each process reads from a disk or a clock may differ, and so would their programs.
+    For values from a disk or a clock: processes with different values would run different programs.
     """
     return np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(x)))
 
 
-def on_host(x: Any) -> np.ndarray:
+def on_host(x: ArrayLike) -> np.ndarray:
     """Gather a whole array to the host; all processes that hold parts of it must call this.
 
     It is gathered in pieces, so that no device holds all of it.
@@ -164,11 +166,11 @@ def asked_to_stop(step: int) -> bool:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def fail_together() -> Iterator[None]:
     """If this process or a collective operation fails inside the block, print one line and exit.
 
-    Without the peer a collective operation fails or waits for ever. A normal exit would wait for all
-    other processes, which may be waiting for this one.
+    Without a peer, collective operations fail or wait for ever. A normal exit would wait for all other
+    processes, which may be waiting for this one.
     """
     try:
         yield
@@ -176,7 +178,7 @@ def together() -> Iterator[None]:
         if jax.process_count() == 1:
             raise
         if lost(error):
-            _leave(LOST, _without_another(_first(error)))
+            _leave(LOST, _lost_message(_first_line(error)))
         elif isinstance(error, UserError):
             _leave(2, str(error))
         else:
@@ -185,43 +187,39 @@ def together() -> Iterator[None]:
 
 
 def lost(error: BaseException | None) -> bool:
-    """Whether an error is a device failure as caused by the loss of another process."""
-    # jaxlib raises either type for a failed result, its status first: "UNKNOWN: Gloo ...".
+    """Whether an error is a device failure of the kind that the loss of another process causes."""
+    # jaxlib raises either type; messages start with a status: "UNKNOWN: Gloo ...".
     runtime = isinstance(error, jax.errors.JaxRuntimeError) or (
         isinstance(error, ValueError) and re.match(r"[A-Z_]+: ", str(error)) is not None
     )
     return runtime and jax.process_count() > 1 and "RESOURCE_EXHAUSTED" not in str(error)
 
 
-def wait(x: Any) -> None:
+def wait(x: PyTree) -> None:
     """Wait until the devices have computed `x`; exit if other processes block it for too long."""
     if jax.process_count() == 1:
         jax.block_until_ready(x)
         return
-    with _within(STALLED, f"no step was finished in {STALLED / 60:.0f} minutes"):
+    message = _lost_message(f"no step was finished in {STALLED / 60:.0f} minutes")
+    with call_if_longer(STALLED, lambda: _leave(LOST, message)):
         jax.block_until_ready(x)
 
 
-def _within(seconds: float, reason: str) -> AbstractContextManager[None]:
-    """Exit with status `LOST` if the block takes longer."""
-    return overtime(seconds, lambda: _leave(LOST, _without_another(reason)))
-
-
-def _without_another(reason: str) -> str:
+def _lost_message(reason: str) -> str:
     return (
         f"another process of this run is lost ({reason}); start all processes again with the "
         "same command: they go on from what was saved last"
     )
 
 
-def _leave(status: int, words: str) -> None:
+def _leave(status: int, message: str) -> None:
     """Print one line and exit at once, without waiting for threads or other processes."""
-    inform(f"error: {words}")
+    inform(f"error: {message}")
     sys.stdout.flush()
     os._exit(status)
 
 
-def _first(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """The first line of an error message, cut to 200 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from medusa_jax.errors import UserError
 
@@ -113,7 +114,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(None, ROWS))
 
 
-def own_rows(mesh: Mesh, n: int) -> np.ndarray:
+def local_rows(mesh: Mesh, n: int) -> np.ndarray:
     """Indices, ascending, of a batch's `n` rows on devices of this process.
 
     Processes that share rows, because the tensor axis spans them, get the same indices.
@@ -151,7 +152,7 @@ def split_embedded(mesh: Mesh | None, x_BTD: jax.Array) -> jax.Array:
     return _constrained(mesh, x_BTD, P("data", None, "fsdp"))
 
 
-def pin_state(mesh: Mesh | None, state: Any) -> Any:
+def pin_state(mesh: Mesh | None, state: PyTree) -> PyTree:
     """Constrain every leaf of a decode state to `decode_shardings`.
 
     Otherwise XLA could return other shardings than a program was given, and the next call would be
@@ -162,26 +163,26 @@ def pin_state(mesh: Mesh | None, state: Any) -> Any:
     return jax.lax.with_sharding_constraint(state, decode_shardings(mesh, state))
 
 
-def on_all(mesh: Mesh | None, tree: Any) -> Any:
+def on_all(mesh: Mesh | None, tree: PyTree) -> PyTree:
     """Replicate on every device, so that each host can read from its own devices."""
     if mesh is None or mesh.size == 1:
         return tree
     return jax.lax.with_sharding_constraint(tree, replicated(mesh))
 
 
-def decode_shardings(mesh: Mesh, state: Any) -> Any:
+def decode_shardings(mesh: Mesh, state: PyTree) -> PyTree:
     """The sharding of every leaf [B, ...] of a decode state: rows over the devices.
 
     Keys and values [B, G, S, H] are also split over the tensor axis, where their heads are computed.
     A dimension that an axis does not divide is not split.
     """
 
-    def place_leaf(key_path: Sequence[Any], leaf: Any) -> NamedSharding:
+    def place_leaf(key_path: KeyPath, leaf: jax.Array) -> NamedSharding:
         rows = _row_axes(mesh, leaf)
         if not re.search(r"(^|/)cache/", path_string(key_path)):
             return NamedSharding(mesh, P(rows))
-        whole = leaf.shape[1] % mesh.shape["tensor"]
-        return NamedSharding(mesh, P(rows, None if whole else "tensor"))
+        heads = None if leaf.shape[1] % mesh.shape["tensor"] else "tensor"
+        return NamedSharding(mesh, P(rows, heads))
 
     return jax.tree_util.tree_map_with_path(place_leaf, state)
 
@@ -199,7 +200,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def path_string(key_path: Sequence[Any]) -> str:
+def path_string(key_path: KeyPath) -> str:
     """`(DictKey('layers_0'), DictKey('mlp'))` -> `"layers_0/mlp"`."""
     return "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in key_path)
 
@@ -209,14 +210,14 @@ def spec_for(path: str) -> P:
     return next(spec for pattern, spec in RULES if re.search(pattern, path))
 
 
-def param_shardings(mesh: Mesh, tree: Any) -> Any:
+def param_shardings(mesh: Mesh, tree: PyTree) -> PyTree:
     """The sharding of every leaf of a parameter tree (arrays or ShapeDtypeStructs).
 
     Raises:
       UserError: a mesh axis does not divide a dimension that it would split.
     """
 
-    def place_leaf(key_path: Sequence[Any], leaf: Any) -> NamedSharding:
+    def place_leaf(key_path: KeyPath, leaf: jax.Array) -> NamedSharding:
         path = path_string(key_path)
         spec = spec_for(path)
         for dim, axis in zip(leaf.shape, spec, strict=False):
@@ -231,13 +232,13 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(place_leaf, tree)
 
 
-def init_sharded(mesh: Mesh, init: Callable[[jax.Array], Any], key: jax.Array) -> Any:
+def init_sharded(mesh: Mesh, init: Callable[[jax.Array], PyTree], key: jax.Array) -> PyTree:
     """Run `init(key)` so that every parameter is created on its devices."""
     shardings = param_shardings(mesh, jax.eval_shape(init, key))
     return jax.jit(init, out_shardings=shardings)(key)
 
 
-def place(mesh: Mesh, tree: Any) -> Any:
+def place(mesh: Mesh, tree: PyTree) -> PyTree:
     """Place a tree of host arrays on the mesh."""
     return jax.tree.map(
         lambda leaf, sharding: jax.device_put(np.asarray(leaf), sharding),

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written beside their place, then put into it."""
+"""Atomic writes: a file or directory appears complete, or not at all."""
 
 import json
 import os
@@ -16,39 +16,40 @@ from medusa_jax.errors import UserError
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[str]:
-    """A name beside `path` to write a file or directory under, which becomes `path` at the end.
+    """Yield a temporary path next to `path`; the file or directory written there is renamed to `path`.
 
         with replacing("log.jsonl") as new:
             shutil.copy("old.jsonl", new)   # log.jsonl.new
-        # log.jsonl is all of it; a kill before this line leaves what was there before
+        # log.jsonl is complete; a kill before this line leaves the old file
 
-    What a killed attempt left under that name is removed first. A file takes the place of an older
-    one, behind a link too, a directory only that of an empty one; what is neither, as /dev/stdout,
-    is written itself.
+    Removes the temporary file of a killed attempt first. A file replaces an older one, also through a link; a
+    directory replaces only an empty one. Anything else, such as /dev/stdout, is written directly.
 
     Raises:
-      UserError: the disk is full or the place cannot be written; `path` is as it was.
+      UserError: the disk is full or `path` is not writable; `path` is unchanged.
     """
-    place = os.path.realpath(path)
-    plain = os.path.isfile(place) or os.path.isdir(place) or not os.path.exists(place)
-    new = f"{place}.new" if plain else place
+    target = os.path.realpath(path)
+    special = os.path.exists(target) and not (
+        os.path.isfile(target) or os.path.isdir(target)
+    )
+    new = target if special else f"{target}.new"
     try:
-        if plain:
+        if not special:
             _remove(new)
         yield new
-        if plain:
-            _put(new, place)
+        if not special:
+            _rename(new, target)
     except BaseException as error:
-        if plain:
+        if not special:
             _remove(new)
-        # safetensors has an error of its own for what the system says.
+        # safetensors wraps errors of the system in its own type.
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
             raise UserError(f"{path} could not be written: {error}") from error
         raise
 
 
-def _put(new: str, place: str) -> None:
-    """On the disk first, under its name then: after a power cut, too, it is whole."""
+def _rename(new: str, target: str) -> None:
+    """Sync, then rename, so that `target` is complete even after a power cut."""
     if os.path.isfile(new):
         _sync(new)
     for folder, _, names in os.walk(new):
@@ -56,9 +57,9 @@ def _put(new: str, place: str) -> None:
             _sync(os.path.join(folder, name))
         with suppress(OSError):  # some file systems cannot sync directories
             _sync(folder)
-    os.replace(new, place)
+    os.replace(new, target)
     with suppress(OSError):
-        _sync(os.path.dirname(place))
+        _sync(os.path.dirname(target))
 
 
 def _sync(path: str) -> None:
@@ -77,34 +78,34 @@ def _remove(path: str) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """A text file in UTF-8."""
+    """Write a text file in UTF-8."""
     with replacing(path) as new, open(new, "w", encoding="utf-8") as file:
         file.write(text)
 
 
 def write_json(path: str | Path, value: Any, indent: int | None = 1) -> None:
-    """A JSON file; characters beyond ASCII escaped, so that any text can be in it."""
+    """Write a JSON file with non-ASCII characters escaped."""
     write_text(path, json.dumps(value, indent=indent) + "\n")
 
 
 def write_array(path: str | Path, array: np.ndarray) -> None:
-    """A NumPy file."""
+    """Write a NumPy file."""
     with replacing(path) as new, open(new, "wb") as file:
         np.save(file, array)
 
 
 def read_array(path: str | Path, mmap_mode: Literal["r"] | None = None) -> np.ndarray:
-    """Read what `write_array` wrote, or map it into memory.
+    """Read or memory-map a NumPy file.
 
     Raises:
-      UserError: no such file, or no array in it.
+      UserError: no such file, or it has no array.
     """
     try:
         array = np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
         if not isinstance(array, np.ndarray):
             raise ValueError("it is an archive of several arrays")
         return array
-    except Exception as error:  # NumPy raises a dozen types for headers that are damaged
+    except Exception as error:  # NumPy raises many types for damaged headers
         reason = getattr(error, "strerror", None) or str(error) or repr(error)
         reason = " ".join(reason.split())[:200]
         raise UserError(f"{path} cannot be read: {reason}") from error

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 from medusa_jax.heads import Backbone
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.layers import shift_left
-from medusa_jax.training.losses.objectives import HeadObjective, Params, hidden_states
+from medusa_jax.sharding import PyTree
+from medusa_jax.training.losses.objectives import HeadObjective, hidden_states
 from medusa_jax.training.losses.targets import Batch, pair_mask, rows
 
 
 def equation_1(
-    params: Params, backbone: Backbone, objective: HeadObjective, batch: Batch
+    params: PyTree, backbone: Backbone, objective: HeadObjective, batch: Batch
 ) -> jax.Array:
     """L = sum_k lambda_k L_k, L_k = -log p_t^(k)(y_{t+k+1}), with the logits of all heads at once.
 

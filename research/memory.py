@@ -11,7 +11,7 @@ from medusa_jax.training.counted import (
     F32,
     bytes_on_device,
     narrow_elements,
-    own_part,
+    shard_of,
 )
 
 
@@ -26,7 +26,7 @@ def decoding_bytes(
     accelerator makes no copies.
     """
     cache = (state.cache, state.drafter)
-    rows = own_part(state.status_B).size
+    rows = shard_of(state.status_B).size
     copied = [
         variables["backbone"]["embed_tokens"],
         variables["heads"] if rows == 1 else {},

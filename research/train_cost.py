@@ -91,6 +91,7 @@ def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
     if bool(np.asarray(metrics["skipped"])):
         raise UserError("the measured step was skipped: its loss is not finite")
     memory = compiled.memory_analysis()
+    assert memory is not None
     stats = jax.local_devices()[0].memory_stats() or {}
     return {
         "seconds": float(np.median(seconds[1:])),

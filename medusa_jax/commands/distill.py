@@ -148,7 +148,7 @@ def run(flags: argparse.Namespace) -> int:
     if mode == "continue":
         seeds = [s for s in seeds if s.prompt]
     use_compilation_cache()
-    with hosts.claimed(flags.out):
+    with hosts.locked(flags.out):
         return answer(flags, mode, seeds)
 
 
@@ -157,7 +157,7 @@ def answer(flags: argparse.Namespace, mode: str, seeds: Sequence[Any]) -> int:
     from medusa_jax import hosts
     from medusa_jax.api import Options
     from medusa_jax.distill import files
-    from medusa_jax.distill.writer import News, Writer, prompt_of, write_all
+    from medusa_jax.distill.writer import Progress, Writer, prompt_of, write_all
     from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.interop.chat import stop_ids, template_source
 
@@ -190,9 +190,9 @@ def answer(flags: argparse.Namespace, mode: str, seeds: Sequence[Any]) -> int:
         lines = files.finished_lines(path, flags.batch_size, seeds, answers)
         if lines:
             inform(f"{len(lines)} of {len(seeds)} seeds are answered already")
-    start, before = time.perf_counter(), int(hosts.of_first(len(lines)))
-    news = News(len(seeds), before)
-    made = write_all(Writer(model, flags, mode, options, news), path, seeds[before:])
+    start, before = time.perf_counter(), int(hosts.broadcast_from_first(len(lines)))
+    progress = Progress(len(seeds), before)
+    made = write_all(Writer(model, flags, mode, options, progress), path, seeds[before:])
     stopped = before + len(made) < len(seeds)
     if not hosts.first():
         return 128 + signal.SIGTERM if stopped else 0

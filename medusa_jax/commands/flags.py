@@ -295,7 +295,7 @@ def on_hosts(
         from medusa_jax import hosts  # here, not for --help
 
         hosts.join(given_hosts(flags))
-        with hosts.together(), hosts.one_prints():
+        with hosts.fail_together(), hosts.one_prints():
             return run(flags)
 
     return in_each

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         if flags.devices is not None:
             simulate(flags.devices, cfg)
         hosts.join(given_hosts(flags))
-        with hosts.together():
+        with hosts.fail_together():
             trains = not (cfg.dry_run or cfg.data.preview)
             try:
                 status = run(cfg)

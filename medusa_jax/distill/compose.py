@@ -1,8 +1,8 @@
-"""Questions put together from tasks and subjects: seeds where there is no seed file.
+"""Questions composed of tasks and subjects: seeds without a seed file.
 
-A model that asks itself (`--ask`) stays with what it likes to talk about. What people ask for is
-wider: letters, code, sums, summaries, arguments. Here a task with gaps is drawn for every seed, kinds
-of task in turn, and its gaps are filled at random; numbers make sums of their own.
+Questions that a model writes (`--ask`) have little variety; people ask for letters, code, sums, summaries,
+arguments. Here every seed gets a random task with gaps, from each kind of task in turn, and the gaps are filled
+at random.
 
 Example: "Write a {form} about {subject}." -> "Write a limerick about beekeeping."
 """
@@ -185,7 +185,7 @@ _NUMBERS = {"a": (2, 12), "b": (3, 20), "c": (2, 30), "big": (100, 900)}
 
 
 def compose(number: int) -> str:
-    """The question of this number: always the same one."""
+    """The question of this number; deterministic."""
     kinds = list(TASKS)
     rng = random.Random(number)
     task = rng.choice(TASKS[kinds[number % len(kinds)]])
@@ -201,7 +201,7 @@ def compose(number: int) -> str:
 
 
 def composed_seeds(n: int, first: int = 0) -> list[Seed]:
-    """Seeds of `n` questions that differ, numbered from `first` on."""
+    """Seeds of `n` different questions, starting with question `first`."""
     seen: dict[str, None] = {}
     number = first
     while len(seen) < n:

@@ -1,24 +1,27 @@
-"""Conversations that a chat model makes of seeds, several at a time."""
+"""Batches of conversations that a chat model writes from seeds."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.interop import chat
+from medusa_jax.interop.tokenizer import Tokenizer
 
-# Continues prompts [token ids] under row seeds: what `Model.generate` gives back.
-Decode = Callable[..., list[Any]]
+if TYPE_CHECKING:
+    from medusa_jax.api.results import Result
+
+# (prompts [token ids], row seeds, stop strings; None for assistant turns) -> results.
+Decode = Callable[[list[list[int]], list[int], Sequence[str] | None], "Sequence[Result]"]
 
 
 @dataclasses.dataclass
-class Talk:
-    """A conversation under way.
+class Conversation:
+    """A conversation in progress.
 
     Attributes:
-      messages: what has been said; ends with an answer whenever no one is asked.
-      answers: for each answer its number of tokens, steps, and why it ended.
-      problem: why the conversation went no further; "" where it came to its end.
+      answers: number of tokens, steps and finish reason of each answer.
+      problem: why the conversation ended early, else "".
     """
 
     seed: Seed
@@ -28,13 +31,13 @@ class Talk:
     open: bool = True
 
     def end(self, problem: str = "") -> None:
-        """No further turn; a question without an answer is taken back, unless it is the first."""
+        """End the conversation; remove a last user turn without an answer, unless it is the first."""
         self.open, self.problem = False, problem
         if self.answers and self.messages[-1]["role"] == "user":
             self.messages.pop()
 
     def record(self) -> dict[str, Any]:
-        """A line of messages.jsonl. `cut`: the last answer did not come to its own end."""
+        """A line of messages.jsonl. `cut`: the last answer is incomplete."""
         line: dict[str, Any] = {"seed": self.seed.number, "messages": self.messages}
         line["answers"] = self.answers
         if self.answers and self.answers[-1]["finish"] != "stop":
@@ -43,19 +46,18 @@ class Talk:
 
 
 class Converse:
-    """Conversations in batches of one size.
+    """Writes conversations in batches.
 
     Args:
       tokenizer, context: of the model.
-      decode: (prompts of token ids, row seeds, stop strings; None where the assistant speaks) ->
-        results.
-      template: a shipped chat template, "" for the tokenizer's own.
-      self_talk: whether the model speaks for the user after the seed's own turns.
+      decode: continues prompts.
+      template: name of a shipped chat template, "" for the tokenizer's.
+      self_talk: whether the model writes user turns after the seed's.
       max_turns: most answers in a conversation.
     """
 
     def __init__(
-        self, tokenizer: Any, context: int, decode: Decode, template: str, self_talk: bool,
+        self, tokenizer: Tokenizer, context: int, decode: Decode, template: str, self_talk: bool,
         max_turns: int,
     ):  # fmt: skip
         self.tokenizer, self.context, self.decode = tokenizer, context, decode
@@ -72,18 +74,18 @@ class Converse:
             for talk in talks:
                 if talk.open and turn >= self.turns_of(talk):
                     talk.end()
-            going = [talk for talk in talks if talk.open]
-            if self.self_talk and going:
-                self.ask(going)
+            unfinished = [talk for talk in talks if talk.open]
+            if self.self_talk and unfinished:
+                self.ask(unfinished)
             for talk in talks:
                 if talk.open and not self.self_talk:
                     talk.messages.append(user(talk.seed.turns[turn]))
             turn += 1
         return [talk.record() for talk in talks]
 
-    def begin(self, seed: Seed) -> Talk:
-        """System text, if any, and the first user turn."""
-        talk = Talk(seed, [])
+    def begin(self, seed: Seed) -> Conversation:
+        """Start a conversation with the system text, if any, and the first user turn."""
+        talk = Conversation(seed, [])
         if seed.system:
             talk.messages.append({"role": "system", "content": seed.system})
         if seed.turns:
@@ -92,15 +94,15 @@ class Converse:
             talk.end("the seed has no user turn")
         return talk
 
-    def turns_of(self, talk: Talk) -> int:
-        """How many answers the conversation may have."""
-        return self.max_turns if self.self_talk else min(
-            self.max_turns, len(talk.seed.turns)
-        )  # fmt: skip
+    def turns_of(self, talk: Conversation) -> int:
+        """Most answers in this conversation."""
+        if self.self_talk:
+            return self.max_turns
+        return min(self.max_turns, len(talk.seed.turns))
 
-    def answer(self, talks: list[Talk]) -> None:
-        """The assistant's next turn of each."""
-        asked, prompts = [], []
+    def answer(self, talks: list[Conversation]) -> None:
+        """Add the assistant's next turn to each conversation."""
+        fitting, prompts = [], []
         for talk in talks:
             try:
                 ids = chat.encode_prompt(self.tokenizer, talk.messages, self.template)
@@ -108,9 +110,9 @@ class Converse:
                 talk.end(str(error))
                 continue
             if self.fits(talk, ids):
-                asked.append(talk)
+                fitting.append(talk)
                 prompts.append(ids)
-        for talk, result in zip(asked, self.run(asked, prompts, None)):
+        for talk, result in zip(fitting, self.run(fitting, prompts, None)):
             text = self.text(result.token_ids)
             if not text:
                 talk.end("an empty answer")
@@ -126,45 +128,48 @@ class Converse:
             if result.finish_reason != "stop":
                 talk.end(f"the answer was cut off ({result.finish_reason})")
 
-    def ask(self, talks: list[Talk]) -> None:
-        """The next user turn of each, written by the model; the first one too (Magpie)."""
-        asked, prompts, stops = [], [], []
+    def ask(self, talks: list[Conversation]) -> None:
+        """Add a user turn written by the model to each conversation (the first as in Magpie)."""
+        fitting, prompts, stops = [], [], []
         for talk in talks:
             ids, stop = chat.encode_user_opening(
                 self.tokenizer, talk.messages, self.template
             )
             if self.fits(talk, ids):
-                asked.append(talk)
+                fitting.append(talk)
                 prompts.append(ids)
                 stops.append(stop)
-        for talk, result in zip(asked, self.run(asked, prompts, stops)):
+        for talk, result in zip(fitting, self.run(fitting, prompts, stops)):
             text = result.text.strip()
             if text and result.finish_reason == "stop":
                 talk.messages.append(user(text))
             else:
                 talk.end("the model wrote no further user turn")
 
-    def fits(self, talk: Talk, ids: list[int]) -> bool:
-        """Ends a conversation that has filled the context."""
+    def fits(self, talk: Conversation, ids: list[int]) -> bool:
+        """Whether a prompt fits the context; if not, end its conversation."""
         if len(ids) < self.context:
             return True
         talk.end("the context is full")
         return False
 
     def run(
-        self, talks: list[Talk], prompts: list[list[int]], stops: Sequence[str] | None
-    ) -> Any:
+        self,
+        talks: list[Conversation],
+        prompts: list[list[int]],
+        stops: Sequence[str] | None,
+    ) -> "Sequence[Result]":
         if not talks:
             return []
         return self.decode(prompts, [talk.seed.number for talk in talks], stops)
 
     def text(self, ids: list[int]) -> str:
-        """What was said, without the token that ended it and blanks at either end."""
-        ends = chat.stop_ids(self.tokenizer, self.template)
-        said = ids[:-1] if ids and ids[-1] in ends else ids
-        return self.tokenizer.decode(said).strip()
+        """Decode an answer without its end token and surrounding whitespace."""
+        if ids and ids[-1] in chat.stop_ids(self.tokenizer, self.template):
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids).strip()
 
 
 def user(text: str) -> chat.Message:
-    """One user turn."""
+    """A user turn."""
     return {"role": "user", "content": text}

@@ -1,11 +1,11 @@
-"""The files of a self-distillation: settings that must agree, whole batches, token arrays."""
+"""Files of a self-distillation run: settings, samples, token arrays, counts."""
 
 import argparse
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,18 +15,21 @@ from medusa_jax.heads.vocabulary import covered
 from medusa_jax.interop import chat
 from medusa_jax.whole_files import write_array, write_json
 
-# Sizes of a draft vocabulary whose share of the text is told.
+if TYPE_CHECKING:
+    from medusa_jax.api.model import Model
+
+# Draft vocabulary sizes whose share of the text is printed.
 DRAFT_SIZES = (2048, 4096, 8192, 16384)
 
-# Flags that decide the user turns that a model writes.
+# Flags for user turns that the model writes.
 USER_TURNS = ("ask", "user_temperature", "user_tokens")
 
 
 def settings_of(
-    flags: argparse.Namespace, mode: str, seeds: Sequence[Any], model: Any
+    flags: argparse.Namespace, mode: str, seeds: Sequence[Seed], model: "Model"
 ) -> dict[str, Any]:
-    """Everything that decides the text. Not the drafter: acceptance is lossless here, so heads
-    that exist by now may speed up the rest of a run."""
+    """Everything that the text depends on. Not the drafter: acceptance is lossless here, so a resumed run
+    may use other heads."""
     import jax
 
     names = ("prompts", "split", "limit", "chat_template", "temperature", "top_p", "seed",
@@ -48,10 +51,10 @@ def settings_of(
 
 
 def check_settings(out: Path, settings: dict[str, Any]) -> None:
-    """Write what decides the text, or refuse to go on with something else.
+    """Write the settings of a new run; a resumed run must have the same.
 
     Raises:
-      UserError: the directory was begun with other settings; names the first difference.
+      UserError: the directory has other settings; names the first difference.
     """
     path = out / "settings.json"
     if path.exists():
@@ -78,16 +81,16 @@ def finished_lines(
     seeds: Sequence[Seed],
     answers: Callable[[dict[str, Any], Seed], bool],
 ) -> list[dict[str, Any]]:
-    """Samples of an earlier run, whole batches only; the rest of the file is dropped.
+    """Read the complete batches of an interrupted run; truncate the file after them.
 
-    Only whole batches, so that a batch is always decoded with the same neighbours: rounding
-    then is the same too, and a resumed file equals an uninterrupted one.
+    A sample is then always decoded in the same batch, with the same rounding, and a resumed file equals an
+    uninterrupted one.
 
     Args:
       answers: whether a line answers a seed.
 
     Raises:
-      UserError: a line that does not answer the seed in its place; the file is left as it is.
+      UserError: a line does not answer its seed; the file is unchanged.
     """
     if not path.exists():
         return []
@@ -98,10 +101,10 @@ def finished_lines(
     for number, line in enumerate(lines, 1):
         try:
             sample = json.loads(line)
-            good = number <= len(seeds) and answers(sample, seeds[number - 1])
+            valid = number <= len(seeds) and answers(sample, seeds[number - 1])
         except (ValueError, AttributeError):
-            good = False
-        if not good:
+            valid = False
+        if not valid:
             raise UserError(
                 f"{path} is damaged: line {number} is not the answer to seed {number} of "
                 f"{len(seeds)}; keep its first {number - 1} lines or use another --out"
@@ -113,7 +116,7 @@ def finished_lines(
 
 
 def write_token_directory(directory: Path, samples: Sequence[dict[str, Any]]) -> int:
-    """tokens.npy, doc_starts.npy and counted.npy of the samples; returns the counted tokens."""
+    """Write tokens.npy, doc_starts.npy and counted.npy; return the number of counted tokens."""
     tokens: list[int] = []
     starts: list[int] = []
     counted: list[bool] = []
@@ -132,13 +135,13 @@ def write_token_directory(directory: Path, samples: Sequence[dict[str, Any]]) ->
 
 
 def vocab_counts(
-    mode: str, lines: Sequence[dict[str, Any]], model: Any, template: str
+    mode: str, lines: Sequence[dict[str, Any]], model: "Model", template: str
 ) -> np.ndarray:
-    """How often the model's own text has each token [V]: those that heads will be trained on."""
+    """Count each token [V] in the text of the model, the training targets of heads."""
     counts_V = np.zeros(model.config.vocab_size, np.int64)
     for line in lines:
         if mode == "continue":
-            own = line["token_ids"]
+            targets = line["token_ids"]
         elif not line["answers"]:
             continue
         else:
@@ -147,14 +150,14 @@ def vocab_counts(
                     model.tokenizer, line["messages"], template, bool(line.get("cut"))
                 )
             except chat.SampleError:
-                continue  # nothing of it can be trained on
-            own = [i for i, is_own in zip(ids, counted) if is_own]
-        np.add.at(counts_V, own, 1)
+                continue  # unusable for training
+            targets = [i for i, counts in zip(ids, counted) if counts]
+        np.add.at(counts_V, targets, 1)
     return counts_V
 
 
 def coverage(counts_V: np.ndarray) -> str:
-    """What the most frequent tokens cover, in a sentence."""
+    """A line about the share of the text that the most frequent tokens cover."""
     sizes = [n for n in DRAFT_SIZES if n < counts_V.size] or [counts_V.size]
     shares = [f"{n} {100 * covered(counts_V, n):.2f}%" for n in sizes]
     used = int((counts_V > 0).sum())
@@ -164,15 +167,14 @@ def coverage(counts_V: np.ndarray) -> str:
 def sizes(mode: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Counts for the report."""
     if mode == "continue":
-        made = sum(len(line["token_ids"]) for line in lines)
-        return {"samples": len(lines), "answer_tokens": made}
+        tokens = sum(len(line["token_ids"]) for line in lines)
+        return {"samples": len(lines), "answer_tokens": tokens}
     answers = [answer for line in lines for answer in line["answers"]]
     problems: dict[str, int] = {}
     for line in lines:
         if not line["answers"]:
             problems[line["problem"]] = problems.get(line["problem"], 0) + 1
     steps = sum(a["steps"] for a in answers)
-    # The first token of an answer is prefill's.
     tokens = sum(a["tokens"] for a in answers)
     return {
         "samples": sum(bool(line["answers"]) for line in lines),
@@ -180,6 +182,7 @@ def sizes(mode: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "answers": len(answers),
         "answers_cut": sum(a["finish"] != "stop" for a in answers),
         "answer_tokens": tokens,
+        # Prefill gives the first token of an answer.
         "mean_accepted_length": round((tokens - len(answers)) / steps, 3)
         if steps
         else None,

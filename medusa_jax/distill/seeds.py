@@ -1,13 +1,12 @@
-"""Seeds of self-distillation: what a line of a seed file asks a model for (Medusa 2.3.2).
+"""Seeds of self-distillation: the prompts for the model (Medusa 2.3.2).
 
-Three ways to get text out of a model:
+Three modes:
 
-    continue     a base model goes on with the seed's prompt
-    multi_turn   a chat model answers the seed's user turns one after the other; the seed's own
-                 answers are dropped
-    self_talk    a chat model answers the seed's first user turn, then writes the next user turn
-                 itself, and so on (models trained on both roles can, the paper names Zephyr);
-                 with --ask it writes the first one too
+    continue     a base model continues the seed's prompt
+    multi_turn   a chat model answers the seed's user turns in order; answers in the seed are dropped
+    self_talk    a chat model answers the seed's first user turn, then writes the next user turn, and so on
+                 (for models trained on both roles; the paper names Zephyr); with --ask it also writes the
+                 first one
 """
 
 import dataclasses
@@ -23,14 +22,14 @@ MODES = ("continue", "multi_turn", "self_talk")
 
 @dataclasses.dataclass(frozen=True)
 class Seed:
-    """What one line of a seed file asks for.
+    """One seed.
 
     Attributes:
-      number: its place in the file; decides the random draws.
-      prompt: text or token ids to go on with ("continue" only).
+      number: index of its line in the file; seeds the random draws.
+      prompt: text or token ids to continue (mode "continue" only).
       system: system text, "" for none.
-      turns: what the user says, in order.
-      silent: whether the model, as the user, begins the conversation itself.
+      turns: the user turns, in order.
+      silent: whether the model also writes the first user turn.
     """
 
     number: int
@@ -41,7 +40,7 @@ class Seed:
 
 
 def read_seed(number: int, record: Any) -> Seed:
-    """A record in any of the usual shapes; one without a user turn or prompt has neither.
+    """Parse a record of any common format; an unusable one gives a seed without turns and prompt.
 
     `{"prompt": ...}`, `{"prompt_ids": [...]}`, `{"turns": [...]}` (MT-bench),
     `{"messages": [...]}` (OpenAI, UltraChat) or `{"conversations": [...]}` (ShareGPT).
@@ -55,11 +54,11 @@ def read_seed(number: int, record: Any) -> Seed:
         ("messages", "role", "content", chat.MESSAGE_ROLES),
         ("conversations", "from", "value", chat.SHAREGPT_ROLES),
     ):
-        said = record.get(field)
-        if not isinstance(said, list):
+        conversation = record.get(field)
+        if not isinstance(conversation, list):
             continue
         texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
-        for turn in said:
+        for turn in conversation:
             role = roles.get(str(turn.get(role_field))) if isinstance(turn, dict) else None
             text = turn.get(text_field) if role else None
             if role and isinstance(text, str) and text.strip():
@@ -78,7 +77,7 @@ def read_seeds(source: str, split: str, limit: int) -> list[Seed]:
     """All seeds of a file or hub dataset.
 
     Raises:
-      UserError: unreadable, or without a single usable seed.
+      UserError: unreadable, or no usable seed.
     """
     from medusa_jax.config import DataConfig
     from medusa_jax.training.data.prepare import read_records
@@ -101,12 +100,12 @@ def read_seeds(source: str, split: str, limit: int) -> list[Seed]:
 
 
 def silent_seeds(n: int) -> list[Seed]:
-    """Seeds of conversations that the model begins itself, as the user (Magpie, arXiv 2406.08464)."""
+    """Seeds of conversations whose first user turn the model writes (Magpie, arXiv 2406.08464)."""
     return [Seed(number, silent=True) for number in range(n)]
 
 
 def mode_for(seeds: Sequence[Seed], mode: str) -> str:
-    """The mode that "auto" means for these seeds: whether they are prompts or conversations.
+    """Resolve "auto" to the mode for these seeds, and check `mode` against them.
 
     Raises:
       UserError: an unknown mode, or seeds that do not fit it.

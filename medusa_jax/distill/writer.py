@@ -1,4 +1,4 @@
-"""Answers to seeds, batch after batch, and news of how far they are."""
+"""Answer seeds batch by batch and report progress."""
 
 import argparse
 import dataclasses
@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,15 +16,19 @@ from medusa_jax.console import announced, inform
 from medusa_jax.distill.conversation import Converse
 from medusa_jax.distill.seeds import Seed
 
-# Two lines about progress are at least so many seconds apart where there is no terminal.
-NEWS_SECONDS = 30.0
+if TYPE_CHECKING:
+    from medusa_jax.api.model import Model
+    from medusa_jax.api.results import Options, Result
+
+# Least seconds between progress lines without a terminal.
+PROGRESS_SECONDS = 30.0
 
 
-class News:
-    """How far a run is: a bar at a terminal, else a line now and then, also within a batch.
+class Progress:
+    """Progress of a run: a bar on a terminal, else occasional lines.
 
     Args:
-      total, done: seeds in all, and those that an earlier run answered.
+      total, done: number of seeds, and of those that an earlier run answered.
     """
 
     def __init__(self, total: int, done: int) -> None:
@@ -32,36 +36,36 @@ class News:
 
         self.total, self.before, self.done = total, done, done
         self.shown = hosts.first()
-        hidden = None if self.shown else True
-        self.bar = tqdm(total=total, initial=done, unit="seed", disable=hidden)
-        self.start = self.told = time.perf_counter()
-        # New tokens of the decode calls that are over, and of the one under way.
-        self.tokens, self.growing = 0, 0
+        disable = None if self.shown else True
+        self.bar = tqdm(total=total, initial=done, unit="seed", disable=disable)
+        self.start = self.last_line = time.perf_counter()
+        # New tokens of finished decode calls and of the current one.
+        self.tokens, self.current = 0, 0
 
-    def grow(self, n_new_B: np.ndarray) -> None:
-        """Tokens of the rows that are being decoded."""
-        self.growing = int(n_new_B.sum())
-        self._tell()
+    def update_call(self, n_new_B: np.ndarray) -> None:
+        """Update the number of new tokens of the current call."""
+        self.current = int(n_new_B.sum())
+        self._show()
 
     def call_done(self) -> None:
-        """A decode call is over."""
-        self.tokens, self.growing = self.tokens + self.growing, 0
+        """Count the tokens of a finished decode call."""
+        self.tokens, self.current = self.tokens + self.current, 0
 
     def batch_done(self, n: int) -> None:
-        """The next `n` seeds are answered."""
+        """Count `n` answered seeds."""
         self.done += n
         self.bar.update(n)
-        self._tell()
+        self._show()
 
-    def _tell(self) -> None:
+    def _show(self) -> None:
         now = time.perf_counter()
-        made = self.tokens + self.growing
-        speed = made / (now - self.start)
+        tokens = self.tokens + self.current
+        speed = f"{tokens} tokens, {tokens / (now - self.start):.0f} tokens/s"
         if not self.bar.disable:
-            self.bar.set_postfix_str(f"{made} tokens, {speed:.0f} tokens/s")
-        elif self.shown and now - self.told > NEWS_SECONDS:
-            self.told = now
-            line = f"{self.done} of {self.total} seeds, {made} tokens, {speed:.0f} tokens/s"
+            self.bar.set_postfix_str(speed)
+        elif self.shown and now - self.last_line > PROGRESS_SECONDS:
+            self.last_line = now
+            line = f"{self.done} of {self.total} seeds, {speed}"
             if answered := self.done - self.before:
                 left = (now - self.start) / answered * (self.total - self.done) / 60
                 line += f", {left:.0f} minutes left"
@@ -69,12 +73,17 @@ class News:
 
 
 class Writer:
-    """Answers batch after batch, with one decode call's shape for all of them."""
+    """Answers seeds in batches of one shape, so that decoding is compiled once."""
 
     def __init__(
-        self, model: Any, flags: argparse.Namespace, mode: str, options: Any, news: News
+        self,
+        model: "Model",
+        flags: argparse.Namespace,
+        mode: str,
+        options: "Options",
+        progress: Progress,
     ):
-        self.model, self.mode, self.options, self.news = model, mode, options, news
+        self.model, self.mode, self.options, self.progress = model, mode, options, progress
         self.batch_size = flags.batch_size
         self.converse = Converse(
             model.tokenizer, model.config.max_position, self.decode, flags.chat_template,
@@ -89,8 +98,8 @@ class Writer:
         prompts: list[list[int]],
         numbers: list[int],
         stops: Sequence[str] | None = None,
-    ) -> list[Any]:
-        """Continue prompts. Every seed has its own draws; rows are padded to one batch size.
+    ) -> "list[Result]":
+        """Continue prompts; the random draws depend on the seed's number, batches are padded to one size.
 
         Args:
           stops: for user turns, the string that ends each, "" for none.
@@ -104,25 +113,31 @@ class Writer:
             )
             for i, number in enumerate(numbers)
         ]
-        extra = self.batch_size - len(prompts)
-        padded = prompts + [prompts[-1]] * extra
-        rows += [rows[-1]] * extra
+        n_padding = self.batch_size - len(prompts)
+        padded = prompts + [prompts[-1]] * n_padding
+        rows += [rows[-1]] * n_padding
         with announced("compiling"):
             self.model.compile(padded, rows)
         results = self.model.generate(
-            padded, rows, watch=lambda n_new_B: self.news.grow(n_new_B[: len(prompts)])
+            padded,
+            rows,
+            watch=lambda n_new_B: self.progress.update_call(n_new_B[: len(prompts)]),
         )
-        self.news.call_done()
+        self.progress.call_done()
         return results[: len(prompts)]
 
-    def batches(self, seeds: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
-        """Lines of each batch of seeds."""
+    def batches(self, seeds: Sequence[Seed]) -> Iterator[list[dict[str, Any]]]:
+        """Output lines of each batch of seeds."""
         for first in range(0, len(seeds), self.batch_size):
             batch = list(seeds[first : first + self.batch_size])
-            yield self.go_on(batch) if self.mode == "continue" else self.converse(batch)
+            yield (
+                self.continue_prompts(batch)
+                if self.mode == "continue"
+                else self.converse(batch)
+            )
 
-    def go_on(self, seeds: list[Any]) -> list[dict[str, Any]]:
-        """The continuation of each prompt."""
+    def continue_prompts(self, seeds: list[Seed]) -> list[dict[str, Any]]:
+        """Output lines with the continuation of each prompt."""
         prompts = [prompt_of(self.model, seed) for seed in seeds]
         results = self.decode(prompts, [seed.number for seed in seeds])
         return [
@@ -131,26 +146,25 @@ class Writer:
         ]
 
 
-def prompt_of(model: Any, seed: Seed) -> list[int]:
-    """Token ids to continue, which may fill all but one of the context's slots."""
-    ids: list[int] = model.encode(seed.prompt)[: model.config.max_position - 1]
-    return ids
+def prompt_of(model: "Model", seed: Seed) -> list[int]:
+    """Token ids of the prompt, cut so that at least one new token fits the context."""
+    return model.encode(seed.prompt)[: model.config.max_position - 1]
 
 
-def write_all(writer: Writer, path: Path, seeds: Sequence[Any]) -> list[dict[str, Any]]:
-    """Append the lines of these seeds, a batch at a time, and show how far.
+def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[dict[str, Any]]:
+    """Append the lines of these seeds to a file, batch by batch.
 
-    Over several processes all of them decode and process 0 writes.
+    With several processes all decode and process 0 writes.
 
-    Returns: the lines; not those of all seeds where SIGTERM was sent to one of several processes.
+    Returns: the lines; incomplete if one of several processes received SIGTERM.
     """
     lines: list[dict[str, Any]] = []
-    with open(path if hosts.first() else os.devnull, "a") as file, writer.news.bar:
+    with open(path if hosts.first() else os.devnull, "a") as file, writer.progress.bar:
         for n, batch in enumerate(writer.batches(seeds)):
             file.write("".join(json.dumps(line) + "\n" for line in batch))
             file.flush()
             lines += batch
-            writer.news.batch_done(len(batch))
+            writer.progress.batch_done(len(batch))
             if hosts.asked_to_stop(n):
                 break
     return lines

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.console import overtime
+from medusa_jax.console import call_if_longer
 from medusa_jax.errors import UserError
 
 PROGRAM = Path(__file__).with_name("template_process.py")
@@ -68,7 +68,7 @@ class Renderer:
             self._process = process = self._start()
         assert process.stdin and process.stdout
         try:
-            with overtime(self._patience, process.kill):
+            with call_if_longer(self._patience, process.kill):
                 process.stdin.write(request)
                 process.stdin.flush()
                 line = process.stdout.readline()

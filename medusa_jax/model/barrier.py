@@ -1,4 +1,4 @@
-"""An order that XLA keeps on every backend."""
+"""Orders of computation that XLA keeps on every backend."""
 
 import jax
 import jax.numpy as jnp
@@ -8,56 +8,57 @@ from jax.sharding import Mesh
 from medusa_jax.sharding import PyTree, param_shardings
 
 
-def not_before(tree: PyTree, done: jax.Array) -> PyTree:
-    """`tree` as it is, but not to be had before `done`, any array, is worked out.
+def depend_on(tree: PyTree, done: jax.Array) -> PyTree:
+    """Return `tree` unchanged, but available only once the array `done` is computed.
 
-    An optimisation barrier, where the backend keeps one. XLA for CPU drops it, and then begins
-    early with what reads `tree`, which keeps large temporaries alive for nothing; there, zero
-    times an element of `done` is added instead, which it must not simplify, because a NaN would
-    stay one.
+    An optimisation barrier, except on a CPU: XLA drops barriers there and would start early on whatever
+    reads `tree`, which keeps large temporaries alive. There, zero times an element of `done` is added;
+    XLA must not simplify this, because zero times NaN is NaN.
     """
 
-    def add_nothing(tree: PyTree, done: jax.Array) -> PyTree:
+    def add_zero(tree: PyTree, done: jax.Array) -> PyTree:
         zero = done[(0,) * done.ndim].astype(jnp.float32) * 0
         return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
 
     def barrier(tree: PyTree, done: jax.Array) -> PyTree:
         return lax.optimization_barrier((tree, done))[0]
 
-    return lax.platform_dependent(tree, done, cpu=add_nothing, default=barrier)
+    return lax.platform_dependent(tree, done, cpu=add_zero, default=barrier)
 
 
-def behind(x: jax.Array, made: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    """`x` and what else is made, `x` not to be had before the others, nor made again from its parts.
+def barrier_with(
+    x: jax.Array, others: list[jax.Array]
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Return both arguments unchanged; `x` is available only after `others` and is not recomputed.
 
-    XLA for CPU drops a barrier, and what `not_before` adds there it fuses into whatever reads x,
-    which then keeps all that x is a sum of; a branch it neither drops nor fuses.
+    XLA for CPU would fuse the addition of `depend_on` into each reader of `x`, and so keep all terms of
+    `x` alive. It neither drops nor fuses a branch.
     """
 
-    def branch(x: jax.Array, made: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-        done = one_of_all(made)
-        return lax.cond(done == done, lambda x: x, lambda x: x * jnp.nan, x), made
+    def branch(x: jax.Array, others: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        done = completion_of(others)
+        return lax.cond(done == done, lambda x: x, lambda x: x * jnp.nan, x), others
 
-    def barrier(x: jax.Array, made: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-        return lax.optimization_barrier((x, made))
+    def barrier(x: jax.Array, others: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        return lax.optimization_barrier((x, others))
 
-    return lax.platform_dependent(x, made, cpu=branch, default=barrier)
+    return lax.platform_dependent(x, others, cpu=branch, default=barrier)
 
 
-def gathered_anew(weights: PyTree, done: jax.Array, mesh: Mesh | None) -> PyTree:
-    """`weights` for a further pass, gathered over fsdp behind `done` and not before.
+def regather(weights: PyTree, done: jax.Array, mesh: Mesh | None) -> PyTree:
+    """Return `weights`, gathered over fsdp again for a further pass, and only after `done`.
 
-    XLA gathers an array once however many passes read it: between two passes the gathered kernels
-    of all layers would stay on every device (Vicuna-33B: 65 GB).
+    XLA gathers an array once for all passes that read it: between two passes the gathered kernels of all
+    layers would stay on every device (Vicuna-33B: 65 GB).
     """
     if mesh is None or mesh.shape["fsdp"] == 1:
         return weights
-    weights = not_before(weights, done)
-    # Placed again, or XLA gathers first and adds what ties them behind it.
+    weights = depend_on(weights, done)
+    # Without this constraint XLA gathers first and adds the dependence to the gathered array.
     return lax.with_sharding_constraint(weights, param_shardings(mesh, weights))
 
 
-def one_of_all(*trees: PyTree) -> jax.Array:
-    """A number that is worked out when all arrays of the trees are: a `done` for `not_before`."""
+def completion_of(*trees: PyTree) -> jax.Array:
+    """A scalar that exists once every array of the trees is computed: a `done` for `depend_on`."""
     firsts = [x[(0,) * x.ndim].astype(jnp.float32) for x in jax.tree.leaves(trees)]
     return jnp.sum(jnp.stack(firsts))

@@ -1,7 +1,6 @@
-"""Causal attention within a text and behind a cached one; memory grows with its length only."""
+"""Causal attention within a text and after a cached one; memory is linear in its length."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,11 @@ from medusa_jax.model.online_softmax import (
     merged,
     scores,
 )
+from medusa_jax.sharding import PyTree
 
-# Queries and keys of a text that are scored at once: what a CPU's cache holds.
+# Queries and keys of a text that are scored at a time; these fit into a CPU's cache.
 BLOCK = 128
-# Slots of a cache that are scored at once: fewer and longer steps.
+# Cache slots that are scored at a time.
 SLOTS = 512
 
 
@@ -46,11 +46,11 @@ def attend_behind(
 ) -> jax.Array:
     """Attention of T consecutive tokens over themselves and a cached text before them.
 
-    Only those slots are read that some row can see: the cost follows the text, not the cache.
+    Reads only slots that some row can see, so the cost depends on the text, not on the cache size.
 
     Args:
-      new: keys and values of the tokens, each [B, G, T, H]; they belong to slots `start_B` on.
-      cache: keys and values [B, G, S, H] without them; slots [0, start) count.
+      new: keys and values of the tokens, each [B, G, T, H], for the slots from `start_B` on.
+      cache: keys and values [B, G, S, H] without the new ones; slots [0, start) are visible.
       window: as in `Causal`.
 
     Returns: [B, T, N * H].
@@ -63,15 +63,17 @@ def attend_behind(
         first = jnp.minimum(i * size, S - size)  # the last block may overlap the one before
         k_BGSH, v_BGSH = (lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in cache)
         slot_S = first + jnp.arange(size)
-        behind_BS = start_B[:, None] - slot_S[None, :]
-        seen_BS = (behind_BS > 0) & (slot_S >= i * size)[None, :]
-        near_BTS = behind_BS[:, None, :] + jnp.arange(T)[None, :, None] < (window or S + T)
+        distance_BS = start_B[:, None] - slot_S[None, :]
+        seen_BS = (distance_BS > 0) & (slot_S >= i * size)[None, :]
+        near_BTS = distance_BS[:, None, :] + jnp.arange(T)[None, :, None] < (
+            window or S + T
+        )
         seen_BTS = seen_BS[:, None, :] & near_BTS
         return merged(part, attend_part(q_BGTRH, k_BGSH, v_BGSH, seen_BTS))
 
-    # Their own part comes first: every token sees itself, so that it has a score to begin with.
-    own = short_part if T <= 2 * BLOCK else long_part
-    part = own(q_BGTRH, *new, Causal(window=window))
+    # The new keys come first: every token sees itself, so each starts with a score.
+    part_of_new = short_part if T <= 2 * BLOCK else long_part
+    part = part_of_new(q_BGTRH, *new, Causal(window=window))
     oldest = jnp.maximum(jnp.min(start_B) - window + 1, 0) if window else 0
     blocks = oldest // size, -(-jnp.max(start_B) // size)
     return flat(finished(lax.fori_loop(*blocks, with_block, part), q_BTNH.dtype))
@@ -80,7 +82,7 @@ def attend_behind(
 def short_part(
     q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
 ) -> Part:
-    """Spans of queries over the keys up to their own end, which halves the work."""
+    """Attention of spans of queries over the keys up to their end, which halves the work."""
     T, span = q_BGTRH.shape[2], BLOCK // 2
     parts = []
     for begin in range(0, T, span):
@@ -98,26 +100,26 @@ def long_part(
     k_BGTH: jax.Array,
     v_BGTH: jax.Array,
     sees: Causal,
-    of_block: Callable[[Part], Any] = lambda part: part,
-) -> Any:
+    finish_block: Callable[[Part], PyTree] = lambda part: part,
+) -> PyTree:
     """Blocks of queries over blocks of keys, one pair at a time (Dao et al. 2022, algorithm 1).
 
-    Returns what `of_block` makes of each block of queries, put together.
+    Returns: the results of `finish_block` for all blocks of queries, concatenated.
     """
     T = q_BGTRH.shape[2]
     q_BGTRH, k_BGTH, v_BGTH, sees = whole_blocks(q_BGTRH, k_BGTH, v_BGTH, sees)
 
-    def row(i: jax.Array) -> Any:
+    def row(i: jax.Array) -> PyTree:
         q_BGQRH = block(q_BGTRH, i)
 
         def pair(j: jax.Array) -> Part:
             visible_BQS = sees.visible(i * BLOCK, BLOCK, j * BLOCK, BLOCK)
             return attend_part(q_BGQRH, block(k_BGTH, j), block(v_BGTH, j), visible_BQS)
 
-        # A query's own block first, so that it has a score to begin with.
+        # The diagonal block first, so that every query starts with a score.
         first = oldest_block(i, sees)
-        of_keys = lax.fori_loop(first, i, lambda j, part: merged(part, pair(j)), pair(i))
-        return of_block(of_keys)
+        part = lax.fori_loop(first, i, lambda j, part: merged(part, pair(j)), pair(i))
+        return finish_block(part)
 
     parts = lax.map(row, jnp.arange(q_BGTRH.shape[2] // BLOCK))
     return jax.tree.map(lambda x: joined(x)[:, :, :T], parts)
@@ -127,45 +129,45 @@ def long_part(
 def attend_long(
     q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
 ) -> jax.Array:
-    """`long_part`, finished, with a gradient: [B, G, T, R, H].
+    """The output of `long_part`, with a gradient: [B, G, T, R, H].
 
-    The backward pass scores every pair again, so that only the output and one number for each
-    query are kept for it (Dao et al. 2022, algorithm 4).
+    The backward pass recomputes the scores of every pair, so only the output and one number per query are
+    kept for it (Dao et al. 2022, algorithm 4).
     """
     return attend_long_forward(q_BGTRH, k_BGTH, v_BGTH, sees)[0]
 
 
 def attend_long_forward(
     q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
-) -> tuple[jax.Array, Any]:
-    """The output, and what the backward pass reads."""
+) -> tuple[jax.Array, PyTree]:
+    """The output, and the residuals for the backward pass."""
 
-    def of_block(part: Part) -> tuple[jax.Array, jax.Array]:
+    def finish_block(part: Part) -> tuple[jax.Array, jax.Array]:
         norm_BGQR1 = part.top_BGTR1 + jnp.log(part.total_BGTR1)
         return finished(part, q_BGTRH.dtype), norm_BGQR1
 
-    out_BGTRH, norm_BGTR1 = long_part(q_BGTRH, k_BGTH, v_BGTH, sees, of_block)
+    out_BGTRH, norm_BGTR1 = long_part(q_BGTRH, k_BGTH, v_BGTH, sees, finish_block)
     return out_BGTRH, (q_BGTRH, k_BGTH, v_BGTH, sees, out_BGTRH, norm_BGTR1)
 
 
-def attend_long_backward(kept: Any, d_out_BGTRH: jax.Array) -> tuple[Any, ...]:
+def attend_long_backward(residuals: PyTree, d_out_BGTRH: jax.Array) -> tuple[PyTree, ...]:
     """Cotangents of queries, keys and values; `sees` has none."""
-    q_BGTRH, k_BGTH, v_BGTH, sees, out_BGTRH, norm_BGTR1 = kept
+    q_BGTRH, k_BGTH, v_BGTH, sees, out_BGTRH, norm_BGTR1 = residuals
     T, scale = q_BGTRH.shape[2], q_BGTRH.shape[-1] ** -0.5
     dtype, wide = q_BGTRH.dtype, norm_BGTR1.dtype
-    nothing = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), sees)
-    # The mean of d_weight under the weights, without them (Dao et al. 2022, equation 4).
+    d_sees = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), sees)
+    # The mean of d_weight under the weights, computed without the weights (Dao et al. 2022, equation 4).
     mean_BGTR1 = jnp.sum(d_out_BGTRH.astype(wide) * out_BGTRH, axis=-1, keepdims=True)
     q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, mean_BGTR1 = whole_blocks(
         q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, mean_BGTR1
     )
 
-    def row(d_kv: Any, i: jax.Array) -> tuple[Any, jax.Array]:
+    def row(d_kv: PyTree, i: jax.Array) -> tuple[PyTree, jax.Array]:
         q, d_out, norm, mean = (
             block(x, i) for x in (q_BGTRH, d_out_BGTRH, norm_BGTR1, mean_BGTR1)
         )
 
-        def pair(j: jax.Array, carry: Any) -> Any:
+        def pair(j: jax.Array, carry: PyTree) -> PyTree:
             d_q, d_k_BGTH, d_v_BGTH = carry
             k, v = block(k_BGTH, j), block(v_BGTH, j)
             visible_BQS = sees.visible(i * BLOCK, BLOCK, j * BLOCK, BLOCK)
@@ -185,7 +187,7 @@ def attend_long_backward(kept: Any, d_out_BGTRH: jax.Array) -> tuple[Any, ...]:
     n = k_BGTH.shape[2] // BLOCK
     (d_k, d_v), d_q = lax.scan(row, (zeros, zeros), jnp.arange(n))
     d_q, d_k, d_v = (x[:, :, :T].astype(dtype) for x in (joined(d_q), d_k, d_v))
-    return d_q, d_k, d_v, nothing
+    return d_q, d_k, d_v, d_sees
 
 
 attend_long.defvjp(attend_long_forward, attend_long_backward)
@@ -196,8 +198,8 @@ def oldest_block(i: jax.Array, sees: Causal) -> jax.Array | int:
     return jnp.maximum(i * BLOCK - sees.window + 1, 0) // BLOCK if sees.window else 0
 
 
-def whole_blocks(*trees: Any) -> tuple[Any, ...]:
-    """T axes (the third; of segment ids the second) padded to a multiple of BLOCK."""
+def whole_blocks(*trees: PyTree) -> tuple[PyTree, ...]:
+    """Pad the T axis (the third; the second of segment ids) to a multiple of BLOCK."""
 
     def pad(x: jax.Array) -> jax.Array:
         axis = min(2, x.ndim - 1)

@@ -1,18 +1,21 @@
-"""Attention within whole rows: by a kernel of the library where one fits, else by our own.
+"""Attention within whole rows: by a library kernel where one fits, else by `causal.py`.
 
-The kernels keep no scores, forward or backward, as our own (`causal.py`) does; they are faster on
-their devices. Prompts are not whole rows: a piece looks back at a cache of which a part counts,
-and both kernels lay the diagonal of their causal mask from the first key, so pieces use our own.
+Neither stores scores, forward or backward; the library's kernels are faster on their devices. Pieces of a
+prompt always use `causal.py`: they also attend to a partly filled cache, and both kernels start the
+diagonal of their causal mask at the first key.
 
-The library's kernels have not run on their devices yet; MEDUSA_JAX_ATTENTION=own goes without them.
+The library's kernels have not run on their devices yet; MEDUSA_JAX_ATTENTION=own avoids them.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from medusa_jax.model.causal import attend_causal
 from medusa_jax.model.online_softmax import Causal
@@ -21,15 +24,15 @@ from medusa_jax.sharding import ROWS
 
 Kernel = Literal["cudnn", "splash", "own"]
 
-# Longest row for cuDNN. It takes segments as a mask [B, 1, T, T] in 16 bits only (another layout
-# for packed rows is not public), which no other array here is as large as, from here on.
+# Longest row for cuDNN, which takes segments as a 16-bit mask [B, 1, T, T] (its layout for packed rows is
+# not public): for longer rows the mask would be the largest array.
 CUDNN_LONGEST = 8192
 
 
-def kernel_for(platform: str, dtype: Any, T: int, H: int) -> Kernel:
+def kernel_for(platform: str, dtype: DTypeLike, T: int, H: int) -> Kernel:
     """The kernel for rows of T tokens and heads of size H.
 
-    Only in 16 bits: in float32 both would multiply in less than that, or not at all.
+    Library kernels are for 16-bit types: with float32 they multiply in lower precision or fail.
 
     Args:
       platform: "cpu", "cuda", "rocm" or "tpu".
@@ -48,11 +51,11 @@ def kernel_for(platform: str, dtype: Any, T: int, H: int) -> Kernel:
 def attend_rows(
     q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
 ) -> jax.Array:
-    """Attention within whole rows: [B, T, N * H]. On a mesh every device takes its own rows."""
+    """Attention within whole rows: [B, T, N * H]; on a mesh every device computes its rows."""
     B, T, _, H = q_BTNH.shape
     mesh = jax.sharding.get_abstract_mesh()
     kernel = kernel_for(platform(), q_BTNH.dtype, T, H)
-    # XLA cannot split a kernel. Without a mesh in sight nothing says how rows lie on devices.
+    # XLA cannot partition a kernel, and without a mesh the placement of rows is unknown.
     n_rows = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
     if kernel == "own" or (mesh.empty and jax.device_count() > 1) or B % n_rows:
         return attend_causal(q_BTNH, k_BGTH, v_BGTH, sees)
@@ -62,22 +65,24 @@ def attend_rows(
     return out_BTNH.reshape(B, T, -1)
 
 
-def on_mesh(run: Any, mesh: Any) -> Any:
-    """`run`, for every device on its own rows, and its own heads where they can be parted."""
+def on_mesh(run: Callable[..., jax.Array], mesh: AbstractMesh) -> Callable[..., jax.Array]:
+    """`run` on each device's rows, and on its heads if the tensor axis divides them."""
 
-    def parted(q_BTNH: Any, k_BTGH: Any, v_BTGH: Any, sees: Causal) -> jax.Array:
+    def sharded(
+        q_BTNH: jax.Array, k_BTGH: jax.Array, v_BTGH: jax.Array, sees: Causal
+    ) -> jax.Array:
         heads = None if k_BTGH.shape[2] % mesh.shape["tensor"] else "tensor"
-        of_heads, of_rows = P(ROWS, None, heads), P(ROWS)
+        by_head, by_row = P(ROWS, None, heads), P(ROWS)
         split = jax.shard_map(
             run,
             mesh=mesh,
-            in_specs=(of_heads, of_heads, of_heads, of_rows),
-            out_specs=of_heads,
-            check_vma=False,  # kernels do not say how their results vary
+            in_specs=(by_head, by_head, by_head, by_row),
+            out_specs=by_head,
+            check_vma=False,  # kernels do not declare how their results vary
         )
         return split(q_BTNH, k_BTGH, v_BTGH, sees)
 
-    return parted
+    return sharded
 
 
 def cudnn(
@@ -87,7 +92,7 @@ def cudnn(
     sees: Causal,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """cuDNN's flash attention, [B, T, N, H]; tests run the same request by XLA."""
+    """cuDNN's flash attention, [B, T, N, H]; tests pass "xla"."""
     same_B1TT = None
     if sees.segment_ids_BT is not None:
         segment_BT = sees.segment_ids_BT
@@ -110,7 +115,7 @@ def splash(
     sees: Causal,
     interpret: bool = False,
 ) -> jax.Array:
-    """Splash attention, JAX's kernel for TPUs, [B, T, N, H]; `interpret` runs it anywhere."""
+    """Splash attention, JAX's kernel for TPUs, [B, T, N, H]; `interpret` runs it on any device."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernels,
     )
@@ -119,22 +124,29 @@ def splash(
     )
 
     _, T, N, H = q_BTNH.shape
-    seen: Any = masks.CausalMask((T, T))
+    causal: Any = masks.CausalMask((T, T))
     if sees.window:
-        seen = masks.LocalMask((T, T), (sees.window - 1, 0), 0)
+        causal = masks.LocalMask((T, T), (sees.window - 1, 0), 0)
     size = next(size for size in (512, 256, 128) if T % size == 0)
     sizes: dict[str, Any] = {
-        f"block_{side}{of}": size for side in ("q", "kv") for of in ("", "_dq", "_dkv")
+        f"block_{side}{pass_}": size
+        for side in ("q", "kv")
+        for pass_ in ("", "_dq", "_dkv")
     }
     kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([seen] * N),
+        masks.MultiHeadMask([causal] * N),
         block_sizes=kernels.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
     )
 
-    def row(q_NTH: Any, k_GTH: Any, v_GTH: Any, segment_T: Any) -> Any:
+    def row(
+        q_NTH: jax.Array,
+        k_GTH: jax.Array,
+        v_GTH: jax.Array,
+        segment_T: jax.Array | None,
+    ) -> jax.Array:
         ids = None if segment_T is None else kernels.SegmentIds(segment_T, segment_T)
         return kernel(q_NTH, k_GTH, v_GTH, segment_ids=ids)
 

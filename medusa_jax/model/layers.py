@@ -1,4 +1,4 @@
-"""What every layer is made of: linear maps and the norm."""
+"""Linear layers and the RMS norm."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from medusa_jax.model.lora import add_adapter
 from medusa_jax.model.product import at_least_f32
@@ -17,14 +18,14 @@ from medusa_jax.native import norm_native, unpacked_rows
 class Linear(nn.Module):
     """y = x W (+ b), kernel [in, out]; computed in `dtype`, accumulated in float32 or wider.
 
-    Where the variables say so, W is quantised (`model/quantise.py`) or stored in another form
-    (`model/stored.py`), and x passes through a low-rank adapter as well (`model/lora.py`).
+    Depending on its variables, W is quantised (`model/quantise.py`) or stored in another form
+    (`model/stored.py`), and a low-rank adapter is added (`model/lora.py`).
     """
 
     features: int
     use_bias: bool = False
-    dtype: Any = jnp.float32
-    # 0: a plain kernel. n: outputs grouped per tensor shard, kernel [in, n, features // n].
+    dtype: DTypeLike = jnp.float32
+    # 0: a plain kernel. n: outputs grouped by tensor shard, kernel [in, n, features // n].
     shards: int = 0
 
     @nn.compact
@@ -75,10 +76,10 @@ def kernel_of(module: nn.Module, init: Any, shape: tuple[int, ...]) -> Any:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale, the mean square taken in float32 or wider; `native` by that kernel."""
+    """x / rms(x) * scale, the mean square in float32 or wider; `native`: by our CPU kernel."""
 
     eps: float
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     native: bool = False
 
     @nn.compact

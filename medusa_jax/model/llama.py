@@ -1,8 +1,8 @@
 """The backbone: a Llama-family transformer as a pure function of its parameters.
 
 One module serves training (`forward`: causal, packed segments, no cache) and decoding
-(`decode`: T tokens per row after a cached prefix, seeing each other by a static mask,
-which is the tree's ancestor mask for a draft tree, or in the order of the text for a prompt).
+(`decode`: T tokens per row after a cached prefix; they see each other by a static mask, the ancestor mask of
+a draft tree, or causally in a prompt).
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.attention import FEW, Attention, Paths, Sees, tree_mask
@@ -35,7 +36,7 @@ class Mlp(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     shards: int
 
     @nn.compact
@@ -54,10 +55,10 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm` attention reads x itself."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm`, attention reads x."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     shards: int = 0
     native: bool = False
     input_norm: bool = True
@@ -89,8 +90,7 @@ class Block(nn.Module):
 def _run_layer(block: Block, variables: Params, *args: Any) -> Any:
     """Apply an unbound `Block`.
 
-    Under `jit`, so that a program traces and lowers its layers once, not each of them; XLA inlines
-    the calls.
+    Under `jit`, so that a program traces and lowers one layer instead of each; XLA inlines the calls.
     """
     return block.apply(variables, *args)
 
@@ -100,20 +100,20 @@ class Llama(nn.Module):
 
     Attributes:
       config: its shape.
-      dtype: what it computes in (parameters may be stored in another type).
+      dtype: the type of computations (parameters may be stored in another).
       remat: recompute each block's activations in the backward pass.
       shards: 0 for stored (unfused) parameters; n for parameters that `prepare` fused for a
         tensor axis of n devices.
-      mesh: the devices that rows are split over; None leaves them where they are.
-      scored: outputs of the LM head, where they are some of the tokens only; 0: the vocabulary.
-      native: norms, and the attention of few new tokens, are by the kernels of `native` (float32
-        on one CPU device): what a token comes to does not depend on how many others there are.
+      mesh: the devices that rows are split over; None: no constraint.
+      scored: number of outputs of the LM head if it scores only some tokens; 0: the vocabulary.
+      native: norms, and attention of few new tokens, use the CPU kernels of `native` (float32, one device);
+        the result of a token is then independent of the number of tokens.
       taps: layers whose input (the residual stream) is returned as well; `n_layers` is the output of
         the last one. With A of them hidden states are E = (1 + A) D wide: the final ones first.
     """
 
     config: LlamaConfig
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     remat: bool = False
     shards: int = 0
     mesh: Mesh | None = None
@@ -138,7 +138,7 @@ class Llama(nn.Module):
             self.head_adapter = Adapter(name="lm_head")
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Token ids [B, ...] -> embeddings [B, ..., D], their rows over the devices."""
+        """Token ids [B, ...] -> embeddings [B, ..., D], rows split over the devices."""
         return split_rows(self.mesh, split_embedded(self.mesh, self.embed_tokens(tokens)))
 
     def lm_head(self, hidden: jax.Array) -> jax.Array:
@@ -148,6 +148,8 @@ class Llama(nn.Module):
         if not self.config.tie_embeddings:
             return self.head(hidden).astype(at_least_f32(self.dtype))
         wide = at_least_f32(self.dtype)
+        if not self.config.tie_embeddings:
+            return self.head(hidden).astype(wide)
         logits = lax.dot_general(
             hidden.astype(self.dtype),
             self.embed_tokens.embedding.astype(self.dtype),
@@ -162,7 +164,7 @@ class Llama(nn.Module):
     ) -> jax.Array:
         """Teacher-forced pass over packed rows -> hidden states after the final norm [B, T, E].
 
-        A token sees the earlier tokens of its own segment (and itself). Segment 0 is padding.
+        A token sees itself and the earlier tokens of its segment. Segment 0 is padding.
         """
         near = Causal(segment_ids_BT, self.config.sliding_window)
         return self._run(tokens_BT, positions_BT, (Causal(segment_ids_BT), near))[0]
@@ -175,16 +177,15 @@ class Llama(nn.Module):
         start_B: jax.Array,
         self_mask_TR: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """T tokens per row behind a cached prefix.
+        """T tokens per row after a cached prefix.
 
         Args:
           tokens_BT, positions_BT: the new tokens; `positions = start + depth`.
           cache: keys and values; slots [0, start) of a row are its text, where slot = position.
-          start_B: where the text ends; R consecutive slots behind it are used.
-          self_mask_TR: [t, r] is True where new token t sees row r behind the text (itself
-            included). The last T rows are the new tokens; those before, if R > T, are nodes of the
-            same tree that earlier calls have written (not with `native`). None: the tokens are a
-            text, each sees itself and all before.
+          start_B: length of the text; the next R slots are used.
+          self_mask_TR: [t, r] is True where new token t sees row r after the text (itself included).
+            The last T rows are the new tokens; earlier rows, if R > T, are nodes of the same tree from
+            previous calls (not with `native`). None: the tokens are a text and see causally.
 
         Returns: hidden states after the final norm [B, T, E], and the cache with the new rows.
         """
@@ -201,7 +202,7 @@ class Llama(nn.Module):
         start_B: jax.Array,
         self_mask_TR: jax.Array | None,
     ) -> tuple[Sees, Sees]:
-        """What new tokens look at in layers without and with the sliding window."""
+        """Visibility for new tokens in layers without and with the sliding window."""
         T, window = positions_BT.shape[1], self.config.sliding_window
         if self_mask_TR is None and T > FEW:
             return Causal(), Causal(window=window)
@@ -214,12 +215,12 @@ class Llama(nn.Module):
             R, slot_S = self_mask_TR.shape[1], jnp.arange(slots)
             offset_BS = slot_S[None, :] - start_B[:, None]
             inside_BS = (offset_BS >= 0) & (offset_BS < R)
-            # A tree node's position is its depth behind the prefix, not its slot. Nodes of earlier
-            # calls, a few positions back, count as near.
-            own_BS = jnp.take_along_axis(
+            # The position of a tree node is the prefix length plus its depth, not its slot. Nodes of
+            # previous calls, a few positions back, count as inside the window.
+            node_BS = jnp.take_along_axis(
                 positions_BT, jnp.clip(offset_BS - (R - T), 0, T - 1), axis=1
             )
-            position_BS = jnp.where(inside_BS, own_BS, slot_S[None, :])
+            position_BS = jnp.where(inside_BS, node_BS, slot_S[None, :])
             oldest_BT = positions_BT - window
             near_BTS = mask_BTS & (position_BS[:, None, :] > oldest_BT[:, :, None])
         return mask_BTS, near_BTS
@@ -231,23 +232,24 @@ class Llama(nn.Module):
         sees: tuple[Sees, Sees],
         cache: KVCache | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, list[Any]]:
-        """All layers; `sees` is what layers without and with the sliding window look at."""
+    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+        """Run all layers; `sees` is for layers without and with the sliding window."""
         c = self.config
         rope = rope_tables(c, positions_BT, self.dtype)
         x_BTD = self.embed(tokens_BT)
-        layers, streams = [], []
+        layers: list[Any] = []
+        streams = []
         for i, block in enumerate(self.layers):
             x_BTD = split_rows(self.mesh, x_BTD)
             streams.append(x_BTD)
-            own = sees[1] if i >= c.sliding_window_start_layer else sees[0]
+            layer_sees = sees[1] if i >= c.sliding_window_start_layer else sees[0]
             if self.remat and not self.is_initializing():
-                x_BTD = self._run_again(block, x_BTD, rope, own)
+                x_BTD = self._run_rematerialised(block, x_BTD, rope, layer_sees)
                 continue
             layer_cache = cache.layers[i] if cache is not None else None
-            # Initialisation makes each layer's parameters in its scope.
+            # Initialisation needs the bound layer, to create its parameters.
             run = block if self.is_initializing() else partial(_run_layer, *block.unbind())
-            x_BTD, layer_cache = run(x_BTD, rope, own, layer_cache, start_B)
+            x_BTD, layer_cache = run(x_BTD, rope, layer_sees, layer_cache, start_B)
             layers.append(layer_cache)
         x_BTD = split_rows(self.mesh, x_BTD)
         streams.append(x_BTD)
@@ -257,14 +259,14 @@ class Llama(nn.Module):
         tapped = [streams[i] for i in self.taps]
         return jnp.concatenate([hidden_BTD, *tapped], axis=-1), layers
 
-    def _run_again(
+    def _run_rematerialised(
         self,
         block: Block,
         x_BTD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         sees: Sees,
     ) -> jax.Array:
-        """The block, its activations recomputed in the backward pass."""
+        """Run a block whose activations the backward pass recomputes."""
         unbound, variables = block.unbind()
 
         def run(variables: Params, *args: Any) -> jax.Array:
@@ -276,11 +278,11 @@ class Llama(nn.Module):
 
 @partial(jax.jit, static_argnums=(0, 2))
 def init_params(
-    config: LlamaConfig, key: jax.Array, param_dtype: Any = jnp.float32
+    config: LlamaConfig, key: jax.Array, param_dtype: DTypeLike = jnp.float32
 ) -> Params:
     """Random parameters: embedding N(0, 0.02), kernels N(0, 1/fan_in).
 
-    Under `jit`, so that the shapes of a model of 80 layers are traced once a process.
+    Under `jit`, so that the layers are traced only once per process.
     """
 
     def touch_all(module: Llama) -> jax.Array:
@@ -293,10 +295,7 @@ def init_params(
 
 @lru_cache(maxsize=16)
 def abstract_params(config: LlamaConfig) -> Params:
-    """Shapes of a backbone's parameters, nothing computed.
-
-    Layers are alike, so one is traced.
-    """
+    """Shapes of a backbone's parameters; traces one layer only."""
     one = dataclasses.replace(config, n_layers=1)
     key = jax.eval_shape(lambda: jax.random.key(0))
     shapes = jax.eval_shape(partial(init_params, one), key)
@@ -305,16 +304,17 @@ def abstract_params(config: LlamaConfig) -> Params:
     return dict(sorted(shapes.items()))
 
 
-def prepare(params: Params, config: LlamaConfig, dtype: Any, shards: int = 1) -> Params:
+def prepare(
+    params: Params, config: LlamaConfig, dtype: DTypeLike, shards: int = 1
+) -> Params:
     """Parameters for decoding: cast to `dtype`, q/k/v and gate/up fused into one kernel each.
 
-    A tied LM head becomes a kernel of its own [D, V]: matrix products over rows of the
-    embedding are up to three times slower on a CPU, and the step reads it once either way.
-    Decode with `decoding_config(config)`, which says so.
+    A tied LM head becomes a separate kernel [D, V]: products with rows of the embedding are up to three
+    times slower on a CPU, and a step reads it once either way.
 
-    Fusing is per tensor shard: with 2 shards the fused outputs are [q0 k0 v0 | q1 k1 v1], so
-    that splitting the fused kernel over devices splits each of its parts the same way.
-    Use with `Llama(decoding_config(config), dtype, shards=shards)`.
+    Fusing is per tensor shard: with 2 shards the fused outputs are [q0 k0 v0 | q1 k1 v1], so splitting the
+    fused kernel over devices splits q, k and v alike. Use with
+    `Llama(decoding_config(config), dtype, shards=shards)`.
 
     Args:
       params: the whole tree, or some of its entries, such as {"layers_3": ...}.

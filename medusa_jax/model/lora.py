@@ -1,11 +1,10 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): a variable collection beside the parameters.
+"""Low-rank adapters (LoRA, Hu et al. 2021): a variable collection next to the parameters.
 
     y = x W + (alpha / rank) (dropout(x) A) B        A [in, rank] at random, B [rank, out] zero
 
-`apply({"params": p, "lora": scaled(l, ...)})` is the adapted model, `apply({"params": p})` the
-original one, with the same parameters. Every linear layer has an adapter, the LM head included
-(a tied one too: its adapter is its own). `x W` and `(x A) B` stay apart in training: with
-W + AB in the step, autodiff would build a full-size dW.
+`apply({"params": p, "lora": scaled(l, ...)})` is the adapted model, `apply({"params": p})` the original.
+Every linear layer has an adapter, and so does the LM head, even a tied one. `x W` and `(x A) B` are
+separate products in training: with W + AB autodiff would build a full-size dW.
 """
 
 import dataclasses
@@ -24,24 +23,21 @@ Params = dict[str, Any]
 
 
 def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:
-    """y + (dropout(x) A) B of the module's own adapter, float32 or wider; y without one.
+    """y + (dropout(x) A) B with the module's adapter, in float32 or wider; y if it has none.
 
-    Reads a, b and keep (1 - dropout rate) from the collection "lora", and drops where that holds
-    a seed as well.
+    Reads a, b and keep (1 - dropout rate) from the collection "lora"; drops only if it also has a seed.
     """
     if not module.has_variable("lora", "a"):
         return y
-    stored: list[Any] = [module.get_variable("lora", name) for name in ("a", "b", "keep")]
-    a, b, keep = stored
-    dtype = x.dtype
-    if module.has_variable("lora", "seed"):
-        seed_2: Any = module.get_variable("lora", "seed")
-        x = dropout_by_seed(x, 1 - keep, seed_2)
+    adapter: Any = module.variables["lora"]
+    a, b, dtype = adapter["a"], adapter["b"], x.dtype
+    if "seed" in adapter:
+        x = dropout_by_seed(x, 1 - adapter["keep"], adapter["seed"])
     return y + product(product(x, a.astype(dtype)).astype(dtype), b.astype(dtype))
 
 
 class Adapter(nn.Module):
-    """An adapter without a layer of its own, for a tied LM head."""
+    """An adapter without a layer, for a tied LM head."""
 
     @nn.compact
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -51,7 +47,7 @@ class Adapter(nn.Module):
 def adapted_layers(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     """Module path -> (in, out) of every layer that gets an adapter.
 
-    By the configuration, not by the parameters, which may be quantised.
+    From the configuration, since the parameters may be quantised.
     """
     c = config
     sizes: dict[str, tuple[int, int]] = {}
@@ -85,7 +81,7 @@ def init_lora(config: LlamaConfig, key: jax.Array, rank: int) -> Params:
 
 
 def scaled(lora: Params, cfg: LoraConfig) -> Params:
-    """The collection as layers read it: B times alpha / rank, and the dropout's keep rate."""
+    """The collection that layers read: B times alpha / rank, and the dropout's keep rate."""
 
     def walk(module: Params) -> Params:
         if "a" not in module:
@@ -97,9 +93,9 @@ def scaled(lora: Params, cfg: LoraConfig) -> Params:
 
 
 def with_dropout(lora: Params, key: jax.Array) -> Params:
-    """The scaled collection with a seed for every adapter.
+    """The scaled collection with a dropout seed for every adapter.
 
-    All from one call: a key folded for each layer is a program of its own for each layer.
+    All come from one call: folding a key per layer would compile a program per layer.
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(lora, is_leaf=lambda module: "a" in module)
@@ -112,16 +108,14 @@ def with_dropout(lora: Params, key: jax.Array) -> Params:
 def merge(
     config: LlamaConfig, params: Params, lora: Params, cfg: LoraConfig
 ) -> tuple[LlamaConfig, Params]:
-    """W + (alpha / rank) A B in float32, for every layer: the adapted model without adapters.
+    """Merge the adapters into every layer: W + (alpha / rank) A B in float32.
 
-    A tied LM head becomes one of its own, so the configuration may change.
+    A tied LM head becomes a separate one, so the configuration may change.
     """
     if config.tie_embeddings:
-        own = {"kernel": params["embed_tokens"]["embedding"].T}
-        params, config = (
-            params | {"lm_head": own},
-            dataclasses.replace(config, tie_embeddings=False),
-        )
+        lm_head = {"kernel": params["embed_tokens"]["embedding"].T}
+        params = params | {"lm_head": lm_head}
+        config = dataclasses.replace(config, tie_embeddings=False)
 
     def walk(module: Params, adapter: Params) -> Params:
         if "a" in adapter:

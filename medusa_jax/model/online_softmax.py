@@ -1,44 +1,47 @@
-"""Attention over many keys, put together from attention over some of them.
+"""Attention over many keys, merged from attention over blocks of them.
 
 The running softmax of Milakov and Gimelshein (2018), as in FlashAttention (Dao et al. 2022): a part
-keeps the largest score, the sum of the exponentials and the output before it is divided by that
-sum, and two parts merge into one. So no array needs to have both all queries and all keys.
+keeps the largest score, the sum of the exponentials and the output before division by that sum, and
+two parts merge into one. So no array has both all queries and all keys.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 
 from medusa_jax.model.product import at_least_f32
 
 
 class Causal(struct.PyTreeNode):
-    """What a token of a text sees: itself and what stands before it.
+    """Causal visibility: a token sees itself and earlier tokens of its row.
 
     Attributes:
-      segment_ids_BT: packed rows: of these, only tokens of its own segment. None: all.
-      window: of these, only the last `window`, itself included; 0: all.
+      segment_ids_BT: segments of packed rows; only tokens of the same segment are visible. None: all.
+      window: only the last `window` tokens are visible, itself included; 0: all.
     """
 
     segment_ids_BT: jax.Array | None = None
     window: int = struct.field(pytree_node=False, default=0)
 
-    def visible(self, begin: Any, T: int, first: Any, S: int) -> jax.Array:
-        """Which tokens of [first, first + S) those of [begin, begin + T) see: [B or 1, T, S]."""
-        behind_TS = (begin + jnp.arange(T))[:, None] - (first + jnp.arange(S))[None, :]
-        visible_TS = behind_TS >= 0
+    def visible(
+        self, begin: jax.Array | int, T: int, first: jax.Array | int, S: int
+    ) -> jax.Array:
+        """Which of the tokens from `first` on each token from `begin` on sees: [B or 1, T, S]."""
+        distance_TS = (begin + jnp.arange(T))[:, None] - (first + jnp.arange(S))[None, :]
+        visible_TS = distance_TS >= 0
         if self.window:
-            visible_TS &= behind_TS < self.window
+            visible_TS &= distance_TS < self.window
         if self.segment_ids_BT is None:
             return visible_TS[None]
-        own_BT, other_BS = (
+        query_BT, key_BS = (
             lax.dynamic_slice_in_dim(self.segment_ids_BT, at, size, axis=1)
             for at, size in ((begin, T), (first, S))
         )
-        return visible_TS[None] & (own_BT[:, :, None] == other_BS[:, None, :])
+        return visible_TS[None] & (query_BT[:, :, None] == key_BS[:, None, :])
 
 
 class Part(NamedTuple):
@@ -56,7 +59,7 @@ class Part(NamedTuple):
 
 
 def scores(q_BGTRH: jax.Array, k_BGSH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
-    """Scaled products [B, G, T, R, S] in float32 or wider; the least number where unseen."""
+    """Scaled products [B, G, T, R, S] in float32 or wider; invisible keys get the type's minimum."""
     B, G, T, R, H = q_BGTRH.shape
     q_BGQH = q_BGTRH.reshape(B, G, T * R, H)
     score = dot(q_BGQH, k_BGSH.astype(q_BGQH.dtype), 3, 3).reshape(B, G, T, R, -1)
@@ -67,10 +70,9 @@ def scores(q_BGTRH: jax.Array, k_BGSH: jax.Array, visible_BTS: jax.Array) -> jax
 def attend_part(
     q_BGTRH: jax.Array, k_BGSH: jax.Array, v_BGSH: jax.Array, visible_BTS: jax.Array
 ) -> Part:
-    """T queries over S keys; the R queries of a group share its keys.
+    """Attention of T queries over S keys; the R queries of a group share its keys.
 
-    The weights are divided by their sum after the product with the values, not before: that is
-    the smaller array.
+    Division by the sum of the weights comes after the product with the values, the smaller array.
     """
     dtype = q_BGTRH.dtype
     score = scores(q_BGTRH, k_BGSH, visible_BTS)
@@ -82,24 +84,24 @@ def attend_part(
 
 
 def merged(a: Part, b: Part) -> Part:
-    """Attention over the keys of both; every query must see one of a's."""
+    """Attention over the keys of both; every query must see a key of a."""
     top = jnp.maximum(a.top_BGTR1, b.top_BGTR1)
-    of_a, of_b = jnp.exp(a.top_BGTR1 - top), jnp.exp(b.top_BGTR1 - top)
-    out_BGTRH = a.out_BGTRH * of_a + b.out_BGTRH * of_b
-    return Part(out_BGTRH, top, a.total_BGTR1 * of_a + b.total_BGTR1 * of_b)
+    scale_a, scale_b = jnp.exp(a.top_BGTR1 - top), jnp.exp(b.top_BGTR1 - top)
+    out_BGTRH = a.out_BGTRH * scale_a + b.out_BGTRH * scale_b
+    return Part(out_BGTRH, top, a.total_BGTR1 * scale_a + b.total_BGTR1 * scale_b)
 
 
-def finished(part: Part, dtype: Any) -> jax.Array:
+def finished(part: Part, dtype: DTypeLike) -> jax.Array:
     """The output [B, G, T, R, H] of attention over all keys."""
     return (part.out_BGTRH / part.total_BGTR1).astype(dtype)
 
 
-def dot(a: jax.Array, b: jax.Array, of_a: int, of_b: int) -> jax.Array:
-    """Product over one axis of each, [B, G, ...] apart, in float32 or wider."""
+def dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+    """Product over an axis of each, batched over [B, G], in float32 or wider."""
     return lax.dot_general(
         a,
         b,
-        (((of_a,), (of_b,)), ((0, 1), (0, 1))),
+        (((axis_a,), (axis_b,)), ((0, 1), (0, 1))),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=at_least_f32(a.dtype),
     )
@@ -111,7 +113,7 @@ def folded(x_BGTRX: jax.Array) -> jax.Array:
 
 
 def grouped(q_BTNH: jax.Array, G: int) -> jax.Array:
-    """Queries by the key/value head that they read: [B, G, T, R, H]."""
+    """Group queries by their key/value head: [B, G, T, R, H]."""
     B, T, N, H = q_BTNH.shape
     return q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 1, 3, 4)
 

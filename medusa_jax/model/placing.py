@@ -1,8 +1,7 @@
-"""From stored parameters to those that decoding reads, a part at a time.
+"""Convert stored parameters to the form that decoding reads, one entry at a time.
 
-A part is an entry of a parameter tree, such as {"layers_3": ...}. Reading converts each before it
-reads the next (`convert` of the loaders), so that a device never holds more than the model as
-it decodes and one layer twice.
+An entry of the parameter tree is, for example, {"layers_3": ...}. Loaders convert each before they read the
+next (their argument `convert`), so a device never holds more than the converted model and one layer twice.
 """
 
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.block_rows import in_blocks, packed, without_blocks
@@ -30,8 +30,8 @@ FUSED = {
 _in_form = jax.jit(store, static_argnums=1)
 
 
-def decoder(config: LlamaConfig, dtype: Any, mesh: Mesh, storage: Storage) -> Llama:
-    """The backbone that reads what `place_part` gives."""
+def decoder(config: LlamaConfig, dtype: DTypeLike, mesh: Mesh, storage: Storage) -> Llama:
+    """The backbone for parameters from `place_part`."""
     kernels = library() if storage.panel and dtype == jnp.float32 else None
     return Llama(
         decoding_config(config),
@@ -43,11 +43,11 @@ def decoder(config: LlamaConfig, dtype: Any, mesh: Mesh, storage: Storage) -> Ll
 
 
 def place_part(
-    config: LlamaConfig, part: Params, dtype: Any, mesh: Mesh, storage: Storage
+    config: LlamaConfig, part: Params, dtype: DTypeLike, mesh: Mesh, storage: Storage
 ) -> Params:
-    """A stored part of the backbone, fused, placed, and its kernels in the form of `storage`.
+    """Fuse and place an entry of the backbone, with its kernels in the form of `storage`.
 
-    Waits for the device: a part that is still being read from cannot be let go of.
+    Waits for the device, so that the caller can free the original.
     """
     [(name, inner)] = part.items()
     if blocks := in_blocks(inner):
@@ -87,14 +87,13 @@ def _place_blocks(
 
 
 def place_head(part: Params, form: Storage) -> Params:
-    """A stored part of the draft heads, in its type already: its kernels in a form, such as
-    `Storage.of_drafts`."""
+    """Convert the kernels of an entry of the draft heads, already in its type, to `form`."""
     return jax.block_until_ready(_in_form(part, form))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _prepared(
-    part: Params, config: LlamaConfig, dtype: Any, mesh: Mesh, storage: Storage
+    part: Params, config: LlamaConfig, dtype: DTypeLike, mesh: Mesh, storage: Storage
 ) -> Params:
     out = prepare(part, config, dtype, mesh.shape["tensor"])
     out = jax.lax.with_sharding_constraint(out, param_shardings(mesh, out))

@@ -1,15 +1,16 @@
-"""The product of activations and kernels, and the precision that it is accumulated in."""
+"""The product of activations and kernels, and the precision it is accumulated in."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 
-def at_least_f32(dtype: Any) -> Any:
-    """float32 for 16-bit types, else the type itself: where norms and softmax are computed."""
+def at_least_f32(dtype: DTypeLike) -> np.dtype:
+    """float32 for 16-bit types, else the type itself; norms and softmax are computed in it."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -17,8 +18,8 @@ def at_least_f32(dtype: Any) -> Any:
 def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [..., in] times kernel [in, ...], accumulated in float32 or wider.
 
-    The automatic gradient takes dW as (dyᵀ x)ᵀ; a CPU needs nearly twice the time for that as
-    for xᵀ dy, which is what the rule below asks for.
+    Automatic differentiation computes dW as (dyᵀ x)ᵀ, which takes a CPU nearly twice as long as the xᵀ dy
+    of the rule below.
     """
     return lax.dot_general(
         x,

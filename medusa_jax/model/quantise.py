@@ -1,13 +1,12 @@
-"""Frozen kernels in 8 or 4 bits, made float again inside the product that uses them.
+"""Frozen kernels in 8 or 4 bits, dequantised inside the product that uses them.
 
-A kernel [in, out] becomes `codes` and `scales` [blocks, out], one scale per block of inputs and
-output:
+A kernel [in, out] becomes `codes` and `scales` [blocks, out], one scale per block of inputs and output:
 
     int8    codes int8 [in, out], one block (a scale per output), code / 127 x scale
     nf4     codes uint8 [in / 2, out], two 4-bit codes to a byte, blocks of 64 inputs,
-            table[code] x scale (QLoRA, Dettmers et al. 2023, appendix E): 0.53 bytes a weight
+            table[code] x scale (QLoRA, Dettmers et al. 2023, appendix E): 0.53 bytes per weight
 
-Bytes hold the two nibbles because JAX keeps an int4 array in whole bytes on the CPU.
+Two codes are packed by hand because JAX stores each int4 in a whole byte on a CPU.
 """
 
 import math
@@ -17,15 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from medusa_jax.model.barrier import not_before
+from medusa_jax.model.barrier import depend_on
 from medusa_jax.model.product import product
 
 Params = dict[str, Any]
 
 KINDS = ("int8", "nf4")
 BLOCK = 64
-# The kernels of all layers; embeddings and the LM head stay as they are, as in QLoRA.
+# The kernels of all layers; embeddings and the LM head are unchanged, as in QLoRA.
 QUANTISED = re.compile(r"layers_\d+/.*/kernel$")
 
 # Quantiles of N(0, 1), scaled to [-1, 1], with an exact zero.
@@ -53,20 +53,18 @@ def quantise(kernel: jax.Array, kind: str) -> Params:
     scales = jnp.max(jnp.abs(blocks), axis=1).astype(jnp.bfloat16)
     scales = jnp.maximum(scales, jnp.bfloat16(1e-30))
     unit = blocks / scales[:, None, :].astype(jnp.float32)
-    # Nearest of the sixteen: how many midpoints between neighbours lie below.
-    middle = (NF4[1:] + NF4[:-1]) / 2
+    # The nearest code is the number of midpoints between neighbouring levels that are below the value.
     codes = jnp.zeros(unit.shape, jnp.uint8)
-    for m in middle.tolist():
-        codes += (unit > m).astype(jnp.uint8)
+    for midpoint in ((NF4[1:] + NF4[:-1]) / 2).tolist():
+        codes += (unit > midpoint).astype(jnp.uint8)
     codes = codes.reshape(n_in // 2, 2, n_out)
     return {"codes": codes[:, 0] | (codes[:, 1] << 4), "scales": scales}
 
 
-def dequantise(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+def dequantise(codes: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Codes and scales -> the kernel [in, out] in `dtype`.
 
-    Example of nf4 packing along the inputs: rows 0 1 2 3 are the low and high nibble of byte
-    row 0, then of byte row 1.
+    nf4 packs along the inputs: rows 0 and 1 are the low and high nibbles of byte row 0.
     """
     if codes.dtype == jnp.int8:
         unit = codes.astype(jnp.float32) / 127
@@ -82,37 +80,41 @@ def dequantise(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
 def quantised_product(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
     """x [..., in] times the kernel, accumulated in float32 or wider; gradient for x only.
 
-    The float kernel exists while it is used, in each pass anew: kept from the forward pass, or
-    made ahead of time, those of all layers would exist at once.
+    Each pass dequantises the kernel again, just before its use; otherwise the float kernels of all layers
+    would exist at once.
     """
-    return product(x, dequantise(not_before(codes, x), scales, x.dtype))
+    return product(x, dequantise(depend_on(codes, x), scales, x.dtype))
 
 
-def _quantised_fwd(x: jax.Array, codes: jax.Array, scales: jax.Array) -> Any:
-    kind = jnp.zeros((), x.dtype)  # carries the type
-    return quantised_product(x, codes, scales), (codes, scales, kind)
+def _quantised_fwd(
+    x: jax.Array, codes: jax.Array, scales: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    zero = jnp.zeros((), x.dtype)  # residuals must be arrays: this one carries the dtype
+    return quantised_product(x, codes, scales), (codes, scales, zero)
 
 
-def _quantised_bwd(stored: tuple[jax.Array, ...], dy: jax.Array) -> Any:
-    codes, scales, kind = stored
-    dy = dy.astype(kind.dtype)
-    kernel = dequantise(not_before(codes, dy), scales, kind.dtype)
-    return product(dy, kernel.T).astype(kind.dtype), None, None
+def _quantised_bwd(
+    residuals: tuple[jax.Array, ...], dy: jax.Array
+) -> tuple[jax.Array, None, None]:
+    codes, scales, zero = residuals
+    dy = dy.astype(zero.dtype)
+    kernel = dequantise(depend_on(codes, dy), scales, zero.dtype)
+    return product(dy, kernel.T).astype(zero.dtype), None, None
 
 
 quantised_product.defvjp(_quantised_fwd, _quantised_bwd)
 
 
 def quantise_backbone(params: Params, kind: str) -> Params:
-    """The same tree with every layer's kernels quantised, one at a time."""
+    """Quantise the kernels of every layer, one at a time."""
 
     def walk(module: Params, path: str) -> Params:
         out = {}
         for name, inner in module.items():
-            here = f"{path}/{name}" if path else name
+            inner_path = f"{path}/{name}"
             if isinstance(inner, dict):
-                out[name] = walk(inner, here)
-            elif QUANTISED.search(here):
+                out[name] = walk(inner, inner_path)
+            elif QUANTISED.search(inner_path):
                 out |= jax.jit(quantise, static_argnums=1)(inner, kind)
             else:
                 out[name] = inner
@@ -121,8 +123,8 @@ def quantise_backbone(params: Params, kind: str) -> Params:
     return walk(params, "")
 
 
-def dequantise_backbone(params: Params, dtype: Any = jnp.float32) -> Params:
-    """The tree as it was shaped before `quantise_backbone`."""
+def dequantise_backbone(params: Params, dtype: DTypeLike = jnp.float32) -> Params:
+    """The inverse of `quantise_backbone`, up to rounding."""
     if "codes" in params:
         rest = {k: v for k, v in params.items() if k not in ("codes", "scales")}
         return rest | {"kernel": dequantise(params["codes"], params["scales"], dtype)}

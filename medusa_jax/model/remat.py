@@ -1,46 +1,44 @@
 """Recomputation in the backward pass that holds on every backend."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
-from medusa_jax.model.barrier import behind, not_before
+from medusa_jax.model.barrier import barrier_with, depend_on
 from medusa_jax.sharding import PyTree
 
 
 def rematerialised(f: Callable[..., jax.Array], trained: str) -> Callable[..., jax.Array]:
-    """f, whose backward pass keeps its arguments only and computes f again from them.
+    """f with a backward pass that keeps only its arguments and computes f again from them.
 
-    `jax.checkpoint` does the same with barriers, so that on a CPU, which drops them, every
-    layer's activations are recomputed before the first of them is needed: nothing is saved.
+    `jax.checkpoint` relies on barriers. A CPU drops them and recomputes the activations of every layer
+    before the first is needed, which saves nothing.
 
-    The gradient of x is had behind those of what is trained: else they may be left for later, and
-    what they are made of is kept for each layer, several times x.
+    The gradient of x is available only after the gradients of the trained variables: otherwise XLA may
+    postpone those and keep what they are computed from for each layer, several times the size of x.
 
     Args:
       f: (variables, x, ...), arrays or trees of arrays -> one array; it must not close over traced
         values.
-      trained: the entry of `variables` whose gradients are wanted; nobody waits for the others'.
+      trained: the entry of `variables` whose gradients are needed.
     """
 
     @jax.custom_vjp
-    def again(variables: PyTree, x: jax.Array, *rest: Any) -> jax.Array:
+    def recomputed(variables: PyTree, x: jax.Array, *rest: PyTree) -> jax.Array:
         return f(variables, x, *rest)
 
-    def forward(*args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    def forward(*args: PyTree) -> tuple[jax.Array, tuple[PyTree, ...]]:
         return f(*args), args
 
-    def backward(args: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
-        given = jax.vjp(f, *not_before(args, cotangent))[1](cotangent)
-        of_variables, of_x, *rest = given
-        leaves, treedef = jax.tree.flatten(of_variables[trained])
-        numbers = [i for i, g in enumerate(leaves) if g.dtype != jax.dtypes.float0]
-        of_x, wanted = behind(of_x, [leaves[i] for i in numbers])
-        for i, gradient in zip(numbers, wanted):
+    def backward(args: tuple[PyTree, ...], cotangent: jax.Array) -> tuple[PyTree, ...]:
+        d_variables, dx, *d_rest = jax.vjp(f, *depend_on(args, cotangent))[1](cotangent)
+        leaves, treedef = jax.tree.flatten(d_variables[trained])
+        indices = [i for i, g in enumerate(leaves) if g.dtype != jax.dtypes.float0]
+        dx, gradients = barrier_with(dx, [leaves[i] for i in indices])
+        for i, gradient in zip(indices, gradients):
             leaves[i] = gradient
-        made = of_variables | {trained: jax.tree.unflatten(treedef, leaves)}
-        return (made, of_x, *rest)
+        d_variables |= {trained: jax.tree.unflatten(treedef, leaves)}
+        return (d_variables, dx, *d_rest)
 
-    again.defvjp(forward, backward)
-    return again
+    recomputed.defvjp(forward, backward)
+    return recomputed

@@ -1,11 +1,11 @@
 """Rotary position embedding, plain and with the scalings of Llama 2 and 3."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.product import at_least_f32
@@ -15,7 +15,7 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
     """Rotation per position of each of the H/2 planes, [H/2] float64.
 
     "linear" divides all by the factor. "llama3" divides the slow ones, keeps the fast ones and
-    interpolates between, by how many turns a plane makes in the original context length.
+    interpolates between, by the number of turns of a plane in the original context length.
     """
     half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     frequency = config.rope_theta**-half
@@ -32,7 +32,7 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 def rope_tables(
-    config: LlamaConfig, positions_BT: jax.Array, dtype: Any
+    config: LlamaConfig, positions_BT: jax.Array, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every position's angles, each [B, T, 1, H] (both halves alike)."""
     wide = at_least_f32(dtype)

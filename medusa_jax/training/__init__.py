@@ -1,1 +1,1 @@
-"""Training: data to packed rows, losses in chunks, the loop, its checkpoints."""
+"""Training: packed rows, chunked losses, the loop and its checkpoints."""

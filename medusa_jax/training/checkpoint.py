@@ -1,12 +1,10 @@
-"""Training state on disk (Orbax): what is trained, optimizer, data position, meta.
+"""Training state on disk (Orbax): trained variables, optimizer, data position, meta.
 
-The frozen backbone is never saved. A checkpoint is copied to the host, then written on threads
-beside the last one while training goes on, and renamed when complete, so being killed during a
-save, or a full disk, leaves the earlier one valid.
+The frozen backbone is never saved. A checkpoint is copied to the host, written by threads while training
+continues, and renamed when complete. So a kill during a save, or a full disk, leaves the previous one valid.
 
-Each holds the checksums of its files (`checksums.json`), since Orbax reads flipped bits of an
-array without noticing them. A checkpoint that is damaged all the same is set aside, and the run goes
-on from the one before it.
+Each contains checksums of its files (`checksums.json`), since Orbax does not notice flipped bits of an array.
+A damaged checkpoint is set aside, and the run resumes from the previous one.
 """
 
 import errno
@@ -19,20 +17,20 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 
 from medusa_jax import hosts
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
+from medusa_jax.sharding import PyTree
 from medusa_jax.whole_files import checksum, write_json
 
 SUMS = "checksums.json"
 
 
 class Checkpoints:
-    """The `checkpoints/` directory of one run; a context, at whose end no save is in flight."""
+    """The `checkpoints/` directory of a run; a context manager that waits for the last save."""
 
     def __init__(self, workdir: str, keep: int):
         import orbax.checkpoint as ocp
@@ -46,25 +44,24 @@ class Checkpoints:
             raise UserError(
                 f"{self.directory} cannot be created: {error.strerror}"
             ) from error
-        meet = ocp.multihost.get_barrier_sync_fn()
+        barrier = ocp.multihost.get_barrier_sync_fn()
 
-        def meet_unless_failed(*, key: str, timeout_ms: int) -> None:
-            # Orbax would have a process whose save failed wait here for all others, for whom it
-            # does not come: they are behind another barrier.
+        def barrier_unless_failed(*, key: str, timeout_ms: int) -> None:
+            # A process whose save failed would wait here for the others, which wait at another barrier.
             if sys.exception() is None:
-                meet(key=key, timeout_ms=timeout_ms)
+                barrier(key=key, timeout_ms=timeout_ms)
 
         class Manager(ocp.CheckpointManager):
             def reached_preemption(self, step: int) -> bool:
-                """Never: the loop asks JAX, and Orbax's thread, which is steps behind, would set
-                the step back from which JAX counts."""
+                """Never: the loop asks JAX, and a call from Orbax's thread, some steps late, would reset
+                JAX's step count."""
                 return False
 
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(
-                barrier_sync_fn=meet_unless_failed,
+                barrier_sync_fn=barrier_unless_failed,
                 post_finalization_callback=self._write_checksums,
             ),
         )
@@ -82,29 +79,29 @@ class Checkpoints:
         where: TracebackType | None,
     ) -> None:
         if hosts.lost(error):
-            return  # with another process its part of the save is lost
+            return  # a save cannot be completed without the lost process
         try:
             self.wait()
         except UserError as failed:
             if error is None or (isinstance(error, UserError) and error.__cause__):
-                raise  # a full disk stops several files: this one says where the run goes on
-            inform(f"error: {failed}")  # beside what ends the run
+                raise  # a full disk causes both; this message names the checkpoint to resume from
+            inform(f"error: {failed}")  # in addition to `error`
         finally:
             self.manager.close()
 
     @property
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint, which a save in flight is waited for to be."""
+        """Step of the newest complete checkpoint; waits for a save in flight."""
         self.wait()
         return self.manager.latest_step()
 
-    def save(self, step: int, params: Any, opt: Any, data: dict, meta: dict) -> None:
-        """Copies everything to the host and begins to write it under `step`.
+    def save(self, step: int, params: PyTree, opt: PyTree, data: dict, meta: dict) -> None:
+        """Copy everything to the host and start to write it under `step`.
 
-        Does nothing when that step is there already. The arrays may be donated afterwards.
+        Does nothing if that step exists. The arrays may be donated afterwards.
 
         Raises:
-          UserError: it, or the save before, could not be written; names the checkpoint that remains.
+          UserError: this or the previous save could not be written; names the checkpoint that remains.
         """
         if step == self.latest:
             return
@@ -125,7 +122,7 @@ class Checkpoints:
             raise self.failed(error) from error
 
     def wait(self) -> None:
-        """Until no save is in flight.
+        """Wait for the save in flight.
 
         Raises:
           UserError: it could not be written; names the checkpoint that remains.
@@ -136,13 +133,13 @@ class Checkpoints:
             raise self.failed(error) from error
 
     def check(self) -> None:
-        """Raises what `wait` does as soon as it is known, without waiting."""
+        """Raise the error of a failed save, without waiting for one in flight."""
         if not self.manager.is_saving_in_progress():
             self.wait()
 
     def failed(self, error: Exception) -> UserError:
-        """What to say of a save that failed; the rest of it is no longer waited for."""
-        self.manager.reload()  # Orbax counts what it had been about to delete as deleted
+        """The error of a failed save, which is no longer waited for."""
+        self.manager.reload()  # Orbax counts checkpoints that it planned to delete as deleted
         remains = self.manager.latest_step()
         return UserError(
             f"checkpoint of step {self.saving} in {self.directory} failed ({first_line(error)}); "
@@ -150,11 +147,11 @@ class Checkpoints:
         )
 
     def _write_checksums(self) -> None:
-        """Add the checksums of the save in flight, which is complete but has no final name yet."""
+        """Add checksums to the save in flight, complete but not yet renamed."""
         for path in Path(self.directory).glob(f"{self.saving}.orbax-checkpoint-tmp*"):
             write_json(path / SUMS, checksums(path, files_of(path)))
 
-    def restore(self, params: Any, opt: Any) -> tuple[Any, Any, dict, dict]:
+    def restore(self, params: PyTree, opt: PyTree) -> tuple[PyTree, PyTree, dict, dict]:
         """Read the newest undamaged checkpoint, placed like the given trees.
 
         Damaged ones are reported and set aside as `<step>.damaged`.
@@ -162,7 +159,7 @@ class Checkpoints:
         Returns: params, opt, data, meta.
 
         Raises:
-          UserError: it does not fit the run's configuration, or none can be read.
+          UserError: it does not fit the configuration, or none can be read.
         """
         self.wait()
         damaged: dict[int, str] = {}
@@ -172,20 +169,23 @@ class Checkpoints:
             if hosts.first():
                 with announced(f"checking the checkpoint of step {step}"):
                     problem = damage(path)
-            if hosts.of_first(bool(problem)):
+            if hosts.broadcast_from_first(bool(problem)):
                 damaged[step] = problem
                 continue
             try:
                 found = self._read(step, params, opt)
             except Exception as error:
-                memory = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(
-                    error
+                message = str(error)
+                no_memory = (
+                    isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in message
                 )
-                if memory or hosts.lost(error):
+                if no_memory or hosts.lost(error):
                     raise
                 reason = first_line(error)
                 if not (path / SUMS).exists() and jax.process_count() == 1:
-                    damaged[step] = reason  # of an earlier version, perhaps damaged
+                    damaged[step] = (
+                        reason  # without checksums (an earlier version): perhaps damaged
+                    )
                     continue
                 raise UserError(
                     f"{self.directory} (step {step}) does not fit this configuration "
@@ -199,10 +199,12 @@ class Checkpoints:
             f"({reasons}); restore them from a copy, or use another --workdir"
         )
 
-    def _read(self, step: int, params: Any, opt: Any) -> tuple[Any, Any, dict, dict]:
+    def _read(
+        self, step: int, params: PyTree, opt: PyTree
+    ) -> tuple[PyTree, PyTree, dict, dict]:
         args = self.ocp.args
 
-        def spec(tree: Any) -> Any:
+        def spec(tree: PyTree) -> PyTree:
             return jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
             )
@@ -231,30 +233,30 @@ class Checkpoints:
                     f"checkpoint of step {step} is damaged ({reason}), kept as {path}.damaged; "
                     f"going on from step {good}"
                 )
-        hosts.of_first(True)  # they are renamed
+        hosts.broadcast_from_first(True)  # wait until process 0 has renamed them
         self.manager.reload()
 
 
 def keep_quiet() -> None:
-    """Print none of what Orbax and TensorStore print, on their threads, besides the error they raise."""
-    for name in ("absl", "asyncio"):  # the same error with stack traces
+    """Suppress what Orbax and TensorStore print on their threads; they also raise the error."""
+    for name in ("absl", "asyncio"):  # stack traces of the same error
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     if getattr(sys.unraisablehook, "of_checkpoints", False):
         return
-    before = sys.unraisablehook
+    previous = sys.unraisablehook
 
-    def hook(args: Any) -> None:
-        # Each write that is in flight when another one fails.
+    def hook(args: "sys.UnraisableHookArgs") -> None:
+        # Raised by every write in flight when another fails.
         if str(args.exc_value) != "Event loop is closed":
-            before(args)
+            previous(args)
 
     hook.of_checkpoints = True  # type: ignore[attr-defined]
     sys.unraisablehook = hook
 
 
 def files_of(path: Path) -> list[str]:
-    """Names of the files below the items of a checkpoint; Orbax changes those beside them later."""
+    """Names of the files inside the items of a checkpoint; Orbax changes the others later."""
     return [str(p.relative_to(path)) for p in sorted(path.glob("*/**/*")) if p.is_file()]
 
 
@@ -265,7 +267,7 @@ def checksums(path: Path, names: list[str]) -> dict[str, int]:
 
 
 def damage(path: Path) -> str:
-    """What is wrong with the files of a checkpoint; "" if nothing, or if it has no checksums."""
+    """The problem with the files of a checkpoint; "" if none, or if it has no checksums."""
     sums = path / SUMS
     try:
         stored = json.loads(sums.read_text()) if sums.exists() else {}
@@ -279,8 +281,8 @@ def damage(path: Path) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, cut to a sentence's length."""
-    # Orbax and TensorStore wrap what the disk says in many types, and say it late.
+    """The first line of an error message, cut to 200 characters."""
+    # Orbax and TensorStore wrap errors of the disk in many types and long messages.
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
         if os.strerror(code) in str(error):
             return os.strerror(code)

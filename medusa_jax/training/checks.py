@@ -1,4 +1,4 @@
-"""Checks of a configuration before a run: what does not fit is one sentence."""
+"""Checks of a configuration before a run; each problem is a one-line error."""
 
 from jax.sharding import Mesh
 
@@ -21,14 +21,12 @@ CHOICES = {
     "optim.moment_dtype": ("float32", "bfloat16"),
     "optim.schedule": ("cosine", "wsd", "constant"),
 }
-
-
-# What other projects call these.
+# Names of other projects.
 ALIASES = {"chat": "messages", "openai": "messages", "chatml": "messages", "plain": "text"}
 
 
 def check_choices(cfg: Config) -> None:
-    """Refuses a name that no field knows, with the nearest one that it does."""
+    """Refuse an unknown choice and suggest the nearest known one."""
     for path, allowed in CHOICES.items():
         group, name = path.split(".")
         value = getattr(getattr(cfg, group), name)
@@ -40,26 +38,26 @@ def check_choices(cfg: Config) -> None:
 
 
 def fit_accumulation(cfg: Config, mesh: Mesh) -> None:
-    """As many microbatches as give each device no more rows at a time than one would take alone.
+    """Reduce `train.accumulation`, given for one device, to what a mesh needs.
 
-    Recipes say what one device takes; the update is the same. Fewer microbatches gather the
-    weights and sum the gradients less often.
+    Takes the least number of microbatches with no more rows per device than on one device. The update is
+    unchanged; fewer microbatches gather the weights and sum the gradients less often.
     """
     t, devices = cfg.train, row_shards(mesh)
-    for few in range(1, t.accumulation + 1):
-        rows, rest = divmod(t.batch_size, few * devices)
-        if not rest and rows * t.accumulation <= t.batch_size:
-            t.accumulation = few
+    for n in range(1, t.accumulation + 1):
+        rows, remainder = divmod(t.batch_size, n * devices)
+        if not remainder and rows * t.accumulation <= t.batch_size:
+            t.accumulation = n
             return
 
 
 def check(cfg: Config, mesh: Mesh) -> None:
-    """Refuses sizes that do not fit together, before anything is compiled.
+    """Refuse inconsistent sizes before anything is compiled.
 
     Raises:
       UserError: names the two fields.
     """
-    trained_groups(cfg)  # refuses what no stage trains
+    trained_groups(cfg)  # raises for options that the stage does not support
     t, o = cfg.train, cfg.optim
     positive = {
         "train.epochs": t.epochs,
@@ -87,7 +85,7 @@ def check(cfg: Config, mesh: Mesh) -> None:
         "optim.clip_norm": o.clip_norm,
     }
     for name, number in not_negative.items():
-        if not number >= 0:  # nan is not, either
+        if not number >= 0:  # also true for NaN
             raise UserError(f"{name} must be 0 or more, not {number}")
     shares = {"optim.b1": o.b1, "optim.b2": o.b2, "lora.dropout": cfg.lora.dropout}
     for name, share in shares.items():
@@ -99,8 +97,8 @@ def check(cfg: Config, mesh: Mesh) -> None:
         )
     if t.feature_weight and cfg.heads.lm_head != "shared":
         raise UserError(
-            f"train.feature_weight draws heads towards hidden states, which the model's LM head "
-            f"reads: it needs heads.lm_head shared, not {cfg.heads.lm_head!r}"
+            "train.feature_weight compares features with the inputs of the model's LM head: it needs "
+            f"heads.lm_head shared, not {cfg.heads.lm_head!r}"
         )
     shards = row_shards(mesh)
     if t.batch_size % (t.accumulation * shards):

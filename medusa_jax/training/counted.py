@@ -1,14 +1,12 @@
-"""What a device holds in training, summed up by hand from shapes: known before anything is compiled.
+"""Memory of a device in training, computed from shapes before anything is compiled.
 
-Counted where most is held at a time: in the walk over chunks of the heads' loss, with the update's
-gradients where there are several microbatches. XLA for CPUs lays memory out with gaps, widens 16-bit
-kernels to float32 for some of its products, and keeps a transposed copy of those that it multiplies
-both ways; the last is counted by name, since the walk reads such kernels again and again, the others
-are not.
+Counted at its peak: in the loop over chunks of the heads' loss, together with the update's gradients if there
+are several microbatches. XLA for CPUs also leaves gaps, widens 16-bit kernels to float32 for some products,
+and keeps a transposed copy of kernels that it multiplies both ways. Only the transposed copies of LM heads,
+which the loop reads repeatedly, are counted.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +17,12 @@ from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.step import Shapes
 
 F32 = 4
-# What only a CPU holds of a program in 16 bits.
+# Key of the float32 copies that only a CPU makes of 16-bit kernels.
 COPIES = "float32 copies"
 
 
 def bytes_on_device(tree: PyTree) -> int:
-    """What of arrays, or of shapes with their places, lies on one device."""
+    """Bytes on one device of arrays, or of shapes with shardings."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
@@ -33,14 +31,13 @@ def bytes_on_device(tree: PyTree) -> int:
 
 
 def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
-    """Bytes by what they are for.
+    """Bytes by purpose.
 
-    Of Medusa heads, on a backbone that is frozen or computed anew for its gradients; of other drafters
-    and of a backbone that keeps its activations only what is stored between steps.
+    Temporaries are counted for Medusa heads on a frozen or rematerialised backbone; otherwise only what is
+    stored between steps.
 
     Args:
-      cfg: with the microbatches of `shapes`.
-      shapes: of the whole step.
+      cfg: with the number of microbatches of `shapes`.
     """
     groups = (*shapes.frozen.values(), *shapes.state.params.values())
     stored = {
@@ -52,7 +49,7 @@ def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
 
 
 def has_temporaries(cfg: Config) -> bool:
-    """Whether `training_bytes` counts what a step holds besides what is stored between steps."""
+    """Whether `training_bytes` counts the temporaries of a step."""
     trained = trained_groups(cfg)
     frozen = trained.keys() <= {"heads"}
     return (
@@ -66,46 +63,46 @@ def _temporaries(cfg: Config, shapes: Shapes) -> dict[str, int]:
     rows, tensor = B // row_shards(mesh), mesh.shape["tensor"]
     joint = not trained_groups(cfg).keys() <= {"heads"}
     wide = jnp.dtype(cfg.train.dtype).itemsize
-    # LM heads that the walk reads; those of low rank count as nothing.
+    # LM heads that the loop reads; low-rank ones are negligible.
     own = heads.n_heads if heads.lm_head == "own" else 0
     read = own + (joint or heads.lm_head == "shared")
     columns = (heads.draft_vocab or arch.vocab_size) // tensor
     lm_head = arch.d_model * columns
     hidden = rows * T * arch.d_model
     logits = rows * min(cfg.train.loss_chunk, T) * columns * F32
-    # A block of a head keeps what its activation reads, in float32, and what it gives.
-    of_head = 2 * wide + heads.n_layers * (F32 + wide)
+    # A block of a head keeps the input of its activation, in float32, and its output.
+    head_bytes = 2 * wide + heads.n_layers * (F32 + wide)
     trained = sum(
-        x.size for x in jax.tree.leaves(jax.tree.map(own_part, shapes.state.params))
+        x.size for x in jax.tree.leaves(jax.tree.map(shard_of, shapes.state.params))
     )
     groups = (*shapes.frozen.values(), *shapes.state.params.values())
     layers = [x for group in groups for name, x in group.items() if "layers_" in name]
-    # What the walk over chunks has beside the LM heads themselves.
-    walk = {
+    # Temporaries of the loop over chunks, besides the LM heads.
+    loop = {
         "LM heads transposed": read * lm_head * wide,
         "gradients of LM heads, and of one in a chunk": (own + (own > 0)) * lm_head * F32,
-        # As they are, as probabilities, and their gradient; a teacher's and their logarithm.
+        # Logits, probabilities and their gradient; a teacher's probabilities and their logarithm.
         "logits": (3 + 2 * (cfg.train.backbone_loss == "kl")) * logits,
     }
-    # A CPU gathers an LM head in float32, where the walk will be.
+    # A CPU gathers an LM head in float32, into memory that the loop reuses.
     gathered = F32 * lm_head if mesh.shape["fsdp"] > 1 else 0
     copies = narrow_elements(layers) * _copy(A, mesh.shape["fsdp"], joint, wide)
-    return walk | {
+    return loop | {
         "gradients of the update": F32 * trained if A > 1 else 0,
         "LM heads as they are read": read * lm_head * wide,
         "features and their gradients": hidden
-        * (heads.n_heads * of_head + wide + joint * 2 * wide),
+        * (heads.n_heads * head_bytes + wide + joint * 2 * wide),
         "inputs of blocks": joint * arch.n_layers * hidden * wide,
-        COPIES: copies + max(gathered - sum(walk.values()), 0),
+        COPIES: copies + max(gathered - sum(loop.values()), 0),
     }
 
 
 def _copy(A: int, fsdp: int, joint: bool, wide: int) -> int:
-    """Bytes that only a CPU spends beside an element of a 16-bit kernel of a layer.
+    """Additional bytes on a CPU per element of a layer's 16-bit kernels.
 
-    Over fsdp kernels wait for their microbatch by a sum (`model/barrier.py`), whose terms are float32;
-    and what comes of it, where the backward pass reads it again. On one device those that a backward
-    pass reads are widened before the loop over microbatches.
+    Over fsdp the CPU's replacement of a barrier (`model/barrier.py`) is a sum in float32, whose result the
+    backward pass reads too. On one device, kernels that a backward pass reads are widened before the loop
+    over microbatches.
     """
     if A == 1:
         return 0
@@ -113,14 +110,15 @@ def _copy(A: int, fsdp: int, joint: bool, wide: int) -> int:
 
 
 def narrow_elements(tree: PyTree) -> int:
-    """How many elements of kernels in 16-bit floats one device has."""
+    """Number of elements of 16-bit kernels on one device."""
     return sum(
-        own_part(x).size
+        shard_of(x).size
         for x in jax.tree.leaves(tree)
         if x.ndim > 1 and x.dtype in (jnp.bfloat16, jnp.float16)
     )
 
 
-def own_part(x: Any) -> Any:
-    """The shape of what one device has of an array."""
+def shard_of(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape of an array's shard on one device."""
+    assert x.sharding is not None
     return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)

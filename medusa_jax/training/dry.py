@@ -1,4 +1,4 @@
-"""A run without weights or data: compile the real step from shapes, say what it needs."""
+"""Dry run: compile the real step from shapes and report its requirements."""
 
 import math
 import time
@@ -35,13 +35,13 @@ GIB = 2**30
 
 
 def dry_run(cfg: Config) -> dict[str, Any]:
-    """Prints and returns what the run on `cfg.model.arch` takes: `sizes`, then `measure`.
+    """Print and return the requirements of a run: `sizes`, then `measure`.
 
-    With "counted" the step is not compiled. A local `model.path` gives the shape, if there is one;
-    nothing is downloaded.
+    With "counted" the step is not compiled. The shape is that of a local `model.path`, else
+    `cfg.model.arch`; nothing is downloaded.
 
     Raises:
-      UserError: sizes that do not fit together.
+      UserError: inconsistent sizes.
     """
     if is_here(cfg.model.path):
         from medusa_jax.interop.hf import read_config
@@ -63,7 +63,7 @@ def step_shapes(cfg: Config, devices: Sequence[Any] | None = None) -> Shapes:
       devices: as for `make_mesh`.
 
     Raises:
-      UserError: sizes that do not fit together.
+      UserError: inconsistent sizes.
     """
     mesh = make_mesh(cfg.mesh, devices)
     checks.fit_accumulation(cfg, mesh)
@@ -74,24 +74,24 @@ def step_shapes(cfg: Config, devices: Sequence[Any] | None = None) -> Shapes:
     schedule = make_schedule(cfg.optim, steps)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
 
-    def placed(tree: PyTree, shardings: PyTree) -> PyTree:
+    def with_shardings(tree: PyTree, shardings: PyTree) -> PyTree:
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
         )
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     frozen = frozen_shapes(cfg, key)
-    frozen = placed(frozen, param_shardings(mesh, frozen))
+    frozen = with_shardings(frozen, param_shardings(mesh, frozen))
     params = jax.eval_shape(stage.init, key, frozen)
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
     abstract = TrainState(counter, counter, params, jax.eval_shape(optimizer.init, params))
-    state = placed(abstract, state_shardings(mesh, abstract))
+    state = with_shardings(abstract, state_shardings(mesh, abstract))
     step = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
     return Shapes(step, state, frozen, abstract_batch(cfg, mesh), mesh)
 
 
 def sizes(cfg: Config, shapes: Shapes) -> dict[str, Any]:
-    """What shapes alone say: parameters, the mesh, arithmetic, and `counted`, bytes of each device."""
+    """Figures from shapes alone: parameters, mesh, FLOPs and `counted`, bytes per device."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     parameters = count(jax.eval_shape(lambda k: init_params(cfg.model.arch, k), key))
     params, tokens = shapes.state.params, shapes.batch["tokens"]
@@ -109,10 +109,10 @@ def sizes(cfg: Config, shapes: Shapes) -> dict[str, Any]:
 
 
 def measure(cfg: Config, shapes: Shapes) -> dict[str, Any]:
-    """Compiles the step: `sizes`, memory and traffic of each device.
+    """Compile the step; return `sizes`, memory and traffic per device.
 
     Raises:
-      UserError: the backend says nothing about memory.
+      UserError: the backend does not report memory.
     """
     begin = time.monotonic()
     compiled = compile_step(*shapes)
@@ -132,7 +132,7 @@ def figures(cfg: Config, compiled: Any) -> dict[str, Any]:
     # Donated buffers are counted as arguments and as output, but exist once.
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    # Loops of a length that the data decide are those over chunks of the loss; all tokens count.
+    # Loops of unknown length are those over chunks of the loss; assume that all tokens count.
     chunks = -(-cfg.data.seq_len // cfg.train.loss_chunk)
     return {
         "argument_bytes": memory.argument_size_in_bytes,
@@ -142,8 +142,8 @@ def figures(cfg: Config, compiled: Any) -> dict[str, Any]:
     }
 
 
-def frozen_shapes(cfg: Config, key: Any) -> PyTree:
-    """The groups that the stage does not train, as `setup.load_setup` would hold them."""
+def frozen_shapes(cfg: Config, key: jax.ShapeDtypeStruct) -> PyTree:
+    """Shapes of the frozen groups that `setup.load_setup` would load."""
     dtype = jnp.dtype(cfg.model.param_dtype)
 
     def backbone(key: jax.Array) -> PyTree:
@@ -174,16 +174,16 @@ def count(tree: PyTree) -> int:
 
 
 def _print_sizes(cfg: Config, r: dict[str, Any], frozen: PyTree, params: PyTree) -> None:
-    """Every group of parameters once, then the sums; shown at once, compiling may take long."""
+    """Print every group of parameters, then the sums; flushed, since compiling may take long."""
 
     def group(title: str, tree: PyTree) -> None:
         for name, part in sorted(tree.items()):
             if name.endswith("_0") or "_" not in name or not name[-1].isdigit():
                 shapes = jax.tree_util.tree_flatten_with_path(part)[0]
-                many = sum(
+                n_alike = sum(
                     other.rsplit("_", 1)[0] == name.rsplit("_", 1)[0] for other in tree
                 )
-                times = f" (x {many})" if name.endswith("_0") else ""
+                times = f" (x {n_alike})" if name.endswith("_0") else ""
                 for path, leaf in shapes:
                     inner = "/".join([name, *(str(k.key) for k in path)])
                     print(f"  {title} {inner}{times}: {leaf.dtype}{list(leaf.shape)}")
@@ -202,7 +202,7 @@ def _print_sizes(cfg: Config, r: dict[str, Any], frozen: PyTree, params: PyTree)
 
 
 def _counted(cfg: Config, counted: dict[str, int]) -> str:
-    """Sums of the counted bytes; those of copies that only a CPU makes by themselves."""
+    """Sums of the counted bytes; copies that only a CPU makes are listed separately."""
     stored = sum(counted[name] for name in ("parameters", "moments", "batch"))
     if not has_temporaries(cfg):
         return f"{stored / GIB:.2f} GiB stored; temporaries are known once it is compiled"
@@ -215,7 +215,7 @@ def _counted(cfg: Config, counted: dict[str, int]) -> str:
 
 
 def _print_compiled(r: dict[str, Any]) -> None:
-    """What the compiled program takes, and what an update takes at least."""
+    """Print the memory of the compiled program and lower bounds of an update's time."""
     print(f"memory per device     {r['argument_bytes'] / GIB:.2f} GiB arguments + "
           f"{r['temporary_bytes'] / GIB:.2f} GiB temporaries = {r['total_bytes'] / GIB:.2f} GiB")  # fmt: skip
     print(*planning.lines(r), sep="\n")

@@ -1,20 +1,18 @@
 """Tokens per decoding step, estimated on held-out text while the heads train (Medusa 2.3.3).
 
-At every position whose next K + 1 tokens are counted, the rank of each true token under its head
-is taken together, as one tuple: heads tend to be right at the same places, so the product of
-their accuracies would be too low. Two figures come of it, both with steps that start anywhere
-alike (decoding favours some places, `evaluate/fitting.py` measures that):
+At every position whose next K + 1 tokens are counted, the ranks of the true tokens under all heads form one
+tuple: heads tend to be right at the same positions, so the product of their accuracies would be too low. Both
+estimates assume that steps start at every position equally often (`evaluate/fitting.py` measures the real
+distribution):
 
     accepted_length_chain   1 + sum over d of the share of positions where the first guesses of
-                            heads 1 ... d are all right: what a chain of K drafts yields
-    accepted_length_tree    the same over the nodes of the best tree of 64, found on the first
-                            half of the rows and counted on the second: other texts
+                            heads 1 ... d are all right: a chain of K drafts
+    accepted_length_tree    the same over the nodes of the best 64-node tree, found on the first
+                            half of the rows and counted on the second
 
-The tuples are those of the held-out text, not of the model's own output, which is easier to
-guess: the figures compare runs, they do not promise a speed.
+The text is held out, not the model's output, which is easier to predict: use the estimates to compare runs, not
+to predict speed.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +21,18 @@ import numpy as np
 from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.ranks import label_ranks
+from medusa_jax.sharding import PyTree
 from medusa_jax.training import losses
 from medusa_jax.tree import Tree
 from medusa_jax.tree.growth import chain_length, expected_tokens, joint_growth
 
-Params = Any
-
-# Rows of held-out text to look at: enough for two digits.
+# Rows of held-out text; enough for two digits.
 ROWS = 64
 TREE_NODES = 64
 
 
 def head_ranks(
-    params: Params, drafter: Drafter, backbone: Backbone, hidden_BTE: jax.Array, batch: losses.Batch,
+    params: PyTree, drafter: Drafter, backbone: Backbone, hidden_BTE: jax.Array, batch: losses.Batch,
     chunk: int,
 ) -> jax.Array:  # fmt: skip
     """Rank of the true token under each head, [B, T, K] int32; -1 where a pair does not count.
@@ -54,7 +51,7 @@ def head_ranks(
 
 
 def accepted_lengths(ranks: np.ndarray) -> dict[str, float]:
-    """Both figures from ranks [..., K]; nothing where no position counts.
+    """Both estimates from ranks [..., K]; empty without counted positions.
 
     Example, K = 2, four positions: (0, 0) (0, 3) (1, 0) (0, 0) give a chain of
     1 + 3/4 + 2/4 = 2.25.
@@ -63,7 +60,7 @@ def accepted_lengths(ranks: np.ndarray) -> dict[str, float]:
     tuples_PK = tuples_PK[tuples_PK[:, 0] >= 0]
     if len(tuples_PK) < 2:
         return {}
-    # Rows come in order, so at most the text that this cut runs through is in both halves.
+    # Rows are in order, so at most one text is in both halves.
     first, second = np.array_split(tuples_PK, 2)
     tree = Tree.from_choices(joint_growth(first, TREE_NODES - 1))
     return {

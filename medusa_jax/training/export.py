@@ -1,4 +1,4 @@
-"""The result of a training run: heads, or a backbone with its heads and tokenizer."""
+"""Export the result of a training run: heads, or a backbone with its heads and tokenizer."""
 
 import os
 from typing import Any
@@ -24,8 +24,8 @@ def result(
     """Write `<workdir>/<name>/`.
 
     A trained backbone becomes a Hugging Face directory, with its heads in `heads/` inside it;
-    adapters are merged into it. Heads of a frozen backbone lie in the directory itself. Every
-    process hands over its parts of the arrays, the first one writes.
+    adapters are merged into it. Heads of a frozen backbone are in the directory itself. Every
+    process must call this; process 0 writes.
     """
     write, ids = first(), {}
     directory = os.path.join(cfg.workdir, name)
@@ -53,10 +53,10 @@ def result(
 def trained_backbone(
     cfg: Config, setup: Setup, params: PyTree
 ) -> tuple[LlamaConfig, PyTree] | None:
-    """The backbone that a run changed, as it is exported; None if it is the one it began with.
+    """The trained backbone for export; None if the run did not change it.
 
-    Adapters are merged in float32 into what they were trained on (a quantised kernel counts
-    with its quantised value) and stored like the frozen backbone.
+    Adapters are merged in float32 into the (dequantised) backbone that they were trained on, then stored in
+    the type of the frozen backbone.
     """
     if "backbone" in params:
         return setup.arch, params["backbone"]

@@ -1,4 +1,4 @@
-"""What is trained, stage by stage: the one table, and by which rule and at which rate."""
+"""The table of what each stage trains, by which optimizer and at which rate."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,9 @@ from medusa_jax.heads import make_drafter
 
 
 class Trains(NamedTuple):
-    """How a group of variables trains: fields of `optim` with its rule and its rate.
+    """How a group of variables is trained: fields of `optim` for its optimizer and rate.
 
-    The rate is `optim.lr`, times the field `multiplier` if one is named.
+    The rate is `optim.lr`, times the field `multiplier` if given.
     """
 
     rule: str = "name"
@@ -20,8 +20,8 @@ class Trains(NamedTuple):
 _MAIN = Trains()
 _HEADS = Trains("heads_name", "heads_lr_multiplier")
 
-# Stage -> the groups of variables that it trains; "/lora" with lora.rank > 0. A group that a stage
-# does not name is frozen: it lies in another tree, without gradient and optimizer state.
+# Stage -> the groups of variables that it trains; "/lora" is for lora.rank > 0. Other groups are frozen: a
+# separate tree without gradient or optimizer state.
 TABLE: dict[str, dict[str, Trains]] = {
     "backbone": {"backbone": _MAIN},
     "backbone/lora": {"lora": _MAIN},
@@ -36,7 +36,7 @@ def trained_groups(cfg: Config) -> dict[str, Trains]:
     """The row of `TABLE` for this run.
 
     Raises:
-      UserError: an unknown stage, or options that it cannot have.
+      UserError: an unknown stage, or options that it does not support.
     """
     stage = cfg.train.stage
     row = stage + ("/lora" if cfg.lora.rank else "")

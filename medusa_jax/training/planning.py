@@ -1,7 +1,7 @@
-"""What an update takes on paper: arithmetic from shapes, traffic from the program, chips' peaks.
+"""Lower bounds of an update's time from its FLOPs, its traffic and the peaks of chips.
 
-Products alone are counted: norms, softmax and the optimizer's rule are none. What comes out is the
-least time that a chip could take, not what it will take: 40 to 60% of a chip's peak is usual.
+Only products are counted, not norms, softmax or the optimizer. Real runs usually reach 40 to 60% of a chip's
+peak.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from medusa_jax.training.partition import trained_groups
 
 
 def layer_weights(arch: LlamaConfig) -> int:
-    """Kernels of all layers: what a token is multiplied with."""
+    """Number of elements of the kernels of all layers."""
     attention = 2 * (arch.n_heads + arch.n_kv_heads) * arch.head_dim * arch.d_model
     return arch.n_layers * (attention + 3 * arch.d_model * arch.d_ff)
 
@@ -24,14 +24,14 @@ def layer_weights(arch: LlamaConfig) -> int:
 def flops_per_token(cfg: Config, params: PyTree) -> float:
     """FLOPs of one token in an update, forward and backward.
 
-    A kernel [in, out] takes 2 x in x out forward, as much again for the gradient of what it read
-    and, where it is trained, for its own.
+    A kernel [in, out] takes 2 x in x out each for the forward pass, the gradient of its input and, if trained,
+    its own gradient.
 
     Args:
-      params: what is trained, by groups; shapes suffice.
+      params: the trained groups, or their shapes.
     """
     arch, t, groups = cfg.model.arch, cfg.train, trained_groups(cfg)
-    # Scores and weighted values; a position sees half of the row on average.
+    # Scores and weighted values, 2 FLOPs each; a position sees half of the row on average.
     attention = 2 * arch.n_layers * arch.n_heads * arch.head_dim * cfg.data.seq_len
     forward = 2.0 * layer_weights(arch) + attention
     lm_head = 2.0 * arch.d_model * arch.vocab_size
@@ -47,14 +47,14 @@ def flops_per_token(cfg: Config, params: PyTree) -> float:
         total += 3 * 2.0 * _kernels(params["lora"])
     if "heads" in groups:
         scored = cfg.heads.draft_vocab or arch.vocab_size
-        of_heads = 2.0 * arch.d_model * scored
+        head_logits = 2.0 * arch.d_model * scored
         view = make_drafter(cfg.heads, arch).loss_view(t.levels)
-        # Levels that share their layers; all but the first are computed again.
+        # Levels share their layers; all but the first are recomputed.
         runs = view.n_heads / view.stored_counts[0]
         total += (4 * runs - 1) * 2.0 * _kernels(params["heads"])
         if cfg.heads.lm_head == "shared":
-            total += view.n_heads * of_heads * (2 + full)
-        total += of_heads * (t.teacher_weight > 0)
+            total += view.n_heads * head_logits * (2 + full)
+        total += head_logits * (t.teacher_weight > 0)
     return total
 
 
@@ -63,13 +63,13 @@ def _kernels(tree: PyTree) -> int:
 
 
 class Prediction(NamedTuple):
-    """Seconds that an update takes at least, each limit by itself.
+    """Lower bounds of an update's seconds, one per resource.
 
     Attributes:
-      compute: arithmetic at the chip's peak.
-      memory: what a device holds for the step, read once for each microbatch.
-      links: what a device sends, over its links in one direction.
-      fits: whether the chip's memory holds it.
+      compute: FLOPs at the chip's peak.
+      memory: the arguments of the step, read once per microbatch.
+      links: bytes sent, over the links in one direction.
+      fits: whether the step fits the chip's memory.
     """
 
     compute: float
@@ -79,24 +79,24 @@ class Prediction(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """With everything at the same time."""
+        """The bound if all resources are used in parallel."""
         return max(self.compute, self.memory, self.links)
 
 
 def predict(report: dict[str, Any], chip: Chip) -> Prediction:
     """The prediction for one chip from the report of a dry run."""
-    held = report["argument_bytes"] * report["batch"][0]
+    read = report["argument_bytes"] * report["batch"][0]
     sent = sum(report["sent_bytes"].values())
     return Prediction(
         report["flops"] / report["devices"] / chip.flops,
-        held / chip.bandwidth,
+        read / chip.bandwidth,
         sent / (chip.link / 2),
         report["total_bytes"] <= chip.memory,
     )
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """What a dry run prints about time: traffic, arithmetic, then a line for each chip."""
+    """Lines of a dry run about time: traffic, FLOPs, then one per chip."""
     sent = report["sent_bytes"]
     by_kind = " + ".join(f"{n / 2**30:.2f} GiB {kind}" for kind, n in sent.items())
     tokens = report["batch"][0] * report["batch"][1] * report["batch"][2]

@@ -1,7 +1,7 @@
-"""What a run that goes on may change: its configuration and text, held to those it was begun with.
+"""Compare a resumed run's configuration, text and frozen weights with those it was started with.
 
-`config.json` in the workdir is the configuration of the last start, a checkpoint's `data` what its
-rows and its frozen weights were.
+`config.json` in the workdir is the configuration of the last start; a checkpoint's `data` describes its rows
+and frozen weights.
 """
 
 import dataclasses
@@ -21,18 +21,17 @@ from medusa_jax.training.data.rows import Rows
 from medusa_jax.training.setup import Setup
 
 FILE = "config.json"
-# Groups and fields that say what is trained, by which rule and on which rows in which order: one half of
-# a run with another value is no run of either. The text and the frozen weights are compared by content,
-# so that files may move.
+# Groups and fields that a resumed run must not change: the trained variables, the optimizer, the rows and their
+# order. Text and frozen weights are compared by content, so that files may move.
 FIXED = (
     "model.arch", "model.param_dtype", "model.quantise", "model.add_layers", "heads",
     "lora.rank", "lora.alpha", "data.seq_len", "data.packing", "data.seed",
     "optim.name", "optim.heads_name", "optim.moment_dtype",
     "train.stage", "train.batch_size", "train.seed",
 )  # fmt: skip
-# Nothing depends on these.
+# Fields without influence on training.
 FREE = ("workdir", "dry_run", "data.preview")
-# Held-out scores before and after a change of these cannot be compared: the best one is sought anew.
+# After a change of these, held-out scores are not comparable: the best score is reset.
 SCORED = (
     "data.eval_source", "data.eval_samples", "train.lambda_decay", "train.lambda_0",
     "train.backbone_loss",
@@ -40,10 +39,10 @@ SCORED = (
 
 
 def changes(cfg: Config) -> dict[str, str]:
-    """Fields in which a run differs from its last start: {"optim.lr": "0.001 -> 0.0005"}.
+    """Fields that differ from the last start: {"optim.lr": "0.001 -> 0.0005"}.
 
     Raises:
-      UserError: a field that a run cannot change; names all of them.
+      UserError: fields of `FIXED` differ; names all of them.
     """
     try:
         with open(os.path.join(cfg.workdir, FILE), encoding="utf-8") as file:
@@ -55,7 +54,7 @@ def changes(cfg: Config) -> dict[str, str]:
             )
         return {}
     now = flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
-    # Fields of another version of the program have nothing to be compared with.
+    # Fields that another version does not have are ignored.
     found = {
         name: f"{before[name]!r} -> {now[name]!r}"
         for name in now
@@ -79,12 +78,12 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def within(name: str, fields: tuple[str, ...]) -> bool:
-    """Whether a field is one of these or in one of these groups."""
+    """Whether a field is in `fields`, itself or by its group."""
     return any(name == field or name.startswith(field + ".") for field in fields)
 
 
 def contents(cfg: Config, rows: Rows, setup: Setup) -> dict[str, Any]:
-    """What a checkpoint says of the text and the weights that it was made with."""
+    """Description of the text and frozen weights, stored in checkpoints."""
     ids = setup.frozen.get(vocabulary.GROUP, {}).get("ids")
     return {
         "rows": rows.rows,
@@ -96,10 +95,10 @@ def contents(cfg: Config, rows: Rows, setup: Setup) -> dict[str, Any]:
 
 
 def check(saved: dict[str, Any], now: dict[str, Any], workdir: str) -> None:
-    """Refuse to go on with other text or another backbone than a checkpoint was made with.
+    """Refuse to resume with a different text, backbone or draft vocabulary.
 
     Raises:
-      UserError: says what differs.
+      UserError: names the difference.
     """
     names = {"text": "text", "backbone": "a backbone", "draft_vocab": "a draft vocabulary"}
     if (saved["rows"], saved["batch_size"]) != (now["rows"], now["batch_size"]):
@@ -109,7 +108,7 @@ def check(saved: dict[str, Any], now: dict[str, Any], workdir: str) -> None:
             f"{now['batch_size']}; use another --workdir"
         )
     for name, word in names.items():
-        if name in saved and saved[name] != now[name]:  # earlier versions saved less
+        if name in saved and saved[name] != now[name]:  # earlier versions saved fewer
             raise UserError(
                 f"the checkpoint in {workdir} was made with {word} of other content; use the "
                 "former, or another --workdir"

@@ -1,4 +1,4 @@
-"""The models that go into a training run."""
+"""Load the models of a training run."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,16 +23,16 @@ from medusa_jax.training.partition import trained_groups
 
 
 class Setup(NamedTuple):
-    """Where a run starts.
+    """The models that a run starts from.
 
     Attributes:
       arch: the backbone's shape.
-      frozen: groups of variables that stay: "backbone" under heads or adapters (quantised, if
-        asked for), "teacher" where a trained backbone keeps a copy of itself, "draft_vocab" with
-        the ids that heads score.
-      start: trained groups that are not initialised afresh.
-      base: how heads on the backbone as loaded name it; None if there is none yet.
-      heads_recipe: how the heads to start from came about; None for fresh ones.
+      frozen: groups of variables that are not trained: "backbone" under heads or adapters (perhaps
+        quantised), "teacher", the original of a trained backbone, "draft_vocab" with the ids that heads
+        score.
+      start: trained groups with given initial values.
+      base: the record by which heads identify the loaded backbone; None without a backbone.
+      heads_recipe: the recipe of the initial heads; None for fresh ones.
     """
 
     arch: LlamaConfig
@@ -43,35 +43,35 @@ class Setup(NamedTuple):
 
 
 def load_setup(cfg: Config, mesh: Mesh) -> Setup:
-    """The backbone of the run (`model.path`, else `model.arch` at random) and given heads.
+    """Load the backbone (`model.path`, else a random one of shape `model.arch`) and initial heads.
 
     Raises:
-      UserError: something that cannot be read, or heads that are not this backbone's.
+      UserError: an unreadable file, or heads for another backbone.
     """
     frozen_backbone = "backbone" not in trained_groups(cfg)
     dtype = jnp.dtype(cfg.model.param_dtype) if frozen_backbone else jnp.float32
-    kind, marks = cfg.model.quantise, hf.Fingerprint()
+    kind, seen = cfg.model.quantise, hf.Fingerprint()
     arch, params = cfg.model.arch, None
 
-    def keep(arch: LlamaConfig, part: PyTree) -> PyTree:
-        marks.see(arch, part)
-        return quantise_backbone(part, kind) if kind else part
+    def convert(arch: LlamaConfig, entry: PyTree) -> PyTree:
+        seen.see(arch, entry)
+        return quantise_backbone(entry, kind) if kind else entry
 
     key = jax.random.key(cfg.train.seed)
     with announced(f"reading the backbone, to {kind}") if kind else nullcontext():
         if cfg.model.path:
-            arch, params = hf.load_backbone(cfg.model.path, mesh, dtype, keep)
+            arch, params = hf.load_backbone(cfg.model.path, mesh, dtype, convert)
             if cfg.model.add_layers:
                 arch, new = more_layers(arch, cfg.model.add_layers, key, mesh)
-                params |= keep(arch, new)
+                params |= convert(arch, new)
         elif frozen_backbone:
-            params = keep(
+            params = convert(
                 arch, init_sharded(mesh, lambda k: init_params(arch, k, dtype), key)
             )
     base = None
     if params is not None:
-        own = fingerprint_as_read(cfg.model.path, marks, arch, dtype)
-        base = heads_io.base_record(arch, own)
+        fingerprint = fingerprint_as_read(cfg.model.path, seen, arch, dtype)
+        base = heads_io.base_record(arch, fingerprint)
     start: PyTree = {}
     recipe: dict[str, Any] | None = None
     if cfg.train.heads_path:
@@ -82,14 +82,14 @@ def load_setup(cfg: Config, mesh: Mesh) -> Setup:
     if params is not None:
         start["backbone"] = params
         if cfg.train.backbone_loss == "kl":
-            # A copy: the step gives its own parameters' buffers away.
+            # A copy, since the step donates the buffers of its parameters.
             dtype = jnp.dtype(cfg.model.param_dtype)
             frozen["teacher"] = jax.tree.map(lambda x: jnp.array(x, dtype), params)
     return Setup(arch, frozen, start, base, recipe)
 
 
 def with_draft_vocab(setup: Setup, mesh: Mesh, choose: Callable[[], np.ndarray]) -> Setup:
-    """The setup with a draft vocabulary: that of the heads it starts from, else a chosen one."""
+    """Add the draft vocabulary of the initial heads; without one, call `choose`."""
     start, heads = dict(setup.start), dict(setup.start.get("heads", {}))
     if vocabulary.GROUP in heads:
         group = heads.pop(vocabulary.GROUP)
@@ -103,12 +103,11 @@ def with_draft_vocab(setup: Setup, mesh: Mesh, choose: Callable[[], np.ndarray])
 def more_layers(
     arch: LlamaConfig, n: int, key: jax.Array, mesh: Mesh
 ) -> tuple[LlamaConfig, PyTree]:
-    """`n` layers for the end of a backbone that leave its function as it is: a start for training.
+    """Create `n` additional last layers that do not change the backbone's function.
 
-    A new layer's output projections are zero, so that it adds nothing to the residual stream
-    until it has learnt to.
+    Their output projections are zero, so that they add nothing to the residual stream until trained.
 
-    Returns: (the deeper shape, the new layers in float32, where the table wants them).
+    Returns: (the deeper shape, the new layers in float32, placed on the mesh).
     """
     deeper = dataclasses.replace(arch, n_layers=arch.n_layers + n)
 
@@ -119,8 +118,8 @@ def more_layers(
             for i in range(arch.n_layers, deeper.n_layers)
         }
         for layer in new.values():
-            for part, last in (("self_attn", "o_proj"), ("mlp", "down_proj")):
-                layer[part][last] = jax.tree.map(jnp.zeros_like, layer[part][last])
+            for module, output in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+                layer[module][output] = jax.tree.map(jnp.zeros_like, layer[module][output])
         return new
 
     return deeper, init_sharded(mesh, init, key)
@@ -129,7 +128,7 @@ def more_layers(
 def load_heads(
     cfg: Config, arch: LlamaConfig, base: dict[str, Any] | None, mesh: Mesh
 ) -> tuple[PyTree, dict[str, Any]]:
-    """The heads of `train.heads_path`, which must be the kind that `heads` describes, and their recipe."""
+    """Load the heads of `train.heads_path`, which must match `cfg.heads`, and their recipe."""
     path = cfg.train.heads_path
     if "heads" not in trained_groups(cfg):
         raise UserError(
@@ -143,5 +142,5 @@ def load_heads(
         path, arch, mesh, fingerprint=base["fingerprint"]
     )
     if heads != whole_config(cfg.heads):
-        raise UserError(f"{path} holds {heads}, the configuration says {cfg.heads}")
+        raise UserError(f"{path} holds {heads}, but the configuration is {cfg.heads}")
     return params, described.get("recipe", {})

@@ -1,8 +1,8 @@
-"""What a stage trains and how a microbatch is judged (Medusa 2.2.1 and 2.2.2).
+"""The loss and initial values of each training stage (Medusa 2.2.1 and 2.2.2).
 
-"backbone" trains every parameter of a Llama as a language model, "medusa1" trains draft heads
-on a frozen one, "medusa2" and "native" train both. What is trained and what is frozen are two
-separate trees from the start: only the first is differentiated, optimised and saved.
+"backbone" trains a Llama as a language model, "medusa1" trains draft heads on a frozen one, "medusa2" and
+"native" train both. Trained and frozen variables are two separate trees: only the first is differentiated,
+optimised and saved.
 """
 
 import dataclasses
@@ -23,25 +23,25 @@ from medusa_jax.training.losses import HeadObjective, HeadTargets, StepInputs, S
 from medusa_jax.training.optim.optimizer import heads_weight
 from medusa_jax.training.partition import heads_taps, trained_groups
 
-# (trained, frozen, what the step brings) -> (loss, sums for the log).
+# (trained, frozen, inputs of the step) -> (loss, sums for the log).
 LossFn = Callable[[PyTree, PyTree, StepInputs], tuple[jax.Array, Sums]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What is trained: initial values and the loss of one microbatch.
+    """A training stage: initial values and the loss of one microbatch.
 
-    Variables are dicts of groups ("backbone", "lora", "heads"), as `partition.TABLE` names them.
+    Variables are dicts of groups ("backbone", "lora", "heads"), as in `partition.TABLE`.
 
     Attributes:
-      offsets: how many tokens ahead each of the losses looks; the backbone's own loss looks 1.
-      loss: what a step minimises.
-      init: (key, groups that are there already) -> the trained groups that are not.
-      lambda_0: step -> weight of the heads' loss, where it is one of two terms.
-      hidden: (frozen, batch) -> hidden states of a frozen backbone, which the loss takes from
-        the batch if they are in it.
-      ranks: (params, frozen, batch) -> rank of each head's label [B, T, K], if there are heads.
-      draft_vocab: how many tokens the heads score, 0: all.
+      offsets: number of tokens that each loss looks ahead; 1 for the backbone's.
+      loss: the minimised function.
+      init: (key, existing groups) -> the trained groups that do not exist yet.
+      lambda_0: step -> weight of the heads' loss, if it is one of two terms.
+      hidden: (frozen, batch) -> hidden states of a frozen backbone; the loss reads them from the batch if
+        they are cached.
+      ranks: (params, frozen, batch) -> rank of each head's label [B, T, K]; None without heads.
+      draft_vocab: number of tokens that the heads score, 0: all.
     """
 
     offsets: tuple[int, ...]
@@ -54,9 +54,9 @@ class Stage:
 
 
 def make_stage(cfg: Config, steps: int, mesh: Mesh | None = None) -> Stage:
-    """The stage that `cfg.train.stage` names, on the backbone shape `cfg.model.arch`.
+    """The stage `cfg.train.stage` for a backbone of shape `cfg.model.arch`.
 
-    With a mesh the rows of a microbatch are split over its devices all through the step.
+    With a mesh the rows of a microbatch stay split over its devices throughout the step.
     """
     trained = set(trained_groups(cfg))
     grouped = GroupedBackbone(cfg, mesh)
@@ -77,11 +77,11 @@ def make_stage(cfg: Config, steps: int, mesh: Mesh | None = None) -> Stage:
 
 
 class GroupedBackbone:
-    """The backbone under training, put together from its groups of variables."""
+    """Builds the backbone in training from its groups of variables."""
 
     def __init__(self, cfg: Config, mesh: Mesh | None):
         self.cfg = cfg
-        # Nothing is recomputed in a backward pass that does not reach the backbone.
+        # Without gradients through the backbone there is nothing to recompute.
         remat = cfg.train.remat and set(trained_groups(cfg)) != {"heads"}
         dtype = jnp.dtype(cfg.train.dtype)
         self.llama = Llama(
@@ -89,27 +89,27 @@ class GroupedBackbone:
         )
 
     def backbone(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
-        """The backbone with its adapters, if it has some."""
+        """The backbone with its adapters, if any."""
         adapters = groups.get("lora")
         if adapters is not None and dropout_key is not None and self.cfg.lora.dropout:
             adapters = lora.with_dropout(adapters, dropout_key)
         return Backbone(self.llama, groups["backbone"], adapters)
 
     def drafting(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
-        """The same as heads see it: with a draft vocabulary its LM head scores that alone."""
+        """The backbone for heads: its LM head scores only the draft vocabulary, if there is one."""
         backbone = self.backbone(groups, dropout_key)
         if vocabulary.GROUP not in groups:
             return backbone
         return vocabulary.narrowed(backbone, groups[vocabulary.GROUP]["ids"])
 
     def with_adapters(self, params: PyTree) -> PyTree:
-        """Adapters scaled once, before the losses take gradients chunk by chunk."""
+        """Scale the adapters once, instead of in every chunk of the loss."""
         if "lora" not in params:
             return params
         return params | {"lora": lora.scaled(params["lora"], self.cfg.lora)}
 
     def original(self, frozen: PyTree) -> Backbone | None:
-        """The teacher: the backbone as it was, adapters and dropout off."""
+        """The teacher: the backbone before training, without adapters and dropout."""
         if self.cfg.train.backbone_loss != "kl":
             return None
         teacher = frozen["teacher" if "teacher" in frozen else "backbone"]
@@ -121,7 +121,7 @@ class GroupedBackbone:
 
 
 def head_objective(cfg: Config, drafter: Drafter) -> HeadObjective:
-    """How the configuration judges draft heads."""
+    """The configured loss of draft heads."""
     t = cfg.train
     targets = HeadTargets(
         t.label_weight, t.teacher_weight, t.hidden_noise, t.feature_weight
@@ -130,7 +130,7 @@ def head_objective(cfg: Config, drafter: Drafter) -> HeadObjective:
 
 
 def backbone_stage(grouped: GroupedBackbone) -> LossFn:
-    """A language model, or adapters of one."""
+    """Language modelling: the backbone, or its adapters."""
 
     def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
         def backbone_of(p: PyTree) -> Backbone:

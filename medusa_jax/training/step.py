@@ -1,21 +1,22 @@
-"""One training step: the gradients of a batch, the update, its placement."""
+"""One training step: gradients of a batch, the update, and their shardings."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from medusa_jax.config import Config
 from medusa_jax.console import announced
-from medusa_jax.model.barrier import gathered_anew, not_before
+from medusa_jax.model.barrier import depend_on, regather
 from medusa_jax.sharding import (
     PyTree,
     batch_sharding,
-    own_rows,
+    local_rows,
     param_shardings,
     replicated,
 )
@@ -27,7 +28,7 @@ from medusa_jax.training.stage import Stage
 
 
 class TrainState(NamedTuple):
-    """What a step changes. `step` counts batches, `updates` those that were not skipped."""
+    """The state that a step updates. `updates` counts the steps that were not skipped."""
 
     step: jax.Array
     updates: jax.Array
@@ -36,7 +37,7 @@ class TrainState(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """A training step and what it takes, as shapes with their places.
+    """A training step and its arguments, as shapes with shardings.
 
     Attributes:
       step: step(state, frozen, batch).
@@ -59,10 +60,10 @@ def make_step(
     """step(state, frozen, batch) -> (state, metrics); batch arrays are [A, B / A, T].
 
     The gradients of the A microbatches add up: each divides by the counts of the whole batch.
-    Weights that lie over the mesh are gathered in each: XLA would gather what does not change from
-    one to the next before the loop over them, the weights of all layers, and keep it.
+    Each microbatch gathers weights over fsdp again: XLA would gather the weights of all layers before the loop
+    and keep them.
 
-    A loss or gradient that is not finite leaves parameters and optimizer as they were.
+    A loss or gradient that is not finite leaves parameters and optimizer unchanged.
     """
 
     def step(state: TrainState, frozen: PyTree, batch: PyTree) -> tuple[TrainState, PyTree]:
@@ -72,33 +73,32 @@ def make_step(
         gradient = jax.value_and_grad(stage.loss, has_aux=True)
         A = batch["tokens"].shape[0]
 
-        def one(micro: PyTree, i: jax.Array) -> PyTree:
+        def microbatch_gradient(micro: PyTree, i: jax.Array) -> PyTree:
             key = jax.random.fold_in(step_key, i)
             inputs = losses.StepInputs(micro, counts_K, key, lambda_0)
             weights = (state.params, frozen)
             if A > 1:
-                weights = gathered_anew(weights, i, mesh)
+                weights = regather(weights, i, mesh)
             return gradient(*weights, inputs)
 
+        first = (jax.tree.map(lambda x: x[0], batch), jnp.zeros((), jnp.int32))
         if A == 1:
-            (loss, sums), grads = one(
-                jax.tree.map(lambda x: x[0], batch), jnp.zeros((), jnp.int32)
-            )
+            (loss, sums), grads = microbatch_gradient(*first)
         else:
 
             def body(total: PyTree, xs: PyTree) -> tuple[PyTree, None]:
-                return jax.tree.map(jnp.add, total, one(*xs)), None
+                return jax.tree.map(jnp.add, total, microbatch_gradient(*xs)), None
 
-            first = (jax.tree.map(lambda x: x[0], batch), jnp.zeros((), jnp.int32))
             zeros = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, *first)
+                lambda x: jnp.zeros(x.shape, x.dtype),
+                jax.eval_shape(microbatch_gradient, *first),
             )
             ((loss, sums), grads), _ = jax.lax.scan(body, zeros, (batch, jnp.arange(A)))
         norm = optax.tree.norm(grads)
         ok = jnp.isfinite(loss) & jnp.isfinite(norm)
-        # Or the moments of all parameters are unpacked before the first gradient is there.
-        before = not_before(state.opt, norm)
-        updates, opt = optimizer.update(grads, before, state.params)
+        # Otherwise XLA unpacks the moments of all parameters before the first gradient exists.
+        moments = depend_on(state.opt, norm)
+        updates, opt = optimizer.update(grads, moments, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = summary(stage, sums, counts_K) | {
             "objective": loss,
@@ -115,12 +115,11 @@ def make_step(
 def summary(stage: Stage, sums: losses.Sums, counts_K: jax.Array) -> dict[str, jax.Array]:
     """Means over the counted pairs: loss in nats, top-1 and top-5 accuracy, each [K].
 
-    With a draft vocabulary `inside` is the share of them whose token is in it; the loss is the mean
-    over these, the others are misses.
+    With a draft vocabulary `inside` is the share of pairs whose token is in it; the loss is the mean over these,
+    the others are misses.
 
-    Where heads train together with the backbone, its own figures are `lm_loss`, `lm_top1` and
-    `lm_top5`, and `lm_objective` is its term L_LM as it is minimised (the KL, if that is
-    asked for).
+    If heads train together with the backbone, its metrics are `lm_loss`, `lm_top1` and `lm_top5`, and
+    `lm_objective` is the minimised term L_LM (cross-entropy or KL).
     """
     n = jnp.maximum(counts_K, 1.0)
     scored = jnp.maximum(sums.scored, 1.0)
@@ -128,29 +127,29 @@ def summary(stage: Stage, sums: losses.Sums, counts_K: jax.Array) -> dict[str, j
     inside = {"inside": sums.scored / n} if stage.draft_vocab else {}
     if stage.offsets[0] != 1 or len(stage.offsets) == 1:
         return means | inside
-    own = {f"lm_{name}": x[0] for name, x in means.items()}
-    first = jax.tree.map(lambda x: x[0], sums)
-    own["lm_objective"] = losses.next_token_mean(first, counts_K[0])
-    return {name: x[1:] for name, x in (means | inside).items()} | own
+    lm = {f"lm_{name}": x[0] for name, x in means.items()}
+    lm_sums = jax.tree.map(lambda x: x[0], sums)
+    lm["lm_objective"] = losses.next_token_mean(lm_sums, counts_K[0])
+    return {name: x[1:] for name, x in (means | inside).items()} | lm
 
 
 def state_shardings(mesh: Mesh, abstract: TrainState) -> TrainState:
-    """Moments lie where their parameters do (their paths end alike), scalars everywhere."""
+    """Shardings: moments like their parameters (their paths have the same end), scalars replicated."""
     return param_shardings(mesh, abstract)
 
 
-def own_numbers(mesh: Mesh, batch_size: int, accumulation: int) -> np.ndarray:
-    """Which rows of a batch `microbatches` takes from this process: numbers, rising."""
+def local_numbers(mesh: Mesh, batch_size: int, accumulation: int) -> np.ndarray:
+    """Indices, ascending, of the batch's rows that this process passes to `microbatches`."""
     micro = batch_size // accumulation
     starts = micro * np.arange(accumulation)
-    return (starts[:, None] + own_rows(mesh, micro)[None, :]).reshape(-1)
+    return (starts[:, None] + local_rows(mesh, micro)[None, :]).reshape(-1)
 
 
 def microbatches(mesh: Mesh, batch: dict[str, np.ndarray], accumulation: int) -> PyTree:
-    """Host rows of this process -> global arrays [A, B / A, T], rows over the mesh.
+    """Host rows of this process -> global arrays [A, B / A, T], rows split over the mesh.
 
     Args:
-      batch: arrays [., T] of the rows `own_numbers`.
+      batch: arrays [n, T] of the rows with indices `local_numbers`.
     """
     sharding = batch_sharding(mesh)
 
@@ -187,7 +186,7 @@ def init_state(
     stage: Stage, optimizer: optax.GradientTransformation, mesh: Mesh, frozen: PyTree, seed: int,
     start: PyTree = None,
 ) -> TrainState:  # fmt: skip
-    """Step 0; groups that `start` does not hold are initialised where they belong."""
+    """The state of step 0; groups that are not in `start` are initialised on their devices."""
     start = start or {}
     key, given = jax.random.key(seed), frozen | start
     shardings = param_shardings(mesh, jax.eval_shape(stage.init, key, given))
@@ -200,12 +199,12 @@ def init_state(
 
 def compile_step(
     step: Callable, state: TrainState, frozen: PyTree, batch: PyTree, mesh: Mesh
-) -> Any:
-    """The step as an executable; its arguments may be shapes. The state is donated."""
+) -> Compiled:
+    """Compile the step; its arguments may be shapes. The state is donated."""
     out = (state_shardings(mesh, state), replicated(mesh))
     jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
     with (
         announced("compiling the training step (this can take minutes)"),
-        jax.set_mesh(mesh),  # attention kernels are split over it by hand
+        jax.set_mesh(mesh),  # `model/kernels.py` splits attention over it
     ):
         return jitted.lower(state, frozen, batch).compile()

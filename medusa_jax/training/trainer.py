@@ -1,4 +1,4 @@
-"""The training loop: data in, steps, evaluation, checkpoints, a result out."""
+"""The training loop: data, steps, evaluation, checkpoints, export."""
 
 import dataclasses
 import os
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from medusa_jax import hosts
 from medusa_jax.config import Config
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
-from medusa_jax.sharding import PyTree, make_mesh, own_rows, replicated
+from medusa_jax.sharding import PyTree, local_rows, make_mesh, replicated
 from medusa_jax.training import checks, estimate, export, losses, resume
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import features, prepare
@@ -35,21 +36,21 @@ from medusa_jax.training.step import (
     abstract_batch,
     compile_step,
     init_state,
+    local_numbers,
     make_step,
     microbatches,
-    own_numbers,
     summary,
 )
 from medusa_jax.whole_files import write_json
 
-# Signals that end a run after the step under way, and what they are called.
+# Signals that end a run after the current step, and their names for messages.
 STOPS: dict[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class Evaluator:
     """Mean loss and accuracies on the first `eval_samples` rows of held-out text.
 
-    With heads also the tokens per decoding step to expect, see `estimate.py`.
+    With heads also the expected tokens per decoding step (`estimate.py`).
     """
 
     def __init__(self, cfg: Config, stage: Stage, mesh: Mesh, rows: Rows):
@@ -72,13 +73,13 @@ class Evaluator:
         self.stage, self.sums, self.ranks = stage, sums, ranks
 
     def __call__(self, params: PyTree, frozen: PyTree) -> dict[str, Any]:
-        own = own_rows(self.mesh, self.size)
+        local = local_rows(self.mesh, self.size)
         total: PyTree = None
         ranks = []
         for first in range(0, self.total, self.size):
-            numbers = first + own
+            numbers = first + local
             batch = read(self.rows, numbers)
-            # Rows beyond the last sample are blanked, not counted twice.
+            # Rows beyond the last sample become padding.
             batch["segment_ids"][numbers >= self.total] = 0
             placed = microbatches(self.mesh, batch, 1)
             out = self.sums(params, frozen, placed)
@@ -90,26 +91,26 @@ class Evaluator:
 
 
 def to_host(metrics: PyTree) -> dict[str, Any]:
-    """Plain numbers, lists of them for arrays."""
+    """Numbers, and lists of numbers for arrays."""
     return {name: hosts.on_host(x).tolist() for name, x in metrics.items()}
 
 
 def total_steps(cfg: Config, rows: int) -> int:
-    """Updates in the run: `train.steps`, else `train.epochs` over so many rows."""
+    """Updates in the run: `train.steps`, else `train.epochs` over `rows` rows."""
     return cfg.train.steps or max(cfg.train.epochs * rows // cfg.train.batch_size, 1)
 
 
 def train(cfg: Config) -> dict[str, Any]:
-    """Run (or go on with) the training that `cfg` describes.
+    """Start or resume the training run `cfg`.
 
     Returns: the last metrics, and "stopped", the number of the signal (SIGTERM, SIGINT) that ended it
       before its last step.
 
     Raises:
-      UserError: anything wrong with the configuration, the data or the machine, or another process
-        trains in `cfg.workdir`.
+      UserError: a problem with the configuration, the data or the machine, or another process trains in
+        `cfg.workdir`.
     """
-    with hosts.claimed(cfg.workdir):
+    with hosts.locked(cfg.workdir):
         return _train(cfg)
 
 
@@ -171,35 +172,30 @@ def _train(cfg: Config) -> dict[str, Any]:
 
 
 class Run:
-    """One run in progress: the loop, its saves, and how it ends."""
+    """A run in progress: the loop, checkpoints and export."""
 
     def __init__(
-        self, cfg: Config, mesh: Mesh, stage: Stage, setup: Setup, rows: Any,
+        self, cfg: Config, mesh: Mesh, stage: Stage, setup: Setup, rows: Rows,
         checkpoints: Checkpoints, steps: int, best: float,
     ):  # fmt: skip
-        self.cfg, self.mesh, self.stage, self.setup, self.rows = (
-            cfg,
-            mesh,
-            stage,
-            setup,
-            rows,
-        )
+        self.cfg, self.mesh, self.stage = cfg, mesh, stage
+        self.setup, self.rows = setup, rows
         self.checkpoints, self.steps, self.best = checkpoints, steps, best
         self.bad_in_row = self.bad = 0
         self.stop = 0
 
-    def end_soon(self, number: int, _: Any) -> None:
-        """Handler of a signal: the step is finished and saved; a second Ctrl-C does not wait for it."""
+    def request_stop(self, number: int, _: FrameType | None) -> None:
+        """Signal handler: stop after this step and save; a second Ctrl-C stops at once."""
         self.stop = number
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            with suppress(RuntimeError):  # in the middle of another line
+            with suppress(RuntimeError):  # interrupted another print
                 inform("finishing this step, then saving; Ctrl-C again stops at once")
 
     def loop(
         self, step_fn: Callable, state: TrainState, evaluator: Evaluator | None
     ) -> dict:
-        """Dispatch step n, then look at step n - 1: the device never waits for the host."""
+        """Dispatch step n, then read the metrics of step n - 1, so the device never waits for the host."""
         train = self.cfg.train
         start = int(np.asarray(state.step))
         tokens = train.batch_size * self.cfg.data.seq_len
@@ -207,20 +203,20 @@ class Run:
             self.cfg.workdir, start, self.steps, tokens, hosts.first(), train.curves, train.wandb,
             dataclasses.asdict(self.cfg),
         )  # fmt: skip
-        # Elsewhere Python allows no handlers; with other processes JAX has its own.
+        # Python allows handlers in the main thread only; with several processes JAX has its own.
         handles = jax.process_count() == 1
         handles &= threading.current_thread() is threading.main_thread()
         if handles:
-            previous = {n: signal.signal(n, self.end_soon) for n in STOPS}
+            previous = {n: signal.signal(n, self.request_stop) for n in STOPS}
         last: dict[str, Any] = {}
         try:
             pending = None
-            own = own_numbers(self.mesh, train.batch_size, train.accumulation)
-            ahead = batches(self.rows, train.batch_size, start + 1, self.steps, own)
-            for n, rows in enumerate(ahead, start + 1):
+            local = local_numbers(self.mesh, train.batch_size, train.accumulation)
+            read_ahead = batches(self.rows, train.batch_size, start + 1, self.steps, local)
+            for n, rows in enumerate(read_ahead, start + 1):
                 batch = microbatches(self.mesh, rows, train.accumulation)
                 state, metrics = step_fn(state, self.setup.frozen, batch)
-                last = self.look(pending) or last
+                last = self.record_step(pending) or last
                 pending = (n, metrics)
                 self.checkpoints.check()
                 end = n == self.steps
@@ -228,8 +224,8 @@ class Run:
                 evaluate = evaluator is not None and (n % train.eval_every == 0 or end)
                 save = n % train.save_every == 0 or end or stop
                 if evaluate or save:
-                    last, pending = self.look(pending) or last, None
-                    with self.progress.aside():
+                    last, pending = self.record_step(pending) or last, None
+                    with self.progress.paused():
                         if evaluate:
                             assert evaluator is not None
                             record = evaluator(state.params, self.setup.frozen)
@@ -258,8 +254,8 @@ class Run:
                     signal.signal(number, handler)
             self.progress.close()
 
-    def look(self, pending: tuple[int, PyTree] | None) -> dict[str, Any] | None:
-        """Record the metrics of a finished step; stops the run when too many were bad."""
+    def record_step(self, pending: tuple[int, PyTree] | None) -> dict[str, Any] | None:
+        """Record the metrics of a finished step; raises after too many bad steps in a row."""
         if pending is None:
             return None
         n, metrics = pending
@@ -287,7 +283,7 @@ class Run:
         return record
 
     def evaluate(self, n: int, record: dict[str, Any], state: TrainState) -> None:
-        """Log held-out numbers; the best so far is exported."""
+        """Log held-out metrics; export the best model so far."""
         self.progress.evaluation(n, record)
         weights = [self.cfg.train.lambda_decay**k for k in range(len(record["loss"]))]
         score = float(np.dot(weights, record["loss"]))
@@ -306,7 +302,7 @@ class Run:
             self.checkpoints.save(n, state.params, state.opt, data, meta)
 
     def recipe(self, n: int) -> dict[str, Any]:
-        """How the result of step n came about; under "start" the heads that the run began with."""
-        own = {"step": n, "steps": self.steps, "config": dataclasses.asdict(self.cfg)}
-        before = self.setup.heads_recipe
-        return own if before is None else own | {"start": before}
+        """The recipe of the result of step n; "start" is the recipe of the initial heads."""
+        recipe = {"step": n, "steps": self.steps, "config": dataclasses.asdict(self.cfg)}
+        start = self.setup.heads_recipe
+        return recipe if start is None else recipe | {"start": start}

@@ -348,7 +348,7 @@ def test_bad_input(start, row, places, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(("start", "flag"), [("train here", "workdir"), ("distill", "out")])
 def test_a_directory_is_one_process_s(start, flag, places, tmp_path, capsys):
     call = shlex.split(braced(STARTS[start], places | {"t": tmp_path}))
-    with hosts.claimed(tmp_path):
+    with hosts.locked(tmp_path):
         said = line_of(capsys, [*call, f"--{flag}={tmp_path}"])
     assert f"{tmp_path} is in use by another process" in said
 

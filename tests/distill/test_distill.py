@@ -253,7 +253,7 @@ def test_continuations_are_counted_without_their_prompts():
 
 def test_news_come_within_a_batch(model, seeds, tmp_path, capsys, monkeypatch):
     """Where there is no terminal: tokens from the first chunk of the first batch on."""
-    monkeypatch.setattr(writer, "NEWS_SECONDS", 0.0)
+    monkeypatch.setattr(writer, "PROGRESS_SECONDS", 0.0)
     assert distill.main(flags_for(model, tmp_path, seeds, "--limit=8")) == 0
     news = [line for line in capsys.readouterr().err.splitlines() if "of 8 seeds" in line]
     first = re.match(r"0 of 8 seeds, (\d+) tokens, \d+ tokens/s$", news[0])

@@ -9,7 +9,7 @@ from tiny import random_params, tiny_arch
 
 from medusa_jax.config import LoraConfig
 from medusa_jax.model import lora
-from medusa_jax.model.barrier import not_before
+from medusa_jax.model.barrier import depend_on
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.model.remat import rematerialised
@@ -21,7 +21,7 @@ def test_after_changes_nothing():
         "codes": jnp.arange(3, dtype=jnp.uint8),
         "m": jnp.eye(2) > 0,
     }
-    got = jax.jit(not_before)(tree, jnp.float32(7))
+    got = jax.jit(depend_on)(tree, jnp.float32(7))
     jax.tree.map(np.testing.assert_array_equal, got, tree)
     assert [x.dtype for x in jax.tree.leaves(got)] == [
         x.dtype for x in jax.tree.leaves(tree)

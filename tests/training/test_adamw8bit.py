@@ -122,7 +122,7 @@ def test_moments_are_unpacked_when_their_gradients_are_there(monkeypatch):
     cfg.heads.n_heads, cfg.optim.name, cfg.data.seq_len = 2, "adamw8bit", 512
     heads = 2 * 2048 * 128 * 4  # float32 bytes of the LM heads
     waits = step_temporaries(cfg)
-    monkeypatch.setattr(step_module, "not_before", lambda tree, done: tree)
+    monkeypatch.setattr(step_module, "depend_on", lambda tree, done: tree)
     early = step_temporaries(cfg)
     assert early - waits > 0.5 * 2 * heads, (early, waits)
 

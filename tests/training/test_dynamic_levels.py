@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_jax.training.optim import dynamic_levels
-from medusa_jax.training.optim.dynamic_levels import magnitude, nothing
+from medusa_jax.training.optim.dynamic_levels import magnitude, packed_zeros
 
 pack, unpack = (
     jax.jit(f, static_argnames="signed")
@@ -74,7 +74,7 @@ def test_a_positive_second_moment_never_becomes_zero():
 
 @BOTH
 def test_the_start_is_what_packing_zeros_gives(signed):
-    codes, scale = nothing((32, 512), signed)
+    codes, scale = packed_zeros((32, 512), signed)
     expected, expected_scale = pack(jnp.zeros((32, 512)), signed)
     np.testing.assert_array_equal(codes, expected)
     np.testing.assert_array_equal(scale["scale"], expected_scale["scale"])

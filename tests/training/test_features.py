@@ -107,7 +107,9 @@ def test_process_0_says_which_files_are_missing(tokens, tmp_path, setup, monkeyp
     monkeypatch.setattr(features, "SHARD_BYTES", 30 * ROW)
     cfg = config(tokens, tmp_path)
     before = files_of(cache(cfg, setup))
-    monkeypatch.setattr(features.hosts, "of_first", lambda x: np.arange(len(x)) == 1)
+    monkeypatch.setattr(
+        features.hosts, "broadcast_from_first", lambda x: np.arange(len(x)) == 1
+    )
     after = files_of(cache(cfg, setup))
     assert before.keys() == after.keys()
     assert {name for name in after if after[name] > before[name]} == {"hidden_00001.npy"}

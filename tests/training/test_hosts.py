@@ -52,7 +52,7 @@ def test_a_claim_ends_with_its_process(tmp_path):
     """Another process holds the directory until it is killed."""
     code = (
         "import sys, time; from medusa_jax import hosts\n"
-        "with hosts.claimed(sys.argv[1]): print('held', flush=True); time.sleep(60)"
+        "with hosts.locked(sys.argv[1]): print('held', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)],
@@ -61,19 +61,19 @@ def test_a_claim_ends_with_its_process(tmp_path):
     assert process.stdout.readline() == "held\n"
     with (
         pytest.raises(UserError, match="in use by another process"),
-        hosts.claimed(tmp_path),
+        hosts.locked(tmp_path),
     ):
         pass
     process.kill()
     process.communicate(timeout=60)
-    with hosts.claimed(tmp_path):
+    with hosts.locked(tmp_path):
         pass
 
 
 def test_one_process_of_a_program_holds_the_claim(tmp_path, monkeypatch):
-    with hosts.claimed(tmp_path):
+    with hosts.locked(tmp_path):
         monkeypatch.setattr(hosts.jax, "process_index", lambda: 1)
-        with hosts.claimed(tmp_path):
+        with hosts.locked(tmp_path):
             pass
 
 
@@ -81,7 +81,7 @@ def test_a_directory_that_cannot_be_claimed(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(UserError, match="cannot be written to"),
-        hosts.claimed(tmp_path / "file"),
+        hosts.locked(tmp_path / "file"),
     ):
         pass
 
@@ -241,15 +241,15 @@ import sys
 import numpy as np
 from medusa_jax import hosts
 from medusa_jax.interop.tensors import sample_bytes
-from medusa_jax.sharding import make_mesh, own_rows
-from medusa_jax.training.step import microbatches, own_numbers
+from medusa_jax.sharding import make_mesh, local_rows
+from medusa_jax.training.step import microbatches, local_numbers
 
 hosts.join(dict(a.removeprefix("--").split("=") for a in sys.argv[1:]))
 whole = np.arange(16)[:, None] * np.ones((1, 3), int)
 for shape, count in {(8, 1, 1): 4, (1, 1, 8): 8, (2, 2, 2): 4, (1, 2, 4): 4}.items():
     mesh = make_mesh(shape)
-    own = own_numbers(mesh, 16, 2)
-    assert len(own) == 2 * count and len(own_rows(mesh, 8)) == count, (shape, own)
+    own = local_numbers(mesh, 16, 2)
+    assert len(own) == 2 * count and len(local_rows(mesh, 8)) == count, (shape, own)
     placed = microbatches(mesh, {"x": whole[own]}, 2)["x"]
     assert placed.shape == (2, 8, 3)
     for shard in placed.addressable_shards:
@@ -280,7 +280,7 @@ hosts.join(dict(a.removeprefix("--").split("=") for a in sys.argv[1:]))
 everywhere = NamedSharding(make_mesh((1, 8, 1)), PartitionSpec("fsdp"))
 x = jax.make_array_from_callback((8,), everywhere, lambda i: np.ones(1))
 total = jax.jit(lambda x: x.sum())
-with hosts.together():
+with hosts.fail_together():
     while True:
         hosts.wait(total(x))
         print("a step", flush=True)
@@ -333,17 +333,19 @@ def test_a_lost_process_ends_this_one_in_a_sentence(left, monkeypatch, capsys):
         (ValueError("UNKNOWN: Gloo all-reduce failed"), "lost (UNKNOWN: Gloo all-reduce"),
         (UserError("the disk is full"), "error: the disk is full"),
     ):
-        with hosts.together():
+        with hosts.fail_together():
             raise error
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1
     for error in (JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes"), ValueError("a bug")):
-        with hosts.together():  # its own doing: with a traceback, and not to be tried again
+        with (
+            hosts.fail_together()
+        ):  # its own doing: with a traceback, and not to be tried again
             raise error
         said = capsys.readouterr().err
         assert str(error) in said and "error: this process failed" in said
     assert left == [hosts.LOST, hosts.LOST, 2, 1, 1]
     assert not hosts.lost(ValueError("unknown: a word")) and not hosts.lost(None)
     monkeypatch.setattr(hosts.jax, "process_count", lambda: 1)
-    with pytest.raises(UserError, match="the disk"), hosts.together():
+    with pytest.raises(UserError, match="the disk"), hosts.fail_together():
         raise UserError("the disk is full")

@@ -87,7 +87,7 @@ def config(tokens, model, stage, **train):
 @pytest.fixture
 def at(monkeypatch):
     """at({step: what to do before its metrics are looked at}), with the run as argument."""
-    look = trainer.Run.look
+    look = trainer.Run.record_step
 
     def when(acts):
         def watched(self, pending):
@@ -95,7 +95,7 @@ def at(monkeypatch):
                 acts[pending[0]](self)
             return look(self, pending)
 
-        monkeypatch.setattr(trainer.Run, "look", watched)
+        monkeypatch.setattr(trainer.Run, "record_step", watched)
 
     return when
 

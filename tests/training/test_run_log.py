@@ -34,7 +34,7 @@ def test_a_resumed_log_drops_what_came_after_the_checkpoint(tmp_path):
 
 def test_time_aside_does_not_count(tmp_path):
     log = RunLog(str(tmp_path), 0, 10, 8)
-    with log.aside():
+    with log.paused():
         time.sleep(0.2)
     log.train(1, {"loss": 1.0})
     log.close()

@@ -55,7 +55,7 @@ def test_out_of_memory_is_one_line(tokens, tmp_path, monkeypatch, capsys):
 
 def test_a_signal_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, capsys):
     """Once: after its step; Ctrl-C twice: at once. The command that is named goes on to the end."""
-    look = trainer.Run.look
+    look = trainer.Run.record_step
     presses = {1: [signal.SIGTERM], 3: [signal.SIGINT], 6: [signal.SIGINT] * 2}
 
     def pressed(self, pending):
@@ -63,7 +63,7 @@ def test_a_signal_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, cap
             os.kill(os.getpid(), number)
         return look(self, pending)
 
-    monkeypatch.setattr(trainer.Run, "look", pressed)
+    monkeypatch.setattr(trainer.Run, "record_step", pressed)
     compile_step, made = trainer.compile_step, []
     once = lambda *shapes: made or made.append(compile_step(*shapes)) or made  # noqa: E731
     monkeypatch.setattr(trainer, "compile_step", lambda *shapes: once(*shapes)[0])

@@ -39,7 +39,7 @@ def compile_training(
     def compiled(n_layers: int) -> tuple[dict[str, Any], str]:
         few, shapes = of(n_layers)
         program = dry.compile_step(*shapes)
-        return dry.figures(few, program), program.as_text()
+        return dry.figures(few, program), program.as_text() or ""
 
     (few, text), (more, _) = map(compiled, FEW)
     steps = (cfg.model.arch.n_layers - FEW[0]) / (FEW[1] - FEW[0])

@@ -1,18 +1,17 @@
 """`data.cache_features`: hidden states of a frozen backbone, computed once, then read from disk.
 
-Heads on a frozen backbone only ever see its last hidden states, and every epoch the same ones.
-Cached, a training step has no backbone pass at all. The price is disk: rows x seq_len x d_model
-values (a 7B Llama: 16 MiB per row of 2048 tokens in bfloat16), times 1 + A for heads that read A more
-layers (`Drafter.taps`), announced before anything is written; `hidden_store.py` says how they are stored. What is in a row does not depend on `data.seed`, which orders them, so that runs that
-differ in seeds, heads or loss share the files. They lie under `data.features_path/<digest>/`
-(default: `<workdir>/features/<digest>/`):
+Heads on a frozen backbone read the same hidden states in every epoch. With a cache, training steps have no
+backbone pass. The cache takes rows x seq_len x d_model values on disk (a 7B Llama: 16 MiB per row of 2048 tokens
+in bfloat16), times 1 + A for heads that read A more layers (`Drafter.taps`); its size is printed before anything
+is written, and `hidden_store.py` has the storage formats. The content of rows does not depend on `data.seed`, so
+runs with different seeds, heads or losses share the files, in `data.features_path/<digest>/` (default:
+`<workdir>/features/<digest>/`):
 
     hidden_00000.npy ...    [rows of the shard, seq_len, `stored_width`]; bfloat16 as its bits (uint16)
-    crc32_00000.npy ...     [rows of the shard], checked when a row is read for the first time
+    crc32_00000.npy ...     [rows of the shard], checked when a row is first read
 
-A shard is complete or not there, so a run that was killed goes on with the next one. Of several
-runs at a time that need the same files one writes them; the others wait. The processes of one run
-compute the rows of their devices, and process 0 writes them.
+A shard is complete or absent, so a killed run resumes with the next one. If several runs need the same files, one
+writes them and the others wait. The processes of a run compute the rows of their devices; process 0 writes.
 """
 
 import collections
@@ -37,7 +36,7 @@ from medusa_jax import hosts
 from medusa_jax.config import Config
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.sharding import PyTree, own_rows
+from medusa_jax.sharding import PyTree, local_rows
 from medusa_jax.training.data.rows import Rows, TokenRows
 from medusa_jax.training.hidden_store import STORED, encode, stored_width
 from medusa_jax.training.partition import heads_taps, hidden_width
@@ -47,12 +46,12 @@ from medusa_jax.whole_files import read_array, replacing, write_array
 Hidden = Callable[[PyTree, PyTree], jax.Array]
 
 SHARD_BYTES = 256 * 2**20
-# Disk that is left alone: checkpoints have to fit too.
+# Disk space left free for checkpoints.
 SPARE_BYTES = 2**30
 
 
 class Shard(NamedTuple):
-    """An open file of rows; checksums of its rows, unless an earlier version wrote it."""
+    """An open file of rows; `crc` is None for files of earlier versions."""
 
     hidden: np.ndarray
     crc: np.ndarray | None
@@ -63,7 +62,7 @@ class CachedRows(Rows):
     """`TokenRows` whose batches also hold `hidden` [B, T, W]; rows in the same order.
 
     Attributes:
-      rows: number of rows, as of the `TokenRows` or fewer (held-out text).
+      rows: number of rows, at most that of the `TokenRows`.
       shard_rows: rows per file.
       shape: [T, W] of a row, with W as `stored_width`.
     """
@@ -83,7 +82,7 @@ class CachedRows(Rows):
         return os.path.join(self.directory, f"{kind}_{shard:05d}.npy")
 
     def shape_of(self, shard: int) -> tuple[int, int, int]:
-        """Of the array in the file of a shard."""
+        """Shape of the array in the file of a shard."""
         return (min(self.shard_rows, self.rows - shard * self.shard_rows), *self.shape)
 
     @property
@@ -93,14 +92,14 @@ class CachedRows(Rows):
 
     @property
     def missing(self) -> list[int]:
-        """Shards that are still to be computed."""
+        """Shards without a file."""
         return [s for s in self.shards if not os.path.exists(self.path(s))]
 
     def counts(self, vocab_size: int) -> np.ndarray:
         return self.source.counts(vocab_size)
 
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
-        """As `TokenRows.row`, with the row's hidden states."""
+        """`TokenRows.row` with the row's hidden states."""
         return self.source.row(number, epoch) | {"hidden": self._hidden(number)}
 
     def _hidden(self, number: int) -> np.ndarray:
@@ -109,7 +108,7 @@ class CachedRows(Rows):
             self._open[shard] = self._opened(shard)
         hidden, crc, checked = self._open[shard]
         row = np.asarray(hidden[inside])
-        # 3 GiB/s: a third of a millisecond for a row of 1 MB, once, when it is read in any case.
+        # Once per row, at 3 GiB/s: a third of a millisecond for 1 MB.
         if crc is not None and not checked[inside]:
             if crc[inside] != zlib.crc32(row.data):
                 raise UserError(
@@ -119,7 +118,7 @@ class CachedRows(Rows):
             checked[inside] = True
         return row.view(jnp.bfloat16) if self.kind == "bfloat16" else row
 
-    def _opened(self, shard: int) -> "Shard":
+    def _opened(self, shard: int) -> Shard:
         path, sums = self.path(shard), self.path(shard, "crc32")
         try:
             hidden = read_array(path, "r")
@@ -138,7 +137,7 @@ class CachedRows(Rows):
     def write(self, shard: int, batches: Any) -> None:
         """One file from arrays [rows, T, W] that hold its rows and no less, whole or not at all.
 
-        Written as a file is, not through a map of it into memory, where a full disk ends the process.
+        Not through a memory map, where a full disk kills the process.
         """
         shape = self.shape_of(shard)
         header = {
@@ -156,15 +155,15 @@ class CachedRows(Rows):
                         crc.append(zlib.crc32(row.data))
                         file.write(row.data)
             assert len(crc) == shape[0]
-            # In place before the rows are: a kill in between leaves checksums of no file.
+            # Before the rows: a kill in between must not leave rows without checksums.
             write_array(self.path(shard, "crc32"), np.array(crc, np.uint32))
 
 
 def check(cfg: Config) -> None:
-    """Refuses what cannot be cached.
+    """Refuse configurations whose features cannot be cached.
 
     Raises:
-      UserError: names the field that stands against it.
+      UserError: names the field.
     """
     kind = cfg.data.cache_features
     if not kind:
@@ -189,14 +188,14 @@ def cached(
     cfg: Config, mesh: Mesh, rows: TokenRows, hidden: Hidden, frozen: PyTree, fingerprint: str,
     limit: int | None = None,
 ) -> CachedRows:  # fmt: skip
-    """Rows with hidden states, computing what is not on disk yet.
+    """Rows with hidden states; computes those that are not on disk.
 
     Args:
-      limit: only the first so many rows; for text that is not shuffled.
-      fingerprint: of the backbone as it was read (`interop.hf.fingerprint`).
+      limit: use only the first `limit` rows (of text that is not shuffled).
+      fingerprint: of the backbone (`interop.hf.fingerprint`).
 
     Raises:
-      UserError: the disk is too small; says how much is needed.
+      UserError: the disk is too small; gives the required size.
     """
     count = min(rows.rows, limit or rows.rows)
     cfg_bytes = json.dumps([*key_of(cfg, rows, fingerprint), count]).encode()
@@ -213,7 +212,7 @@ def cached(
         return found
     os.makedirs(directory, exist_ok=True)
     with exclusive(directory) if hosts.first() else contextlib.nullcontext():
-        missing = _missing(found)  # another run may have written them meanwhile
+        missing = _missing(found)  # another run may have written them
         if missing:
             if hosts.first():
                 announce(found, missing)
@@ -225,14 +224,14 @@ def cached(
 
 
 def _missing(found: CachedRows) -> list[int]:
-    """Shards that are still to be computed, as process 0 sees the directory."""
+    """Shards without a file, as seen by process 0."""
     absent = np.isin(found.shards, found.missing)
-    return np.flatnonzero(hosts.of_first(absent)).tolist()
+    return np.flatnonzero(hosts.broadcast_from_first(absent)).tolist()
 
 
 @contextlib.contextmanager
 def exclusive(directory: str) -> Iterator[None]:
-    """One process at a time; the lock ends with its process, however that ends."""
+    """Let one process at a time run the block; the lock ends with its process."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(directory + ".lock")
@@ -248,7 +247,7 @@ def exclusive(directory: str) -> Iterator[None]:
 
 
 def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[Any]:
-    """Everything that the hidden states depend on; the text by content, wherever it lies."""
+    """Everything that the hidden states depend on; the text by its content."""
     text = hashlib.sha256()
     for array in (rows.tokens, rows.starts):
         text.update(np.ascontiguousarray(array).data)
@@ -267,11 +266,11 @@ def announce(found: CachedRows, missing: list[int]) -> None:
     need = found.bytes * len(missing) // len(found.shards)
     free = shutil.disk_usage(found.directory).free
     done = len(found.shards) - len(missing)
-    there = f", {done} of {len(found.shards)} files are there" if done else ""
+    present = f", {done} of {len(found.shards)} files are there" if done else ""
     inform(
         f"hidden states: {found.rows} rows x {T} x {W} in {found.kind} = "
         f"{found.bytes / 2**30:.2f} GiB in {found.directory} ({free / 2**30:.1f} GiB "
-        f"free{there})"
+        f"free{present})"
     )
     if need + SPARE_BYTES > free:
         raise UserError(
@@ -295,19 +294,19 @@ def compute(
     from medusa_jax.training.step import microbatches
 
     names = ("tokens", "positions", "segment_ids")
-    told = time.monotonic()
-    own, shown = own_rows(mesh, batch_rows), hosts.first()
+    last_message = time.monotonic()
+    local, shown = local_rows(mesh, batch_rows), hosts.first()
     bar = tqdm(
         total=found.rows, unit="row", desc="hidden states", disable=None if shown else True
     )
     with bar:
         bar.update((len(found.shards) - len(missing)) * found.shard_rows)
 
-        def batches(shard: int) -> Any:
+        def batches(shard: int) -> Iterator[np.ndarray]:
             first = shard * found.shard_rows
             end = min(first + found.shard_rows, found.rows)
             for at in range(first, end, batch_rows):
-                numbers = np.minimum(at + own, found.rows - 1)
+                numbers = np.minimum(at + local, found.rows - 1)
                 rows = [found.source.row(int(i)) for i in numbers]
                 batch = {name: np.stack([row[name] for row in rows]) for name in names}
                 placed = jax.tree.map(lambda x: x[0], microbatches(mesh, batch, 1))
@@ -319,6 +318,6 @@ def compute(
                 found.write(shard, batches(shard))
             else:
                 collections.deque(batches(shard), maxlen=0)
-            if shown and bar.disable and time.monotonic() - told > 60:
-                told = time.monotonic()
+            if shown and bar.disable and time.monotonic() - last_message > 60:
+                last_message = time.monotonic()
                 inform(f"hidden states: {i} of {len(missing)} files written")

@@ -1,44 +1,42 @@
-"""The input pipeline: batches by the number of their step, read ahead in threads by Grain."""
+"""The input pipeline: the batch of each step, prefetched by Grain's threads."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-# Batches that are ready before they are asked for, and the threads that make them.
+from medusa_jax.training.data.rows import Rows
+
+# Number of prefetched batches and of threads.
 READ_AHEAD, THREADS = 4, 2
 
 
 def batches(
-    rows: Any,
+    rows: Rows,
     batch_size: int,
     first_step: int,
     last_step: int,
-    own: np.ndarray | None = None,
+    local: np.ndarray | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """This process's share of the batch of every step, in order.
+    """This process's rows of the batch of every step, in order.
 
-    What a step reads is a pure function of its number: step n has rows number
-    (n - 1) batch_size and on, of which every process reads those that its devices hold. So a
-    resumed run needs no iterator state, and nothing but time depends on the reading ahead or
-    on the number of processes.
+    A batch is a pure function of its step number: step n has the rows from (n - 1) batch_size on, and every
+    process reads those of its devices. So a resumed run needs no iterator state.
 
     Args:
-      rows: `TokenRows`, or rows with cached features; `rows.batch(first, n)` gives n of them.
       first_step, last_step: 1-based, both included.
-      own: which rows of a batch this process reads, rising; None: all.
+      local: indices, ascending, of the batch's rows that this process reads; None: all.
     """
-    import grain  # takes a second, and only training reads rows
+    import grain  # importing takes a second
 
-    numbers = np.arange(batch_size) if own is None else own
+    numbers = np.arange(batch_size) if local is None else local
     steps = grain.MapDataset.range(first_step, last_step + 1)
-    made = steps.map(lambda step: read(rows, (step - 1) * batch_size + numbers))
+    dataset = steps.map(lambda step: read(rows, (step - 1) * batch_size + numbers))
     options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=READ_AHEAD)
-    return iter(made.to_iter_dataset(options))
+    return iter(dataset.to_iter_dataset(options))
 
 
-def read(rows: Any, numbers: np.ndarray) -> dict[str, np.ndarray]:
-    """The rows of these rising numbers, a stretch without gaps at a time."""
-    stretches = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
-    parts = [rows.batch(int(part[0]), len(part)) for part in stretches]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+def read(rows: Rows, numbers: np.ndarray) -> dict[str, np.ndarray]:
+    """The rows with these ascending numbers, one contiguous range at a time."""
+    ranges = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    batches = [rows.batch(int(r[0]), len(r)) for r in ranges]
+    return {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}

@@ -1,4 +1,4 @@
-"""Text of any source to a token directory."""
+"""Convert text of any source to a token directory."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ from medusa_jax.repetition import repeated_ngram_share
 from medusa_jax.training.data.rows import ARRAYS, REPORT, TokenRows
 from medusa_jax.whole_files import checksum, replacing, write_json
 
-# Names that files of a directory have which are read as text.
+# Suffixes of the files of a directory that are read as text.
 TEXT_FILES = (".txt", ".md", ".py")
 
 
@@ -35,7 +35,7 @@ def texts(cfg: Config) -> list[TokenRows]:
 
 
 def held_out_text(cfg: Config) -> TokenRows | None:
-    """Rows of `data.eval_source` in their order, None if there is no such text."""
+    """Rows of `data.eval_source` in their order; None if it is not set."""
     if not cfg.data.eval_source:
         return None
     limit = dataclasses.replace(cfg.data, max_samples=cfg.data.eval_samples)
@@ -49,10 +49,10 @@ def sources(cfg: Config) -> list[str]:
 
 
 def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
-    """A directory with tokens.npy for any source, tokenised into the workdir if need be.
+    """The token directory of a source, tokenised into the workdir if necessary.
 
     Raises:
-      UserError: a source that cannot be read, or of which no sample can be used.
+      UserError: the source is unreadable or has no usable sample.
     """
     if not source:
         raise UserError("data.source is empty: name a file, a directory or a dataset id")
@@ -61,21 +61,10 @@ def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
     if pack.format == "tokens":
         raise UserError(f"data.format is tokens, but {source} has no tokens.npy")
     path = tokenizer_path(cfg, source)
-    key: list[Any] = [
-        source,
-        stamps(source),
-        path,
-        cfg.train.stage,
-    ]
-    key += [
-        pack.split,
-        pack.format,
-        pack.chat_template,
-        pack.max_samples,
-        pack.seq_len,
-        pack.packing,
-        pack.max_repeats,
-    ]
+    key = [
+        source, stamps(source), path, cfg.train.stage, pack.split, pack.format, pack.chat_template,
+        pack.max_samples, pack.seq_len, pack.packing, pack.max_repeats,
+    ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     directory = os.path.join(cfg.workdir, "tokens", digest)
     if jax.process_index() == 0 and not os.path.isdir(directory):
@@ -86,7 +75,7 @@ def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
 
 
 def stamps(source: str) -> Any:
-    """What changes when the files of a source do."""
+    """Sizes and modification times of the files of a source."""
     if os.path.isdir(source):
         return [(str(path), stamps(str(path))) for path in text_files(source)]
     stamp = os.stat(source) if os.path.exists(source) else None
@@ -94,7 +83,7 @@ def stamps(source: str) -> Any:
 
 
 def tokenizer_path(cfg: Config, source: str) -> str:
-    """Where the tokenizer lies that reads `source`.
+    """The path of the tokenizer for `source`.
 
     Raises:
       UserError: neither `model.tokenizer` nor `model.path` is set.
@@ -155,7 +144,7 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
 
 
 def place(source: str, record: Any, i: int) -> str:
-    """Where sample i, from 0, of a source is: a file, "line 7" or "sample 7"."""
+    """The location of sample i (0-based) of a source: a file, "line 7" or "sample 7"."""
     if isinstance(record, Path):
         return str(record)
     if not source.endswith(".jsonl"):
@@ -166,15 +155,15 @@ def place(source: str, record: Any, i: int) -> str:
 
 
 def text_files(directory: str) -> list[Path]:
-    """The text files below a directory that are not empty, in order."""
+    """The non-empty text files below a directory, sorted."""
     files = (path for path in Path(directory).rglob("*") if path.suffix in TEXT_FILES)
     return sorted(path for path in files if path.is_file() and path.stat().st_size)
 
 
 def read_records(source: str, pack: DataConfig) -> Sequence[Any]:
-    """The samples of a source, unparsed where one bad sample must not spoil the rest.
+    """The samples of a source; those of a directory are its text files.
 
-    Of a directory its text files, a sample each.
+    Lines of .jsonl files are not parsed here, so that a bad line fails alone.
     """
     if os.path.isdir(source):
         records: Any = text_files(source)
@@ -222,8 +211,12 @@ def hub_records(source: str, split: str) -> Any:
         ) from error
 
 
+# (reason to skip a sample or "", [(token ids, counted), ...])
+Encoded = tuple[str, list[tuple[list[int], list[int]]]]
+
+
 class Encoder:
-    """A sample -> (why it is skipped or "", [(token ids, counted), ...])."""
+    """Encodes a sample: (reason to skip it or "", [(token ids, counted), ...])."""
 
     def __init__(self, tokenizer: Tokenizer, pack: DataConfig, source: str):
         self.tokenizer, self.pack = tokenizer, pack
@@ -234,24 +227,23 @@ class Encoder:
         end = tokenizer.special_texts.get("eos_token", "")
         self.eos = tokenizer.token_to_id(end) if end else None
         if self.kind != "text" and pack.chat_template:
-            chat.template_source(
-                tokenizer, pack.chat_template
-            )  # an unknown name fails here
+            # Raises for an unknown name.
+            chat.template_source(tokenizer, pack.chat_template)
 
-    def __call__(self, record: Any) -> tuple[str, list[tuple[list[int], list[int]]]]:
+    def __call__(self, record: Any) -> Encoded:
         try:
             if isinstance(record, Path):
                 record = record.read_text(encoding="utf-8", errors="replace")
             elif self.lines:
                 record = json.loads(record)
-            return self.encoded(record)
+            return self.encode(record)
         except (ValueError, RecursionError):
             return "broken JSON", []
         except (UserError, OSError) as error:
             return str(error), []
 
-    def encoded(self, record: Any) -> tuple[str, list[tuple[list[int], list[int]]]]:
-        """What `__call__` returns for a sample that has been read."""
+    def encode(self, record: Any) -> Encoded:
+        """Encode a parsed sample."""
         kind = self.kind
         if kind == "auto":
             fields = {"conversations": "sharegpt", "messages": "messages", "text": "text"}
@@ -262,18 +254,18 @@ class Encoder:
         problem, pieces = (
             self.text(record) if kind == "text" else self.conversation(record, kind)
         )
-        kept = [piece for piece in pieces if not self.runs_in_circles(*piece)]
+        kept = [piece for piece in pieces if not self.too_repetitive(*piece)]
         return (problem, kept) if kept or problem else ("repeats itself", [])
 
-    def runs_in_circles(self, ids: list[int], counted: list[int]) -> bool:
-        """Whether more 4-grams of what counts are repeats than `data.max_repeats` allows."""
+    def too_repetitive(self, ids: list[int], counted: list[int]) -> bool:
+        """Whether the share of repeated 4-grams among counted tokens exceeds `data.max_repeats`."""
         if self.pack.max_repeats >= 1:
             return False
-        own = [i for i, one in zip(ids, counted) if one]
-        return repeated_ngram_share(own) > self.pack.max_repeats
+        targets = [i for i, counts in zip(ids, counted) if counts]
+        return repeated_ngram_share(targets) > self.pack.max_repeats
 
-    def text(self, record: Any) -> tuple[str, list[tuple[list[int], list[int]]]]:
-        """Every token counts; a long text becomes pieces of one row each."""
+    def text(self, record: Any) -> Encoded:
+        """Encode plain text: every token counts; long texts are cut into pieces of one row each."""
         text = record.get("text") if isinstance(record, dict) else record
         if not isinstance(text, str) or not text.strip():
             return "no text", []
@@ -283,10 +275,8 @@ class Encoder:
         pieces = [ids[i : i + T] for i in range(0, len(ids), T)]
         return "", [(piece, [1] * len(piece)) for piece in pieces]
 
-    def conversation(
-        self, record: Any, kind: str
-    ) -> tuple[str, list[tuple[list[int], list[int]]]]:
-        """Only what the assistant says counts."""
+    def conversation(self, record: Any, kind: str) -> Encoded:
+        """Encode a conversation: only the assistant's tokens count."""
         parse = chat.parse_sharegpt if kind == "sharegpt" else chat.parse_messages
         messages, problem = parse(record)
         if problem:
@@ -298,7 +288,7 @@ class Encoder:
             )
         except chat.SampleError as error:
             return str(error), []
-        # The first token of a sample has nothing before it that could predict it.
+        # Nothing predicts the first token of a sample.
         if not any(counted[1 : self.pack.seq_len]):
             return "no counted token within seq_len", []
         return "", [(ids, counted)]

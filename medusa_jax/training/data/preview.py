@@ -1,6 +1,6 @@
-"""`--config.data.preview`: one sample as training sees it, its counted tokens coloured.
+"""`--config.data.preview`: print one training sample with its counted tokens marked.
 
-A wrong mask shows at once: what is marked is what the loss is computed on, nothing else.
+Shows a wrong mask: the loss is computed on exactly the marked tokens.
 """
 
 import json
@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
-import numpy as np
+import jax.numpy as jnp
 
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
@@ -21,7 +21,7 @@ COUNTED, RESET = "\x1b[30;42m", "\x1b[0m"
 
 
 class Sample(NamedTuple):
-    """The first usable sample of a source: where it stands, its ids, which of them count."""
+    """The first usable sample of a source: its location, ids, and which of them count."""
 
     where: str
     ids: Sequence[int]
@@ -29,10 +29,10 @@ class Sample(NamedTuple):
 
 
 def preview(cfg: Config, out: TextIO | None = None) -> None:
-    """Print the first usable sample of `data.source` and a legend; nothing is written.
+    """Print the first usable sample of `data.source` and a legend.
 
     Raises:
-      UserError: no source, no tokenizer, or no usable sample in it.
+      UserError: no source, no tokenizer, or no usable sample.
     """
     out = out or sys.stdout
     tokenizer = load_tokenizer(prepare.tokenizer_path(cfg, prepare.sources(cfg)[0]))
@@ -54,7 +54,7 @@ def preview(cfg: Config, out: TextIO | None = None) -> None:
 
 
 def marks(out: TextIO) -> tuple[str, str]:
-    """Brackets that stand for the colour where there is none."""
+    """Brackets that replace colours."""
     try:
         "⟦⟧".encode(out.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -67,8 +67,8 @@ def painted(
 ) -> str:
     """Text of the ids, special tokens included, each run of counted ones inside the marks.
 
-    A counted line break is shown as ↵, so that it can be seen; a character whose bytes are
-    spread over several tokens belongs to the run in which it is completed.
+    A counted line break is shown as ↵. A character with bytes in several tokens belongs to the run that completes
+    it.
 
     Example: ids of "Hi. Yo</s>" with the last two counted -> "Hi. ⟦Yo</s>⟧".
     """
@@ -80,7 +80,7 @@ def painted(
             upto = upto.rstrip("\ufffd")
         piece, done = upto[len(done) :], upto
         if is_counted:
-            # Each line gets its own marks: a terminal would colour to the margin.
+            # Mark each line separately: a terminal would colour up to the margin.
             lines = piece.replace("\n", "↵\n").split("\n")
             piece = "\n".join(f"{opening}{x}{closing}" if x else x for x in lines)
         text += piece
@@ -88,32 +88,32 @@ def painted(
 
 
 def pairs_line(cfg: Config, counted: list[bool]) -> str:
-    """How many pairs (t, k) of this sample each loss gets (see `losses.pair_mask`)."""
+    """Number of pairs (t, k) of this sample for each loss (see `losses.pair_mask`)."""
     from medusa_jax.heads import drafter_class, whole_config
     from medusa_jax.training import losses
 
     if cfg.train.stage == "backbone":
         what, offsets = "next-token targets", [1]
-    else:  # of the model's shape, which a preview does not read, nothing is asked
+    else:  # a preview does not read the model; the default shape does as well
         drafter = drafter_class(cfg.heads.drafter)(whole_config(cfg.heads), cfg.model.arch)
         n = drafter.loss_view(cfg.train.levels).n_heads
         what = "targets of head 1" if n == 1 else f"targets of heads 1 ... {n}"
         offsets = [k + 2 for k in range(n)]
-    counted_1T = np.array([counted], bool)
-    batch: Any = {
-        "tokens": np.zeros_like(counted_1T, np.int32),
+    counted_1T = jnp.array([counted], bool)
+    batch = {
+        "tokens": jnp.zeros(counted_1T.shape, jnp.int32),
         "counted": counted_1T,
-        "segment_ids": np.ones_like(counted_1T, np.int32),
+        "segment_ids": jnp.ones(counted_1T.shape, jnp.int32),
     }
     numbers = " ".join(f"{int(n)}" for n in losses.pair_counts(batch, tuple(offsets)))
     return f"{what}: {numbers}"
 
 
 def first_sample(cfg: Config, tokenizer: Tokenizer) -> Sample:
-    """The first sample of `data.source`, of its first text, that training would use."""
+    """The first usable sample of the first text of `data.source`."""
     source = prepare.sources(cfg)[0]
     if os.path.isfile(os.path.join(source, "tokens.npy")):
-        return _first_of_arrays(source)
+        return _first_of_token_directory(source)
     records = prepare.read_records(source, cfg.data)
     encode = prepare.Encoder(tokenizer, cfg.data, source)
     problems = []
@@ -131,15 +131,12 @@ def first_sample(cfg: Config, tokenizer: Tokenizer) -> Sample:
     )
 
 
-def _first_of_arrays(directory: str) -> Sample:
+def _first_of_token_directory(directory: str) -> Sample:
     from medusa_jax.training.data.rows import ARRAYS, token_arrays
 
     arrays, _ = token_arrays(directory)
-    tokens, counted, starts = (
-        arrays[ARRAYS[0]],
-        arrays.get(ARRAYS[1]),
-        arrays.get(ARRAYS[2]),
-    )
+    tokens, counted, starts = (arrays.get(name) for name in ARRAYS)
+    assert tokens is not None
     n = 1 if starts is None else len(starts)
     end = int(starts[1]) if starts is not None and len(starts) > 1 else len(tokens)
     marked = [1] * end if counted is None else counted[:end].tolist()

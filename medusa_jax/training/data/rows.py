@@ -1,15 +1,14 @@
-"""Rows of tokens for training, from a directory of arrays.
+"""Rows of tokens for training, from a token directory.
 
-A token directory is what every source becomes before training starts:
+Every source becomes a token directory before training starts:
 
     tokens.npy       1-D uint16 or int32, all samples one after another
     doc_starts.npy   1-D int64, where each sample begins (optional: one single sample)
     counted.npy      1-D bool, which tokens are targets (optional: all)
-    report.json      what was read, and under "crc32" the checksums of the arrays (optional)
+    report.json      a report, and under "crc32" the checksums of the arrays (optional)
 
-The arrays are memory-mapped and need no library but numpy. Rows are a pure function of the
-configuration and of their number, so the position in the data is the number of steps made,
-and resuming needs nothing else.
+The arrays are memory-mapped. Rows are a pure function of the configuration and their number, so the position in
+the data is the number of steps made, and resuming needs nothing else.
 """
 
 import abc
@@ -18,7 +17,6 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -33,14 +31,14 @@ OPEN_ROWS = 64
 
 
 class Rows(abc.ABC):
-    """Packed rows of `seq_len` tokens, shuffled anew in every epoch.
+    """Packed rows of `seq_len` tokens, reshuffled in every epoch.
 
     A batch is a dict of [B, T] arrays: `tokens` int32, `positions` int32 (from 0 in every
     segment), `segment_ids` int32 (1, 2, ... in a row; 0 is padding), `counted` bool.
 
     Attributes:
-      rows: how many there are in an epoch.
-      crc: a checksum of the text that they are made of.
+      rows: number of rows in an epoch.
+      crc: checksum of the text.
     """
 
     rows: int
@@ -52,20 +50,20 @@ class Rows(abc.ABC):
 
     @abc.abstractmethod
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
-        """Row number `number` of those that are shuffled: [T] arrays."""
+        """Row `number` before shuffling: [T] arrays."""
 
     @abc.abstractmethod
     def counts(self, vocab_size: int) -> np.ndarray:
-        """How often each token is a target: [V]."""
+        """Number of times that each token is a target: [V]."""
 
     def batch(self, first: int, n: int) -> dict[str, np.ndarray]:
-        """Rows number first ... first + n - 1, counted through all epochs."""
-        rows = [self._place(*divmod(i, self.rows)) for i in range(first, first + n)]
+        """Rows first ... first + n - 1, numbered through all epochs."""
+        rows = [self._shuffled_row(*divmod(i, self.rows)) for i in range(first, first + n)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _place(self, epoch: int, i: int) -> dict[str, np.ndarray]:
+    def _shuffled_row(self, epoch: int, i: int) -> dict[str, np.ndarray]:
         order = self._orders.get(epoch)
-        if order is None:  # several threads may come here: what each makes is the same
+        if order is None:  # several threads may compute it, with the same result
             rng = np.random.default_rng((self.cfg.seed, epoch))
             order = rng.permutation(self.rows) if self.shuffle else np.arange(self.rows)
             self._orders = dict(list(self._orders.items())[-1:]) | {epoch: order}
@@ -73,31 +71,31 @@ class Rows(abc.ABC):
 
 
 class MixedRows(Rows):
-    """Rows of several texts shuffled together; each text is packed by itself.
+    """Rows of several texts shuffled together; each text is packed separately.
 
-    So a text that is added leaves the rows of the others, and what is kept of them on disk, alone.
+    So adding a text does not change the rows of the others or their cached features.
 
-    Example: parts of 3 and 2 rows: row 1 is the first part's row 1, row 4 the second's row 1.
+    Example: texts of 3 and 2 rows: row 1 is the first text's row 1, row 4 the second's row 1.
     """
 
-    def __init__(self, parts: Sequence[Rows]):
-        super().__init__(parts[0].cfg, parts[0].shuffle)
-        self.parts = parts
-        self.firsts = np.cumsum([0, *(part.rows for part in parts)])
+    def __init__(self, texts: Sequence[Rows]):
+        super().__init__(texts[0].cfg, texts[0].shuffle)
+        self.texts = texts
+        self.firsts = np.cumsum([0, *(text.rows for text in texts)])
         self.rows = int(self.firsts[-1])
-        self.crc = zlib.crc32(repr([part.crc for part in parts]).encode())
+        self.crc = zlib.crc32(repr([text.crc for text in texts]).encode())
 
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
-        part = int(np.searchsorted(self.firsts, number, side="right")) - 1
-        return self.parts[part].row(number - int(self.firsts[part]), epoch)
+        i = int(np.searchsorted(self.firsts, number, side="right")) - 1
+        return self.texts[i].row(number - int(self.firsts[i]), epoch)
 
     def counts(self, vocab_size: int) -> np.ndarray:
-        return np.sum([part.counts(vocab_size) for part in self.parts], axis=0)
+        return np.sum([text.counts(vocab_size) for text in self.texts], axis=0)
 
 
-def mixed(parts: Sequence[Rows]) -> Rows:
-    """One text's rows as they are, those of several together."""
-    return MixedRows(parts) if len(parts) > 1 else parts[0]
+def mixed(texts: Sequence[Rows]) -> Rows:
+    """The rows of all texts."""
+    return MixedRows(texts) if len(texts) > 1 else texts[0]
 
 
 class TokenRows(Rows):
@@ -106,10 +104,10 @@ class TokenRows(Rows):
     def __init__(
         self, directory: str, cfg: DataConfig, vocab_size: int, shuffle: bool = True
     ):
-        """Opens the arrays and lays out the rows.
+        """Open the arrays and pack the rows.
 
         Raises:
-          UserError: arrays that are missing, do not fit together or exceed the vocabulary.
+          UserError: arrays are missing, inconsistent or exceed the vocabulary.
         """
         super().__init__(cfg, shuffle)
         self.directory = directory
@@ -144,7 +142,7 @@ class TokenRows(Rows):
             )
         if cfg.packing == "first_fit":
             self.lengths = np.minimum(np.diff(self.starts, append=size), cfg.seq_len)
-            # The same rows for every seed; `data.seed` says in which order they come.
+            # The same rows for every seed; `data.seed` only changes their order.
             order = np.random.default_rng(0).permutation(self.starts.size)
             self.packed = first_fit(self.lengths[order], cfg.seq_len, OPEN_ROWS)
             self.packed = [order[row] for row in self.packed]
@@ -157,14 +155,13 @@ class TokenRows(Rows):
         return np.bincount(targets, minlength=vocab_size)
 
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
-        """As of every epoch where samples are kept whole; "concat" cuts each one elsewhere."""
+        """Row `number`; with "concat" packing each epoch cuts the text elsewhere."""
         if self.cfg.packing == "first_fit":
             documents = self.packed[number]
             return self._assemble(
                 [(self.starts[d], self.starts[d] + self.lengths[d]) for d in documents]
             )
         T = self.cfg.seq_len
-        # Every epoch cuts the stream at another phase.
         slack = max(self.tokens.size - self.rows * T, 0)
         phase = np.random.default_rng((self.cfg.seed, epoch, 1)).integers(
             min(slack, T - 1) + 1
@@ -176,20 +173,22 @@ class TokenRows(Rows):
         edges = np.unique([begin, *inner, end])
         return self._assemble(list(itertools.pairwise(edges)))
 
-    def _assemble(self, pieces: list[tuple[Any, Any]]) -> dict[str, np.ndarray]:
+    def _assemble(self, spans: list[tuple[int, int]]) -> dict[str, np.ndarray]:
         T = self.cfg.seq_len
         row = {
             name: np.zeros(T, np.int32) for name in ("tokens", "positions", "segment_ids")
         }
         row["counted"] = np.zeros(T, bool)
-        at = 0
-        for segment, (begin, end) in enumerate(pieces, start=1):
-            span = slice(at, at + int(end - begin))
-            row["tokens"][span] = self.tokens[begin:end]
-            row["positions"][span] = np.arange(end - begin)
-            row["segment_ids"][span] = segment
-            row["counted"][span] = True if self.counted is None else self.counted[begin:end]
-            at = span.stop
+        filled = 0
+        for segment, (begin, end) in enumerate(spans, start=1):
+            place = slice(filled, filled + int(end - begin))
+            row["tokens"][place] = self.tokens[begin:end]
+            row["positions"][place] = np.arange(end - begin)
+            row["segment_ids"][place] = segment
+            row["counted"][place] = (
+                True if self.counted is None else self.counted[begin:end]
+            )
+            filled = place.stop
         return row
 
 
@@ -225,13 +224,12 @@ def _is_mask(counted: np.ndarray) -> bool:
 
 
 def token_arrays(directory: str) -> tuple[dict[str, np.ndarray], int]:
-    """The memory-mapped arrays of a token directory and one checksum of them all.
+    """The memory-mapped arrays of a token directory and their joint checksum.
 
-    They are read once for it, at about 3 GiB/s, and held to the checksums in report.json where a
-    directory has them.
+    Reads all of them once, at about 3 GiB/s, and compares them with the checksums in report.json, if any.
 
     Raises:
-      UserError: one that cannot be read or is not what was written.
+      UserError: an array is unreadable or damaged.
     """
     stored = stored_checksums(directory)
     arrays, found = {}, {}
@@ -256,7 +254,7 @@ def token_arrays(directory: str) -> tuple[dict[str, np.ndarray], int]:
 
 
 def stored_checksums(directory: str) -> dict[str, int]:
-    """What report.json says of the arrays; nothing where there is none, or one from before."""
+    """The checksums in report.json; empty if it is missing or has none."""
     path = os.path.join(directory, REPORT)
     if not os.path.exists(path):
         return {}

@@ -1,4 +1,4 @@
-"""Which tokens a run's heads score: the most frequent ones, chosen once and kept in its workdir."""
+"""The draft vocabulary of a run: chosen once and stored in its workdir."""
 
 import os
 
@@ -16,13 +16,12 @@ FILE = "draft_vocab.npy"
 
 
 def draft_vocab(cfg: Config, rows: Rows) -> np.ndarray:
-    """Ids of the `heads.draft_vocab` most frequent tokens, rising.
+    """Ids of the `heads.draft_vocab` most frequent tokens, ascending.
 
-    They are counted at the start of a run, which goes on with the same ones whatever the counts say
-    by then.
+    Chosen at the first start; a resumed run reads them from its workdir.
 
     Raises:
-      UserError: counts that cannot be read or do not belong to the model.
+      UserError: counts that are unreadable or have the wrong size.
     """
     vocab_size, n = cfg.model.arch.vocab_size, cfg.heads.draft_vocab
     path = os.path.join(cfg.workdir, FILE)
@@ -30,13 +29,13 @@ def draft_vocab(cfg: Config, rows: Rows) -> np.ndarray:
         ids = read_array(path)
         check_ids(ids, cfg.heads, vocab_size, path)
         return ids
-    own_counts_V = rows.counts(vocab_size)
+    text_counts_V = rows.counts(vocab_size)
     source = cfg.data.draft_vocab_from
-    counts_V = read_counts(source, vocab_size) if source else own_counts_V
+    counts_V = read_counts(source, vocab_size) if source else text_counts_V
     ids = most_frequent(counts_V, n)
     if jax.process_index() == 0:
         write_array(path, ids)
-    inside = own_counts_V[ids].sum() / max(own_counts_V.sum(), 1)
+    inside = text_counts_V[ids].sum() / max(text_counts_V.sum(), 1)
     inform(
         f"heads score {n} of {vocab_size} tokens: {100 * inside:.2f}% of the counted text, "
         f"{100 * covered(counts_V, n):.2f}% of what they were chosen by"
@@ -45,10 +44,10 @@ def draft_vocab(cfg: Config, rows: Rows) -> np.ndarray:
 
 
 def read_counts(source: str, vocab_size: int) -> np.ndarray:
-    """How often a text has each token [V], as `distill` keeps it.
+    """Token counts [V] written by `distill`.
 
     Args:
-      source: the file, or the directory it lies in.
+      source: the file or its directory.
     """
     path = os.path.join(source, COUNTS) if os.path.isdir(source) else source
     counts_V = read_array(path)

@@ -1,4 +1,4 @@
-"""`<workdir>/curves.png`: losses, accuracies, learning rate and estimates of a run, so far."""
+"""`<workdir>/curves.png`: losses, accuracies, learning rate and estimates of a run so far."""
 
 import json
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from typing import Any
 
 from medusa_jax.plots.style import ACCENT, INK, new_figure, save_figure
 
-# One colour per head, legible on white and on black; the backbone's own figures are grey.
+# One colour per head, legible on white and on black; the backbone's metrics are grey.
 COLOURS = ("#3a87c8", ACCENT, "#3d9a5b", "#9a6fd0", "#c2971c", "#c85a8e", "#4fa9a9", INK)
-# Charts in reading order: title, fields of a record that are drawn, logarithmic or not.
+# Charts in reading order: title, fields of a record, whether the axis is logarithmic.
 CHARTS = (
     ("loss (nats)", ("loss", "lm_loss"), False),
     ("top-1 accuracy", ("top1", "lm_top1"), False),
@@ -19,14 +19,14 @@ CHARTS = (
     ("estimated accepted length", ("accepted_length_chain", "accepted_length_tree"), False),
 )
 
-# Curves of more points are smoothed, over windows of a twentieth of them.
+# Curves with more points are smoothed, with windows of a twentieth of them.
 SMOOTHED = 20
 
 Points = dict[str, tuple[list[float], list[float]]]
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Records of log.jsonl; a line that a kill cut off is left out."""
+    """Records of log.jsonl, without lines cut off by a kill."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -56,12 +56,12 @@ def series(records: Sequence[dict[str, Any]], kind: str, fields: Sequence[str]) 
                     label = "backbone"
                 steps, curve = found.setdefault(label, ([], []))
                 steps.append(record["step"])
-                curve.append(float("nan") if x is None else x)  # a step that went wrong
+                curve.append(float("nan") if x is None else x)  # a skipped step
     return found
 
 
 def smoothed(curve: Sequence[float]) -> list[float]:
-    """The mean of a point and those around it, a twentieth of the curve in all; NaN is left out.
+    """Moving average over a twentieth of the curve; NaN is left out.
 
     Example: 41 points: point 20 becomes the mean of 19, 20 and 21, point 0 that of 0 and 1.
     """
@@ -72,9 +72,9 @@ def smoothed(curve: Sequence[float]) -> list[float]:
 
 
 def draw_run(records: Sequence[dict[str, Any]], path: str | Path) -> Path:
-    """Draw a chart for each figure that there is: lines in training, dots on held-out text.
+    """Draw a chart per logged metric: lines for training, dots for held-out text.
 
-    Of a long training what was measured is drawn thin, and thick what is left when it is smoothed.
+    Long training curves are thin, with a thick smoothed curve.
     """
     drawn = []
     for title, fields, log in CHARTS:

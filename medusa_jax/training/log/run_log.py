@@ -1,4 +1,4 @@
-"""What a run tells: one line while it trains, log.jsonl, TensorBoard events, curves.png, W&B."""
+"""Logs of a run: progress lines, log.jsonl, TensorBoard events, curves.png, W&B."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
@@ -27,27 +27,27 @@ def duration(seconds: float) -> str:
 
 
 class RunLog:
-    """Writes records of a run; lines of later steps than `start` are dropped from the log.
+    """Writes the records of a run; drops lines of steps after `start` from an existing log.
 
-    With several processes only one of them (`write`) does so.
+    With several processes only one of them (`write`) writes.
     """
 
     def __init__(
         self, workdir: str, start: int, total: int, tokens_per_step: int, write: bool = True,
         curves: bool = False, wandb: str = "", config: dict[str, Any] | None = None,
     ):  # fmt: skip
-        """Opens everything that is written to.
+        """Open all logs.
 
         Args:
-          start: steps made before.
+          start: steps before this start.
           curves: draw `<workdir>/curves.png` at every evaluation and at the end.
           wandb: name of a Weights & Biases project, "" for none; `config` goes there.
         """
         self.total, self.tokens_per_step = total, tokens_per_step
         self.workdir, self.curves = workdir, curves
         self.clock, self.step, self.rate = time.monotonic(), start, 0.0
-        self.file: Any = None
-        self.board: Any = None
+        self.file: TextIO | None = None
+        self.board: Board | None = None
         self.wandb: Any = None
         if not write:
             return
@@ -66,7 +66,7 @@ class RunLog:
             self.wandb = start_wandb(workdir, wandb, config or {})
 
     def train(self, step: int, record: dict[str, Any]) -> None:
-        """A training record after `step` updates; prints loss, speed and time left."""
+        """Log a training record after `step` updates; print loss, speed and time left."""
         now = time.monotonic()
         if step > self.step:
             fresh = (step - self.step) / max(now - self.clock, 1e-9)
@@ -80,18 +80,18 @@ class RunLog:
         inform(f"step {step}/{self.total}  {_summary(record)}  {speed}  {left} left")
 
     def evaluation(self, step: int, record: dict[str, Any]) -> None:
-        """An evaluation record."""
+        """Log an evaluation record."""
         if self.file is None:
             return
         self._write(step, "eval", record)
         if self.board is not None:
-            with self._written():
+            with self._write_errors():
                 self.board.flush()
         inform(f"step {step}/{self.total}  held-out {_summary(record)}")
         self.draw()
 
     def draw(self) -> None:
-        """Bring curves.png up to date; a run never ends because a picture cannot be drawn."""
+        """Redraw curves.png; a failure stops only the drawing, not the run."""
         if not self.curves or self.file is None:
             return
         log = Path(self.workdir) / "log.jsonl"
@@ -102,14 +102,15 @@ class RunLog:
             self.curves = False
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """What happens inside (evaluation, saving) does not count as training time."""
+    def paused(self) -> Iterator[None]:
+        """Exclude the block (evaluation, saving) from training time."""
         begin = time.monotonic()
         yield
         self.clock += time.monotonic() - begin
 
     def _write(self, step: int, kind: str, record: dict[str, Any]) -> None:
-        with self._written():
+        assert self.file is not None
+        with self._write_errors():
             self.file.write(
                 json.dumps(finite({"step": step, "kind": kind, **record})) + "\n"
             )
@@ -123,13 +124,13 @@ class RunLog:
                 tag = f"{kind}/{name}" + (f"/head_{i}" if isinstance(value, list) else "")
                 scalars[tag] = x
         if self.board is not None:
-            with self._written():
+            with self._write_errors():
                 self.board.add(step, scalars)
         if self.wandb is not None:
             self.wandb.log(scalars, step=step)
 
     @contextlib.contextmanager
-    def _written(self) -> Iterator[None]:
+    def _write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -139,10 +140,9 @@ class RunLog:
             ) from error
 
     def close(self) -> None:
-        """Draw the last curves and close what is open.
+        """Draw the last curves and close all logs.
 
-        Never fails: every record was flushed when it was written, and where that failed, the run
-        ends with that error and not with this one.
+        Ignores errors: every record was flushed when written, and a failure was raised then.
         """
         self.draw()
         for sink in (self.file, self.board):
@@ -154,7 +154,7 @@ class RunLog:
 
 
 def start_wandb(workdir: str, project: str, config: dict[str, Any]) -> Any:
-    """A Weights & Biases run; a resumed training goes on with the same one.
+    """Start or, in a resumed training, continue a Weights & Biases run.
 
     Raises:
       UserError: wandb is not installed.
@@ -173,7 +173,7 @@ def start_wandb(workdir: str, project: str, config: dict[str, Any]) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """NaN and infinities, which JSON has no words for, become null: {"a": [nan]} -> {"a": [None]}."""
+    """Replace NaN and infinities, which JSON lacks, by null: {"a": [nan]} -> {"a": [None]}."""
     if isinstance(value, dict):
         return {name: finite(x) for name, x in value.items()}
     if isinstance(value, list):

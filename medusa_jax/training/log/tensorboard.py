@@ -1,7 +1,7 @@
 """TensorBoard events of a run.
 
-Written by the caller's thread: tensorboardX's `SummaryWriter` has a thread, which ends where the
-disk is full, and then holds up for ever whoever adds more than ten events.
+Written by the caller's thread: the thread of tensorboardX's `SummaryWriter` ends when the disk is full, and
+then the eleventh event blocks its caller for ever.
 """
 
 import os
@@ -13,7 +13,7 @@ class Board:
     """One file of events; viewers drop events of later steps than `start` from earlier files."""
 
     def __init__(self, workdir: str, start: int):
-        """Opens the file.
+        """Open the file.
 
         Raises:
           ImportError: tensorboardX is not installed.
@@ -26,18 +26,20 @@ class Board:
         directory = os.path.join(workdir, "tensorboard")
         os.makedirs(directory, exist_ok=True)
         self.writer = EventsWriter(os.path.join(directory, "events"))
-        again = SessionLog(status=SessionLog.START)
-        self.writer.write_event(Event(step=start + 1, session_log=again))
+        restart = SessionLog(status=SessionLog.START)
+        self.writer.write_event(Event(step=start + 1, session_log=restart))
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """One event with all the scalars; it may wait in a buffer until `flush`."""
-        parts = self.event().summary
+        """Write one event with all scalars; buffered until `flush`."""
+        values = self.event().summary
         for tag, x in scalars.items():
-            parts.MergeFrom(self.scalar(tag, x))
-        self.writer.write_event(self.event(step=step, wall_time=time.time(), summary=parts))
+            values.MergeFrom(self.scalar(tag, x))
+        self.writer.write_event(
+            self.event(step=step, wall_time=time.time(), summary=values)
+        )
 
     def flush(self) -> None:
-        """Write what waits in the buffer."""
+        """Write buffered events."""
         self.writer.flush()
 
     def close(self) -> None:

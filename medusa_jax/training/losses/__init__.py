@@ -1,4 +1,4 @@
-"""Losses: which pairs count, how terms are weighed, and how they are summed without their logits."""
+"""Losses: which pairs count, how terms are weighted, and how they are summed chunk by chunk."""
 
 from medusa_jax.training.losses.objectives import (
     HeadObjective,

@@ -1,13 +1,12 @@
-"""Next-token and draft-head losses: how their terms are weighed and normalised.
+"""Next-token and draft-head losses: the weights and normalisation of their terms.
 
-The sums themselves are computed chunk by chunk in `streamed.py`; equation 1 as the paper writes it
-stands in `reference.py`.
+The sums are computed chunk by chunk in `streamed.py`.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,9 @@ from jax.sharding import Mesh
 from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.layers import shift_left
-from medusa_jax.model.barrier import gathered_anew
+from medusa_jax.model.barrier import regather
 from medusa_jax.model.product import at_least_f32
+from medusa_jax.sharding import PyTree
 from medusa_jax.training.hidden_store import decode
 from medusa_jax.training.losses.streamed import (
     Sums,
@@ -29,19 +29,18 @@ from medusa_jax.training.losses.streamed import (
 )
 from medusa_jax.training.losses.targets import Batch, delay, pair_mask, rows
 
-Params = Any
-# Splits a tree of variables into head parameters and the backbone they sit on.
-Split = Callable[[Params], tuple[Params, Backbone]]
+# Splits a tree of variables into head parameters and their backbone.
+Split = Callable[[PyTree], tuple[PyTree, Backbone]]
 
 
 class HeadTargets(NamedTuple):
-    """What draft heads learn from, and on what.
+    """Terms of a draft head's loss.
 
-    Each head's loss is label_weight CE(text) + teacher_weight CE(backbone), the latter against
-    the distribution that the backbone has for that same token (Hydra 6.1, Amphista eq. 7-9).
-    `noise` is Hydra's (6.1): in training the heads read hidden states plus
-    uniform(-1, 1) noise / sqrt(L d). To it comes feature_weight smooth-L1(what the head's logits
-    are read from, the hidden state that the backbone has there) (EAGLE's regression loss).
+    A head's loss is label_weight CE(text) + teacher_weight CE(backbone) + feature_weight smooth-L1, where
+    CE(backbone) is against the backbone's distribution for the same token (Hydra 6.1, Amphista eq. 7-9), and
+    smooth-L1 is between the features that the head's logits are computed from and the backbone's hidden
+    state there (EAGLE's regression loss). With `noise` (Hydra 6.1) the heads read hidden states plus
+    uniform(-1, 1) noise / sqrt(L d) in training.
     """
 
     label_weight: float = 1.0
@@ -51,13 +50,11 @@ class HeadTargets(NamedTuple):
 
 
 class HeadObjective(NamedTuple):
-    """How draft heads are judged, the same at every step.
+    """The loss of all draft heads, the same at every step.
 
     Attributes:
-      drafter: the heads.
       chunk: positions of one head whose logits exist at a time.
       lambda_decay: lambda_k = lambda_decay^k (Medusa 2.2.1: 0.8).
-      targets: what they learn from.
     """
 
     drafter: Drafter
@@ -71,13 +68,13 @@ class HeadObjective(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What one step brings to a loss.
+    """The inputs of a loss at one step.
 
     Attributes:
-      batch: rows [B, T], perhaps one microbatch of several.
+      batch: rows [B, T], one microbatch.
       counts_K: `pair_counts` over the whole global batch, one per loss.
-      dropout_key: None switches dropout and noise off.
-      lambda_0: weight of the heads' loss where it is one of two terms (Medusa equation 2).
+      dropout_key: None disables dropout and noise.
+      lambda_0: weight of the heads' loss if it is one of two terms (Medusa equation 2).
     """
 
     batch: Batch
@@ -87,42 +84,42 @@ class StepInputs(NamedTuple):
 
 
 def next_token_sums(
-    params: Params,
-    backbone_of: Callable[[Params], Backbone],
+    params: PyTree,
+    backbone_of: Callable[[PyTree], Backbone],
     hidden_BTD: jax.Array,
     batch: Batch,
     chunk: int,
     original: Backbone | None = None,
 ) -> Sums:
-    """The backbone's own loss, from its hidden states [B, T, D].
+    """The backbone's next-token loss, from its hidden states [B, T, D].
 
-    With `original` (the backbone as it was) its distribution is the target in place of the
-    labels (Medusa 2.3.2).
+    With `original`, the backbone before training, its distribution is the target instead of the labels
+    (Medusa 2.3.2).
     """
     teacher, teacher_BTD = None, None
     if original is not None:
         teacher = Teacher(original.lm_head, 1.0, 0.0)
-        passed = lax.stop_gradient(hidden_BTD)
-        weights = gathered_anew(original.params, passed, original.llama.mesh)
-        again = dataclasses.replace(original, params=weights)
-        teacher_BTD = again.forward(*rows(batch))
+        done = lax.stop_gradient(hidden_BTD)
+        weights = regather(original.params, done, original.llama.mesh)
+        original = dataclasses.replace(original, params=weights)
+        teacher_BTD = original.forward(*rows(batch))
 
-    def logits(p: Params, hidden: jax.Array) -> Any:
+    def logits(p: PyTree, hidden: jax.Array) -> jax.Array:
         return backbone_of(p).lm_head(hidden)
 
     mask_BT = pair_mask(batch["counted"], batch["segment_ids"], 1)
     labels_BT = shift_left(batch["tokens"], 1)
     return cross_entropy_sums(
         logits, params, hidden_BTD, labels_BT, mask_BT, chunk,
-        teacher, teacher_BTD, mesh_to_walk(backbone_of(params)),
+        teacher, teacher_BTD, mesh_to_split(backbone_of(params)),
     )  # fmt: skip
 
 
-def mesh_to_walk(backbone: Backbone) -> Mesh | None:
-    """The mesh over which a loss through this LM head is walked in parts (`Parts`).
+def mesh_to_split(backbone: Backbone) -> Mesh | None:
+    """The mesh over which the rows of a loss through this LM head are split (`RowSplit`).
 
-    None where its adapter has dropout, which is drawn by an entry's place among all rows. An
-    adapter's gradients are small, so that summing them in every chunk costs little.
+    None if its adapter has dropout, whose random numbers depend on the index among all rows. Summing an
+    adapter's gradients in every chunk costs little.
     """
     adapter = (backbone.lora or {}).get("lm_head", {})
     return None if "seed" in adapter else backbone.llama.mesh
@@ -134,8 +131,8 @@ def next_token_mean(sums: Sums, count: jax.Array) -> jax.Array:
 
 
 def backbone_loss(
-    params: Params,
-    backbone_of: Callable[[Params], Backbone],
+    params: PyTree,
+    backbone_of: Callable[[PyTree], Backbone],
     inputs: StepInputs,
     chunk: int,
     original: Backbone | None = None,
@@ -150,24 +147,23 @@ def backbone_loss(
 
 
 def heads_sums(
-    params: Params,
+    params: PyTree,
     split: Split,
     hidden_BTE: jax.Array,
     objective: HeadObjective,
     inputs: StepInputs,
 ) -> tuple[jax.Array, Sums]:
-    """sum_k lambda_k L_k: each head's sum over its own count; `HeadTargets` says what L_k is.
+    """sum_k lambda_k L_k, with each L_k (see `HeadTargets`) averaged over the head's counted pairs.
 
-    k is 1-based as in the paper, head k looks k + 1 ahead. Everything is laid out by the token
-    that is guessed, so that all heads' guesses of a token meet the same label and teacher. A token
-    outside the draft vocabulary is no label; it counts all the same, as a miss, and the hidden state
-    that it was written from is one to come near.
+    k is 1-based as in the paper; head k predicts k + 1 tokens ahead. All arrays are indexed by the predicted
+    token, so that all heads' predictions of a token share its label and teacher. A token outside the draft
+    vocabulary counts as a miss and has no cross-entropy, but keeps its regression term.
 
     Args:
-      split: gives the backbone as heads see it: with a draft vocabulary its LM head, and so the
-        teacher's distribution, is over that alone (`heads/vocabulary.py`).
+      split: its backbone is the one for heads: with a draft vocabulary its LM head, and so the teacher's
+        distribution, is over that vocabulary (`heads/vocabulary.py`).
 
-    Returns: that loss, and the sums per head, each [K].
+    Returns: the loss, and the sums per head, each [K].
     """
     drafter, targets, batch = objective.drafter, objective.targets, inputs.batch
     heads, backbone = split(params)
@@ -184,7 +180,7 @@ def heads_sums(
         frozen: Backbone = lax.stop_gradient(backbone)
         teacher = Teacher(frozen.lm_head, targets.teacher_weight, targets.label_weight)
         teacher_BTD = before_BTD
-        weight = 1.0  # both are the teacher's to weigh
+        weight = 1.0  # `Teacher` weights both terms
     label_BT = backbone.places(batch["tokens"])
     scored_BT = label_BT < backbone.outputs
     logits_K, features_K, mask_K, weight_K = [], [], [], []
@@ -192,7 +188,7 @@ def heads_sums(
     regression = jnp.zeros((), count_K.dtype)
     for k in range(drafter.n_heads):
 
-        def logits(p: Params, features: jax.Array, k: int = k) -> jax.Array:
+        def logits(p: PyTree, features: jax.Array, k: int = k) -> jax.Array:
             heads, backbone = split(p)
             return drafter.head_logits(heads, backbone, k, features)
 
@@ -204,12 +200,12 @@ def heads_sums(
         share = objective.lambda_k(k + 1) / count_K[k]
         weight_K.append(weight * share)
         if targets.feature_weight:
-            apart = feature_sum(features_K[k], before_BTD, delay(mask_BT, ahead))
-            regression += targets.feature_weight * share * apart
+            distance = feature_sum(features_K[k], before_BTD, delay(mask_BT, ahead))
+            regression += targets.feature_weight * share * distance
     loss, sums = heads_cross_entropy(
         logits_K, params, jnp.stack(weight_K), features_K,
         jnp.where(scored_BT, label_BT, 0), mask_K, objective.chunk, teacher, teacher_BTD,
-        mesh_to_walk(backbone) if drafter.heads.lm_head == "shared" else backbone.llama.mesh,
+        mesh_to_split(backbone) if drafter.heads.lm_head == "shared" else backbone.llama.mesh,
     )  # fmt: skip
     return loss + regression, sums
 
@@ -217,10 +213,10 @@ def heads_sums(
 def feature_sum(
     features_BTD: jax.Array, hidden_BTD: jax.Array, mask_BT: jax.Array
 ) -> jax.Array:
-    """Smooth L1 between features and hidden states: the mean over a vector, summed over pairs."""
+    """Smooth L1 between features and hidden states: mean over D, summed over pairs."""
     wide = at_least_f32(features_BTD.dtype)
-    apart_BTD = optax.losses.huber_loss(features_BTD.astype(wide), hidden_BTD.astype(wide))
-    return jnp.sum(jnp.where(mask_BT, jnp.mean(apart_BTD, axis=-1), 0.0))
+    loss_BTD = optax.losses.huber_loss(features_BTD.astype(wide), hidden_BTD.astype(wide))
+    return jnp.sum(jnp.where(mask_BT, jnp.mean(loss_BTD, axis=-1), 0.0))
 
 
 def hidden_noise(key: jax.Array, hidden_BTD: jax.Array, alpha: float) -> jax.Array:
@@ -238,7 +234,7 @@ def hidden_states(backbone: Backbone, batch: Batch) -> jax.Array:
 
 
 def head_loss(
-    params: Params, backbone: Backbone, objective: HeadObjective, inputs: StepInputs
+    params: PyTree, backbone: Backbone, objective: HeadObjective, inputs: StepInputs
 ) -> tuple[jax.Array, Sums]:
     """Medusa-1 (Medusa 2.2.1, equation 1): L = sum_k lambda_k L_k.
 
@@ -251,8 +247,8 @@ def head_loss(
 
 
 def joint_loss(
-    params: Params,
-    backbone_of: Callable[[Params], Backbone],
+    params: PyTree,
+    backbone_of: Callable[[PyTree], Backbone],
     split: Split,
     objective: HeadObjective,
     inputs: StepInputs,
@@ -264,10 +260,10 @@ def joint_loss(
     `pair_counts(batch, (1, 2 ... K+1))`.
 
     Args:
-      backbone_of: the backbone of L_LM; that of `split` is as heads see it.
-      original: the backbone as it was, whose distribution L_LM then has as its target.
+      backbone_of: the backbone of L_LM; `split` returns the one for heads.
+      original: the backbone before training, if its distribution is the target of L_LM.
 
-    Returns: L, and the sums, each [1 + K]: the backbone's own first.
+    Returns: L, and the sums, each [1 + K], the backbone's first.
     """
     batch = inputs.batch
     hidden_BTE = backbone_of(params).forward(*rows(batch))

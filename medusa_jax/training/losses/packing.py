@@ -1,4 +1,4 @@
-"""Columns that count, moved to the front of every row, so that the rest is never walked."""
+"""Move the columns that count to the front of every row, so that the loss skips the rest."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ from jax import lax
 
 
 class Rows(NamedTuple):
-    """What the loss reads: column t of everything speaks about label t.
+    """Inputs of the loss; column t of every array belongs to label t.
 
     Attributes:
       features_K: [B, T, D] of each head.
-      labels_BT: tokens to guess.
-      mask_K: [B, T] of each head, True where its guess counts.
+      labels_BT: tokens to predict.
+      mask_K: [B, T] of each head, True where its prediction counts.
       teacher_BTD: features for `Teacher.logits_fn`, or None.
     """
 
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Rows with the columns that count moved to the front, so that the rest is never walked.
+    """Rows with the columns that count moved to the front.
 
     Example, chunks of 2 columns, "x" a column that counts, each label its column's number:
 
@@ -39,8 +39,8 @@ class Packed(NamedTuple):
 
     Attributes:
       rows: padded with zeros to a multiple of the chunk.
-      back_BT: where column t of the input stands now.
-      n_chunks: how many chunks hold columns that count in any row.
+      back_BT: the new column of input column t.
+      n_chunks: number of chunks with columns that count in any row.
     """
 
     rows: Rows

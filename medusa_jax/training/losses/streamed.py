@@ -1,36 +1,35 @@
-"""Cross-entropies of several heads, walked in chunks of target positions.
+"""Cross-entropies of several heads, computed in chunks of target positions.
 
-How the losses are computed without ever holding the logits of more than one chunk of one head.
+Only the logits of one chunk of one head exist at a time.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from medusa_jax.model.barrier import not_before, one_of_all
+from medusa_jax.model.barrier import completion_of, depend_on
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.sharding import path_string, spec_for, split_rows
+from medusa_jax.sharding import PyTree, path_string, spec_for, split_rows
 from medusa_jax.training.losses.packing import Rows, columns, pack
-from medusa_jax.training.losses.parts import Parts
+from medusa_jax.training.losses.row_split import RowSplit
 
-Params = Any
-LogitsFn = Callable[[Params, jax.Array], jax.Array]
+LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
 
 
 class Sums(NamedTuple):
-    """Sums over the pairs of a loss. Only `loss` has a gradient, the others are for the log.
+    """Sums over the pairs of a loss. Only `loss` has a gradient; the others are logged.
 
     Attributes:
-      loss: what is minimised: `nll`, or what `Teacher` makes of it.
+      loss: the minimised sum: `nll`, or its combination with the teacher's cross-entropy.
       nll: cross-entropy of the counted pairs in nats.
       top1, top5: counted pairs whose label is ranked first, among the first five.
-      scored: counted pairs whose label has a logit: all, but for a draft vocabulary.
-      entropy: the teacher's, in nats: its cross-entropy less this is KL(teacher || student).
+      scored: counted pairs whose label has a logit; all without a draft vocabulary.
+      entropy: the teacher's, in nats; cross-entropy minus entropy is KL(teacher || student).
     """
 
     loss: jax.Array
@@ -42,11 +41,11 @@ class Sums(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """A distribution to learn from, beside the labels.
+    """A distribution to learn from, in addition to the labels.
 
     Attributes:
-      logits_fn: (features) -> logits of the teacher, no gradient.
-      weight, label_weight: of its cross-entropy and of the labels'.
+      logits_fn: features -> logits of the teacher, without gradient.
+      weight, label_weight: weights of its cross-entropy and of the labels'.
     """
 
     logits_fn: Callable[[jax.Array], jax.Array]
@@ -63,7 +62,7 @@ class TeacherProbs(NamedTuple):
 
 def cross_entropy_sums(
     logits_fn: LogitsFn,
-    params: Params,
+    params: PyTree,
     features_BTD: jax.Array,
     labels_BT: jax.Array,
     mask_BT: jax.Array,
@@ -72,7 +71,7 @@ def cross_entropy_sums(
     teacher_BTD: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> Sums:
-    """`heads_cross_entropy` of one head of weight 1; its `loss` is what has the gradient."""
+    """`heads_cross_entropy` of one head of weight 1; `loss` has the gradient."""
     total, sums = heads_cross_entropy(
         [logits_fn], params, jnp.ones((1,)), [features_BTD], labels_BT, [mask_BT], chunk,
         teacher, teacher_BTD, mesh,
@@ -82,7 +81,7 @@ def cross_entropy_sums(
 
 def heads_cross_entropy(
     logits_fns: Sequence[LogitsFn],
-    params: Params,
+    params: PyTree,
     weight_K: jax.Array,
     features_K: Sequence[jax.Array],
     labels_BT: jax.Array,
@@ -96,53 +95,51 @@ def heads_cross_entropy(
 
     The logits of head k are `logits_fns[k](params, features)`; the other arrays as in `Rows`.
 
-    The gradient of a sum is known as soon as its chunk is, so the forward pass takes it right
-    there and keeps only d(features) and the running d(params): nothing is recomputed in the
-    backward pass, and one chunk of one head's logits [B, chunk, V], beside the teacher's, is
-    all that exists of them.
+    The forward pass takes the gradient of each chunk and keeps only d(features) and the running d(params).
+    So the backward pass recomputes nothing, and only one chunk of one head's logits [B, chunk, V] exists at a
+    time, in addition to the teacher's.
 
-    On a mesh every device walks over its own rows, and what they add up is summed once, at the
-    end; `Parts` says how.
+    On a mesh every device computes the sums of its rows; they are added once, at the end (`RowSplit`).
 
     Returns: the weighted loss, which alone has a gradient, and the sums of each head, each [K].
     """
     leaves, treedef = jax.tree.flatten(params)
     specs = [spec_for(path_string(p)) for p, _ in jax.tree.leaves_with_path(params)]
     heads = []
-    # Parameters that no head reads enter by closure and must not carry a tangent.
-    held = [lax.stop_gradient(leaf) for leaf in leaves]
+    # Parameters that no head reads are constants of the closure, without gradient.
+    constants = [lax.stop_gradient(leaf) for leaf in leaves]
     for logits_fn, features_BTD in zip(logits_fns, features_K, strict=True):
         used = _used_leaves(logits_fn, params, features_BTD[:, :1])
 
         def fn(
-            mine: list[jax.Array],
+            read_params: list[jax.Array],
             features: jax.Array,
             used: list[int] = used,
             logits_fn: LogitsFn = logits_fn,
         ) -> jax.Array:
-            full = list(held)
-            for i, leaf in zip(used, mine, strict=True):
+            full = list(constants)
+            for i, leaf in zip(used, read_params, strict=True):
                 full[i] = leaf
             return logits_fn(jax.tree.unflatten(treedef, full), features)
 
         heads.append((fn, used))
     read = sorted({i for _, used in heads for i in used})
-    walk = Walk(
+    plan = LossPlan(
         [Head(fn, [read.index(i) for i in used]) for fn, used in heads],
         chunk,
         teacher,
-        Parts.of(mesh, labels_BT.shape[0], [specs[i] for i in read]),
+        RowSplit.of(mesh, labels_BT.shape[0], [specs[i] for i in read]),
     )
-    # Whole vectors: what lies over the tensor axis would be gathered in every chunk.
+    # Vectors split over the tensor axis would be gathered in every chunk.
     features = tuple(split_rows(mesh, x) for x in features_K)
     if teacher_BTD is not None:
         teacher_BTD = split_rows(mesh, lax.stop_gradient(teacher_BTD))
     rows = Rows(features, labels_BT, tuple(mask_K), teacher_BTD)
-    return _streamed(walk, [leaves[i] for i in read], weight_K, rows)
+    return _streamed(plan, [leaves[i] for i in read], weight_K, rows)
 
 
-def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[int]:
-    """Which parameters the logits depend on; the others get no gradient accumulator."""
+def _used_leaves(fn: LogitsFn, params: PyTree, features: jax.Array) -> list[int]:
+    """Indices of the parameters that the logits depend on; others need no gradient."""
     jaxpr = jax.make_jaxpr(fn)(params, features).jaxpr
     read = {id(v) for v in jaxpr.outvars}
     for eqn in reversed(jaxpr.eqns):
@@ -155,7 +152,7 @@ def _used_leaves(fn: LogitsFn, params: Params, features: jax.Array) -> list[int]
 def _teacher_probs(
     teacher: Teacher | None, teacher_BTD: jax.Array | None
 ) -> TeacherProbs | None:
-    """The teacher's distribution, once for all heads."""
+    """The teacher's distribution, shared by all heads."""
     if teacher is None:
         return None
     assert teacher_BTD is not None
@@ -166,7 +163,7 @@ def _teacher_probs(
 
 def _chunk_sums(
     fn: LogitsFn,
-    params: Params,
+    params: PyTree,
     features_BTD: jax.Array,
     labels_BT: jax.Array,
     mask_BT: jax.Array,
@@ -177,7 +174,7 @@ def _chunk_sums(
     label_BT1 = jnp.take_along_axis(logits_BTV, labels_BT[..., None], axis=-1)
     log_sum_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     nll_BT = log_sum_BT - label_BT1[..., 0]
-    # The label's rank by counting: no sort, no top-k.
+    # The label's rank by counting is cheaper than a sort or top-k.
     rank_BT = jnp.sum(lax.stop_gradient(logits_BTV > label_BT1), axis=-1)
     nll = jnp.sum(jnp.where(mask_BT, nll_BT, 0.0))
     top1 = jnp.sum((mask_BT & (rank_BT == 0)).astype(jnp.float32))
@@ -204,28 +201,28 @@ def _no_sums(features_K: Sequence[jax.Array]) -> Sums:
 
 
 class Head(NamedTuple):
-    """A head as the walk sees it: its logits from the parameters that it reads.
+    """A head's logits as a function of the parameters that it reads.
 
     Attributes:
       logits_fn: (those parameters, features) -> logits.
-      reads: which of the walk's parameters they are.
+      reads: their indices in the parameters of the plan.
     """
 
     logits_fn: Callable[[list[jax.Array], jax.Array], jax.Array]
     reads: list[int]
 
 
-class Walk(NamedTuple):
-    """What of a walk over chunks is known when it is compiled."""
+class LossPlan(NamedTuple):
+    """The static arguments of the loss."""
 
     heads: list[Head]
     chunk: int
     teacher: Teacher | None
-    parts: Parts
+    rows: RowSplit
 
 
 class Gradients(NamedTuple):
-    """What the forward pass carries from chunk to chunk, and leaves for the backward pass."""
+    """Gradients and sums accumulated over chunks by the forward pass."""
 
     params: list[jax.Array]
     features_K: list[jax.Array]
@@ -234,84 +231,91 @@ class Gradients(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _streamed(
-    walk: Walk, params: list[jax.Array], weight_K: jax.Array, rows: Rows
+    plan: LossPlan, params: list[jax.Array], weight_K: jax.Array, rows: Rows
 ) -> tuple[jax.Array, Sums]:
-    packed, parts = pack(rows, walk.chunk), walk.parts
-    params = parts.gathered(params)
+    packed, split = pack(rows, plan.chunk), plan.rows
+    params = split.gathered(params)
 
-    def sums_of(params: list[jax.Array], now: Rows) -> Sums:
-        probs, found = _teacher_probs(walk.teacher, now.teacher_BTD), []
-        for k, head in enumerate(walk.heads):
-            mine, shared = [params[j] for j in head.reads], (now.labels_BT, now.mask_K[k])
-            features = now.features_K[k]
-            found.append(
-                _chunk_sums(head.logits_fn, mine, features, *shared, probs, walk.teacher)
+    def sums_of(params: list[jax.Array], block: Rows) -> Sums:
+        probs, sums_K = _teacher_probs(plan.teacher, block.teacher_BTD), []
+        for k, head in enumerate(plan.heads):
+            inputs = (block.features_K[k], block.labels_BT, block.mask_K[k])
+            read_params = [params[j] for j in head.reads]
+            sums_K.append(
+                _chunk_sums(head.logits_fn, read_params, *inputs, probs, plan.teacher)
             )
-        return _stacked(found)
+        return _stacked(sums_K)
 
     def body(i: jax.Array, sums: Sums) -> Sums:
-        now = parts.split(packed.rows.chunk(i, walk.chunk))
-        return jax.tree.map(jnp.add, sums, parts.each(sums_of)(params, now))
+        block = split.split(packed.rows.chunk(i, plan.chunk))
+        return jax.tree.map(jnp.add, sums, split.each(sums_of)(params, block))
 
-    start = parts.zeros(_no_sums(rows.features_K))
-    sums = parts.total(lax.fori_loop(0, packed.n_chunks, body, start))
+    start = split.zeros(_no_sums(rows.features_K))
+    sums = split.total(lax.fori_loop(0, packed.n_chunks, body, start))
     return jnp.sum(weight_K * sums.loss), sums
 
 
 def _streamed_fwd(
-    walk: Walk, params: list[jax.Array], weight_K: jax.Array, rows: Rows
+    plan: LossPlan, params: list[jax.Array], weight_K: jax.Array, rows: Rows
 ) -> tuple[tuple[jax.Array, Sums], tuple[list[jax.Array], tuple[jax.Array, ...]]]:
-    chunk, parts = walk.chunk, walk.parts
+    chunk, split = plan.chunk, plan.rows
     packed = pack(rows, chunk)
-    whole = parts.gathered(params)
+    whole = split.gathered(params)
 
-    def added(whole: list[jax.Array], now: Rows, d_params: Any, sums: Sums) -> Gradients:
-        """The gradients of one chunk, and one part of its rows, beside what there was."""
-        probs, found, d_features = _teacher_probs(walk.teacher, now.teacher_BTD), [], []
-        # One head's logits at a time: left alone, XLA holds those of all heads.
+    def added(
+        whole: list[jax.Array], block: Rows, d_params: list[jax.Array], sums: Sums
+    ) -> Gradients:
+        """Add the gradients and sums of one chunk and one shard of its rows."""
+        probs, sums_K, d_features = _teacher_probs(plan.teacher, block.teacher_BTD), [], []
+        # Serialise the heads: otherwise XLA holds the logits of all at once.
         done: jax.Array | None = None
-        for k, head in enumerate(walk.heads):
+        for k, head in enumerate(plan.heads):
 
             def weighted(
-                mine: list[jax.Array], features: jax.Array, k: int = k, head: Head = head
+                read_params: list[jax.Array],
+                features: jax.Array,
+                k: int = k,
+                head: Head = head,
             ) -> tuple[jax.Array, Sums]:
-                shared = (now.labels_BT, now.mask_K[k], probs, walk.teacher)
-                sums = _chunk_sums(head.logits_fn, mine, features, *shared)
+                shared = (block.labels_BT, block.mask_K[k], probs, plan.teacher)
+                sums = _chunk_sums(head.logits_fn, read_params, features, *shared)
                 return weight_K[k] * sums.loss, sums
 
             gradient = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)
-            mine, features = [whole[j] for j in head.reads], now.features_K[k]
+            read_params, features = [whole[j] for j in head.reads], block.features_K[k]
             if done is not None:
-                features = not_before(features, done)
-            (_, of_k), (dp, df) = gradient(mine, features)
-            done = one_of_all(dp, df, of_k)
+                features = depend_on(features, done)
+            (_, sums_k), (dp, df) = gradient(read_params, features)
+            done = completion_of(dp, df, sums_k)
             for j, g in zip(head.reads, dp):
                 d_params[j] += g
             d_features.append(df)
-            found.append(of_k)
-        return Gradients(d_params, d_features, jax.tree.map(jnp.add, sums, _stacked(found)))
+            sums_K.append(sums_k)
+        return Gradients(
+            d_params, d_features, jax.tree.map(jnp.add, sums, _stacked(sums_K))
+        )
 
     def body(i: jax.Array, carry: Gradients) -> Gradients:
-        now = parts.split(packed.rows.chunk(i, chunk))
-        new = parts.each(added)(whole, now, list(carry.params), carry.sums)
+        block = split.split(packed.rows.chunk(i, chunk))
+        new = split.each(added)(whole, block, list(carry.params), carry.sums)
         d_features = [
-            lax.dynamic_update_slice_in_dim(d, of_chunk, i * chunk, axis=1)
-            for d, of_chunk in zip(carry.features_K, parts.joined(new.features_K))
+            lax.dynamic_update_slice_in_dim(d, d_chunk, i * chunk, axis=1)
+            for d, d_chunk in zip(carry.features_K, split.joined(new.features_K))
         ]
         return new._replace(features_K=d_features)
 
     d_features = jax.tree.map(jnp.zeros_like, list(packed.rows.features_K))
-    sums = parts.zeros(_no_sums(rows.features_K))
-    start = Gradients(parts.gradients(params), d_features, sums)
+    sums = split.zeros(_no_sums(rows.features_K))
+    start = Gradients(split.gradients(params), d_features, sums)
     end = lax.fori_loop(0, packed.n_chunks, body, start)
-    d_params, sums = parts.total((end.params, end.sums))
-    # Columns that were not walked have no gradient: theirs is still the zero it began with.
+    d_params, sums = split.total((end.params, end.sums))
+    # The gradient of columns beyond the last chunk is the initial zero.
     back = tuple(columns(d, packed.back_BT) for d in end.features_K)
     return (jnp.sum(weight_K * sums.loss), sums), (d_params, back)
 
 
 def _streamed_bwd(
-    walk: Walk,
+    plan: LossPlan,
     residuals: tuple[list[jax.Array], tuple[jax.Array, ...]],
     cotangents: tuple[jax.Array, Sums],
 ) -> tuple[list[jax.Array], None, Rows]:

@@ -1,4 +1,4 @@
-"""Which pairs of a position and a later token count, and what a pass reads of a batch."""
+"""Which pairs of a position and a later token count towards the loss."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ Batch = dict[str, jax.Array]
 
 
 def rows(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens, positions and segments: what a teacher-forced pass reads."""
+    """Tokens, positions and segments: the inputs of a teacher-forced pass."""
     return batch["tokens"], batch["positions"], batch["segment_ids"]
 
 
 def delay(x_BT: jax.Array, by: int) -> jax.Array:
-    """What stood `by` positions before, 0 ahead of the row: [a b c d], 1 -> [0 a b c]."""
+    """Shift right by `by` positions, filled with 0: [a b c d], 1 -> [0 a b c]."""
     T = x_BT.shape[1]
     return jnp.pad(x_BT, ((0, 0), (by, 0)) + ((0, 0),) * (x_BT.ndim - 2))[:, :T]
 
@@ -22,7 +22,7 @@ def delay(x_BT: jax.Array, by: int) -> jax.Array:
 def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> jax.Array:
     """Which positions t have a target at t + ahead: [B, T] bool.
 
-    Tokens t+1 ... t+ahead must all be counted and lie in the segment of t (0 is padding).
+    Tokens t+1 ... t+ahead must all be counted and in the segment of t (0 is padding).
 
     Example, ahead = 2 (the first Medusa head), "u" a user token, A B C . an answer:
 
@@ -40,8 +40,8 @@ def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> j
 def pair_counts(batch: Batch, offsets: tuple[int, ...]) -> jax.Array:
     """Number of counted pairs per distance, float32 [len(offsets)].
 
-    Over a batch with leading microbatch axes this is the count that every microbatch divides
-    by, so that accumulation weighs all pairs alike.
+    `batch` may have leading microbatch axes: every microbatch divides by the count of the whole batch, so
+    that accumulation weights all pairs equally.
     """
     T = batch["tokens"].shape[-1]
     counted = batch["counted"].reshape(-1, T)

@@ -1,10 +1,10 @@
-"""AdamW whose two moments take a byte each (Dettmers et al. 2022, "8-bit optimizers").
+"""AdamW with one byte per moment (Dettmers et al. 2022, "8-bit optimizers").
 
-How a moment becomes bytes is in `dynamic_levels.py`. Moments become float32 for the update of
-their own leaf only.
+Moments are quantised by `dynamic_levels.py`, and are float32 only during the update of their leaf.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from medusa_jax.training.optim.dynamic_levels import nothing, pack, unpack
+from medusa_jax.sharding import PyTree
+from medusa_jax.training.optim.dynamic_levels import pack, packed_zeros, unpack
 
-# Leaves up to this size are updated together with those of the same shape, larger ones in parts.
+# Leaves up to this size are updated together with those of the same shape, larger ones in pieces.
 PART = 1 << 22
 
 
@@ -23,20 +24,20 @@ class Adam8bitState(NamedTuple):
     """Steps made; codes shaped like the parameters (float32 where small); scales of blocks."""
 
     steps: jax.Array
-    mu: Any
-    nu: Any
-    mu_scale: Any
-    nu_scale: Any
+    mu: PyTree
+    nu: PyTree
+    mu_scale: PyTree
+    nu_scale: PyTree
 
 
-def stacked(f: Any, *columns: list[Any]) -> list[Any]:
-    """[f(*row) for row in zip(*columns)], small arrays of one shape in one call.
+def stacked(f: Callable[..., PyTree], *columns: list[PyTree]) -> list[PyTree]:
+    """[f(*row) for row in zip(*columns)], with small arrays of one shape in one call.
 
-    f works entry by entry (or on blocks of the last axis); its arguments are trees of arrays.
-    Hundreds of adapters are then a few programs, not hundreds, for the compiler.
+    f is elementwise (or works on blocks of the last axis); its arguments are trees of arrays. The compiler
+    then sees a few calls instead of hundreds for hundreds of adapters.
     """
     rows = list(zip(*columns, strict=True))
-    groups: dict[Any, list[int]] = {}
+    groups: dict[str | int, list[int]] = {}
     for i, row in enumerate(rows):
         key = str(jax.tree.map(jnp.shape, row)) if row[0].size <= PART else i
         groups.setdefault(key, []).append(i)
@@ -46,16 +47,16 @@ def stacked(f: Any, *columns: list[Any]) -> list[Any]:
             out[members[0]] = f(*rows[members[0]])
             continue
         results = f(*jax.tree.map(lambda *x: jnp.stack(x), *(rows[i] for i in members)))
-        for place, i in enumerate(members):
-            out[i] = jax.tree.map(lambda x, place=place: x[place], results)
+        for j, i in enumerate(members):
+            out[i] = jax.tree.map(lambda x, j=j: x[j], results)
     return out
 
 
-def in_parts(f: Any, *row: Any) -> Any:
-    """f(*row), large arrays one part of their rows after the other: [R, ...] -> [R, ...].
+def in_pieces(f: Callable[..., PyTree], *row: PyTree) -> PyTree:
+    """f(*row), for large arrays one piece of the rows at a time: [R, ...] -> [R, ...].
 
-    Moments then never lie there in float32 as a whole. Part i takes every P-th row from the
-    i-th on, so that each part is spread over devices as the whole is.
+    So a whole moment never exists in float32. Piece i takes every P-th row from row i on, so that each piece is
+    split over devices like the array.
     """
     shape = jax.tree.leaves(row)[0].shape
     P = 1
@@ -72,18 +73,18 @@ def in_parts(f: Any, *row: Any) -> Any:
 
     rows = jax.tree.map(split, row)
 
-    def part(i: Any) -> Any:
+    def piece(i: jax.Array | int) -> PyTree:
         return f(*jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 1, False), rows))
 
-    def body(i: Any, out: Any) -> Any:
-        # Written in place: stacked results would have to be transposed, another whole copy.
+    def body(i: jax.Array, out: PyTree) -> PyTree:
+        # Written in place: stacked results would need a transpose, a whole copy.
         return jax.tree.map(
-            lambda whole, x: lax.dynamic_update_index_in_dim(whole, x, i, 1), out, part(i)
+            lambda whole, x: lax.dynamic_update_index_in_dim(whole, x, i, 1), out, piece(i)
         )
 
     empty = jax.tree.map(
         lambda x: jnp.zeros((x.shape[0], P, *x.shape[1:]), x.dtype),
-        jax.eval_shape(part, 0),
+        jax.eval_shape(piece, 0),
     )
     return jax.tree.map(join, lax.fori_loop(0, P, body, empty))
 
@@ -91,25 +92,34 @@ def in_parts(f: Any, *row: Any) -> Any:
 def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     """`optax.scale_by_adam` with moments that are packed between steps."""
 
-    def init(params: Any) -> Adam8bitState:
-        def zeros(signed: bool) -> tuple[Any, Any]:
-            treedef: Any
+    def init(params: PyTree) -> Adam8bitState:
+        def zeros(signed: bool) -> tuple[PyTree, PyTree]:
+            treedef: Any  # mypy does not know PyTreeDef's methods
             leaves, treedef = jax.tree.flatten(params)
-            made = [nothing(x.shape, signed) for x in leaves]
-            return tuple(treedef.unflatten([m[i] for m in made]) for i in (0, 1))
+            packed = [packed_zeros(x.shape, signed) for x in leaves]
+            codes, scales = zip(*packed)
+            return treedef.unflatten(codes), treedef.unflatten(scales)
 
         (mu, mu_scale), (nu, nu_scale) = zeros(signed=True), zeros(signed=False)
         return Adam8bitState(jnp.zeros((), jnp.int32), mu, nu, mu_scale, nu_scale)
 
-    def update(grads: Any, state: Adam8bitState, params: Any = None) -> Any:
+    def update(
+        grads: PyTree, state: Adam8bitState, params: PyTree = None
+    ) -> tuple[PyTree, Adam8bitState]:
         count = state.steps + 1
         bias1 = 1 - b1 ** count.astype(jnp.float32)
         bias2 = 1 - b2 ** count.astype(jnp.float32)
         treedef: Any
         leaves, treedef = jax.tree.flatten(grads)
-        stored = [treedef.flatten_up_to(part) for part in state[1:]]
+        stored = [treedef.flatten_up_to(tree) for tree in state[1:]]
 
-        def one(g: jax.Array, m: Any, v: Any, m_scale: Any, v_scale: Any) -> Any:
+        def update_leaf(
+            g: jax.Array,
+            m: jax.Array,
+            v: jax.Array,
+            m_scale: dict[str, jax.Array],
+            v_scale: dict[str, jax.Array],
+        ) -> tuple[PyTree, ...]:
             packed = bool(m_scale)
             if packed:
                 m, v = unpack(m, m_scale, signed=True), unpack(v, v_scale, signed=False)
@@ -121,8 +131,8 @@ def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransfo
                 (m, m_scale), (v, v_scale) = pack(m, signed=True), pack(v, signed=False)
             return step, m, v, m_scale, v_scale
 
-        done = stacked(partial(in_parts, one), leaves, *stored)
-        steps, *rest = (treedef.unflatten([row[i] for row in done]) for i in range(5))
+        results = stacked(partial(in_pieces, update_leaf), leaves, *stored)
+        steps, *rest = (treedef.unflatten([row[i] for row in results]) for i in range(5))
         return steps, Adam8bitState(count, *rest)
 
     return optax.GradientTransformation(init, update)
@@ -134,9 +144,9 @@ def adamw8bit(
     b2: float,
     eps: float,
     weight_decay: float,
-    mask: Any,
+    mask: Callable[[PyTree], PyTree],
 ) -> optax.GradientTransformation:
-    """AdamW as `optax.adamw`, at a quarter of its state's memory."""
+    """`optax.adamw` with a quarter of its state's memory."""
     return optax.chain(
         scale_by_adam8bit(b1, b2, eps),
         optax.add_decayed_weights(weight_decay, mask),

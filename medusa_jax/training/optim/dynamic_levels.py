@@ -1,29 +1,28 @@
-"""Arrays as bytes: dynamic tree quantisation (Dettmers et al. 2022, "8-bit optimizers", 2.1).
+"""Dynamic tree quantisation to bytes (Dettmers et al. 2022, "8-bit optimizers", 2.1).
 
-An array is cut into blocks along its last axis; a block keeps its largest magnitude in float32
-and every element as one of 256 levels relative to that. The levels are spaced like floating
-point: seven decades of magnitudes, the finer steps where the values are large.
+An array is divided into blocks along its last axis. A block keeps its largest magnitude in float32 and every
+element as one of 256 levels relative to it. The levels are spaced like floating point: seven decades of
+magnitudes, with finer steps for large values.
 
     decade d of seven        10^(d-7) to 10^(d-6), the last is 0.1 to 1
-    cut into P equal parts   P = 2^d with a sign, 2^(d+1) without
-    a level                  the middle of a part; 0 and 1 are levels too
+    P equal intervals each   P = 2^d with a sign, 2^(d+1) without
+    levels                   the middles of the intervals, 0 and 1
 
 Positive levels have ranks 0, 1, 2, ... from the smallest. As P doubles from decade to decade,
-rank + 1 (rank + 2 without a sign) is P + part in binary: its leading bit tells the decade, so
-codes and values turn into each other by arithmetic that XLA fuses into what reads them. Tables
-would be gathers, each of which writes an array of float32 of the parameters' size.
+rank + 1 (rank + 2 without a sign) is P + interval in binary, and its leading bit gives the decade. So codes are
+converted by arithmetic that XLA fuses into its readers. Look-up tables would be gathers, each of which writes
+a float32 array of the parameters' size.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 DECADES = 7
-# Elements per block, at most. Leaves smaller than SMALL, or with a last axis that no block of
-# at least 16 divides, keep float32 moments.
+# Elements per block, at most. Leaves smaller than SMALL, or whose last axis has no block size of at least 16,
+# keep float32 moments.
 BLOCK = 256
 SMALL = 4096
 
@@ -45,14 +44,14 @@ def magnitude(rank: jax.Array, signed: bool) -> jax.Array:
     first = 1 if signed else 2
     number = lax.max(rank, 0) + first
     bit = 31 - lax.clz(number)
-    place = (number.astype(jnp.float32) + 0.5) * jnp.exp2(-bit.astype(jnp.float32)) - 1
-    level = (0.1 + 0.9 * place) * decade_end(bit - (first - 1))
+    fraction = (number.astype(jnp.float32) + 0.5) * jnp.exp2(-bit.astype(jnp.float32)) - 1
+    level = (0.1 + 0.9 * fraction) * decade_end(bit - (first - 1))
     level = lax.select(rank == last_rank(signed), jnp.ones_like(level), level)
     return lax.select(rank < 0, jnp.zeros_like(level), level)
 
 
 def decade_end(decade: jax.Array) -> jax.Array:
-    """10^(decade - 6) for decades 0 to 6, by the bits of the decade."""
+    """10^(decade - 6) for decades 0 to 6."""
     end = jnp.full(decade.shape, 1e-6)
     for bit, factor in ((1, 10.0), (2, 100.0), (4, 10000.0)):
         end = jnp.where((decade & bit) > 0, end * factor, end)
@@ -70,11 +69,10 @@ def nearest_rank(x: jax.Array, signed: bool) -> jax.Array:
     decade = jnp.zeros(x.shape, jnp.int32)
     for d in range(1, DECADES):
         decade += x >= 10.0 ** (d - DECADES)
-    parts = jnp.exp2((decade + (first - 1)).astype(jnp.float32))
-    part = jnp.floor((x / decade_end(decade) - 0.1) * (parts / 0.9))
-    rank = (parts + lax.clamp(0.0, part, parts - 1)).astype(jnp.int32) - first
-    # Levels lie in the middle of their parts, so only a neighbour can be nearer, across the
-    # end of a decade.
+    intervals = jnp.exp2((decade + (first - 1)).astype(jnp.float32))
+    interval = jnp.floor((x / decade_end(decade) - 0.1) * (intervals / 0.9))
+    rank = (intervals + lax.clamp(0.0, interval, intervals - 1)).astype(jnp.int32) - first
+    # Only a neighbour across the end of a decade can be nearer than the middle of the interval.
     level = magnitude(rank, signed)
     other = rank + jnp.sign(x - level).astype(jnp.int32)
     nearer = jnp.abs(magnitude(other, signed) - x) < jnp.abs(level - x)
@@ -84,8 +82,8 @@ def nearest_rank(x: jax.Array, signed: bool) -> jax.Array:
 def pack(x: jax.Array, signed: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
     """float32 -> (codes uint8 of the same shape, {"scale": a value per block}).
 
-    Codes are in the order of their levels: with a sign 0 to 126 are negative, 127 is 0, 255 is 1
-    (-1 is no level); without one 0 is 0.
+    Codes are in the order of levels: with a sign 0 to 126 are negative, 127 is 0, 255 is 1 (-1 is not a level);
+    without a sign code 0 is 0.
     """
     blocks = x.reshape(*x.shape[:-1], -1, block_of(x.shape))
     scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
@@ -94,13 +92,13 @@ def pack(x: jax.Array, signed: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
     if signed:
         codes = jnp.where(unit < 0, 126 - jnp.minimum(rank, 126), 128 + rank)
     else:
-        # A second moment that rounded to 0 would divide its first by eps alone.
+        # Never round a second moment to 0: its first moment would be divided by eps.
         codes = 1 + jnp.where(unit > 0, jnp.maximum(rank, 0), rank)
     return codes.astype(jnp.uint8).reshape(x.shape), {"scale": scale[..., 0]}
 
 
 def unpack(codes: jax.Array, scale: dict[str, jax.Array], signed: bool) -> jax.Array:
-    """The float32 values that `pack` stands for."""
+    """The inverse of `pack`, up to rounding: float32."""
     number = codes.astype(jnp.int32)
     if signed:
         rank = jnp.where(number < 127, 126 - number, number - 128)
@@ -112,8 +110,10 @@ def unpack(codes: jax.Array, scale: dict[str, jax.Array], signed: bool) -> jax.A
     return blocks.reshape(codes.shape)
 
 
-def nothing(shape: tuple[int, ...], signed: bool) -> tuple[jax.Array, Any]:
-    """What `pack` gives for zeros, without its arithmetic, which XLA would do at compile time."""
+def packed_zeros(
+    shape: tuple[int, ...], signed: bool
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`pack` of zeros, as constants: XLA would evaluate `pack` at compile time."""
     block = block_of(shape)
     if not block:
         return jnp.zeros(shape), {}

@@ -1,39 +1,40 @@
-"""Optimizers by group of variables, their schedules, Muon's matrices, weight decay."""
+"""Optimizers per group of variables, and schedules."""
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
 from medusa_jax.config import OptimConfig
 from medusa_jax.errors import UserError
-from medusa_jax.sharding import path_string
+from medusa_jax.sharding import PyTree, path_string
 from medusa_jax.training.optim.adamw8bit import adamw8bit
 from medusa_jax.training.partition import Trains
 
-# Muon orthogonalises the update of hidden matrices; embeddings and LM heads are look-up
-# tables over the vocabulary and stay with AdamW, as do vectors.
+# Muon orthogonalises the updates of hidden matrices; embeddings, LM heads and vectors use AdamW.
 MUON_KERNELS = re.compile(r"layers_\d+/(.*/)?kernel$")
 # Share of a "wsd" run (warm-up, stable, decay) spent in the linear decay at its end.
 WSD_DECAY = 0.2
 
 
-def muon_matrices(params: Any) -> Any:
-    """A tree that marks the matrices Muon updates (kernels are [in, out]); None elsewhere."""
+def muon_matrices(params: PyTree) -> PyTree:
+    """A tree that marks the matrices that Muon updates (kernels [in, out]); None elsewhere."""
     spec = optax.contrib.MuonDimensionNumbers(reduction_axis=0, output_axis=1)
 
-    def mark(key_path: Any, leaf: Any) -> Any:
+    def mark(
+        key_path: KeyPath, leaf: jax.Array
+    ) -> optax.contrib.MuonDimensionNumbers | None:
         hidden = leaf.ndim == 2 and MUON_KERNELS.search(path_string(key_path))
         return spec if hidden else None
 
     return jax.tree_util.tree_map_with_path(mark, params)
 
 
-def matrices(params: Any) -> Any:
-    """True where weight decay applies: everything but vectors (norm scales, biases)."""
+def matrices(params: PyTree) -> PyTree:
+    """True where weight decay applies: all leaves except vectors (norm scales, biases)."""
     return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
 
 
@@ -41,7 +42,7 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
     """Learning rate by number of updates made.
 
     "cosine": linear warm-up, then half a cosine down to `final_lr_ratio` of the peak.
-    "wsd": warm-up, constant, the last fifth linear. "constant": warm-up, constant.
+    "wsd": warm-up, constant, linear decay in the last fifth. "constant": warm-up, constant.
     """
     warmup = min(cfg.warmup_steps, max(steps - 1, 0))
     end = cfg.lr * cfg.final_lr_ratio
@@ -63,9 +64,9 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
 def make_optimizer(
     cfg: OptimConfig, groups: dict[str, Trains], steps: int
 ) -> optax.GradientTransformation:
-    """Clipping by the norm of all gradients together, then each group's own rule and rate.
+    """Clip by the global gradient norm, then apply each group's optimizer and rate.
 
-    It takes trees {group: parameters}.
+    Trees are {group: parameters}.
     """
     schedule = make_schedule(cfg, steps)
 
@@ -85,12 +86,14 @@ def make_optimizer(
 def by_group(
     rules: dict[str, optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-    """A rule per top-level key; the state has the same keys."""
+    """An optimizer per top-level key; the state has the same keys."""
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> PyTree:
         return {group: rule.init(params[group]) for group, rule in rules.items()}
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def update(
+        grads: PyTree, state: PyTree, params: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
         out = {
             group: rule.update(grads[group], state[group], params[group])
             for group, rule in rules.items()
@@ -133,8 +136,8 @@ def make_rule(
 def heads_weight(kind: str, peak: float, steps: int) -> Callable[[jax.Array], jax.Array]:
     """lambda_0 (Medusa 2.2.2) by number of steps made: the weight of the heads' loss.
 
-    "constant", or "sine": peak * sin(pi/2 * step / steps), so that the large early loss of
-    fresh heads does not pull at the backbone.
+    "constant", or "sine": peak * sin(pi/2 * step / steps), so that the large initial loss of
+    fresh heads hardly changes the backbone.
     """
 
     def weight(step: jax.Array) -> jax.Array:
@@ -145,6 +148,6 @@ def heads_weight(kind: str, peak: float, steps: int) -> Callable[[jax.Array], ja
     return weight
 
 
-def keep_if(ok: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where the scalar `ok` holds, else `old`, for whole trees."""
+def keep_if(ok: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """The tree `new` if the scalar `ok` is true, else `old`."""
     return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
