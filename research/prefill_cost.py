@@ -107,7 +107,7 @@ def _size(tree: Any) -> int:
 
 def memory_table(found: dict[str, Any]) -> str:
     """The rows as a Markdown table, in GiB."""
-    header = ("tokens", "cache slots", "weights", "caches", "temporaries", "together")
+    header = ("tokens", "cache slots", "weights", "caches", "temporaries", "total")
     cells = []
     for r in found["rows"]:
         sizes = (r[name] / 2**30 for name in ("weights", "caches", "temporaries", "total"))

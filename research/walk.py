@@ -100,7 +100,7 @@ def describe(model: Any, prompt: str, n: int) -> str:
     return f"""# One decode step
 
 Step {n} after the prompt `{prompt}`, greedy, {model.drafter.heads.drafter} heads, {M} nodes, {model.dtype}.
-The text so far, {length} positions in the cache and the root after them:
+The text, with {length} positions in the cache and then the root:
 
 ```
 {text}
@@ -126,13 +126,13 @@ The *target token* of a node is the token that plain decoding would emit after i
 
 ## Accept
 
-The longest path on which every draft is its parent's target token has the nodes {path}, that is {accepted}
+The longest path on which every draft is its parent's target token is {path}: {accepted}
 {"draft" if accepted == 1 else "drafts"}. The target token of its last node is the bonus token, {show(found["root"][1])}.
 
 ## Commit
 
-The accepted rows move to the front of the range, the length grows from {length} to {after}, the bonus
-token is the next root.
+The accepted rows move to the front of the range, the length grows from {length} to {after}, and the
+bonus token is the next root.
 
 {rows}
 
