@@ -5,7 +5,6 @@ next (their argument `convert`), so a device never holds more than the converted
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,7 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.model.llama import Llama, decoding_config, prepare
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.native import library
-from medusa_jax.sharding import param_shardings
-
-Params = dict[str, Any]
+from medusa_jax.sharding import Params, param_shardings
 
 _in_form = jax.jit(store, static_argnums=1)
 

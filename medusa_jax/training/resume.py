@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import zlib
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.training.data.rows import Rows
 from medusa_jax.training.setup import Setup
+from medusa_jax.whole_files import Json
 
 FILE = "config.json"
 # Groups and fields that a resumed run must not change: the trained variables, the optimizer, the rows and their
@@ -69,7 +69,7 @@ def changes(cfg: Config) -> dict[str, str]:
     return found
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: object, prefix: str = "") -> Json:
     """{"optim": {"lr": 1}} -> {"optim.lr": 1}."""
     if not isinstance(value, dict):
         return {prefix: value}
@@ -82,7 +82,7 @@ def within(name: str, fields: tuple[str, ...]) -> bool:
     return any(name == field or name.startswith(field + ".") for field in fields)
 
 
-def contents(cfg: Config, rows: Rows, setup: Setup) -> dict[str, Any]:
+def contents(cfg: Config, rows: Rows, setup: Setup) -> Json:
     """Description of the text and frozen weights, stored in checkpoints."""
     ids = setup.frozen.get(vocabulary.GROUP, {}).get("ids")
     return {
@@ -94,7 +94,7 @@ def contents(cfg: Config, rows: Rows, setup: Setup) -> dict[str, Any]:
     }
 
 
-def check(saved: dict[str, Any], now: dict[str, Any], workdir: str) -> None:
+def check(saved: Json, now: Json, workdir: str) -> None:
     """Refuse to resume with a different text, backbone or draft vocabulary.
 
     Raises:

@@ -23,7 +23,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -243,7 +243,7 @@ def exclusive(directory: str) -> Iterator[None]:
         lock.release()
 
 
-def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[Any]:
+def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[object]:
     """Everything that the hidden states depend on; the text by its content."""
     text = hashlib.sha256()
     for array in (rows.tokens, rows.starts):
