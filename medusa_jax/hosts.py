@@ -119,7 +119,7 @@ def locked(directory: str | Path) -> Iterator[None]:
         lock.acquire(blocking=False)
     except filelock.Timeout:
         raise UserError(
-            f"{directory} is in use by another process: wait for its end or name another directory"
+            f"{directory} is in use by another process: wait until it ends or use another directory"
         ) from None
     except NotImplementedError:
         inform(f"note: {directory} has no file locks: start no second program on it")
@@ -207,7 +207,7 @@ def wait(x: PyTree) -> None:
 def _lost_message(reason: str) -> str:
     return (
         f"another process of this run is lost ({reason}); start all processes again with the "
-        "same command: they go on from what was saved last"
+        "same command: they resume from what was saved last"
     )
 
 

@@ -66,8 +66,8 @@ def check_settings(out: Path, settings: Json) -> None:
             old, new = before.get(name), settings.get(name)
             if old != new:
                 raise UserError(
-                    f"{out} was begun with {name} {old!r}, now it is {new!r}: go on with the "
-                    "old value or use another --out"
+                    f"{out} was started with {name} {old!r}, now it is {new!r}: use the old value "
+                    "or another --out"
                 )
         return
     if any((out / name).exists() for name in ("messages.jsonl", "samples.jsonl")):

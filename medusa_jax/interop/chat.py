@@ -328,7 +328,7 @@ def _spans_by_prefix(
         if not (after.startswith(before) and full.startswith(after)):
             raise SampleError(
                 "the chat template has no generation marks and rewrites earlier turns, so the "
-                "assistant's part cannot be told; name a shipped template"
+                "assistant's part cannot be identified; name a shipped template"
             )
         spans.append((len(before), len(after)))
     return spans

@@ -42,8 +42,8 @@ def resolve(
         )
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         raise UserError(
-            f"{path_or_id!r} is no directory, nor a hub id of the form owner/name, a .gguf "
-            f"file or a name ({', '.join(NAMES)}){did_you_mean(path_or_id, NAMES)}"
+            f"{path_or_id!r} is not a directory, hub id (owner/name), .gguf file or "
+            f"name ({', '.join(NAMES)}){did_you_mean(path_or_id, NAMES)}"
         )
     if files is not None:
         return _snapshot(repo, revision, files)

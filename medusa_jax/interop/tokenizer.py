@@ -86,7 +86,7 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=False)
         except TypeError as error:  # raised for lone surrogates
             raise UserError(
-                "a text holds half of a surrogate pair, which stands for no character"
+                "a text has an unpaired surrogate, which is not a valid character"
             ) from error
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

@@ -50,7 +50,7 @@ def changes(cfg: Config) -> dict[str, str]:
     except (OSError, ValueError) as error:
         if hosts.first():
             inform(
-                f"{FILE} of the run cannot be read, so nothing is compared with it: {error}"
+                f"{FILE} of the run cannot be read, so changes of the configuration are not checked: {error}"
             )
         return {}
     now = flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
@@ -63,7 +63,7 @@ def changes(cfg: Config) -> dict[str, str]:
     fixed = [f"{name}: {found[name]}" for name in found if within(name, FIXED)]
     if fixed:
         raise UserError(
-            f"the run in {cfg.workdir} was begun with another configuration "
+            f"the run in {cfg.workdir} was started with another configuration "
             f"({', '.join(fixed)}): set it back, or use another --workdir"
         )
     return found
@@ -100,7 +100,7 @@ def check(saved: Json, now: Json, workdir: str) -> None:
     Raises:
       UserError: names the difference.
     """
-    names = {"text": "text", "backbone": "a backbone", "draft_vocab": "a draft vocabulary"}
+    names = {"text": "text", "backbone": "backbone", "draft_vocab": "draft vocabulary"}
     if (saved["rows"], saved["batch_size"]) != (now["rows"], now["batch_size"]):
         raise UserError(
             f"the checkpoint in {workdir} was made with {saved['rows']} rows in batches of "
@@ -110,6 +110,6 @@ def check(saved: Json, now: Json, workdir: str) -> None:
     for name, word in names.items():
         if name in saved and saved[name] != now[name]:  # earlier versions saved fewer
             raise UserError(
-                f"the checkpoint in {workdir} was made with {word} of other content; use the "
-                "former, or another --workdir"
+                f"the checkpoint in {workdir} was made with another {word}: restore that, or use "
+                "another --workdir"
             )

@@ -150,8 +150,8 @@ def _train(cfg: Config) -> Json:
         if meta["step"] > steps:
             raise UserError(
                 f"the checkpoint in {cfg.workdir} is at step {meta['step']}, beyond the "
-                f"{steps} of this run: set train.steps to {meta['step']} to export it as it is, "
-                "or higher to go on"
+                f"{steps} of this run: set train.steps to {meta['step']} to export it "
+                "unchanged, or higher to continue"
             )
         counters = (np.int32(meta["step"]), np.int32(meta["updates"]))
         step, updates = jax.device_put(counters, replicated(mesh))
@@ -236,7 +236,7 @@ class Run:
                     number = self.stop or signal.SIGTERM  # JAX does not say which
                     inform(
                         f"stopped by {STOPS[number]} after step {n}; a checkpoint is saved, the "
-                        "same command goes on from there"
+                        "same command resumes from there"
                     )
                     return last | {"stopped": number}
             export.result(

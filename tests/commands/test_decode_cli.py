@@ -509,7 +509,7 @@ def test_flags_that_are_unknown(decode, capsys, flags):
         ('{"prompt_ids": ["a"]}', "line 2: 'prompt_ids' must be a list of token ids"),
         ('{"prompt_ids": [99999]}', "a prompt id is outside the vocabulary"),
         ('{"prompt": null}', "line 2"),
-        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        ('{"prompt": "\\ud800"}', "unpaired surrogate"),
         ('{"messages": "hello"}', "messages"),
         ('{"prompt": "a", "temperature": "hot"}', "line 2"),
         ('{"prompt": "a", "temperature": -1}', "line 2: temperature"),

@@ -136,7 +136,7 @@ class RunLog:
         except OSError as error:
             raise UserError(
                 f"the log in {self.workdir} could not be written: {error.strerror}; the same "
-                "command goes on from the last checkpoint"
+                "command resumes from the last checkpoint"
             ) from error
 
     def close(self) -> None:
