@@ -9,10 +9,10 @@ import platform
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from medusa_jax.errors import UserError
 
@@ -32,7 +32,9 @@ def inform(line: str) -> None:
         _discard(sys.stderr)
 
 
-def print_json(record: dict[str, Any], write: Callable[[str], object] = print) -> None:
+def print_json(
+    record: Mapping[str, object], write: Callable[[str], object] = print
+) -> None:
     """Print one JSON object per line, with non-ASCII characters escaped unless stdout is UTF-8."""
     utf8 = "utf" in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
     write(json.dumps(record, ensure_ascii=not utf8))

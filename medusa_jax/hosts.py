@@ -45,9 +45,8 @@ def join(given: Mapping[str, str]) -> None:
     """
     if given and set(given) != set(FLAGS):
         missing = [f"--{name}" for name in FLAGS if name not in given]
-        raise UserError(
-            f"several processes need all of {_flags()}: {missing[0]} is missing"
-        )
+        flags = ", ".join(f"--{name}" for name in FLAGS)
+        raise UserError(f"several processes need all of {flags}: {missing[0]} is missing")
     undeclared = not given and not launched(os.environ)
     if undeclared and not any(os.path.exists(path) for path in TPU_DEVICES):
         return
@@ -120,7 +119,7 @@ def locked(directory: str | Path) -> Iterator[None]:
         lock.acquire(blocking=False)
     except filelock.Timeout:
         raise UserError(
-            f"{directory} is in use by another process: wait for its end or name another directory"
+            f"{directory} is in use by another process: wait until it ends or use another directory"
         ) from None
     except NotImplementedError:
         inform(f"note: {directory} has no file locks: start no second program on it")
@@ -208,7 +207,7 @@ def wait(x: PyTree) -> None:
 def _lost_message(reason: str) -> str:
     return (
         f"another process of this run is lost ({reason}); start all processes again with the "
-        "same command: they go on from what was saved last"
+        "same command: they resume from what was saved last"
     )
 
 
@@ -222,7 +221,3 @@ def _leave(status: int, message: str) -> None:
 def _first_line(error: Exception) -> str:
     """The first line of an error message, cut to 200 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
-
-def _flags() -> str:
-    return ", ".join(f"--{name}" for name in FLAGS)

@@ -22,6 +22,8 @@ AXES = ("data", "fsdp", "tensor")
 
 # Nested dictionaries of arrays, or of their shapes.
 PyTree = Any
+# A parameter tree: nested dictionaries of arrays.
+Params = dict[str, Any]
 
 # First match wins. Kernels are [in, out]: as in Megatron, tensor splits the outputs of layers that
 # widen and the inputs of layers that narrow; fsdp splits the other side.

@@ -13,6 +13,9 @@ import numpy as np
 
 from medusa_jax.errors import UserError
 
+# A JSON object.
+Json = dict[str, Any]
+
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[str]:
@@ -83,7 +86,7 @@ def write_text(path: str | Path, text: str) -> None:
         file.write(text)
 
 
-def write_json(path: str | Path, value: Any, indent: int | None = 1) -> None:
+def write_json(path: str | Path, value: object, indent: int | None = 1) -> None:
     """Write a JSON file with non-ASCII characters escaped."""
     write_text(path, json.dumps(value, indent=indent) + "\n")
 

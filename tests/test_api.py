@@ -345,7 +345,7 @@ def test_a_model_without_heads_decodes_plainly_by_default(directory):
 
 def test_a_missing_model_is_named_before_its_heads():
     for drafter in (None, "medusa", "nowhere/either"):
-        with pytest.raises(UserError, match="'/no/such/model' is no directory"):
+        with pytest.raises(UserError, match="'/no/such/model' is not a directory"):
             medusa_jax.load("/no/such/model", drafter)
 
 

@@ -141,8 +141,8 @@ def test_a_part_is_that_part_of_the_whole(directory):
     config, params = hf.load_backbone(directory, make_mesh())
     marks = hf.Fingerprint()
     for name in reversed(params):
-        marks.see(config, {name: params[name]})
-    assert marks.digits(config) == hf.fingerprint(config, params)
+        marks.update(config, {name: params[name]})
+    assert marks.hexdigest(config) == hf.fingerprint(config, params)
 
 
 @pytest.mark.parametrize("tied", [True, *wide(False)])

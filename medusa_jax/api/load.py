@@ -121,7 +121,7 @@ def load(
     marks, drafting = hf.Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
 
     def place(config: LlamaConfig, part: Any) -> Any:
-        marks.see(config, part)
+        marks.update(config, part)
         drafting.see(config, part)
         return place_part(config, part, number, devices, storage)
 

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.api.results import Result
@@ -26,7 +27,7 @@ class Conversation:
 
     seed: Seed
     messages: list[chat.Message]
-    answers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    answers: list[Json] = dataclasses.field(default_factory=list)
     problem: str = ""
     open: bool = True
 
@@ -36,9 +37,9 @@ class Conversation:
         if self.answers and self.messages[-1]["role"] == "user":
             self.messages.pop()
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Json:
         """A line of messages.jsonl. `cut`: the last answer is incomplete."""
-        line: dict[str, Any] = {"seed": self.seed.number, "messages": self.messages}
+        line: Json = {"seed": self.seed.number, "messages": self.messages}
         line["answers"] = self.answers
         if self.answers and self.answers[-1]["finish"] != "stop":
             line["cut"] = True
@@ -63,7 +64,7 @@ class Converse:
         self.tokenizer, self.context, self.decode = tokenizer, context, decode
         self.template, self.self_talk, self.max_turns = template, self_talk, max_turns
 
-    def __call__(self, seeds: Sequence[Seed]) -> list[dict[str, Any]]:
+    def __call__(self, seeds: Sequence[Seed]) -> list[Json]:
         """One record per seed, in order."""
         talks = [self.begin(seed) for seed in seeds]
         if silent := [talk for talk in talks if talk.seed.silent]:

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import covered
 from medusa_jax.interop import chat
-from medusa_jax.whole_files import write_array, write_json
+from medusa_jax.whole_files import Json, write_array, write_json
 
 if TYPE_CHECKING:
     from medusa_jax.api.model import Model
@@ -27,7 +27,7 @@ USER_TURNS = ("ask", "user_temperature", "user_tokens")
 
 def settings_of(
     flags: argparse.Namespace, mode: str, seeds: Sequence[Seed], model: "Model"
-) -> dict[str, Any]:
+) -> Json:
     """Everything that the text depends on. Not the drafter: acceptance is lossless here, so a resumed run
     may use other heads."""
     import jax
@@ -50,7 +50,7 @@ def settings_of(
     }
 
 
-def check_settings(out: Path, settings: dict[str, Any]) -> None:
+def check_settings(out: Path, settings: Json) -> None:
     """Write the settings of a new run; a resumed run must have the same.
 
     Raises:
@@ -66,8 +66,8 @@ def check_settings(out: Path, settings: dict[str, Any]) -> None:
             old, new = before.get(name), settings.get(name)
             if old != new:
                 raise UserError(
-                    f"{out} was begun with {name} {old!r}, now it is {new!r}: go on with the "
-                    "old value or use another --out"
+                    f"{out} was started with {name} {old!r}, now it is {new!r}: use the old value "
+                    "or another --out"
                 )
         return
     if any((out / name).exists() for name in ("messages.jsonl", "samples.jsonl")):
@@ -79,8 +79,8 @@ def finished_lines(
     path: Path,
     batch_size: int,
     seeds: Sequence[Seed],
-    answers: Callable[[dict[str, Any], Seed], bool],
-) -> list[dict[str, Any]]:
+    answers: Callable[[Json, Seed], bool],
+) -> list[Json]:
     """Read the complete batches of an interrupted run; truncate the file after them.
 
     A sample is then always decoded in the same batch, with the same rounding, and a resumed file equals an
@@ -97,7 +97,7 @@ def finished_lines(
     lines = path.read_bytes().split(b"\n")[:-1]
     if len(lines) < len(seeds):
         lines = lines[: len(lines) // batch_size * batch_size]
-    found: list[dict[str, Any]] = []
+    found: list[Json] = []
     for number, line in enumerate(lines, 1):
         try:
             sample = json.loads(line)
@@ -115,7 +115,7 @@ def finished_lines(
     return found
 
 
-def write_token_directory(directory: Path, samples: Sequence[dict[str, Any]]) -> int:
+def write_token_directory(directory: Path, samples: Sequence[Json]) -> int:
     """Write tokens.npy, doc_starts.npy and counted.npy; return the number of counted tokens."""
     tokens: list[int] = []
     starts: list[int] = []
@@ -135,7 +135,7 @@ def write_token_directory(directory: Path, samples: Sequence[dict[str, Any]]) ->
 
 
 def vocab_counts(
-    mode: str, lines: Sequence[dict[str, Any]], model: "Model", template: str
+    mode: str, lines: Sequence[Json], model: "Model", template: str
 ) -> np.ndarray:
     """Count each token [V] in the text of the model, the training targets of heads."""
     counts_V = np.zeros(model.config.vocab_size, np.int64)
@@ -164,7 +164,7 @@ def coverage(counts_V: np.ndarray) -> str:
     return f"{used} of {counts_V.size} tokens occur; the most frequent cover {', '.join(shares)}"
 
 
-def sizes(mode: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def sizes(mode: str, lines: Sequence[Json]) -> Json:
     """Counts for the report."""
     if mode == "continue":
         tokens = sum(len(line["token_ids"]) for line in lines)

@@ -12,7 +12,6 @@ Three modes:
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop import chat
@@ -39,7 +38,7 @@ class Seed:
     silent: bool = False
 
 
-def read_seed(number: int, record: Any) -> Seed:
+def read_seed(number: int, record: object) -> Seed:
     """Parse a record of any common format; an unusable one gives a seed without turns and prompt.
 
     `{"prompt": ...}`, `{"prompt_ids": [...]}`, `{"turns": [...]}` (MT-bench),

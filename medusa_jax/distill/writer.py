@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from medusa_jax import hosts
 from medusa_jax.console import announced, inform
 from medusa_jax.distill.conversation import Converse
 from medusa_jax.distill.seeds import Seed
+from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.api.model import Model
@@ -126,7 +127,7 @@ class Writer:
         self.progress.call_done()
         return results[: len(prompts)]
 
-    def batches(self, seeds: Sequence[Seed]) -> Iterator[list[dict[str, Any]]]:
+    def batches(self, seeds: Sequence[Seed]) -> Iterator[list[Json]]:
         """Output lines of each batch of seeds."""
         for first in range(0, len(seeds), self.batch_size):
             batch = list(seeds[first : first + self.batch_size])
@@ -136,7 +137,7 @@ class Writer:
                 else self.converse(batch)
             )
 
-    def continue_prompts(self, seeds: list[Seed]) -> list[dict[str, Any]]:
+    def continue_prompts(self, seeds: list[Seed]) -> list[Json]:
         """Output lines with the continuation of each prompt."""
         prompts = [prompt_of(self.model, seed) for seed in seeds]
         results = self.decode(prompts, [seed.number for seed in seeds])
@@ -151,14 +152,14 @@ def prompt_of(model: "Model", seed: Seed) -> list[int]:
     return model.encode(seed.prompt)[: model.config.max_position - 1]
 
 
-def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[dict[str, Any]]:
+def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[Json]:
     """Append the lines of these seeds to a file, batch by batch.
 
     With several processes all decode and process 0 writes.
 
     Returns: the lines; incomplete if one of several processes received SIGTERM.
     """
-    lines: list[dict[str, Any]] = []
+    lines: list[Json] = []
     with open(path if hosts.first() else os.devnull, "a") as file, writer.progress.bar:
         for n, batch in enumerate(writer.batches(seeds)):
             file.write("".join(json.dumps(line) + "\n" for line in batch))

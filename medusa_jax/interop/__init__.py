@@ -1,4 +1,4 @@
-"""The borders: Hugging Face checkpoints, tokenizers and chat templates in, draft heads in and out.
+"""Read Hugging Face checkpoints, tokenizers and chat templates; read and write draft heads.
 
-Nothing in here unpickles, runs a repository's code or needs torch.
+Nothing here unpickles, runs a repository's code or needs torch.
 """

@@ -1,12 +1,12 @@
-"""The files of a backbone, of which converting heads needs a few tensors and never the whole."""
+"""The files of a backbone; converting heads reads only a few of its tensors."""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.interop import hf
@@ -18,7 +18,7 @@ from medusa_jax.interop.tensor import Tensors, whole
 
 @dataclass(frozen=True)
 class BaseFiles:
-    """A model directory, opened; weights are read when asked for."""
+    """An open model directory; weights are read on demand."""
 
     directory: str
     config: LlamaConfig
@@ -26,7 +26,7 @@ class BaseFiles:
 
     @classmethod
     def open(cls, path_or_id: str) -> "BaseFiles":
-        """Of a directory or a hub id.
+        """Open a directory or hub id.
 
         Raises:
           UserError: as for `hf.load_backbone`.
@@ -36,10 +36,10 @@ class BaseFiles:
         return cls(directory, hf.read_config(directory), tensors)
 
     def array(self, path: str) -> np.ndarray:
-        """The parameter at a path of our tree, in our orientation and the stored type.
+        """The parameter at a path of the tree, in its orientation and the stored type.
 
         Raises:
-          UserError: it is missing or has another shape than config.json says.
+          UserError: it is missing, or its shape contradicts config.json.
         """
         wanted = {path: self._shapes[path]}
         name, transposed = tensor_files.check_keys(
@@ -49,19 +49,19 @@ class BaseFiles:
         return array.T if transposed else array
 
     def lm_head(self) -> np.ndarray:
-        """The LM head's kernel [D, V]; where it is tied, the embedding's transpose."""
+        """The LM head's kernel [D, V]; a tied one is the embedding's transpose."""
         if self.config.tie_embeddings:
             return self.array("embed_tokens/embedding").T
         return self.array("lm_head/kernel")
 
     def fingerprint(self) -> str:
-        """What `hf.fingerprint` gives for the model once it is loaded."""
-        marks = Fingerprint()
-        read_whole = sampled(self.config)
+        """`hf.fingerprint` of the loaded model."""
+        result = Fingerprint()
+        read = sampled(self.config)
         for path, shape in self._shapes.items():
-            read = self.array(path) if path in read_whole else shape
-            marks.see(self.config, {path: read})
-        return marks.digits(self.config)
+            leaf = self.array(path) if path in read else shape
+            result.update(self.config, {path: leaf})
+        return result.hexdigest(self.config)
 
     @cached_property
     def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -69,18 +69,18 @@ class BaseFiles:
 
 
 def fingerprint_as_read(
-    path_or_id: str, marks: Fingerprint, config: LlamaConfig, dtype: Any
+    path_or_id: str, seen: Fingerprint, config: LlamaConfig, dtype: DTypeLike
 ) -> str:
-    """The fingerprint of a backbone that was read in some type.
+    """The fingerprint of a backbone that was read in `dtype`.
 
-    float16 rounds weights otherwise than a fingerprint does, so there it is taken from the files.
+    float16 rounds differently from the fingerprint, so it is computed from the files then.
 
     Args:
-      path_or_id: where it was read from, "" for one at random.
-      marks: what was seen of it while it was read.
+      path_or_id: the backbone's files, "" for a random one.
+      seen: updated while the backbone was read.
     """
     if path_or_id and jnp.dtype(dtype) == jnp.float16:
         base = BaseFiles.open(path_or_id)
         if base.config == config:  # no layers were added
             return base.fingerprint()
-    return marks.digits(config)
+    return seen.hexdigest(config)

@@ -1,10 +1,9 @@
-"""Conversations to token ids, with a mark on every token that the assistant has to produce.
+"""Convert conversations to token ids and mark the tokens that the assistant has to produce.
 
-Which tokens those are comes from the template itself, in this order: a shipped template (or the
-tokenizer's own) whose assistant text stands between `{% generation %}` and
-`{% endgeneration %}`; else the tokenizer's own template rendered turn by turn, where what an
-assistant turn adds behind the generation prompt is the assistant's. An end-of-text token right
-behind an assistant turn counts: the model has to learn to stop.
+The template determines these tokens: the text between `{% generation %}` and `{% endgeneration %}`, if it has such
+blocks (all shipped templates do). Otherwise the template is rendered turn by turn, and the text that an assistant
+turn adds after the generation prompt is the assistant's. An end-of-text token directly after an assistant turn
+counts, so that the model learns to stop.
 """
 
 import re
@@ -28,10 +27,10 @@ TEMPLATES = {
     "qwen": "chatml",
 }
 
-# What ends a turn where that is not the tokenizer's own EOS.
+# End-of-turn tokens that differ from the tokenizer's EOS.
 TURN_ENDS = {"llama3": "<|eot_id|>", "chatml": "<|im_end|>"}
 
-# Of all threads: one conversation at a time.
+# Shared by all threads; renders one conversation at a time.
 RENDERER = Renderer()
 
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -55,31 +54,30 @@ MESSAGE_ROLES = {
 }
 
 
-# What templates may read beside the messages.
+# Variables of templates in addition to the messages.
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class SampleError(UserError):
-    """One conversation cannot be used; a trainer skips it and counts the reason."""
+    """A conversation is unusable; a trainer skips it and counts the reason."""
 
 
-def parse_sharegpt(record: Any) -> tuple[list[Message], str]:
+def parse_sharegpt(record: object) -> tuple[list[Message], str]:
     """`{"conversations": [{"from": "human", "value": ...}, ...]}` -> (messages, "").
 
-    A conversation that cannot be trained on gives ([], why). Assistant turns before the first
-    user turn (ShareGPT has many conversations cut there) and user turns behind the last answer
-    are dropped.
+    An unusable conversation gives ([], reason). Assistant turns before the first user turn (ShareGPT has many such
+    conversations) and user turns after the last answer are dropped.
     """
     return _parse(record, "conversations", "from", "value", SHAREGPT_ROLES)
 
 
-def parse_messages(record: Any) -> tuple[list[Message], str]:
-    """`{"messages": [{"role": "user", "content": ...}, ...]}` -> (messages, "") or ([], why)."""
+def parse_messages(record: object) -> tuple[list[Message], str]:
+    """`{"messages": [{"role": "user", "content": ...}, ...]}` -> (messages, "") or ([], reason)."""
     return _parse(record, "messages", "role", "content", MESSAGE_ROLES)
 
 
 def _parse(
-    record: Any, field: str, role_field: str, text_field: str, roles: dict[str, str]
+    record: object, field: str, role_field: str, text_field: str, roles: dict[str, str]
 ) -> tuple[list[Message], str]:
     turns = record.get(field) if isinstance(record, dict) else None
     if not isinstance(turns, list):
@@ -107,10 +105,11 @@ def _parse(
 
 
 def _turn(
-    turn: Any, role_field: str, text_field: str, roles: dict[str, str]
+    turn: object, role_field: str, text_field: str, roles: dict[str, str]
 ) -> tuple[Message, str]:
-    """One turn as a message, or ({}, why not)."""
-    role = turn.get(role_field) if isinstance(turn, dict) else None
+    """(message, "") of a turn, or ({}, reason)."""
+    turn = turn if isinstance(turn, dict) else {}
+    role = turn.get(role_field)
     if not isinstance(role, str) or role not in roles:
         return {}, f"unknown role {role!r}"
     text = _text(turn.get(text_field))
@@ -119,7 +118,7 @@ def _turn(
     return {"role": roles[role], "content": text}, ""
 
 
-def _text(content: Any) -> str | None:
+def _text(content: object) -> str | None:
     """A string, or the text parts of the list form; None for anything else."""
     if isinstance(content, str):
         return content
@@ -139,14 +138,12 @@ def encode_conversation(
     """Token ids of a conversation and, for each, 1 if the assistant produces it, else 0.
 
     Args:
-      template_name: a shipped template (`TEMPLATES`); "" = the tokenizer's own.
-      cut: the last answer was broken off: the end-of-text token that the template puts behind
-        it was never said, so it does not count.
+      template_name: a shipped template (`TEMPLATES`); "" = the tokenizer's.
+      cut: the last answer is incomplete, so that the end-of-text token after it does not count.
 
     Raises:
-      SampleError: the template refuses the conversation, its turns cannot be told apart, or
-        no token would count.
-      UserError: an unknown template name, or the tokenizer has none.
+      SampleError: the template refuses the conversation, its turns cannot be separated, or no token would count.
+      UserError: an unknown template name, or the tokenizer has no template.
     """
     source = template_source(tokenizer, template_name)
     hidden = literal_text(tokenizer).hide(messages)
@@ -159,7 +156,7 @@ def encode_conversation(
     for span in spans:
         _mark(counted, ids, offsets, span, tokenizer.eos_ids)
     if cut:
-        last = max((i for i, one in enumerate(counted) if one), default=0)
+        last = max((i for i, counts in enumerate(counted) if counts), default=0)
         counted[last] *= ids[last] not in stop_ids(tokenizer, template_name)
     if not any(counted):
         raise SampleError("no token of the conversation is the assistant's")
@@ -172,21 +169,21 @@ def encode_prompt(
     template_name: str = "",
     check: Callable[[str], None] = lambda text: None,
 ) -> list[int]:
-    """Ids of a conversation up to where the assistant has to speak next, BOS included.
+    """Ids of a conversation up to the assistant's next turn, BOS included.
 
-    They are, token for token, what `encode_conversation` has before that answer. A special token
-    that a message spells out is read as text.
+    The same ids as those of `encode_conversation` before that answer. Special tokens that are spelled out in a
+    message are read as text.
 
     Args:
-      messages: a conversation that ends with the user, or one user turn as a string.
-      check: told the text before it is tokenised; it may raise.
+      messages: a conversation that ends with a user turn, or one user turn as a string.
+      check: called with the text before it is tokenised; may raise.
 
     Raises:
       UserError: malformed messages, or as for `encode_conversation`.
     """
     turns, literal = _turns_to_answer(messages), literal_text(tokenizer)
     hidden = literal.hide(turns)
-    text = _render_prompt(tokenizer, hidden or turns, template_name)
+    text = render_prompt(tokenizer, hidden or turns, template_name)
     check(literal.show(text) if hidden else text)
     return _tokenize(tokenizer, text, hidden is not None)[0]
 
@@ -194,11 +191,12 @@ def encode_prompt(
 def render_prompt(
     tokenizer: Tokenizer, messages: str | list[Message], template_name: str = ""
 ) -> str:
-    """Text of a conversation up to where the assistant has to speak next.
+    """Text of a conversation up to the assistant's next turn.
 
-    For reading. To decode from it, use `encode_prompt`, which treats the BOS rightly.
+    For display. For decoding use `encode_prompt`, which handles the BOS correctly.
     """
-    return _render_prompt(tokenizer, _turns_to_answer(messages), template_name)
+    turns, source = _turns_to_answer(messages), template_source(tokenizer, template_name)
+    return render(source, turns, tokenizer.special_texts, add_generation_prompt=True)[0]
 
 
 def _turns_to_answer(messages: str | list[Message]) -> list[Message]:
@@ -207,27 +205,21 @@ def _turns_to_answer(messages: str | list[Message]) -> list[Message]:
     )
     if not isinstance(turns, list) or not turns:
         raise UserError("messages should be a list of turns, with at least one")
-    read = [_turn(turn, "role", "content", MESSAGE_ROLES) for turn in turns]
-    if problem := next((problem for _, problem in read if problem), ""):
+    parsed = [_turn(turn, "role", "content", MESSAGE_ROLES) for turn in turns]
+    if problem := next((problem for _, problem in parsed if problem), ""):
         raise UserError(f"messages: {problem}")
-    if read[-1][0]["role"] != "user":
+    if parsed[-1][0]["role"] != "user":
         raise UserError("messages: the last turn has to be the user's")
-    return [message for message, _ in read]
-
-
-def _render_prompt(tokenizer: Tokenizer, turns: list[Message], template_name: str) -> str:
-    source = template_source(tokenizer, template_name)
-    return render(source, turns, tokenizer.special_texts, add_generation_prompt=True)[0]
+    return [message for message, _ in parsed]
 
 
 def encode_user_opening(
     tokenizer: Tokenizer, messages: list[Message], template_name: str = ""
 ) -> tuple[list[int], str]:
-    """Ids of a conversation up to where the user has to speak next, and what ends that turn.
+    """Ids of a conversation up to the next user turn, and the string that ends that turn.
 
-    For a model that plays both roles. The end is a string to stop at, "" where an end-of-text
-    token closes the turn. Where it is comes from the template: it renders one more user turn
-    of random content, which no conversation can hold.
+    For a model that plays both roles. The string is "" if an end-of-text token ends the turn. It is found by
+    rendering another user turn with random content.
 
     Example (Vicuna): "... ASSISTANT: I am fine</s>USER:" and "ASSISTANT:".
     """
@@ -235,27 +227,27 @@ def encode_user_opening(
     turns = [*messages, {"role": "user", "content": mark}]
     source = template_source(tokenizer, template_name)
     text = render(source, turns, tokenizer.special_texts, add_generation_prompt=True)[0]
-    before, _, behind = text.partition(mark)
-    # A blank in front belongs to the word that the model writes.
+    before, _, after = text.partition(mark)
+    # A space before the turn belongs to the first word that the model writes.
     ids = _tokenize(tokenizer, before.rstrip(" "))[0]
     ends = [
         tokenizer.decode([i], skip_special=False)
         for i in stop_ids(tokenizer, template_name)
     ]
-    behind = behind.strip()
-    if any(end and behind.startswith(end) for end in ends):
+    after = after.strip()
+    if any(end and after.startswith(end) for end in ends):
         return ids, ""
-    return ids, behind.split("\n")[0]
+    return ids, after.split("\n")[0]
 
 
 def stop_ids(tokenizer: Tokenizer, template_name: str = "") -> frozenset[int]:
-    """Ids that end the assistant's turn: the tokenizer's EOS ids and the template's own."""
+    """Ids that end the assistant's turn: the tokenizer's EOS ids and the template's end-of-turn token."""
     end = tokenizer.token_to_id(TURN_ENDS.get(TEMPLATES.get(template_name, ""), ""))
     return tokenizer.eos_ids | ({end} if end is not None else set())
 
 
 def template_source(tokenizer: Tokenizer, template_name: str = "") -> str:
-    """The Jinja source of a shipped template, or of the tokenizer's own for ""."""
+    """The Jinja source of a shipped template, or for "" of the tokenizer's."""
     if template_name:
         source = shipped_template(template_name)
         end = TURN_ENDS.get(TEMPLATES[template_name]) or tokenizer.special_texts.get(
@@ -292,13 +284,13 @@ def render(
     special_texts: dict[str, str],
     add_generation_prompt: bool = False,
 ) -> tuple[str, list[Span]]:
-    """Run a template; returns its text and the [start, end) of its generation blocks.
+    """Run a template; return its text and the [start, end) of its generation blocks.
 
     Example: "Q: hi A:{% generation %} yo{% endgeneration %}" -> ("Q: hi A: yo", [(8, 11)]).
 
     Raises:
       SampleError: the template refuses the conversation.
-      UserError: the template itself is broken, or does not come to an end.
+      UserError: the template is invalid or exceeds its limits.
     """
     specials: dict[str, Any] = dict.fromkeys(SPECIALS, "") | special_texts
     answer = RENDERER(
@@ -321,11 +313,11 @@ def render(
 def _spans_by_prefix(
     source: str, messages: list[Message], special_texts: dict[str, str], full: str
 ) -> list[Span]:
-    """Assistant spans of a template without marks, from renderings of growing prefixes.
+    """Assistant spans of a template without generation blocks, from renderings of growing prefixes.
 
-    With p = text of messages[:i] plus generation prompt and q = text of messages[:i+1], the
-    assistant turn i is q behind p. That holds only if p begins q and q begins the whole text,
-    which is checked: some templates rewrite earlier turns.
+    With p = text of messages[:i] plus generation prompt and q = text of messages[:i+1], the assistant turn i is
+    the part of q after p. This requires that p is a prefix of q and q of the whole text, which is checked: some
+    templates rewrite earlier turns.
     """
     spans = []
     for i, message in enumerate(messages):
@@ -336,7 +328,7 @@ def _spans_by_prefix(
         if not (after.startswith(before) and full.startswith(after)):
             raise SampleError(
                 "the chat template has no generation marks and rewrites earlier turns, so the "
-                "assistant's part cannot be told; name a shipped template"
+                "assistant's part cannot be identified; name a shipped template"
             )
         spans.append((len(before), len(after)))
     return spans
@@ -345,13 +337,12 @@ def _spans_by_prefix(
 def _tokenize(
     tokenizer: Tokenizer, text: str, hidden: bool = False
 ) -> tuple[list[int], list[Span]]:
-    """Ids and offsets of rendered text, a leading BOS taken off first and put back as an id.
+    """Ids and offsets of rendered text; a leading BOS is removed and added as an id.
+
+    Sentencepiece tokenizers treat the start of a text specially, which a spelled-out BOS would prevent.
 
     Args:
-      hidden: the text holds stand-ins (`literal_text`).
-
-    Sentencepiece tokenizers treat the start of a text in a special way, which a BOS written
-    out in front would prevent.
+      hidden: whether the text has stand-ins (`literal_text`).
     """
     encode = (literal_text(tokenizer) if hidden else tokenizer).encode_with_offsets
     bos = tokenizer.special_texts.get("bos_token", "")
@@ -369,16 +360,16 @@ def _mark(
     span: Span,
     eos_ids: frozenset[int],
 ) -> None:
-    """Set the tokens that overlap `span`, up to and with the turn's end-of-text token.
+    """Set the tokens that overlap `span`, up to and including the turn's end-of-text token.
 
-    What a template writes behind that token (a line break, often) is never generated. Where
-    the span ends just before an end-of-text token, that one counts too.
+    Text of the template after that token (often a line break) is never generated. An end-of-text token directly
+    after the span counts too.
     """
     start, end = span
     inside = [
         i
         for i, (a, b) in enumerate(offsets)
-        # Tokens of no width stand for the blank before them (byte-level BPE trims blanks).
+        # Tokens of zero width represent the space before them (byte-level BPE trims spaces).
         if (a < end and b > start) or (a == b and start < a <= end)
     ]
     if not inside:

@@ -1,8 +1,8 @@
-"""Kernels of heads in a byte a weight: half of what bfloat16 takes in a file or a download.
+"""Kernels of heads as int8, for files of half the size of bfloat16.
 
-A kernel [in, out] lies under its name as two keys: `<name>/codes` int8 [in, out] and `<name>/scales`
-float32 [1, out], kernel = codes / 127 x scales, as int8 is elsewhere (`model/quantise.py`). Drafts
-may then differ a little from those of the heads as trained; what they are checked against does not.
+A kernel [in, out] is stored under two keys: `<name>/codes` int8 [in, out] and `<name>/scales` float32 [1, out],
+kernel = codes / 127 x scales, as in `model/quantise.py`. Drafts may differ slightly from those of the trained
+heads; the verified text does not.
 """
 
 import ml_dtypes
@@ -15,7 +15,7 @@ CODES, SCALES = "/codes", "/scales"
 
 
 def encode(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Kernels of two dimensions as codes and scales, the rest (norms, biases) in bfloat16.
+    """Convert two-dimensional kernels to codes and scales, the rest (norms, biases) to bfloat16.
 
     Example: {"lin/kernel": [[1.0, -4], [-2, 1]]} -> "lin/kernel/scales" [[2, 4]] and
     "lin/kernel/codes" [[64, -127], [-127, 32]].
@@ -33,10 +33,10 @@ def encode(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def decode(tensors: Tensors, file: str) -> Tensors:
-    """Pairs of codes and scales as the float32 tensors that they stand for; the rest as it is.
+    """Replace pairs of codes and scales by lazily dequantised float32 tensors.
 
     Raises:
-      UserError: codes without scales or the other way round, of another type or shape.
+      UserError: codes without scales or vice versa, or of the wrong type or shape.
     """
     out = {}
     for name, tensor in tensors.items():
@@ -46,13 +46,13 @@ def decode(tensors: Tensors, file: str) -> Tensors:
         elif not name.endswith(SCALES):
             out[name] = tensor
         elif name.removesuffix(SCALES) + CODES not in tensors:
-            raise UserError(f"key {name!r} in {file} has no codes beside it")
+            raise UserError(f"key {name!r} in {file} has no codes")
     return out
 
 
 def _joined(file: str, name: str, codes: Tensor, scales: Tensor | None) -> Tensor:
     if scales is None:
-        raise UserError(f"key {name + CODES!r} in {file} has no scales beside it")
+        raise UserError(f"key {name + CODES!r} in {file} has no scales")
     if (
         codes.dtype != "int8"
         or scales.dtype != "float32"

@@ -1,7 +1,6 @@
-"""Draft heads from one layout to another, with a model card: what `convert` does."""
+"""Convert draft heads from one layout to another, with a model card."""
 
 import os
-from typing import Any
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop.export_heads import TARGETS, Export
@@ -9,7 +8,7 @@ from medusa_jax.interop.heads_io import check_base
 from medusa_jax.interop.medusa_files import ADAPTER
 from medusa_jax.interop.model_card import model_card
 from medusa_jax.interop.tensors import optional_json
-from medusa_jax.whole_files import write_text
+from medusa_jax.whole_files import Json, write_text
 
 
 def convert(
@@ -17,7 +16,7 @@ def convert(
     target: str,
     out: str,
     *,
-    bench: dict[str, Any] | None = None,
+    bench: Json | None = None,
     allow_other_base: bool = False,
 ) -> None:
     """Write heads in the layout of `target` into the new directory `out`.
@@ -28,19 +27,19 @@ def convert(
       allow_other_base: as for `load_heads`.
 
     Raises:
-      UserError: `out` holds something already; heads that the target cannot express or that
-        belong to another backbone; anything that cannot be read or written.
+      UserError: `out` is not empty; heads that the target does not support or that belong to another backbone;
+        unreadable or unwritable files.
     """
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
-        # Engines read every file of weights that they find.
+        # Engines load every file of weights in the directory.
         raise UserError(f"{out} is not empty: give --out a new directory")
     if not (target == "merged" and export.stored.layout == ADAPTER):
-        mark = None if allow_other_base else export.base.fingerprint()
-        check_base(export.stored, export.base.config, mark, allow_other_base)
+        fingerprint = None if allow_other_base else export.base.fingerprint()
+        check_base(export.stored, export.base.config, fingerprint, allow_other_base)
     if export.stored.heads.draft_vocab and target != "native":
         raise UserError(
             f"{export.stored.source} scores a draft vocabulary of "
-            f"{export.stored.heads.draft_vocab} tokens, which --to native alone can say"
+            f"{export.stored.heads.draft_vocab} tokens, which only --to native supports"
         )
     TARGETS[target][0](export, out)
     tree = optional_json(os.path.join(export.stored.directory, "tree.json"))

@@ -1,15 +1,14 @@
-"""EAGLE-1 heads as their authors released them, told by their keys.
+"""EAGLE-1 heads in their authors' layout, recognised by their keys.
 
   fc.weight, fc.bias                                  [D, 2 D]: embedding first; some have no bias
   layers.{j}.self_attn.*, mlp.*, *_layernorm.weight   as in a Llama model; layer 0 has no input_layernorm
-  embed_tokens.weight                                 a copy of the backbone's, left
+  embed_tokens.weight                                 a copy of the backbone's, ignored
 
-`pytorch_model.bin` or `model.safetensors`, beside a Llama's `config.json`. How deep trees may be is
-nowhere said: the same layers draft all depths.
+`pytorch_model.bin` or `model.safetensors` with a Llama's `config.json`. The depth of trees is not limited: the
+same layers draft all depths.
 """
 
 import re
-from typing import Any
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle import EagleConfig
@@ -17,11 +16,12 @@ from medusa_jax.interop.hf import HARMLESS, read_config
 from medusa_jax.interop.hf import locate as locate_in_llama
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensor import Tensors
+from medusa_jax.whole_files import Json
 
 EMBEDDING = "embed_tokens.weight"
 _LAYER = re.compile(r"layers\.(\d+)\.")
-# What of the layers' shape no tensor tells.
-UNTOLD = (
+# Fields that the layers depend on and that tensors do not show.
+LAYER_FIELDS = (
     "n_heads",
     "n_kv_heads",
     "rms_eps",
@@ -36,29 +36,27 @@ def is_eagle(tensors: Tensors) -> bool:
     return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors.keys()
 
 
-def open_eagle(
-    source: str, directory: str, tensors: Tensors, config: dict[str, Any]
-) -> StoredHeads:
+def open_eagle(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     """Describe the EAGLE-1 heads of a file.
 
     Args: as for `open_medusa`.
 
     Raises:
-      UserError: layers are missing or not as many as the configuration says; no configuration, or
-        one of other layers than a Llama's.
+      UserError: layers are missing, their number differs from the configuration, or there is no configuration
+        of a Llama.
     """
-    there = {int(m[1]) for key in tensors if (m := _LAYER.match(key))}
-    said = read_config(directory)
-    if len(there) != said.n_layers or there != set(range(len(there))):
+    found = {int(m[1]) for key in tensors if (m := _LAYER.match(key))}
+    llama = read_config(directory)
+    if len(found) != llama.n_layers or found != set(range(len(found))):
         raise UserError(
-            f"{source} holds the layers {sorted(there)}, its config.json says {said.n_layers}"
+            f"{source} holds the layers {sorted(found)}, its config.json says {llama.n_layers}"
         )
-    heads = EagleConfig(n_layers=len(there), fc_bias="fc.bias" in tensors)
+    heads = EagleConfig(n_layers=len(found), fc_bias="fc.bias" in tensors)
 
     def ignore(key: str) -> bool:
         return key == EMBEDDING or bool(HARMLESS.search(key))
 
-    layers = {name: getattr(said, name) for name in UNTOLD}
+    layers = {name: getattr(llama, name) for name in LAYER_FIELDS}
     return StoredHeads(
         source, directory, "EAGLE-1 heads", heads, tensors, locate, ignore, meta=config,
         layers=layers,

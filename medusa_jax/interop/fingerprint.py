@@ -1,34 +1,32 @@
-"""Sixteen hex digits that tell backbones apart, so that heads are used on their own."""
+"""Fingerprints of backbones, so that heads are used only with their backbone."""
 
 import hashlib
-from typing import Any
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.interop.tensors import flatten, pick, sample_bytes
-
-Params = dict[str, Any]
+from medusa_jax.sharding import Params
 
 
 class Fingerprint:
-    """SHA-256 over shapes and a sample of the weights, which are shown to it part by part.
+    """SHA-256 over shapes and a sample of the weights, updated entry by entry like `hashlib`.
 
-    Values are rounded to bfloat16 first, so float32 and bfloat16 loads of one bfloat16 file
-    agree; sharding plays no part. Needs stored (unfused) parameters.
+    Values are rounded to bfloat16 first, so that float32 and bfloat16 loads of one bfloat16 file agree.
+    Independent of sharding. Needs stored (unfused) parameters.
     """
 
     def __init__(self) -> None:
         self.shapes: dict[str, list[int]] = {}
         self.samples: dict[str, bytes] = {}
 
-    def see(self, config: LlamaConfig, part: Params) -> None:
-        """Take in a part of the tree, such as {"layers_3": ...}, or all of it."""
-        flat = flatten(part)
+    def update(self, config: LlamaConfig, entries: Params) -> None:
+        """Add entries of the tree, such as {"layers_3": ...}."""
+        flat = flatten(entries)
         self.shapes |= {path: list(leaf.shape) for path, leaf in flat.items()}
         known = pick(sampled(config), flat)
         self.samples |= {path: sample_bytes(flat[path]) for path in known}
 
-    def digits(self, config: LlamaConfig) -> str:
-        """16 hex digits of all that was seen."""
+    def hexdigest(self, config: LlamaConfig) -> str:
+        """The fingerprint, 16 hex digits."""
         digest = hashlib.sha256()
         for path in sorted(self.shapes):
             digest.update(f"{path}{self.shapes[path]};".encode())
@@ -38,13 +36,14 @@ class Fingerprint:
 
 
 def fingerprint(config: LlamaConfig, params: Params) -> str:
-    """The digits of a whole tree."""
-    whole = Fingerprint()
-    whole.see(config, params)
-    return whole.digits(config)
+    """The fingerprint of a whole tree."""
+    result = Fingerprint()
+    result.update(config, params)
+    return result.hexdigest(config)
 
 
 def sampled(config: LlamaConfig) -> list[str]:
+    """Paths of the parameters whose values are sampled."""
     last = f"layers_{config.n_layers - 1}"
     return [
         "embed_tokens/embedding",

@@ -1,13 +1,13 @@
-"""Hugging Face model directories, in and out: weights here, config.json in `hf_config.py`."""
+"""Read and write Hugging Face model directories; `hf_config.py` handles config.json."""
 
 import os
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
@@ -18,8 +18,8 @@ from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.tensors import optional_json
 from medusa_jax.model.llama import abstract_params
-
-Params = dict[str, Any]
+from medusa_jax.sharding import Params
+from medusa_jax.whole_files import Json
 
 __all__ = [
     "Fingerprint",
@@ -40,7 +40,7 @@ HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 HEADS = "medusa_head."
 
 
-def generation_config(path: str) -> dict[str, Any]:
+def generation_config(path: str) -> Json:
     """`generation_config.json` of a model directory or hub id; {} if there is none."""
     name = "generation_config.json"
     return optional_json(os.path.join(resolve(path, [name]), name))
@@ -50,7 +50,7 @@ def locate(path: str) -> tuple[str, bool]:
     """Parameter path -> (Hugging Face key, whether it is stored transposed).
 
     `layers_0/self_attn/q_proj/kernel` [in, out] is `model.layers.0.self_attn.q_proj.weight`
-    [out, in]; `norm/scale` is `model.norm.weight` as it stands.
+    [out, in]; `norm/scale` is `model.norm.weight`, unchanged.
     """
     name = re.sub(r"^layers_(\d+)/", r"layers/\1/", path).replace("/", ".")
     if not name.startswith("lm_head."):
@@ -62,23 +62,22 @@ def locate(path: str) -> tuple[str, bool]:
 def load_backbone(
     path: str,
     mesh: Mesh,
-    dtype: Any = "float32",
+    dtype: DTypeLike = "float32",
     convert: Callable[[LlamaConfig, Params], Params] | None = None,
     in_blocks: bool = False,
 ) -> tuple[LlamaConfig, Params]:
     """Configuration and parameters of a model directory or hub id, placed on the mesh.
 
-    Kernels are transposed to [in, out]; every device reads only its own slices.
+    Kernels are transposed to [in, out]; every device reads only its slices.
 
     Args:
-      dtype: what parameters are stored in; tensors of another type are cast on the host.
-      convert: what becomes of each layer, and of each part beside the layers, before the next
-        is read, so that no two forms of a whole model ever exist.
+      dtype: type of the parameters; tensors of another type are cast on the host.
+      convert: converts each entry of the tree, such as a layer, before the next is read, so that two forms of the
+        whole model never coexist.
       in_blocks: `convert` gets matrices of a GGUF file as `BlockRows`.
 
     Raises:
-      UserError: unreadable, or keys that do not fit the configuration (all are checked before
-        anything is read).
+      UserError: unreadable, or keys that contradict the configuration (checked before anything is read).
     """
     directory = resolve(path)
     config = read_config(directory)
@@ -97,9 +96,9 @@ def load_backbone(
         heads = name.startswith(HEADS)
         return copy_of_embedding or heads or bool(HARMLESS.search(name))
 
-    each = None if convert is None else partial(convert, config)
+    convert_entry = None if convert is None else partial(convert, config)
     params = tensor_files.load_tree(
-        abstract, mesh, stored, locate, dtype, directory, ignore, each, in_blocks
+        abstract, mesh, stored, locate, dtype, directory, ignore, convert_entry, in_blocks
     )
     return config, params
 
@@ -108,15 +107,15 @@ def save_backbone(
     directory: str,
     config: LlamaConfig,
     params: Params,
-    dtype: Any = "bfloat16",
-    extra: dict[str, Any] | None = None,
+    dtype: DTypeLike = "bfloat16",
+    extra: Json | None = None,
     write: bool = True,
 ) -> None:
     """Write `config.json` and weights that transformers (and we) can load, see `save_weights`.
 
     Args:
       extra: further fields for config.json, such as `bos_token_id` and `eos_token_id`.
-      write: False on processes that only hand over their parts.
+      write: False on processes that only take part in gathering the arrays.
 
     Raises:
       UserError: no transformers class has this combination of features; or the disk is full.

@@ -1,16 +1,16 @@
-"""A backbone's `config.json`, in and out: its shape, and nothing that it cannot compute."""
+"""Read and write a backbone's `config.json`; refuses unsupported features."""
 
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop.tensors import read_json
+from medusa_jax.whole_files import Json
 
-# model_type -> what an absent field means there (the defaults of its transformers class).
-FAMILIES: dict[str, dict[str, Any]] = {
+# model_type -> defaults of absent fields (from its transformers class).
+FAMILIES: dict[str, Json] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {
         "num_key_value_heads": 8,
@@ -30,10 +30,10 @@ REQUIRED = (
 
 
 def read_config(path: str) -> LlamaConfig:
-    """The backbone's shape from `config.json` in a local directory.
+    """Read the backbone's shape from `config.json` in a local directory.
 
     Raises:
-      UserError: no such file, or something in it that this backbone does not compute.
+      UserError: no such file, or an unsupported feature.
     """
     file = os.path.join(path, "config.json")
     raw = read_json(file)
@@ -55,8 +55,8 @@ def read_config(path: str) -> LlamaConfig:
         raise UserError(f"{file} does not say {', '.join(missing)}")
 
     # An explicit null means "derive it", and for Mistral's window "none".
-    said = FAMILIES[family] | raw
-    fields = _Fields(file, {name: v for name, v in said.items() if v is not None})
+    values = FAMILIES[family] | raw
+    fields = _Fields(file, {name: v for name, v in values.items() if v is not None})
     heads = fields.count("num_attention_heads")
     window = _sliding_window(file, family, raw, fields)
     attention_bias = fields.switch("attention_bias") and family in ("llama", "qwen3")
@@ -89,13 +89,13 @@ def read_config(path: str) -> LlamaConfig:
 
 @dataclass(frozen=True)
 class _Fields:
-    """Fields of a JSON file, each of the kind that it should be or a clear refusal."""
+    """Typed access to the fields of a JSON file; raises UserError for a wrong type."""
 
     file: str
-    values: dict[str, Any]
+    values: Json
 
     def count(self, name: str, default: int = 0, least: int = 1) -> int:
-        """A whole number that an array could have as its size."""
+        """A whole number that can be an array size."""
         value = self.values.get(name, default)
         if type(value) is not int or not least <= value < 2**31:
             raise self._wrong(name, f"a whole number from {least} on", value)
@@ -115,22 +115,22 @@ class _Fields:
             raise self._wrong(name, "true or false", value)
         return value
 
-    def table(self, name: str) -> dict[str, Any]:
+    def table(self, name: str) -> Json:
         """An object; absent is empty."""
         value = self.values.get(name) or {}
         if not isinstance(value, dict):
             raise self._wrong(name, "an object", value)
         return value
 
-    def _wrong(self, name: str, kind: str, value: Any) -> UserError:
+    def _wrong(self, name: str, kind: str, value: object) -> UserError:
         return UserError(f"{self.file}: {name} should be {kind}, not {str(value)[:80]!r}")
 
 
-def _rope(file: str, raw: dict[str, Any]) -> dict[str, Any]:
+def _rope(file: str, raw: Json) -> Json:
     """Fields of the rotary embedding.
 
-    Up to transformers 4 they are `rope_theta` and `rope_scaling`, from 5 on `rope_parameters`
-    holds both; where a file has the old and the new, transformers lets `rope_scaling` win.
+    Up to transformers 4 they are `rope_theta` and `rope_scaling`; from 5 on `rope_parameters` has both. If a file
+    has the old and the new fields, `rope_scaling` wins, as in transformers.
     """
     tables = _Fields(file, raw)
     rope = tables.table("rope_scaling") or tables.table("rope_parameters")
@@ -138,7 +138,7 @@ def _rope(file: str, raw: dict[str, Any]) -> dict[str, Any]:
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     found = {name: value for name, value in rope.items() if value is not None}
     inner = _Fields(file, found if theta is None else found | {"rope_theta": theta})
-    fields: dict[str, Any] = {"rope_theta": inner.number("rope_theta", 10000.0)}
+    fields: Json = {"rope_theta": inner.number("rope_theta", 10000.0)}
     rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotated not in (None, 1.0):
         raise UserError(f"{file}: partial_rotary_factor {rotated} is not supported")
@@ -165,9 +165,7 @@ def _rope(file: str, raw: dict[str, Any]) -> dict[str, Any]:
     return fields | {"rope_scaling": kind}
 
 
-def _sliding_window(
-    file: str, family: str, raw: dict[str, Any], fields: _Fields
-) -> tuple[int, int]:
+def _sliding_window(file: str, family: str, raw: Json, fields: _Fields) -> tuple[int, int]:
     """(window, first layer that uses it); (0, 0) for full attention everywhere."""
     layers = fields.count("num_hidden_layers")
     if family == "llama":
@@ -196,7 +194,7 @@ def _sliding_window(
     return (window, start) if window and start < layers else (0, 0)
 
 
-def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+def config_to_hf(config: LlamaConfig) -> Json:
     """`config.json` for the family whose features the backbone uses.
 
     Raises:
@@ -217,7 +215,7 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
             "no Hugging Face model class has this mix of biases, q/k norms and sliding window: "
             f"{c}"
         )
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_theta}
+    rope: Json = {"rope_type": "default", "rope_theta": c.rope_theta}
     if c.rope_scaling != "none":
         rope |= {"rope_type": c.rope_scaling, "factor": c.rope_factor}
     if c.rope_scaling == "llama3":
@@ -226,7 +224,7 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
             "high_freq_factor": c.rope_high_freq_factor,
             "original_max_position_embeddings": c.rope_original_max_position,
         }
-    raw: dict[str, Any] = {
+    raw: Json = {
         "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
         "vocab_size": c.vocab_size,
@@ -243,7 +241,7 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        # The old spelling beside the new one, for readers older than transformers 5.
+        # The old fields too, for readers older than transformers 5.
         "rope_theta": c.rope_theta,
         "rope_scaling": None if c.rope_scaling == "none" else rope,
         "rope_parameters": rope,

@@ -1,8 +1,9 @@
-"""Paths, names, hub ids: whatever the user calls becomes a local directory, or a clear refusal."""
+"""Resolve paths, names and hub ids to local directories."""
 
 import os
 import re
-from typing import Any
+
+from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.gguf import converted
@@ -12,20 +13,21 @@ MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 
 
-def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = None) -> str:
-    """A local directory for a path, a name of `NAMES` or a hub id (`owner/name`, optionally
-    `@revision`).
+def resolve(
+    path_or_id: str, files: list[str] | None = None, dtype: DTypeLike | None = None
+) -> str:
+    """A local directory for a path, a name of `NAMES` or a hub id (`owner/name`, optionally `@revision`).
 
-    A GGUF file is converted, once. Of a repository, safetensors weights are downloaded where
-    there are any, else .bin; with `HF_HUB_OFFLINE=1` only what is in the cache is used.
+    A GGUF file is converted, once. From a repository, safetensors weights are downloaded if available, else .bin;
+    with `HF_HUB_OFFLINE=1` only the cache is used.
 
     Args:
       files: glob patterns to fetch instead of a model's configuration, tokenizer and weights.
-      dtype: what the weights of a GGUF file are converted to, for readers of Hugging Face files other than
-        `tensors.open_checkpoint`, which reads them from the file itself.
+      dtype: type of the weights converted from a GGUF file, for readers of Hugging Face files; None:
+        `tensors.open_checkpoint` reads the GGUF file itself.
 
     Raises:
-      UserError: neither a directory nor a repository that can be read.
+      UserError: neither a directory nor a readable repository.
     """
     if os.path.isdir(path_or_id):
         return path_or_id
@@ -40,8 +42,8 @@ def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = None) 
         )
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         raise UserError(
-            f"{path_or_id!r} is no directory, nor a hub id of the form owner/name, a .gguf "
-            f"file or a name ({', '.join(NAMES)}){did_you_mean(path_or_id, NAMES)}"
+            f"{path_or_id!r} is not a directory, hub id (owner/name), .gguf file or "
+            f"name ({', '.join(NAMES)}){did_you_mean(path_or_id, NAMES)}"
         )
     if files is not None:
         return _snapshot(repo, revision, files)
@@ -52,10 +54,10 @@ def resolve(path_or_id: str, files: list[str] | None = None, dtype: Any = None) 
 
 
 def gguf_file(path_or_name: str | None) -> str:
-    """The GGUF file that a path or a name of `NAMES` stands for; `resolve` says what becomes of it.
+    """The GGUF file of a path or a name of `NAMES`.
 
     Raises:
-      UserError: it stands for something else.
+      UserError: it is not a GGUF file.
     """
     if path_or_name is not None and named(path_or_name):
         return file_of(path_or_name)
@@ -68,14 +70,14 @@ def gguf_file(path_or_name: str | None) -> str:
 
 
 def is_here(path_or_id: str) -> bool:
-    """Whether `resolve` needs no network for it."""
+    """Whether `resolve` works without a network."""
     return path_or_id in NAMES or os.path.exists(path_or_id)
 
 
 def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
     from huggingface_hub import errors, snapshot_download
 
-    # "consolidated" is a second copy of the weights in the publisher's own layout.
+    # "consolidated" is a second copy of the weights in the publisher's layout.
     skipped = ["*/*", "consolidated*"]
     way_out = "or give a local directory instead"
     try:
@@ -97,8 +99,8 @@ def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
             f"{repo} is neither a local directory nor a repository that you can see on the hub: "
             f"check the name, run `hf auth login` if it is private, {way_out}"
         ) from error
-    # The hub library changes its HTTP stack between versions, so what else it raises when the
-    # network is missing or the server answers with an error has no stable type.
+    # Other errors of the network or the server have no stable type: the hub library changes its HTTP stack between
+    # versions.
     except Exception as error:
         first_line = str(error).strip().split("\n")[0][:200]
         raise UserError(
@@ -109,7 +111,7 @@ def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
 
 
 def push(directory: str, repo: str) -> None:
-    """Upload a directory to a hub repository, which is made if it is not there (private).
+    """Upload a directory to a hub repository; creates a private one if necessary.
 
     Raises:
       UserError: the hub refuses or cannot be reached.
@@ -120,7 +122,7 @@ def push(directory: str, repo: str) -> None:
         api = HfApi()
         api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(folder_path=directory, repo_id=repo)
-    # As in `_snapshot`: what is raised has no stable type.
+    # As in `_snapshot`: errors have no stable type.
     except Exception as error:
         first_line = str(error).strip().split("\n")[0][:200]
         raise UserError(

@@ -1,18 +1,17 @@
-"""Hydra and Hydra++ heads as their authors released them, told by their keys.
+"""Hydra and Hydra++ heads in their authors' layout, recognised by their keys.
 
   hydra_mlp.{k}.{i}.linear.weight, .bias     hidden layers; the first reads (k + 2) D
   hydra_mlp.{k}.{i}.res_connection.*         the first layer's skip connection
   hydra_lm_head.{k}.weight, .bias            LM heads (Hydra++: .{k}.1.weight, .bias)
   prefix_embeding_layer.layers.0.*           Hydra++'s decoder layer, as in a Llama model
-  prefix_embeding_layer.norm.weight          and the norm behind it
+  prefix_embeding_layer.norm.weight          and its norm
 
-The numbers i skip modules without weights (dropout). Layers 2 to n of a head are one module that
-is run n - 1 times, so a file holds it n - 1 times, or once. The copy of the backbone's
-embedding, the prefix layer's own embedding, which nothing reads, and rotary tables are left.
+The numbers i skip modules without weights (dropout). Layers 2 to n of a head are one module that runs n - 1
+times, so a file has it n - 1 times, or once. The copy of the backbone's embedding, the unused embedding of the
+prefix layer and rotary tables are ignored.
 """
 
 import re
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensor import Tensors, whole
+from medusa_jax.whole_files import Json
 
 _MLP = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(?:linear|res_connection)\.(?:weight|bias)")
 PREFIX = "prefix_embeding_layer."
@@ -34,16 +34,14 @@ def is_hydra(tensors: Tensors) -> bool:
     return any(_MLP.fullmatch(key) for key in tensors)
 
 
-def open_hydra(
-    source: str, directory: str, tensors: Tensors, config: dict[str, Any]
-) -> StoredHeads:
+def open_hydra(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     """Describe the Hydra heads of a file.
 
     Args: as for `open_medusa`.
 
     Raises:
-      UserError: heads are missing; counts that contradict the configuration; heads on other
-        hidden states than the last, or that do not read tokens.
+      UserError: heads are missing; their numbers contradict the configuration; heads do not read the last hidden
+        state or the drafted tokens.
     """
     if config.get("hidden_state_offset", 0) != 0:
         raise UserError(
@@ -66,11 +64,11 @@ def open_hydra(
             f"key 'hydra_mlp.{missing[0]}.0.linear.weight' is missing from {source}, which has "
             f"a head {max(numbers)}"
         )
-    if (said := config.get("hydra_num_heads", n_heads)) != n_heads:
-        raise UserError(f"{source} holds {n_heads} heads, its config.json says {said}")
+    if (declared := config.get("hydra_num_heads", n_heads)) != n_heads:
+        raise UserError(f"{source} holds {n_heads} heads, its config.json says {declared}")
     layers = sorted(numbers[0])
     n_layers = config.get("hydra_num_layers", len(layers))
-    # A copy of the shared layer may have been dropped where safetensors were made of it.
+    # A conversion to safetensors may have dropped copies of the shared layer.
     dropped = len(layers) == 2 < n_layers if type(n_layers) is int else False
     if len(layers) != n_layers and not dropped:
         raise UserError(
@@ -105,7 +103,7 @@ def open_hydra(
 
 
 def keys_of(path: str, n_layers: int, plus: bool) -> list[str]:
-    """Where the authors' code keeps a parameter of tied heads: the keys of all its copies."""
+    """The keys of all copies of a parameter of tied heads in the authors' code."""
     numbers = [2 * j + 1 if plus else j for j in range(n_layers)]
     between = ".1" if plus else ""
     if "/layers_1/" not in path:
@@ -118,7 +116,7 @@ def _key(path: str, layers: list[int], between: str) -> str:
 
     Args:
       layers: the number of each layer's module.
-      between: what stands between the number of an LM head and its leaf.
+      between: the part of the key between the number of an LM head and its leaf.
     """
     if path.startswith("prefix/"):
         inner, _ = locate_in_llama(path.removeprefix("prefix/"))
@@ -136,7 +134,7 @@ def _key(path: str, layers: list[int], between: str) -> str:
 
 
 def _same_weights(tensors: Tensors, layers: list[int], n_heads: int) -> bool:
-    """Whether layers 2 to n hold the same numbers in every head (n > 2)."""
+    """Whether layers 2 to n of every head have the same weights (n > 2)."""
     if len(layers) < 3:
         return False
     for k in range(n_heads):

@@ -1,5 +1,7 @@
-"""Special tokens that the text of a conversation spells out stay text, as with transformers'
-`split_special_tokens`; those that the chat template writes are special as ever."""
+"""Treat special tokens that are spelled out in messages as text, like transformers' `split_special_tokens`.
+
+Those that the chat template writes remain special.
+"""
 
 import json
 import random
@@ -12,18 +14,18 @@ from medusa_jax.interop.tokenizer import Tokenizer
 Message = dict[str, str]
 Span = tuple[int, int]
 
-# Characters for private use, which mean nothing to a template or tokenizer. Drawn anew in every process,
-# so that no text can hold a stand-in on purpose.
+# Private-use characters, which have no meaning for templates and tokenizers. Drawn at random in every process, so
+# that a text cannot contain a stand-in on purpose.
 PRIVATE = range(0x100000, 0x10FFFE)
 
 
 class LiteralText:
-    """Stand-ins for the special tokens of one tokenizer, as long as what they take the place of.
+    """Stand-ins for a tokenizer's special tokens, of the same length as their text.
 
-    A template is rendered with stand-ins in the messages. Then only what the template wrote is
-    spelled as a special token; it gets a stand-in that a copy of the tokenizer reads as that token,
-    and the messages get their text back, which the copy reads as text. So one pass over the whole
-    text gives the ids, and offsets are those of the text itself.
+    A template is rendered with stand-ins in the messages, so that only the template writes special tokens. Those
+    are replaced by other stand-ins, which a copy of the tokenizer reads as the special tokens, and the messages
+    get their text back, which the copy reads as text. So one pass over the whole text gives ids and correct
+    offsets.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -41,7 +43,7 @@ class LiteralText:
         self._shown = {stand_in: text for text, stand_in in self._hidden.items()}
 
     def hide(self, messages: list[Message]) -> list[Message] | None:
-        """The messages with stand-ins, or None where no message spells out a special token."""
+        """The messages with stand-ins, or None if no message spells out a special token."""
         if not any(self._special.search(m["content"]) for m in messages):
             return None
         return [
@@ -50,18 +52,18 @@ class LiteralText:
         ]
 
     def show(self, text: str) -> str:
-        """A rendered text with the messages' own text back."""
+        """Restore the text of the messages in a rendered text."""
         return _replace(self._stand_in, self._shown, text)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that no template wrote, the BOS first where the tokenizer puts one."""
+        """Ids of a text without a template; the BOS comes first if the tokenizer adds it."""
         if not self._special.search(text):
             return self._tokenizer.encode(text, add_bos=True)
         bos = self._tokenizer.bos_id if self._tokenizer.adds_bos else None
         return [*([] if bos is None else [bos]), *self._encode(text)[0]]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
-        """As `Tokenizer.encode_with_offsets`, of a rendered text with stand-ins."""
+        """`Tokenizer.encode_with_offsets` of a rendered text with stand-ins."""
         return self._encode(self.show(_replace(self._special, self._written, text)))
 
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
@@ -71,11 +73,11 @@ class LiteralText:
 
     @cached_property
     def _copy(self) -> tuple[Any, dict[int, int]]:
-        """The tokenizer with its special tokens renamed, and true ids of its added tokens."""
+        """The tokenizer with renamed special tokens, and its added token ids -> the original ids."""
         import tokenizers
 
         data = json.loads(self._backend.to_str())
-        data["post_processor"] = None  # it names special tokens, and is not used
+        data["post_processor"] = None  # unused, and it names special tokens
         names = {}
         for token in data["added_tokens"]:
             names[token["id"]] = self._written.get(token["content"], token["content"])
@@ -86,7 +88,7 @@ class LiteralText:
 
 @lru_cache(maxsize=4)
 def literal_text(tokenizer: Tokenizer) -> LiteralText:
-    """That of a tokenizer, made once."""
+    """The cached `LiteralText` of a tokenizer."""
     return LiteralText(tokenizer)
 
 

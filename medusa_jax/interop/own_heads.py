@@ -1,4 +1,4 @@
-"""This project's own format of heads, opened: `heads.json` describes, `heads.safetensors` holds.
+"""Read this project's format of heads: `heads.json` and `heads.safetensors`.
 
 `heads_io.py` writes it; docs/formats.md lists its fields and keys.
 """
@@ -16,8 +16,9 @@ from medusa_jax.heads import drafter_class, vocabulary
 from medusa_jax.interop import codes
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.stored_heads import StoredHeads
-from medusa_jax.interop.tensor import Tensors
+from medusa_jax.interop.tensor import Tensors, whole
 from medusa_jax.interop.tensors import read_json
+from medusa_jax.whole_files import Json
 
 # `StoredHeads.layout`.
 OWN = "medusa_jax"
@@ -28,10 +29,10 @@ IDS = f"{vocabulary.GROUP}/ids"
 
 
 def open_own(directory: str) -> StoredHeads:
-    """The heads of a directory that `heads_io.save_heads` wrote.
+    """Open heads that `heads_io.save_heads` wrote.
 
     Raises:
-      UserError: unreadable; another format; keys whose numbers contradict heads.json.
+      UserError: unreadable; another format; the numbers of heads or layers contradict heads.json.
     """
     file = os.path.join(directory, DESCRIPTION)
     meta = read_json(file)
@@ -42,14 +43,22 @@ def open_own(directory: str) -> StoredHeads:
     tensors = codes.decode(tensors, weights)
     _check_counts(weights, tensors, heads)
     return StoredHeads(
-        weights, directory, OWN, heads, tensors, _same_name, meta=meta, base=base, ids=ids
+        weights,
+        directory,
+        OWN,
+        heads,
+        tensors,
+        lambda path: (path, False),
+        meta=meta,
+        base=base,
+        ids=ids,
     )
 
 
 def _take_ids(
-    weights: str, tensors: Tensors, stored: HeadsConfig, base: dict[str, Any]
+    weights: str, tensors: Tensors, stored: HeadsConfig, base: Json
 ) -> np.ndarray | None:
-    """Takes the ids of a draft vocabulary out of the tensors of a file; they are no parameter."""
+    """Remove the ids of a draft vocabulary, which is not a parameter, from `tensors`."""
     if not stored.draft_vocab:
         return None
     tensor = tensors.pop(IDS, None)
@@ -60,21 +69,15 @@ def _take_ids(
         )
     if tensor.dtype != "int32":
         raise UserError(f"key {IDS!r} in {weights} is {tensor.dtype}, not int32")
-    ids = tensor.read(tuple(slice(0, n) for n in tensor.shape))
+    ids = whole(tensor)
     size = base.get("vocab_size")
     if type(size) is not int:
-        raise UserError(f"{DESCRIPTION} beside {weights}: base.vocab_size is {size!r}")
+        raise UserError(f"{DESCRIPTION} next to {weights}: base.vocab_size is {size!r}")
     vocabulary.check_ids(ids, stored, size, weights)
     return ids
 
 
-def _same_name(path: str) -> tuple[str, bool]:
-    return path, False
-
-
-def _read_description(
-    file: str, meta: dict[str, Any]
-) -> tuple[HeadsConfig, dict[str, Any]]:
+def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
     if meta.get("format") != FORMAT:
         raise UserError(
             f"{file} has format {meta.get('format')!r}, this version reads {FORMAT}"
@@ -99,8 +102,8 @@ def _read_description(
 
 
 def _check_counts(weights: str, tensors: Tensors, stored: HeadsConfig) -> None:
-    """Heads and layers are counted in the keys; heads.json may only agree."""
-    # Any backbone will do: these numbers do not depend on it.
+    """Compare the numbers of heads and layers in the keys with heads.json."""
+    # These numbers do not depend on the backbone, so any will do.
     drafter = drafter_class(stored.drafter)(stored, LlamaConfig())
     heads = {int(m[1]) for name in tensors if (m := re.match(r"heads_(\d+)/", name))}
     n_heads, n_layers = drafter.stored_counts

@@ -1,7 +1,6 @@
-"""Where draft heads lie, and whose layout they are in: ours, or one that others publish.
+"""Find draft heads and recognise their layout: this project's or a published one.
 
-A path is a directory, a file of weights in it, or a hub id. The layout is told from the keys of
-the weights; names of files and `config.json` only say where to look.
+A path is a directory, a file of weights in it, or a hub id. The layout is recognised by the keys of the weights.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from medusa_jax.interop.tensor import Tensors
 from medusa_jax.interop.tensors import optional_json
 
 DESCRIPTIONS = [DESCRIPTION, OWN_WEIGHTS, "tree.json", "config.json", "adapter_config.json"]
-# In the order of preference: safetensors were made from the .pt that may lie beside them.
+# In order of preference.
 SAFE = [
     "medusa_lm_head.safetensors",
     "hydra_lm_head.safetensors",
@@ -41,10 +40,10 @@ KNOWN = (
 
 
 def open_heads(path_or_id: str) -> StoredHeads:
-    """The draft heads in a directory, a file or a hub repository, described and not read.
+    """Open the draft heads in a directory, a file or a hub repository; weights are read later.
 
     Raises:
-      UserError: none there that we know, or unreadable.
+      UserError: no heads in a known layout, or unreadable.
     """
     path = _local(path_or_id)
     if os.path.isdir(path):
@@ -56,7 +55,7 @@ def open_heads(path_or_id: str) -> StoredHeads:
 
 
 def _local(path_or_id: str) -> str:
-    """A local file or directory; from the hub only what is needed."""
+    """A local file or directory; downloads only the needed files."""
     if os.path.exists(path_or_id):
         return path_or_id
     folder = resolve(path_or_id, DESCRIPTIONS)
@@ -70,7 +69,7 @@ def _local(path_or_id: str) -> str:
 
 
 def _first(folder: str, names: list[str]) -> str:
-    """The path of the first of these files that is there, "" if none is."""
+    """The path of the first file that exists, "" if none does."""
     paths = (os.path.join(folder, name) for name in names)
     return next((path for path in paths if os.path.isfile(path)), "")
 
@@ -96,7 +95,7 @@ def _open_published(asked: str, path: str, folder: str, tensors: Tensors) -> Sto
         raise _no_heads(asked, folder)
     stored = open_medusa(path, folder, tensors, config)
     if stored.layout == FULL_MODEL and "model.embed_tokens.weight" in tensors:
-        # Heads that were trained with their backbone fit no other.
+        # These heads were trained with their backbone and fit no other.
         base = BaseFiles.open(folder)
         record = {"fingerprint": base.fingerprint()}
         stored = dataclasses.replace(stored, base=record)

@@ -1,4 +1,4 @@
-"""Chat templates rendered in a process that is bounded in time, memory and output."""
+"""Render chat templates in a process with limits on time, memory and output."""
 
 import json
 import os
@@ -11,18 +11,19 @@ from typing import Any
 
 from medusa_jax.console import call_if_longer
 from medusa_jax.errors import UserError
+from medusa_jax.whole_files import Json
 
 PROGRAM = Path(__file__).with_name("template_process.py")
 
 
 class Renderer:
-    """The process, started by the first template and again after one that it did not outlive.
+    """The child process, started on first use and restarted after a template ended it.
 
     Args:
-      seconds: of CPU time, for one conversation.
-      most_bytes: of memory, for the whole process.
-      most_characters: of a rendered conversation.
-      patience: seconds by the clock, for one conversation.
+      seconds: limit of CPU time per conversation.
+      most_bytes: memory limit of the process.
+      most_characters: limit of a rendered conversation.
+      patience: limit of wall-clock seconds per conversation.
     """
 
     def __init__(
@@ -35,34 +36,34 @@ class Renderer:
         self._limits = (seconds, most_bytes, most_characters)
         self._patience = patience
         self._forget()
-        if hasattr(os, "register_at_fork"):  # neither lock nor pipes are shared
+        if hasattr(os, "register_at_fork"):  # a child must not share the lock and pipes
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __call__(self, source: str, **fields: Any) -> dict[str, Any]:
+    def __call__(self, source: str, **fields: Any) -> Json:
         """Render a template with these fields.
 
-        Returns: {"text", "spans": [start, end) of its generation blocks}, or one of {"broken"}, the
-          template is none, and {"refused"}, it raised an error; each with a sentence.
+        Returns: {"text", "spans": [start, end) of its generation blocks}, or a message: {"broken"} for an invalid
+          template, {"refused"} if it raised an error.
 
         Raises:
-          UserError: the template did not end within the limits.
+          UserError: the template exceeded the limits.
         """
         request = json.dumps({"source": source, "fields": fields}).encode() + b"\n"
         with self._lock:
             line = self._exchange(request)
         seconds, most_bytes, _ = self._limits
-        ended = f"it takes more than {seconds:g} s or {most_bytes >> 20} MiB"
-        answer: dict[str, Any] = json.loads(line) if line else {"limit": ended}
+        exceeded = f"it takes more than {seconds:g} s or {most_bytes >> 20} MiB"
+        answer: Json = json.loads(line) if line else {"limit": exceeded}
         if why := answer.get("limit"):
             raise UserError(f"the chat template is stopped: {why}")
         return answer
 
     def _exchange(self, request: bytes) -> bytes:
-        """The answer to a request, b"" where the process ended over it."""
+        """The answer to a request; b"" if the process ended instead."""
         process = self._process
         if process is None or process.poll() is not None:
             self._process = process = self._start()
@@ -74,10 +75,8 @@ class Renderer:
                 line = process.stdout.readline()
         except BrokenPipeError:
             line = b""
-        except (
-            BaseException
-        ):  # an answer that nobody read would be taken for the next one's
-            self._end()
+        except BaseException:
+            self._end()  # an unread answer would be taken for that of the next request
             raise
         if not line.endswith(b"\n"):
             self._end()
@@ -102,5 +101,5 @@ class Renderer:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe
-            with suppress(OSError):  # what could not be written
+            with suppress(OSError):  # unwritten data
                 pipe.close()

@@ -1,17 +1,17 @@
-"""Whether a sentencepiece model is whole: a file cut off between two pieces would still load."""
+"""Check that a sentencepiece model is complete: a file cut off between two pieces would still load."""
 
 from medusa_jax.errors import UserError
 
-# Fields of sentencepiece's ModelProto, in the order that they are written in.
+# Fields of sentencepiece's ModelProto, in file order.
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
 LENGTH_DELIMITED = 2
 
 
 def check_whole(path: str) -> None:
-    """Walk the fields of the outermost message, nothing inside them.
+    """Check the fields of the outermost message.
 
     Raises:
-      UserError: it cannot be read, breaks off or lacks what follows the pieces.
+      UserError: the file is unreadable, truncated or lacks the fields after the pieces.
     """
     try:
         with open(path, "rb") as f:
@@ -19,7 +19,7 @@ def check_whole(path: str) -> None:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     if not data.startswith(b"\n"):
-        return  # not even the tag of a first piece: another library's file, or none
+        return  # not a sentencepiece file
     at, seen = 0, set()
     while at < len(data):
         tag, at = _varint(data, at)
@@ -35,7 +35,7 @@ def check_whole(path: str) -> None:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number in seven bits a byte, and where it ends; past the end counts as 0."""
+    """A varint (seven bits per byte) and its end; bytes past the end count as 0."""
     value = shift = 0
     while at < len(data):
         byte = data[at]

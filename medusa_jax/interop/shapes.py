@@ -1,4 +1,4 @@
-"""Shapes of published models, for what needs no weights of theirs."""
+"""Shapes of published models, for uses without weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ SHAPES = {
 
 
 def find_shape(name: str) -> LlamaConfig:
-    """A published shape by name, or that of a `config.json` (or of the directory it lies in).
+    """A published shape by name, or that of a `config.json` or its directory.
 
     Raises:
       UserError: neither; lists the names.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from medusa_jax.interop import tensors as tensor_files
 
@@ -20,27 +21,27 @@ def save_weights(
     directory: str,
     leaves: dict[str, Any],
     read: Callable[[str], np.ndarray],
-    dtype: Any,
+    dtype: DTypeLike,
     write: bool = True,
 ) -> None:
-    """Write a model's tensors as Hugging Face loaders expect them.
+    """Write a model's tensors in the form of Hugging Face loaders.
 
-    A directory holds the old weights or the new ones at every moment: shards get names of their
-    own, and the index, or the single file, is put in place last. The host holds one shard.
+    Replaces old weights atomically: shards get new names, and the index, or the single file, is written last. The
+    host holds one shard at a time.
 
     Args:
       leaves: key -> anything with a shape.
       read: key -> the array to store.
-      dtype: what it is stored in.
-      write: False only reads, in the same order: other processes hold parts of the tensors.
+      dtype: the stored type.
+      write: False on processes that only take part in reading; the order is the same on all.
 
     Raises:
-      UserError: the disk is full or the directory cannot be written.
+      UserError: the disk is full or the directory is not writable.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
     itemsize = np.dtype(dtype).itemsize
-    # Beside shards that an index names, others need names that it does not.
+    # New shards must not overwrite those of an existing index.
     taken = os.path.exists(os.path.join(directory, INDEX))
     stem = f"model-{secrets.token_hex(4)}" if taken else "model"
     plan = split_state_dict_into_shards_factory(

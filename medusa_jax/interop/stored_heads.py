@@ -1,9 +1,8 @@
-"""Draft heads as they lie in a file, whoever wrote it: what they are and where each part is."""
+"""Draft heads in a file of any layout: their configuration and where each parameter is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,33 +12,30 @@ from medusa_jax.heads import Backbone, make_drafter, vocabulary
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.tensor import Tensors, whole
 from medusa_jax.model.llama import Llama, abstract_params
+from medusa_jax.sharding import PyTree
+from medusa_jax.whole_files import Json
 
 # Parameter path -> (key in the file, whether it is stored transposed).
 Locate = Callable[[str], tuple[str, bool]]
 
 
-def _none(key: str) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class StoredHeads:
-    """Heads that were found and described, but not read.
+    """Draft heads that are described but not read yet.
 
     Attributes:
       source: the file of the weights, for messages.
-      directory: where a tree file may lie beside them.
-      layout: how people call the layout.
+      directory: their directory, which may have a tree file.
+      layout: the name of the layout.
       heads: kind and sizes.
       tensors: everything in the file.
-      locate: where a parameter lies.
-      ignore: keys that may be there and are not read.
-      meta: what the description beside the weights says, {} if nothing.
+      locate: parameter path -> key.
+      ignore: keys that may exist and are not read.
+      meta: contents of the description next to the weights, {} if none.
       base: width, vocabulary and fingerprint of their backbone, as far as known.
-      layers: fields of the backbone's shape that their own layers were made with, where a
-        description says so.
-      ids: of their draft vocabulary, None where they score all tokens.
-      beside: what else belongs to them that reading the heads alone would lose; "" if nothing.
+      layers: fields of the backbone's shape that decoder layers of the heads depend on, if described.
+      ids: token ids of the draft vocabulary; None if the heads score all tokens.
+      needs: other weights that the heads were trained with and that are not read; "" if none.
     """
 
     source: str
@@ -48,15 +44,15 @@ class StoredHeads:
     heads: HeadsConfig
     tensors: Tensors
     locate: Locate
-    ignore: Callable[[str], bool] = _none
-    meta: dict[str, Any] = field(default_factory=dict)
-    base: dict[str, Any] = field(default_factory=dict)
-    layers: dict[str, Any] = field(default_factory=dict)
+    ignore: Callable[[str], bool] = lambda key: False
+    meta: Json = field(default_factory=dict)
+    base: Json = field(default_factory=dict)
+    layers: Json = field(default_factory=dict)
     ids: np.ndarray | None = None
-    beside: str = ""
+    needs: str = ""
 
     def read(self, llama: LlamaConfig) -> dict[str, np.ndarray]:
-        """All parameters on the host, by their paths, in the type that they are stored in.
+        """Read all parameters to the host by path, in their stored type.
 
         Raises:
           UserError: a missing, unknown, misshaped or non-float key.
@@ -76,11 +72,11 @@ class StoredHeads:
 
 
 @lru_cache(maxsize=16)
-def abstract_heads(heads: HeadsConfig, llama: LlamaConfig) -> Any:
-    """Shapes of a drafter's parameters, nothing computed."""
+def abstract_heads(heads: HeadsConfig, llama: LlamaConfig) -> PyTree:
+    """Shapes of a drafter's parameters."""
     drafter = make_drafter(heads, llama)
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> PyTree:
         backbone = Backbone(Llama(llama), params)
         return drafter.init(jax.random.key(0), vocabulary.stand_in(backbone, heads))
 

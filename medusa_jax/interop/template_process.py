@@ -1,9 +1,8 @@
-"""The process that chat templates run in: a file of its own, which `rendering.py` starts.
+"""The child process for chat templates, started by `rendering.py`.
 
-A template is a program that came with a model. Here it can loop without end or ask for any amount of
-memory: the process has so many seconds and bytes, and whoever started it goes on without it. It reads
-lines of JSON from stdin and answers each with one; its environment is the one that transformers renders
-chat templates in, without importing it.
+A template is a program that came with a model and may loop for ever or allocate any amount of memory, so this
+process has limits on both. It reads lines of JSON from stdin and answers each with one. Its environment
+reproduces the one in which transformers renders chat templates, without importing transformers.
 """
 
 import json
@@ -17,11 +16,11 @@ from typing import Any
 
 
 def limit(seconds: float, most_bytes: int) -> None:
-    """Bound memory for good, and the seconds of CPU time until the next call; 0 are no bound.
+    """Limit memory, and CPU time until the next call; 0 means no limit.
 
-    Without a handler the signal ends the process, even in the middle of one long operation.
+    Without a handler the signal ends the process, even during a long operation.
     """
-    with suppress(ImportError, OSError, ValueError):  # systems that cannot
+    with suppress(ImportError, OSError, ValueError):  # unsupported by this system
         import resource
 
         if most_bytes:
@@ -31,7 +30,7 @@ def limit(seconds: float, most_bytes: int) -> None:
 
 
 class Dictionaries:
-    """`dict` of templates: makes dictionaries, and shows nothing of the type."""
+    """`dict` for templates: creates dictionaries without exposing the type."""
 
     def __call__(self, *items: Any, **named: Any) -> dict[Any, Any]:
         return dict(*items, **named)
@@ -41,7 +40,7 @@ class Dictionaries:
 
 
 def make_environment() -> Any:
-    """The sandbox that templates are compiled in, with what chat templates expect of it."""
+    """The sandbox for templates, with the functions that chat templates expect."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
@@ -62,7 +61,7 @@ def make_environment() -> Any:
             super().__setitem__(name, value)
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %} ... {% endgeneration %}: where in the text the block came out."""
+        """{% generation %} ... {% endgeneration %}: records the position of the block's text."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -112,7 +111,7 @@ def make_environment() -> Any:
 
 
 def answer(environment: Any, template: Any, fields: dict[str, Any], most: int) -> Any:
-    """{"text", "spans"}, or {"limit"}: why it was not rendered to its end."""
+    """{"text", "spans"}, or {"limit"}: the exceeded limit."""
     environment.written, environment.spans, pieces = 0, [], []
     for piece in template.generate(**fields):
         pieces.append(piece)
@@ -123,14 +122,12 @@ def answer(environment: Any, template: Any, fields: dict[str, Any], most: int) -
 
 
 def main() -> None:
-    """Answer line after line until stdin ends."""
+    """Answer requests until stdin ends."""
     paths, seconds, most_bytes, most_characters = json.loads(sys.argv[1])
     sys.path = paths
-    for sent_to_all in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # it ends with the one that started it
-        signal.signal(sent_to_all, signal.SIG_IGN)
+    # Signals to the process group are for the parent; this process ends when the parent does.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     import jinja2
 
     environment = make_environment()
@@ -140,17 +137,15 @@ def main() -> None:
         try:
             limit(seconds, most_bytes)
             template = compiled(request["source"])
-            given = answer(environment, template, request["fields"], most_characters)
+            result = answer(environment, template, request["fields"], most_characters)
         except jinja2.TemplateSyntaxError as error:
-            given = {"broken": str(error)}
+            result = {"broken": str(error)}
         except MemoryError:
-            given = {"limit": f"it takes more than {most_bytes >> 20} MiB"}
-        except (
-            Exception
-        ) as error:  # raise_exception, or any operation on unexpected content
-            given = {"refused": str(error).split("\n")[0]}
+            result = {"limit": f"it takes more than {most_bytes >> 20} MiB"}
+        except Exception as error:  # raise_exception, or an operation on unexpected content
+            result = {"refused": str(error).split("\n")[0]}
         limit(0, 0)
-        sys.stdout.write(json.dumps(given) + "\n")
+        sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
 
 

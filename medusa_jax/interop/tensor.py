@@ -1,4 +1,4 @@
-"""A stored tensor by its name, not yet read: what every kind of checkpoint file is opened to."""
+"""Lazily read tensors, the common form of all checkpoint files."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Tensor:
-    """One stored tensor. `read` takes one step-1 slice per dimension, reads only that part.
+    """A stored tensor. `read` takes a slice with step 1 per dimension and reads only that part.
 
     Attributes:
-      blocks: what a GGUF file holds of it, a row for each of its own; None for other files.
+      blocks: the tensor's blocks in a GGUF file, a row each; None for other files.
     """
 
     file: str
@@ -29,5 +29,5 @@ Tensors = dict[str, Tensor]
 
 
 def whole(tensor: Tensor) -> np.ndarray:
-    """All of a tensor."""
+    """Read a whole tensor."""
     return tensor.read(tuple(slice(0, n) for n in tensor.shape))

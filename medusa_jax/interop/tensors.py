@@ -1,36 +1,35 @@
-"""Checkpoint files as named, lazily read tensors, and the strict way from there to the mesh."""
+"""Checkpoint files as named, lazily read tensors, and strict loading onto the mesh."""
 
 import json
 import os
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sized
 
 import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
 from medusa_jax.hosts import on_host
 from medusa_jax.interop.tensor import Tensor, Tensors
 from medusa_jax.model.block_rows import BlockRows
-from medusa_jax.sharding import param_shardings, path_string, replicated
-from medusa_jax.whole_files import replacing, write_text
+from medusa_jax.sharding import Params, PyTree, param_shardings, path_string
+from medusa_jax.whole_files import Json, replacing, write_text
 
 # In a directory that stands for a GGUF file: a link to it.
 GGUF_LINK = "model.gguf"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-
-
-# A part of a parameter tree as it is stored, such as {"layers_3": ...} -> what is kept of it.
-Convert = Callable[[dict[str, Any]], dict[str, Any]]
+# Converts an entry of a parameter tree, such as {"layers_3": ...}, after it was read.
+Convert = Callable[[Params], Params]
 
 
 def open_safetensors(path: str) -> Tensors:
-    """The tensors of one safetensors file, nothing read yet.
+    """Open a safetensors file; tensors are read later.
 
     Raises:
-      UserError: the file is missing, truncated or something else altogether.
+      UserError: the file is missing, truncated or not a safetensors file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -60,11 +59,12 @@ _SAFETENSORS_DTYPES = {
 
 
 def open_checkpoint(directory: str) -> Tensors:
-    """The tensors of a Hugging Face model directory; safetensors preferred over .bin. Those of a GGUF file
-    where the directory is what `resolve` gives for one: they are unpacked as they are read.
+    """Open the weights of a Hugging Face model directory; prefers safetensors to .bin.
+
+    Tensors of a GGUF file (of the directory that `resolve` returns for one) are unpacked as they are read.
 
     Raises:
-      UserError: no weights, a shard that is missing or unreadable, a broken index.
+      UserError: no weights, a missing or unreadable shard, or a broken index.
     """
     for name, reader in (
         ("model.safetensors", open_safetensors),
@@ -86,16 +86,16 @@ def open_checkpoint(directory: str) -> Tensors:
 
 
 def open_weights(path: str) -> Tensors:
-    """The tensors of one file of weights, by what it is called: safetensors, else torch's.
+    """Open a file of weights: safetensors by its suffix, else torch's format.
 
     Raises:
-      UserError: it cannot be read as that.
+      UserError: the file is unreadable.
     """
     return (open_safetensors if path.endswith(".safetensors") else open_torch_file)(path)
 
 
 def open_torch_file(path: str) -> Tensors:
-    """`open_torch`, with the clear word about git-lfs that `open_safetensors` has too."""
+    """`open_torch`, with a clear error for git-lfs pointers."""
     from medusa_jax.interop.torch_files import open_torch
 
     _refuse_pointer(path)
@@ -109,7 +109,7 @@ def _open_shards(directory: str, index: str, reader: Callable[[str], Tensors]) -
     tensors: Tensors = {}
     for shard in sorted(set(map(str, weight_map.values()))):
         path = os.path.join(directory, shard)
-        # A name that climbs out of the directory is never legitimate.
+        # Reject paths outside the directory.
         if os.path.basename(shard) != shard or not os.path.isfile(path):
             raise UserError(
                 f"{index} names the shard {shard!r}, which is not in {directory}"
@@ -127,8 +127,8 @@ def _open_shards(directory: str, index: str, reader: Callable[[str], Tensors]) -
     return tensors
 
 
-def read_json(path: str) -> dict[str, Any]:
-    """A JSON object from a file, or a UserError that names the file."""
+def read_json(path: str) -> Json:
+    """Read a JSON object; a UserError names the file."""
     try:
         with open(path, encoding="utf-8") as f:
             value = json.load(f)
@@ -141,13 +141,13 @@ def read_json(path: str) -> dict[str, Any]:
     return value
 
 
-def optional_json(path: str) -> dict[str, Any]:
-    """`read_json`, {} where there is no such file."""
+def optional_json(path: str) -> Json:
+    """`read_json`; {} if the file does not exist."""
     return read_json(path) if os.path.isfile(path) else {}
 
 
 def _refuse_pointer(path: str) -> None:
-    """A clone without git-lfs leaves a small text file where the weights should be."""
+    """Raise for the small text file that a clone without git-lfs has instead of weights."""
     try:
         with open(path, "rb") as f:
             head = f.read(40)
@@ -158,13 +158,13 @@ def _refuse_pointer(path: str) -> None:
 
 
 def check_keys(
-    abstract: dict[str, Any],
+    abstract: Params,
     tensors: Tensors,
     locate: Callable[[str], tuple[str, bool]],
     source: str,
     ignore: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, tuple[str, bool]]:
-    """What `locate` says of every parameter, once all keys are there and none is left over.
+    """`locate` for every parameter, after a check that keys are complete and none is unknown.
 
     Args: as for `load_tree`.
 
@@ -210,33 +210,35 @@ def check_keys(
 
 
 def load_tree(
-    abstract: dict[str, Any],
+    abstract: Params,
     mesh: Mesh,
     tensors: Tensors,
     locate: Callable[[str], tuple[str, bool]],
-    dtype: Any,
+    dtype: DTypeLike,
     source: str,
     ignore: Callable[[str], bool] = lambda name: False,
     convert: Convert | None = None,
     in_blocks: bool = False,
-) -> dict[str, Any]:
-    """Read a parameter tree strictly, each device only its own slices.
+) -> Params:
+    """Read a parameter tree strictly; each device gets only its slices.
 
     Args:
-      abstract: tree of things with a `shape` (from `jax.eval_shape`).
+      abstract: tree of shapes (from `jax.eval_shape`).
       locate: parameter path -> (key in the checkpoint, whether it is stored transposed).
-      dtype: what the parameters are stored in on the devices.
+      dtype: type of the parameters on the devices.
       source: the file or directory, for messages.
-      ignore: keys that may be there and are not read.
-      convert: what becomes of each entry of the tree, such as a layer, before the next is read.
-      in_blocks: matrices that lie in blocks are not read: `convert` gets `BlockRows`.
+      ignore: keys that may exist and are not read.
+      convert: converts each entry of the tree, such as a layer, before the next is read.
+      in_blocks: matrices in blocks are not read: `convert` gets `BlockRows`.
 
     Raises:
       UserError: a missing, unknown, misshaped or non-float key.
     """
     keys = check_keys(abstract, tensors, locate, source, ignore)
 
-    def load(key_path: Any, leaf: Any, sharding: jax.sharding.Sharding) -> Any:
+    def load(
+        key_path: KeyPath, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
+    ) -> jax.Array | BlockRows:
         name, transposed = keys[path_string(key_path)]
         tensor, shape = tensors[name], tuple(leaf.shape)
         if in_blocks and tensor.blocks is not None and len(shape) == 2:
@@ -245,13 +247,13 @@ def load_tree(
 
     shardings = param_shardings(mesh, abstract)
 
-    def read(name: str) -> dict[str, Any]:
+    def read(name: str) -> Params:
         trees = ({name: abstract[name]}, {name: shardings[name]})
         return jax.tree_util.tree_map_with_path(load, *trees)
 
-    placed: dict[str, Any] = {}
+    placed: Params = {}
     for name in abstract:
-        # What was read has no name here: it is gone once it is converted.
+        # No reference is kept, so that what was read is freed after conversion.
         placed |= (convert or dict)(read(name))
     return placed
 
@@ -263,7 +265,7 @@ def _place(
     sharding: jax.sharding.Sharding,
     dtype: np.dtype,
 ) -> jax.Array:
-    """A tensor of a file on the devices, each with its slice; the host has one slice at a time."""
+    """Place a tensor on the devices; the host holds one slice at a time."""
     owners: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -271,7 +273,7 @@ def _place(
         owners.setdefault(spans, []).append(device)
     placed: list[jax.Array] = []
     for spans, devices in owners.items():
-        jax.block_until_ready(placed)  # the slice before has left the host
+        jax.block_until_ready(placed)  # the previous slice has left the host
         stored = spans[::-1] if transposed else spans
         block = tensor.read(tuple(slice(*span) for span in stored))
         block = np.ascontiguousarray(block.T if transposed else block, dtype)
@@ -279,14 +281,14 @@ def _place(
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
 
-def _more(items: list[Any]) -> str:
+def _more(items: Sized) -> str:
     return f" (and {len(items) - 1} more such)" if len(items) > 1 else ""
 
 
 def save_safetensors(
     path: str, arrays: dict[str, np.ndarray], metadata: dict[str, str]
 ) -> None:
-    """Write a safetensors file so that `path` is at every moment the old or the new one."""
+    """Write a safetensors file atomically."""
     from safetensors.numpy import save_file
 
     contiguous = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
@@ -294,52 +296,53 @@ def save_safetensors(
         with open(new, "wb") as file:
             mode = os.fstat(file.fileno()).st_mode
         save_file(contiguous, new, metadata)
-        os.chmod(new, mode & 0o777)  # of its own it would be the owner's alone
+        os.chmod(new, mode & 0o777)  # safetensors sets owner-only permissions
 
 
-def save_json(path: str, value: dict[str, Any]) -> None:
-    """Write a JSON object as Hugging Face does, whole or not at all."""
+def save_json(path: str, value: Json) -> None:
+    """Write a JSON object atomically, formatted as Hugging Face does."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def host_array(x: Any, dtype: Any = None) -> np.ndarray:
-    """A parameter on the host, in `dtype` (None: as it is stored).
+def host_array(x: jax.Array | np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
+    """Copy a whole parameter to the host, in `dtype` (None: unchanged).
 
-    Of an array that lies over several processes each of them gets the whole, and has to ask.
+    All processes that hold parts of it must call this.
     """
     array = on_host(x)
     return array if dtype is None else array.astype(np.dtype(dtype))
 
 
-def sample_bytes(x: Any, count: int = 1024) -> bytes:
-    """Up to `count` elements at even distances, rounded to bfloat16, as little-endian bytes.
+def sample_bytes(x: jax.Array | np.ndarray, count: int = 1024) -> bytes:
+    """Up to `count` evenly spaced elements, rounded to bfloat16, as little-endian bytes.
 
-    Gathered by index, so the result does not depend on how `x` is laid out over devices. What
-    lies whole in the host's memory is read there: a gather is a program for each shape.
+    Gathered by index, so the result does not depend on the sharding. An array in host memory is read
+    directly, since a gather compiles a program for each shape.
     """
     size = int(np.prod(x.shape))
     if isinstance(x, jax.Array) and [d.platform for d in x.devices()] == ["cpu"]:
         x = np.asarray(x)
     flat = np.arange(min(size, count), dtype=np.int64) * size // min(size, count)
-    places = np.unravel_index(flat, x.shape)
-    if getattr(x, "is_fully_addressable", True):
-        values = np.asarray(x[places])
+    indices = np.unravel_index(flat, x.shape)
+    if isinstance(x, np.ndarray) or x.is_fully_addressable:
+        values = np.asarray(x[indices])
     else:  # every process has parts, and all of them get the values
-        whole = replicated(x.sharding.mesh)
-        values = np.asarray(jax.jit(lambda x: x[places], out_shardings=whole)(x))
+        assert isinstance(x.sharding, NamedSharding)
+        everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
+        values = np.asarray(jax.jit(lambda x: x[indices], out_shardings=everywhere)(x))
     values = values.astype(np.float32)
     return values.astype(ml_dtypes.bfloat16).view(np.uint16).astype("<u2").tobytes()
 
 
-def flatten(tree: Any) -> dict[str, Any]:
+def flatten(tree: PyTree) -> Params:
     """A parameter tree as {"layers_0/mlp/up_proj/kernel": leaf}."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_string(key_path): leaf for key_path, leaf in leaves}
 
 
-def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
+def unflatten(flat: Params) -> Params:
     """The inverse of `flatten`."""
-    tree: dict[str, Any] = {}
+    tree: Params = {}
     for path, leaf in flat.items():
         *outer, last = path.split("/")
         inner = tree
@@ -349,6 +352,6 @@ def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def pick(names: Iterable[str], available: dict[str, Any]) -> list[str]:
-    """Those of `names` that are there, in order, once each."""
+def pick(names: Iterable[str], available: Mapping[str, object]) -> list[str]:
+    """The names that are available, in order, without duplicates."""
     return [name for name in dict.fromkeys(names) if name in available]

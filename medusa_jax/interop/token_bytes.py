@@ -1,19 +1,20 @@
-"""The bytes that token ids are written as, and how many of them one token can cover."""
+"""The UTF-8 bytes of tokens, and the most bytes that a token can cover."""
 
 import json
 from functools import cached_property
 from typing import Any
 
 from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.whole_files import Json
 
-# Normalizers that never make a text shorter (Replace only of a given string by one no shorter), and
-# pre-tokenizers that drop nothing (Split only if it does not remove).
+# Normalizers that never shorten a text (Replace only of a string by one at least as long), and pre-tokenizers that
+# drop nothing (Split only if it does not remove).
 GROWING = {"Sequence", "Prepend", "Replace"}
 KEEPING = {"Sequence", "ByteLevel", "Split", "Digits", "Metaspace"}
 
 
 def byte_characters() -> dict[str, int]:
-    """The character that byte-level vocabularies write for each byte, as GPT-2 does."""
+    """GPT-2's mapping between bytes and the characters of byte-level vocabularies."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [b for b in range(256) if b not in shown]
     pairs = [(chr(b), b) for b in shown] + [(chr(256 + i), b) for i, b in enumerate(hidden)]
@@ -21,7 +22,7 @@ def byte_characters() -> dict[str, int]:
 
 
 class TokenBytes:
-    """What the tokens of one tokenizer cover, in bytes of UTF-8."""
+    """The UTF-8 bytes of a tokenizer's tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -32,7 +33,7 @@ class TokenBytes:
         self._byte_level = None not in halves and backend.decode(halves) == "é"
 
     def of(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, be they part of a character only."""
+        """The bytes of a token, perhaps part of a character."""
         tokenizer = self._tokenizer
         token = tokenizer.backend and tokenizer.backend.id_to_token(token_id)
         if token is None:
@@ -43,11 +44,11 @@ class TokenBytes:
             return token.encode()
         if self._byte_level and all(c in self._byte_of for c in token):
             return bytes(self._byte_of[c] for c in token)
-        # Of other kinds of vocabularies the decoder knows; sentencepiece writes blanks so.
+        # U+2581 is sentencepiece's space.
         return (token.replace("\u2581", " ") if tokenizer.byte_ids else token).encode()
 
     def least_tokens(self, text: str) -> int:
-        """The number of tokens that a text has at least; 0 where it is not known."""
+        """A lower bound of the number of tokens of a text; 0 if unknown."""
         if self.longest is None:
             return 0
         covered = text.encode().translate(None, self._left_out)
@@ -55,10 +56,10 @@ class TokenBytes:
 
     @cached_property
     def longest(self) -> int | None:
-        """Most bytes of a text that one token covers; None where that cannot be told.
+        """Most bytes of a text that one token covers; None if unknown.
 
-        It can for BPE over bytes: no unknown token covers a text of any length. No step before BPE
-        may shorten the text, no added token may take the blanks next to it along.
+        Known for BPE over bytes, where no unknown token covers text of any length, if no earlier step shortens
+        the text and no added token consumes adjacent whitespace.
         """
         backend = self._tokenizer.backend
         if backend is None or type(backend.model).__name__ != "BPE":
@@ -77,15 +78,15 @@ class TokenBytes:
 
     @cached_property
     def _left_out(self) -> bytes:
-        """Bytes that a byte-level vocabulary lacks: they may be no part of any token."""
+        """Bytes that are missing from a byte-level vocabulary, so they may be part of no token."""
         if not self._byte_level:
             return b""
         words = self._tokenizer.backend.get_vocab()
         return bytes(b for character, b in self._byte_of.items() if character not in words)
 
 
-def _steps(component: Any) -> list[dict[str, Any]]:
-    """The settings of a part of a tokenizer, and of the parts that it consists of."""
+def _steps(component: Any) -> list[Json]:
+    """The settings of a component of a tokenizer and of its inner components."""
     if component is None:
         return []
     found, todo = [], [json.loads(component.__getstate__())]
@@ -96,7 +97,7 @@ def _steps(component: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _keeps_length(step: dict[str, Any]) -> bool:
+def _keeps_length(step: Json) -> bool:
     if step["type"] == "Replace":
         replaced = step["pattern"].get("String")
         return replaced is not None and len(step["content"].encode()) >= len(

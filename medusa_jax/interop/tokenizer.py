@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, and text that grows while it is being generated."""
+"""Tokenizers: text to ids and back, and incremental decoding."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -8,26 +8,27 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
 from medusa_jax.interop.sentencepiece_files import check_whole
 from medusa_jax.interop.tensors import optional_json
+from medusa_jax.whole_files import Json
 
 BROKEN = "\ufffd"
-# What transformers makes a tokenizer of where there is no tokenizer.json.
+# Files from which transformers builds a tokenizer without tokenizer.json.
 SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
-# Of texts this long (characters) the library lets other threads of Python run, which only its call
-# for batches does: a megabyte takes a second.
+# Texts with more characters are encoded by the library's batch call, which releases the GIL: a megabyte takes a
+# second.
 LONG = 4096
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer plus what a model directory says about special tokens.
+    """A `tokenizers` tokenizer with the special tokens of a model directory.
 
     Attributes:
-      bos_id: the id that starts a text, or None where the tokenizer has none.
-      adds_bos: whether plain text gets the BOS in front (Llama: yes; Qwen: no).
-      eos_ids: every id that ends a text or a turn; chat models often have several.
-      vocab_size: number of ids, added tokens included. A model may have more rows than that.
-      chat_template: the Jinja source that lies beside the tokenizer, or "".
-      special_texts: {"bos_token": "<s>", ...} as chat templates read them.
-      special_ids: ids that `decode` leaves out by default.
+      bos_id: the id that starts a text, or None.
+      adds_bos: whether plain text starts with the BOS (Llama: yes; Qwen: no).
+      eos_ids: ids that end a text or a turn; chat models often have several.
+      vocab_size: number of ids, added tokens included. A model may have more embeddings.
+      chat_template: the Jinja source from the model directory, or "".
+      special_texts: {"bos_token": "<s>", ...} for chat templates.
+      special_ids: ids that `decode` skips by default.
       byte_ids: ids of the byte tokens <0x00> ... <0xFF> of a byte-fallback vocabulary.
     """
 
@@ -63,10 +64,10 @@ class Tokenizer:
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
         """Ids of `text`; special tokens written out in it are recognised.
 
-        With `add_bos` the BOS comes first, for tokenizers that put it there (`adds_bos`).
+        With `add_bos` the BOS comes first if the tokenizer `adds_bos`.
 
         Raises:
-          UserError: the text is no Unicode.
+          UserError: the text is not valid Unicode.
         """
         ids = self._encoding(text).ids
         if add_bos and self.adds_bos and self.bos_id is not None:
@@ -74,7 +75,7 @@ class Tokenizer:
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of `text` and the characters [start, end) that each stands for."""
+        """Ids of `text` and their character ranges [start, end)."""
         encoding = self._encoding(text)
         return encoding.ids, encoding.offsets
 
@@ -83,29 +84,29 @@ class Tokenizer:
             if len(text) > LONG:
                 return self.backend.encode_batch([text], add_special_tokens=False)[0]
             return self.backend.encode(text, add_special_tokens=False)
-        except TypeError as error:  # what the library makes of it
+        except TypeError as error:  # raised for lone surrogates
             raise UserError(
-                "a text holds half of a surrogate pair, which stands for no character"
+                "a text has an unpaired surrogate, which is not a valid character"
             ) from error
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of the ids; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
+        """Text of the ids; invalid UTF-8 becomes U+FFFD, unknown ids are skipped."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as it is written in the vocabulary, or None."""
+        """The id of a token of the vocabulary, or None."""
         return self.backend.token_to_id(token)
 
 
 def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of a model directory or hub id.
 
-    `tokenizer.json` is read directly; a directory with only `tokenizer.model` (sentencepiece)
-    goes through transformers, which takes a second longer. Special tokens come from
-    tokenizer_config.json, special_tokens_map.json, config.json and generation_config.json.
+    `tokenizer.json` is read directly; `tokenizer.model` (sentencepiece) is read by transformers, which takes a
+    second longer. Special tokens come from tokenizer_config.json, special_tokens_map.json, config.json and
+    generation_config.json.
 
     Raises:
-      UserError: no tokenizer there, or one that cannot be read.
+      UserError: no tokenizer, or an unreadable one.
     """
     directory = resolve(path, TOKENIZER_FILES)
     settings = optional_json(os.path.join(directory, "special_tokens_map.json"))
@@ -126,7 +127,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     model = optional_json(os.path.join(directory, "config.json"))
     bos_id = id_of("bos_token")
     if "bos_token" not in settings and isinstance(model.get("bos_token_id"), int):
-        # Only without any word from the tokenizer: Qwen's configs name a BOS it never uses.
+        # Only if the tokenizer does not specify it: Qwen's configs name a BOS that is never used.
         bos_id = model["bos_token_id"]
     eos_ids = {id_of("eos_token")} | declared_eos_ids(directory)
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -144,10 +145,10 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 class NoTokenizer(Tokenizer):
-    """Stands for the tokenizer of a model that has none: prompts are token ids, texts empty.
+    """For models without a tokenizer: prompts are token ids, texts are empty.
 
     Attributes:
-      directory: where there is none, for messages.
+      directory: of the model, for messages.
     """
 
     def __init__(self, directory: str) -> None:
@@ -168,10 +169,10 @@ class NoTokenizer(Tokenizer):
     def token_to_id(self, token: str) -> int | None:
         return None
 
-    def missing(self, so: str) -> UserError:
-        """The sentence; `so` is what follows from it."""
+    def missing(self, advice: str) -> UserError:
+        """The error for an operation that needs a tokenizer."""
         return UserError(
-            f"{self.directory} holds no tokenizer (tokenizer.json or tokenizer.model): {so}, or "
+            f"{self.directory} holds no tokenizer (tokenizer.json or tokenizer.model): {advice}, or "
             "name one with --tokenizer"
         )
 
@@ -183,7 +184,7 @@ def has_tokenizer(directory: str) -> bool:
 
 
 def declared_eos_ids(directory: str) -> set[int]:
-    """The EOS ids that a directory's config.json and generation_config.json name."""
+    """The EOS ids in config.json and generation_config.json."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         value = optional_json(os.path.join(directory, name)).get("eos_token_id")
@@ -201,7 +202,7 @@ def _backend(directory: str) -> Any:
             return tokenizers.Tokenizer.from_file(file)
         except (KeyboardInterrupt, SystemExit):
             raise
-        # The library raises bare Exception, and a panic of its Rust code is not even that.
+        # The library raises Exception, and BaseException for panics of its Rust code.
         except BaseException as error:
             first_line = (str(error).splitlines() or [""])[0][:200]
             raise UserError(f"{file} cannot be read: {first_line}") from error
@@ -216,12 +217,12 @@ def _backend(directory: str) -> Any:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer, LlamaTokenizer
 
-    named = ("config.json", "tokenizer_config.json")
-    kinds = [optional_json(os.path.join(directory, name)) for name in named]
-    known = "model_type" in kinds[0] or "tokenizer_class" in kinds[1]
+    config = optional_json(os.path.join(directory, "config.json"))
+    settings = optional_json(os.path.join(directory, "tokenizer_config.json"))
+    known = "model_type" in config or "tokenizer_class" in settings
     loader = AutoTokenizer if known else LlamaTokenizer
     try:
-        # Left open, an `auto_map` makes transformers ask on stdin whether to run the model's code.
+        # Without an explicit False, transformers asks on stdin whether to run the model's code.
         backend = loader.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         ).backend_tokenizer
@@ -233,7 +234,7 @@ def _backend(directory: str) -> Any:
     return backend
 
 
-def _chat_template(directory: str, settings: dict[str, Any]) -> str:
+def _chat_template(directory: str, settings: Json) -> str:
     file = os.path.join(directory, "chat_template.jinja")
     if os.path.isfile(file):
         try:
@@ -249,18 +250,17 @@ def _chat_template(directory: str, settings: dict[str, Any]) -> str:
 
 
 class Decodes(Protocol):
-    """What `StreamDecoder` needs of a tokenizer (and its byte and special ids, if any)."""
+    """The part of a tokenizer that `StreamDecoder` needs, besides byte and special ids, if any."""
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
 
 
 class StreamDecoder:
-    """Text of a growing sequence of ids, piece by piece.
+    """Incremental decoding of a growing sequence of ids.
 
-    The pieces joined are `tokenizer.decode(all ids)`, save for an incomplete character at the
-    very end, which is never shown. Nothing once returned is ever taken back: a character whose
-    bytes are still on the way waits, and so does a run of byte tokens, because a bad byte later
-    in the run changes how the whole run is decoded.
+    The joined pieces are `tokenizer.decode(all ids)`, except for an incomplete last character, which is dropped.
+    Returned text never changes: incomplete characters are held, and so are runs of byte tokens, because a later
+    invalid byte changes how the whole run is decoded.
 
     Example: with byte tokens for "é" = C3 A9, push([a, C3]) gives "a", push([A9, b]) "éb".
     """
@@ -268,50 +268,50 @@ class StreamDecoder:
     def __init__(self, tokenizer: Decodes, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        # Behind these the text so far is not certain: a byte token because of its run, a
-        # special one because it is left out and the run goes on behind it.
+        # After these the text may still change: a run of byte tokens may continue, also across a skipped
+        # special token.
         self._uncertain = set(getattr(tokenizer, "byte_ids", ()))
         if skip_special:
             self._uncertain |= getattr(tokenizer, "special_ids", frozenset())
-        # Ids that are still looked at, and how many characters of their text are out.
+        # Recent ids, and how many characters of their text have been returned.
         self._window: list[int] = []
-        self._out = 0
+        self._returned = 0
 
     def push(self, ids: Iterable[int]) -> str:
-        """Take in the next ids; returns the text that is certain by now (often "")."""
+        """Add ids; return the text that is now final (often "")."""
         self._window.extend(int(i) for i in ids)
         end = len(self._window)
         while end and self._window[end - 1] in self._uncertain:
             end -= 1
         piece = self._take(self._window[:end])
         if end == len(self._window):
-            self._shrink()
+            self._drop_old_ids()
         return piece
 
     def flush(self) -> str:
-        """The rest of the text; an unfinished character is dropped. Starts afresh."""
+        """Return the rest of the text, without an incomplete character, and reset."""
         piece = self._take(self._window)
-        self._window, self._out = [], 0
+        self._window, self._returned = [], 0
         return piece
 
     def _take(self, ids: list[int]) -> str:
         text = self._decode(ids).rstrip(BROKEN)
-        piece = text[self._out :]
-        self._out += len(piece)
+        piece = text[self._returned :]
+        self._returned += len(piece)
         return piece
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special=self._skip_special)
 
-    def _shrink(self, longest: int = 48, kept: int = 12) -> None:
-        """Forget old ids, so that a piece costs the same late in a long text as early.
+    def _drop_old_ids(self, longest: int = 48, kept: int = 12) -> None:
+        """Drop old ids, so that the cost of a piece does not grow with the text.
 
-        Only where it cannot show: what remains must decode to the end of the text that is out,
-        with a word in it (decoders treat the first blank of a text differently).
+        Only if the remaining ids decode to the end of the returned text and contain a word, since decoders treat
+        the first space of a text differently.
         """
         if len(self._window) <= longest:
             return
         text = self._decode(self._window)
         tail = self._decode(self._window[-kept:])
-        if len(text) == self._out and tail.strip() and text.endswith(tail):
-            self._window, self._out = self._window[-kept:], len(tail)
+        if len(text) == self._returned and tail.strip() and text.endswith(tail):
+            self._window, self._returned = self._window[-kept:], len(tail)

@@ -1,17 +1,17 @@
-"""A tokenizer's files, copied from one model directory to another."""
+"""Copy a tokenizer's files from one model directory to another."""
 
 import glob
 import os
 import shutil
-from typing import Any
 
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
 from medusa_jax.interop.tokenizer import declared_eos_ids, load_tokenizer
+from medusa_jax.whole_files import Json
 
-# Beside the weights, so that a tokenizer's directory may be a model's.
 GENERATION = "generation_config.json"
+# Files of a model directory that match `TOKENIZER_FILES` and do not belong to the tokenizer.
 NOT_TOKENIZER = (
     "config.json",
     "adapter_config.json",
@@ -24,9 +24,10 @@ NOT_TOKENIZER = (
 )
 
 
-def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> dict[str, Any]:
-    """Copy a tokenizer's files (by default those beside the model), and the model's own
-    generation_config.json; returns the special ids of both as config.json wants them.
+def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> Json:
+    """Copy a tokenizer's files (by default the model's) and the model's generation_config.json.
+
+    Returns: the fields of config.json with the special ids of both.
     """
     if not (tokenizer_path or model_path):
         return {}
@@ -45,7 +46,7 @@ def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> dict
             shutil.copy(generation, directory)
     try:
         tokenizer = load_tokenizer(folder)
-    except UserError as error:  # the weights must not be lost for want of a tokenizer
+    except UserError as error:  # must not prevent the export of the weights
         inform(f"the export has no tokenizer: {error}")
         return {}
     eos = sorted(tokenizer.eos_ids | model_eos_ids)

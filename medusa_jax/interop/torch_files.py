@@ -1,10 +1,9 @@
-"""Torch's .bin and .pt files, read without torch and without trusting them.
+"""Read torch's .bin and .pt files without torch and without trusting them.
 
-Such a file is a zip archive: `<root>/data.pkl`, a pickle whose tensors point to storages, and
-`<root>/data/<key>`, the raw bytes of each storage. A pickle is a program, so this one is checked
-three times: only the opcodes that torch writes are let through, only a handful of names can be
-looked up (each bound to an inert stand-in, never to the real thing), and every size, stride and
-offset has to lie within the bytes that are really there. Everything else is refused.
+A file is a zip archive of `<root>/data.pkl`, a pickle whose tensors refer to storages, and `<root>/data/<key>`,
+the raw bytes of each storage. A pickle is a program, so three things are checked: only opcodes that torch writes
+are allowed, only a few names can be looked up (each bound to an inert stand-in), and every size, stride and
+offset must be within the stored bytes. Everything else is refused.
 """
 
 import io
@@ -26,7 +25,7 @@ from medusa_jax.interop.tensor import Index, Tensor, Tensors
 MAX_PICKLE_BYTES = 64 << 20
 MAX_DIMENSIONS = 8
 MAX_DEPTH = 64
-# Of an empty tensor's shape, the axes that are not: NumPy counts bytes in 64 bits.
+# Most elements of an empty tensor's nonzero axes: NumPy counts bytes in 64 bits.
 MAX_EMPTY = 2**59
 
 STORAGES = {
@@ -42,9 +41,8 @@ STORAGES = {
     "BoolStorage": np.dtype(np.bool_),
 }
 
-# What torch.save writes for dictionaries of tensors. Left out on purpose: object construction
-# (NEWOBJ, INST, OBJ), the extension registry, out-of-band buffers, and POP, whose effect on marks
-# would be the one thing hard to follow in `_check_opcodes`.
+# The opcodes that torch.save writes for dictionaries of tensors. Excluded: object construction (NEWOBJ, INST, OBJ),
+# the extension registry, out-of-band buffers, and POP, whose effect on marks would complicate `_check_opcodes`.
 _OPCODE_NAMES = """
     PROTO FRAME STOP MARK TUPLE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 LIST EMPTY_LIST APPEND APPENDS
     DICT EMPTY_DICT SETITEM SETITEMS NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT
@@ -55,11 +53,11 @@ OPCODES = frozenset(_OPCODE_NAMES.split())
 
 
 class _Refused(Exception):
-    """Why a file is not read; becomes a UserError that names the file."""
+    """The reason to refuse a file; becomes a UserError that names the file."""
 
 
-def _refuse_state(self: Any, state: Any) -> None:
-    """The opcode BUILD calls this; without it, it would write fields behind our checks."""
+def _refuse_state(self: object, state: object) -> None:
+    """Called by the opcode BUILD, which would otherwise set fields without our checks."""
     raise _Refused("it sets the state of an object")
 
 
@@ -85,16 +83,16 @@ class _View:
 
 
 class _Dict(dict):  # type: ignore[type-arg]
-    """Stands in for OrderedDict; the attributes that torch hangs onto it are dropped."""
+    """Replaces OrderedDict; drops the attributes that torch sets on it."""
 
     __slots__ = ()
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         pass
 
 
 class _StandIn:
-    """What a global name in the pickle stands for. Holds nothing that a pickle could change."""
+    """Replaces a global name of the pickle. Has no state that a pickle could change."""
 
     __slots__ = ()
 
@@ -139,7 +137,7 @@ class _RebuildTensor(_StandIn):
             if math.prod(n for n in shape if n) > MAX_EMPTY:
                 raise _Refused("an empty tensor of an absurd shape")
             return _View(storage, 0, tuple(shape), (0,) * len(shape))
-        # A step along an axis of one element is never taken, and may be any number.
+        # The stride of an axis with one element is unused and may be any number.
         steps = tuple(step if n > 1 else 0 for n, step in zip(shape, strides))
         if offset + sum((n - 1) * step for n, step in zip(shape, steps)) >= storage.size:
             raise _Refused("a tensor that reaches beyond its storage")
@@ -151,13 +149,13 @@ class _RebuildParameter(_StandIn):
 
     __slots__ = ()
 
-    def __call__(self, data: Any, *ignored: Any) -> _View:
+    def __call__(self, data: object, *ignored: object) -> _View:
         if not isinstance(data, _View):
             raise _Refused("malformed parameter")
         return data
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
+def _tuple(value: object) -> tuple[Any, ...]:
     if not isinstance(value, (tuple, list)):
         raise _Refused("malformed tensor")
     return tuple(value)
@@ -172,12 +170,12 @@ ALLOWED: dict[tuple[str, str], _StandIn] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> _StandIn:
         if (module, name) not in ALLOWED:
             raise _Refused(f"it asks for {module}.{name}, which no weights need")
         return ALLOWED[module, name]
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: object) -> _Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
             raise _Refused("malformed storage reference")
         _, kind, key, _, size = pid
@@ -187,11 +185,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def open_torch(path: str) -> Tensors:
-    """The tensors of a zip-format torch file that holds a flat dictionary; no data read yet.
+    """Open a zip-format torch file with a flat dictionary; tensors are read later.
 
     Raises:
-      UserError: the file is unreadable, in the format before torch 1.6, or holds anything but
-        tensors under string keys.
+      UserError: the file is unreadable, in the format before torch 1.6, or has anything but tensors under string
+        keys.
     """
     try:
         return _open(path)
@@ -216,7 +214,7 @@ def _open(path: str) -> Tensors:
         NotImplementedError,
         RuntimeError,
         struct.error,
-        EOFError,  # a directory that promises more bytes than there are
+        EOFError,  # a directory that claims more bytes than the file has
         ValueError,
     ) as error:
         raise _Refused(f"a damaged archive ({str(error)[:200]!r})") from error
@@ -267,11 +265,10 @@ def _unpickle(data: bytes) -> dict[Any, Any]:
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Walk the pickle without running it: opcodes, memo indices, depth of nesting.
+    """Check opcodes, memo indices and nesting depth of a pickle without running it.
 
-    Python's own hash and repr of a tuple nested some ten thousand times overflow the C stack,
-    so the depth of everything on the stack is followed: a builder is one deeper than the
-    deepest thing that it takes.
+    Python's hash and repr of a tuple nested ten thousand times overflow the C stack, so the depth of every item on
+    the stack is tracked: a container is one deeper than its deepest item.
     """
     stack: list[int] = []
     marks: list[int] = []
@@ -302,17 +299,17 @@ def _check_opcodes(data: bytes) -> None:
                 raise _Refused("a malformed pickle")
             taken = stack[bottom:]
             del stack[bottom:]
-            # What a container takes in batch by batch does not make it deeper each time.
+            # Adding items in several batches must not increase a container's depth each time.
             fills = name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD") and taken
-            own, items = (taken[:1], taken[1:]) if fills else ([], taken)
-            depth = max([*own, *(item + 1 for item in items)], default=0)
+            container, items = (taken[:1], taken[1:]) if fills else ([], taken)
+            depth = max([*container, *(item + 1 for item in items)], default=0)
             if depth > MAX_DEPTH:
                 raise _Refused("its pickle is nested absurdly deep")
             stack.extend([depth] * gives)
 
 
 def _start_of_data(path: str, info: zipfile.ZipInfo) -> int:
-    """Where a stored member's bytes begin: behind its local header, whose names vary in size."""
+    """The offset of a member's bytes, after its local header of variable size."""
     with open(path, "rb") as f:
         f.seek(info.header_offset)
         header = f.read(30)
@@ -336,7 +333,7 @@ def _tensor(path: str, view: _View, start: int) -> Tensor:
         )
         flat = raw.view(storage.dtype)[view.offset :]
         steps = [step * storage.dtype.itemsize for step in view.strides]
-        # Safe: `_RebuildTensor` has checked that the last element lies within the storage.
+        # Safe: `_RebuildTensor` has checked that the last element is within the storage.
         whole = np.lib.stride_tricks.as_strided(flat, view.shape, steps, writeable=False)
         return np.array(whole[index])
 

@@ -1,8 +1,8 @@
-"""Torch's .pt files, written without torch: a dictionary of contiguous tensors.
+"""Write torch's .pt files without torch: a dictionary of contiguous tensors.
 
-What `torch.save(state_dict)` writes since torch 1.6 (`torch_files.py` reads it): a zip archive of
-uncompressed members, `archive/data.pkl` and one `archive/data/{n}` per tensor. The pickle is put
-together opcode by opcode, since Python's own pickler needs the classes that it names.
+The format of `torch.save(state_dict)` since torch 1.6 (read by `torch_files.py`): a zip archive of uncompressed
+members, `archive/data.pkl` and one `archive/data/{n}` per tensor. The pickle is written opcode by opcode, since
+Python's pickler needs the classes that it names.
 """
 
 import struct
@@ -14,7 +14,7 @@ from medusa_jax.interop.torch_files import STORAGES
 from medusa_jax.whole_files import replacing
 
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
-# Where torch lets the bytes of a storage begin, so that they can be mapped.
+# Torch aligns the bytes of a storage, so that they can be memory-mapped.
 ALIGNMENT = 64
 
 
@@ -22,7 +22,7 @@ def save_torch(path: str, arrays: dict[str, np.ndarray]) -> None:
     """Write arrays so that `torch.load(path, weights_only=True)` gives them as tensors.
 
     Raises:
-      UserError: the disk is full or the directory cannot be written; `path` is as it was.
+      UserError: the disk is full or the directory is not writable; `path` is unchanged.
     """
     ordered = {name: np.asarray(x, order="C") for name, x in arrays.items()}
 
@@ -35,10 +35,10 @@ def save_torch(path: str, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
-    """A stored member whose bytes begin at a multiple of `ALIGNMENT`."""
+    """Add an uncompressed member with aligned bytes."""
     info = zipfile.ZipInfo(name)
     assert archive.fp is not None
-    # A local header is 30 bytes, the name and an extra field, which has 4 bytes of its own.
+    # A local header has 30 bytes, the name and an extra field with a header of 4 bytes.
     begin = archive.fp.tell() + 30 + len(name) + 4
     padding = b"Z" * (-begin % ALIGNMENT)
     info.extra = b"FB" + struct.pack("<H", len(padding)) + padding

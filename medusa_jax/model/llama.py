@@ -27,9 +27,7 @@ from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.remat import rematerialised
 from medusa_jax.model.rope import rope_tables
-from medusa_jax.sharding import split_embedded, split_rows
-
-Params = dict[str, Any]
+from medusa_jax.sharding import Params, split_embedded, split_rows
 
 
 class Mlp(nn.Module):

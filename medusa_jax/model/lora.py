@@ -18,8 +18,7 @@ from jax import lax
 from medusa_jax.config import LlamaConfig, LoraConfig
 from medusa_jax.model.dropout import dropout_by_seed
 from medusa_jax.model.product import product
-
-Params = dict[str, Any]
+from medusa_jax.sharding import Params
 
 
 def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:

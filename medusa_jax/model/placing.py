@@ -5,7 +5,6 @@ next (their argument `convert`), so a device never holds more than the converted
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,7 @@ from medusa_jax.model.block_rows import in_blocks, packed, without_blocks
 from medusa_jax.model.llama import Llama, decoding_config, prepare
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.native import library
-from medusa_jax.sharding import param_shardings
-
-Params = dict[str, Any]
+from medusa_jax.sharding import Params, param_shardings
 
 # Linear maps that `prepare` makes one of.
 FUSED = {
@@ -62,7 +59,7 @@ def _place_blocks(
     config: LlamaConfig,
     part: Params,
     blocks: Params,
-    dtype: Any,
+    dtype: DTypeLike,
     mesh: Mesh,
     storage: Storage,
 ) -> Params:

@@ -11,7 +11,6 @@ Two codes are packed by hand because JAX stores each int4 in a whole byte on a C
 
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.model.barrier import depend_on
 from medusa_jax.model.product import product
-
-Params = dict[str, Any]
+from medusa_jax.sharding import Params
 
 KINDS = ("int8", "nf4")
 BLOCK = 64

@@ -231,7 +231,7 @@ class Checkpoints:
                 os.replace(path, f"{path}.damaged")
                 inform(
                     f"checkpoint of step {step} is damaged ({reason}), kept as {path}.damaged; "
-                    f"going on from step {good}"
+                    f"resuming from step {good}"
                 )
         hosts.broadcast_from_first(True)  # wait until process 0 has renamed them
         self.manager.reload()

@@ -30,11 +30,12 @@ from medusa_jax.training.step import (
     make_step,
     state_shardings,
 )
+from medusa_jax.whole_files import Json
 
 GIB = 2**30
 
 
-def dry_run(cfg: Config) -> dict[str, Any]:
+def dry_run(cfg: Config) -> Json:
     """Print and return the requirements of a run: `sizes`, then `measure`.
 
     With "counted" the step is not compiled. The shape is that of a local `model.path`, else
@@ -90,7 +91,7 @@ def step_shapes(cfg: Config, devices: Sequence[Any] | None = None) -> Shapes:
     return Shapes(step, state, frozen, abstract_batch(cfg, mesh), mesh)
 
 
-def sizes(cfg: Config, shapes: Shapes) -> dict[str, Any]:
+def sizes(cfg: Config, shapes: Shapes) -> Json:
     """Figures from shapes alone: parameters, mesh, FLOPs and `counted`, bytes per device."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     parameters = count(jax.eval_shape(lambda k: init_params(cfg.model.arch, k), key))
@@ -108,7 +109,7 @@ def sizes(cfg: Config, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def measure(cfg: Config, shapes: Shapes) -> dict[str, Any]:
+def measure(cfg: Config, shapes: Shapes) -> Json:
     """Compile the step; return `sizes`, memory and traffic per device.
 
     Raises:
@@ -173,7 +174,7 @@ def count(tree: PyTree) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-def _print_sizes(cfg: Config, r: dict[str, Any], frozen: PyTree, params: PyTree) -> None:
+def _print_sizes(cfg: Config, r: Json, frozen: PyTree, params: PyTree) -> None:
     """Print every group of parameters, then the sums; flushed, since compiling may take long."""
 
     def group(title: str, tree: PyTree) -> None:
@@ -214,7 +215,7 @@ def _counted(cfg: Config, counted: dict[str, int]) -> str:
     )
 
 
-def _print_compiled(r: dict[str, Any]) -> None:
+def _print_compiled(r: Json) -> None:
     """Print the memory of the compiled program and lower bounds of an update's time."""
     print(f"memory per device     {r['argument_bytes'] / GIB:.2f} GiB arguments + "
           f"{r['temporary_bytes'] / GIB:.2f} GiB temporaries = {r['total_bytes'] / GIB:.2f} GiB")  # fmt: skip

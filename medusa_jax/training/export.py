@@ -1,7 +1,6 @@
 """Export the result of a training run: heads, or a backbone with its heads and tokenizer."""
 
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,10 @@ from medusa_jax.model import lora
 from medusa_jax.model.quantise import dequantise_backbone
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.setup import Setup
-from medusa_jax.whole_files import write_json
+from medusa_jax.whole_files import Json, write_json
 
 
-def result(
-    cfg: Config, setup: Setup, params: PyTree, name: str, recipe: dict[str, Any]
-) -> None:
+def result(cfg: Config, setup: Setup, params: PyTree, name: str, recipe: Json) -> None:
     """Write `<workdir>/<name>/`.
 
     A trained backbone becomes a Hugging Face directory, with its heads in `heads/` inside it;

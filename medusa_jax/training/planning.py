@@ -4,7 +4,7 @@ Only products are counted, not norms, softmax or the optimizer. Real runs usuall
 peak.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -13,6 +13,7 @@ from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.heads import make_drafter
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.partition import trained_groups
+from medusa_jax.whole_files import Json
 
 
 def layer_weights(arch: LlamaConfig) -> int:
@@ -83,7 +84,7 @@ class Prediction(NamedTuple):
         return max(self.compute, self.memory, self.links)
 
 
-def predict(report: dict[str, Any], chip: Chip) -> Prediction:
+def predict(report: Json, chip: Chip) -> Prediction:
     """The prediction for one chip from the report of a dry run."""
     read = report["argument_bytes"] * report["batch"][0]
     sent = sum(report["sent_bytes"].values())
@@ -95,7 +96,7 @@ def predict(report: dict[str, Any], chip: Chip) -> Prediction:
     )
 
 
-def lines(report: dict[str, Any]) -> list[str]:
+def lines(report: Json) -> list[str]:
     """Lines of a dry run about time: traffic, FLOPs, then one per chip."""
     sent = report["sent_bytes"]
     by_kind = " + ".join(f"{n / 2**30:.2f} GiB {kind}" for kind, n in sent.items())

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import zlib
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.training.data.rows import Rows
 from medusa_jax.training.setup import Setup
+from medusa_jax.whole_files import Json
 
 FILE = "config.json"
 # Groups and fields that a resumed run must not change: the trained variables, the optimizer, the rows and their
@@ -50,7 +50,7 @@ def changes(cfg: Config) -> dict[str, str]:
     except (OSError, ValueError) as error:
         if hosts.first():
             inform(
-                f"{FILE} of the run cannot be read, so nothing is compared with it: {error}"
+                f"{FILE} of the run cannot be read, so changes of the configuration are not checked: {error}"
             )
         return {}
     now = flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
@@ -63,13 +63,13 @@ def changes(cfg: Config) -> dict[str, str]:
     fixed = [f"{name}: {found[name]}" for name in found if within(name, FIXED)]
     if fixed:
         raise UserError(
-            f"the run in {cfg.workdir} was begun with another configuration "
+            f"the run in {cfg.workdir} was started with another configuration "
             f"({', '.join(fixed)}): set it back, or use another --workdir"
         )
     return found
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: object, prefix: str = "") -> Json:
     """{"optim": {"lr": 1}} -> {"optim.lr": 1}."""
     if not isinstance(value, dict):
         return {prefix: value}
@@ -82,7 +82,7 @@ def within(name: str, fields: tuple[str, ...]) -> bool:
     return any(name == field or name.startswith(field + ".") for field in fields)
 
 
-def contents(cfg: Config, rows: Rows, setup: Setup) -> dict[str, Any]:
+def contents(cfg: Config, rows: Rows, setup: Setup) -> Json:
     """Description of the text and frozen weights, stored in checkpoints."""
     ids = setup.frozen.get(vocabulary.GROUP, {}).get("ids")
     return {
@@ -94,13 +94,13 @@ def contents(cfg: Config, rows: Rows, setup: Setup) -> dict[str, Any]:
     }
 
 
-def check(saved: dict[str, Any], now: dict[str, Any], workdir: str) -> None:
+def check(saved: Json, now: Json, workdir: str) -> None:
     """Refuse to resume with a different text, backbone or draft vocabulary.
 
     Raises:
       UserError: names the difference.
     """
-    names = {"text": "text", "backbone": "a backbone", "draft_vocab": "a draft vocabulary"}
+    names = {"text": "text", "backbone": "backbone", "draft_vocab": "draft vocabulary"}
     if (saved["rows"], saved["batch_size"]) != (now["rows"], now["batch_size"]):
         raise UserError(
             f"the checkpoint in {workdir} was made with {saved['rows']} rows in batches of "
@@ -110,6 +110,6 @@ def check(saved: dict[str, Any], now: dict[str, Any], workdir: str) -> None:
     for name, word in names.items():
         if name in saved and saved[name] != now[name]:  # earlier versions saved fewer
             raise UserError(
-                f"the checkpoint in {workdir} was made with {word} of other content; use the "
-                "former, or another --workdir"
+                f"the checkpoint in {workdir} was made with another {word}: restore that, or use "
+                "another --workdir"
             )

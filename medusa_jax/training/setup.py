@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import PyTree, init_sharded, replicated
 from medusa_jax.training.partition import trained_groups
+from medusa_jax.whole_files import Json
 
 
 class Setup(NamedTuple):
@@ -38,8 +39,8 @@ class Setup(NamedTuple):
     arch: LlamaConfig
     frozen: PyTree
     start: PyTree
-    base: dict[str, Any] | None
-    heads_recipe: dict[str, Any] | None = None
+    base: Json | None
+    heads_recipe: Json | None = None
 
 
 def load_setup(cfg: Config, mesh: Mesh) -> Setup:
@@ -54,7 +55,7 @@ def load_setup(cfg: Config, mesh: Mesh) -> Setup:
     arch, params = cfg.model.arch, None
 
     def convert(arch: LlamaConfig, entry: PyTree) -> PyTree:
-        seen.see(arch, entry)
+        seen.update(arch, entry)
         return quantise_backbone(entry, kind) if kind else entry
 
     key = jax.random.key(cfg.train.seed)
@@ -73,7 +74,7 @@ def load_setup(cfg: Config, mesh: Mesh) -> Setup:
         fingerprint = fingerprint_as_read(cfg.model.path, seen, arch, dtype)
         base = heads_io.base_record(arch, fingerprint)
     start: PyTree = {}
-    recipe: dict[str, Any] | None = None
+    recipe: Json | None = None
     if cfg.train.heads_path:
         start["heads"], recipe = load_heads(cfg, arch, base, mesh)
     if params is not None and frozen_backbone:
@@ -126,8 +127,8 @@ def more_layers(
 
 
 def load_heads(
-    cfg: Config, arch: LlamaConfig, base: dict[str, Any] | None, mesh: Mesh
-) -> tuple[PyTree, dict[str, Any]]:
+    cfg: Config, arch: LlamaConfig, base: Json | None, mesh: Mesh
+) -> tuple[PyTree, Json]:
     """Load the heads of `train.heads_path`, which must match `cfg.heads`, and their recipe."""
     path = cfg.train.heads_path
     if "heads" not in trained_groups(cfg):

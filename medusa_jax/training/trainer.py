@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +40,7 @@ from medusa_jax.training.step import (
     microbatches,
     summary,
 )
-from medusa_jax.whole_files import write_json
+from medusa_jax.whole_files import Json, write_json
 
 # Signals that end a run after the current step, and their names for messages.
 STOPS: dict[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
@@ -72,7 +71,7 @@ class Evaluator:
 
         self.stage, self.sums, self.ranks = stage, sums, ranks
 
-    def __call__(self, params: PyTree, frozen: PyTree) -> dict[str, Any]:
+    def __call__(self, params: PyTree, frozen: PyTree) -> Json:
         local = local_rows(self.mesh, self.size)
         total: PyTree = None
         ranks = []
@@ -90,7 +89,7 @@ class Evaluator:
         return record | (estimate.accepted_lengths(np.concatenate(ranks)) if ranks else {})
 
 
-def to_host(metrics: PyTree) -> dict[str, Any]:
+def to_host(metrics: PyTree) -> Json:
     """Numbers, and lists of numbers for arrays."""
     return {name: hosts.on_host(x).tolist() for name, x in metrics.items()}
 
@@ -100,7 +99,7 @@ def total_steps(cfg: Config, rows: int) -> int:
     return cfg.train.steps or max(cfg.train.epochs * rows // cfg.train.batch_size, 1)
 
 
-def train(cfg: Config) -> dict[str, Any]:
+def train(cfg: Config) -> Json:
     """Start or resume the training run `cfg`.
 
     Returns: the last metrics, and "stopped", the number of the signal (SIGTERM, SIGINT) that ended it
@@ -114,7 +113,7 @@ def train(cfg: Config) -> dict[str, Any]:
         return _train(cfg)
 
 
-def _train(cfg: Config) -> dict[str, Any]:
+def _train(cfg: Config) -> Json:
     mesh = make_mesh(cfg.mesh)
     setup = load_setup(cfg, mesh)
     cfg.model.arch = setup.arch
@@ -151,8 +150,8 @@ def _train(cfg: Config) -> dict[str, Any]:
         if meta["step"] > steps:
             raise UserError(
                 f"the checkpoint in {cfg.workdir} is at step {meta['step']}, beyond the "
-                f"{steps} of this run: set train.steps to {meta['step']} to export it as it is, "
-                "or higher to go on"
+                f"{steps} of this run: set train.steps to {meta['step']} to export it "
+                "unchanged, or higher to continue"
             )
         counters = (np.int32(meta["step"]), np.int32(meta["updates"]))
         step, updates = jax.device_put(counters, replicated(mesh))
@@ -208,7 +207,7 @@ class Run:
         handles &= threading.current_thread() is threading.main_thread()
         if handles:
             previous = {n: signal.signal(n, self.request_stop) for n in STOPS}
-        last: dict[str, Any] = {}
+        last: Json = {}
         try:
             pending = None
             local = local_numbers(self.mesh, train.batch_size, train.accumulation)
@@ -237,7 +236,7 @@ class Run:
                     number = self.stop or signal.SIGTERM  # JAX does not say which
                     inform(
                         f"stopped by {STOPS[number]} after step {n}; a checkpoint is saved, the "
-                        "same command goes on from there"
+                        "same command resumes from there"
                     )
                     return last | {"stopped": number}
             export.result(
@@ -254,7 +253,7 @@ class Run:
                     signal.signal(number, handler)
             self.progress.close()
 
-    def record_step(self, pending: tuple[int, PyTree] | None) -> dict[str, Any] | None:
+    def record_step(self, pending: tuple[int, PyTree] | None) -> Json | None:
         """Record the metrics of a finished step; raises after too many bad steps in a row."""
         if pending is None:
             return None
@@ -282,7 +281,7 @@ class Run:
             )
         return record
 
-    def evaluate(self, n: int, record: dict[str, Any], state: TrainState) -> None:
+    def evaluate(self, n: int, record: Json, state: TrainState) -> None:
         """Log held-out metrics; export the best model so far."""
         self.progress.evaluation(n, record)
         weights = [self.cfg.train.lambda_decay**k for k in range(len(record["loss"]))]
@@ -301,7 +300,7 @@ class Run:
         with announced("saving a checkpoint"):
             self.checkpoints.save(n, state.params, state.opt, data, meta)
 
-    def recipe(self, n: int) -> dict[str, Any]:
+    def recipe(self, n: int) -> Json:
         """The recipe of the result of step n; "start" is the recipe of the initial heads."""
         recipe = {"step": n, "steps": self.steps, "config": dataclasses.asdict(self.cfg)}
         start = self.setup.heads_recipe

@@ -357,7 +357,7 @@ def test_the_card_gives_what_was_measured_or_says_that_nothing_was(base, tmp_pat
     convert(export, "native", str(tmp_path / "b"), bench=bench)
     text = (tmp_path / "b" / "README.md").read_text()
     for said in ("at step 70: accepted_length_tree 2.345", "| 4 | 1.83 | 1.41x |",
-                 "a share of 0.500", "| 1.75 | 1.50x | 1.17x | 0 of 20 |"):  # fmt: skip
+                 "accuracies of the heads: 0.500", "| 1.75 | 1.50x | 1.17x | 0 of 20 |"):  # fmt: skip
         assert said in text
     assert "Nothing yet" not in text and (tmp_path / "b" / "tree.json").exists()
 

@@ -150,7 +150,7 @@ def test_unsupported_configs(tmp_path, changes, message):
 
 
 def test_unreadable_directories(tmp_path, model_dir):
-    load_fails(tmp_path / "nowhere", "is no directory, nor a hub id")
+    load_fails(tmp_path / "nowhere", "is not a directory, hub id")
     load_fails(model_dir / "config.json", "is a file; give the directory")
     load_fails(tmp_path, r"config\.json cannot be read: No such file")
     (tmp_path / "config.json").write_text("{")

@@ -74,7 +74,9 @@ def test_a_package_that_is_missing_or_another(tiny, monkeypatch):
     monkeypatch.setitem(NAMES, "tiny", dataclasses.replace(tiny, sha256="0" * 64))
     with pytest.raises(UserError, match="is not the file that is known by this name"):
         resolve("tiny")
-    with pytest.raises(UserError, match=r"nor a hub id .* or a name \(smollm2, tiny\)"):
+    with pytest.raises(
+        UserError, match=r"not a directory, hub id .* or name \(smollm2, tiny\)"
+    ):
         resolve("tyni")
 
 

@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
         assert (
             said.startswith("checkpoint of step 2 is damaged (") and said.count("\n") == 1
         )
-        assert said.endswith(f"kept as {step}.damaged; going on from step 1\n")
+        assert said.endswith(f"kept as {step}.damaged; resuming from step 1\n")
         assert not step.exists() and (work / "checkpoints" / "2.damaged").is_dir()
     store.save(2, *trees(2 / 3), {"step": 2}, {"step": 2})
     assert store.latest == 2 and is_step(store.restore(*trees(0.0)), 2)

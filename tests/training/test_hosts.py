@@ -163,7 +163,7 @@ def test_two_processes_train_as_one(arguments, tmp_path):
     assert [p.returncode for p in processes] == [hosts.LOST, -signal.SIGKILL], errors
     last = errors[0].strip().splitlines()[-1]
     assert last.startswith("error: another process of this run is lost"), errors[0][-3000:]
-    assert "go on from what was saved last" in last
+    assert "resume from what was saved last" in last
 
     # Both again; SIGTERM to one ends both after the same step.
     processes = two(*arguments(cut))

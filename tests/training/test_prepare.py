@@ -67,7 +67,7 @@ def test_a_bad_sample_is_named_by_its_line(vicuna, tmp_path, capsys):
     assert len(samples_of(directory_of(text_config(vicuna, tmp_path, source)))) == 2
     said = capsys.readouterr().err
     assert "2 x broken JSON, first in line 3;" in said
-    assert "surrogate pair, which stands for no character, first in line 7)" in said
+    assert "unpaired surrogate, which is not a valid character, first in line 7)" in said
     source.write_text("\n\n{broken\n")
     with pytest.raises(
         UserError, match=r"none of the 1 samples .*1 x broken JSON, first in line 3"

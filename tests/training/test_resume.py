@@ -268,7 +268,7 @@ def test_other_content_is_refused(name):
         "draft_vocab": 2,
     }
     resume.check(saved, dict(saved), "w")
-    with pytest.raises(UserError, match="of other content; use the former"):
+    with pytest.raises(UserError, match="made with another"):
         resume.check(saved, saved | {name: None}, "w")
     before = {"step": 4, "rows": 3, "batch_size": 8}  # as earlier versions saved
     resume.check(before, saved, "w")

@@ -229,5 +229,5 @@ def test_text_may_move_and_rates_may_change(tokens, tmp_path, capsys):
     ]
     assert said[1].endswith("optim.lr: 0.005 -> 0.001")
     np.save(tmp_path / "moved" / "tokens.npy", np.load(f"{tokens}/tokens.npy")[::-1].copy())
-    with pytest.raises(UserError, match="made with text of other content"):
+    with pytest.raises(UserError, match="made with another text"):
         run(other, tmp_path / "run")

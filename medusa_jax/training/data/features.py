@@ -24,7 +24,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,7 @@ class CachedRows(Rows):
                 )
         return Shard(hidden, crc, np.zeros(len(hidden), bool))
 
-    def write(self, shard: int, batches: Any) -> None:
+    def write(self, shard: int, batches: Iterable[np.ndarray]) -> None:
         """One file from arrays [rows, T, W] that hold its rows and no less, whole or not at all.
 
         Not through a memory map, where a full disk kills the process.
@@ -246,7 +246,7 @@ def exclusive(directory: str) -> Iterator[None]:
         lock.release()
 
 
-def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[Any]:
+def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[object]:
     """Everything that the hidden states depend on; the text by its content."""
     text = hashlib.sha256()
     for array in (rows.tokens, rows.starts):
@@ -285,7 +285,7 @@ def compute(
     missing: list[int],
     mesh: Mesh,
     batch_rows: int,
-    encoded: Any,
+    encoded: Hidden,
     frozen: PyTree,
 ) -> None:
     """Run the backbone over the rows of the missing shards, `batch_rows` at a time."""

@@ -74,7 +74,7 @@ def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
     return directory
 
 
-def stamps(source: str) -> Any:
+def stamps(source: str) -> object:
     """Sizes and modification times of the files of a source."""
     if os.path.isdir(source):
         return [(str(path), stamps(str(path))) for path in text_files(source)]
@@ -143,7 +143,7 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
         write_json(os.path.join(new, REPORT), report | {"crc32": sums})
 
 
-def place(source: str, record: Any, i: int) -> str:
+def place(source: str, record: object, i: int) -> str:
     """The location of sample i (0-based) of a source: a file, "line 7" or "sample 7"."""
     if isinstance(record, Path):
         return str(record)

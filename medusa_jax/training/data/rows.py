@@ -125,7 +125,9 @@ class TokenRows(Rows):
         self.counted = arrays.get("counted.npy")
         if self.counted is not None and self.counted.size != size:
             raise UserError(f"{directory}/counted.npy and tokens.npy differ in length")
-        if self.counted is not None and not _is_mask(self.counted):
+        if self.counted is not None and not (
+            self.counted.dtype == bool or 0 <= self.counted.min() <= self.counted.max() <= 1
+        ):
             raise UserError(f"{directory}/counted.npy may hold 1 and 0 only")
         starts = arrays.get("doc_starts.npy")
         self.starts = (
@@ -217,10 +219,6 @@ def first_fit(lengths: np.ndarray, capacity: int, open_rows: int) -> list[np.nda
         rows[j].append(i)
         room[j] -= length
     return done + [np.array(row) for row in rows]
-
-
-def _is_mask(counted: np.ndarray) -> bool:
-    return counted.dtype == bool or 0 <= counted.min() <= counted.max() <= 1
 
 
 def token_arrays(directory: str) -> tuple[dict[str, np.ndarray], int]:

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from medusa_jax.plots.style import ACCENT, INK, new_figure, save_figure
+from medusa_jax.whole_files import Json
 
 # One colour per head, legible on white and on black; the backbone's metrics are grey.
 COLOURS = ("#3a87c8", ACCENT, "#3d9a5b", "#9a6fd0", "#c2971c", "#c85a8e", "#4fa9a9", INK)
@@ -25,7 +25,7 @@ SMOOTHED = 20
 Points = dict[str, tuple[list[float], list[float]]]
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> list[Json]:
     """Records of log.jsonl, without lines cut off by a kill."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -36,7 +36,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def series(records: Sequence[dict[str, Any]], kind: str, fields: Sequence[str]) -> Points:
+def series(records: Sequence[Json], kind: str, fields: Sequence[str]) -> Points:
     """Curves by label: (steps, values). A list is one curve per head.
 
     Example: [{"step": 1, "kind": "train", "loss": [3, 4]}], "train", ["loss"] ->
@@ -71,7 +71,7 @@ def smoothed(curve: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) if window else float("nan") for window in finite]
 
 
-def draw_run(records: Sequence[dict[str, Any]], path: str | Path) -> Path:
+def draw_run(records: Sequence[Json], path: str | Path) -> Path:
     """Draw a chart per logged metric: lines for training, dots for held-out text.
 
     Long training curves are thin, with a thick smoothed curve.

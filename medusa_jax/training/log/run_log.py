@@ -13,7 +13,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.training.log.curves import draw_run, read_log
 from medusa_jax.training.log.tensorboard import Board
-from medusa_jax.whole_files import replacing, write_text
+from medusa_jax.whole_files import Json, replacing, write_text
 
 
 def duration(seconds: float) -> str:
@@ -34,7 +34,7 @@ class RunLog:
 
     def __init__(
         self, workdir: str, start: int, total: int, tokens_per_step: int, write: bool = True,
-        curves: bool = False, wandb: str = "", config: dict[str, Any] | None = None,
+        curves: bool = False, wandb: str = "", config: Json | None = None,
     ):  # fmt: skip
         """Open all logs.
 
@@ -65,7 +65,7 @@ class RunLog:
         if wandb:
             self.wandb = start_wandb(workdir, wandb, config or {})
 
-    def train(self, step: int, record: dict[str, Any]) -> None:
+    def train(self, step: int, record: Json) -> None:
         """Log a training record after `step` updates; print loss, speed and time left."""
         now = time.monotonic()
         if step > self.step:
@@ -79,7 +79,7 @@ class RunLog:
         speed = f"{self.rate * self.tokens_per_step:,.0f} tokens/s"
         inform(f"step {step}/{self.total}  {_summary(record)}  {speed}  {left} left")
 
-    def evaluation(self, step: int, record: dict[str, Any]) -> None:
+    def evaluation(self, step: int, record: Json) -> None:
         """Log an evaluation record."""
         if self.file is None:
             return
@@ -108,7 +108,7 @@ class RunLog:
         yield
         self.clock += time.monotonic() - begin
 
-    def _write(self, step: int, kind: str, record: dict[str, Any]) -> None:
+    def _write(self, step: int, kind: str, record: Json) -> None:
         assert self.file is not None
         with self._write_errors():
             self.file.write(
@@ -136,7 +136,7 @@ class RunLog:
         except OSError as error:
             raise UserError(
                 f"the log in {self.workdir} could not be written: {error.strerror}; the same "
-                "command goes on from the last checkpoint"
+                "command resumes from the last checkpoint"
             ) from error
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class RunLog:
             self.wandb.finish()
 
 
-def start_wandb(workdir: str, project: str, config: dict[str, Any]) -> Any:
+def start_wandb(workdir: str, project: str, config: Json) -> Any:
     """Start or, in a resumed training, continue a Weights & Biases run.
 
     Raises:
@@ -172,7 +172,7 @@ def start_wandb(workdir: str, project: str, config: dict[str, Any]) -> Any:
     return run
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """Replace NaN and infinities, which JSON lacks, by null: {"a": [nan]} -> {"a": [None]}."""
     if isinstance(value, dict):
         return {name: finite(x) for name, x in value.items()}
@@ -181,7 +181,7 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _summary(record: dict[str, Any]) -> str:
+def _summary(record: Json) -> str:
     parts = []
     for name in ("lm_loss", "loss", "inside", "top1", "top5", "accepted_length_tree", "lr"):
         if name in record:
