@@ -195,8 +195,8 @@ class TrainConfig:
     # To it comes feature_weight x smooth L1 between what the head's logits are read from and the
     # hidden state that the backbone has there (EAGLE); for heads that share the LM head.
     feature_weight: float = 0.0
-    # EAGLE: the loss is over the first so many levels of drafts. 1 as released; from the second on a
-    # level reads what the one before made, as in decoding (HASS, EAGLE-3's training-time test).
+    # EAGLE: the loss is over this number of first levels. 1 for EAGLE-1 as released, 7 for EAGLE-3; from
+    # the second on a level reads the outputs of the one before, as in decoding (training-time test).
     levels: int = 1
     # Noise on the hidden states that heads train on: uniform(-1, 1) x this / sqrt(L d).
     hidden_noise: float = 0.0

@@ -68,9 +68,14 @@ def start_of(drafter, backbone):
     return jax.jit(drafter.init)(jax.random.key(0), backbone)
 
 
-def random_rows(rng, B=2, T=12, **fields):
-    """Hidden states [B, T, D] and token ids, positions and segments [B, T] of B texts."""
-    hidden = rng.standard_normal((B, T, D))
+def width(drafter):
+    """E, the width of the hidden states that a drafter is given, with those of its taps."""
+    return D * (1 + len(drafter.taps))
+
+
+def random_rows(rng, B=2, T=12, E=D):
+    """Hidden states [B, T, E] and token ids, positions and segments [B, T] of B texts."""
+    hidden = rng.standard_normal((B, T, E))
     tokens = rng.integers(0, V, (B, T), np.int32)
     positions = np.broadcast_to(np.arange(T, dtype=np.int32)[None], (B, T))
     return hidden, tokens, positions, np.ones((B, T), np.int32)
@@ -93,8 +98,11 @@ def numpy_norm(params, x, eps=1e-5):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * params["scale"]
 
 
-def numpy_layer(params, config, x_TD):
-    """A Llama decoder layer over one text, written from the equations: full matrices, loops."""
+def numpy_layer(params, config, x_TD, read_TW=None):
+    """A Llama decoder layer over one text, written from the equations: full matrices, loops.
+
+    Attention reads `read_TW` in place of the normed x, if it is given.
+    """
     T = x_TD.shape[0]
     N, G, H = config.n_heads, config.n_kv_heads, config.head_dim
     frequency = config.rope_theta ** (-np.arange(0, H, 2) / H)
@@ -104,8 +112,8 @@ def numpy_layer(params, config, x_TD):
         cos, sin = np.cos(position * frequency), np.sin(position * frequency)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin])
 
-    attention, normed = params["self_attn"], x_TD
-    if "input_layernorm" in params:
+    attention, normed = params["self_attn"], x_TD if read_TW is None else read_TW
+    if read_TW is None and "input_layernorm" in params:
         normed = numpy_norm(params["input_layernorm"], x_TD)
     q, k, v = (normed @ attention[f"{name}_proj"]["kernel"] for name in "qkv")
     out = np.zeros((T, N * H))
