@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
     Backbone,
@@ -51,6 +52,11 @@ class Autoregressive(Drafter):
             )
         heads = dataclasses.replace(self.heads, n_heads=levels)
         return dataclasses.replace(self, heads=heads)
+
+    @property
+    def shape(self) -> LlamaConfig:
+        """The shape of the layers."""
+        return self.llama
 
     def layers(self, dtype: Any) -> nn.Module:
         """The module: (a, e, positions, sees, cache, start) -> a' [B, T, D], keys and values by layer."""
@@ -123,7 +129,7 @@ class Autoregressive(Drafter):
         return jnp.concatenate([first_BTD[None], deep_KBTD])[:, :, :T]
 
     def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
-        state = LayerState.zeros(self.llama, self.heads.n_layers, batch, slots, dtype)
+        state = LayerState.zeros(self.shape, self.heads.n_layers, batch, slots, dtype)
         return state.replace(context_BSD=state.context_BSD[:, :1])  # the last layer's alone
 
     def commit(

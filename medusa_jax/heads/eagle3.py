@@ -53,6 +53,13 @@ class Eagle3Config(HeadsConfig):
     norm_output: bool = False
     # The residual around the attention is norm(a), not a.
     norm_before_residual: bool = False
+    # Sizes of the layers, as published files have them; 0: the backbone's.
+    attention_heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    d_ff: int = 0
+    # Base of the rotation, without scaling; 0: the backbone's rotation.
+    rope_theta: float = 0.0
 
 
 class WideBlock(nn.Module):
@@ -154,6 +161,26 @@ class Eagle3(Autoregressive):
             raise UserError(
                 f"heads.tap_layers are numbers from 0 to {L} with commas between, not {given!r}"
             )
+        c = self.shape
+        if c.n_heads % c.n_kv_heads or c.head_dim % 2:
+            raise UserError(
+                f"heads.attention_heads {c.n_heads}, kv_heads {c.n_kv_heads} and head_dim "
+                f"{c.head_dim} do not fit together"
+            )
+
+    @property
+    def shape(self) -> LlamaConfig:
+        """A Llama's layers, without biases and norms of queries, as all engines have them."""
+        h = self.heads
+        plain = {"qkv_bias": False, "out_bias": False, "mlp_bias": False, "qk_norm": False}
+        sizes = {
+            "n_heads": h.attention_heads, "n_kv_heads": h.kv_heads, "head_dim": h.head_dim,
+            "d_ff": h.d_ff,
+        }  # fmt: skip
+        fields: dict[str, Any] = plain | {name: n for name, n in sizes.items() if n}
+        if h.rope_theta:
+            fields |= {"rope_theta": h.rope_theta, "rope_scaling": "none"}
+        return dataclasses.replace(self.llama, **fields)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -163,7 +190,7 @@ class Eagle3(Autoregressive):
         return tuple(sorted(min(max(i, 0), L) for i in (2, L // 2, L - 3)))
 
     def layers(self, dtype: Any) -> nn.Module:
-        return Layers(self.llama, dtype, self.heads, len(self.taps))
+        return Layers(self.shape, dtype, self.heads, len(self.taps))
 
     def _first_input(
         self, params: Params, backbone: Backbone, hidden_BTE: jax.Array

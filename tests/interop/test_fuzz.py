@@ -19,7 +19,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from head_files import EAGLE, LLAMA, eagle_state, hydra_state, medusa_state, write
+from head_files import (
+    EAGLE,
+    EAGLE3,
+    LLAMA,
+    eagle3_state,
+    eagle_state,
+    hydra_state,
+    medusa_state,
+    write,
+)
 from planted import random_params
 from safetensors.numpy import load_file
 from tiny_model import write_tokenizer
@@ -147,6 +156,9 @@ def targets(tmp_path_factory, sentencepiece_dir):
     folder = write(root / "eagle", eagle_state(), "pytorch_model.bin", EAGLE)
     add("eagle", folder / "pytorch_model.bin", read_heads(folder), weights=True)
     add("eagle-config", folder / "config.json", read_heads(folder))
+    folder = write(root / "eagle3", eagle3_state(), "model.safetensors", EAGLE3)
+    add("eagle3", folder / "model.safetensors", read_heads(folder), weights=True)
+    add("eagle3-config", folder / "config.json", read_heads(folder), same=False)
 
     stored = open_heads(str(root / "medusa-pt"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}

@@ -90,6 +90,53 @@ def eagle_state(bias=True, seed=0):
     return state | ({"fc.bias": normal(rng, D)} if bias else {})
 
 
+# Tokens that EAGLE-3 heads score, and their layer: twice the key/value heads and another rotation than
+# the model's.
+IDS = np.array([0, 1, 3, 4, 6, 9, 10, 15, 17, 21, 22])
+KV3, THETA3, FF3 = 4, 500.0, 28
+
+
+def eagle3_state(narrow=True, newer=False, seed=0):
+    """Released EAGLE-3 heads, over IDS or all tokens; `newer` with the norms of 3.1."""
+    rng, N, H = np.random.default_rng(seed), LLAMA.n_heads, LLAMA.head_dim
+    shapes = {
+        "fc": (D, 3 * D),
+        "midlayer.self_attn.q_proj": (N * H, 2 * D),
+        "midlayer.self_attn.k_proj": (KV3 * H, 2 * D),
+        "midlayer.self_attn.v_proj": (KV3 * H, 2 * D),
+        "midlayer.self_attn.o_proj": (D, N * H),
+        "midlayer.mlp.gate_proj": (FF3, D),
+        "midlayer.mlp.up_proj": (FF3, D),
+        "midlayer.mlp.down_proj": (D, FF3),
+        "lm_head": (len(IDS) if narrow else V, D),
+    }
+    state = {f"{name}.weight": 2 * normal(rng, *shape) for name, shape in shapes.items()}
+    norms = ["norm", *(f"fc_norm.{a}" for a in range(3) if newer)]
+    norms += [f"midlayer.{n}" for n in ("hidden_norm", "input_layernorm")]
+    for name in (*norms, "midlayer.post_attention_layernorm"):
+        state[f"{name}.weight"] = 1 + normal(rng, D)
+    if narrow:
+        state |= {"d2t": IDS - np.arange(len(IDS)), "t2d": np.isin(np.arange(V), IDS)}
+    return state
+
+
+EAGLE3 = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": D,
+    "intermediate_size": FF3,
+    "num_attention_heads": LLAMA.n_heads,
+    "num_key_value_heads": KV3,
+    "head_dim": LLAMA.head_dim,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": LLAMA.rms_eps,
+    "rope_theta": THETA3,
+    "vocab_size": V,
+    "draft_vocab_size": len(IDS),
+    "use_cache": True,
+}
+
+
 # What lies beside them; it calls the bias of FC "bias", or leaves it out.
 EAGLE = {
     "architectures": ["LlamaForCausalLM"],
@@ -164,10 +211,10 @@ def rms(x, scale):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + LLAMA.rms_eps) * scale
 
 
-def rope(x):
+def rope(x, theta=LLAMA.rope_theta):
     """x [T, N, H]: halves turned by position / theta^(2i / H)."""
     T, _, H = x.shape
-    angle = np.arange(T)[:, None] / LLAMA.rope_theta ** (np.arange(0, H, 2) / H)
+    angle = np.arange(T)[:, None] / theta ** (np.arange(0, H, 2) / H)
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     a, b = x[..., : H // 2], x[..., H // 2 :]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
@@ -195,17 +242,41 @@ def eagle_logits(state, hidden, following, lm_head, depth=4):
     return np.stack(logits)
 
 
-def decoder_layer(state, stem, x):
-    """A Llama layer over [T, D]; without a norm before its attention if there is none."""
+def eagle3_logits(state, streams, following, config, depth=4):
+    """[depth, O] behind the streams [T, 3 D], every level fed back to the next as its flags say."""
+    state, logits = wide(state), []
+    parts = np.split(streams, 3, axis=1)
+    if config.get("fc_norm"):
+        parts = [rms(x, state[f"fc_norm.{a}.weight"]) for a, x in enumerate(parts)]
+    rows = np.concatenate(parts, -1) @ state["fc.weight"].T
+    for _ in range(depth):
+        e = rms(following[: len(rows)], state["midlayer.input_layernorm.weight"])
+        normed = rms(rows, state["midlayer.hidden_norm.weight"])
+        x = normed if config.get("norm_before_residual") else rows
+        sizes = (config["num_key_value_heads"], config.get("rope_theta", 10000.0))
+        both = np.concatenate([e, normed], -1)
+        a = decoder_layer(state, "midlayer", x, both, *sizes)[-1]
+        out = rms(a, state["norm.weight"])
+        logits.append(state["lm_head.weight"] @ out)
+        rows = np.concatenate([rows, (out if config.get("norm_output") else a)[None]])
+    return np.stack(logits)
+
+
+def decoder_layer(
+    state, stem, x, read=None, kv_heads=LLAMA.n_kv_heads, theta=LLAMA.rope_theta
+):
+    """A Llama layer over [T, D]; its attention reads `read`, or the normed x, or without a norm x."""
 
     def w(name):
         return state[f"{stem}.{name}.weight"]
 
-    T, G, N = len(x), LLAMA.n_kv_heads, LLAMA.n_heads
+    T, G, N = len(x), kv_heads, LLAMA.n_heads
     first = f"{stem}.input_layernorm.weight"
-    normed = rms(x, state[first]) if first in state else x
-    q = rope((normed @ w("self_attn.q_proj").T).reshape(T, N, -1))
-    k = rope((normed @ w("self_attn.k_proj").T).reshape(T, G, -1)).repeat(N // G, 1)
+    normed = rms(x, state[first]) if first in state and read is None else x
+    normed = normed if read is None else read
+    q = rope((normed @ w("self_attn.q_proj").T).reshape(T, N, -1), theta)
+    k = rope((normed @ w("self_attn.k_proj").T).reshape(T, G, -1), theta)
+    k = k.repeat(N // G, 1)
     v = (normed @ w("self_attn.v_proj").T).reshape(T, G, -1).repeat(N // G, 1)
     scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(LLAMA.head_dim)
     scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
