@@ -193,8 +193,8 @@ class TrainConfig:
     label_weight: float = 1.0
     teacher_weight: float = 0.0
     feature_weight: float = 0.0
-    # EAGLE: number of draft levels in the loss. 1 as released; each further level reads the output of the previous
-    # one, as in decoding (HASS, EAGLE-3's training-time test).
+    # EAGLE: number of draft levels in the loss. 1 for EAGLE-1 as released, 7 for EAGLE-3; each further level reads
+    # the output of the previous one, as in decoding (HASS, EAGLE-3's training-time test).
     levels: int = 1
     # Noise on the hidden states that heads read in training: uniform(-1, 1) x this / sqrt(L d).
     hidden_noise: float = 0.0

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from cases import wide
 from children import devices, output_of
 from training_setup import write_tokens
 
@@ -53,8 +54,10 @@ def configurations(tokens):
     halves.heads = drafter_class("amphista").Config(drafter="amphista", n_heads=2)
     continued = of("medusa1", teacher_weight=0.1, label_weight=0.0, feature_weight=1.0)
     continued.heads = drafter_class("eagle").Config(n_heads=2, n_layers=1)
+    inside = of("medusa1", teacher_weight=1.0, label_weight=0.0, levels=2)
+    inside.heads = drafter_class("eagle3").Config(n_heads=2, fc_norm=True)
     return {"medusa1": heads, "lora": lora, "full": full, "hydrapp": attending,
-            "amphista": halves, "eagle": continued}
+            "amphista": halves, "eagle": continued, "eagle3": inside}
 
 
 def run(cfg, shape, dtype, steps):
@@ -153,7 +156,7 @@ def child(script, *args):
 
 
 @pytest.mark.parametrize(
-    "kind", ["medusa1", "lora", "full", "hydrapp", "amphista", "eagle"]
+    "kind", ["medusa1", "lora", "full", "hydrapp", "amphista", *wide("eagle"), "eagle3"]
 )
 def test_training_is_that_of_one_device(kind, tmp_path):
     """Twenty steps in float64, and the gradients of the first in float32."""

@@ -66,9 +66,9 @@ def backbone_of(config):
     return zeros(partial(init_params, config), key)
 
 
-def rows_of(config):
+def rows_of(config, taps=()):
     ints = jnp.zeros((B, T), jnp.int32)
-    return jnp.zeros((B, T, config.d_model)), ints, ints, ints + 1
+    return jnp.zeros((B, T, config.d_model * (1 + len(taps)))), ints, ints, ints + 1
 
 
 @pytest.mark.parametrize("form", ["stored", "fused", "coded", "int8"])
@@ -117,7 +117,7 @@ def test_every_drafter(name, lm_head, weights):
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(lambda k: drafter.init(k, backbone), key)
     params = jax.eval_shape(lambda p: store(p, Storage(weights=weights)), params)
-    hidden, tokens, positions, segments = rows_of(config)
+    hidden, tokens, positions, segments = rows_of(config, drafter.taps)
     tree, n_B = Tree.cartesian([2, 2, 1]), jnp.full((B,), 2, jnp.int32)
 
     def decode(params):

@@ -3,7 +3,7 @@
 import os
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.export_heads import TARGETS, Export
+from medusa_jax.interop.export_heads import TARGETS, WITH_DRAFT_VOCAB, Export
 from medusa_jax.interop.heads_io import check_base
 from medusa_jax.interop.medusa_files import ADAPTER
 from medusa_jax.interop.model_card import model_card
@@ -36,10 +36,11 @@ def convert(
     if not (target == "merged" and export.stored.layout == ADAPTER):
         fingerprint = None if allow_other_base else export.base.fingerprint()
         check_base(export.stored, export.base.config, fingerprint, allow_other_base)
-    if export.stored.heads.draft_vocab and target != "native":
+    if export.stored.heads.draft_vocab and target not in WITH_DRAFT_VOCAB:
         raise UserError(
             f"{export.stored.source} scores a draft vocabulary of "
-            f"{export.stored.heads.draft_vocab} tokens, which only --to native supports"
+            f"{export.stored.heads.draft_vocab} tokens, which only --to "
+            f"{' and '.join(WITH_DRAFT_VOCAB)} can say"
         )
     TARGETS[target][0](export, out)
     tree = optional_json(os.path.join(export.stored.directory, "tree.json"))

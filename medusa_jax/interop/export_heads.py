@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads import vocabulary
-from medusa_jax.interop import eagle_files, heads_io, hydra_files
+from medusa_jax.heads import make_drafter, vocabulary
+from medusa_jax.interop import eagle3_files, eagle_files, heads_io, hydra_files
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.hf_config import config_to_hf
@@ -258,6 +258,42 @@ def to_eagle(export: Export, out: str) -> None:
     tensor_files.save_json(os.path.join(out, "config.json"), raw)
 
 
+def to_eagle3(export: Export, out: str) -> None:
+    """SpecForge's layout of EAGLE-3, which vLLM and SGLang read: `model.safetensors`."""
+    stored, config = export.stored, export.base.config
+    heads: Any = stored.heads
+    if heads.drafter != "eagle3" or heads.lm_head != "own" or heads.n_layers != 1:
+        raise UserError(
+            "EAGLE-3's layout is for eagle3 heads of one layer with an LM head of their own, "
+            f"{stored.source} holds {heads.drafter} heads of {heads.n_layers} with LM head "
+            f"{heads.lm_head!r}"
+        )
+    if heads.tap_layers:
+        raise UserError(
+            f"the heads in {stored.source} read layers {heads.tap_layers}: engines do not agree on "
+            "how a file would say that; only the paper's layers can be written"
+        )
+    arrays: Arrays = {}
+    for path, array in export.params.items():
+        key, transposed = eagle3_files.locate(path)
+        arrays[key] = array.T if transposed else array
+    if stored.ids is not None:
+        ids = stored.ids.astype(np.int64)
+        arrays[eagle3_files.D2T] = ids - np.arange(len(ids))
+        arrays[eagle3_files.T2D] = np.isin(np.arange(config.vocab_size), ids)
+    _save(out, "model.safetensors", arrays)
+    drafter: Any = make_drafter(heads, config)
+    shape = replace(drafter.shape, n_layers=1, sliding_window=0, tie_embeddings=False)
+    flags = ("fc_norm", "norm_output", "norm_before_residual")
+    raw = config_to_hf(shape) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": heads.draft_vocab or config.vocab_size,
+        "torch_dtype": export.kind.name,
+        **{flag: True for flag in flags if getattr(heads, flag)},
+    }
+    tensor_files.save_json(os.path.join(out, "config.json"), raw)
+
+
 def to_merged(export: Export, out: str) -> None:
     """A full model in Hugging Face format with its heads in it (Medusa v1.0)."""
     from medusa_jax.interop.merge import save_merged
@@ -285,7 +321,10 @@ TARGETS: dict[str, tuple[Callable[[Export, str], None], str]] = {
     "merged": (to_merged, "model and heads as one Hugging Face model (Medusa v1.0)"),
     "hydra": (to_hydra, "Hydra's own code"),
     "eagle": (to_eagle, "EAGLE's own code"),
+    "eagle3": (to_eagle3, "EAGLE-3 in vLLM, SGLang and EAGLE's own code"),
 }
+# Of these, layouts that can say which tokens heads score.
+WITH_DRAFT_VOCAB = ("native", "eagle3")
 
 
 def _tgi_config(export: Export) -> dict[str, Any]:

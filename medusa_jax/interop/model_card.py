@@ -21,6 +21,9 @@ LOADING = {
     "authors loads it by path",
     "hydra": "`HydraModel.from_pretrained` of the authors' code",
     "eagle": "`EaModel.from_pretrained` of the authors' code, as its `ea_model_path`",
+    "eagle3": 'vLLM: `speculative_config={{"method": "eagle3", "model": "{out}", '
+    '"num_speculative_tokens": 4}}`; SGLang: `--speculative-algorithm EAGLE3 '
+    "--speculative-draft-model-path {out}`",
 }
 
 

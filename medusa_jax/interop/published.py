@@ -9,6 +9,7 @@ import os
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.eagle3_files import is_eagle3, open_eagle3
 from medusa_jax.interop.eagle_files import is_eagle, open_eagle
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.hydra_files import is_hydra, open_hydra
@@ -34,8 +35,8 @@ MODEL = [
     "pytorch_model.bin.index.json",
 ]
 KNOWN = (
-    "heads that train.py wrote (heads.json, heads.safetensors), published Medusa, Hydra or EAGLE-1 "
-    "heads (medusa_lm_head, hydra_lm_head, an adapter, a full model, vLLM's layout)"
+    "heads that train.py wrote (heads.json, heads.safetensors), published Medusa, Hydra, EAGLE-1 or "
+    "EAGLE-3 heads (medusa_lm_head, hydra_lm_head, an adapter, a full model, vLLM's layout)"
 )
 
 
@@ -89,6 +90,8 @@ def _open_published(asked: str, path: str, folder: str, tensors: Tensors) -> Sto
     config = optional_json(os.path.join(folder, "config.json"))
     if is_hydra(tensors):
         return open_hydra(path, folder, tensors, config)
+    if is_eagle3(tensors):  # before EAGLE-1, whose keys speculators' files have, too
+        return open_eagle3(path, folder, tensors, config)
     if is_eagle(tensors):
         return open_eagle(path, folder, tensors, config)
     if not is_medusa(tensors):

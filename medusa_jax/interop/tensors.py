@@ -53,7 +53,9 @@ _SAFETENSORS_DTYPES = {
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
+    "I64": "int64",
     "I32": "int32",
+    "BOOL": "bool",
     "I8": "int8",
 }
 

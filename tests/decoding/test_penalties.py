@@ -10,19 +10,9 @@ from cases import wide
 from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import (
-    TreeArrays,
-    check_counts,
-    decode_traced,
-    decoder,
-    forward_logits,
-    planted,
-    planted_params,
-    random_params,
-    texts_of,
-    tiny_config,
-    trees,
-)
+from planted import check_counts, decode_traced, planted, planted_params, texts_of
+from tiny import decoder, forward_logits, random_params, tiny_arch
+from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
@@ -39,7 +29,7 @@ from medusa_jax.tree import Tree
 pytestmark = pytest.mark.usefixtures("x64")
 SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
 NEW = 40
-CONFIG = tiny_config(vocab_size=11, n_layers=1)
+CONFIG = tiny_arch(vocab_size=11, n_layers=1)
 PROMPTS = [[4], [1, 2, 3, 1, 2, 3, 1, 2], [0, 0, 0, 0, 0]]
 LIMITS = [NEW, 17, 29]
 # Rows of all kinds, the second of which asks for nothing.

@@ -69,9 +69,9 @@ def test_decoding_reads_the_features_that_training_gave(name):
     """Ragged commits, some empty, some behind others: head by head the same logits, where there was
     room at first and where the state had to grow."""
     backbone, drafter, params = noisy(name)
-    K, B, T = 4, 3, 16
+    K, B, T, E = 4, 3, 16, family.width(drafter)
     rng = np.random.default_rng(1)
-    hidden, tokens, positions, segments = family.random_rows(rng, B, T)
+    hidden, tokens, positions, segments = family.random_rows(rng, B, T, E)
 
     @jax.jit
     def trained(params):
@@ -89,7 +89,7 @@ def test_decoding_reads_the_features_that_training_gave(name):
         at = length[:, None] + np.arange(width)[None]
         real = np.arange(width)[None] < np.array(n)[:, None]
         row = np.arange(B)[:, None]
-        new = rng.standard_normal((B, width, family.D))  # beyond n: noise
+        new = rng.standard_normal((B, width, E))  # beyond n: noise
         new = np.where(real[..., None], hidden[row, np.minimum(at, T - 1)], new)
         here, following = (
             np.where(real, tokens[row, np.minimum(at + ahead, T - 1)], 7)
@@ -112,7 +112,7 @@ def test_a_state_goes_on_from_an_earlier_position(name):
     """Of a text that parts from the first behind 3 and 5 positions, only the rest is taken in."""
     backbone, drafter, params = noisy(name)
     rng = np.random.default_rng(5)
-    first, tokens, positions, _ = family.random_rows(rng, 2, 16)
+    first, tokens, positions, _ = family.random_rows(rng, 2, 16, family.width(drafter))
     parted = np.array([3, 5], np.int32)
     behind = positions >= parted[:, None]
     second = np.where(behind[..., None], rng.standard_normal(first.shape), first)
@@ -152,7 +152,9 @@ def last_of(state):
 def test_texts_packed_into_a_row_do_not_see_each_other(name):
     backbone, drafter, params = noisy(name)
     rng = np.random.default_rng(2)
-    hidden, tokens, positions, segments = family.random_rows(rng, 1, 14)
+    hidden, tokens, positions, segments = family.random_rows(
+        rng, 1, 14, family.width(drafter)
+    )
     packed_segments = np.where(np.arange(14) < 6, 1, 2)[None].astype(np.int32)
     packed_positions = np.where(np.arange(14) < 6, np.arange(14), np.arange(14) - 6)[None]
     features = jax.jit(
@@ -169,7 +171,7 @@ def test_texts_packed_into_a_row_do_not_see_each_other(name):
 def test_features_look_no_further_than_decoding_will(name):
     """Row t of head k is a function of hidden states up to t and tokens up to t + k + 1."""
     backbone, drafter, params = noisy(name)
-    rows = family.random_rows(np.random.default_rng(3), 1, 10)
+    rows = family.random_rows(np.random.default_rng(3), 1, 10, family.width(drafter))
     run = jax.jit(lambda *r: drafter.features(params, backbone, TextRows(*r)))
     before, t = run(*rows), 4
     for k in range(4):
@@ -187,7 +189,7 @@ def test_heads_deeper_than_the_tree_are_not_read(name):
     backbone, drafter, params = noisy(name)
     if not drafter.separable:
         pytest.skip("its heads need each other")
-    rows = family.random_rows(np.random.default_rng(4))
+    rows = family.random_rows(np.random.default_rng(4), E=family.width(drafter))
     few = make_drafter(dataclasses.replace(drafter.heads, n_heads=2), backbone.llama.config)
     less = {k: v for k, v in params.items() if k not in ("heads_2", "heads_3")}
     tree, root = Tree.cartesian([3, 2]), np.array([1, 2], np.int32)
@@ -397,7 +399,7 @@ def test_rejection_finds_the_logits_that_children_came_from(name):
     """Children of a node are the best tokens of the row that `parents_logits` gives for it."""
     backbone, drafter, params = noisy(name)
     tree = WILD.dense
-    rows = family.random_rows(np.random.default_rng(6))
+    rows = family.random_rows(np.random.default_rng(6), E=family.width(drafter))
     state = family.committed(drafter, backbone, params, rows, [4, 6])
     nodes, logits = family.proposed_logits(drafter, backbone, tree)(
         params, state, np.array([1, 2], np.int32)

@@ -15,7 +15,7 @@ from trees import WILD
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import eagle, make_drafter
+from medusa_jax.heads import autoregressive, make_drafter
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.levels import Level, inner_nodes
@@ -117,7 +117,7 @@ def test_chunks_of_positions_are_all_positions_at_once(monkeypatch):
     positions = np.where(positions < 7, positions, positions - 7).astype(np.int32)
     found = []
     for size in (64, 5):
-        monkeypatch.setattr(eagle, "CHUNK", size)
+        monkeypatch.setattr(autoregressive, "CHUNK", size)
         run = jax.jit(lambda p, *rows: drafter.features(p, backbone, TextRows(*rows)))
         found.append(run(params, hidden, tokens, positions, segments))
     assert_close(*found)
@@ -160,7 +160,7 @@ def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch)
 
     Two texts in a row, three chunks of deeper levels, one token in between that does not count.
     """
-    monkeypatch.setattr(eagle, "CHUNK", 4)
+    monkeypatch.setattr(autoregressive, "CHUNK", 4)
     backbone, drafter, params = problem(n_layers=1)
     hidden, tokens, _, segments = family.random_rows(np.random.default_rng(3), B=1, T=11)
     segments[0, 7:] = 2

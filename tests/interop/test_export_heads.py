@@ -13,14 +13,18 @@ from closeness import assert_close
 from engines import WouldFailSilently
 from head_files import (
     EAGLE,
+    EAGLE3,
+    IDS,
     LLAMA,
     D,
+    V,
+    eagle3_state,
     eagle_state,
     medusa_state,
     normal,
     write,
 )
-from our_heads import BASE, EMBEDDED, FOLLOWING, HIDDEN, load, our_logits
+from our_heads import BASE, EMBEDDED, FOLLOWING, HIDDEN, STREAMS, load, our_logits
 from safetensors.numpy import load_file, save_file
 from tiny import write_tokenizer
 
@@ -378,6 +382,43 @@ def test_eagle_round_trip_from_published_files(bias, base, facts, tmp_path):
     heads, params, _ = load(again, n_heads=4)
     logits = engines.eagle(again, facts[0], HIDDEN, FOLLOWING, facts[1])
     assert_close(our_logits(heads, params), logits, dtype="float32")
+
+
+@pytest.mark.parametrize(("narrow", "newer"), [(True, False), (False, True)])
+def test_eagle3_round_trip_from_published_files(narrow, newer, base, facts, tmp_path):
+    """As above; the same tensors, the draft vocabulary included, and logits by the engines' rules."""
+    state, flags = eagle3_state(narrow, newer), {"fc_norm": True, "norm_output": True}
+    config = (
+        EAGLE3 | (flags if newer else {}) | {"draft_vocab_size": len(IDS) if narrow else V}
+    )
+    write(tmp_path / "a", state, "model.safetensors", config)
+    native = exported(open_heads(str(tmp_path / "a")), base, "native", tmp_path / "b")
+    again = exported(open_heads(str(native)), base, "eagle3", tmp_path / "c")
+    found = load_file(again / "model.safetensors")
+    assert found.keys() == state.keys()
+    for key in found:
+        np.testing.assert_array_equal(found[key], state[key])
+    logits = engines.eagle3(again, facts[0], STREAMS, FOLLOWING)
+    heads, params, _ = load(again)
+    assert_close(our_logits(heads, params)[:4], logits, dtype="float32")
+
+
+def test_our_own_eagle3_heads_are_written_for_other_engines(base, facts, tmp_path):
+    """Sized and rotated as the backbone, which the file then says."""
+    stored = own_heads(tmp_path / "own", base, drafter="eagle3", lm_head="own")
+    out = exported(stored, base, "eagle3", tmp_path / "out")
+    logits = engines.eagle3(out, facts[0], STREAMS, FOLLOWING)
+    heads, params, _ = load(tmp_path / "own")
+    assert_close(our_logits(heads, params), logits[:3], dtype="float32")
+    again, params, _ = load(out)
+    assert_close(our_logits(again, params)[:3], logits[:3], dtype="float32")
+    for fields, said in (
+        ({"lm_head": "shared"}, "with LM head 'shared'"),
+        ({"n_layers": 2}, "eagle3 heads of 2"),
+    ):
+        other = own_heads(tmp_path / "other", base, **{"drafter": "eagle3"} | fields)
+        with pytest.raises(UserError, match=said):
+            exported(other, base, "eagle3", tmp_path / said[:4])
 
 
 def test_what_eagles_layout_cannot_say_is_refused(base, tmp_path):

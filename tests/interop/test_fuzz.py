@@ -21,7 +21,16 @@ import numpy as np
 import pytest
 from gguf_files import byte_level_metadata, llama_tensors, shape_metadata
 from gguf_files import write as write_gguf
-from head_files import EAGLE, LLAMA, eagle_state, hydra_state, medusa_state, write
+from head_files import (
+    EAGLE,
+    EAGLE3,
+    LLAMA,
+    eagle3_state,
+    eagle_state,
+    hydra_state,
+    medusa_state,
+    write,
+)
 from safetensors.numpy import load_file
 from tiny import random_params, write_tokenizer
 
@@ -148,6 +157,9 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     folder = write(root / "eagle", eagle_state(), "pytorch_model.bin", EAGLE)
     add("eagle", folder / "pytorch_model.bin", read_heads(folder), weights=True)
     add("eagle-config", folder / "config.json", read_heads(folder))
+    folder = write(root / "eagle3", eagle3_state(), "model.safetensors", EAGLE3)
+    add("eagle3", folder / "model.safetensors", read_heads(folder), weights=True)
+    add("eagle3-config", folder / "config.json", read_heads(folder), same=False)
 
     stored = open_heads(str(root / "medusa-pt"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}

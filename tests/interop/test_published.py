@@ -10,9 +10,13 @@ import pytest
 from closeness import assert_close
 from head_files import (
     EAGLE,
+    EAGLE3,
+    IDS,
     LLAMA,
     D,
     V,
+    eagle3_logits,
+    eagle3_state,
     eagle_logits,
     eagle_state,
     hydra_logits,
@@ -22,7 +26,17 @@ from head_files import (
     normal,
     write,
 )
-from our_heads import BASE, EMBEDDED, FOLLOWING, HIDDEN, load, our_logits
+from our_heads import (
+    BASE,
+    EMBEDDED,
+    FOLLOWING,
+    HIDDEN,
+    STREAMS,
+    TOKENS,
+    T,
+    load,
+    our_logits,
+)
 from safetensors.numpy import load_file, save_file
 
 from medusa_jax.errors import UserError
@@ -266,6 +280,79 @@ def test_eagle_that_is_not_supported(tmp_path):
     fails("no place for: 'layers.0.input_lay", write(tmp_path, state | norm, name, EAGLE))
     less = {key: x for key, x in state.items() if "up_proj" not in key}
     fails("'layers.0.mlp.up_proj.weight'.*missing", write(tmp_path, less, name, EAGLE))
+
+
+# EAGLE-3.
+
+NEWER = {"fc_norm": True, "norm_output": True}
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize(
+    ("narrow", "more"), [(True, {}), (False, NEWER), (True, {"norm_before_residual": True})]
+)
+def test_eagle3(name, narrow, more, tmp_path):
+    """A layer of its own sizes and rotation, over some tokens or all; 3.1 and its flags."""
+    state = eagle3_state(narrow, "fc_norm" in more)
+    copied = {"embed_tokens.weight": normal(np.random.default_rng(0), V, D)}
+    config = EAGLE3 | more | {"draft_vocab_size": len(IDS) if narrow else V}
+    folder = write(tmp_path, state | copied, name, config)
+    heads, params, _ = load(folder)
+    assert (heads.drafter, heads.n_layers, heads.lm_head) == ("eagle3", 1, "own")
+    assert heads.draft_vocab == (len(IDS) if narrow else 0)
+    if narrow:
+        np.testing.assert_array_equal(params["draft_vocab"]["ids"], IDS)
+    depth = len(TOKENS) - T
+    want = eagle3_logits(state, STREAMS, FOLLOWING, config, depth)
+    assert_close(our_logits(heads, params)[:depth], want, 512)
+
+
+def test_the_number_of_layers_is_told_by_those_that_are_read(tmp_path):
+    """Of a backbone of 32: entered or left. The model here has one."""
+    for ids in ([2, 16, 29], [1, 15, 28]):
+        table = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+        folder = write(
+            tmp_path, eagle3_state(), "model.safetensors", EAGLE3 | {"eagle_config": table}
+        )
+        fails("were made with n_layers 32, the model has 1", folder)
+
+
+def test_eagle3_that_is_not_supported(tmp_path):
+    state, name = eagle3_state(), "model.safetensors"
+    scaled = {"rope_type": "linear", "factor": 2.0}
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 9, 20]}}
+    for match, changes in {
+        "not known to have: 'mrope_section'": {"mrope_section": [1]},
+        "num_hidden_layers 2 is not supported": {"num_hidden_layers": 2},
+        "draft_vocab_size 12, .* has 11 tokens": {"draft_vocab_size": 12},
+        "norm_before_fc True is not supported": {"norm_before_fc": True},
+        "attention_bias True is not supported": {"attention_bias": True},
+        "fc_norm should be true or false, not 1": {"fc_norm": 1},
+        "target_hidden_size 64 with hidden_size 16": {"target_hidden_size": 64},
+        r"\[3, 9, 20\] are not the layers of the paper": layers,
+        "ids .* are not the layers of": {
+            "eagle_config": {next(iter(layers["eagle_config"])): [1, "x"]}
+        },
+        "unknown field 'x' under eagle_config": {"eagle_config": {"x": 1}},
+        "rope_theta 500.0, the model has 10000.0": {"rope_scaling": scaled},
+        "rms_eps 1e-06, the model has 1e-05": {"rms_norm_eps": 1e-6},
+        "is in the layout of speculators": {"speculators_model_type": "eagle3"},
+        r"'midlayer.mlp.down_proj.weight' .* \[16, 28\]": {"intermediate_size": 20},
+    }.items():
+        fails(match, write(tmp_path, state, name, EAGLE3 | changes))
+    for match, changed in {
+        "no place for: 'input_norm.weight'": state | {"input_norm.weight": np.zeros(48)},
+        "no place for: 'fc.bias'": state | {"fc.bias": np.zeros(D)},
+        "only one of the keys 'd2t' and 't2d'": {
+            k: x for k, x in state.items() if k != "t2d"
+        },
+        "name different tokens": state | {"t2d": ~state["t2d"]},
+        "key 'd2t' in .* is int32": state | {"d2t": np.int32(state["d2t"])},
+        "'norm.weight'.*missing": {k: x for k, x in state.items() if k != "norm.weight"},
+    }.items():
+        fails(match, write(tmp_path, changed, name, EAGLE3))
+    renamed = {k.replace("midlayer.", "layers.0."): x for k, x in state.items()}
+    fails("is in the layout of speculators", write(tmp_path, renamed, name, EAGLE3))
 
 
 # The traps: right, or a sentence with the file, the key and both shapes.

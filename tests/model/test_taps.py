@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from family import D, numpy_layer, stored_base
-from planted import decoder, random_params, tiny_config
+from tiny import decoder, random_params, tiny_arch
 
 from medusa_jax.decoding.state import Engine
 from medusa_jax.heads import make_drafter, no_drafter
@@ -84,7 +84,7 @@ def test_a_prompt_and_a_tree_give_the_streams_of_their_paths():
 @pytest.mark.skipif(library() is None, reason="no compiler")
 def test_layers_of_one_native_call_give_the_same_streams():
     """And the hidden states are those without taps, bit for bit."""
-    config = tiny_config(head_dim=16, d_model=32, d_ff=48)
+    config = tiny_arch(head_dim=16, d_model=32, d_ff=48)
     storage = Storage(library().panel, "")
     llama = placing.decoder(config, jnp.float32, make_mesh(), storage)
     assert llama.native
@@ -116,7 +116,7 @@ def test_an_engine_taps_what_its_drafter_reads_and_nothing_else():
         name = ""
         taps = TAPS
 
-    config = tiny_config()
+    config = tiny_arch()
     heads = make_drafter(Medusa.Config(n_heads=2), config).heads
     tapping = Tapping(heads, config)
     engine = Engine(Llama(config), tapping, Tree.chain(2))

@@ -9,7 +9,7 @@ import pickle
 import zipfile
 
 import numpy as np
-from head_files import eagle_logits, hydra_logits, medusa_logits, silu
+from head_files import eagle3_logits, eagle_logits, hydra_logits, medusa_logits, silu
 from safetensors.numpy import load_file
 
 
@@ -241,6 +241,35 @@ def layer_shapes(config, stem):
         "post_attention_layernorm": (D,),
     }
     return {f"{stem}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def eagle3(path, base, streams, following):
+    """vLLM's and SGLang's llama_eagle3.py: keys by name, sizes and flags from config.json.
+
+    A flag that they do not find is false, a missing `rope_theta` 10,000; both without a word.
+    """
+    config, state = config_of(path), load_file(path / "model.safetensors")
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    for field in ("hidden_size", "vocab_size", "rms_norm_eps"):
+        assert config[field] == base[field]
+    assert config["num_hidden_layers"] == 1 and "rope_theta" in config
+    D, V, O = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
+    wanted = layer_shapes(config, "midlayer")
+    for part in "qkv":
+        key = f"midlayer.self_attn.{part}_proj.weight"
+        wanted[key] = (wanted[key][0], 2 * D)
+    norms = ["midlayer.hidden_norm", "midlayer.input_layernorm", "norm"]
+    if config.get("fc_norm"):
+        norms += [f"fc_norm.{a}" for a in range(3)]
+    wanted |= {f"{name}.weight": (D,) for name in norms}
+    wanted |= {"fc.weight": (D, 3 * D), "lm_head.weight": (O, D)}
+    if O < V:
+        wanted |= {"d2t": (O,), "t2d": (V,)}
+        assert state["d2t"].dtype == np.int64 and state["t2d"].dtype == bool
+        targets = np.arange(O) + state["d2t"]
+        assert np.array_equal(np.flatnonzero(state["t2d"]), targets)
+    strict(state, wanted)
+    return eagle3_logits(state, streams, following, config)
 
 
 def eagle(path, base, hidden, following, lm_head):

@@ -61,9 +61,14 @@ def start_of(drafter, backbone):
     return jax.jit(drafter.init)(jax.random.key(0), backbone)
 
 
-def random_rows(rng, B=2, T=12, **fields):
-    """Hidden states [B, T, D] and token ids, positions and segments [B, T] of B texts."""
-    hidden = rng.standard_normal((B, T, D))
+def width(drafter):
+    """E, the width of the hidden states that a drafter is given, with those of its taps."""
+    return D * (1 + len(drafter.taps))
+
+
+def random_rows(rng, B=2, T=12, E=D):
+    """Hidden states [B, T, E] and token ids, positions and segments [B, T] of B texts."""
+    hidden = rng.standard_normal((B, T, E))
     tokens = rng.integers(0, V, (B, T), np.int32)
     positions = np.broadcast_to(np.arange(T, dtype=np.int32)[None], (B, T))
     return hidden, tokens, positions, np.ones((B, T), np.int32)

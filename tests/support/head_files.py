@@ -4,6 +4,7 @@ Everything is NumPy in float64, written from the layouts' descriptions (docs/for
 from the package: what it reads back is checked against this.
 """
 
+import dataclasses
 import json
 
 import numpy as np
@@ -90,6 +91,53 @@ def eagle_state(bias=True, seed=0):
     del state["norm.weight"], state["layers.0.input_layernorm.weight"]
     state["fc.weight"] = 2 * normal(rng, D, 2 * D)
     return state | ({"fc.bias": normal(rng, D)} if bias else {})
+
+
+# Tokens that EAGLE-3 heads score, and their layer: twice the key/value heads and another rotation than
+# the model's.
+IDS = np.array([0, 1, 3, 4, 6, 9, 10, 15, 17, 21, 22])
+KV3, THETA3, FF3 = 4, 500.0, 28
+
+
+def eagle3_state(narrow=True, newer=False, seed=0):
+    """Released EAGLE-3 heads, over IDS or all tokens; `newer` with the norms of 3.1."""
+    rng, N, H = np.random.default_rng(seed), LLAMA.n_heads, LLAMA.head_dim
+    shapes = {
+        "fc": (D, 3 * D),
+        "midlayer.self_attn.q_proj": (N * H, 2 * D),
+        "midlayer.self_attn.k_proj": (KV3 * H, 2 * D),
+        "midlayer.self_attn.v_proj": (KV3 * H, 2 * D),
+        "midlayer.self_attn.o_proj": (D, N * H),
+        "midlayer.mlp.gate_proj": (FF3, D),
+        "midlayer.mlp.up_proj": (FF3, D),
+        "midlayer.mlp.down_proj": (D, FF3),
+        "lm_head": (len(IDS) if narrow else V, D),
+    }
+    state = {f"{name}.weight": 2 * normal(rng, *shape) for name, shape in shapes.items()}
+    norms = ["norm", *(f"fc_norm.{a}" for a in range(3) if newer)]
+    norms += [f"midlayer.{n}" for n in ("hidden_norm", "input_layernorm")]
+    for name in (*norms, "midlayer.post_attention_layernorm"):
+        state[f"{name}.weight"] = 1 + normal(rng, D)
+    if narrow:
+        state |= {"d2t": IDS - np.arange(len(IDS)), "t2d": np.isin(np.arange(V), IDS)}
+    return state
+
+
+EAGLE3 = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": D,
+    "intermediate_size": FF3,
+    "num_attention_heads": LLAMA.n_heads,
+    "num_key_value_heads": KV3,
+    "head_dim": LLAMA.head_dim,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": LLAMA.rms_eps,
+    "rope_theta": THETA3,
+    "vocab_size": V,
+    "draft_vocab_size": len(IDS),
+    "use_cache": True,
+}
 
 
 # What lies beside them; it calls the bias of FC "bias", or leaves it out.
@@ -187,4 +235,29 @@ def eagle_logits(state, hidden, following, lm_head, depth=4):
         f = decoder_layer(LLAMA, weights_of(state, "layers.0"), x)[-1]
         logits.append(lm_head @ f)
         rows = np.concatenate([rows, f[None]])
+    return np.stack(logits)
+
+
+def eagle3_logits(state, streams, following, config, depth=4):
+    """[depth, O] after the streams [T, 3 D], every level fed back to the next as its flags say."""
+    state, logits = wide(state), []
+    rms = lambda name, x: numpy_norm(state[f"{name}.weight"], x, LLAMA.rms_eps)  # noqa: E731
+    shape = dataclasses.replace(
+        LLAMA,
+        n_kv_heads=config["num_key_value_heads"],
+        rope_theta=config.get("rope_theta", 10000.0),
+    )
+    parts = np.split(streams, 3, axis=1)
+    if config.get("fc_norm"):
+        parts = [rms(f"fc_norm.{a}", x) for a, x in enumerate(parts)]
+    rows = np.concatenate(parts, -1) @ state["fc.weight"].T
+    for _ in range(depth):
+        e = rms("midlayer.input_layernorm", following[: len(rows)])
+        normed = rms("midlayer.hidden_norm", rows)
+        x = normed if config.get("norm_before_residual") else rows
+        both = np.concatenate([e, normed], -1)
+        a = decoder_layer(shape, weights_of(state, "midlayer"), x, both)[-1]
+        out = rms("norm", a)
+        logits.append(state["lm_head.weight"] @ out)
+        rows = np.concatenate([rows, (out if config.get("norm_output") else a)[None]])
     return np.stack(logits)

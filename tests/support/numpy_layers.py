@@ -21,16 +21,18 @@ def rope(x, theta):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def decoder_layer(config, weight, x):
+def decoder_layer(config, weight, x, read=None):
     """A layer over one text [T, D].
 
     Args:
       weight: name, such as "self_attn.q_proj", to a kernel [in, out] or a norm's scale; None for
         an input norm that does not exist.
+      read: what attention reads in place of the normed x.
     """
     T, N, G = len(x), config.n_heads, config.n_kv_heads
-    first = weight("input_layernorm")
+    first = weight("input_layernorm") if read is None else None
     normed = x if first is None else numpy_norm(first, x, config.rms_eps)
+    normed = normed if read is None else read
     q, k, v = (normed @ weight(f"self_attn.{name}_proj") for name in "qkv")
     q, k = (rope(y.reshape(T, -1, config.head_dim), config.rope_theta) for y in (q, k))
     k, v = (y.reshape(T, G, -1).repeat(N // G, 1) for y in (k, v))
@@ -44,7 +46,7 @@ def decoder_layer(config, weight, x):
     return x + gated @ weight("mlp.down_proj")
 
 
-def numpy_layer(params, config, x):
+def numpy_layer(params, config, x, read=None):
     """`decoder_layer` with parameters of ours."""
 
     def weight(name):
@@ -53,4 +55,4 @@ def numpy_layer(params, config, x):
             leaf = leaf.get(part, {})
         return leaf.get("kernel", leaf.get("scale"))
 
-    return decoder_layer(config, weight, x)
+    return decoder_layer(config, weight, x, read)

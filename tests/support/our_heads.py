@@ -8,6 +8,7 @@ from tiny import random_params
 
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.interop import heads_io
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -15,6 +16,8 @@ from medusa_jax.sharding import make_mesh
 T = 5
 BASE = random_params(LLAMA, 0)
 HIDDEN = np.random.default_rng(5).standard_normal((T, D))
+# What EAGLE-3 reads at the same positions, from inside the model.
+STREAMS = np.random.default_rng(7).standard_normal((T, 3 * D))
 TOKENS = np.random.default_rng(6).integers(0, V, 9)
 # What Hydra's heads read behind position T - 1: the tokens that follow, up to the head's own.
 EMBEDDED = BASE["embed_tokens"]["embedding"][TOKENS[T : T + 3]]
@@ -31,9 +34,11 @@ def load(path, **options):
 def our_logits(heads, params):
     """[K, V] behind position T - 1 of the hidden states, the later tokens as they are."""
     backbone = Backbone(Llama(LLAMA, jnp.float64), jax.tree.map(jnp.asarray, BASE))
+    backbone = for_drafting(backbone, params)
     drafter = make_drafter(heads, LLAMA)
     n = len(TOKENS)
-    hidden = jnp.zeros((1, n, D)).at[0, :T].set(HIDDEN)
+    given = np.concatenate([HIDDEN, STREAMS], -1)[:, : D * (1 + len(drafter.taps))]
+    hidden = jnp.zeros((1, n, given.shape[1])).at[0, :T].set(given)
     rows = (TOKENS[None], np.arange(n)[None], np.ones((1, n), np.int32))
     features = drafter.features(params, backbone, TextRows(hidden, *rows))[:, 0, T - 1]
     logits = [

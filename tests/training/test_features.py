@@ -19,12 +19,14 @@ from small_disk import run_on_small_disk
 from training_setup import tiny_config
 
 from medusa_jax.errors import UserError
+from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import hidden_store, trainer
 from medusa_jax.training.data import features, prepare
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.stage import make_stage
+from medusa_jax.training.step import abstract_batch
 
 ROW = 16 * 16 * 4  # bytes of a row of 16 tokens, 16 wide, in float32
 
@@ -100,6 +102,23 @@ def test_eight_bits_keep_small_values_next_to_large_ones(tokens, tmp_path, setup
     )  # nothing at all; one value that outweighs the others
     stored = hidden_store.encode("float8", wide, 16)
     assert within_eight_bits(hidden_store.decode(stored, 16, jnp.float32), wide, 16)
+
+
+def test_streams_of_inner_layers_are_kept_with_them(tokens, tmp_path):
+    """Of EAGLE-3: in files of their own, four times as wide, announced so."""
+    cfg = config(tokens, tmp_path, "bfloat16")
+    others = features.key_of(cfg, rows := TokenRows(tokens, cfg.data, 64), "abc")
+    cfg.heads = Eagle3Config(n_heads=2)
+    assert features.key_of(cfg, rows, "abc") != others
+    stage = make_stage(cfg, 16)
+    frozen = {"backbone": init_params(cfg.model.arch, jax.random.key(0))}
+    cached = cache(cfg, (make_mesh(), stage, frozen, rows))
+    stored = cached.batch(0, 4)["hidden"]
+    expected = np.asarray(jax.jit(stage.hidden)(frozen, rows.batch(0, 4)))
+    assert stored.shape == expected.shape == (4, 16, 4 * 16)
+    assert_close(stored.astype(np.float32), expected, 1, "bfloat16")
+    shape = abstract_batch(cfg, make_mesh())["hidden"]
+    assert (shape.shape[2:], shape.dtype) == (stored.shape[1:], stored.dtype)
 
 
 def test_process_0_says_which_files_are_missing(tokens, tmp_path, setup, monkeypatch):

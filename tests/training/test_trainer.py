@@ -16,6 +16,7 @@ from training_setup import tiny_config
 import medusa_jax
 from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle import EagleConfig
+from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.interop.heads_io import load_heads
 from medusa_jax.interop.hf import fingerprint, load_backbone
 from medusa_jax.model.llama import init_params
@@ -94,22 +95,40 @@ def test_heads_train_on_a_backbone_that_does_not_change(backbone, tokens, tmp_pa
     assert heads == cfg.heads and meta["recipe"]["config"]["train"]["stage"] == "medusa1"
 
 
-@pytest.mark.wide
+# EAGLE-1 by its loss; EAGLE-3, which reads inside the model, from hidden states in 8 bits: to the
+# entropy of its teacher there is less to learn.
+REGRESSION = {"feature_weight": 1.0, "teacher_weight": 0.1, "hidden_noise": 1.6}
+CONTINUED = [
+    (EagleConfig(n_heads=3), "float32", 5e-3, 0.9, REGRESSION),
+    (
+        Eagle3Config(n_heads=3, draft_vocab=56),
+        "float8",
+        2e-2,
+        0.96,
+        {"teacher_weight": 1.0},
+    ),
+]
+
+
 @pytest.mark.usefixtures("x64")
-def test_eagle_learns_hidden_states_and_its_export_decodes(backbone, tokens, tmp_path):
-    """By EAGLE's loss, from hidden states that were kept, over the first two of its levels."""
+@pytest.mark.parametrize(
+    ("heads", "kind", "lr", "share", "fields"), [*wide(CONTINUED[0]), CONTINUED[1]]
+)
+def test_eagle_learns_and_its_export_decodes(
+    heads, kind, lr, share, fields, backbone, tokens, tmp_path
+):
+    """From hidden states that were kept, over the first two of its levels."""
     model = str(backbone[0] / "export")
-    fields = {"feature_weight": 1.0, "label_weight": 0.0, "teacher_weight": 0.1}
     cfg = tiny_config(
-        tokens, "medusa1", steps=60, save_every=60, hidden_noise=1.6, levels=2, **fields
+        tokens, "medusa1", steps=60, save_every=60, levels=2, label_weight=0.0, **fields
     )
-    cfg.model.path, cfg.optim.name, cfg.heads = model, "adamw", EagleConfig(n_heads=3)
-    cfg.data.packing, cfg.data.cache_features = "first_fit", "float32"
+    cfg.model.path, cfg.optim.name, cfg.heads = model, "adamw", heads
+    cfg.data.packing, cfg.data.cache_features, cfg.optim.lr = "first_fit", kind, lr
     cfg.data.eval_source, cfg.data.eval_samples = tokens, 12
     run(cfg, tmp_path)
     log = records(tmp_path)
     first, last = (np.mean([r["objective"] for r in x]) for x in (log[:5], log[-5:]))
-    assert last < 0.9 * first and len(log[0]["loss"]) == 2
+    assert last < share * first and len(log[0]["loss"]) == 2
     assert records(tmp_path, "eval")[-1]["accepted_length_chain"] > 1
     heads = str(tmp_path / "export")
     drafting = medusa_jax.load(model, heads, dtype="float64", tree="chain:3")

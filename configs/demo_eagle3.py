@@ -1,0 +1,21 @@
+"""EAGLE-3 for the demo: one decoder layer that reads inside the backbone, trees up to four deep.
+
+    python train.py --config=configs/demo_eagle3.py --workdir=work/demo/eagle3
+
+With the backbone and the text of demo_medusa.py. 2.1 M parameters.
+"""
+
+from configs.demo_medusa import get_config as medusa_config
+from medusa_jax.config import Config
+from medusa_jax.heads.eagle3 import Eagle3Config
+
+
+def get_config() -> Config:
+    """The layer on the frozen demo backbone; it learns the backbone's distribution over four levels."""
+    cfg = medusa_config()
+    cfg.heads = Eagle3Config(n_heads=4)
+    cfg.data.cache_features = "float8"
+    cfg.optim.lr = 2e-3
+    cfg.train.label_weight, cfg.train.teacher_weight = 0.0, 1.0
+    cfg.train.levels, cfg.train.lambda_decay = 4, 0.8
+    return cfg

@@ -1,0 +1,221 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840) and 3.1: a decoder layer that reads inside the backbone.
+
+    g_i = FC([l_i ; m_i ; h_i])                   the streams that enter layers 2, L / 2 and L - 3
+    x_i = a_i + Attention([norm(e_{i+1}) ; norm(a_i)])
+    a'_i = x_i + MLP(norm(x_i))                   logits of token i + 2 = LM-Head(norm(a'_i))
+
+a is g for accepted positions and the parent's a' for drafted ones; e embeds the token after it. How
+levels are drafted and trained is in `autoregressive.py`, which EAGLE-1 shares. The LM head belongs to the drafter, mostly over a draft vocabulary (`vocabulary.py`); the
+embedding is the backbone's.
+
+Training is over several levels with gradients through all (training-time test, section 3.2):
+`train.levels`, 7 in the authors' code. The loss of a level is the cross-entropy with the backbone's distribution, renormalised over the
+draft vocabulary (`train.teacher_weight`), and there is no regression to hidden states. Level k weighs
+`train.lambda_decay`^k. Positions count whose next tokens count and whose label is in the draft
+vocabulary; the authors ask that of the backbone's first choice, which is the label in text that the
+backbone has written greedily.
+
+EAGLE-3.1 adds a norm for each stream before FC (`fc_norm`) and continues a' after its norm
+(`norm_output`). Both keep the size of what deep levels read; neither is in the paper.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads.autoregressive import Autoregressive
+from medusa_jax.heads.drafter import Backbone, Params
+from medusa_jax.heads.layers import lm_head_logits, lm_head_start, zero_output
+from medusa_jax.model.attention import Attention, Pair, Sees
+from medusa_jax.model.layers import Linear, RMSNorm
+from medusa_jax.model.llama import Block, Mlp
+from medusa_jax.model.online_softmax import Causal
+from medusa_jax.model.rope import rope_tables
+
+
+@dataclass(unsafe_hash=True)
+class Eagle3Config(HeadsConfig):
+    """`n_heads` limits the depth of trees; all depths share `n_layers` decoder layers."""
+
+    drafter: str = "eagle3"
+    n_heads: int = 7
+    # Layers whose input is read, such as "2,16,29"; empty: 2, L / 2 and L - 3 of L.
+    tap_layers: str = ""
+    # EAGLE-3.1: norms of the streams before FC; the next level reads the normed output.
+    fc_norm: bool = False
+    norm_output: bool = False
+    # The residual around the attention is norm(a), not a.
+    norm_before_residual: bool = False
+    # Sizes of the layers, as published files have them; 0: the backbone's.
+    attention_heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    d_ff: int = 0
+    # Base of the rotation, without scaling; 0: the backbone's rotation.
+    rope_theta: float = 0.0
+
+
+class WideBlock(nn.Module):
+    """A decoder layer whose attention reads [norm(e) ; norm(a)], 2 D wide."""
+
+    config: LlamaConfig
+    dtype: Any
+    norm_before_residual: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        next_BTD: jax.Array,
+        rope: Pair,
+        sees: Sees,
+        cache: Pair | None,
+        start_B: jax.Array | None,
+    ) -> tuple[jax.Array, Pair]:
+        norm = partial(RMSNorm, self.config.rms_eps, self.dtype)
+        normed_BTD = norm(name="hidden_norm")(x_BTD)
+        both = [norm(name="input_layernorm")(next_BTD), normed_BTD]
+        attention = Attention(self.config, self.dtype, 0, name="self_attn")
+        out_BTD, kept = attention(
+            jnp.concatenate(both, axis=-1), rope, sees, cache, start_B
+        )
+        x_BTD = (normed_BTD if self.norm_before_residual else x_BTD) + out_BTD
+        normed_BTD = norm(name="post_attention_layernorm")(x_BTD)
+        return x_BTD + Mlp(self.config, self.dtype, 0, name="mlp")(normed_BTD), kept
+
+
+class Layers(nn.Module):
+    """FC, the decoder layers and the norm before the LM head, of the backbone's shape."""
+
+    config: LlamaConfig
+    dtype: Any
+    heads: Eagle3Config
+    n_taps: int
+
+    def setup(self) -> None:
+        c, dtype, h = self.config, self.dtype, self.heads
+        self.fc = Linear(c.d_model, False, dtype)
+        if h.fc_norm:
+            self.fc_norms = [RMSNorm(c.rms_eps, dtype) for _ in range(self.n_taps)]
+        first = WideBlock(c, dtype, h.norm_before_residual)
+        self.layers = [first, *(Block(c, dtype) for _ in range(1, h.n_layers))]
+        self.norm = RMSNorm(c.rms_eps, dtype)
+
+    def fuse(self, streams: jax.Array) -> jax.Array:
+        """Tapped streams [..., A D] -> g [..., D]."""
+        parts = jnp.split(streams.astype(self.dtype), self.n_taps, axis=-1)
+        if self.heads.fc_norm:
+            parts = [norm(x) for norm, x in zip(self.fc_norms, parts, strict=True)]
+        return self.fc(jnp.concatenate(parts, axis=-1))
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """a' -> what the LM head reads."""
+        return self.norm(x)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        next_BTD: jax.Array,
+        positions_BT: jax.Array,
+        sees: Sees,
+        cache: tuple[Pair, ...] | None = None,
+        start_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[Pair, ...]]:
+        """a and e -> a', and the keys and values of every layer as `Attention` returns them."""
+        rope = rope_tables(self.config, positions_BT, self.dtype)
+        x_BTD, next_BTD = x_BTD.astype(self.dtype), next_BTD.astype(self.dtype)
+        kept = []
+        for j, block in enumerate(self.layers):
+            given = (x_BTD, next_BTD) if j == 0 else (x_BTD,)
+            mine = None if cache is None else cache[j]
+            x_BTD, pair = block(*given, rope, sees, mine, start_B)
+            kept.append(pair)
+        return (self.norm(x_BTD) if self.heads.norm_output else x_BTD), tuple(kept)
+
+    def all(self, streams: jax.Array, next_BTD: jax.Array, positions_BT: jax.Array) -> Any:
+        """Run every part once, to initialise all parameters."""
+        x_BTD, _ = self(self.fuse(streams), next_BTD, positions_BT, Causal())
+        return self.normed(x_BTD)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3(Autoregressive):
+    """The layers continue streams from inside the backbone."""
+
+    heads: Eagle3Config
+
+    name = "eagle3"
+    Config = Eagle3Config
+
+    def check(self) -> None:
+        L, given = self.llama.n_layers, self.heads.tap_layers
+        layers = given.split(",") if given else []
+        if not all(x.strip().isdecimal() and int(x) <= L for x in layers):
+            raise UserError(
+                f"heads.tap_layers are numbers from 0 to {L} with commas between, not {given!r}"
+            )
+        c = self.shape
+        if c.n_heads % c.n_kv_heads or c.head_dim % 2:
+            raise UserError(
+                f"heads.attention_heads {c.n_heads}, kv_heads {c.n_kv_heads} and head_dim "
+                f"{c.head_dim} do not fit together"
+            )
+
+    @property
+    def shape(self) -> LlamaConfig:
+        """A Llama's layers, without biases and norms of queries, as all engines have them."""
+        h = self.heads
+        plain = {"qkv_bias": False, "out_bias": False, "mlp_bias": False, "qk_norm": False}
+        sizes = {
+            "n_heads": h.attention_heads, "n_kv_heads": h.kv_heads, "head_dim": h.head_dim,
+            "d_ff": h.d_ff,
+        }  # fmt: skip
+        fields: dict[str, Any] = plain | {name: n for name, n in sizes.items() if n}
+        if h.rope_theta:
+            fields |= {"rope_theta": h.rope_theta, "rope_scaling": "none"}
+        return dataclasses.replace(self.llama, **fields)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        if self.heads.tap_layers:
+            return tuple(int(x) for x in self.heads.tap_layers.split(","))
+        L = self.llama.n_layers  # fewer than five: the nearest that exist
+        return tuple(sorted(min(max(i, 0), L) for i in (2, L // 2, L - 3)))
+
+    def layers(self, dtype: Any) -> nn.Module:
+        return Layers(self.shape, dtype, self.heads, len(self.taps))
+
+    def _first_input(
+        self, params: Params, backbone: Backbone, hidden_BTE: jax.Array
+    ) -> jax.Array:
+        streams = hidden_BTE[..., self.llama.d_model :]
+        return self._run(params, backbone, streams, method="fuse")
+
+    def init(self, key: jax.Array, backbone: Backbone) -> Params:
+        """Layers start as the stream of the last tap, which the backbone's norm and LM head read."""
+        D, A = self.llama.d_model, len(self.taps)
+        probe, one = jnp.zeros((1, 1, D)), jnp.ones((1, 1), jnp.int32)
+        streams = jnp.zeros((1, 1, A * D))
+        module = self.layers(jnp.float32)
+        params: Params = dict(module.init(key, streams, probe, one, method="all")["params"])
+        params["fc"] = {"kernel": jnp.eye(A * D, D, -(A - 1) * D)}  # [0 ; 0 ; I]
+        params["norm"] = jax.tree.map(
+            lambda x: x.astype(jnp.float32), backbone.params["norm"]
+        )
+        for j in range(self.heads.n_layers):
+            params[f"layers_{j}"] = zero_output(params[f"layers_{j}"])
+        return {"heads_0": params | lm_head_start(self.heads, backbone)}
+
+    def head_logits(
+        self, params: Params, backbone: Backbone, k: int, features: jax.Array
+    ) -> jax.Array:
+        if not self.heads.norm_output:
+            features = self._run(params, backbone, features, method="normed")
+        return lm_head_logits(self.heads, params["heads_0"], backbone, features)
