@@ -133,7 +133,8 @@ def _build(command: list[str], made: Path) -> bool:
         )
         for source, unit in units
     ]
-    if any([process.wait() for process in started]):
+    codes = [process.wait() for process in started]
+    if any(codes):
         return False
     link = [*command, "-shared", *(unit for _, unit in units), "-o", str(made)]
     return subprocess.run(link, capture_output=True).returncode == 0
