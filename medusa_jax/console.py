@@ -146,6 +146,23 @@ def warn_if_accelerator_unused() -> None:
         )
 
 
+def give_memory_back() -> None:
+    """Have the C library return freed memory to the system; the commands that decode ask for it.
+
+    By default glibc gives each thread that compiles a heap of its own and keeps large arrays once they
+    have been freed: 70 MB of a process that holds 100 MB of weights.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    arenas, threshold, trim = -8, -3, -1  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    for option, value in ((arenas, 1), (threshold, 2**20), (trim, 2**20)):
+        if mallopt is not None:
+            mallopt(option, value)
+
+
 def run_main(main: Callable[[], int]) -> int:
     """Run an entry point; turn bad input, unusable files, missing packages and lack of memory into one line
     and exit status 2."""

@@ -7,6 +7,7 @@ import jax
 
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.decoding.acceptance import RULES
+from medusa_jax.evaluate.bandwidth import bytes_per_token, stored_as
 from medusa_jax.evaluate.compare import Comparison
 
 # Accepted drafts by depth: green, cyan, blue, magenta, yellow; the verifier's own tokens plain.
@@ -64,6 +65,8 @@ def describe(
         "seed": options.seed,
         "dtype": str(model.dtype),
         "weights": model.storage.weights or str(model.dtype),
+        "weights_stored_as": stored_as(model),
+        "bytes_per_step": bytes_per_token(model, result.prompt_tokens),
         "draft_weights": model.draft_weights(acceptance),
         "products": model.products,
         "device": f"{device.platform}: {device.device_kind}",

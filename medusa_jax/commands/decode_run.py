@@ -18,6 +18,7 @@ from medusa_jax.commands.flags import load_model, parse_mesh
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.console import (
     announced,
+    give_memory_back,
     inform,
     print_json,
     use_compilation_cache,
@@ -39,6 +40,7 @@ def run(flags: argparse.Namespace) -> int:
     talking = template is not None and flags.prompt is None and flags.prompts_file is None
     prompts, options = ([], []) if talking else read_requests(flags)
     check_flags(flags, talking)
+    give_memory_back()
     use_compilation_cache()
     warn_if_accelerator_unused()
     model = load_model(

@@ -11,6 +11,7 @@ from typing import Any
 
 from medusa_jax.commands.flags import load_model, parse_mesh
 from medusa_jax.console import (
+    give_memory_back,
     inform,
     use_compilation_cache,
     warn_if_accelerator_unused,
@@ -36,6 +37,7 @@ def run(flags: argparse.Namespace) -> int:
     # Tracing a program must not hold up the thread that decodes at each of its turns for 5 ms.
     sys.setswitchinterval(0.001)
     with listening(flags.host, flags.port) as listener:
+        give_memory_back()
         use_compilation_cache()
         warn_if_accelerator_unused()
         model = load_model(

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model
+from medusa_jax.model.stored import Codes, Panels
 from medusa_jax.native import library, read_native
 
 
@@ -56,3 +58,23 @@ def bytes_per_token(model: Model, length: int) -> int:
     c = model.config
     cached = 2 * c.n_layers * c.n_kv_heads * c.head_dim * length * model.dtype.itemsize
     return total + cached + table // c.vocab_size
+
+
+def stored_as(model: Model) -> dict[str, int]:
+    """How many of the backbone's weights are stored as what, such as {"Q4_1": 106168320}."""
+    found: Counter[str] = Counter()
+    forms = jax.tree.leaves(
+        model.variables["backbone"], is_leaf=lambda x: isinstance(x, Panels | Codes)
+    )
+    seen = set()
+    for form in forms:
+        parts = {str(form.dtype): form.size} if isinstance(form, jax.Array) else {}
+        if isinstance(form, Codes):
+            parts = {"int8": form.codes.size}
+        if isinstance(form, Panels):
+            if id(form.panels) in seen:  # a tied LM head is the embedding's panels
+                continue
+            seen.add(id(form.panels))
+            parts = {kind: n * form.inputs for kind, n in form.parts}
+        found.update(parts)
+    return dict(found)

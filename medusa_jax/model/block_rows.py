@@ -84,7 +84,8 @@ def packed(kernels: Sequence[BlockRows]) -> Panels:
             found = np.asarray(in_panels(jnp.asarray(rows.T), native.panel)).ravel()
         words.append(found)
         parts.append((form, sum(k.outputs for k in alike)))
-    return Panels(jax.device_put(_stacked(words)), None, tuple(parts))
+    words_on_device = jax.device_put(_stacked(words))
+    return Panels(words_on_device, None, tuple(parts), kernels[0].inputs)
 
 
 def _stacked(arrays: list[np.ndarray]) -> np.ndarray:

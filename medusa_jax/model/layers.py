@@ -64,7 +64,7 @@ class Embed(nn.Embed):
         if not isinstance(table, Panels):
             return super().__call__(tokens)
         [(kind, outputs)] = table.parts
-        rows = unpacked_rows(tokens, table.panels, kind, outputs, self.features)
+        rows = unpacked_rows(tokens, table.panels, kind, outputs, table.inputs)
         return rows.astype(self.dtype)
 
 

@@ -78,11 +78,13 @@ class Panels(struct.PyTreeNode):
 
     Attributes:
       parts: how outputs are stored and how many of them so, in their order.
+      inputs: weights of an output.
     """
 
     panels: jax.Array
     scales: jax.Array | None
     parts: Parts = struct.field(pytree_node=False)
+    inputs: int = struct.field(pytree_node=False)
 
     @property
     def outputs(self) -> int:
@@ -132,7 +134,8 @@ def _stored(kernel: jax.Array, storage: Storage) -> Any:
         if scales is not None:
             scales = panel_scales(scales, storage.panel)
         words = in_panels(flat, storage.panel)
-        return Panels(words, scales, ((flat.dtype.name, kernel[0].size),))
+        parts = ((flat.dtype.name, kernel[0].size),)
+        return Panels(words, scales, parts, kernel.shape[0])
     if scales is not None:
         return Codes(flat, scales)
     return flat.reshape(kernel.shape)

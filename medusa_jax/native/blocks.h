@@ -23,7 +23,7 @@
 namespace {
 
 // A memory stream is asked for this many bytes ahead; without it AVX2 code waits for memory.
-constexpr int64_t kAhead = 4096;
+constexpr int64_t kAhead = 8192;
 // Outputs of a panel: two vectors, so that a row of words is whole cache lines.
 constexpr int kPanel = 2 * kLanes;
 
@@ -33,6 +33,7 @@ struct Blocks {
   static constexpr bool kMinima = minima, kLevels = levels;
   static constexpr int kUnit = levels ? 256 : 32;
   static constexpr int kGroup = bits == 6 ? 16 : 32;  // inputs that share a scale
+  static constexpr int kStep = bits == 5 ? 32 : bits == 6 ? 16 : 8;  // codes that fill whole words
   // Words of the parts.
   static constexpr int kHead = (minima ? 2 : 1) * kPanel / 2;
   static constexpr int kScales = levels ? (32 / kGroup + minima) * kPanel / 4 : 0;
@@ -41,7 +42,10 @@ struct Blocks {
 };
 
 // A type of blocks by what it is called here; see `FORMS` in native/blocks.py.
-enum Form : int64_t { kFloat32 = 1, kBfloat16 = 2, kInt8 = 4, kQ4_0 = 16, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
+enum Form : int64_t {
+  kFloat32 = 1, kBfloat16 = 2, kInt8 = 4,  // as many in a word
+  kQ4_0 = 16, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K
+};
 
 // What `use` makes of the type's `Blocks`; `other` where the form is none.
 template <typename Use, typename Other>
@@ -59,13 +63,21 @@ inline auto WithBlocks(int64_t form, const Use& use, const Other& other) {
   }
 }
 
-// The numbers that codes of up to five bits stand for. A look-up takes no mask: of an index only the lower
-// bits count.
+// The numbers that codes of up to five bits stand for. A look-up of them takes no mask: of an index only the
+// lower bits count.
 #if defined(__AVX512F__) && __has_builtin(__builtin_shuffle)
 #define MEDUSA_TABLES 1
 #endif
+template <class B>
+struct Table {
+  float q[32] = {};
+  constexpr Table() {
+    constexpr int n = 1 << B::kBits;
+    for (int i = 0; i < n && i < 32; ++i) q[i] = float(B::kMinima || i < n / 2 ? i : i - n);
+  }
+};
 
-// Code k of 32 as float32, for the outputs of vector v; k is known when this is compiled.
+// Code k from `codes` on as float32, for the outputs of vector v; k is known when this is compiled.
 template <class B>
 __attribute__((always_inline)) inline Vector Code(const uint32_t* codes, int k, int v) {
   constexpr int n = B::kBits;
@@ -80,12 +92,11 @@ __attribute__((always_inline)) inline Vector Code(const uint32_t* codes, int k, 
     const int low = at + n > 32 ? 0 : at;  // where the code begins now
 #if defined(MEDUSA_TABLES)
     if constexpr (n <= 5) {
-      constexpr int s = B::kMinima ? 0 : 16;  // from code 8 on, or 16, q is code - 16, or - 32
-      const Vector first = {0, 1, 2, 3, 4, 5, 6, 7, 8.f - (n == 4 ? s : 0), 9.f - (n == 4 ? s : 0), 10.f - (n == 4 ? s : 0), 11.f - (n == 4 ? s : 0), 12.f - (n == 4 ? s : 0), 13.f - (n == 4 ? s : 0), 14.f - (n == 4 ? s : 0), 15.f - (n == 4 ? s : 0)};
+      static constexpr Table<B> table;
       if (low) words >>= low;
+      const Vector first = Load(table.q);
       if constexpr (n == 4) return __builtin_shuffle(first, words);
-      const Vector second = first + (16.f - 2 * s);
-      return __builtin_shuffle(first, second, words);
+      return __builtin_shuffle(first, Load(table.q + 16), words);
     }
 #endif
     Ints code;
@@ -105,7 +116,17 @@ __attribute__((always_inline)) inline void Unpack(const uint32_t* words, int64_t
   constexpr int V = 2 * panels;
   const auto at = [&](const uint32_t* part, int v) { return part + v / 2 * size; };
   const uint32_t *block, *const end = words + size;
+  const auto fetch = [&](const uint32_t* part, int64_t n) __attribute__((always_inline)) {
+    part += kAhead / 4;
+    // Beyond these panels come as many others, of which each is read where its neighbour is.
+    if (panels > 1 && part >= end) part += (panels - 1) * size;
+#pragma GCC unroll 4
+    for (int p = 0; p < panels; ++p)
+#pragma GCC unroll 32
+      for (int line = 0; line < n; line += 16) __builtin_prefetch(part + p * size + line);
+  };
   for (int64_t i = 0; i < inputs; i += B::kUnit, words = block) {
+    fetch(words, B::kHead);
     Vector d[V], m[V], scale[V], low[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
@@ -115,14 +136,7 @@ __attribute__((always_inline)) inline void Unpack(const uint32_t* words, int64_t
     }
     block = words + B::kHead;
     for (int j = 0; j < B::kUnit; j += 32, block += B::kBlock) {
-      const char* ahead = reinterpret_cast<const char*>(block) + kAhead;
-      // Beyond these panels come as many others, of which each is read where its neighbour is.
-      if (panels > 1 && ahead >= reinterpret_cast<const char*>(end)) ahead += (panels - 1) * size * 4;
-#pragma GCC unroll 4
-      for (int p = 0; p < panels; ++p)
-#pragma GCC unroll 16
-        for (int line = 0; line < B::kBlock * 4; line += 64)
-          __builtin_prefetch(ahead + p * size * 4 + line);
+      fetch(block, B::kBlock);
 #pragma GCC unroll 2
       for (int g = 0; g < 32; g += B::kGroup) {
         if constexpr (B::kLevels) {
@@ -134,30 +148,18 @@ __attribute__((always_inline)) inline void Unpack(const uint32_t* words, int64_t
             if (B::kMinima) low[v] = m[v] * Bytes<false>(bytes + kPanel);
           }
         }
+        for (int s = g; s < g + B::kGroup; s += B::kStep)
 #pragma GCC unroll 32
-        for (int k = g; k < g + B::kGroup; ++k)
+          for (int k = 0; k < B::kStep; ++k)
 #pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) {
-            const uint32_t* codes = at(block, v) + B::kScales;
-            const Vector q = Code<B>(codes, k, v % 2);
-            use(i + j + k, v, B::kMinima ? q * scale[v] + low[v] : q * scale[v]);
-          }
+            for (int v = 0; v < V; ++v) {
+              const uint32_t* codes = at(block, v) + B::kScales + s * B::kBits / 32 * kPanel;
+              const Vector q = Code<B>(codes, k, v % 2);
+              use(i + j + s + k, v, B::kMinima ? q * scale[v] + low[v] : q * scale[v]);
+            }
       }
     }
   }
-}
-
-// R rows of x [R, inputs] times neighbouring panels: out [R, panels * kPanel], every sum in the order of the
-// inputs.
-template <class B, int R, int panels>
-void BlockRows(const uint32_t* words, int64_t size, const float* x, int64_t inputs, float* out) {
-  Vector sum[R][2 * panels] = {};
-  Unpack<B, panels>(words, size, inputs, [&](int64_t i, int v, Vector w) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) sum[r][v] += w * x[r * inputs + i];
-  });
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2 * panels; ++v) Store(out + (r * 2 * panels + v) * kLanes, sum[r][v]);
 }
 
 // A panel in float32: [inputs, kPanel].

@@ -29,7 +29,7 @@ from medusa_jax.console import (
 )
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
+FLAGS = ("-std=c++17", "-O3", "-fPIC")
 HANDLERS = tuple(
     f"medusa_{name}" for name in ("product", "rows", "layer", "norm", "rotate", "read")
 )
@@ -115,15 +115,29 @@ def _compiled() -> Path | None:
     ):
         made = Path(scratch) / "kernels.so"
         for machine in machines:
-            command = [
-                *shlex.split(compiler), *FLAGS, *machine, "-isystem", jax.ffi.include_dir(),
-                str(SOURCES / "kernels.cc"), "-o", str(made),
-            ]  # fmt: skip
-            if subprocess.run(command, capture_output=True).returncode == 0:
+            if _build([*shlex.split(compiler), *FLAGS, *machine], made):
                 path = directory / f"{stem}{_digest(made.read_bytes())}.so"
                 made.replace(path)  # at once: another process may be reading
                 return path
     return None
+
+
+def _build(command: list[str], made: Path) -> bool:
+    """Compile every source, all at the same time, and link them; False: that cannot be."""
+    units = [(str(s), str(made.with_name(f"{s.stem}.o"))) for s in SOURCES.glob("*.cc")]
+    started = [
+        subprocess.Popen(
+            [*command, "-isystem", jax.ffi.include_dir(), "-c", source, "-o", unit],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for source, unit in units
+    ]
+    codes = [process.wait() for process in started]
+    if any(codes):
+        return False
+    link = [*command, "-shared", *(unit for _, unit in units), "-o", str(made)]
+    return subprocess.run(link, capture_output=True).returncode == 0
 
 
 def _version(compiler: str) -> bytes:

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "block_rows.h"
 #include "pack.h"
 
 namespace {
@@ -16,8 +17,8 @@ namespace {
 constexpr int64_t kChunkBytes = 1 << 17;
 // Blocks take more time for their bytes.
 constexpr int64_t kChunkOfBlocks = 1 << 15;
-// Rows that are multiplied by blocks at a time; a panel is unpacked once for all of more than kMany, to float32.
-constexpr int kFew = kLanes == 8 ? 4 : 8, kMany = 4 * kFew;
+// Of more rows than this a panel in blocks is unpacked once for all of them, to float32.
+constexpr int kMany = 4 * kFew;
 
 // Outputs of a kernel that are stored alike: panels of `size` words in a form.
 struct Part {
@@ -30,8 +31,8 @@ struct Part {
   }
   // Panels that one worker takes at a time, and how many times they can be taken.
   int64_t Chunk() const {
-    if (form > kInt8) return std::clamp<int64_t>(kChunkOfBlocks / (Size() * 4) & ~1, 2, std::max<int64_t>(2, Panels()));
-    return std::clamp<int64_t>(kChunkBytes / (Size() * 4), 1, Panels());
+    if (form <= kInt8) return std::clamp<int64_t>(kChunkBytes / (Size() * 4), 1, Panels());
+    return std::max<int64_t>(kChunkOfBlocks / (Size() * 4) / 2 * 2, 2);  // in pairs
   }
   int64_t Chunks() const { return (Panels() + Chunk() - 1) / Chunk(); }
 };
@@ -106,27 +107,8 @@ inline PanelFn PanelFor(int64_t rows, int64_t per_word) {
   return per_word == 2 ? ForRows<2>(rows, all) : ForRows<4>(rows, all);
 }
 
-// The function for up to `kFew` rows of `panels` panels in blocks.
-using BlockFn = decltype(&BlockRows<Blocks<4, false, false>, 1, 1>);
-
-template <class B, int panels, size_t... R>
-BlockFn BlocksForRows(int64_t rows, std::index_sequence<R...>) {
-  static constexpr BlockFn table[] = {BlockRows<B, int(R) + 1, panels>...};
-  return table[rows - 1];
-}
-
-// Rows whose sums leave registers for a second panel: with one row, and one panel, each sum waits for itself.
-constexpr int kPaired = 2;
-
 inline BlockFn BlockFnFor(int64_t form, int64_t rows, int64_t panels) {
-  return WithBlocks(
-      form,
-      [&](auto blocks) {
-        using B = decltype(blocks);
-        if (panels == 2) return BlocksForRows<B, 2>(rows, std::make_index_sequence<kPaired>());
-        return BlocksForRows<B, 1>(rows, std::make_index_sequence<kFew>());
-      },
-      BlockFn(nullptr));
+  return form < kQ4_K ? PlainBlocks(form, rows, panels) : LevelBlocks(form, rows, panels);
 }
 
 // The outputs of one chunk of x [rows, inputs] times the kernel, added to those of `onto` [rows, outputs]

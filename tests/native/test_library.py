@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 module = importlib.import_module("medusa_jax.native.library")
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then cat {folder}/version; exit; fi
-echo >> {folder}/runs
+case "$*" in *-shared*) echo >> {folder}/runs;; esac
 for last; do :; done
 cp {good} "$last"
 """
@@ -30,7 +30,7 @@ DAMAGE = {
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """A folder with a compiler that takes no time, and counts how often it runs; an empty cache."""
+    """A folder with a compiler that takes no time, and counts how often it links; an empty cache."""
     program = tmp_path / "compiler"
     program.write_text(COMPILER.format(folder=tmp_path, good=library().path))
     program.chmod(0o755)

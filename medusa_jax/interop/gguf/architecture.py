@@ -258,7 +258,7 @@ def _opened(tensor: BlockTensor, order: np.ndarray | None) -> Tensor:
         return tensor.unpacked_rows(rows if order is None else order[rows])
 
     def rows() -> np.ndarray:
-        return tensor.blocks if order is None else tensor.blocks[order]
+        return tensor.read() if order is None else tensor.read()[order]
 
     blocks = Blocks(tensor.kind.name, rows, unpacked, tensor.damaged())
     return Tensor(tensor.file, tensor.shape, "float32", read, blocks)

@@ -38,7 +38,8 @@ class BlockTensor:
     Attributes:
       shape: the slowest dimension first, as NumPy and Hugging Face files have it.
       kind: its block type, a `gguf.GGMLQuantizationType`.
-      blocks: its bytes, one row of the tensor a row.
+      blocks: its bytes, one row of the tensor a row, mapped.
+      start: where they begin in the file.
     """
 
     file: str
@@ -46,6 +47,15 @@ class BlockTensor:
     shape: tuple[int, ...]
     kind: Any
     blocks: np.ndarray
+    start: int
+
+    def read(self) -> np.ndarray:
+        """The blocks, read and not mapped: what is mapped counts as this process's memory while it is open."""
+        try:
+            flat = np.fromfile(self.file, np.uint8, self.blocks.size, offset=self.start)
+            return flat.reshape(self.blocks.shape)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.file} changed while it was read: {error}") from error
 
     def unpacked(self) -> np.ndarray:
         """The values in float32.
@@ -53,11 +63,11 @@ class BlockTensor:
         Raises:
           UserError: some are not finite.
         """
-        return self._unpack(self.blocks).reshape(self.shape)
+        return self._unpack(self.read()).reshape(self.shape)
 
     def unpacked_rows(self, rows: Any) -> np.ndarray:
         """Some rows of a matrix, likewise: a slice or an array of their numbers."""
-        return self._unpack(self.blocks[rows]).reshape(-1, self.shape[-1])
+        return self._unpack(self.read()[rows]).reshape(-1, self.shape[-1])
 
     def damaged(self) -> UserError:
         """Of a tensor with values that are not finite, which no model has."""
@@ -259,7 +269,7 @@ def _map_tensor(
     if start + rows * row > len(data):
         raise UserError(f"{path} is truncated or damaged: it ends inside tensor {name!r}")
     blocks = data[start : start + rows * row].reshape(rows, row)
-    return BlockTensor(path, name, shape, kind, blocks)
+    return BlockTensor(path, name, shape, kind, blocks, start)
 
 
 @functools.cache
