@@ -23,7 +23,7 @@ from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest
 from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.platforms import program
+from medusa_jax.platforms import platform, program
 from medusa_jax.sharding import on_all, pin_state
 
 
@@ -229,7 +229,7 @@ def commit(
     drafter = engine.drafter.commit(heads, backbone, drafter, new)
     cache = verified.cache
     if path_BL.shape[1] > 1:
-        cache = cache.commit(state.length_B, path_BL)
+        cache = cache.commit(state.length_B, path_BL, verified.tree.n_nodes)
     text_BS = state.text_BS
     if text_BS is not None:
         text_BS = write_tokens(text_BS, emitted_BL, state.length_B + 1)
@@ -302,8 +302,15 @@ def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.A
 
     Entries may be numbers or arrays: [B, O, ...] and [B, L, ...].
     """
+    new_BL = new_BL.astype(row_BO.dtype)
+    if platform() == "tpu":  # without a scatter, as in `cache.write_rows`
+        rest = (jnp.zeros((), at_B.dtype),) * (row_BO.ndim - 2)
+        for b in range(row_BO.shape[0]):
+            at = (jnp.asarray(b, at_B.dtype), at_B[b], *rest)
+            row_BO = lax.dynamic_update_slice(row_BO, new_BL[b : b + 1], at)
+        return row_BO
     write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
-    return write(row_BO, new_BL.astype(row_BO.dtype), at_B)
+    return write(row_BO, new_BL, at_B)
 
 
 @program(static_argnums=(0, 4), donate_argnums=2)

@@ -11,6 +11,7 @@ from flax import struct
 from jax import lax
 
 from medusa_jax.config import LlamaConfig
+from medusa_jax.model import tree_kernel
 from medusa_jax.model.cache import write_rows
 from medusa_jax.model.causal import attend_behind
 from medusa_jax.model.kernels import attend_rows
@@ -175,6 +176,8 @@ def attention_of(
         out_BTD = attend_one(q_BTNH, new, cache, start_B, sees)
         return out_BTD, write_behind(cache, new, start_B, out_BTD)
     kept = write_both(cache, new, start_B)
+    if tree_kernel.fits(q_BTNH, kept[0]):
+        return tree_kernel.attend_tree(q_BTNH, *kept, sees, start_B + q_BTNH.shape[1]), kept
     return attend(q_BTNH, *kept, sees), kept
 
 

@@ -56,12 +56,15 @@ class KVCache(struct.PyTreeNode):
         )
 
     @jax.named_scope("cache")
-    def commit(self, length_B: jax.Array, path_BL: jax.Array) -> "KVCache":
+    def commit(self, length_B: jax.Array, path_BL: jax.Array, n_nodes: int) -> "KVCache":
         """Move the accepted candidates to the end of the committed text.
 
         Row b's slot `length + path[b, i]` is copied to slot `length + i`. Entries of the path
         behind the last accepted one may be anything in [0, M): what they copy lies behind the
         new length and is overwritten by the next step.
+
+        Args:
+          n_nodes: M, the number of candidates.
 
         Example: length 10, four candidates in slots 10..13, path [0, 2, 3]: slots 10, 11, 12
         then hold what was in 10, 12, 13, and the caller's new length is 13 (two drafts
@@ -72,7 +75,9 @@ class KVCache(struct.PyTreeNode):
         # A row that has ended may lack room. What is read beyond its slots must be a number (clip): with
         # NaN there, whoever takes over the row would have it times a weight of zero.
         def move(x_BGSH: jax.Array) -> jax.Array:
-            if x_BGSH.shape[0] == 1:
+            if platform() == "tpu":
+                rows = _of_path(x_BGSH, length_B, path_BL, n_nodes)
+            elif x_BGSH.shape[0] == 1:
                 rows = jnp.take(x_BGSH, source_BL[0], axis=2, mode="clip")
             else:
                 source_B1L1 = source_BL[:, None, :, None]
@@ -80,6 +85,22 @@ class KVCache(struct.PyTreeNode):
             return write_rows(x_BGSH, rows, length_B)
 
         return jax.tree.map(move, self)
+
+
+def _of_path(
+    x_BGSH: jax.Array, length_B: jax.Array, path_BL: jax.Array, n_nodes: int
+) -> jax.Array:
+    """Slots length + path [B, G, L, H], gathered from the candidates alone.
+
+    For a gather from the cache a TPU would keep it in another layout than attention reads.
+    """
+    B, G, _, H = x_BGSH.shape
+    zero, rows = jnp.zeros((), length_B.dtype), []
+    for b in range(B):
+        at = (jnp.asarray(b, length_B.dtype), zero, length_B[b], zero)
+        x_1GMH = lax.dynamic_slice(x_BGSH, at, (1, G, n_nodes, H))
+        rows.append(jnp.take(x_1GMH, path_BL[b], axis=2, mode="clip"))
+    return jnp.concatenate(rows)
 
 
 def write_rows(

@@ -28,7 +28,9 @@ from tiny import decoder, forward_logits, random_params, tiny_arch
 from trees import TreeArrays, trees
 
 from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import sampling, step
 from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
+from medusa_jax.model import cache as kv_cache
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
@@ -196,6 +198,18 @@ def test_a_row_does_not_depend_on_its_slot_or_its_batch_mates():
     # The id, not the slot, decides the draws: another id is another text.
     other = picked(request, [0], ids=[1])
     assert texts_of(drafted(shape, 3, other, [expected[0]], tree)) != [expected[0]]
+
+
+def test_the_forms_for_tpus_give_the_same_text(monkeypatch):
+    """Cache and tokens written row by row, candidates gathered by row, sums of nuclei by XLA."""
+    shape, tree = (
+        (29, 3, 3),
+        Tree.cartesian([2, 2, 1]),
+    )  # no other test has traced this shape
+    request, expected = reference(shape, 1, "sampled")
+    for module in (kv_cache, sampling, step):
+        monkeypatch.setattr(module, "platform", lambda: "tpu")
+    assert texts_of(drafted(shape, 1, request, expected, tree)) == expected
 
 
 def test_seeds_differ_and_repeat():

@@ -3,12 +3,27 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medusa_jax.model import cache as cache_file
 from medusa_jax.model.cache import KVCache, write_rows
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@pytest.fixture(autouse=True, scope="module", params=["cpu", "tpu"])
+def forms(request):
+    """The forms for each platform; they are traced anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_file, "platform", lambda: request.param)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+commit = jax.jit(KVCache.commit, static_argnums=3)
 
 
 def counting(batch, slots):
@@ -27,7 +42,7 @@ def test_worked_example_of_the_docstring():
     for batch in (1, 2):
         before = counting(batch, 16)
         start, path = (np.array([x] * batch, np.int32) for x in (10, [0, 2, 3]))
-        after = jax.jit(KVCache.commit)(before, start, path)
+        after = commit(before, start, path, 4)
         for old, new in zip(
             *(map(np.asarray, jax.tree.leaves(c)) for c in (before, after))
         ):
@@ -43,7 +58,7 @@ def test_commit_is_a_gather(seed, batch):
     start = rng.integers(0, slots - nodes + 1, batch).astype(np.int32)
     path = rng.integers(0, nodes, (batch, length)).astype(np.int32)
     before = counting(batch, slots)
-    after = jax.jit(KVCache.commit)(before, start, path)
+    after = commit(before, start, path, nodes)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after)):
         expected = np.array(old)
         for row in range(batch):
@@ -56,7 +71,7 @@ def test_a_row_without_room_gets_numbers():
     """Rows that have ended are written, too, and a later text may begin in one of them."""
     start, path = np.array([4, 15], np.int32), np.array([[0, 2, 3]] * 2, np.int32)
     before = counting(2, 16)
-    after = jax.jit(KVCache.commit)(before, start, path)
+    after = commit(before, start, path, 4)
     for old, new in zip(*(map(np.asarray, jax.tree.leaves(c)) for c in (before, after))):
         assert np.isfinite(new).all()
         np.testing.assert_array_equal(new[1, :, :13], old[1, :, :13])

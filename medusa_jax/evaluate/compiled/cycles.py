@@ -1,7 +1,8 @@
 """Cycles of a decode step by stage, from the compiler's estimate for every operation.
 
 The estimates leave out what is loaded ahead of its use (`copy-start`, `slice-start`): these bytes are
-charged to the operation that reads them, at the chip's peak bandwidth. Operations of the two layers
+charged to the operation that reads them, at the chip's peak bandwidth. Kernels of ours are opaque to
+the compiler: the parts of the cost that they state are added up, at peak rates. Operations of the two layers
 that are compiled count as often as the model has layers.
 """
 
@@ -18,6 +19,11 @@ OUTER = ("draft", "commit")
 _LAYER = re.compile(r"jit\(_run_layer\)|/cache/")
 # Filters of sampling that run only where a row asks for them, as their `lax.cond` are labelled.
 FILTERS = ("top_k", "top_p", "min_p")
+_STATED = re.compile(
+    r'"cost_estimate":\{"flops":"(\d+)","transcendentals":"(\d+)","bytes_accessed":"(\d+)"'
+)
+# Transcendental functions of a TPU's vector unit in a cycle: one in each lane.
+LANES = 8 * 128
 _AHEAD = ("copy-start", "slice-start", "dynamic-slice-start")
 
 
@@ -37,11 +43,15 @@ class Cost:
 
 
 def step_costs(
-    program: Program, bytes_per_cycle: float, filters: tuple[str, ...] = ()
+    program: Program,
+    bytes_per_cycle: float,
+    flops_per_cycle: float = 0.0,
+    filters: tuple[str, ...] = (),
 ) -> list[Cost]:
     """What each instruction of the decode loop's body costs, of all loops and branches in it.
 
     Args:
+      bytes_per_cycle, flops_per_cycle: the chip's peaks; 0 if nothing has an estimate.
       filters: which of `FILTERS` the rows use; a `lax.cond` of another one takes its cheapest branch.
     """
     loop = program.step_loop()
@@ -53,6 +63,7 @@ def step_costs(
         for x in here:
             own = x.label or label or label_of(here, x)
             if x.opcode == "while":
+                yield Cost(x, own, 0, times)
                 inner = times * max(1, program.trips(x))
                 for part in (*x.calls("body"), *x.calls("condition")):
                     yield from walk(part, own, inner)
@@ -67,7 +78,16 @@ def step_costs(
                 ahead = moved(x) / bytes_per_cycle if bytes_per_cycle else 0
                 yield Cost(x, label_of(here, x), ahead, times)
             else:
-                yield Cost(x, own, x.cycles, times)
+                yield Cost(x, own, x.cycles or stated(x), times)
+
+    def stated(x: Instruction) -> float:
+        found = _STATED.search(x.rest)
+        if found is None or not bytes_per_cycle or not flops_per_cycle:
+            return 0
+        flops, transcendentals, accessed = map(int, found.groups())
+        return (
+            flops / flops_per_cycle + transcendentals / LANES + accessed / bytes_per_cycle
+        )
 
     return list(walk(loop.calls("body")[0], "", 1))
 

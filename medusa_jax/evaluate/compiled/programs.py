@@ -103,7 +103,8 @@ def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
         compiled = decode_loop.lower(engine, variables, state, steps).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     program = read_program(text)
-    costs = step_costs(program, case.target.bytes_per_cycle, case.filters)
+    peaks = case.target.bytes_per_cycle, case.target.flops_per_cycle
+    costs = step_costs(program, *peaks, case.filters)
     more = case.config.n_layers - few.n_layers
     layer = _bytes((variables["backbone"]["layers_0"], state.cache.layers[0]))
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes

@@ -1,0 +1,167 @@
+"""Attention of a tree over a cache as one kernel for TPUs, which reads the slots in use once.
+
+XLA writes the scores of long caches to memory, in float32: at batch 8, 4,096 slots and 64 nodes that
+takes longer than the weights. Here a block of scores lives in vector memory, with the running softmax
+of `online_softmax`, and blocks after the last used slot are neither read nor scored.
+
+The kernel has not run on a TPU yet. MEDUSA_JAX_ATTENTION=own goes without it.
+"""
+
+import functools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from medusa_jax.model.product import at_least_f32
+from medusa_jax.platforms import platform
+
+# Slots of a block: the largest that divides the cache.
+BLOCKS = (512, 256, 128)
+# Rows of a 16-bit tile.
+TILE = 16
+# Key/value heads of a block; their scores, queries and outputs are in vector memory together.
+HEADS = 8
+# Vector memory that the kernel may take; v5e, v5p and v6e have 128 MiB, v4 16 MiB that Mosaic manages.
+VMEM = 64 * 2**20
+# More rows of queries per key/value head than these do not fit.
+MOST_ROWS = 1024
+LOWEST = -1e30
+
+
+def fits(q_BTNH: jax.Array, k_BGSH: jax.Array) -> bool:
+    """Whether the kernel takes these queries and keys here: one TPU, 16 bits, whole tiles."""
+    if os.environ.get("MEDUSA_JAX_ATTENTION") == "own" or platform() != "tpu":
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    if (jax.device_count() if mesh.empty else mesh.size) > 1:  # XLA cannot split a kernel
+        return False
+    _, T, N, H = q_BTNH.shape
+    rows = N // k_BGSH.shape[1] * (T + -T % TILE)
+    whole = k_BGSH.shape[2] % BLOCKS[-1] == 0 and H % 128 == 0 and rows <= MOST_ROWS
+    return whole and q_BTNH.dtype == k_BGSH.dtype == jnp.bfloat16
+
+
+def attend_tree(
+    q_BTNH: jax.Array,
+    k_BGSH: jax.Array,
+    v_BGSH: jax.Array,
+    mask_BTS: jax.Array,
+    end_B: jax.Array,
+    interpret: bool = False,
+) -> jax.Array:
+    """`attention.attend` of T queries over the slots before `end`: [B, T, N * H].
+
+    Args:
+      mask_BTS: what each query sees; of the slots from `end` on nothing.
+      end_B: used slots of each row, at least 1.
+      interpret: run anywhere, slowly.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    B, T, N, H = q_BTNH.shape
+    G, S = k_BGSH.shape[1:3]
+    R, more = N // G, -T % TILE
+    size = next(size for size in BLOCKS if S % size == 0)
+    heads = next(n for n in range(min(HEADS, G), 0, -1) if G % n == 0)
+    wide = at_least_f32(q_BTNH.dtype)
+    q_BTNH = (q_BTNH.astype(wide) * H**-0.5).astype(q_BTNH.dtype)
+    q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, more), (0, 0), (0, 0)))
+    Q = R * (T + more)
+    # The queries of a group by head, then by token, so that a mask of tokens repeats R times.
+    q_BGQH = q_BTNH.reshape(B, T + more, G, R, H).transpose(0, 2, 3, 1, 4)
+    q_BGQH = q_BGQH.reshape(B, G, Q, H)
+    mask_BTS = jnp.pad(mask_BTS.astype(jnp.int32), ((0, 0), (0, more), (0, 0)))
+
+    def used(b: Any, s: Any, end_B: Any) -> Any:
+        """The block of step s; the last used one again where there is nothing more to read."""
+        return jnp.minimum(s, (end_B[b] - 1) // size)
+
+    queries = pl.BlockSpec((1, heads, Q, H), lambda b, g, s, end: (b, g, 0, 0))
+    keys = pl.BlockSpec(
+        (1, heads, size, H), lambda b, g, s, end: (b, g, used(b, s, end), 0)
+    )
+    seen = pl.BlockSpec((1, T + more, size), lambda b, g, s, end: (b, 0, used(b, s, end)))
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(B, G // heads, S // size),
+        in_specs=[queries, keys, keys, seen],
+        out_specs=queries,
+        scratch_shapes=[
+            pltpu.VMEM((heads, Q, H), jnp.float32),
+            pltpu.VMEM((heads, Q, 1), jnp.float32),
+            pltpu.VMEM((heads, Q, 1), jnp.float32),
+        ],
+    )
+    out_BGQH = pl.pallas_call(
+        functools.partial(_block, repeats=R),
+        grid_spec=grid,
+        out_shape=jax.ShapeDtypeStruct(q_BGQH.shape, q_BTNH.dtype),
+        interpret=interpret,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * B * N * (T + more) * S * H,
+            transcendentals=B * N * (T + more) * S,
+            bytes_accessed=2 * k_BGSH.size * k_BGSH.dtype.itemsize,
+        ),
+        name="attend_tree",
+    )(end_B, q_BGQH, k_BGSH, v_BGSH, mask_BTS)
+    out_BTGRH = out_BGQH.reshape(B, G, R, T + more, H).transpose(0, 3, 1, 2, 4)
+    return out_BTGRH[:, :T].reshape(B, T, N * H)
+
+
+def _block(
+    end_B: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, sums: Any, top: Any, total: Any,
+    repeats: int,
+) -> None:  # fmt: skip
+    """One block of slots for some heads of a row.
+
+    `sums`, `top` and `total` are those of `online_softmax.Part`.
+    """
+    from jax.experimental import pallas as pl
+
+    b, s = pl.program_id(0), pl.program_id(2)
+    size = k.shape[2]
+
+    @pl.when(s == 0)
+    def begin() -> None:
+        sums[...] = jnp.zeros_like(sums)
+        top[...] = jnp.full_like(top, LOWEST)
+        total[...] = jnp.zeros_like(total)
+
+    @pl.when(s * size < end_B[b])
+    def score() -> None:
+        seen_QS = jnp.concatenate([mask[0] != 0] * repeats, axis=0)
+        for h in range(k.shape[1]):
+            score_QS = _dot(q[0, h], k[0, h], 1)
+            score_QS = jnp.where(seen_QS, score_QS, LOWEST)
+            new_Q1 = jnp.maximum(top[h], jnp.max(score_QS, axis=-1, keepdims=True))
+            # Before its first slot a query has the lowest score, and weights of one: nothing of them.
+            weight_QS = jnp.where(seen_QS, jnp.exp(score_QS - new_Q1), 0.0)
+            scale_Q1 = jnp.exp(top[h] - new_Q1)
+            total[h] = total[h] * scale_Q1 + jnp.sum(weight_QS, axis=-1, keepdims=True)
+            sums[h] = sums[h] * scale_Q1 + _dot(weight_QS.astype(v.dtype), v[0, h], 0)
+            top[h] = new_Q1
+
+    @pl.when(s == pl.num_programs(2) - 1)
+    def finish() -> None:
+        # Padded queries see nothing.
+        out[0] = (sums[...] / jnp.maximum(total[...], 1e-30)).astype(out.dtype)
+
+
+def _dot(a: jax.Array, b: jax.Array, of_b: int) -> jax.Array:
+    """The product of the last axis of `a` with an axis of `b`, in float32."""
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (of_b,)), ((), ())),
+        precision=exact,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,130 @@
+"""The decode loop and a training step by the compilers of a TPU and a GPU, where these are installed."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+from children import environment
+
+from medusa_jax.evaluate.compiled import warnings
+
+pytestmark = pytest.mark.wide
+
+SHAPE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+# Two layers, LM head, heads and caches of two rows, all in 16 bits, are 50 MB at most.
+MOST_BYTES = 150 * 10**6
+TRAIN = """
+import dataclasses
+
+from configs import vicuna7b_m1
+
+
+def get_config():
+    cfg = vicuna7b_m1.get_config()
+    cfg.model.arch = dataclasses.replace(
+        cfg.model.arch, vocab_size=4096, d_model=512, n_heads=4, n_kv_heads=4, d_ff=1024
+    )
+    cfg.data.seq_len, cfg.train.batch_size, cfg.train.accumulation = 256, 8, 2
+    return cfg
+"""
+# One process, so that libtpu is loaded once; a line for each call.
+CHILD = """
+import json, sys
+from medusa_jax.commands.compile import main
+for call in json.loads(sys.argv[1]):
+    if main([*call, "--json"]):
+        sys.exit(1)
+"""
+SMALL = ("--tree", "16", "--context", "200", "--layers", "2")
+TPU = [
+    *(("--drafter", d) for d in ("medusa", "hydra", "hydrapp", "amphista")),
+    ("--drafter", "medusa", "--batch", "2"),
+    ("--drafter", "hydra", "--batch", "2", "--acceptance", "sampled", "--top_p", ".9"),
+    ("--drafter", "medusa", "--acceptance", "rejection", "--top_p", ".9"),
+]
+GPU = [
+    *(("--drafter", d) for d in ("medusa", "hydra", "hydrapp", "amphista")),
+    ("--drafter", "medusa", "--batch", "2", "--acceptance", "sampled", "--top_p", ".9"),
+]
+
+
+def compiled(package, target, cases, tmp_path):
+    """The JSON objects of `compile` for these flags; skipped without the compiler."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{package} is not installed: pip install -e '.[aot]'")
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    calls = [["--for", target, "--shape", str(tmp_path), *SMALL, *case] for case in cases]
+    return printed(calls)
+
+
+def printed(calls):
+    """What `compile --json` prints for each of these calls."""
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, json.dumps(calls)],
+        env=environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+def names(found):
+    return [line.partition(":")[0] for line in found["warnings"]]
+
+
+def test_decoding_on_a_tpu(tmp_path):
+    for case, found in zip(TPU, compiled("libtpu", "v5e", TPU, tmp_path), strict=True):
+        assert names(found) == [], (case, found["warnings"])
+        assert found["memory_bytes"] < MOST_BYTES, case
+        assert found["target"] == "v5e:2x2" and found["plain"]["cycles"] > 0
+        step = found["step"]
+        assert sum(step["stages"].values()) == pytest.approx(step["cycles"])
+        assert {"draft", "backbone", "attention", "lm_head"} <= step["stages"].keys()
+        assert ("sampling" in step["stages"]) == ("--top_p" in case)
+
+
+@pytest.mark.parametrize(
+    "package, target", [("libtpu", "v5e"), ("jax-cuda12-pjrt", "h100")]
+)
+def test_eagle_copies_its_caches_and_has_no_other_defect(package, target, tmp_path):
+    """A step drafts into a copy of its layers' cache, and commits to the cache as it was before."""
+    [found] = compiled(package, target, [("--drafter", "eagle")], tmp_path)
+    assert names(found) in ([], [warnings.COPY])
+
+
+def test_a_training_step_on_a_tpu(tmp_path):
+    (tmp_path / "small.py").write_text(TRAIN)
+    path = str(tmp_path / "small.py")
+    compiled("libtpu", "v5e", [], tmp_path)
+    [found] = printed([["--for", "v5e:2x4", "--train", path, "--mesh", "1,8,1"]])
+    assert found["warnings"] == []
+    assert found["memory_bytes"] < 2 * 10**9
+
+
+def test_decoding_on_a_gpu(tmp_path):
+    cases = compiled("jax-cuda12-pjrt", "h100", GPU, tmp_path)
+    for case, found in zip(GPU, cases, strict=True):
+        assert names(found) == [], (case, found["warnings"])
+        assert found["memory_bytes"] < MOST_BYTES, case
+        assert found["step"]["cycles"] is None and 0 < found["kernels"] < 400

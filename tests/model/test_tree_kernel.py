@@ -1,0 +1,84 @@
+"""The TPU kernel of tree attention, interpreted, against `attend`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import wide
+from closeness import assert_close
+
+from medusa_jax.model import tree_kernel
+from medusa_jax.model.attention import attend, tree_mask
+
+
+def random_tree(rng, T):
+    """The ancestor mask of a random tree of T nodes."""
+    mask_TT = np.eye(T, dtype=bool)
+    for node in range(1, T):
+        mask_TT[node] |= mask_TT[rng.integers(node)]
+    return mask_TT
+
+
+def inputs(rng, B, T, N, G, S, H=128):
+    q_BTNH, k_BGSH, v_BGSH = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((B, T, N, H), (B, G, S, H), (B, G, S, H))
+    )
+    # Slots after the last used one may hold anything.
+    start_B = jnp.asarray(rng.integers(0, S - T, size=B), jnp.int32).at[0].set(0)
+    return q_BTNH, k_BGSH, v_BGSH, start_B
+
+
+@pytest.mark.parametrize(
+    "B, T, N, G, S, window",
+    [
+        (2, 9, 4, 2, 384, 0),
+        (3, 17, 2, 2, 256, 40),
+        *wide((1, 64, 8, 2, 1024, 0), (2, 16, 12, 12, 128, 0), (2, 33, 6, 2, 1536, 100)),
+    ],
+)
+def test_is_attend_for_random_trees_and_ragged_rows(B, T, N, G, S, window):
+    rng = np.random.default_rng(T)
+    q_BTNH, k_BGSH, v_BGSH, start_B = inputs(rng, B, T, N, G, S)
+    own_TT = random_tree(rng, T)
+    mask_BTS = tree_mask(S, start_B, jnp.asarray(own_TT))
+    if window:
+        depth_T = own_TT.sum(axis=1)
+        oldest_BT = start_B[:, None] + depth_T[None, :] - window
+        of_text_BTS = jnp.arange(S)[None, None] < start_B[:, None, None]
+        near_BTS = jnp.arange(S)[None, None] > oldest_BT[:, :, None]
+        mask_BTS = mask_BTS & (near_BTS | ~of_text_BTS)
+    expected = attend(q_BTNH, k_BGSH, v_BGSH, mask_BTS)
+    found = tree_kernel.attend_tree(
+        q_BTNH, k_BGSH, v_BGSH, mask_BTS, start_B + T, interpret=True
+    )
+    assert_close(found, expected, roundings=64)
+
+
+def test_slots_after_the_last_used_one_are_not_read():
+    rng = np.random.default_rng(0)
+    q_BTNH, k_BGSH, v_BGSH, start_B = inputs(rng, 2, 5, 2, 2, 384)
+    start_B = start_B % 100
+    mask_BTS = tree_mask(384, start_B, jnp.asarray(random_tree(rng, 5)))
+    args = (mask_BTS, start_B + 5)
+    clean = tree_kernel.attend_tree(q_BTNH, k_BGSH, v_BGSH, *args, interpret=True)
+    k_BGSH, v_BGSH = (x.at[:, :, 128:].set(jnp.nan) for x in (k_BGSH, v_BGSH))
+    found = tree_kernel.attend_tree(q_BTNH, k_BGSH, v_BGSH, *args, interpret=True)
+    np.testing.assert_array_equal(found, clean)
+
+
+def test_only_a_single_tpu_in_16_bits_takes_it(monkeypatch):
+    q = jax.ShapeDtypeStruct((2, 64, 32, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 8, 1024, 128), jnp.bfloat16)
+    assert not tree_kernel.fits(q, k)
+    monkeypatch.setattr(tree_kernel, "platform", lambda: "tpu")
+    assert tree_kernel.fits(q, k) == (jax.device_count() == 1)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert tree_kernel.fits(q, k)
+    assert not tree_kernel.fits(q, k.update(shape=(2, 8, 1000, 128)))
+    assert not tree_kernel.fits(q.update(dtype=jnp.float32), k)
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    assert not tree_kernel.fits(q, k)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setenv("MEDUSA_JAX_ATTENTION", "own")
+    assert not tree_kernel.fits(q, k)

@@ -1,0 +1,66 @@
+"""The platform that programs are traced for, and that its options reach every program of decoding."""
+
+import ast
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import medusa_jax
+from medusa_jax import platforms
+
+DECODING = Path(medusa_jax.__file__).parent / "decoding"
+
+
+def test_the_mesh_in_sight_says_the_platform():
+    assert platforms.platform() == "cpu"
+    kinds = {
+        "tpu": ("TPU v5 lite", "tpu"),
+        "cuda": ("NVIDIA H100 80GB HBM3", "gpu"),
+        "rocm": ("AMD Instinct MI300X", "gpu"),
+    }
+    for name, (kind, platform) in kinds.items():
+        device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+        mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert platforms.platform() == name
+    assert platforms.platform() == "cpu"
+
+
+def test_a_program_has_the_options_of_its_platform(monkeypatch):
+    asked = []
+
+    def jit(function, **arguments):
+        asked.append(arguments)
+        return real(function, static_argnums=arguments["static_argnums"])
+
+    real = jax.jit
+    monkeypatch.setattr(jax, "jit", jit)
+    monkeypatch.setattr(platforms, "OPTIONS", {"tpu": {"x": False}})
+
+    @platforms.program(static_argnums=0)
+    def add(n, x):
+        """Adds."""
+        return x + n
+
+    assert add.__doc__ == "Adds."
+    for name, options in (("cpu", None), ("tpu", {"x": False}), ("cpu", None)):
+        monkeypatch.setattr(platforms, "platform", lambda name=name: name)
+        assert int(add(2, np.int32(3))) == 5
+        assert asked[-1 if name == "tpu" else 0]["compiler_options"] == options
+    assert len(asked) == 2  # one for each platform
+    assert add._cache_size() == 1
+    assert "stablehlo" in add.lower(2, np.int32(3)).as_text()
+
+
+def test_every_program_that_reads_weights_is_one():
+    """In decoding, only the keys of rows are jitted without the platform's options."""
+    plain = [
+        f"{file.stem}.{node.name}"
+        for file in sorted(DECODING.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and any("jit" in ast.unparse(d) for d in node.decorator_list)
+    ]
+    assert plain == ["sampling.row_keys"]
