@@ -24,7 +24,7 @@ class Constraint:
     """One constraint; made by `constraint_of`.
 
     Attributes:
-      kind: one of `KINDS`.
+      kind: one of `KINDS`; or "tools", a grammar in Lark's notation of a server's own.
       text: JSON of a schema or of choices, else the expression or grammar itself.
     """
 

@@ -113,7 +113,7 @@ def _grammar(guidance: Any, constraint: Constraint) -> str:
         schema = text if kind == "json_schema" else {"type": "object"}
         blanks = {"whitespace_pattern": BLANKS}
         return guidance.LLMatcher.grammar_from_json_schema(schema, overrides=blanks)
-    return guidance.grammar_from(kind, text)
+    return guidance.grammar_from("lark" if kind == "tools" else kind, text)
 
 
 def _vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> Any:

@@ -16,8 +16,11 @@ def words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def first_bits(guides: Sequence[Any] | None, vocab_size: int) -> np.ndarray | None:
-    """The tokens that may come first in every row [B, W]; a row without a guide may have any."""
+def first_bits(guides: Sequence[Any] | None, vocab_size: int) -> Any:
+    """The tokens that may come first in every row [B, W]; a row without a guide may have any.
+
+    None where no row has one.
+    """
     if guides is None:
         return None
     first_BW = np.full((len(guides), words(vocab_size)), ALL)

@@ -118,6 +118,7 @@ KNOWN = [
     "stream",
 ]
 KNOWN += ["drafts", "acceptance", "echo", "user", "stream_options", "logit_bias", "prompt"]
+KNOWN += ["guided_regex", "structured_outputs", "presence_penalty", "repetition_penalty"]
 
 
 FIELDS = st.sampled_from([*KNOWN, "model", "max_tokens", "epsilon", "nonsense"])

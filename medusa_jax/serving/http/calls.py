@@ -1,5 +1,6 @@
 """From the JSON body of a call to requests: every field is understood or refused by its name."""
 
+import dataclasses
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.conversation import PLAIN, ending_turns
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.literal_text import literal_text
+from medusa_jax.interop.tool_chat import CallForm, call_form, encode_with_tools
 from medusa_jax.serving.batch import MOST_BEST
 from medusa_jax.serving.http.fields import Fields
 from medusa_jax.serving.http.formats import asked_constraint
 from medusa_jax.serving.http.refused import Refused
+from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Request
 
 # Most choices of a call, and most stop strings.
@@ -33,6 +36,7 @@ class Call:
       usage: streaming ends with the counts of tokens.
       seed: that of all choices, drawn if none was given.
       chat: of `/v1/chat/completions`.
+      calls: the form of the tool calls that an answer may hold; None: it is text.
     """
 
     requests: list[Request]
@@ -40,6 +44,7 @@ class Call:
     usage: bool
     seed: int
     chat: bool
+    calls: CallForm | None = None
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:
@@ -129,13 +134,14 @@ def _call(
     rest: dict[str, Any],
     n: int,
     chat: bool,
+    calls: CallForm | None = None,
 ) -> Call:
     if len(prompts) * n > MOST_CHOICES:
         raise Refused(400, f"a call has at most {MOST_CHOICES} choices", "n")
     stream, usage = _streaming(fields)
     fields.finish()
     requests = [Request(p, options, i, **rest) for p in prompts for i in range(n)]
-    return Call(requests, stream, usage, options.seed, chat)
+    return Call(requests, stream, usage, options.seed, chat, calls)
 
 
 def completion_call(
@@ -193,8 +199,16 @@ def chat_call(
     limit = _limit(fields, ("max_completion_tokens", "max_tokens"), most_new)
     options, rest, n = _common(fields, name, limit, chat=True)
     messages = fields.take("messages", (list,), "a list of turns", [])
+    tools, form = asked_tools(fields), None
     try:
-        if template == PLAIN:
+        if template == PLAIN and tools:
+            raise Refused(400, "the model has no chat template, which tools need", "tools")
+        if tools or any(isinstance(m, dict) and m.get("role") == "tool" for m in messages):
+            options, form = with_tools(options, tools, model, template)
+            given = tools.given if tools else []
+            prompt = encode_with_tools(model.tokenizer, messages, given, template, check)
+            options = ending_turns(model, options, template)
+        elif template == PLAIN:
             text = plain_prompt(messages)
             check(text)
             prompt = model.encode(literal_text(model.tokenizer).encode(text))
@@ -203,7 +217,26 @@ def chat_call(
             options = ending_turns(model, options, template)
     except UserError as error:
         raise Refused(400, str(error), "messages") from error
-    return _call(fields, [prompt], options, rest, n, chat=True)
+    return _call(fields, [prompt], options, rest, n, chat=True, calls=form)
+
+
+def with_tools(
+    options: Options, tools: Tools | None, model: Model, template: str
+) -> tuple[Options, CallForm | None]:
+    """Options whose text may call these tools, and the form of the calls.
+
+    Raises:
+      Refused: the template knows none, or the text has another constraint.
+    """
+    try:
+        form = call_form(model.tokenizer, template)
+    except UserError as error:
+        raise Refused(400, str(error), "tools") from error
+    if tools is None:
+        return options, None
+    if options.constraint is not None:
+        raise Refused(400, "an answer has tools or a constraint, not both", "tools")
+    return dataclasses.replace(options, constraint=tools.constraint(form)), form
 
 
 def plain_prompt(messages: list[Any]) -> str:
