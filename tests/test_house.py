@@ -27,7 +27,7 @@ FLOORS = [
     {"model"},
     {"heads"},
     {"interop"},
-    {"decoding", "training"},
+    {"decoding", "training", "constraints"},
     {"api"},
     {"evaluate", "distill"},
     {"serving"},

@@ -7,6 +7,7 @@ from typing import Any
 
 from medusa_jax.api.results import Options
 from medusa_jax.config import LlamaConfig
+from medusa_jax.constraints import Grammars, constraint_of
 from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import Message, encode_prompt, stop_ids
@@ -97,15 +98,17 @@ def request_of(
     config: LlamaConfig,
     eos_ids: Sequence[int],
     ids: Sequence[int] | None = None,
+    grammars: Grammars | None = None,
 ) -> loop.Request:
     """Token ids of prompts with the options of each row, bounded by the model's context.
 
     Args:
       eos_ids: what ends a text whose options name nothing else.
       ids: request ids, which decide the noise together with the seed; by default 0, 1, ...
+      grammars: of the tokenizer, for constraints.
 
     Raises:
-      UserError: a prompt that leaves no room in the context.
+      UserError: a prompt that leaves no room in the context, a constraint that cannot be met.
     """
     context = config.max_position
     for prompt in prompts:
@@ -135,7 +138,19 @@ def request_of(
         delta=[o.delta for o in options],
         max_steps=[min(o.max_steps or loop.FOREVER, loop.FOREVER) for o in options],
         penalties=[o.penalties for o in options],
+        guides=_guides(options, eos_ids, grammars),
     )
+
+
+def _guides(
+    options: Sequence[Options], eos_ids: Sequence[int], grammars: Grammars | None
+) -> list[Any] | None:
+    """What knows the constraint of each row; None where none has one."""
+    asked = [constraint_of(o.constraint) if o.constraint else None for o in options]
+    if grammars is None or not any(asked):
+        return None
+    ends = [eos_ids if o.eos_ids is None else o.eos_ids for o in options]
+    return [one and grammars.guide(one, end) for one, end in zip(asked, ends)]
 
 
 def _stops(

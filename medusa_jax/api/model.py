@@ -10,6 +10,7 @@ from medusa_jax.api.asking import conversation, is_message, prompt_ids, request_
 from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
 from medusa_jax.api.streaming import Chunk, TextStream, Watch, stream_rows
 from medusa_jax.config import LlamaConfig
+from medusa_jax.constraints import Grammars
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.penalties import any_asked
@@ -73,6 +74,7 @@ class Model:
         self._read_wide = read_wide
         self._wide: Any = None
         self._warm: set[Any] = set()
+        self._grammars = Grammars(tokenizer, config.vocab_size)
 
     @property
     def drafts(self) -> bool:
@@ -217,7 +219,8 @@ class Model:
         if isinstance(self.tokenizer, NoTokenizer) and any(o.stop for o in options):
             raise self.tokenizer.missing("stop strings cannot be found")
         encoded = [self.encode(p) for p in prompts]
-        return request_of(encoded, options, self.config, self.eos_ids, ids)
+        more = ids, self._grammars
+        return request_of(encoded, options, self.config, self.eos_ids, *more)
 
     def _compile(self, engine: loop.Engine, request: loop.Request) -> float:
         """Seconds spent on compiling what this request needs (0 when it is there already)."""
@@ -230,7 +233,7 @@ class Model:
             loop.power_of_two(longest, loop.MIN_PROMPT),
             loop.output_slots(engine, max(request.limits)),
             pack_stops(request.stops or ()).shape,
-            any_asked(request.penalties),
+            (any_asked(request.penalties), request.guides is None),
             *ladder,
         )
         if shape in self._warm:
@@ -278,8 +281,9 @@ class Model:
         rows, engine, request = self._plan(prompts, options, ids, engine_options)
         compile_seconds = self._compile(engine, request)
         variables = self.variables_by(engine.acceptance)
-        if watch or any(o.stop for o in rows):
-            # Stop strings are found by the host, between chunks of steps.
+        if (
+            watch or request.guides or any(o.stop for o in rows)
+        ):  # the host has a part in it
             parts = self.tokenizer, rows, engine, variables, request
             *_, (_, results) = stream_rows(*parts, compile_seconds, watch)
             assert results is not None

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.decoding.generate import Progress, Request
 from medusa_jax.decoding.penalties import Asked
-from medusa_jax.decoding.stopping import STOPPED
+from medusa_jax.decoding.stopping import STOPPED, STUCK
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.tokenizer import Tokenizer
 
@@ -56,6 +57,8 @@ class Options:
       repetition_penalty: divides the positive logits of tokens of prompt and text and multiplies the
         negative ones; 1 changes nothing.
       logit_bias: numbers to add to the logits of some tokens, by token id; {15: -100} bars token 15.
+      constraint: what the text may look like, one of {"json_schema": schema}, {"json_object": True},
+        {"regex": text}, {"choice": texts} and {"grammar": Lark}; needs llguidance.
       epsilon: hard threshold of typical acceptance (Medusa 2.3.1); other rules ignore it.
       delta: its threshold by entropy, likewise.
     """
@@ -77,6 +80,7 @@ class Options:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    constraint: Constraint | Mapping[str, Any] | None = None
 
     if not TYPE_CHECKING:  # type checkers know the fields
 
@@ -131,6 +135,8 @@ class Options:
                 f"logit_bias are finite numbers by token id, 0 or more, not {bias}"
             )
         object.__setattr__(self, "logit_bias", tuple(sorted(bias.items())))
+        if self.constraint is not None:
+            object.__setattr__(self, "constraint", constraint_of(self.constraint))
 
     @property
     def penalties(self) -> Asked:
@@ -166,7 +172,8 @@ class Result:
       text: what was generated, without special tokens and stop strings.
       token_ids: the same as ids; an EOS or stop sequence is kept.
       draft_depths: for each token the tree depth it was accepted at; 0 = the verifier's own.
-      finish_reason: "stop" (EOS, stop sequence or stop string), "length", "steps" or "context".
+      finish_reason: "stop" (EOS, stop sequence or stop string), "length", "steps", "context", or
+        "constraint": no token of the vocabulary may follow.
       prompt_tokens: tokens of the prompt, a BOS that was put first included.
       steps: decode steps after prefill.
       mean_accepted_length: tokens appended per step, bonus token included.
@@ -257,15 +264,15 @@ def steps_of(draft_depths: Sequence[int], longest: int) -> list[int]:
     return [lengths.count(n) for n in range(1, longest + 1)]
 
 
-def finish_reason(stopped: bool, tokens: int, limit: int, options: Options) -> str:
+def finish_reason(status: int, tokens: int, limit: int, options: Options) -> str:
     """Why a text of so many tokens ended, as in `Result`.
 
     Args:
-      stopped: by an EOS, a stop sequence or a stop string.
+      status: of its row; STOPPED at a stop string, too.
       limit: most tokens that the row might have.
     """
-    if stopped:
-        return "stop"
+    if status in (STOPPED, STUCK):
+        return "stop" if status == STOPPED else "constraint"
     if tokens < limit:
         return "steps"
     return "context" if limit < options.max_new_tokens else "length"
@@ -285,9 +292,7 @@ def results_of(
     results = []
     for row, options in enumerate(rows):
         ids = tokens[row, : counts[row]].tolist()
-        reason = finish_reason(
-            bool(status[row] == STOPPED), len(ids), request.limits[row], options
-        )
+        reason = finish_reason(int(status[row]), len(ids), request.limits[row], options)
         results.append(
             Result(
                 text=tokenizer.decode(ids),

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--prompts_file",
         help="JSONL with prompt, prompt_ids or messages, and optional per-request temperature, top_k, top_p, "
-        "min_p, seed, max_new_tokens, max_steps, stop, eos_ids, stop_sequences, logprobs, penalties, logit_bias; answers are JSON lines in the same order",
+        "min_p, seed, max_new_tokens, max_steps, stop, eos_ids, stop_sequences, logprobs, penalties, logit_bias, constraint; answers are JSON lines in the same order",
     )
     add("--batch_size", type=int, default=8, help="requests decoded at a time (default: 8)")
     add("--tokenizer", help="directory or hub id, if not beside the model")
@@ -93,6 +93,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="ID=BIAS,...",
         default="",
         help="numbers to add to the logits of tokens, such as 15=-100,7=2.5",
+    )
+    add(
+        "--constraint",
+        metavar="KIND:VALUE",
+        default="",
+        help="json_schema:FILE, json_object, regex:TEXT, choice:A|B or grammar:FILE (Lark): what the "
+        "text may look like (needs llguidance)",
     )
     add("--epsilon", type=float, default=0.09, help="typical acceptance: hard threshold")
     add("--delta", type=float, default=0.3, help="typical acceptance: entropy threshold")

@@ -10,6 +10,7 @@ from typing import Any
 from medusa_jax.api import Options
 from medusa_jax.api.results import ALIASES, bias_of
 from medusa_jax.commands.flags import token_ids
+from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.names import named
 
@@ -41,6 +42,7 @@ def shared_options(flags: argparse.Namespace) -> dict[str, Any]:
         "frequency_penalty": flags.frequency_penalty,
         "repetition_penalty": flags.repetition_penalty,
         "logit_bias": _biases(flags.logit_bias),
+        "constraint": _constraint(flags.constraint),
         "epsilon": flags.epsilon,
         "delta": flags.delta,
     }
@@ -55,6 +57,20 @@ def _biases(text: str) -> tuple[tuple[int, float], ...]:
         raise UserError(
             f"--logit_bias is a list like 15=-100,7=2.5, not {text!r}"
         ) from error
+
+
+def _constraint(text: str) -> Constraint | None:
+    """What --constraint asks for: "choice:yes|no" are two choices."""
+    if not text:
+        return None
+    kind, _, value = text.partition(":")
+    if kind in ("json_schema", "grammar"):
+        try:
+            value = Path(value).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--constraint: cannot read {value!r}: {error}") from error
+    made: dict[str, Any] = {"json_object": True, "choice": value.split("|")}
+    return constraint_of({kind: made.get(kind, value)})
 
 
 def _first(*values: float | None) -> float:
@@ -162,8 +178,10 @@ def own_options(record: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any
         own["stop_sequences"] = tuple(_ids(ids, problem) for ids in own["stop_sequences"])
     if "logit_bias" in own:
         own["logit_bias"] = bias_of(own["logit_bias"])
+    if own.get("constraint") is not None:
+        own["constraint"] = constraint_of(own["constraint"])
     for name, value in own.items():
-        if name in ("eos_ids", "stop_sequences", "logit_bias"):
+        if name in ("eos_ids", "stop_sequences", "logit_bias", "constraint"):
             continue
         kind = (
             int if shared[name] is None else type(shared[name])

@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from medusa_jax.decoding import constrained
+from medusa_jax.decoding.constrained import Guide
+from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
 from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.sampling import Sampling, row_keys
@@ -126,6 +129,7 @@ class Request:
       ids: request ids for the noise, by default the row numbers.
       epsilon, delta: thresholds of typical acceptance.
       penalties: biases and penalties.
+      guides: what knows the constraint of each row, new for every use; None where no row has one.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -141,6 +145,7 @@ class Request:
     delta: Sequence[float] | None = None
     max_steps: Sequence[int] | None = None
     penalties: Sequence[Asked] | None = None
+    guides: Sequence[Guide | None] | None = None
 
 
 def begin(
@@ -182,6 +187,7 @@ def prefill_arguments(
         penalties=penalties_of(
             request.penalties, request.prompts, engine.llama.config.vocab_size
         ),
+        first_BW=first_bits(request.guides, engine.llama.config.vocab_size),
     )
     output = np.zeros((B, output_slots(engine, int(limits.max()))), np.int32)
     arguments = (
@@ -198,7 +204,13 @@ def prefill_arguments(
 
 
 def generate(engine: Engine, variables: dict[str, Any], request: Request) -> Progress:
-    """Decode every row to its end: one loop per cache size, all dispatched without waiting."""
+    """Decode every row to its end: one loop per cache size, all dispatched without waiting.
+
+    Rows with guides wait for the host in every step.
+    """
+    if request.guides is not None:
+        *_, progress = guided(engine, variables, request)
+        return progress
     state, ladder = begin(engine, variables, request)
     return finish(engine, variables, state, ladder)
 
@@ -223,6 +235,9 @@ def stream(
     the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they
     take no step after the chunk that is already dispatched.
     """
+    if request.guides is not None:
+        yield from guided(engine, variables, request)
+        return
     state, ladder = begin(engine, variables, request)
     seen = copied(engine.depth_only, progress_of(state))
     ended_B = np.zeros(len(request.prompts), bool)
@@ -242,6 +257,31 @@ def stream(
             size += 1
             state = grow(engine.depth_only, ladder[size], state)
         seen = ahead
+
+
+def guided(
+    engine: Engine, variables: dict[str, Any], request: Request
+) -> Generator[Progress, np.ndarray | None]:
+    """As `stream`, a step at a time: rows with constraints (`constrained.py`)."""
+    state, ladder = begin(engine, variables, request)
+    guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
+    progress = constrained.seen(engine.depth_only, state)
+    ended_B = np.zeros(len(request.prompts), bool)
+    size = 0
+    while True:
+        wanted_B = yield progress
+        if wanted_B is not None and (wanted_B & ~ended_B).any():
+            ended_B = ended_B | wanted_B
+            status_B = end_rows(engine.depth_only, state.status_B, ended_B)
+            state = state.replace(status_B=status_B)
+        running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
+        if not running_B.any():
+            return
+        longest = np.asarray(progress.length_B)[running_B].max()
+        while longest + engine.n_rows > ladder[size]:
+            size += 1
+            state = grow(engine.depth_only, ladder[size], state)
+        state, progress = constrained.step(engine, variables, state, guides, progress)
 
 
 @program(static_argnums=0)
@@ -268,5 +308,8 @@ def warm_up(engine: Engine, variables: dict[str, Any], request: Request) -> None
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
-        state, progress = decode_loop(engine, variables, state, np.int32(0))
+        if request.guides is None:
+            state, progress = decode_loop(engine, variables, state, np.int32(0))
+        else:
+            state, progress = constrained.step(engine, variables, state, {})
     jax.block_until_ready(progress)

@@ -8,6 +8,7 @@ from jax import lax
 
 from medusa_jax.decoding.acceptance.targets import target_tokens
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of, no_logprobs
+from medusa_jax.decoding.masks import only
 from medusa_jax.decoding.penalties import penalised
 from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import Sampling
@@ -100,10 +101,16 @@ def read_piece(
         logits_B1V = backbone.lm_head(last_B1E)
         if text_BS is not None and engine.no_repeat_ngram_size:
             logits_B1V = without_repeats(
-                logits_B1V, text_BS[:, None], last_B1, engine.no_repeat_ngram_size
+                logits_B1V,
+                text_BS[:, None],
+                last_B1,
+                engine.no_repeat_ngram_size,
+                barred_B=sampling.barred_B,
             )
         drawn = engine.rule.noise is not None
         judged_B1V = penalised(logits_B1V, sampling.penalties)
+        if sampling.first_BW is not None:
+            judged_B1V = only(judged_B1V, sampling.first_BW[:, None])
         root_B1 = target_tokens(judged_B1V, last_B1, sampling if drawn else None)
         n = engine.logprobs
         return root_B1[:, 0], None if n is None else logprobs_of(logits_B1V, root_B1, n)

@@ -58,6 +58,7 @@ def without_repeats(
     last_BM: jax.Array,
     n: int,
     places: Callable[[jax.Array], jax.Array] | None = None,
+    barred_B: jax.Array | None = None,
 ) -> jax.Array:
     """Logits with minus infinity for tokens that would complete an earlier n-gram of each text.
 
@@ -65,10 +66,13 @@ def without_repeats(
 
     Args:
       places: maps token ids to indices of the logits, by default the identity.
+      barred_B: the rows that it is for, by default all.
     """
     B, M, S = text_BMS.shape
     index_11S = jnp.arange(S)[None, None, :]
     match_BMS = (index_11S >= n - 1) & (index_11S <= last_BM[..., None])
+    if barred_B is not None:
+        match_BMS &= barred_B[:, None, None]
     for back in range(1, n):
         tail_BM1 = jnp.take_along_axis(
             text_BMS, jnp.maximum(last_BM - back + 1, 0)[..., None], axis=-1

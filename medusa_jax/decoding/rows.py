@@ -212,17 +212,18 @@ class Apart(NamedTuple):
 
     logprobs: Logprobs | None = None
     penalties: Penalties | None = None
+    first_BW: jax.Array | None = None
 
 
 def apart(state: DecodeState) -> tuple[DecodeState, Apart]:
     """A state without these parts, and the parts."""
-    own = Apart(state.logprobs, state.sampling.penalties)
+    own = Apart(state.logprobs, state.sampling.penalties, state.sampling.first_BW)
     return together(state, Apart()), own
 
 
 def together(state: DecodeState, parts: Apart) -> DecodeState:
     """A state with these parts."""
-    sampling = state.sampling.replace(penalties=parts.penalties)
+    sampling = state.sampling.replace(penalties=parts.penalties, first_BW=parts.first_BW)
     return state.replace(logprobs=parts.logprobs, sampling=sampling)
 
 

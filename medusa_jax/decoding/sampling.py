@@ -11,6 +11,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from medusa_jax.decoding.masks import ALL
 from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.platforms import platform
 
@@ -26,6 +27,7 @@ class Sampling(struct.PyTreeNode):
       key_B: the row's random key, from its seed and its request id, never its batch slot.
       epsilon_B, delta_B: thresholds of typical acceptance (a single number applies to all rows).
       penalties: biases and penalties; None where no row asks for any.
+      first_BW: bits of the tokens that may come first (`masks`); None: all.
     """
 
     temperature_B: jax.Array
@@ -36,6 +38,17 @@ class Sampling(struct.PyTreeNode):
     epsilon_B: jax.Array | float = 0.09
     delta_B: jax.Array | float = 0.3
     penalties: Penalties | None = None
+    first_BW: jax.Array | None = None
+
+    @property
+    def barred_B(self) -> jax.Array | None:
+        """Rows in which n-grams may be barred: those without a constraint; None: all.
+
+        A grammar asks for the same tokens again and again; both together may leave none.
+        """
+        if self.first_BW is None:
+            return None
+        return jnp.all(self.first_BW == ALL, axis=1)
 
     def stream(self, tag: int) -> "Sampling":
         """The same rows with keys of a separate noise stream."""

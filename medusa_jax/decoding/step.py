@@ -9,6 +9,7 @@ from jax import lax
 from medusa_jax.decoding.acceptance import Accepted, Verified
 from medusa_jax.decoding.copying import with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
+from medusa_jax.decoding.masks import members, only
 from medusa_jax.decoding.penalties import counted, counts_down_paths, penalised
 from medusa_jax.decoding.repeats import texts_behind, without_repeats
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
@@ -45,8 +46,26 @@ def decode_step(
     with jax.named_scope("draft"):
         drafts = draft(engine, heads, backbone, state, tree)
     verified = verify(engine, backbone, state, tree, drafts)
+    return settle(engine, variables, state, verified)
+
+
+def settle(
+    engine: Engine,
+    variables: dict[str, Any],
+    state: DecodeState,
+    verified: Verified,
+    allowed_BMW: jax.Array | None = None,
+) -> DecodeState:
+    """Accept, commit and append: what follows the backbone's pass.
+
+    Args:
+      allowed_BMW: bits of the tokens that may follow each node (`masks`); None: all.
+    """
+    backbone, heads = Backbone(engine.llama, variables["backbone"]), variables["heads"]
+    judged = with_penalties(verified)
+    judged = judged._replace(logits_BMV=only(judged.logits_BMV, allowed_BMW))
     with jax.named_scope("accept"):
-        accepted = engine.rule.accept(with_penalties(verified))
+        accepted = engine.rule.accept(judged)
         emitted_BL = emitted_tokens(verified, accepted)
     logprobs = None
     if engine.logprobs is not None:  # a token's logits are those of the node before it
@@ -86,9 +105,18 @@ class Drafts(NamedTuple):
 
 
 def draft(
-    engine: Engine, heads: Any, backbone: Backbone, state: DecodeState, tree: Any
+    engine: Engine,
+    heads: Any,
+    backbone: Backbone,
+    state: DecodeState,
+    tree: Any,
+    allowed_BW: jax.Array | None = None,
 ) -> Drafts:
-    """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token."""
+    """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token.
+
+    Args:
+      allowed_BW: bits of the tokens that may follow the root (`masks`); None: all.
+    """
     backbone = for_drafting(backbone, heads)
     # g[pos] from the position after the root on: a child at depth d is at length + d, so
     # noise_BLV[:, d - 1] decides its target token and its rank as a draft.
@@ -109,13 +137,18 @@ def draft(
         if depth == 1 and barring_BS is not None:  # the text up to the root is known
             logits_B1O = logits.reshape(logits.shape[0], 1, -1)
             text_B1S, last_B1 = barring_BS[:, None], state.length_B[:, None]
+            n_gram, barred_B = engine.no_repeat_ngram_size, state.sampling.barred_B
             barred_B1O = without_repeats(
-                logits_B1O, text_B1S, last_B1, engine.no_repeat_ngram_size, backbone.places
+                logits_B1O, text_B1S, last_B1, n_gram, backbone.places, barred_B
             )
             logits = barred_B1O.reshape(logits.shape)
         if penalties is not None:  # of the text up to the root, at all depths
             logits_BPO = logits.reshape(logits.shape[0], -1, logits.shape[-1])
             logits = penalised(logits_BPO, penalties).reshape(logits.shape)
+        if depth == 1 and allowed_BW is not None:
+            allowed_BV = members(allowed_BW, engine.llama.config.vocab_size)
+            allowed_BO = backbone.of_scored(allowed_BV).reshape(logits.shape)
+            logits = jnp.where(allowed_BO, logits, -jnp.inf)
         ranked[depth] = logits
         if noise_BLV is None:
             return logits
@@ -154,7 +187,8 @@ def verify(
     logits_BMV = logits_BRV[:, :M]
     if engine.no_repeat_ngram_size and state.text_BS is not None:
         texts = texts_behind(state.text_BS, state.length_B, drafts.nodes_BM, tree)
-        logits_BMV = without_repeats(logits_BMV, *texts, engine.no_repeat_ngram_size)
+        n_gram, barred_B = engine.no_repeat_ngram_size, state.sampling.barred_B
+        logits_BMV = without_repeats(logits_BMV, *texts, n_gram, barred_B=barred_B)
     return Verified(
         tree=tree,
         nodes_BM=drafts.nodes_BM,

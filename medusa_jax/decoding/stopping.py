@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Status of a row: running, ended (and why), or waiting (`rows.run_only`).
-RUNNING, STOPPED, LIMIT, PAUSED = 0, 1, 2, 3
+# Status of a row: running, ended (and why), or waiting (`rows.run_only`). STUCK: its constraint leaves
+# no token.
+RUNNING, STOPPED, LIMIT, PAUSED, STUCK = 0, 1, 2, 3, 4
 
 # Special values in place of a token: matches any token; matches none; no token (before the first one).
 ANY, NEVER, NOTHING = -1, -2, -3

@@ -151,7 +151,7 @@ def encode_conversation(
     text, spans = render(source, messages, tokenizer.special_texts)
     if not MARKED.search(source):
         spans = _spans_by_prefix(source, messages, tokenizer.special_texts, text)
-    ids, offsets = _tokenize(tokenizer, text, hidden is not None)
+    ids, offsets = tokenize(tokenizer, text, hidden is not None)
     counted = [0] * len(ids)
     for span in spans:
         _mark(counted, ids, offsets, span, tokenizer.eos_ids)
@@ -185,7 +185,7 @@ def encode_prompt(
     hidden = literal.hide(turns)
     text = render_prompt(tokenizer, hidden or turns, template_name)
     check(literal.show(text) if hidden else text)
-    return _tokenize(tokenizer, text, hidden is not None)[0]
+    return tokenize(tokenizer, text, hidden is not None)[0]
 
 
 def render_prompt(
@@ -229,7 +229,7 @@ def encode_user_opening(
     text = render(source, turns, tokenizer.special_texts, add_generation_prompt=True)[0]
     before, _, after = text.partition(mark)
     # A space before the turn belongs to the first word that the model writes.
-    ids = _tokenize(tokenizer, before.rstrip(" "))[0]
+    ids = tokenize(tokenizer, before.rstrip(" "))[0]
     ends = [
         tokenizer.decode([i], skip_special=False)
         for i in stop_ids(tokenizer, template_name)
@@ -283,6 +283,7 @@ def render(
     messages: list[Message],
     special_texts: dict[str, str],
     add_generation_prompt: bool = False,
+    tools: list[Any] | None = None,
 ) -> tuple[str, list[Span]]:
     """Run a template; return its text and the [start, end) of its generation blocks.
 
@@ -296,7 +297,7 @@ def render(
     answer = RENDERER(
         source,
         messages=messages,
-        tools=None,
+        tools=tools,
         documents=None,
         add_generation_prompt=add_generation_prompt,
         **specials,
@@ -334,7 +335,7 @@ def _spans_by_prefix(
     return spans
 
 
-def _tokenize(
+def tokenize(
     tokenizer: Tokenizer, text: str, hidden: bool = False
 ) -> tuple[list[int], list[Span]]:
     """Ids and offsets of rendered text; a leading BOS is removed and added as an id.

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from medusa_jax.api import Model
-from medusa_jax.decoding import prefill, rows
+from medusa_jax.decoding import constrained, prefill, rows
 from medusa_jax.decoding.acceptance import RULES
+from medusa_jax.decoding.constrained import Guide
 from medusa_jax.decoding.generate import (
     FOREVER,
     MIN_PROMPT,
@@ -17,12 +18,13 @@ from medusa_jax.decoding.generate import (
     power_of_two,
 )
 from medusa_jax.decoding.generate import Request as Row
+from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
 from medusa_jax.decoding.prefill import Piece
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.step import decode_loop
-from medusa_jax.decoding.stopping import STOPPED, pack_stops
+from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED, pack_stops
 from medusa_jax.heads import no_drafter
 from medusa_jax.serving.job import STOPS, Group
 from medusa_jax.sharding import decode_shardings
@@ -148,7 +150,7 @@ class Batch:
         place = np.int32(at)
         row, own = rows.apart(row)
         self._state = rows.insert_row(self._engine, self._state, row, place)
-        for name, part in own._asdict().items():
+        for name, part in own._replace(first_BW=None)._asdict().items():
             if part is not None:
                 room = getattr(self._apart, name)
                 if room is None:
@@ -180,6 +182,7 @@ class Batch:
             epsilon_B=own(request.epsilon, np.float32),
             delta_B=own(request.delta, np.float32),
             penalties=penalties_of(request.penalties, request.prompts, self._vocab_size),
+            first_BW=first_bits(request.guides, self._vocab_size),
         )
         row = rows.begin_row(
             self._engine,
@@ -232,6 +235,8 @@ class Batch:
 
     def _engine_of(self, group: Group) -> Engine:
         engine = self._with_logprobs if group.logprobs else self._engine
+        if group.constrained:  # as `Sampling.barred_B`
+            engine = replace(engine, no_repeat_ngram_size=0)
         return replace(engine, acceptance=_rule(group))
 
     def insert(self, reading: Reading, at: int) -> Progress:
@@ -248,7 +253,12 @@ class Batch:
         return Reading(row, np.zeros(0, np.int32), 0, group)
 
     def run(
-        self, wanted_B: np.ndarray, group: Group, steps: int, few: int
+        self,
+        wanted_B: np.ndarray,
+        group: Group,
+        steps: int,
+        few: int,
+        guides: Mapping[int, Guide] | None = None,
     ) -> tuple[Progress, int]:
         """Steps of the rows that should be RUNNING, until one of them ends; does not wait for it.
 
@@ -257,6 +267,7 @@ class Batch:
             it is: a row that has gone on so cannot draft again.
           steps: at most.
           few: at most, if one of them has ended already: then its place may soon be wanted.
+          guides: by row, of a group with constraints. It takes `few` steps, one where others wait.
 
         Returns: what there is then, and how many nodes the tree had.
         """
@@ -270,11 +281,35 @@ class Batch:
         state = self._state.replace(status_B=status_B)
         state = rows.together(state, self._of(group, self._apart))
         variables = self._variables_by(engine.acceptance)
-        state, progress = decode_loop(engine, variables, state, max_steps, True)
+        if group.constrained:
+            steps = 1 if (wanted_B == PAUSED).any() else few
+            state, progress = self._guided(engine, variables, state, guides or {}, steps)
+        else:
+            state, progress = decode_loop(engine, variables, state, max_steps, True)
         self._state, own = rows.apart(state)
         parts = {name: x for name, x in own._asdict().items() if x is not None}
         self._apart = self._apart._replace(**parts)
         return progress, tree.n_nodes
+
+    @staticmethod
+    def _guided(
+        engine: Engine, variables: Any, state: DecodeState, guides: Any, steps: int
+    ) -> tuple[DecodeState, Progress]:
+        """Steps of rows with constraints, until one of them ends or lacks room; at least one is
+        tried, so that its programs are compiled."""
+        progress = constrained.seen(engine.depth_only, state)
+        for n in range(max(1, steps)):
+            if n or guides:
+                status_B, length_B = (
+                    np.asarray(x) for x in (progress.status_B, progress.length_B)
+                )
+                alive_B = (status_B == RUNNING) | (status_B == PAUSED)
+                longest = length_B[alive_B].max(initial=0)
+                ended = any(status_B[row] != RUNNING for row in guides)
+                if (n and ended) or longest + engine.n_rows > state.cache.slots:
+                    break
+            state, progress = constrained.step(engine, variables, state, guides, progress)
+        return state, progress
 
     @staticmethod
     def _of(group: Group, apart: rows.Apart) -> rows.Apart:
@@ -317,4 +352,5 @@ def _nobody(n: int, group: Group) -> Row:
     """A request of n tokens that is answered with one."""
     row = Row([[0] * n], [1], [()], [0.0], [0], [1.0], [0.0], [0], [0], [0.1], [0.1])
     row.penalties = [Asked(presence=1.0)] if group.penalties else None
+    row.guides = [None] if group.constrained else None
     return row

@@ -2,9 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,12 +37,14 @@ class Group(NamedTuple):
       rule: the acceptance rule; "auto" is greedy or sampled, row by row.
       logprobs: whether log-probabilities are kept.
       penalties: whether rows have biases or penalties.
+      constrained: whether they have constraints, for which the host has a part in every step.
     """
 
     drafts: bool
     rule: str = "auto"
     logprobs: bool = False
     penalties: bool = False
+    constrained: bool = False
 
 
 # What most requests are; nobody makes them wait for a program that he alone needs.
@@ -98,9 +100,12 @@ class Job:
         """Rows of one group can take a step together."""
         rule = self.request.acceptance
         rule = "auto" if rule in ("greedy", "sampled") else rule
-        penalties = any_asked(self.row.penalties)
         return Group(
-            self.request.drafts, rule, self.options.logprobs is not None, penalties
+            self.request.drafts,
+            rule,
+            logprobs=self.options.logprobs is not None,
+            penalties=any_asked(self.row.penalties),
+            constrained=self.row.guides is not None,
         )
 
     def begin(self) -> None:
@@ -154,7 +159,7 @@ class Job:
         Args:
           status: why it did (`decoding/stopping.py`).
         """
-        stopped = status == STOPPED or self.text.stopped
+        status = STOPPED if self.text.stopped else status
         limit = self.row.limits[0]
         histogram = steps_of(self.depths, self.longest)
         now = time.perf_counter()
@@ -162,7 +167,7 @@ class Job:
             text=self.text.text,
             token_ids=self.token_ids,
             draft_depths=self.depths,
-            finish_reason=finish_reason(stopped, len(self.token_ids), limit, self.options),
+            finish_reason=finish_reason(status, len(self.token_ids), limit, self.options),
             prompt_tokens=len(self.prompt),
             steps=sum(histogram),
             acceptance_histogram=histogram,
@@ -208,6 +213,11 @@ def make_job(
             "tokens that end a text among them; stop strings are not counted"
         )
     return Job(request, row, StoppingText(model.tokenizer, options.stop), handle, deliver)
+
+
+def guides_of(jobs: Mapping[int, Job]) -> dict[int, Any]:
+    """By row, what knows its constraint."""
+    return {row: job.row.guides[0] for row, job in jobs.items() if job.row.guides}
 
 
 def tell(jobs: Iterable[Job], error: Stopped) -> None:

@@ -44,6 +44,16 @@ class Ending:
     reused_tokens: int
     tree_nodes: int
 
+    @property
+    def accepted_drafts(self) -> int:
+        """Its tokens that were drafted."""
+        return sum(depth > 0 for depth in self.result.draft_depths)
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that were drafted for it, as if its last tree had been that of all steps."""
+        return self.result.steps * (self.tree_nodes - 1)
+
 
 @dataclass(frozen=True)
 class Delta:

@@ -21,7 +21,7 @@ import numpy as np
 from medusa_jax.api import Model
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.serving.batch import PIECE, Batch, Reading
-from medusa_jax.serving.job import Group, Job, tell
+from medusa_jax.serving.job import Group, Job, guides_of, tell
 from medusa_jax.serving.programs import NotCompiled, Programs
 from medusa_jax.serving.request import Stopped
 from medusa_jax.serving.room import InPlace, Known, Room
@@ -133,8 +133,7 @@ class Scheduler:
 
     def fail(self, error: Stopped) -> None:
         """Tell every request that there will be no answer."""
-        waiting = [job for job in self._waiting if job is not self._beginning]
-        jobs = [*self.on_device, *waiting]
+        jobs = [*self.on_device, *(j for j in self._waiting if j is not self._beginning)]
         self._waiting.clear()
         self._forget()
         self._room.empty()
@@ -339,11 +338,12 @@ class Scheduler:
         self._group = next((g for g in groups if g > self._group), groups[0])
         wanted_B = np.full(self._batch.rows, STOPPED, np.int32)
         chosen = {i: job for i, job in jobs.items() if job.group == self._group}
-        wanted_B[[i for i, job in jobs.items() if job.seat is not None]] = PAUSED
+        wanted_B[list(jobs)] = PAUSED
         wanted_B[list(chosen)] = RUNNING
         few = min(FEW_STEPS, self._chunk_steps)
         steps = few if self._expects_follow_up else self._chunk_steps
-        progress, nodes = self._batch.run(wanted_B, self._group, steps, few)
+        how = wanted_B, self._group, steps, few
+        progress, nodes = self._batch.run(*how, guides_of(chosen))
         self._looks.append(Look(progress, chosen, self._batch.slots, nodes))
         return True
 
@@ -360,8 +360,8 @@ class Scheduler:
     @property
     def _expects_follow_up(self) -> bool:
         """A row has just become free and may soon be wanted."""
-        seats = self._seats[: self._batch.rows]
-        return any(not s.job and self._turn - s.used < FOLLOW_UP_TURNS for s in seats)
+        free = (seat for seat in self._seats[: self._batch.rows] if not seat.job)
+        return any(self._turn - seat.used < FOLLOW_UP_TURNS for seat in free)
 
     # Results.
 

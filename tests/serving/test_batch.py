@@ -36,7 +36,9 @@ class State(SimpleNamespace):
 
 def row_state(slots, logprobs=None):
     return State(
-        cache=State(slots=slots), logprobs=logprobs, sampling=State(penalties=None)
+        cache=State(slots=slots),
+        logprobs=logprobs,
+        sampling=State(penalties=None, first_BW=None),
     )
 
 
@@ -53,7 +55,7 @@ def batch_of(monkeypatch, trees, heads=HeadsConfig(n_heads=3)):  # noqa: B008
             status_B="idle",
             outputs=sizes.outputs,
             logprobs=None,
-            sampling=State(penalties=None),
+            sampling=State(penalties=None, first_BW=None),
         )
 
     monkeypatch.setattr(rows, "idle", idle)

@@ -98,6 +98,7 @@ KNOWN = (
 )
 KNOWN += " stream_options logit_bias prompt model max_tokens epsilon nonsense"
 KNOWN += ["drafts", "acceptance", "echo", "user", "stream_options", "logit_bias", "prompt"]
+KNOWN += ["guided_regex", "structured_outputs", "presence_penalty", "repetition_penalty"]
 
 
 FIELDS = st.sampled_from(KNOWN.split())

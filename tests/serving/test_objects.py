@@ -151,7 +151,7 @@ def test_logprobs_of_parts_of_a_character():
         ("completion", {"prompt": [["x"]]}, "prompt"),
         ("completion", {"stream": "yes"}, "stream"),
         ("completion", {"stream_options": {"every": 1}}, "every"),
-        ("completion", {"logit_bias": {"1": 2}}, "logit_bias"),
+        ("completion", {"logit_bias": {"1": 200}}, "logit_bias"),
         ("completion", {"min_p": 1.5}, "min_p"),
         ("chat", {"top_logprobs": 2}, "top_logprobs"),
         ("chat", {"messages": []}, "messages"),

@@ -147,7 +147,7 @@ class FakeBatch:
         self.state[at] = row
         return self.progress([row])
 
-    def run(self, wanted_B, group, steps, few):
+    def run(self, wanted_B, group, steps, few, guides=()):
         assert len(wanted_B) == self.rows
         drafts = group.drafts
         M = self.trees[self.rows].n_nodes if drafts else 1

@@ -1,6 +1,6 @@
 """From the JSON body of a call to requests: every field is understood or refused by its name."""
 
-import math
+import dataclasses
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,32 +8,22 @@ from typing import Any
 
 from medusa_jax.api import Model, Options
 from medusa_jax.api.results import bias_of
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError
 from medusa_jax.evaluate.conversation import PLAIN, ending_turns
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.literal_text import literal_text
+from medusa_jax.interop.tool_chat import CallForm, call_form, encode_with_tools
 from medusa_jax.serving.batch import MOST_BEST
+from medusa_jax.serving.http.fields import Fields
+from medusa_jax.serving.http.formats import asked_constraint
 from medusa_jax.serving.http.refused import Refused
+from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Request
 
 # Most choices of a call, and most stop strings.
 MOST_CHOICES, MOST_STOPS = 16, 16
 # New tokens of a completion that does not say; a chat goes on until it ends.
 COMPLETION_TOKENS = 16
-
-# Fields that clients send and that change nothing here, and those that may only say "nothing".
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier"}
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-}
 
 
 @dataclass(frozen=True)
@@ -46,6 +36,7 @@ class Call:
       usage: streaming ends with the counts of tokens.
       seed: that of all choices, drawn if none was given.
       chat: of `/v1/chat/completions`.
+      calls: the form of the tool calls that an answer may hold; None: it is text.
     """
 
     requests: list[Request]
@@ -53,54 +44,7 @@ class Call:
     usage: bool
     seed: int
     chat: bool
-
-
-class Fields:
-    """The fields of a body, each read once; `finish` refuses those that nobody read."""
-
-    def __init__(self, body: Any) -> None:
-        if not isinstance(body, dict):
-            raise Refused(400, "the body should be a JSON object")
-        self.body = body
-        self._read = set(IGNORED)
-
-    def take(self, name: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
-        """The value of a field; null and absence are the default."""
-        self._read.add(name)
-        value = self.body.get(name)
-        if value is None:
-            return default
-        wrong_bool = isinstance(value, bool) and bool not in kinds
-        if wrong_bool or not isinstance(value, kinds):
-            raise Refused(400, f"{name!r} should be {what}", name)
-        return value
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """true or false."""
-        return self.take(name, (bool,), "true or false", default)
-
-    def number(self, name: str, default: Any, low: float, high: float = math.inf) -> Any:
-        """A number from `low` to `high`."""
-        value = self.take(name, (int, float), "a number", default)
-        if value is not None and not low <= value <= high:
-            most = f"from {low} to {high}" if high < math.inf else f"at least {low}"
-            raise Refused(400, f"{name!r} should be {most}, not {value}", name)
-        return value
-
-    def whole(self, name: str, default: Any, low: float, high: float = math.inf) -> Any:
-        """A whole number from `low` to `high`."""
-        self.take(name, (int,), "a whole number", default)
-        return self.number(name, default, low, high)
-
-    def finish(self) -> None:
-        """Refuse what is unknown, and what is known but cannot be done."""
-        for name, value in self.body.items():
-            if name in NEUTRAL:
-                if value is not None and value not in NEUTRAL[name]:
-                    raise Refused(400, f"{name!r} is not supported here", name)
-            elif name not in self._read:
-                near = did_you_mean(name, {*self._read, *NEUTRAL})
-                raise Refused(400, f"unknown field {name!r}{near}", name, "unknown_field")
+    calls: CallForm | None = None
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:
@@ -147,6 +91,7 @@ def _common(
         "frequency_penalty": float(fields.number("frequency_penalty", 0.0, -2, 2)),
         "repetition_penalty": float(fields.number("repetition_penalty", 1.0, 1e-3, 1e3)),
         "logit_bias": _biases(fields),
+        "constraint": asked_constraint(fields, chat),
     }
     rest: dict[str, Any] = {
         "drafts": fields.flag("drafts", True),
@@ -189,13 +134,14 @@ def _call(
     rest: dict[str, Any],
     n: int,
     chat: bool,
+    calls: CallForm | None = None,
 ) -> Call:
     if len(prompts) * n > MOST_CHOICES:
         raise Refused(400, f"a call has at most {MOST_CHOICES} choices", "n")
     stream, usage = _streaming(fields)
     fields.finish()
     requests = [Request(p, options, i, **rest) for p in prompts for i in range(n)]
-    return Call(requests, stream, usage, options.seed, chat)
+    return Call(requests, stream, usage, options.seed, chat, calls)
 
 
 def completion_call(
@@ -253,8 +199,16 @@ def chat_call(
     limit = _limit(fields, ("max_completion_tokens", "max_tokens"), most_new)
     options, rest, n = _common(fields, name, limit, chat=True)
     messages = fields.take("messages", (list,), "a list of turns", [])
+    tools, form = asked_tools(fields), None
     try:
-        if template == PLAIN:
+        if template == PLAIN and tools:
+            raise Refused(400, "the model has no chat template, which tools need", "tools")
+        if tools or any(isinstance(m, dict) and m.get("role") == "tool" for m in messages):
+            options, form = with_tools(options, tools, model, template)
+            given = tools.given if tools else []
+            prompt = encode_with_tools(model.tokenizer, messages, given, template, check)
+            options = ending_turns(model, options, template)
+        elif template == PLAIN:
             text = plain_prompt(messages)
             check(text)
             prompt = model.encode(literal_text(model.tokenizer).encode(text))
@@ -263,7 +217,26 @@ def chat_call(
             options = ending_turns(model, options, template)
     except UserError as error:
         raise Refused(400, str(error), "messages") from error
-    return _call(fields, [prompt], options, rest, n, chat=True)
+    return _call(fields, [prompt], options, rest, n, chat=True, calls=form)
+
+
+def with_tools(
+    options: Options, tools: Tools | None, model: Model, template: str
+) -> tuple[Options, CallForm | None]:
+    """Options whose text may call these tools, and the form of the calls.
+
+    Raises:
+      Refused: the template knows none, or the text has another constraint.
+    """
+    try:
+        form = call_form(model.tokenizer, template)
+    except UserError as error:
+        raise Refused(400, str(error), "tools") from error
+    if tools is None:
+        return options, None
+    if options.constraint is not None:
+        raise Refused(400, "an answer has tools or a constraint, not both", "tools")
+    return dataclasses.replace(options, constraint=tools.constraint(form)), form
 
 
 def plain_prompt(messages: list[Any]) -> str:

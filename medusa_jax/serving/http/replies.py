@@ -10,6 +10,7 @@ from medusa_jax.api import Result
 from medusa_jax.interop.token_bytes import TokenBytes
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.serving.http.calls import Call
+from medusa_jax.serving.http.tools import CallReader
 from medusa_jax.serving.request import Delta, Ending
 
 
@@ -38,6 +39,7 @@ class Reply:
 
     Attributes:
       endings: by choice, once it has ended.
+      readers: by choice, what tells tool calls from text.
     """
 
     call: Call
@@ -46,9 +48,12 @@ class Reply:
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     endings: dict[int, Ending] = field(default_factory=dict)
+    readers: list[CallReader] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.id = ("chatcmpl-" if self.call.chat else "cmpl-") + secrets.token_hex(12)
+        if self.call.calls:
+            self.readers = [CallReader(self.call.calls) for _ in self.call.requests]
 
     @property
     def done(self) -> bool:
@@ -67,14 +72,13 @@ class Reply:
             result, text = ending.result, ending.result.text
             said: dict[str, Any] = {"text": text}
             if self.call.chat:
-                message = {"role": "assistant", "content": text, "refusal": None}
-                said = {"message": message}
+                said = {"message": self._message(index, text)}
             choices.append(
                 {"index": index}
                 | said
                 | {
                     "logprobs": self._logprobs(result),
-                    "finish_reason": finish_reason(ending),
+                    "finish_reason": self._finish_reason(index, ending),
                     "medusa": self._stats(ending),
                 }
             )
@@ -93,12 +97,13 @@ class Reply:
         """What a stream sends of a delta."""
         said: dict[str, Any] = {"text": delta.text}
         if self.call.chat:
-            said = {"delta": {"content": delta.text} if delta.text else {}}
+            said = {"delta": self._delta(index, delta)}
         asked = self.call.requests[index].options.logprobs is not None
         piece = self._piece(index, said, self._logprobs(delta) if asked else None)
         more: dict[str, Any] = {"parts": delta.parts, "tokens": len(delta.token_ids)}
         if delta.ending:
-            piece["choices"][0]["finish_reason"] = finish_reason(delta.ending)
+            reason = self._finish_reason(index, delta.ending)
+            piece["choices"][0]["finish_reason"] = reason
             more |= self._stats(delta.ending)
         piece["choices"][0]["medusa"] = more
         return piece
@@ -117,12 +122,46 @@ class Reply:
         read = sum(ending.result.prompt_tokens for ending in firsts)
         made = sum(result.new_tokens for result in results)
         reused = sum(ending.reused_tokens for ending in firsts)
+        accepted = sum(ending.accepted_drafts for ending in self.endings.values())
+        drafted = sum(ending.drafted for ending in self.endings.values())
         return {
             "prompt_tokens": read,
             "completion_tokens": made,
             "total_tokens": read + made,
             "prompt_tokens_details": {"cached_tokens": reused},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": max(0, drafted - accepted),
+            },
         }
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        """The message of a whole choice."""
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self.readers:
+            said, calls = self.readers[index].push(text, ended=True)
+            if calls:
+                message |= {"content": said.strip() or None, "tool_calls": calls}
+        return message
+
+    def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
+        """The message's part that is new."""
+        if not self.readers:
+            return {"content": delta.text} if delta.text else {}
+        reader = self.readers[index]
+        before = len(reader.calls)
+        said, calls = reader.push(delta.text, ended=delta.ending is not None)
+        new: dict[str, Any] = {"content": said} if said else {}
+        if calls:
+            numbered = enumerate(calls, before)
+            new["tool_calls"] = [{"index": i, **call} for i, call in numbered]
+        return new
+
+    def _finish_reason(self, index: int, ending: Ending) -> str:
+        """As OpenAI has it, which knows no "context"."""
+        if ending.result.finish_reason != "stop":
+            return "length"
+        return "tool_calls" if self.readers and self.readers[index].calls else "stop"
 
     def _piece(self, index: int, said: dict[str, Any], logprobs: Any) -> dict[str, Any]:
         choice = {"index": index} | said | {"logprobs": logprobs, "finish_reason": None}
@@ -180,8 +219,3 @@ class Reply:
             for i, p, top in tokens
         ]
         return {"content": content, "refusal": None}
-
-
-def finish_reason(ending: Ending) -> str:
-    """As OpenAI has it, which knows no "context"."""
-    return "stop" if ending.result.finish_reason == "stop" else "length"

@@ -1,0 +1,93 @@
+"""What a request may ask of its text: JSON, a JSON schema, a regular expression, choices, a grammar."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_jax.errors import UserError, did_you_mean
+
+# What a constraint is given as, by kind.
+KINDS = {
+    "json_object": "true",
+    "json_schema": "a JSON schema",
+    "regex": "a regular expression",
+    "choice": "a list of strings, at least one",
+    "grammar": "a grammar in Lark's notation, or in GBNF",
+}
+# Characters of a constraint: what is larger takes too long to be read.
+MOST_CHARACTERS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One constraint; made by `constraint_of`.
+
+    Attributes:
+      kind: one of `KINDS`; or "tools", a grammar in Lark's notation of a server's own.
+      text: JSON of a schema or of choices, else the expression or grammar itself.
+    """
+
+    kind: str
+    text: str
+
+
+def constraint_of(given: Any) -> Constraint:
+    """The constraint that {kind: value} asks for.
+
+    Example: {"choice": ["yes", "no"]}.
+
+    Raises:
+      UserError: none of `KINDS`, or a value of another form.
+    """
+    if isinstance(given, Constraint):
+        return given
+    if not isinstance(given, Mapping) or len(given) != 1:
+        raise UserError(
+            f"a constraint is one of {', '.join(KINDS)} with its value, such as "
+            f'{{"choice": ["yes", "no"]}}, not {_shown(given)}'
+        )
+    [(kind, value)] = given.items()
+    if kind not in KINDS:
+        near = did_you_mean(str(kind), KINDS)
+        raise UserError(f"a constraint is one of {', '.join(KINDS)}, not {kind!r}{near}")
+    text = _text(kind, value)
+    if text is None:
+        raise UserError(f"{kind} should be {KINDS[kind]}, not {_shown(value)}")
+    if len(text) > MOST_CHARACTERS:
+        raise UserError(
+            f"{kind} has {len(text)} characters, more than {MOST_CHARACTERS}: shorten it"
+        )
+    return Constraint(kind, text)
+
+
+def _text(kind: str, value: Any) -> str | None:
+    """A constraint's value as text; None if it has another form."""
+    if kind == "json_object":
+        return "" if value is True else None
+    if kind in ("regex", "grammar"):
+        return value if isinstance(value, str) and value else None
+    if kind == "choice":
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        if not is_list or not value or any(not isinstance(c, str) or not c for c in value):
+            return None
+        return json.dumps(list(value))
+    if kind == "json_schema" and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(value, Mapping | bool):
+        return None
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value, in one line."""
+    try:
+        return repr(value)[:80]
+    except RecursionError:
+        return "one of so many levels"

@@ -1,0 +1,143 @@
+"""Constraints compiled for one vocabulary, by llguidance: masks take tens of microseconds.
+
+llguidance computes each mask when it is asked for, from an Earley parser over derivatives of regular
+expressions, so that compiling takes milliseconds whatever the vocabulary. xgrammar precomputes masks
+for a grammar and outlines-core builds an automaton over the vocabulary, which takes seconds and
+hundreds of megabytes for large schemas; both would need bounds of ours, llguidance has its own.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from medusa_jax.constraints.asked import Constraint
+from medusa_jax.constraints.guide import MatcherGuide
+from medusa_jax.errors import UserError
+from medusa_jax.interop.token_bytes import TokenBytes
+from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
+
+# Between the parts of JSON: without a bound, small models write blanks for ever.
+BLANKS = r"\n? {0,8}"
+# Compiled constraints that are kept.
+KEPT = 64
+# Bounds of llguidance: of states (about 2 kB each), of work for a mask (milliseconds), of a grammar.
+LIMITS = {
+    "max_lexer_states": 50_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_grammar_size": 200_000,
+    "initial_lexer_fuel": 1_000_000,
+    "verbose_errors": False,
+}
+
+
+class Grammars:
+    """The constraints of one tokenizer. Threads may share it.
+
+    Args:
+      vocab_size: of the model, which may have more tokens than the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+        self._vocabularies: dict[tuple[int, ...], Any] = {}
+        self._compiled: OrderedDict[Any, Any] = OrderedDict()
+
+    def guide(self, constraint: Constraint, eos_ids: Sequence[int]) -> MatcherGuide:
+        """What guides one text from its beginning.
+
+        Args:
+          eos_ids: the tokens that end it.
+
+        Raises:
+          UserError: llguidance is missing; no grammar, or one that nothing satisfies or that is too
+            large; no token ends a text, or there is no tokenizer.
+        """
+        ends = tuple(sorted(i for i in set(eos_ids) if i < self._vocab_size))
+        with self._lock:
+            key = constraint, ends
+            if key not in self._compiled:
+                self._compiled[key] = self._compile(constraint, ends)
+            self._compiled.move_to_end(key)
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            matcher = self._compiled[key].deep_copy()
+        return MatcherGuide(matcher, self._vocab_size, ends)
+
+    def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> Any:
+        guidance = _llguidance()
+        if isinstance(self._tokenizer, NoTokenizer):
+            raise self._tokenizer.missing("constraints cannot be told in tokens")
+        if not ends:
+            raise UserError(
+                "a constraint needs a token that ends the text: eos_ids is empty"
+            )
+        if ends not in self._vocabularies:
+            self._vocabularies[ends] = _vocabulary(self._tokenizer, self._vocab_size, ends)
+        what = constraint.kind.replace("_", " ")
+        try:
+            grammar = _grammar(guidance, constraint)
+        except Exception as error:  # a parser's of its own, with errors of its own
+            raise UserError(f"the {what} cannot be read: {_first_line(error)}") from error
+        limits = guidance.LLParserLimits(**LIMITS)
+        matcher = guidance.LLMatcher(
+            self._vocabularies[ends], grammar, log_level=0, limits=limits
+        )
+        if matcher.is_error():
+            raise UserError(
+                f"the {what} cannot be used: {_first_line(matcher.get_error())}"
+            )
+        if not MatcherGuide(matcher.deep_copy(), self._vocab_size, ends).possible:
+            raise UserError(
+                f"the {what} cannot be met: no token of the model may come first"
+            )
+        return matcher
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise UserError(
+            "constrained output needs llguidance: pip install 'medusa-jax[guided]'"
+        ) from error
+    return llguidance
+
+
+def _grammar(guidance: Any, constraint: Constraint) -> str:
+    """The constraint in llguidance's form."""
+    kind, text = constraint.kind, constraint.text
+    if kind in ("json_object", "json_schema"):
+        schema = text if kind == "json_schema" else {"type": "object"}
+        blanks = {"whitespace_pattern": BLANKS}
+        return guidance.LLMatcher.grammar_from_json_schema(schema, overrides=blanks)
+    return guidance.grammar_from("lark" if kind == "tools" else kind, text)
+
+
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> Any:
+    """The bytes of every token, as llguidance takes them."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    spelled = TokenBytes(tokenizer)
+    added = tokenizer.backend.get_added_tokens_decoder() if tokenizer.backend else {}
+
+    class Vocabulary:
+        eos_token_id, bos_token_id = ends[0], tokenizer.bos_id
+        tokens = [spelled.of(i) for i in range(vocab_size)]  # noqa: RUF012
+        special_token_ids = sorted({*ends, *(i for i, t in added.items() if t.special)})
+
+        def __call__(self, text: bytes | str) -> list[int]:
+            if isinstance(text, bytes):
+                text = text.decode(errors="replace")
+            return tokenizer.encode(text)
+
+    return LLTokenizer(
+        TokenizerWrapper(Vocabulary()), n_vocab=vocab_size, eos_token=list(ends)
+    )
+
+
+def _first_line(error: Any) -> str:
+    """The first sentence of a message that may show the whole grammar."""
+    return str(error).strip().partition("\n")[0][:300]

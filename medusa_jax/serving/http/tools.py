@@ -1,0 +1,168 @@
+"""`tools` and `tool_choice`: what a model may call, and what of its text is a call."""
+
+import json
+import re
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from medusa_jax.constraints import Constraint
+from medusa_jax.constraints.grammars import BLANKS
+from medusa_jax.interop.tool_chat import CallForm
+from medusa_jax.serving.http.fields import Fields
+from medusa_jax.serving.http.refused import Refused
+
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a call.
+
+    Attributes:
+      given: as the client sent them, for the template.
+      callable: by name the schemas of the arguments of those that may be called.
+      must: whether one has to be.
+      many: whether several may be.
+    """
+
+    given: list[dict[str, Any]]
+    callable: dict[str, Any]
+    must: bool
+    many: bool
+
+    def constraint(self, form: CallForm) -> Constraint:
+        """Calls as their schemas allow them, and free text where none has to be made."""
+        names = [f"tool_{i}" for i in range(len(self.callable))]
+        rules = [f"call: {json.dumps(form.begin)} tool {json.dumps(form.end)}"]
+        if not form.begin:
+            rules = ["call: tool"]
+        more = self.many and form.between is not None
+        if self.must:
+            after = f" ({json.dumps(form.between)} call)*" if more else ""
+            start = f"start: call{after}"
+        elif form.begin:
+            mark = form.begin.rstrip("\n")
+            rest = form.begin[len(mark) :]
+            rules = [
+                f"lead[lazy]: FREE {json.dumps(mark)}",
+                f"call: lead {json.dumps(rest)} tool {json.dumps(form.end)}",
+                r"FREE: /(.|\n)*/",
+            ]
+            start = "start: call* FREE" if more else "start: FREE | call"
+        else:
+            rules.append(r"FREE: /([^{ \n](.|\n)*)?/")
+            start = "start: FREE | call"
+        rules.append("tool: " + " | ".join(names))
+        for name, (function, schema) in zip(names, self.callable.items()):
+            before = f'{{"name": "{function}", "{form.arguments}": '
+            rules.append(f'{name}: {json.dumps(before)} args_{name} "}}"')
+            bounded = {**schema, "x-guidance": {"whitespace_pattern": BLANKS}}
+            rules.append(f"args_{name}: %json {json.dumps(bounded)}")
+        return Constraint("tools", "\n".join([start, *rules, ""]))
+
+
+def asked_tools(fields: Fields) -> Tools | None:
+    """The tools that a body brings; None if there are none, or none may be called.
+
+    Raises:
+      Refused: tools or a choice of another form.
+    """
+    given = fields.take("tools", (list,), "a list of functions", [])
+    choice = fields.take(
+        "tool_choice", (str, dict), "none, auto, required or a function", None
+    )
+    many = fields.flag("parallel_tool_calls", True)
+    schemas: dict[str, Any] = {}
+    for tool in given:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if (
+            not isinstance(function, dict)
+            or not isinstance(name, str)
+            or not NAME.fullmatch(name)
+        ):
+            problem = "'tools' should be functions, each with a 'name' of letters, digits, _ and -"
+            raise Refused(400, problem, "tools")
+        schema = function.get("parameters") or NO_ARGUMENTS
+        if not isinstance(schema, dict):
+            raise Refused(400, f"'parameters' of {name!r} should be a JSON schema", "tools")
+        schemas[name] = schema
+    choice = choice or ("auto" if given else "none")
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if name not in schemas:
+            raise Refused(400, f"'tool_choice' names no tool: {name!r}", "tool_choice")
+        return Tools(given, {name: schemas[name]}, must=True, many=False)
+    if choice not in ("none", "auto", "required"):
+        problem = "'tool_choice' should be none, auto, required or a function of 'tools'"
+        raise Refused(400, problem, "tool_choice")
+    if choice == "required" and not given:
+        raise Refused(400, "'tool_choice' needs 'tools'", "tool_choice")
+    if choice == "none":
+        return None
+    return Tools(given, schemas, must=choice == "required", many=many)
+
+
+@dataclass
+class CallReader:
+    """Tells calls from text while it grows; a call is told once it is whole.
+
+    Attributes:
+      form: of the calls.
+      calls: those so far, in OpenAI's form.
+    """
+
+    form: CallForm
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    _held: str = ""
+    _within: bool = False
+
+    def push(self, text: str, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """What is new: text that is no call, and calls."""
+        self._held += text
+        said, first = "", len(self.calls)
+        begin, end = self.form.begin.rstrip("\n"), self.form.end.strip("\n")
+        if not begin:  # a call is the whole text
+            if not self._held.startswith("{") or (ended and not self._take(self._held)):
+                said, self._held = self._held, ""
+            return said, self.calls[first:]
+        while True:
+            if not self._within:
+                before, found, rest = self._held.partition(begin)
+                if not found:
+                    keep = 0 if ended else _beginning(self._held, begin)
+                    new = self._held[: len(self._held) - keep]
+                    if new.strip() or not self.calls:
+                        said, self._held = said + new, self._held[len(new) :]
+                    break
+                # What stands between two calls is no text.
+                said += before if before.strip() or not self.calls else ""
+                self._held, self._within = rest, True
+            body, found, rest = self._held.partition(end)
+            if not found:
+                if ended:
+                    said, self._held = said + begin + self._held, ""
+                break
+            if not self._take(body):
+                said += begin + body + end
+            self._held, self._within = rest, False
+        return said, self.calls[first:]
+
+    def _take(self, body: str) -> bool:
+        try:
+            call = json.loads(body)
+            name, arguments = call["name"], call[self.form.arguments]
+        except (ValueError, TypeError, KeyError):
+            return False
+        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        number = f"call_{secrets.token_hex(12)}"
+        self.calls.append({"id": number, "type": "function", "function": function})
+        return True
+
+
+def _beginning(text: str, mark: str) -> int:
+    """Length of the longest end of a text that a mark begins with."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

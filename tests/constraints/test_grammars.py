@@ -1,0 +1,168 @@
+"""What a request may ask of its text, and that what cannot be is one sentence, soon."""
+
+import json
+import re
+import time
+
+import pytest
+from tiny_model import write_tokenizer
+
+from medusa_jax import Options, UserError
+from medusa_jax.constraints import Constraint, Grammars, constraint_of
+from medusa_jax.decoding.masks import words
+from medusa_jax.interop.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    size = write_tokenizer(path)
+    tokenizer = load_tokenizer(str(path))
+    return Grammars(tokenizer, size + 30), tokenizer
+
+
+def allowed(guide, tokenizer):
+    """The tokens that may come next, as texts."""
+    bits = guide.first_W.copy()
+    guide.fill(bits)
+    ids = [i for i in range(32 * len(bits)) if bits[i >> 5] >> (i & 31) & 1]
+    return sorted(tokenizer.decode([i], skip_special=False) for i in ids)
+
+
+def test_a_guide_knows_what_may_follow(grammars):
+    pytest.importorskip("llguidance")
+    made, tokenizer = grammars
+    guide = made.guide(constraint_of({"choice": ["abc", "the end", "there"]}), [2])
+    assert len(guide.first_W) == words(made._vocab_size)
+    assert allowed(guide, tokenizer) == ["a", "ab", "abc", "t", "th", "the"]
+    guide.advance(tokenizer.encode("the"))
+    assert allowed(guide, tokenizer) == [" ", "r"]
+    guide.advance(tokenizer.encode("r"))
+    assert guide.forced(5) == tokenizer.encode("e")
+    guide.advance(tokenizer.encode("e"))
+    assert allowed(guide, tokenizer) == ["</s>"] and guide.consumed == 3
+    guide.advance([2])
+    # Another text begins anew.
+    again = made.guide(constraint_of({"choice": ["abc", "the end", "there"]}), [2])
+    assert "abc" in allowed(again, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"json_schema": {"type": "object"}}, "json_schema"),
+        ({"json_schema": '{"type": "object"}'}, "json_schema"),
+        ({"json_object": True}, "json_object"),
+        ({"regex": "a+"}, "regex"),
+        ({"choice": ["a", "b"]}, "choice"),
+        ({"grammar": 'start: "a"'}, "grammar"),
+    ],
+)
+def test_kinds(given, kind):
+    made = constraint_of(given)
+    assert made.kind == kind and constraint_of(made) is made
+    assert Options(constraint=given).constraint == made
+    if kind == "json_schema":
+        assert json.loads(made.text) == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("given", "about"),
+    [
+        ({"json_schma": {}}, "did you mean 'json_schema'"),
+        ({"json_schema": {}, "regex": "a"}, "a constraint is one of"),
+        ("a+", "a constraint is one of"),
+        ({"json_schema": "{"}, "json_schema should be a JSON schema"),
+        ({"json_schema": [1]}, "json_schema should be"),
+        ({"json_object": False}, "json_object should be true"),
+        ({"regex": ""}, "regex should be"),
+        ({"choice": []}, "choice should be a list"),
+        ({"choice": "ab"}, "choice should be a list"),
+        ({"choice": ["a", 1]}, "choice should be a list"),
+        ({"regex": "a" * (1 << 18) + "b"}, "characters, more than"),
+    ],
+)
+def test_what_is_no_constraint(given, about):
+    with pytest.raises(UserError, match=re.escape(about)):
+        Options(constraint=given)
+
+
+def deep(n):
+    schema = {"type": "string"}
+    for _ in range(n):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def wide(n):
+    names = [f"a{i}" for i in range(n)]
+    return {"type": "object", "properties": {n: {} for n in names}, "required": names}
+
+
+HOSTILE = [
+    {"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}},
+    {"json_schema": {"enum": []}},
+    {"json_schema": {"type": "banana"}},
+    {"json_schema": {"$ref": "http://127.0.0.1:1/schema"}},
+    {"json_schema": {"$ref": "#/nowhere"}},
+    {"json_schema": {"type": "string", "pattern": "(a"}},
+    {"json_schema": deep(2000)},
+    {"json_schema": False},
+    {"regex": "(a"},
+    {"regex": "(a" * 3000 + ")" * 3000},
+    {"regex": "[A-Z]+"},  # which the vocabulary cannot spell
+    {"grammar": "start: nothing"},
+    {"grammar": "root ::= ("},
+    {"grammar": "("},
+    {"choice": ["A", "B"]},
+]
+
+
+@pytest.mark.parametrize("given", HOSTILE, ids=map(str, range(len(HOSTILE))))
+def test_what_cannot_be_is_one_sentence_soon(grammars, given):
+    pytest.importorskip("llguidance")
+    start = time.perf_counter()
+    with pytest.raises(UserError) as error:
+        grammars[0].guide(constraint_of(given), [2])
+    assert time.perf_counter() - start < 5
+    assert "\n" not in str(error.value) and 10 < len(str(error.value)) < 400
+
+
+COSTLY = [
+    {"regex": "(a?){50}(a){50}"},
+    {"regex": "(.*a){20}"},
+    {"regex": "((a{1,100}){1,100}){1,100}"},
+    {"regex": ".*(a|b).{30}"},
+    {"json_schema": wide(4000)},
+    {"json_schema": {"allOf": [{"anyOf": [wide(3)] * 8}] * 6}},
+    {"json_schema": {"type": "array", "minItems": 100000, "items": {"type": "null"}}},
+    {"grammar": "start: start start | /a/"},
+]
+
+
+@pytest.mark.parametrize("given", COSTLY, ids=map(str, range(len(COSTLY))))
+def test_what_is_costly_is_bounded(grammars, given):
+    """Refused, or compiled soon with masks that take no longer."""
+    pytest.importorskip("llguidance")
+    start = time.perf_counter()
+    try:
+        guide = grammars[0].guide(constraint_of(given), [2])
+        bits = guide.first_W.copy()
+        for _ in range(20):
+            if not guide.fill(bits):
+                break
+            guide.advance([int(i) for i in range(32) if bits[0] >> i & 1][-1:])
+    except UserError:
+        pass
+    assert time.perf_counter() - start < 10
+
+
+def test_ends_and_libraries_that_are_missing(grammars, monkeypatch):
+    made, tokenizer = grammars
+    fresh = Grammars(tokenizer, made._vocab_size)
+    if pytest.importorskip("llguidance"):
+        with pytest.raises(UserError, match="eos_ids is empty"):
+            fresh.guide(Constraint("regex", "a"), [])
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(UserError, match="needs llguidance: pip install"):
+        fresh.guide(Constraint("regex", "a"), [2])

@@ -1,0 +1,204 @@
+"""Tool calls with the official client, from a model that knows nothing: the grammar does it all."""
+
+import json
+
+import jsonschema
+import openai
+import pytest
+import tiny_model
+from served import NAME, load_model, port_of
+
+from medusa_jax.interop.tool_chat import FORMS
+from medusa_jax.serving.http.tools import CallReader
+
+pytest.importorskip("llguidance")
+
+# As Qwen's, shortened.
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "Call as <tool_call>{...}</tool_call>{% endif %}"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{% for c in m.get('tool_calls') or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"$ref": "#/$defs/short"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"short": {"type": "string", "maxLength": 5}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now", "description": "the time"}},
+]
+MESSAGES = [{"role": "user", "content": "Is it cold?"}]
+
+
+@pytest.fixture(scope="module")
+def tool_port(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_model, "CHARACTERS", "".join(map(chr, range(32, 127))) + "\n")
+        patch.setattr(tiny_model, "CONTEXT", 1024)
+        tiny_model.write_model(path)
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    with port_of(load_model(path)) as port:
+        yield port
+        port.wait_idle()
+
+
+@pytest.fixture
+def client(tool_port):
+    url = tool_port.url + "/v1"
+    with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+def ask(client, **fields):
+    asked = {"model": NAME, "messages": MESSAGES, "max_tokens": 120, "tools": TOOLS}
+    return client.chat.completions.create(**asked | {"seed": 1, "temperature": 1} | fields)
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def check_call(function):
+    arguments = json.loads(function.arguments)
+    if function.name == "weather":
+        jsonschema.validate(arguments, WEATHER)
+    else:
+        assert function.name == "now" and arguments == {}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_calls_are_those_of_the_schemas(client, choice):
+    fields = {"tool_choice": choice, "parallel_tool_calls": False}
+    [whole] = ask(client, **fields).choices
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
+    [call] = whole.message.tool_calls
+    check_call(call.function)
+    assert choice == "required" or call.function.name == "weather"
+    streamed, reasons = {}, []
+    for piece in ask(client, **fields, stream=True):
+        [one] = piece.choices
+        assert not one.delta.content
+        reasons.append(one.finish_reason)
+        for part in one.delta.tool_calls or []:
+            seen = streamed.setdefault(part.index, ["", ""])
+            seen[0] += part.function.name or ""
+            seen[1] += part.function.arguments or ""
+    assert streamed == {0: [call.function.name, call.function.arguments]}
+    assert reasons[-1] == "tool_calls"
+    # The answer of the tool goes through the template, too.
+    turns = [
+        *MESSAGES,
+        whole.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "yes </s>"},
+    ]
+    after = ask(client, messages=turns, tool_choice="none", max_tokens=3)
+    assert after.usage.prompt_tokens > 50 and after.usage.completion_tokens <= 3
+
+
+def test_auto_may_answer_with_text(client):
+    [choice] = ask(client, max_tokens=20).choices
+    assert choice.message.content and not choice.message.tool_calls
+    assert choice.finish_reason == "length"
+
+
+def test_what_the_drafts_were_worth(client):
+    usage = ask(client, tool_choice="required").usage.completion_tokens_details
+    assert usage.accepted_prediction_tokens > 20 and usage.rejected_prediction_tokens > 0
+
+
+def test_names_of_vllm(tool_port, client):
+    ask(client, tool_choice="required")
+    import httpx2 as httpx
+
+    said = httpx.get(tool_port.url + "/metrics").text
+    values = {
+        line.split()[0]: float(line.split()[-1])
+        for line in said.splitlines()
+        if line.startswith("vllm:")
+    }
+    accepted = values["vllm:spec_decode_num_accepted_tokens_total"]
+    drafted = values["vllm:spec_decode_num_draft_tokens_total"]
+    assert drafted > accepted > 0 and drafted % 4 == 0
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    places = [values[f'{name}{{position="{i}"}}'] for i in range(3)]
+    assert sum(places) == accepted and places == sorted(places)[::-1]
+    written = values["vllm:generation_tokens_total"]
+    assert written > values["vllm:spec_decode_num_drafts_total"] > written / 4
+    assert values["vllm:num_requests_running"] == 0
+    assert values["vllm:time_to_first_token_seconds_count"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "about"),
+    [
+        ({"tools": [{"type": "function"}]}, "each with a 'name'"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "each with a 'name'"),
+        ({"tools": [{"function": {"name": "a", "parameters": 3}}]}, "'parameters' of 'a'"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": {"function": {"name": "zoo"}}}, "names no tool"),
+        ({"tools": [], "tool_choice": "required"}, "needs 'tools'"),
+        ({"response_format": {"type": "json_object"}}, "not both"),
+        ({"messages": [{"role": "tool"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages"),
+        (
+            {
+                "tools": [
+                    {"function": {"name": "a", "parameters": {"type": "x"}}},
+                ]
+            },
+            "the tools cannot be used",
+        ),
+    ],
+)
+def test_what_is_refused(client, fields, about):
+    with pytest.raises(openai.BadRequestError, match=about):
+        ask(client, **fields)
+
+
+def test_a_template_that_knows_no_tools(port):
+    url = port.url + "/v1"
+    with (
+        openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client,
+        pytest.raises(openai.BadRequestError, match="chat template knows no tools"),
+    ):
+        ask(client)
+
+
+CALL = '{"name": "now", "arguments": {"a": [1]}}'
+TEXTS = [
+    ("just text <tool", "just text <tool", 0),
+    (f"<tool_call>\n{CALL}\n</tool_call>", "", 1),
+    (f"hm <tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", "hm ", 2),
+    (f"<tool_call>\n{CALL}", f"<tool_call>\n{CALL}", 0),
+    ("<tool_call>\nno\n</tool_call>!", "<tool_call>\nno\n</tool_call>!", 0),
+]
+
+
+@pytest.mark.parametrize(("text", "said", "calls"), TEXTS)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_calls_are_told_from_text_that_grows(text, said, calls, size):
+    reader = CallReader(FORMS["<tool_call>"])
+    shown = ""
+    for at in range(0, len(text), size):
+        shown += reader.push(text[at : at + size])[0]
+    shown += reader.push("", ended=True)[0]
+    assert (shown, len(reader.calls)) == (said, calls)
+    for call in reader.calls:
+        assert call["function"] == {"name": "now", "arguments": '{"a": [1]}'}
+
+
+def test_calls_without_a_mark():
+    form = FORMS['"parameters"']
+    for text, calls in (('{"name": "f", "parameters": {}}', 1), ("text", 0), ("{x", 0)):
+        reader = CallReader(form)
+        shown = reader.push(text)[0] + reader.push("", ended=True)[0]
+        assert (shown, len(reader.calls)) == ("" if calls else text, calls)
