@@ -339,10 +339,6 @@ def test_heads_are_those_of_the_backbone_in_every_type(directory, dtype):
     assert medusa_jax.load(path, heads, tree="chain:1", dtype=dtype).drafts
 
 
-def test_a_model_without_heads_decodes_plainly_by_default(directory):
-    assert medusa_jax.load(str(directory[0])).tree == Tree.none()
-
-
 def test_a_missing_model_is_named_before_its_heads():
     for drafter in (None, "medusa", "nowhere/either"):
         with pytest.raises(UserError, match="'/no/such/model' is not a directory"):
@@ -481,19 +477,6 @@ def test_the_gap_leaves_barred_tokens_out(model, directory):
     assert_close(best[0] + got, best[1])
 
 
-@pytest.mark.wide
-def test_float32_parts_from_the_plain_loop_only_at_a_tie(directory):
-    path = str(directory[0])
-    model = medusa_jax.load(path, f"{path}/heads", tree=TREE, dtype="float32")
-    for options in (
-        Options(max_new_tokens=60),
-        Options(max_new_tokens=60, temperature=1.0),
-    ):
-        for one in compare(model, PROMPTS, options, repeats=1):
-            # Scores are of the size of 10.
-            assert one.identical or one.first_divergence["gap"] < 10 * 64 * 2**-23
-
-
 def test_an_empty_prompt_starts_from_bos_or_is_refused(model, directory, tmp_path):
     [result] = model.generate([""], Options(max_new_tokens=4))
     assert result.prompt_tokens == 1 and result.new_tokens == 4
@@ -502,13 +485,6 @@ def test_an_empty_prompt_starts_from_bos_or_is_refused(model, directory, tmp_pat
     other = medusa_jax.load(path, "none", tree="none", tokenizer=str(tmp_path))
     with pytest.raises(UserError, match="empty and the tokenizer has no BOS"):
         other.generate([""])
-
-
-def test_without_heads_only_plain_decoding_is_left(directory):
-    model = medusa_jax.load(str(directory[0]), "none", tree="none")
-    assert model.generate(["in"], Options(max_new_tokens=4))[0].new_tokens == 4
-    with pytest.raises(UserError, match="no draft heads"):
-        model.generate(["in"], tree="chain:1")
 
 
 def test_only_the_heads_of_the_tree_are_read_when_asked(directory):

@@ -171,12 +171,9 @@ def test_the_step_is_timed_in_the_middle_of_a_text_of_median_length(monkeypatch)
         return [3.0, 2.0]
 
     monkeypatch.setattr(answering, "step_seconds", timed)
+    turns = [Space(drafted=Space(token_ids=[9] * 4, new_tokens=4))]
     answered = [
-        Space(
-            prompts=[[i] * n],
-            turns=[Space(drafted=Space(token_ids=[9] * 4, new_tokens=4))],
-            temperature=0.35 * i,
-        )
+        Space(prompts=[[i] * n], turns=turns, temperature=0.35 * i)
         for i, n in enumerate((30, 2, 10))
     ]
     assert answering.step_ratio(None, answered, None, 1) == 1.5

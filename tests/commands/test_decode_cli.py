@@ -159,20 +159,6 @@ def test_show_drafts_colours_accepted_drafts_only(decode):
     assert "accepted drafts by tree depth" in err
 
 
-@pytest.mark.wide
-def test_one_seed_one_text_whatever_the_tree(decode):
-    flags = ("--prompt", "in the", "--json", "--temperature", 1.0, "--top_p", 0.9)
-    runs = ((3, "none"), (3, "chain:2"), (3, "cartesian:2,2"), (4, "chain:2"))
-    texts = [
-        json.loads(decode(*flags, "--seed", seed, "--dtype", "float64", tree=tree)[1])
-        for seed, tree in runs
-    ]
-    assert texts[0]["token_ids"] == texts[1]["token_ids"] == texts[2]["token_ids"]
-    assert texts[3]["token_ids"] != texts[0]["token_ids"]
-    assert [t["tree_nodes"] for t in texts] == [1, 3, 7, 3]
-    assert texts[0]["drafter"] == "none" and texts[1]["acceptance"] == "sampled"
-
-
 def test_without_a_drafter(decode):
     facts = json.loads(decode("--prompt", "the cat", "--json", heads="none", tree=None)[1])
     assert facts["drafter"] == "none" and facts["tree_nodes"] == 1
@@ -283,11 +269,6 @@ def test_the_end_of_the_context_is_told(decode):
     assert facts["finish_reason"] == "context"
     assert facts["prompt_tokens"] + facts["new_tokens"] == CONTEXT
     assert out == "a" + facts["text"] + "\n"
-
-
-def test_an_empty_prompt_starts_from_bos(decode):
-    facts = json.loads(decode("--prompt", "", "--json")[1])
-    assert facts["prompt_tokens"] == 1 and facts["new_tokens"] == 20
 
 
 def test_a_tree_file(decode, tmp_path):

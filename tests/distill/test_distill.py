@@ -132,16 +132,8 @@ def test_most_turns_and_the_context(tokenizer):
 
 
 def test_self_talk_writes_the_user_s_turns_too(tokenizer):
-    lines = {
-        0: [
-            ("yes", "stop"),
-            ("why", "stop"),
-            ("so", "stop"),
-            ("ok", "stop"),
-            ("x", "stop"),
-        ],
-        1: [("yes", "stop"), ("endless", "length")],
-    }
+    whole = [(word, "stop") for word in ("yes", "why", "so", "ok", "x")]
+    lines = {0: whole, 1: [("yes", "stop"), ("endless", "length")]}
     talk, script = converse(tokenizer, lines, self_talk=True)
     records = talk([Seed(0, turns=("hi", "unused")), Seed(1, turns=("hi",))])
     assert contents(records[0]) == ["hi", "yes", "why", "so", "ok", "x"]

@@ -64,15 +64,8 @@ def test_a_later_turn_stands_behind_the_drafted_answer(monkeypatch):
 
     monkeypatch.setattr(answering, "compare", compare)
     model = Space(encode=lambda text: [*map(ord, text)])
-    answering.answer_all(
-        model,
-        [QUESTION, QUESTION],
-        Tree.none(),
-        Options(),
-        repeats=1,
-        template=PLAIN,
-        room=99,
-    )
+    how = {"repeats": 1, "template": PLAIN, "room": 99}
+    answering.answer_all(model, [QUESTION, QUESTION], Tree.none(), Options(), **how)
     assert asked == [("one", [0]), ("one\n\ndrafted\n\ntwo", [0]), ("one", [1]),
                      ("one\n\ndrafted\n\ntwo", [1])]  # fmt: skip
 

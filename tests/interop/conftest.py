@@ -32,13 +32,8 @@ def sentencepiece_dir(tmp_path_factory):
         minloglevel=2,
     )
     (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    settings = {
-        "tokenizer_class": "LlamaTokenizer",
-        "add_bos_token": True,
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-    }
+    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+    settings |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
 
@@ -51,15 +46,8 @@ def byte_level_dir(tmp_path_factory):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [
-        "<|begin_of_text|>",
-        "<|end_of_text|>",
-        "<|eot_id|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|im_start|>",
-        "<|im_end|>",
-    ]
+    names = "begin_of_text end_of_text eot_id start_header_id end_header_id im_start im_end"
+    special = [f"<|{name}|>" for name in names.split()]
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=special,

@@ -32,41 +32,32 @@ from medusa_jax.interop.tensors import open_checkpoint
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.model.llama import init_params
 
+THETA = 500000.0
+LLAMA3 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_low_freq_factor": 1.0}
+LLAMA3 |= {"rope_high_freq_factor": 4.0, "rope_original_max_position": 8192}
+BIASES = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
+LINEAR = {"rope_scaling": "linear"}
+WIDE = {"rope.dimension_count": 12, "attention.key_length": 12}
 # family of the file, fields of the configuration, keys of the metadata
 CASES = {
     "llama": ("llama", {}, {}),
     "llama_tied": ("llama", {"tie_embeddings": True}, {}),
-    "llama_biases": (
-        "llama",
-        {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
-        {},
-    ),
-    "llama_own_head_size": (
-        "llama",
-        {"head_dim": 12},
-        {"rope.dimension_count": 12, "attention.key_length": 12},
-    ),
+    "llama_biases": ("llama", BIASES, {}),
+    "llama_own_head_size": ("llama", {"head_dim": 12}, WIDE),
     "llama_linear_rope": (
         "llama",
-        {"rope_scaling": "linear", "rope_factor": 2.5},
+        LINEAR | {"rope_factor": 2.5},
         {"rope.scaling.type": "linear", "rope.scaling.factor": 2.5},
     ),
     "llama_linear_rope_of_old": (
         "llama",
-        {"rope_scaling": "linear", "rope_factor": 2.0},
+        LINEAR | {"rope_factor": 2.0},
         {"rope.scale_linear": 2.0},
     ),
     "llama_llama3_rope": (
         "llama",
-        {
-            "rope_scaling": "llama3",
-            "rope_factor": 8.0,
-            "rope_low_freq_factor": 1.0,
-            "rope_high_freq_factor": 4.0,
-            "rope_original_max_position": 8192,
-            "rope_theta": 500000.0,
-        },
-        {"rope.freq_base": 500000.0},
+        LLAMA3 | {"rope_theta": THETA},
+        {"rope.freq_base": THETA},
     ),
     "mistral_window": ("llama", {"sliding_window": 7}, {"attention.sliding_window": 7}),
     "qwen2": ("qwen2", {"qkv_bias": True}, {}),
@@ -169,13 +160,8 @@ def tiny(path, tokenizer_json, shape=None, vocabulary=None, **changes):
 
 def test_what_a_model_says_beside_its_weights(tmp_path, tokenizer_json):
     """Special ids, the ends of texts and turns, BOS, chat template."""
-    said = {
-        "ggml.bos_token_id": 0,
-        "ggml.eos_token_id": 1,
-        "ggml.eot_token_id": 2,
-        "ggml.add_bos_token": True,
-        "chat_template": "{{ messages[0]['content'] }}",
-    }
+    said = {f"ggml.{kind}_token_id": i for i, kind in enumerate(("bos", "eos", "eot"))}
+    said |= {"ggml.add_bos_token": True, "chat_template": "{{ messages[0]['content'] }}"}
     path = tiny(tmp_path / "a.gguf", tokenizer_json, vocabulary=said)
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos_id, tokenizer.adds_bos) == (0, True)
@@ -258,32 +244,30 @@ def test_an_attempt_that_fails_leaves_nothing(tmp_path, tokenizer_json, cache, m
     assert not left.exists()
 
 
+def with_tensor(name, value):
+    return {"tensors": {name: None if value is None else np.array(value, np.float32)}}
+
+
 REFUSED = {
     "architecture 'bert' is not supported": {"arch": "bert"},
     "a mixture of experts": {"shape": {"expert_count": 8}},
     "does not say llama.block_count": {"shape": {"block_count": None}},
     "llama.block_count is 'two', not a count": {"shape": {"block_count": "two"}},
     "llama.rope.freq_base is nan": {"shape": {"rope.freq_base": math.nan}},
-    "3 query heads and 2 key/value heads do not fit": {
-        "shape": {"attention.head_count": 3}
-    },
+    "3 query heads and 2 key/value heads do not": {"shape": {"attention.head_count": 3}},
     "rotated, are not supported": {"shape": {"rope.dimension_count": 4}},
     "rope scaling 'yarn' is not supported": {"shape": {"rope.scaling.type": "yarn"}},
-    "rope_freqs.weight are scaled in a way": {
-        "tensors": {"rope_freqs__weight": np.array([1, 2, 3, 8], np.float32)}
-    },
-    "rope_freqs.weight are scaled in a way that is": {
-        "tensors": {"rope_freqs__weight": np.ones(3, np.float32)}
-    },
-    "tensor 'blk.1.attn_q.weight' is missing": {
-        "tensors": {"blk__1__attn_q__weight": None}
-    },
-    r"tensor 'output_norm.weight' has shape \[4\]": {
-        "tensors": {"output_norm__weight": np.ones(4, np.float32)}
-    },
-    "no place for tensor 'blk.0.extra.weight'": {
-        "tensors": {"blk__0__extra__weight": np.ones(4, np.float32)}
-    },
+    "rope_freqs.weight are scaled in a way": with_tensor(
+        "rope_freqs__weight", [1, 2, 3, 8]
+    ),
+    "rope_freqs.weight are scaled in a way that is": with_tensor(
+        "rope_freqs__weight", [1] * 3
+    ),
+    "tensor 'blk.1.attn_q.weight' is missing": with_tensor("blk__1__attn_q__weight", None),
+    r"'output_norm.weight' has shape \[4\]": with_tensor("output_norm__weight", [1] * 4),
+    "no place for tensor 'blk.0.extra.weight'": with_tensor(
+        "blk__0__extra__weight", [1] * 4
+    ),
     "pre-tokenizer 'mpt' is not supported": {"vocabulary": {"ggml.pre": "mpt"}},
     "does not say tokenizer.ggml.pre": {"vocabulary": {"ggml.pre": None}},
     "tokenizer kind 'bert' is not supported": {"vocabulary": {"ggml.model": "bert"}},
@@ -291,13 +275,9 @@ REFUSED = {
     "the types of 2": {"vocabulary": {"ggml.token_type": [1, 1]}},
     "its tokenizer does not fit together": {"vocabulary": {"ggml.merges": ["q !x"]}},
     "the merge 'x' is no pair": {"vocabulary": {"ggml.merges": ["x"]}},
-    "tokens, but embeddings of 7": {
-        "tensors": {"token_embd__weight": np.ones((7, D), np.float32)}
-    },
+    "tokens, but embeddings of 7": with_tensor("token_embd__weight", [[1] * D] * 7),
     "tokens is no list of str": {"vocabulary": {"ggml.tokens": [1, 2]}},
-    "holds values that are no numbers": {
-        "tensors": {"output_norm__weight": np.full(D, np.inf, np.float32)}
-    },
+    "values that are no numbers": with_tensor("output_norm__weight", [np.inf] * D),
 }
 
 

@@ -86,14 +86,10 @@ def test_greedy_text(ours, theirs):
     tokens = 0
     for prompt, result in zip(prompts, results):
         with torch.no_grad():
-            whole = theirs.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt)),
-                max_new_tokens=NEW,
-                do_sample=False,
-                eos_token_id=2,
-                pad_token_id=2,
-            )[0].tolist()
+            how = {"max_new_tokens": NEW, "do_sample": False}
+            ids, seen = torch.tensor([prompt]), torch.ones(1, len(prompt))
+            ends = {"eos_token_id": 2, "pad_token_id": 2}
+            whole = theirs.generate(ids, attention_mask=seen, **how, **ends)[0].tolist()
         new = [token for token in whole[len(prompt) :] if token != 2]
         assert ours.tokenizer.decode(result.token_ids) == ours.tokenizer.decode(new)
         tokens += len(new)

@@ -17,27 +17,13 @@ from medusa_jax.interop import hf, hub, shards, tensors
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 
-LLAMA2 = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "hidden_act": "silu",
-    "torch_dtype": "float16",
-}
-LLAMA31_ROPE = {
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
+SIZES = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
+SIZES |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+LLAMA2 = SIZES | {"model_type": "llama", "max_position_embeddings": 4096}
+LLAMA2 |= {"rms_norm_eps": 1e-05, "rope_scaling": None, "hidden_act": "silu"}
+LLAMA2 |= {"torch_dtype": "float16"}
+LLAMA31_ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+LLAMA31_ROPE |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
 
 
 def read(tmp_path, **changes):
@@ -72,15 +58,13 @@ def test_llama2_config(tmp_path):
 
 
 def test_llama31_config(tmp_path):
-    config = read(
-        tmp_path,
-        vocab_size=128256,
-        intermediate_size=14336,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-        rope_scaling=LLAMA31_ROPE,
-    )
+    sizes = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
+    rope = {
+        "max_position_embeddings": 131072,
+        "rope_theta": 5e5,
+        "rope_scaling": LLAMA31_ROPE,
+    }
+    config = read(tmp_path, **sizes, **rope)
     rope = (config.rope_scaling, config.rope_factor, config.rope_theta)
     assert rope == ("llama3", 8, 5e5)
     assert config.rope_original_max_position == 8192 and config.n_kv_heads == 8
@@ -115,13 +99,13 @@ def test_other_families(tmp_path):
     assert biased.qkv_bias and biased.out_bias and biased.mlp_bias
 
 
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 16}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"model_type": "gpt2"},
-            r"model_type 'gpt2' is not supported \(there are: llama, mistral",
-        ),
+        ({"model_type": "gpt2"}, r"'gpt2' is not supported \(there are: llama, mistral"),
         ({"model_type": "absent"}, "model_type None"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
@@ -134,14 +118,7 @@ def test_other_families(tmp_path):
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differ by layer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 5}, "do not fit together"),
-        (
-            {
-                "model_type": "qwen2",
-                "use_sliding_window": True,
-                "layer_types": ["sliding_attention", "full_attention"] * 16,
-            },
-            "layer_types",
-        ),
+        ({"model_type": "qwen2", "use_sliding_window": True} | LAYERS, "layer_types"),
     ],
 )
 def test_unsupported_configs(tmp_path, changes, message):
@@ -301,14 +278,8 @@ def hub_error(kind):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            "GatedRepoError",
-            r"some/model is gated: accept its terms at https://.*hf auth login",
-        ),
-        (
-            "RepositoryNotFoundError",
-            "some/model is neither a local directory nor a repository",
-        ),
+        ("GatedRepoError", r"is gated: accept its terms at https://.*hf auth login"),
+        ("RepositoryNotFoundError", "is neither a local directory nor a repository"),
         ("RevisionNotFoundError", "some/model has no revision 'v9'"),
     ],
 )

@@ -35,13 +35,9 @@ def test_greedy_text_is_the_same(case, ngram, tmp_path, byte_level_dir):
     results = ours.generate(prompts, Options(max_new_tokens=NEW), tree="none")
     for prompt, result in zip(prompts, results):
         with torch.no_grad():
-            whole = theirs.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt)),
-                max_new_tokens=NEW,
-                do_sample=False,
-                pad_token_id=0,
-            )[0].tolist()
+            how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+            ids, seen = torch.tensor([prompt]), torch.ones(1, len(prompt))
+            whole = theirs.generate(ids, attention_mask=seen, **how)[0].tolist()
         new = whole[len(prompt) :]
         if ngram:
             assert len(set(itertools.pairwise(new))) == NEW - 1

@@ -17,41 +17,24 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 V, T = 96, 40
-SMALL = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 24,
-}
+SMALL = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48}
+SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"max_position_embeddings": 64, "tie_word_embeddings": False}
+SMALL |= {"bos_token_id": None, "eos_token_id": None}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}
+LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 24}
+LINEAR = {"rope_type": "linear", "factor": 2.5}
+LATE = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 CASES = {
     "llama_mha": ("Llama", {"num_key_value_heads": 4}),
     "llama_gqa": ("Llama", {"head_dim": 12, "rope_theta": 500.0}),
-    "llama_linear_rope": (
-        "Llama",
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
-    ),
+    "llama_linear_rope": ("Llama", {"rope_scaling": LINEAR}),
     "llama_llama3_rope": ("Llama", {"rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral_window": ("Mistral", {"sliding_window": 7}),
     "qwen2_biases": ("Qwen2", {}),
-    "qwen2_late_window": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
+    "qwen2_late_window": ("Qwen2", LATE),
     "qwen3_qk_norm": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
 

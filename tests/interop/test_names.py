@@ -35,16 +35,13 @@ def tiny(monkeypatch, tmp_path, byte_level_dir):
     path = write(package / "tiny.gguf", metadata, tensors)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    row = NamedModel(
-        package="tiny_package",
-        file="tiny.gguf",
-        sha256=digest,
-        install="pip install tiny-package",
-        chat=True,
-        heads="tiny",
-        drafter="medusa",
-        sampling={"temperature": 0.5, "top_p": 0.75},
-    )
+    names = {
+        "package": "tiny_package",
+        "file": "tiny.gguf",
+        "install": "pip install tiny-package",
+    }
+    more = {"chat": True, "sampling": {"temperature": 0.5, "top_p": 0.75}}
+    row = NamedModel(**names, **more, sha256=digest, heads="tiny", drafter="medusa")
     monkeypatch.setitem(NAMES, "tiny", row)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     importlib.invalidate_caches()

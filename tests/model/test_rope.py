@@ -40,14 +40,9 @@ def rotation_reference(config: LlamaConfig, plane: int) -> float:
         {},
         {"rope_theta": 500000.0},
         {"rope_scaling": "linear", "rope_factor": 4.0},
-        {
-            "rope_scaling": "llama3",
-            "rope_theta": 500000.0,
-            "rope_factor": 8.0,
-            "rope_low_freq_factor": 1.0,
-            "rope_high_freq_factor": 4.0,
-            "rope_original_max_position": 8192,
-        },
+        {"rope_scaling": "llama3", "rope_theta": 500000.0, "rope_factor": 8.0}
+        | {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
+        | {"rope_original_max_position": 8192},
     ],
 )
 def test_rotation_is_that_of_complex_numbers(fields):
@@ -57,11 +52,8 @@ def test_rotation_is_that_of_complex_numbers(fields):
     if config.rope_scaling == "llama3":  # all three regions are there
         plain = rope_frequencies(dataclasses.replace(config, rope_scaling="none"))
         ratio = np.array(expected) / plain
-        assert (
-            ratio[0] == 1
-            and np.isclose(ratio[-1], 1 / 8)
-            and ((ratio > 0.2) & (ratio < 0.9)).any()
-        )
+        assert ratio[0] == 1 and np.isclose(ratio[-1], 1 / 8)
+        assert ((ratio > 0.2) & (ratio < 0.9)).any()
     positions = np.array([[0, 1, 7, 5000]])
     x = np.random.default_rng(0).standard_normal((1, 4, 2, 64))
     got = np.asarray(

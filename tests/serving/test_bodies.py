@@ -97,8 +97,7 @@ KNOWN = (
     "n stop temperature top_p top_k min_p seed logprobs stream drafts acceptance echo user"
 )
 KNOWN += " stream_options logit_bias prompt model max_tokens epsilon nonsense"
-KNOWN += ["drafts", "acceptance", "echo", "user", "stream_options", "logit_bias", "prompt"]
-KNOWN += ["guided_regex", "structured_outputs", "presence_penalty", "repetition_penalty"]
+KNOWN += " guided_regex structured_outputs presence_penalty repetition_penalty"
 
 
 FIELDS = st.sampled_from(KNOWN.split())

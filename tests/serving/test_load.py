@@ -43,25 +43,17 @@ ROUNDS, ROUND = 3, 250
 def kinds(prompts, limits):
     """Calls that come again and again, so that few solo runs tell what all should say."""
     rng = random.Random(0)
-    return [
-        {
-            "prompt": prompt,
-            "max_tokens": rng.choice(limits),
-            "temperature": rng.choice([0, 0, 0.8]),
-            "seed": rng.randrange(99),
-        }
-        for prompt in prompts
-        for _ in range(4)
-    ]
+
+    def call(prompt):
+        limit, temperature = rng.choice(limits), rng.choice([0, 0, 0.8])
+        drawn = {"temperature": temperature, "seed": rng.randrange(99)}
+        return {"prompt": prompt, "max_tokens": limit} | drawn
+
+    return [call(prompt) for prompt in prompts for _ in range(4)]
 
 
 def options_of(asked):
-    return [
-        Options(
-            max_new_tokens=a["max_tokens"], temperature=a["temperature"], seed=a["seed"]
-        )
-        for a in asked
-    ]
+    return [Options(a["max_tokens"], a["temperature"], seed=a["seed"]) for a in asked]
 
 
 def expected_texts(model, asked):

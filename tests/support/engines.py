@@ -230,17 +230,11 @@ def layer_shapes(config, stem):
     """A decoder layer without a norm before its attention."""
     D, ff, H = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * H, config["num_key_value_heads"] * H
-    shapes = {
-        "self_attn.q_proj": (q, D),
-        "self_attn.k_proj": (kv, D),
-        "self_attn.v_proj": (kv, D),
-        "self_attn.o_proj": (D, q),
-        "mlp.gate_proj": (ff, D),
-        "mlp.up_proj": (ff, D),
-        "mlp.down_proj": (D, ff),
-        "post_attention_layernorm": (D,),
-    }
-    return {f"{stem}.{name}.weight": shape for name, shape in shapes.items()}
+    shapes = {"self_attn.q": (q, D), "self_attn.k": (kv, D), "self_attn.v": (kv, D)}
+    shapes |= {"self_attn.o": (D, q), "mlp.gate": (ff, D), "mlp.up": (ff, D)}
+    shapes |= {"mlp.down": (D, ff)}
+    norm = {f"{stem}.post_attention_layernorm.weight": (D,)}
+    return norm | {f"{stem}.{name}_proj.weight": size for name, size in shapes.items()}
 
 
 def eagle3(path, base, streams, following):

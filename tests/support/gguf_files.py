@@ -75,17 +75,10 @@ def random_blocks(kind, outputs, inputs, rng):
 
 def shape_metadata(arch, **changes):
     """What a file of the test's sizes says of its shape; `None` takes a key out."""
-    keys = {
-        "block_count": LAYERS,
-        "context_length": 64,
-        "embedding_length": D,
-        "feed_forward_length": F,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": KV_HEADS,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.freq_base": 500.0,
-        **changes,
-    }
+    keys = {"block_count": LAYERS, "embedding_length": D, "feed_forward_length": F}
+    keys |= {"attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS}
+    keys |= {"attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 500.0}
+    keys |= {"context_length": 64, **changes}
     return {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
 
 
@@ -111,16 +104,9 @@ def llama_tensors(vocab_size):
     rng = np.random.default_rng(0)
     K = D // HEADS * KV_HEADS
     shapes = {"token_embd.weight": (vocab_size, D), "output_norm.weight": (D,)}
+    of_layer = {"attn_norm": (D,), "attn_q": (D, D), "attn_k": (K, D), "attn_v": (K, D)}
+    of_layer |= {"attn_output": (D, D), "ffn_norm": (D,), "ffn_gate": (F, D)}
+    of_layer |= {"ffn_up": (F, D), "ffn_down": (D, F)}
     for i in range(LAYERS):
-        shapes |= {
-            f"blk.{i}.attn_norm.weight": (D,),
-            f"blk.{i}.attn_q.weight": (D, D),
-            f"blk.{i}.attn_k.weight": (K, D),
-            f"blk.{i}.attn_v.weight": (K, D),
-            f"blk.{i}.attn_output.weight": (D, D),
-            f"blk.{i}.ffn_norm.weight": (D,),
-            f"blk.{i}.ffn_gate.weight": (F, D),
-            f"blk.{i}.ffn_up.weight": (F, D),
-            f"blk.{i}.ffn_down.weight": (D, F),
-        }
+        shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in of_layer.items()}
     return {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}

@@ -63,17 +63,14 @@ def hydra_state(n_heads=3, n_layers=3, plus=False, seed=0, tied=True, kv_heads=N
 def prefix_layer(rng, kv_heads=LLAMA.n_kv_heads):
     """One Llama layer with an embedding that nothing reads and a rotary table."""
     q, kv = LLAMA.n_heads * LLAMA.head_dim, kv_heads * LLAMA.head_dim
-    shapes = {
-        "self_attn.q_proj": (q, D),
-        "self_attn.k_proj": (kv, D),
-        "self_attn.v_proj": (kv, D),
-        "self_attn.o_proj": (D, q),
-        "mlp.gate_proj": (LLAMA.d_ff, D),
-        "mlp.up_proj": (LLAMA.d_ff, D),
-        "mlp.down_proj": (D, LLAMA.d_ff),
-    }
+    sizes = {"self_attn.q": (q, D), "self_attn.k": (kv, D), "self_attn.v": (kv, D)}
+    sizes |= {"self_attn.o": (D, q), "mlp.gate": (LLAMA.d_ff, D), "mlp.up": (LLAMA.d_ff, D)}
+    sizes |= {"mlp.down": (D, LLAMA.d_ff)}
     stem = "prefix_embeding_layer"
-    state = {f"{stem}.layers.0.{n}.weight": 2 * normal(rng, *s) for n, s in shapes.items()}
+    state = {
+        f"{stem}.layers.0.{name}_proj.weight": 2 * normal(rng, *size)
+        for name, size in sizes.items()
+    }
     for norm in ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"):
         state[f"{stem}.{norm}.weight"] = 1 + normal(rng, D)
     state[f"{stem}.embed_tokens.weight"] = normal(rng, V, D)
@@ -140,19 +137,10 @@ EAGLE3 = {
 }
 
 
-# What lies beside them; it calls the bias of FC "bias", or leaves it out.
-EAGLE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": D,
-    "intermediate_size": LLAMA.d_ff,
-    "num_attention_heads": LLAMA.n_heads,
-    "num_key_value_heads": LLAMA.n_kv_heads,
-    "num_hidden_layers": 1,
-    "rms_norm_eps": LLAMA.rms_eps,
-    "vocab_size": V,
-}
+EAGLE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+EAGLE |= {"hidden_size": D, "intermediate_size": LLAMA.d_ff, "vocab_size": V}
+EAGLE |= {"num_attention_heads": LLAMA.n_heads, "num_key_value_heads": LLAMA.n_kv_heads}
+EAGLE |= {"num_hidden_layers": 1, "rms_norm_eps": LLAMA.rms_eps}
 
 
 def write(folder, state, name, config=None):

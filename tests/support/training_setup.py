@@ -42,14 +42,11 @@ def tiny_config(data: str, stage: str = "backbone", **train) -> Config:
         "stage": stage,
         "batch_size": 8,
         "steps": 16,
-        "dtype": "float32",
-        "remat": False,
         "loss_chunk": 8,
-        "log_every": 1,
-        "eval_every": 8,
-        "save_every": 4,
         "curves": False,
     }
+    values |= {"log_every": 1, "eval_every": 8, "save_every": 4}
+    values |= {"dtype": "float32", "remat": False}
     return Config(
         model=ModelConfig(arch=training_arch()),
         heads=HeadsConfig(n_heads=3),

@@ -68,13 +68,9 @@ def vicuna(tmp_path_factory):
 
 def conversation(*turns: int) -> dict:
     """A ShareGPT record of the given pairs of TALK."""
-    said = []
-    for i in turns:
-        said += [
-            {"from": "human", "value": TALK[i][0]},
-            {"from": "gpt", "value": TALK[i][1]},
-        ]
-    return {"id": str(turns), "conversations": said}
+    said = [pair for i in turns for pair in zip(("human", "gpt"), TALK[i])]
+    talk = [{"from": who, "value": text} for who, text in said]
+    return {"id": str(turns), "conversations": talk}
 
 
 @pytest.fixture(scope="session")

@@ -36,14 +36,12 @@ def test_launchers_that_start_several_processes_are_recognised():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"process_id": "0", "num_processes": "2"}, "--coordinator_address is missing"),
-        (
-            {"coordinator_address": "a:1", "num_processes": "two", "process_id": "0"},
-            "whole",
-        ),
+        ({"num_processes": "2"}, "--coordinator_address is missing"),
+        ({"coordinator_address": "a:1", "num_processes": "two"}, "whole"),
     ],
 )
 def test_flags_that_do_not_say_who_is_who(given, words):
+    given = {"process_id": "0"} | given
     with pytest.raises(UserError, match=words):
         hosts.join(given)
 

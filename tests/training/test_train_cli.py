@@ -130,36 +130,13 @@ def test_a_full_disk_is_one_sentence(tokens, tmp_path, size):
 
 
 @pytest.mark.wide
-def test_dry_run_counts_and_trains_nothing(tmp_path, capsys):
-    small = (
-        "d_model=32 n_layers=2 n_heads=2 n_kv_heads=2 head_dim=16 d_ff=64 vocab_size=128"
-    )
-    args = [f"--config.model.arch.{field}" for field in small.split()]
-    args += ["--config.dry_run", "--config.data.seq_len=32", "--config.train.batch_size=8"]
-    assert cli.main([f"--config={ROOT}/configs/vicuna7b_m1.py", *args]) == 0
-    said = capsys.readouterr().out
-    D, F, V = 32, 64, 128
-    backbone = 2 * (4 * D * D + 3 * D * F + 2 * D) + D + 2 * V * D
-    heads = 5 * (D * D + D + D * V)
-    assert f"backbone parameters   {backbone:,}" in said
-    assert f"trainable parameters  {heads:,}" in said
-    assert "memory per device" in said and "8 x 1 x 32 tokens per update" in said
-
-
-@pytest.mark.wide
 def test_vicuna_recipe_on_a_tiny_vicuna(vicuna, sharegpt, tmp_path):
     """The shipped recipe, its data path and all, with other sizes only."""
-    cfg = parse(
-        f"--config.model.path={vicuna}",
-        f"--config.data.source={sharegpt}",
-        f"--config.data.eval_source={sharegpt}",
-        "--config.data.seq_len=256",
-        "--config.train.batch_size=2",
-        "--config.train.accumulation=2",
-        "--config.train.epochs=12",
-        "--config.train.log_every=1",
-        f"--workdir={tmp_path}",
-    )
+    fields = {"model.path": vicuna, "data.source": sharegpt, "data.eval_source": sharegpt}
+    fields |= {"data.seq_len": 256, "train.batch_size": 2, "train.accumulation": 2}
+    fields |= {"train.epochs": 12, "train.log_every": 1}
+    given = [f"--config.{name}={value}" for name, value in fields.items()]
+    cfg = parse(*given, f"--workdir={tmp_path}")
     trainer.train(cfg)
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     train = [r for r in log if r["kind"] == "train"]

@@ -179,9 +179,13 @@ def test_microbatches_add_up(tokens, stage):
             mlp = before["backbone"]["layers_0"]["mlp"]
             assert mlp["up_proj"]["kernel"].shape not in shapes
     (one, one_metrics), (four, four_metrics) = results
-    assert_close(four, one, 256)  # the optimizer divides by small gradients
-    for name in ("loss", "top5"):
-        assert_close(four_metrics[name], one_metrics[name])
+    if stage == "medusa2":
+        assert_close(four, one)
+        assert_close(four_metrics, one_metrics)
+    else:
+        assert_close(four, one, 256)  # the optimizer divides by small gradients
+        for name in ("loss", "top5"):
+            assert_close(four_metrics[name], one_metrics[name])
 
 
 def test_a_poisoned_batch_changes_nothing(tokens):
