@@ -2,7 +2,7 @@
 
 import sys
 
-from medusa_jax.__main__ import Command, run
+from medusa_jax.console import Command, run_named
 
 COMMANDS = {
     "family": Command(
@@ -21,6 +21,11 @@ COMMANDS = {
     "prefill_cost": Command(
         "costs", "research.prefill_cost", "memory of reading a prompt, on published shapes"
     ),
+    "cache_cost": Command(
+        "costs",
+        "research.cache_cost",
+        "a step at a short text, by the size the cache may have",
+    ),
     "scaling": Command(
         "costs", "research.scaling", "memory, traffic and time on many devices"
     ),
@@ -36,4 +41,4 @@ COMMANDS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(run("python -m research", COMMANDS))
+    sys.exit(run_named("python -m research", COMMANDS))

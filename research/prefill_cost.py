@@ -5,6 +5,7 @@ that it fills, and the temporaries of the compiled program.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,17 @@ EXAMPLES = """examples:
   python -m research prefill_cost
   python -m research prefill_cost --shape llama3.1-8b --tokens 131072
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Flags of `prefill_cost`."""
+
+    shape: str
+    tokens: str
+    batch: int
+    drafter: str
+    json: bool
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,7 +127,7 @@ def memory_table(found: dict[str, Any]) -> str:
     return markdown_table(header, cells)
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Measure and print."""
     from medusa_jax.console import use_compilation_cache
 
@@ -135,7 +147,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@ number of rows; decoding uses the one that lies beside the heads.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.flags import (
+    GenerationFlags,
+    ModelFlags,
     add_generation,
     add_limit,
     add_model,
@@ -36,6 +39,25 @@ EXAMPLES = """examples:
   python -m medusa_jax calibrate --model path/to/model --drafter path/to/heads \\
       --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots --dense 60
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(GenerationFlags, ModelFlags):
+    """Flags of `calibrate`."""
+
+    prompts: str | None
+    limit: int
+    out: str | None
+    latency_only: bool
+    mesh: str
+    batches: str
+    sizes: str
+    one_depth: str
+    rounds: int
+    values: str
+    no_copies: bool
+    dense: int
+    plots: str | None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Calibrate, write the tree file, print what was measured."""
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.evaluate.conversation import asked, ending_turns
@@ -158,7 +180,7 @@ def print_rung(rung: Mapping[str, Any]) -> None:
         print("plain decoding: no tree pays on this device")
 
 
-def measure_steps(flags: argparse.Namespace, batches: Sequence[int]) -> int:
+def measure_steps(flags: Flags, batches: Sequence[int]) -> int:
     """Choose anew what `--tree auto` takes on this device, and show why."""
     from medusa_jax.api import device_tree
     from medusa_jax.measured import anew
@@ -220,7 +242,7 @@ def draw_dense(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Answers to seeds, batch after batch, and news of how far they are."""
 
-import argparse
 import dataclasses
 import json
 import os
@@ -14,6 +13,7 @@ import numpy as np
 from medusa_jax import hosts
 from medusa_jax.console import announced, inform
 from medusa_jax.distill.conversation import Converse
+from medusa_jax.distill.files import TextOptions
 from medusa_jax.distill.seeds import Seed
 
 # Two lines about progress are at least so many seconds apart where there is no terminal.
@@ -71,17 +71,15 @@ class News:
 class Writer:
     """Answers batch after batch, with one decode call's shape for all of them."""
 
-    def __init__(
-        self, model: Any, flags: argparse.Namespace, mode: str, options: Any, news: News
-    ):
+    def __init__(self, model: Any, asked: TextOptions, mode: str, options: Any, news: News):
         self.model, self.mode, self.options, self.news = model, mode, options, news
-        self.batch_size = flags.batch_size
+        self.batch_size = asked.batch_size
         self.converse = Converse(
-            model.tokenizer, model.config.max_position, self.decode, flags.chat_template,
-            mode == "self_talk", flags.max_turns,
+            model.tokenizer, model.config.max_position, self.decode, asked.chat_template,
+            mode == "self_talk", asked.max_turns,
         )  # fmt: skip
         self.user_options = dataclasses.replace(
-            options, temperature=flags.user_temperature, max_new_tokens=flags.user_tokens
+            options, temperature=asked.user_temperature, max_new_tokens=asked.user_tokens
         )
 
     def decode(

@@ -28,9 +28,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medusa_jax.commands.flags import typed
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
@@ -81,6 +83,18 @@ TINY = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """All flags."""
+
+    work: str
+    install: str
+    drafters: str
+    answers: int
+    steps_factor: float
+    tiny: bool
+
+
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     p = argparse.ArgumentParser(
@@ -118,7 +132,7 @@ def stage(name: str, done: Path, command: Sequence[str]) -> None:
         raise UserError(f"stage '{name}' failed (exit status {code}); its command is above")
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Run all stages in order."""
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")
@@ -335,7 +349,7 @@ def relative(record: dict[str, Any]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     flags = parser().parse_args(argv)
-    return run_main(lambda: run(flags))
+    return run_main(lambda: run(typed(Flags, flags)))
 
 
 if __name__ == "__main__":
