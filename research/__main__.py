@@ -11,6 +11,11 @@ COMMANDS = {
         "train and measure all drafters under identical conditions",
     ),
     "recipes": Command("papers", "research.recipes.command", "compare training recipes"),
+    "tree_shapes": Command(
+        "papers",
+        "research.tree_shapes",
+        "fitted, dense and shallow trees (figure 4, table 7)",
+    ),
     "walk": Command("papers", "research.walk", "one decode step with its real numbers"),
     "train_cost": Command(
         "costs", "research.train_cost", "seconds and memory of a training step"

@@ -51,8 +51,8 @@ def parser() -> argparse.ArgumentParser:
 
 def engine_of(arch: Any, drafter_name: str, dtype: Any) -> tuple[Any, Any]:
     """The engine with a chain of all heads, and the shapes of its variables in `dtype`."""
+    from medusa_jax.api.weightless import abstract_variables
     from medusa_jax.decoding.generate import Engine
-    from medusa_jax.evaluate.weightless import abstract_variables
     from medusa_jax.heads import DRAFTERS, make_drafter
     from medusa_jax.model.llama import Llama, decoding_config
     from medusa_jax.tree import Tree
@@ -73,8 +73,8 @@ def temporary_bytes(arch: Any, drafter: str, batch: int, tokens: int) -> int:
     """
     import jax.numpy as jnp
 
+    from medusa_jax.api.weightless import prefill_arguments
     from medusa_jax.decoding.generate import prefill
-    from medusa_jax.evaluate.weightless import prefill_arguments
 
     shapes = prefill_arguments(*engine_of(arch, drafter, jnp.float32), batch, tokens)
     memory = prefill.lower(*shapes).compile().memory_analysis()
@@ -90,8 +90,8 @@ def measure(
     import jax
     import jax.numpy as jnp
 
+    from medusa_jax.api.weightless import prefill_arguments
     from medusa_jax.decoding.generate import prefill
-    from medusa_jax.evaluate.weightless import prefill_arguments
 
     if batch < 1 or min(lengths) < 1:
         raise UserError("--batch and --tokens are 1 or more")

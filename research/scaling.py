@@ -180,8 +180,8 @@ def compiled_loop(
     import jax
     import numpy as np
 
+    from medusa_jax.api.weightless import abstract_state, abstract_variables
     from medusa_jax.decoding.generate import Engine, decode_loop
-    from medusa_jax.evaluate.weightless import abstract_state, abstract_variables
     from medusa_jax.heads import make_drafter
     from medusa_jax.model.llama import Llama, decoding_config
     from medusa_jax.sharding import decode_shardings, param_shardings

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa_jax.api.one_step import take_steps, token_labels
 from medusa_jax.commands.flags import (
     ModelFlags,
     add_model,
@@ -20,7 +21,6 @@ from medusa_jax.commands.flags import (
     run_command,
 )
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.one_step import take_steps, token_labels
 from medusa_jax.evaluate.tables import markdown_table
 
 EXAMPLES = """examples:

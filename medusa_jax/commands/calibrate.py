@@ -32,12 +32,11 @@ from medusa_jax.whole_files import write_json
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 BATCHES = (1, 2, 4, 8, 16)
-LEVEL_SIZES = (22, 35, 45, 64)
 EXAMPLES = """examples:
   python -m medusa_jax calibrate --prompts prompts.jsonl --out tree.json
   python -m medusa_jax calibrate --latency_only --batches 1,4
   python -m medusa_jax calibrate --model path/to/model --drafter path/to/heads \\
-      --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots --dense 60
+      --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots
 """
 
 
@@ -52,11 +51,9 @@ class Flags(GenerationFlags, ModelFlags):
     mesh: str
     batches: str
     sizes: str
-    one_depth: str
     rounds: int
     values: str
     no_copies: bool
-    dense: int
     plots: str | None
 
 
@@ -84,8 +81,6 @@ def parser() -> argparse.ArgumentParser:
                    help="numbers of rows that get a tree each, down to plain decoding; the evidence is "
                    "timed at the first")  # fmt: skip
     p.add_argument("--sizes", default=",".join(map(str, SIZES)), help="tree sizes to time")
-    p.add_argument("--one_depth", default=",".join(map(str, LEVEL_SIZES)), metavar="SIZES",
-                   help="sizes to fit a tree of depth 4 at most to (Amphista's table 7); empty: none")  # fmt: skip
     p.add_argument(
         "--rounds", type=at_least(1), default=7, help="timed rounds over all sizes"
     )
@@ -94,9 +89,6 @@ def parser() -> argparse.ArgumentParser:
                    "product of head accuracies")  # fmt: skip
     p.add_argument("--no_copies", action="store_true",
                    help="trees of the heads' guesses alone, without a chain copied from the text")  # fmt: skip
-    p.add_argument("--dense", type=at_least(0), default=0, metavar="N",
-                   help="set N random dense trees of up to 256 nodes beside the fitted ones (Medusa's "
-                   "figure 4)")  # fmt: skip
     p.add_argument("--plots", help="directory for PNG plots (needs matplotlib)")
     return p
 
@@ -111,9 +103,6 @@ def run(flags: Flags) -> int:
     use_compilation_cache()
     batches = numbers(flags.batches, "--batches", least=1)
     sizes = numbers(flags.sizes, "--sizes", least=1)
-    level_sizes = (
-        numbers(flags.one_depth, "--one_depth", least=1) if flags.one_depth else []
-    )
     if flags.latency_only:
         return measure_steps(flags, batches)
     if not (flags.prompts and flags.out):
@@ -137,16 +126,11 @@ def run(flags: Flags) -> int:
         rounds=flags.rounds,
         worth=flags.values,
         copies=not flags.no_copies,
-        level_sizes=level_sizes,
-        n_dense=flags.dense,
     )
     write_json(out, found)
     evidence = found["evidence"]
     print("fitted trees")
     print_sizes(evidence["ladder"])
-    if evidence["one_depth"]:
-        print("\nfitted trees of one depth (Amphista's table 7)")
-        print_sizes(evidence["one_depth"])
     for rung in found["batches"]:
         print_rung(rung)
     if flags.plots:
@@ -213,30 +197,6 @@ def draw(found: Mapping[str, Any], directory: Path) -> None:
         [row["tokens_per_step"] for row in ladder],
         [row["step_latency_ratio"] for row in ladder],
         path=str(directory / "curves.png"),
-    )
-    if evidence["dense"]:
-        draw_dense(ladder, evidence["dense"], directory / "dense.png")
-
-
-def draw_dense(
-    fitted: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any]], path: Path
-) -> None:
-    """Medusa's figure 4: (a) accepted length and (b) speed, both against plain decoding."""
-    from medusa_jax import plots
-
-    def chart(title: str, field: str) -> plots.Chart:
-        lines, points = (
-            {label: ([row["nodes"] for row in rows], [row[field] for row in rows])}
-            for label, rows in (("fitted, sparse", fitted), ("random, dense", dense))
-        )
-        return plots.Chart(title, "nodes (root included)", lines, points=points)
-
-    plots.draw_lines(
-        [
-            chart("tokens per step", "tokens_per_step"),
-            chart("speed-up", "predicted_speedup"),
-        ],
-        path=path,
     )
 
 

@@ -71,7 +71,6 @@ TINY = {
     ],
     "tree": [
         "--limit=2", "--max_new_tokens=16", "--sizes=1,2,4", "--rounds=1", "--batches=1",
-        "--one_depth=",
     ],
     "draft_model": [
         "--config.model.arch.vocab_size=512", "--config.model.arch.d_model=16",

@@ -83,10 +83,10 @@ def measure_one(study: Study, run: Path) -> dict[str, Any]:
     import jax
 
     from medusa_jax.api import Options, load
+    from medusa_jax.api.weightless import trained_shapes
     from medusa_jax.evaluate.questions import prompt_of, read_questions
     from medusa_jax.evaluate.race import ourselves, race, step_seconds
     from medusa_jax.evaluate.recording import rank_texts
-    from medusa_jax.evaluate.weightless import trained_shapes
     from medusa_jax.tree import Tree, growth
 
     heads = (run / "export" / "heads.safetensors").read_bytes()

@@ -11,10 +11,11 @@ import pytest
 from cases import wide
 from planted import tiny_config
 
+from medusa_jax.api import weightless
 from medusa_jax.commands import bench_shape as bench
 from medusa_jax.decoding import timing
 from medusa_jax.decoding.generate import Engine, decode_loop
-from medusa_jax.evaluate import by_shape, weightless
+from medusa_jax.evaluate import by_shape
 from medusa_jax.heads import DRAFTERS, make_drafter
 from medusa_jax.interop.hf_config import config_to_hf
 from medusa_jax.interop.shapes import SHAPES
