@@ -1,6 +1,7 @@
-"""Shared by entry points: one-line errors, messages about slow steps, the compilation cache."""
+"""Shared by entry points: commands by name, one-line errors, messages about slow steps, the compilation cache."""
 
 import errno
+import importlib
 import importlib.util
 import io
 import json
@@ -9,12 +10,12 @@ import platform
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, did_you_mean
 
 # Errors of a file that cannot be written further: a full disk or quota, a failed device.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -212,3 +213,53 @@ def run_main(main: Callable[[], int]) -> int:
             "context or tree, or a --mesh over more devices"
         )
         return 2
+
+
+class Command(NamedTuple):
+    """One command.
+
+    Attributes:
+      group: its heading in the list.
+      module: has `main(argv)`, which returns the exit status.
+      what: what it does, one line.
+    """
+
+    group: str
+    module: str
+    what: str
+
+
+def listing(prog: str, commands: Mapping[str, Command]) -> str:
+    """All commands under the headings of their groups."""
+    width = max(map(len, commands))
+    lines = [f"usage: {prog} COMMAND [flags]   (COMMAND --help says more)"]
+    for group in dict.fromkeys(command.group for command in commands.values()):
+        lines += ["", f"{group}:"]
+        lines += [
+            f"  {name:{width}}  {c.what}"
+            for name, c in commands.items()
+            if c.group == group
+        ]
+    return "\n".join(lines)
+
+
+def run_named(
+    prog: str, commands: Mapping[str, Command], argv: Sequence[str] | None = None
+) -> int:
+    """Run the command that the first argument names; returns its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return run_main(lambda: dispatch(prog, commands, words))
+
+
+def dispatch(prog: str, commands: Mapping[str, Command], words: list[str]) -> int:
+    """As `run_named`, without its care for standard streams and missing packages."""
+    if not words or words[0] in ("-h", "--help"):
+        print(listing(prog, commands))
+        return 0 if words else 2
+    name = words[0]
+    if name not in commands:
+        near = did_you_mean(name, commands) or " (--help lists all)"
+        inform(f"error: unknown command {name!r}{near}")
+        return 2
+    status: int = importlib.import_module(commands[name].module).main(words[1:])
+    return status

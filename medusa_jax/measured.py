@@ -1,4 +1,4 @@
-"""What is measured once on a machine, in a bounded time, and kept in the user's cache directory.
+"""Measuring in interleaved rounds; what is measured once on a machine, in a bounded time, and kept.
 
 A first start measures which products are fastest, then which tree: together at most 5 s, with a line
 each. What is known by then decides and is kept, however busy the machine was.
@@ -8,11 +8,11 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -24,6 +24,25 @@ from medusa_jax.whole_files import write_json
 PRODUCTS, TREES = 1.5, 3.5
 # Kinds of notes that are not read at present, see `anew`.
 _unread: set[str] = set()
+NEVER = threading.Event()
+
+T = TypeVar("T")
+
+
+def in_rounds(
+    runs: Sequence[Callable[[], T]], rounds: int, over: threading.Event = NEVER
+) -> Iterator[list[T]]:
+    """Call every run once per round, in turn, so that what else the machine does favours none.
+
+    Yields the results of a round; none of a round in which `over` is set.
+    """
+    for _ in range(rounds):
+        found = []
+        for run in runs:
+            if over.is_set():
+                return
+            found.append(run())
+        yield found
 
 
 def within(seconds: float, what: str, measure: Callable[..., Any]) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from medusa_jax.__main__ import Command, run
+from medusa_jax.console import Command, run_named
 
 COMMANDS = {
     "family": Command(
@@ -11,6 +11,11 @@ COMMANDS = {
         "train and measure all drafters under identical conditions",
     ),
     "recipes": Command("papers", "research.recipes.command", "compare training recipes"),
+    "tree_shapes": Command(
+        "papers",
+        "research.tree_shapes",
+        "fitted, dense and shallow trees (figure 4, table 7)",
+    ),
     "walk": Command("papers", "research.walk", "one decode step with its real numbers"),
     "train_cost": Command(
         "costs", "research.train_cost", "seconds and memory of a training step"
@@ -20,6 +25,11 @@ COMMANDS = {
     ),
     "prefill_cost": Command(
         "costs", "research.prefill_cost", "memory of reading a prompt, on published shapes"
+    ),
+    "cache_cost": Command(
+        "costs",
+        "research.cache_cost",
+        "a step at a short text, by the size the cache may have",
     ),
     "scaling": Command(
         "costs", "research.scaling", "memory, traffic and time on many devices"
@@ -36,4 +46,4 @@ COMMANDS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(run("python -m research", COMMANDS))
+    sys.exit(run_named("python -m research", COMMANDS))

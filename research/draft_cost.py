@@ -29,6 +29,16 @@ EXAMPLES = """examples:
 """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Flags of `draft_cost`."""
+
+    shape: str
+    slots: int
+    draft_vocab: int
+    json: bool
+
+
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     p = command(
@@ -237,7 +247,7 @@ def cost_table(found: dict[str, Any]) -> str:
     return markdown_table(header, cells)
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Measure and print."""
     from medusa_jax.console import use_compilation_cache
 
@@ -257,7 +267,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ that it fills, and the temporaries of the compiled program.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,17 @@ EXAMPLES = """examples:
   python -m research prefill_cost
   python -m research prefill_cost --shape llama3.1-8b --tokens 131072
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Flags of `prefill_cost`."""
+
+    shape: str
+    tokens: str
+    batch: int
+    drafter: str
+    json: bool
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,8 +51,8 @@ def parser() -> argparse.ArgumentParser:
 
 def engine_of(arch: Any, drafter_name: str, dtype: Any) -> tuple[Any, Any]:
     """The engine with a chain of all heads, and the shapes of its variables in `dtype`."""
+    from medusa_jax.api.weightless import abstract_variables
     from medusa_jax.decoding.generate import Engine
-    from medusa_jax.evaluate.weightless import abstract_variables
     from medusa_jax.heads import DRAFTERS, make_drafter
     from medusa_jax.model.llama import Llama, decoding_config
     from medusa_jax.tree import Tree
@@ -61,8 +73,8 @@ def temporary_bytes(arch: Any, drafter: str, batch: int, tokens: int) -> int:
     """
     import jax.numpy as jnp
 
+    from medusa_jax.api.weightless import prefill_arguments
     from medusa_jax.decoding.generate import prefill
-    from medusa_jax.evaluate.weightless import prefill_arguments
 
     shapes = prefill_arguments(*engine_of(arch, drafter, jnp.float32), batch, tokens)
     memory = prefill.lower(*shapes).compile().memory_analysis()
@@ -78,8 +90,8 @@ def measure(
     import jax
     import jax.numpy as jnp
 
+    from medusa_jax.api.weightless import prefill_arguments
     from medusa_jax.decoding.generate import prefill
-    from medusa_jax.evaluate.weightless import prefill_arguments
 
     if batch < 1 or min(lengths) < 1:
         raise UserError("--batch and --tokens are 1 or more")
@@ -115,7 +127,7 @@ def memory_table(found: dict[str, Any]) -> str:
     return markdown_table(header, cells)
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Measure and print."""
     from medusa_jax.console import use_compilation_cache
 
@@ -135,7 +147,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

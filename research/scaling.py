@@ -46,6 +46,18 @@ EXAMPLES = """examples:
 """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Flags of `scaling`."""
+
+    devices: list[int]
+    only: str
+    all_layers: bool
+    chip: str
+    configs: str
+    json: bool
+
+
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     p = command(
@@ -168,8 +180,8 @@ def compiled_loop(
     import jax
     import numpy as np
 
+    from medusa_jax.api.weightless import abstract_state, abstract_variables
     from medusa_jax.decoding.generate import Engine, decode_loop
-    from medusa_jax.evaluate.weightless import abstract_state, abstract_variables
     from medusa_jax.heads import make_drafter
     from medusa_jax.model.llama import Llama, decoding_config
     from medusa_jax.sharding import decode_shardings, param_shardings
@@ -238,7 +250,7 @@ def decoding_row(
     }
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Compile, and print each row when it is ready (--json) or tables at the end."""
     import jax.numpy as jnp
 
@@ -280,7 +292,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,21 @@ in float64; `--pictures` draws the pictures of `docs/concepts.md`.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.commands.flags import add_model, command, load_model, run_command
+from medusa_jax.api.one_step import take_steps, token_labels
+from medusa_jax.commands.flags import (
+    ModelFlags,
+    add_model,
+    command,
+    load_model,
+    run_command,
+)
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.one_step import take_steps, token_labels
 from medusa_jax.evaluate.tables import markdown_table
 
 EXAMPLES = """examples:
@@ -21,6 +28,16 @@ EXAMPLES = """examples:
   python -m research walk --prompt "import os" --tree cartesian:3,2 --step 4
   python -m research walk --dtype float64 --pictures docs/pictures
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(ModelFlags):
+    """Flags of `walk`."""
+
+    prompt: str
+    tree: str
+    step: int
+    pictures: str | None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,7 +173,7 @@ def draw(model: Any, prompt: str, n: int, directory: Path) -> None:
     draw_step(tree.choices, labels, kept, bonus, path=directory / "step.svg")
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Decode and print."""
     if flags.step < 1:
         raise UserError(f"--step is at least 1, not {flags.step}")
@@ -169,7 +186,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

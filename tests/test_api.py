@@ -7,7 +7,6 @@ from functools import partial
 from itertools import pairwise
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
@@ -19,8 +18,7 @@ import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import StoppingText, accepted_lengths, steps_of
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.sampling import gumbel, row_keys
-from medusa_jax.evaluate.compare import compare, score_gap
+from medusa_jax.evaluate.compare import compare
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -396,7 +394,7 @@ def test_compare_reports_identity(model):
     assert one.identical and facts["first_divergence"] is None
     assert facts["autoregressive"]["token_ids"] == one.drafted.token_ids
     assert facts["speedup"] > 0 and facts["step_latency_ratio"] > 0
-    ratio = one.decode_seconds / one.autoregressive_seconds
+    ratio = one.drafted.decode_seconds / one.autoregressive.decode_seconds
     assert facts["speedup"] == pytest.approx(1 / ratio)
     steps = one.drafted.steps / one.autoregressive.steps
     assert facts["step_latency_ratio"] == pytest.approx(ratio / steps)
@@ -409,24 +407,9 @@ def test_compare_reports_where_a_lossy_text_parts(model):
     parted = [c for c in found if not c.identical]
     assert parted
     for one in parted:
-        at, gap = one.first_divergence["position"], one.first_divergence["gap"]
+        at, gap = one.divergence.position, one.divergence.gap
         ours, theirs = one.drafted.token_ids, one.autoregressive.token_ids
         assert ours[:at] == theirs[:at] and ours[at] != theirs[at] and gap > 0
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_gap_is_that_between_the_two_best_scores(model, directory, temperature):
-    _, config, params = directory
-    text = [1, 4, 9, 12, 12, 30]
-    options = Options(temperature=temperature, seed=5)
-    got = score_gap(model, text, 3, options, request=2)
-    scores = forward_logits(config, params, text)[-1]
-    if temperature:
-        key = row_keys(jnp.array([5], jnp.uint32), jnp.array([2]))
-        noise = gumbel(key, jnp.array([[len(text)]]), config.vocab_size, jnp.float64)
-        scores = scores / np.float32(temperature) + np.asarray(noise)[0, 0]
-    best = np.sort(scores)[-2:]
-    assert_close(best[0] + got, best[1])
 
 
 @pytest.mark.wide
@@ -463,18 +446,17 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
         load(no_repeat_ngram_size=-1)
 
 
-def test_the_gap_leaves_barred_tokens_out(model, directory):
-    _, config, params = directory
-    text = [1, 4, 9, 12, 4]
-    scores = np.array(forward_logits(config, params, text)[-1])
-    try:
-        model.no_repeat_ngram_size = 1  # every token of the text is barred
-        got = score_gap(model, text, 3, Options(), request=0)
-    finally:
-        model.no_repeat_ngram_size = 0
-    scores[text] = -np.inf
-    best = np.sort(scores)[-2:]
-    assert_close(best[0] + got, best[1])
+@pytest.mark.wide
+def test_float32_parts_from_the_plain_loop_only_at_a_tie(directory):
+    path = str(directory[0])
+    model = medusa_jax.load(path, f"{path}/heads", tree=TREE, dtype="float32")
+    for options in (
+        Options(max_new_tokens=60),
+        Options(max_new_tokens=60, temperature=1.0),
+    ):
+        for one in compare(model, PROMPTS, options, repeats=1):
+            # Scores are of the size of 10.
+            assert one.identical or one.divergence.gap < 10 * 64 * 2**-23
 
 
 def test_an_empty_prompt_starts_from_bos_or_is_refused(model, directory, tmp_path):

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from medusa_jax.__main__ import COMMANDS, main, run
+from medusa_jax.__main__ import COMMANDS, main
 from medusa_jax.commands import decode as decode_command
+from medusa_jax.commands.bench import COMMANDS as BENCH
+from medusa_jax.console import run_named
 from research.__main__ import COMMANDS as RESEARCH
 
 ROOT = Path(__file__).parents[1]
@@ -18,6 +20,7 @@ DEMO = ROOT / "medusa_jax" / "demo" / "README.md"
 TEXTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), DEMO]
 # As pages call them: `python -m research family`.
 ALL = COMMANDS | {f"research {name}": command for name, command in RESEARCH.items()}
+ALL |= {f"bench {name}": command for name, command in BENCH.items()}
 PAGES = [*TEXTS, *sorted((ROOT / "configs").glob("*.py"))]
 
 
@@ -27,12 +30,12 @@ def calls():
     for page in PAGES:
         text = page.read_text().replace("\\\\\n", " ").replace("\\\n", " ")
         for line in re.findall(
-            r"(?:python[\w./]* )(-m\s+(?:medusa_jax|research)\s+\w+|\w+\.py)([^\n`|]*)",
+            r"(?:python[\w./]* )(-m\s+(?:medusa_jax(?:\s+bench)?|research)\s+\w+|\w+\.py)([^\n`|]*)",
             text,
         ):
-            name = (
-                " ".join(line[0].split()[-2:]).removesuffix(".py").split("medusa_jax ")[-1]
-            )
+            name = " ".join(line[0].split()[1:]).removesuffix(".py").removeprefix(
+                "medusa_jax "
+            ) or line[0].removesuffix(".py")
             flags = re.findall(r"(?<!\S)(--\w+)", line[1])
             found.append((page.relative_to(ROOT).as_posix(), name, tuple(flags)))
     return sorted(set(found))
@@ -46,7 +49,7 @@ def help_of():
     def ask(name, capsys):
         if name not in texts:
             try:
-                run("", ALL, [name, "--help"])
+                run_named("", ALL, [name, "--help"])
             except SystemExit as end:
                 assert end.code == 0
             texts[name] = capsys.readouterr().out
@@ -67,7 +70,14 @@ def test_documented_calls_are_understood(page, name, flags, help_of, capsys):
 def test_calls_are_found():
     """Else the test above would show little."""
     names = {name for _, name, _ in calls()}
-    assert {"decode", "train", "calibrate", "bench", "distill", "research family"} <= names
+    assert {
+        "decode",
+        "train",
+        "calibrate",
+        "bench race",
+        "distill",
+        "research family",
+    } <= names
     assert len(calls()) > 20
 
 

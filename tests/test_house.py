@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import medusa_jax
+from research.__main__ import COMMANDS
 
 PACKAGE = Path(medusa_jax.__file__).parent
 RESEARCH = PACKAGE.parent / "research"
@@ -150,3 +151,32 @@ def test_no_code_of_a_models_directory_runs():
                 calls += 1
                 wrong += [] if untrusting(node) else [f"{file.name}:{node.lineno}"]
     assert calls > 0 and not wrong, wrong
+
+
+def trees_of_code():
+    """(path from the repository's root, its syntax tree) of the package and of research."""
+    for file in [*PACKAGE.rglob("*.py"), *RESEARCH.rglob("*.py")]:
+        yield file.relative_to(PACKAGE.parent).as_posix(), ast.parse(file.read_text())
+
+
+def test_parsed_flags_stop_at_the_door():
+    """Only commands know argparse, and only `typed` takes a Namespace: all else takes dataclasses."""
+    entries = {command.module for command in COMMANDS.values()}
+    for name, tree in trees_of_code():
+        module = name.removesuffix(".py").replace("/", ".")
+        at_the_door = name.startswith("medusa_jax/commands/") or module in entries
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                known = any(alias.name == "argparse" for alias in node.names)
+                assert at_the_door or not known, name
+            if isinstance(node, ast.ImportFrom):
+                assert node.module != "argparse", name
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            arguments = node.args
+            for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
+                kind = ast.unparse(one.annotation) if one.annotation else ""
+                door = (name, node.name) == ("medusa_jax/commands/flags.py", "typed")
+                assert door or "Namespace" not in kind, f"{name}: {node.name}"
+                # Parsed flags under another type would be the same thing again.
+                assert at_the_door or one.arg != "flags", f"{name}: {node.name}"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from cases import thinned
 
+from medusa_jax.api.weightless import abstract_state, abstract_variables
 from medusa_jax.config import (
     Config,
     DataConfig,
@@ -16,7 +17,6 @@ from medusa_jax.config import (
     TrainConfig,
 )
 from medusa_jax.decoding.generate import Engine, decode_step
-from medusa_jax.evaluate.weightless import abstract_state, abstract_variables
 from medusa_jax.heads import DRAFTERS, drafter_class, make_drafter
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.training import dry

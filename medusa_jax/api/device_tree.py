@@ -23,7 +23,7 @@ from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
-from medusa_jax.measured import TREES, DeviceCache, within
+from medusa_jax.measured import NEVER, TREES, DeviceCache, in_rounds, within
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree import Ladder, Tree, file_ladder, tree_of_size
 from medusa_jax.tree.files import ACCELERATOR_NODES, auto_tree
@@ -40,7 +40,6 @@ MARGIN = 1.02
 REACH = 2
 # Numbers of rows that have a rung.
 ROWS = (1, 2, 4, 8, 16)
-NEVER = threading.Event()
 
 
 def tokens_by_size(calibrated: dict[str, Any] | None, platform: str) -> dict[int, float]:
@@ -92,9 +91,8 @@ def kept_choice(
 
 def kept_for(model: Model, calibrated: dict[str, Any], rows: int) -> DeviceCache:
     """`kept_choice` of a loaded model."""
-    heads = model.drafter.heads
-    marks = (model.config, heads, model.dtype, model.storage, model.mesh)
-    return kept_choice(calibrated, rows, *marks)
+    marks = (model.drafter.heads, model.dtype, model.storage, model.mesh)
+    return kept_choice(calibrated, rows, model.config, *marks)
 
 
 def kept_size(kept: DeviceCache) -> int | None:
@@ -138,32 +136,27 @@ def measure_rung(
         list(engines.values()), model.variables, prompt, batch=rows, n_steps=STEPS
     )
     clock.seconds(engines[1])  # compile
-    tried, first = {1}, file_tree(calibrated, rows).n_nodes
+    tried = {1}
+    first = file_tree(calibrated, rows).n_nodes
     at = min(range(len(sizes)), key=lambda i: abs(sizes[i] - first))
     while not over.is_set():
-        near = [sizes[i] for i in range(at - REACH, at + REACH + 1) if 0 <= i < len(sizes)]
-        untried = [size for size in near if size not in tried]
+        near = range(max(0, at - REACH), min(len(sizes), at + REACH + 1))
+        untried = [i for i in near if sizes[i] not in tried]
         if not untried:
             break
-        size = min(untried, key=lambda size: abs(sizes.index(size) - at))
+        size = sizes[min(untried, key=lambda i: abs(i - at))]
         tried.add(size)
         clock.seconds(engines[size])
-        pairs: list[tuple[float, float]] = []
-        while len(pairs) < ROUNDS and not over.is_set():
-            pairs.append((clock.seconds(engines[1]), clock.seconds(engines[size])))
+        runs = [partial(clock.seconds, engines[n]) for n in (1, size)]
+        pairs = list(in_rounds(runs, ROUNDS, over))
         if len(pairs) >= LEAST:
             found.append(figures(size, tokens[size], pairs))
         at = sizes.index(fastest(found))
-    return {
-        "nodes": fastest(found),
-        "batch": rows,
-        "rows": sorted(found, key=lambda row: row["nodes"]),
-    }
+    rungs = sorted(found, key=lambda row: row["nodes"])
+    return {"nodes": fastest(found), "batch": rows, "rows": rungs}
 
 
-def figures(
-    size: int, tokens: float, pairs: Sequence[tuple[float, float]]
-) -> dict[str, Any]:
+def figures(size: int, tokens: float, pairs: Sequence[Sequence[float]]) -> dict[str, Any]:
     """A size's figures from rounds: seconds of plain decoding and of this size.
 
     Other work on a machine comes in bursts and only ever adds. So ratios are taken within a round,
@@ -206,28 +199,6 @@ def measure_and_keep(model: Model, calibrated: dict[str, Any], rows: int) -> dic
     return found
 
 
-def choose_on_device(
-    model: Model,
-    calibrated: dict[str, Any],
-    rows: int,
-    kept: DeviceCache,
-    seconds: float | None = None,
-) -> int:
-    """Measure which size is fastest, in at most `seconds` (default: `TREES`), and keep it whatever the noise.
-
-    What was timed by then decides; where nothing was, it is the tree file's choice.
-    """
-    found: list[dict[str, Any]] = []
-    measure = partial(measure_rung, model, calibrated, rows, None, found)
-    seconds = TREES if seconds is None else seconds
-    if seconds > 0:
-        within(seconds, f"which tree is fastest for batch {rows}", measure)
-    timed = list(found)
-    size = fastest(timed) if timed else file_tree(calibrated, rows).n_nodes
-    kept.write({"nodes": size, "batch": rows, "rows": timed})
-    return size
-
-
 def known_ladder(calibrated: dict[str, Any], *marks: Any) -> Ladder | None:
     """What is known without measuring: choices kept on this device, else the tree file's own.
 
@@ -238,22 +209,29 @@ def known_ladder(calibrated: dict[str, Any], *marks: Any) -> Ladder | None:
     for rows in ROWS:
         size = kept_size(kept_choice(calibrated, rows, *marks))
         if size is not None:
-            ladder = (ladder or Ladder({})).having(
-                rows, tree_of_size(calibrated["growth"], size)
-            )
+            tree = tree_of_size(calibrated["growth"], size)
+            ladder = (ladder or Ladder({})).having(rows, tree)
     return ladder
 
 
 def measured_ladder(
     model: Model, calibrated: dict[str, Any], sizes: Sequence[int]
 ) -> Ladder:
-    """A rung for each number of rows, measured on this device at first use: all in `measured.TREES`."""
+    """A rung for each number of rows, measured on this device at first use: all in `TREES` seconds.
+
+    What was timed in time decides, else the tree file's choice; it is kept however noisy the machine.
+    """
     rungs, until = {}, time.perf_counter() + TREES
     for rows in sizes:
         kept = kept_for(model, calibrated, rows)
         size = kept_size(kept)
         if size is None:
-            left = until - time.perf_counter()
-            size = choose_on_device(model, calibrated, rows, kept, left)
+            found: list[dict[str, Any]] = []
+            measure = partial(measure_rung, model, calibrated, rows, out=found)
+            if (left := until - time.perf_counter()) > 0:
+                within(left, f"which tree is fastest for batch {rows}", measure)
+            timed = list(found)
+            size = fastest(timed) if timed else file_tree(calibrated, rows).n_nodes
+            kept.write({"nodes": size, "batch": rows, "rows": timed})
         rungs[rows] = tree_of_size(calibrated["growth"], size)
     return Ladder(rungs)

@@ -132,9 +132,10 @@ def load(
     read_wide: Callable[[], Any] | None = None
     if baseline is not None:
         heads, head_params = load_baseline(baseline, text_to_ids, number, devices, storage)
-        chosen = tree_choice.for_baseline(tree, make_drafter(heads, config).default_tree)
+        own = make_drafter(heads, config).default_tree
+        chosen = tree_choice.without_tree_file(tree, own)
     elif stored is None:
-        chosen = tree_choice.without_heads(tree)
+        chosen = tree_choice.TreeChoice(Tree.none() if tree == "auto" else tree)
     else:
         about = (config, stored.heads, number, storage, devices)
         chosen = tree_choice.for_heads(tree, stored, batch, *about)

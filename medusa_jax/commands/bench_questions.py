@@ -1,87 +1,106 @@
-"""`bench --questions`: a published question file, both turns, by category and overall."""
+"""`bench questions`: a published question file, all turns, by category and overall.
+
+Writes a table, a JSON file of all figures and the answers in Spec-Bench's JSONL format.
+"""
 
 import argparse
 import hashlib
 import platform
-from collections.abc import Sequence
-from datetime import date
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import medusa_jax
-from medusa_jax.commands.flags import generation_options, load_model
-from medusa_jax.console import inform
-from medusa_jax.errors import UserError
-from medusa_jax.evaluate import scores
-from medusa_jax.evaluate.questions import (
-    MT_BENCH,
-    MT_BENCH_TEMPERATURES,
-    prompt_of,
-    read_questions,
-    spread,
+from medusa_jax.commands.bench_race import (
+    RaceFlags,
+    add_trees,
+    out_directory,
+    race_parser,
+    tree_specs,
 )
-from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.whole_files import write_json, write_text
+from medusa_jax.commands.flags import generation_options, load_model, run_command
+from medusa_jax.commands.prompts import prompt_room, questions_of
+from medusa_jax.console import inform
+from medusa_jax.evaluate import scores
+from medusa_jax.evaluate.questions import MT_BENCH, MT_BENCH_TEMPERATURES
+from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 
 VERSIONED = ("jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers")
+EXAMPLES = """examples:
+  python -m medusa_jax bench questions --questions question.jsonl --limit 0 --max_new_tokens 1024
+  python -m medusa_jax bench questions --model smollm2 --drafters hydrapp --trees 8 \\
+      --questions mt_bench.jsonl --limit 16
+"""
+COLUMNS: dict[str, Cell] = {
+    "drafter": "{drafter}",
+    "nodes": "{tree_nodes}",
+    "category": "{category}",
+    "questions": "{questions}",
+    "mean accepted length": "{mean_accepted_length:.2f}",
+    "step latency": "{step_latency_ratio:.2f}x",
+    "speed-up": "{speedup:.2f}x",
+    "off length / latency": "{difference:+z.1%}",
+    "off it, step timed in isolation": "{difference_apart:+z.1%}",
+    "speed-up by Spec-Bench": "{spec_bench_speedup:.2f}x",
+    "diverged": "{divergences} of {turns}",
+    "prompts cut": "{cut}",
+}
 
 
-def add_question_file(p: argparse.ArgumentParser) -> None:
-    """--questions and how a model is asked them."""
-    p.add_argument("--questions", metavar="FILE",
-                   help="instead: a question file as published (Spec-Bench, MT-bench, AlpacaEval, "
-                   "HumanEval, GSM8K, XSUM, CNN/DM), all turns; beside another table's flag that "
-                   "table, of first turns")  # fmt: skip
-    p.add_argument("--chat_template", default="auto",
-                   help="for --questions: a shipped template, plain (none), or auto: the "
-                   "tokenizer's own if it has one, else plain (default)")  # fmt: skip
-    p.add_argument("--max_prompt_tokens", type=int, default=0,
-                   help="for --questions: longer prompts are cut (default: 2048, or what the "
-                   "context leaves beside the answer)")  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Flags(RaceFlags):
+    """Flags of `bench questions`."""
+
+    trees: str
+    mt_bench_temperatures: bool
 
 
-def add_questions(p: argparse.ArgumentParser) -> None:
-    """--questions and what belongs to it."""
-    add_question_file(p)
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = race_parser(
+        "questions", "Answer a question file.", EXAMPLES, "the model's own heads"
+    )
+    add_trees(p)
     p.add_argument("--mt_bench_temperatures", action="store_true",
-                   help="for --questions: MT-bench's categories at FastChat's temperatures (writing, "
-                   "roleplay 0.7; stem, humanities 0.1; the others 0), the rest at --temperature")  # fmt: skip
+                   help="MT-bench's categories at FastChat's temperatures (writing, roleplay 0.7; "
+                   "stem, humanities 0.1; the others 0), the rest at --temperature")  # fmt: skip
+    return p
 
 
-def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) -> int:
+def run(flags: Flags) -> int:
     """Answer the file with every drafter and tree, print the table, write the files."""
     import jax
 
+    from medusa_jax.api import default_drafter
     from medusa_jax.evaluate import answering
     from medusa_jax.evaluate.conversation import find_template
 
-    questions = questions_of(flags)
-    options = generation_options(flags)
+    questions = questions_of(flags, flags.model)
+    out, options = out_directory(flags.out), generation_options(flags)
     wanted = {scores.kind_of(question) for question in questions}
     if scores.ROUGE in wanted and not scores.has_rouge():
         inform("without ROUGE, which needs rouge-score: pip install 'medusa-jax[rouge]'")
     temperatures = MT_BENCH_TEMPERATURES if flags.mt_bench_temperatures else {}
     rows: list[dict[str, Any]] = []
-    for name in names:
+    for name in (flags.drafters or default_drafter(flags.model)).split(","):
         model = load_model(flags, name)
         template = find_template(model, flags.chat_template)
-        room = prompt_room(flags, model.config.max_position)
-        for spec in flags.trees.split(","):
-            tree = model.parse_tree(spec.replace("x", ",") if ":" in spec else spec)
+        room = prompt_room(flags, model.config.max_position, flags.max_new_tokens)
+        for tree in map(model.parse_tree, tree_specs(flags.trees)):
             answered = answering.answer_all(
                 model, questions, tree, options,
                 repeats=flags.repeats, template=template, room=room, temperatures=temperatures,
             )  # fmt: skip
             drafter = model.drafts_by(tree)
             write_answers(answered, f"{drafter}-{tree.n_nodes}", out)
-            found = answering.category_rows(model, answered, tree, flags.repeats)
-            about = {"drafter": drafter, "heads": name, "tree_nodes": tree.n_nodes}
-            rows += [about | {"template": template, "room": room} | row for row in found]
-    device = jax.devices()[0]
-    facts = {
-        "date": date.today().isoformat(),
-        "device": f"{device.platform}: {device.device_kind}",
+            rows += [
+                {"drafter": drafter, "tree_nodes": tree.n_nodes} | row
+                for row in answering.category_rows(model, answered, tree, flags.repeats)
+            ]
+    file = flags.questions or flags.prompts
+    facts = device_facts() | {
         "devices": jax.device_count(),
         "dtype": str(model.dtype),
         "versions": {
@@ -89,69 +108,15 @@ def run_questions(flags: argparse.Namespace, names: Sequence[str], out: Path) ->
             "medusa-jax": medusa_jax.__version__,
             **{name: version(name) for name in VERSIONED},
         },
-        "questions": flags.questions,
-        "sha256": hashlib.sha256(Path(flags.questions).read_bytes()).hexdigest(),
-        "options": {
-            name: getattr(flags, name)
-            for name in (
-                "model",
-                "limit",
-                "max_new_tokens",
-                "temperature",
-                "seed",
-                "repeats",
-                "mt_bench_temperatures",
-            )
-        },
+        "questions": file,
+        "sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest(),
+        "options": asdict(flags),
         "rows": rows,
     }
-    write_json(out / "results.json", facts)
-    text = question_table(rows)
-    write_text(out / "results.md", text + "\n")
-    draw(rows, out)
-    print(text)
-    print(f"\n{facts['device']}, {facts['dtype']}, jax {version('jax')}, {facts['date']}")
-    inform(f"wrote {out}/results.json, results.md, categories.png and the answers")
+    notes = f"{facts['device']}, {facts['dtype']}, jax {version('jax')}, {facts['date']}"
+    write_report(out, "results", facts, rows, COLUMNS | score_columns(rows), notes)
+    draw(rows, out / "categories.png")
     return 0
-
-
-def questions_of(flags: argparse.Namespace) -> list[dict[str, Any]]:
-    """--limit of --questions, from all categories alike; else the first of --prompts."""
-    if flags.questions:
-        return spread(read_questions(flags.questions), flags.limit)
-    return read_questions(flags.prompts, flags.limit)
-
-
-def first_prompts(
-    flags: argparse.Namespace, model: Any, questions: Sequence[dict[str, Any]]
-) -> list[list[int]]:
-    """Ids of what is asked first: --questions through the chat template, --prompts as they stand."""
-    from medusa_jax.evaluate.conversation import find_template, turn_prompt
-
-    if not flags.questions:
-        return [model.encode(prompt_of(question)) for question in questions]
-    template = find_template(model, flags.chat_template)
-    room = prompt_room(flags, model.config.max_position)
-    return [turn_prompt(model, q, [], template, room)[0] for q in questions]
-
-
-def prompt_room(flags: argparse.Namespace, context: int) -> int:
-    """Most tokens of a prompt: as asked for, or the papers' 2048 where the answer still fits.
-
-    Raises:
-      UserError: the answer takes the whole context.
-    """
-    from medusa_jax.evaluate.conversation import PAPER_ROOM
-
-    if flags.max_prompt_tokens < 0:
-        raise UserError("--max_prompt_tokens is 1 or more")
-    left = context - flags.max_new_tokens
-    if left < 1:
-        raise UserError(
-            f"--max_new_tokens {flags.max_new_tokens} leaves no room for a prompt in a context "
-            f"of {context}"
-        )
-    return min(flags.max_prompt_tokens or PAPER_ROOM, left)
 
 
 def write_answers(answered: Sequence[Any], name: str, out: Path) -> None:
@@ -159,7 +124,9 @@ def write_answers(answered: Sequence[Any], name: str, out: Path) -> None:
     from medusa_jax.evaluate.answers import answer_line, judge_line, write_lines
 
     for model_id, plain in ((name, False), (f"{name}-vanilla", True)):
-        lines = [answer_line(a.question, a.turns, model_id, plain=plain) for a in answered]
+        lines = [
+            answer_line(a.question, a.compared, model_id, plain=plain) for a in answered
+        ]
         write_lines(out / f"{model_id}.jsonl", lines)
         judged = [
             judge_line(line)
@@ -170,51 +137,22 @@ def write_answers(answered: Sequence[Any], name: str, out: Path) -> None:
             write_lines(out / "mt_bench" / "model_answer" / f"{model_id}.jsonl", judged)
 
 
-def question_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows of `answering.category_rows` as Markdown; scores of plain decoding in brackets."""
+def score_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Cell]:
+    """A column per score that any row has: "12.34 (12.31)", plain decoding's in brackets."""
+
+    def cell(name: str) -> Cell:
+        def text(row: Mapping[str, Any]) -> str:
+            scale, found = 1 if name in scores.ROUGES else 100, row["scores"][name]
+            return f"{scale * found['drafted']:.2f} ({scale * found['plain']:.2f})"
+
+        return text
+
     known = (scores.EXACT_MATCH, *scores.ROUGES)
-    names = [name for name in known if any(name in r["scores"] for r in rows)]
-    header = (
-        "drafter", "nodes", "category", "questions", "mean accepted length", "step latency",
-        "speed-up", "off length / latency", "off it, with a step timed apart", "speed-up by Spec-Bench",
-        "diverged", "prompts cut", *names,
-    )  # fmt: skip
-    cells = [
-        (
-            r["drafter"],
-            r["tree_nodes"],
-            r["category"],
-            r["questions"],
-            f"{r['mean_accepted_length']:.2f}",
-            f"{r['step_latency_ratio']:.2f}x",
-            f"{r['speedup']:.2f}x",
-            off(r["difference"]),
-            off(r["difference_apart"]),
-            f"{r['spec_bench_speedup']:.2f}x",
-            f"{r['divergences']} of {r['turns']}",
-            r["cut"],
-            *(score_cell(name, r["scores"].get(name)) for name in names),
-        )
-        for r in rows
-    ]
-    return markdown_table(header, cells)
+    return {name: cell(name) for name in known if any(name in r["scores"] for r in rows)}
 
 
-def off(share: float) -> str:
-    """A difference in percent; one that rounds to nothing has no minus in front."""
-    return f"{round(100 * share, 1) + 0.0:+.1f}%"
-
-
-def score_cell(name: str, found: dict[str, float] | None) -> str:
-    """ "12.34 (12.31)": of the drafted texts and of plain decoding's."""
-    if found is None:
-        return "-"
-    scale = 1 if name in scores.ROUGES else 100
-    return f"{scale * found['drafted']:.2f} ({scale * found['plain']:.2f})"
-
-
-def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
-    """categories.png: accepted length and speed-up by category, for every drafter and tree."""
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Accepted length and speed-up by category, for every drafter and tree."""
     from medusa_jax.plots import draw_bars
 
     charts: dict[str, dict[str, dict[str, float]]] = {}
@@ -226,4 +164,9 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
         for row in rows:
             label = f"{row['drafter']}, {row['tree_nodes']} nodes"
             series.setdefault(label, {})[row["category"]] = row[field]
-    draw_bars(charts, path=out / "categories.png", level=1.0)
+    draw_bars(charts, path=path, level=1.0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), Flags, run, argv)

@@ -1,26 +1,60 @@
-"""`bench --shape`: what a published shape costs on this device, without its weights."""
+"""`bench shape`: what a published shape costs on this device, with random weights."""
 
 import argparse
-from datetime import date
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from medusa_jax.console import inform
-from medusa_jax.errors import UserError
-from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.whole_files import write_json, write_text
+from medusa_jax.commands.bench_race import out_directory
+from medusa_jax.commands.flags import (
+    DRAFT_WEIGHTS,
+    DTYPES,
+    WEIGHTS,
+    at_least,
+    command,
+    run_command,
+)
+from medusa_jax.evaluate.tables import Cell, device_facts, write_report
+
+EXAMPLES = """examples:
+  python -m medusa_jax bench shape --shape llama-7b
+"""
 
 
-def add_shape(p: argparse.ArgumentParser) -> None:
-    """--shape and --random_weights."""
-    p.add_argument("--shape", help="instead: steps of a published shape (llama-7b, ...), or of a "
-                   "config.json, with --random_weights; --drafters: all")  # fmt: skip
-    p.add_argument("--random_weights", action="store_true",
-                   help="for --shape: weights are random, made on the device")  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Flags of `bench shape`."""
+
+    shape: str
+    drafters: str | None
+    dtype: str | None
+    weights: str | None
+    draft_weights: str | None
+    repeats: int
+    out: str
 
 
-def run_shape(flags: argparse.Namespace, out: Path) -> int:
-    """Measure, print, write the file."""
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = command(
+        "python -m medusa_jax bench shape",
+        "Time steps of a published shape, or of a config.json, with random weights.",
+        EXAMPLES,
+    )
+    p.add_argument("--shape", required=True, help="llama-7b, ..., or a directory")
+    p.add_argument("--drafters", help="comma-separated names (default: all)")
+    p.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, else bfloat16")
+    p.add_argument("--weights", choices=WEIGHTS, help="type to store kernels in")
+    p.add_argument("--draft_weights", choices=DRAFT_WEIGHTS, help="that of draft heads")
+    p.add_argument(
+        "--repeats", type=at_least(1), default=3, help="timed rounds (default: 3)"
+    )
+    p.add_argument("--out", default="work/bench", help="directory for results")
+    return p
+
+
+def run(flags: Flags) -> int:
+    """Measure, print, write the files."""
     import jax
 
     from medusa_jax.api import default_dtype
@@ -28,70 +62,42 @@ def run_shape(flags: argparse.Namespace, out: Path) -> int:
     from medusa_jax.heads import DRAFTERS
     from medusa_jax.interop.shapes import find_shape
 
-    if not (flags.shape and flags.random_weights):
-        raise UserError(
-            "a shape has no weights of its own: give --shape and --random_weights together"
-        )
+    out = out_directory(flags.out)
     if flags.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    names = flags.drafters.split(",") if flags.drafters else list(DRAFTERS)
-    dtype = flags.dtype or default_dtype()
     found = by_shape.measure(
         find_shape(flags.shape),
-        names,
-        dtype=dtype,
+        flags.drafters.split(",") if flags.drafters else list(DRAFTERS),
+        dtype=flags.dtype or default_dtype(),
         weights=flags.weights,
         draft_weights=flags.draft_weights,
         rounds=flags.repeats,
     )
-    device = jax.devices()[0]
-    facts = {
-        "date": date.today().isoformat(),
-        "device": f"{device.platform}: {device.device_kind}",
-        "shape": flags.shape,
-        **found,
+    facts = device_facts() | {"shape": flags.shape, **found}
+    rows, sizes = found["drafters"], found["sizes"]
+    columns: dict[str, Cell] = {
+        "drafter": "{drafter}",
+        "heads, GB": lambda r: f"{r['head_bytes'] / 1e9:.2f}",
+        **{f"{n} nodes": f"{{step_latency_ratios[{i}]:.2f}}x" for i, n in enumerate(sizes)},
+        f"step, {sizes[-1]} nodes": lambda r: f"{1e3 * r['step_seconds']:.2f} ms",
+        "host time": "{host_share:.0%}",
+        "bytes read / needed": "{read_against_needed:.2f}x",
     }
-    write_json(out / "bench.json", facts)
-    text = shape_table(found)
-    write_text(out / "bench.md", text + "\n")
-    print(text)
-    print(f"\n{plain_line(facts)}")
-    inform(f"wrote {out}/bench.json and bench.md")
+    write_report(out, "shape", facts, rows, columns, plain_line(facts))
     return 0
 
 
-def shape_table(found: dict[str, Any]) -> str:
-    """The drafters of `evaluate.by_shape.measure` as Markdown."""
-    largest = found["sizes"][-1]
-    header = (
-        "drafter", "heads, GB", *(f"{size} nodes" for size in found["sizes"]),
-        f"step, {largest} nodes", "host time", "bytes read / needed",
-    )  # fmt: skip
-    cells = [
-        (
-            r["drafter"],
-            f"{r['head_bytes'] / 1e9:.2f}",
-            *(f"{ratio:.2f}x" for ratio in r["step_latency_ratios"]),
-            f"{1e3 * r['step_seconds']:.2f} ms",
-            f"{100 * r['host_share']:.0f}%",
-            times(r["read_against_needed"]),
-        )
-        for r in found["drafters"]
-    ]
-    return markdown_table(header, cells)
-
-
-def plain_line(facts: dict[str, Any]) -> str:
+def plain_line(facts: Mapping[str, Any]) -> str:
     """What is printed below the table."""
-    plain, peak = facts["plain"], facts["peak_bytes"]
+    plain, peak, read = facts["plain"], facts["peak_bytes"], facts["plain"]["read_against_needed"]  # fmt: skip
     speed = facts["read_bandwidth_bytes_per_second"]
     return (
         f"plain decoding: {1e3 * plain['step_seconds']:.2f} ms a token, which needs "
-        f"{plain['bytes_needed'] / 1e9:.2f} GB: {100 * plain['bandwidth_share']:.0f}% of the "
-        f"measured {speed / 1e9:.1f} GB/s; host time {100 * plain['host_share']:.0f}%; the "
-        f"compiled step reads {times(plain['read_against_needed'])} what it needs (XLA's count)\n"
+        f"{plain['bytes_needed'] / 1e9:.2f} GB: {plain['bandwidth_share']:.0%} of the "
+        f"measured {speed / 1e9:.1f} GB/s; host time {plain['host_share']:.0%}; the "
+        f"compiled step reads {'-' if read is None else f'{read:.2f}x'} what it needs (XLA's count)\n"
         f"peak memory: {'not told by this device' if peak is None else f'{peak / 2**30:.1f} GiB'}\n"
-        "columns of nodes: latency of a step against a plain one in turn; trees: first nodes of "
+        "columns of nodes: latency of a step against a plain one, interleaved; trees: first nodes of "
         "the demo's Hydra growth order, four deep; host time: what a step takes longer when it is "
         "dispatched by itself\n"
         f"{facts['shape']} with random weights in {facts['weights']}, {facts['dtype']} "
@@ -99,6 +105,6 @@ def plain_line(facts: dict[str, Any]) -> str:
     )
 
 
-def times(ratio: float | None) -> str:
-    """A ratio; "-" where it is not known."""
-    return "-" if ratio is None else f"{ratio:.2f}x"
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), Flags, run, argv)

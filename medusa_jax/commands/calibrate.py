@@ -5,12 +5,15 @@ number of rows; decoding uses the one that lies beside the heads.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.flags import (
+    GenerationFlags,
+    ModelFlags,
     add_generation,
     add_limit,
     add_model,
@@ -29,13 +32,29 @@ from medusa_jax.whole_files import write_json
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 BATCHES = (1, 2, 4, 8, 16)
-LEVEL_SIZES = (22, 35, 45, 64)
 EXAMPLES = """examples:
   python -m medusa_jax calibrate --prompts prompts.jsonl --out tree.json
   python -m medusa_jax calibrate --latency_only --batches 1,4
   python -m medusa_jax calibrate --model path/to/model --drafter path/to/heads \\
-      --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots --dense 60
+      --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(GenerationFlags, ModelFlags):
+    """Flags of `calibrate`."""
+
+    prompts: str | None
+    limit: int
+    out: str | None
+    latency_only: bool
+    mesh: str
+    batches: str
+    sizes: str
+    rounds: int
+    values: str
+    no_copies: bool
+    plots: str | None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,8 +81,6 @@ def parser() -> argparse.ArgumentParser:
                    help="numbers of rows that get a tree each, down to plain decoding; the evidence is "
                    "timed at the first")  # fmt: skip
     p.add_argument("--sizes", default=",".join(map(str, SIZES)), help="tree sizes to time")
-    p.add_argument("--one_depth", default=",".join(map(str, LEVEL_SIZES)), metavar="SIZES",
-                   help="sizes to fit a tree of depth 4 at most to (Amphista's table 7); empty: none")  # fmt: skip
     p.add_argument(
         "--rounds", type=at_least(1), default=7, help="timed rounds over all sizes"
     )
@@ -72,14 +89,11 @@ def parser() -> argparse.ArgumentParser:
                    "product of head accuracies")  # fmt: skip
     p.add_argument("--no_copies", action="store_true",
                    help="trees of the heads' guesses alone, without a chain copied from the text")  # fmt: skip
-    p.add_argument("--dense", type=at_least(0), default=0, metavar="N",
-                   help="set N random dense trees of up to 256 nodes beside the fitted ones (Medusa's "
-                   "figure 4)")  # fmt: skip
     p.add_argument("--plots", help="directory for PNG plots (needs matplotlib)")
     return p
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Calibrate, write the tree file, print what was measured."""
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.evaluate.conversation import asked, ending_turns
@@ -89,9 +103,6 @@ def run(flags: argparse.Namespace) -> int:
     use_compilation_cache()
     batches = numbers(flags.batches, "--batches", least=1)
     sizes = numbers(flags.sizes, "--sizes", least=1)
-    level_sizes = (
-        numbers(flags.one_depth, "--one_depth", least=1) if flags.one_depth else []
-    )
     if flags.latency_only:
         return measure_steps(flags, batches)
     if not (flags.prompts and flags.out):
@@ -115,16 +126,11 @@ def run(flags: argparse.Namespace) -> int:
         rounds=flags.rounds,
         worth=flags.values,
         copies=not flags.no_copies,
-        level_sizes=level_sizes,
-        n_dense=flags.dense,
     )
     write_json(out, found)
     evidence = found["evidence"]
     print("fitted trees")
     print_sizes(evidence["ladder"])
-    if evidence["one_depth"]:
-        print("\nfitted trees of one depth (Amphista's table 7)")
-        print_sizes(evidence["one_depth"])
     for rung in found["batches"]:
         print_rung(rung)
     if flags.plots:
@@ -158,7 +164,7 @@ def print_rung(rung: Mapping[str, Any]) -> None:
         print("plain decoding: no tree pays on this device")
 
 
-def measure_steps(flags: argparse.Namespace, batches: Sequence[int]) -> int:
+def measure_steps(flags: Flags, batches: Sequence[int]) -> int:
     """Choose anew what `--tree auto` takes on this device, and show why."""
     from medusa_jax.api import device_tree
     from medusa_jax.measured import anew
@@ -192,35 +198,11 @@ def draw(found: Mapping[str, Any], directory: Path) -> None:
         [row["step_latency_ratio"] for row in ladder],
         path=str(directory / "curves.png"),
     )
-    if evidence["dense"]:
-        draw_dense(ladder, evidence["dense"], directory / "dense.png")
-
-
-def draw_dense(
-    fitted: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any]], path: Path
-) -> None:
-    """Medusa's figure 4: (a) accepted length and (b) speed, both against plain decoding."""
-    from medusa_jax import plots
-
-    def chart(title: str, field: str) -> plots.Chart:
-        lines, points = (
-            {label: ([row["nodes"] for row in rows], [row[field] for row in rows])}
-            for label, rows in (("fitted, sparse", fitted), ("random, dense", dense))
-        )
-        return plots.Chart(title, "nodes (root included)", lines, points=points)
-
-    plots.draw_lines(
-        [
-            chart("tokens per step", "tokens_per_step"),
-            chart("speed-up", "predicted_speedup"),
-        ],
-        path=path,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ the compiler's own estimates are added up by stage. Nothing is run, so these are
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,24 @@ EXAMPLES = """examples:
   python -m medusa_jax compile --for h100 --shape llama3-8b --drafter medusa --json
   python -m medusa_jax compile --for v5e:2x4 --train configs/vicuna7b_m1.py
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """All flags."""
+
+    target: str
+    shape: str
+    drafter: str
+    tree: int
+    batch: int
+    context: int
+    mesh: tuple[int, ...] | None
+    acceptance: str
+    top_p: float
+    layers: int
+    train: str | None
+    json: bool
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Compile, then print."""
     import jax
 
@@ -103,7 +122,7 @@ def run(flags: argparse.Namespace) -> int:
     return 0
 
 
-def train(flags: argparse.Namespace, target: Any) -> int:
+def train(flags: Flags, target: Any) -> int:
     """The training step of a recipe."""
     import jax
 
@@ -125,7 +144,7 @@ def train(flags: argparse.Namespace, target: Any) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ load (`interop/export_heads.py`); docs/formats.md has the keys of each layout.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,21 @@ EXAMPLES = """examples:
   python -m medusa_jax convert --model runs/m2/export --drafter runs/m2/export/heads \\
       --to merged --dtype bfloat16 --out merged
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """All flags."""
+
+    model: str | None
+    drafter: str
+    to: str
+    out: str
+    dtype: str
+    base_name: str | None
+    bench: str | None
+    push: str | None
+    allow_other_base: bool
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--base_name", help="what the files call the model (default: what --model says)"
     )
-    p.add_argument("--bench", help="bench.json of `bench`, for the model card")
+    p.add_argument("--bench", help="race.json of `bench race`, for the model card")
     p.add_argument("--push", metavar="OWNER/NAME", help="upload the result to the hub")
     p.add_argument(
         "--allow_other_base",
@@ -58,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Convert, and upload if asked to."""
     from medusa_jax.api import find_heads, find_model
     from medusa_jax.interop.base_files import BaseFiles
@@ -91,7 +107,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ def describe(
     if compared is not None:
         result = dataclasses.replace(
             result,
-            prefill_seconds=compared.prefill_seconds,
-            decode_seconds=compared.decode_seconds,
+            prefill_seconds=compared.drafted.prefill_seconds,
+            decode_seconds=compared.drafted.decode_seconds,
         )
     device = jax.devices()[0]
     facts: dict[str, Any] = {

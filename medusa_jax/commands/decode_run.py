@@ -1,6 +1,6 @@
 """What decode.py does once its flags are parsed."""
 
-import argparse
+import dataclasses
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from medusa_jax import hosts
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.batching import equal_batches
 from medusa_jax.commands.chat import Chat
+from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_report import LEGEND, coloured, describe, summary
 from medusa_jax.commands.flags import load_model, parse_mesh
 from medusa_jax.commands.requests import read_requests, shared_options
@@ -33,9 +34,9 @@ from medusa_jax.interop.names import file_of, is_chat_model, named
 from medusa_jax.serving import Server
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Decode what the flags ask for; returns the exit status."""
-    give_way_to_demo(flags)
+    flags = give_way_to_demo(flags)
     template = chosen_template(flags)
     talking = template is not None and flags.prompt is None and flags.prompts_file is None
     prompts, options = ([], []) if talking else read_requests(flags)
@@ -74,7 +75,7 @@ def run(flags: argparse.Namespace) -> int:
     return run_all(model, prompts, options, acceptance, flags)
 
 
-def check_flags(flags: argparse.Namespace, talking: bool) -> None:
+def check_flags(flags: Flags, talking: bool) -> None:
     """Refuse what cannot be, before a model is loaded."""
     if flags.acceptance not in ("auto", *RULES):
         known = ["auto", *RULES]
@@ -92,20 +93,21 @@ def check_flags(flags: argparse.Namespace, talking: bool) -> None:
         raise UserError("--save_drafts draws one text as it is shown: give --prompt alone")
 
 
-def give_way_to_demo(flags: argparse.Namespace) -> None:
-    """Where a model by name is not installed, a question at a terminal goes to the demo instead.
+def give_way_to_demo(flags: Flags) -> Flags:
+    """The flags; where a model by name is not installed, a question at a terminal goes to the demo.
 
     Said in a sentence. What a program reads (--json, --prompts_file), a chat, and heads that were
     asked for get the error.
     """
     asked = flags.prompt is not None and not (flags.json or flags.drafter or flags.chat)
-    if not asked or named(flags.model) is None:
-        return
+    if not asked or flags.model is None or named(flags.model) is None:
+        return flags
     try:
         file_of(flags.model)
     except UserError as error:
         inform(f"{error}; the bundled demo goes on with the prompt instead")
-        flags.model = None
+        return dataclasses.replace(flags, model=None)
+    return flags
 
 
 def run_one(
@@ -113,7 +115,7 @@ def run_one(
     prompts: list[Any],
     options: list[Options],
     acceptance: str,
-    flags: argparse.Namespace,
+    flags: Flags,
 ) -> int:
     """One request: its text as it comes and a line of measurements, or one JSON object."""
     with announced("compiling"):
@@ -146,7 +148,7 @@ def run_file(
     prompts: list[Any],
     options: list[Options],
     acceptance: str,
-    flags: argparse.Namespace,
+    flags: Flags,
 ) -> int:
     """All requests of a file in batches; one JSON object a line, in the order of the file."""
     from tqdm import tqdm
@@ -180,7 +182,7 @@ def run_file(
     return 0
 
 
-def chosen_template(flags: argparse.Namespace) -> str | None:
+def chosen_template(flags: Flags) -> str | None:
     """The chat template that prompts go through: "" is the tokenizer's own, None is none."""
     if flags.chat is None and is_chat_model(flags.model):
         return ""
@@ -199,7 +201,7 @@ def stream_to_terminal(
     prompts: list[Any],
     options: list[Options],
     acceptance: str,
-    flags: argparse.Namespace,
+    flags: Flags,
 ) -> list[Result]:
     """Print text as it comes; with --show_drafts accepted drafts are coloured by depth."""
     if isinstance(prompts[0], str):

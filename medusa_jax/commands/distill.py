@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.flags import (
+    HostFlags,
+    ModelFlags,
     add_hosts,
     add_model,
     add_no_repeat,
@@ -44,6 +46,7 @@ from medusa_jax.commands.flags import (
     run_command,
 )
 from medusa_jax.console import inform
+from medusa_jax.distill.files import TextOptions
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import write_array, write_json
 
@@ -57,6 +60,17 @@ EXAMPLES = """examples:
   python -m medusa_jax distill --model smollm2 --ask 4096 --max_turns 1 --out work/smollm2/talk
   python -m medusa_jax distill --model smollm2 --compose 8192 --out work/smollm2/composed
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(TextOptions, HostFlags, ModelFlags):
+    """All flags; a temperature of None is chosen by the mode."""
+
+    temperature: float | None  # type: ignore[assignment]
+    compose: int
+    out: str
+    mode: str
+    tree: str
 
 
 def parser() -> argparse.ArgumentParser:
@@ -124,7 +138,7 @@ def warn_if_quantised(model: str | None) -> None:
         )
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Answer all seeds that are not answered yet."""
     from medusa_jax import hosts
     from medusa_jax.console import use_compilation_cache
@@ -143,6 +157,7 @@ def run(flags: argparse.Namespace) -> int:
         seeds = composed_seeds(flags.compose)
         mode = mode_for(seeds, flags.mode)
     else:
+        assert flags.prompts is not None
         seeds = read_seeds(flags.prompts, flags.split, flags.limit)
         mode = mode_for(seeds, flags.mode)
     if mode == "continue":
@@ -152,7 +167,7 @@ def run(flags: argparse.Namespace) -> int:
         return answer(flags, mode, seeds)
 
 
-def answer(flags: argparse.Namespace, mode: str, seeds: Sequence[Any]) -> int:
+def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
     """Go on after the seeds that are answered; returns the exit status."""
     from medusa_jax import hosts
     from medusa_jax.api import Options
@@ -161,11 +176,13 @@ def answer(flags: argparse.Namespace, mode: str, seeds: Sequence[Any]) -> int:
     from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.interop.chat import stop_ids, template_source
 
-    if flags.temperature is None:
-        flags.temperature = 0.0 if mode == "continue" else 0.3
+    temperature = flags.temperature
+    if temperature is None:
+        temperature = 0.0 if mode == "continue" else 0.3
+        flags = dataclasses.replace(flags, temperature=temperature)
     options = Options(
         max_new_tokens=flags.max_new_tokens,
-        temperature=flags.temperature,
+        temperature=temperature,
         top_p=flags.top_p,
         seed=flags.seed,
     )
@@ -225,7 +242,7 @@ def answer(flags: argparse.Namespace, mode: str, seeds: Sequence[Any]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), on_hosts(run), argv)
+    return run_command(parser(), Flags, on_hosts(run), argv)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Flags that several commands share, said once."""
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError, did_you_mean
@@ -23,6 +24,9 @@ ALIASES = {
     "--draft_model": "--drafter",
     "--temp": "--temperature",
 }
+
+# A command's flags: a frozen dataclass.
+Parsed = TypeVar("Parsed")
 
 
 class Parser(argparse.ArgumentParser):
@@ -109,8 +113,45 @@ def add_base(p: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseFlags:
+    """--model, the flags of `add_base`, and --no_repeat_ngram_size."""
+
+    model: str | None
+    dtype: str | None
+    weights: str | None
+    draft_weights: str | None
+    allow_other_base: bool
+    no_repeat_ngram_size: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFlags(BaseFlags):
+    """The flags of `add_model`."""
+
+    drafter: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationFlags:
+    """The flags of `add_generation`, less --no_repeat_ngram_size."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostFlags:
+    """The flags of `add_hosts`."""
+
+    coordinator_address: str | None
+    num_processes: str | None
+    process_id: str | None
+
+
 def load_model(
-    flags: argparse.Namespace,
+    flags: BaseFlags,
     drafter: str | None = None,
     *,
     needs_heads: bool = False,
@@ -126,25 +167,17 @@ def load_model(
 
     from medusa_jax.api import default_drafter, load
 
-    wanted = drafter or flags.drafter
+    wanted = drafter or (flags.drafter if isinstance(flags, ModelFlags) else None)
     name = wanted or default_drafter(flags.model)
     if needs_heads and name == "none":
         whose = flags.model or "the demo"
         raise UserError(f"give --drafter the directory or hub id of heads for {whose}")
-    if (
-        flags.dtype == "float64"
-    ):  # a switch of the whole process, which is the command's own
+    if flags.dtype == "float64":  # a switch of the whole process
         jax.config.update("jax_enable_x64", True)
-    model = load(
-        flags.model,
-        name,
-        dtype=flags.dtype,
-        weights=flags.weights,
-        draft_weights=flags.draft_weights,
-        no_repeat_ngram_size=flags.no_repeat_ngram_size,
-        allow_other_base=flags.allow_other_base,
-        **more,
-    )
+    given = {
+        field.name: getattr(flags, field.name) for field in dataclasses.fields(BaseFlags)
+    }
+    model = load(given.pop("model"), name, **given, **more)
     if wanted is None and name == "none":
         inform("no --drafter is given: plain decoding, without drafts")
     return model
@@ -198,7 +231,7 @@ def add_generation(p: argparse.ArgumentParser, temperature: float | None = 0.0) 
     add_no_repeat(p)
 
 
-def generation_options(flags: argparse.Namespace, **more: Any) -> Any:
+def generation_options(flags: GenerationFlags, **more: Any) -> Any:
     """The `Options` that the flags of `add_generation` ask for, and `more` of its fields."""
     from medusa_jax.api import Options
 
@@ -278,20 +311,19 @@ def add_hosts(p: argparse.ArgumentParser) -> None:
     several.add_argument("--process_id", metavar="I", help="from 0")
 
 
-def given_hosts(flags: argparse.Namespace) -> dict[str, str]:
+def given_hosts(flags: HostFlags) -> dict[str, str]:
     """The flags of `add_hosts` that were given."""
-    from medusa_jax import hosts  # here, not for --help
-
-    values = {name: getattr(flags, name) for name in hosts.FLAGS}
+    values = {f.name: getattr(flags, f.name) for f in dataclasses.fields(HostFlags)}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def on_hosts(
-    run: Callable[[argparse.Namespace], int],
-) -> Callable[[argparse.Namespace], int]:
+Hosted = TypeVar("Hosted", bound=HostFlags)
+
+
+def on_hosts(run: Callable[[Hosted], int]) -> Callable[[Hosted], int]:
     """`run` in every process of a run over several hosts; process 0 alone prints."""
 
-    def in_each(flags: argparse.Namespace) -> int:
+    def in_each(flags: Hosted) -> int:
         from medusa_jax import hosts  # here, not for --help
 
         hosts.join(given_hosts(flags))
@@ -301,10 +333,17 @@ def on_hosts(
     return in_each
 
 
+def typed(kind: type[Parsed], flags: argparse.Namespace) -> Parsed:
+    """The dataclass `kind` with the values of the flags that have its fields' names."""
+    names = (field.name for field in dataclasses.fields(kind) if field.init)  # type: ignore[arg-type]
+    return kind(**{name: getattr(flags, name) for name in names})
+
+
 def run_command(
     parser: argparse.ArgumentParser,
-    run: Callable[[argparse.Namespace], int],
+    kind: type[Parsed],
+    run: Callable[[Parsed], int],
     argv: Sequence[str] | None,
 ) -> int:
-    """Parse and run; bad input is one line and exit status 2."""
-    return run_main(lambda: run(parser.parse_args(argv)))
+    """Parse, and run with the parsed flags as a `kind`; bad input is one line and exit status 2."""
+    return run_main(lambda: run(typed(kind, parser.parse_args(argv))))

@@ -6,6 +6,7 @@ over the answers. What drafts cost and how fast they are: `bench --questions`.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import sys
@@ -13,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.commands.bench_questions import prompt_room
 from medusa_jax.commands.flags import (
+    BaseFlags,
+    GenerationFlags,
     add_base,
     add_generation,
     add_limit,
@@ -25,6 +27,7 @@ from medusa_jax.commands.flags import (
     numbers,
     run_command,
 )
+from medusa_jax.commands.prompts import TemplateFlags, add_template, prompt_room
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import grouped, read_prompts, read_questions, spread
@@ -46,6 +49,20 @@ EXAMPLES = """examples:
   python -m medusa_jax replay --model smollm2 --questions spec_bench.jsonl --limit 180 \\
       --drafters hydrapp,work/smollm2/medusa/export --fit heldout.jsonl --temperature 0.7
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(TemplateFlags, GenerationFlags, BaseFlags):
+    """Flags of `replay`."""
+
+    questions: str
+    limit: int
+    drafters: str
+    nodes: str
+    fit: str | None
+    fit_limit: int
+    no_copies: bool
+    out: str
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,13 +89,12 @@ def parser() -> argparse.ArgumentParser:
                    help="trees of the heads' guesses alone, without a chain copied from the text")  # fmt: skip
     add_base(p)
     add_generation(p)
-    p.add_argument("--chat_template", default="auto", help="as for bench --questions")
-    p.add_argument("--max_prompt_tokens", type=int, default=0, help="likewise")
+    add_template(p)
     p.add_argument("--out", default="work/replay", help="directory for results")
     return p
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Write the answers, or read them; replay every drafter on them; print the table."""
     from medusa_jax.api import default_drafter
     from medusa_jax.console import use_compilation_cache
@@ -130,7 +146,7 @@ def answers_to(
     questions: Sequence[dict[str, Any]],
     options: Any,
     template: str,
-    flags: argparse.Namespace,
+    flags: Flags,
 ) -> tuple[list[str], list[Any]]:
     """Categories, and the model's text of every turn; kept in texts.json for the next call."""
     from medusa_jax.evaluate.conversation import all_turns
@@ -146,13 +162,14 @@ def answers_to(
     if file.exists() and (kept := json.loads(file.read_text()))["settings"] == settings:
         inform(f"{file} has the answers")
         return kept["categories"], [Text(*one) for one in kept["texts"]]
-    room = prompt_room(flags, model.config.max_position)
+    room = prompt_room(flags, model.config.max_position, flags.max_new_tokens)
 
-    def ask(prompts: list[list[int]], _: list[str]) -> list[tuple[Text, str]]:
+    def ask(prompts: list[list[int]], _: list[int]) -> list[tuple[Text, str]]:
         return [(text, text.said) for text in own_texts(model, prompts, options)]
 
     found = all_turns(model, questions, template, room, ask)
-    categories, texts = [questions[i]["category"] for i, _ in found], [x for _, x in found]
+    categories = [questions[turn.number]["category"] for turn in found]
+    texts = [turn.outcome for turn in found]
     content = {"settings": settings, "categories": categories, "texts": texts}
     write_json(file, content, indent=None)
     return categories, texts
@@ -194,7 +211,7 @@ def replay_table(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

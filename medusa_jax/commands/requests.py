@@ -1,6 +1,5 @@
 """What decode.py is asked for: one prompt, or a file of requests with options of their own."""
 
-import argparse
 import json
 import sys
 from collections.abc import Collection
@@ -9,6 +8,7 @@ from typing import Any
 
 from medusa_jax.api import Options
 from medusa_jax.api.results import ALIASES, bias_of
+from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.flags import token_ids
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.errors import UserError, did_you_mean
@@ -18,7 +18,7 @@ from medusa_jax.interop.names import named
 PROMPTS = ("prompt", "prompt_ids", "messages")
 
 
-def shared_options(flags: argparse.Namespace) -> dict[str, Any]:
+def shared_options(flags: Flags) -> dict[str, Any]:
     """The options that the flags, and the model's name where they are silent, set for every
     request.
     """
@@ -78,26 +78,27 @@ def _first(*values: float | None) -> float:
     return next(value for value in values if value is not None)
 
 
-def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:
+def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
     """Prompts (texts, token ids or message lists) and their options, from the flags or a JSONL file."""
-    if (flags.prompt is None) == (flags.prompts_file is None):
+    path = flags.prompts_file
+    if (flags.prompt is None) == (path is None):
         raise UserError(
             "give either --prompt TEXT or --prompts_file FILE (or --chat alone, to talk)"
         )
     shared = shared_options(flags)
-    if flags.prompt is not None:
+    if path is None:
         text = read_stdin() if flags.prompt == "-" else flags.prompt
         return [text], [Options(**shared)]
     try:
         # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
-        lines = Path(flags.prompts_file).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {flags.prompts_file}: {error}") from error
+        raise UserError(f"cannot read {path}: {error}") from error
     prompts, options = [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        where = f"{flags.prompts_file} line {number}"
+        where = f"{path} line {number}"
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
@@ -111,7 +112,7 @@ def read_requests(flags: argparse.Namespace) -> tuple[list[Any], list[Options]]:
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
     if not prompts:
-        raise UserError(f"{flags.prompts_file} holds no requests")
+        raise UserError(f"{path} holds no requests")
     return prompts, options
 
 

@@ -34,6 +34,33 @@ EXAMPLES = """examples:
 SHOWN = (1, 8, 16, 32, 48, 64, 80, 96, 128, 192, 256, 512)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """All flags."""
+
+    chip: str
+    shape: str
+    batch: int
+    length: int
+    nodes: int
+    most_nodes: int
+    batches: str
+    lengths: str
+    length_batch: int
+    curve: str
+    whole_step: bool
+    heads: int
+    measure: bool
+    measure_batches: str
+    measure_lengths: str
+    measure_trees: str
+    most_gflop: float
+    most_gbyte: float
+    dtype: str | None
+    rounds: int
+    out: str
+
+
 def parser() -> argparse.ArgumentParser:
     """All flags; the defaults are the paper's figures 21 to 23."""
     p = command(
@@ -82,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Predict, measure if asked to, print the tables, write the files."""
     config, chip = find_shape(flags.shape), find_chip(flags.chip)
     batches = numbers(flags.batches, "--batches", least=1)
@@ -131,7 +158,11 @@ def run(flags: argparse.Namespace) -> int:
 
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
-    facts = {"date": date.today().isoformat(), "shape": flags.shape, "chip": flags.chip}
+    facts: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "shape": flags.shape,
+        "chip": flags.chip,
+    }
     facts |= {"curve": flags.curve, "batch": flags.batch, "length": flags.length}
     facts["predicted"] = predictions(
         chip.title, predict.roofs_of(chip), operators.BF16, out
@@ -153,7 +184,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def measure(
-    flags: argparse.Namespace, config: LlamaConfig, out: Path
+    flags: Flags, config: LlamaConfig, out: Path
 ) -> tuple[dict[str, Any], dict[str, predict.Fit]]:
     """Time the products and fit: (what is to be kept, fits by group).
 
@@ -201,7 +232,7 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

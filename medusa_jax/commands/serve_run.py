@@ -1,6 +1,5 @@
 """What `serve` does once its flags are parsed."""
 
-import argparse
 import ipaddress
 import os
 import signal
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.flags import load_model, parse_mesh
+from medusa_jax.commands.serve_flags import Flags
 from medusa_jax.console import (
     give_memory_back,
     inform,
@@ -25,7 +25,7 @@ from medusa_jax.serving.trees import trees_by_rows
 KEY = "MEDUSA_API_KEY"
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status."""
     check_extra()
     key = read_key(flags.api_key_file)
@@ -73,7 +73,7 @@ def answer_calls(
     server: Server,
     template: str,
     key: str,
-    flags: argparse.Namespace,
+    flags: Flags,
 ) -> None:
     """Run the port until a signal ends it: what runs is finished, nothing new is taken."""
     from medusa_jax.serving.http import Limits, make_app, make_listener

@@ -8,12 +8,15 @@ step of sampled, rejection and typical acceptance. `sampled` and `rejection` are
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.flags import (
+    GenerationFlags,
+    ModelFlags,
     add_generation,
     add_limit,
     add_model,
@@ -41,6 +44,20 @@ TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 RULES = ("sampled", "rejection", "typical")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(GenerationFlags, ModelFlags):
+    """Flags of `sweep`."""
+
+    prompts: str
+    limit: int
+    tree: str
+    epsilons: str
+    temperatures: str
+    batch_size: int
+    small: bool
+    out: str
+
+
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     p = command(
@@ -65,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Both sweeps of every drafter, tables, pictures."""
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.decoding.acceptance import RULES as ACCEPTANCE
@@ -73,7 +90,8 @@ def run(flags: argparse.Namespace) -> int:
     epsilons = numbers(flags.epsilons, "--epsilons", float)
     temperatures = numbers(flags.temperatures, "--temperatures", float)
     if flags.small:
-        flags.limit, flags.max_new_tokens = 8, min(60, flags.max_new_tokens)
+        most = min(60, flags.max_new_tokens)
+        flags = dataclasses.replace(flags, limit=8, max_new_tokens=most)
         epsilons = epsilons[::5]
     if flags.temperature <= 0:
         raise UserError("the threshold sweep needs --temperature above 0")
@@ -106,7 +124,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def sweep_one(
-    flags: argparse.Namespace,
+    flags: Flags,
     model: Any,
     questions: Sequence[dict[str, Any]],
     epsilons: Sequence[float],
@@ -229,7 +247,7 @@ def draw(swept: Sequence[dict[str, Any]], out: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

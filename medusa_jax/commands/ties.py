@@ -7,19 +7,15 @@ rounding does not explain would be a defect; the exit status is then 1.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from medusa_jax.commands.bench_questions import (
-    add_question_file,
-    first_prompts,
-    prompt_room,
-    questions_of,
-)
 from medusa_jax.commands.flags import (
+    GenerationFlags,
+    ModelFlags,
     add_generation,
-    add_limit,
     add_model,
     at_least,
     command,
@@ -28,8 +24,14 @@ from medusa_jax.commands.flags import (
     load_model,
     run_command,
 )
+from medusa_jax.commands.prompts import (
+    PromptFlags,
+    add_prompt_files,
+    first_prompts,
+    prompt_room,
+    questions_of,
+)
 from medusa_jax.console import inform
-from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.whole_files import write_json
 
@@ -42,6 +44,16 @@ EXAMPLES = """examples:
 """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(PromptFlags, GenerationFlags, ModelFlags):
+    """Flags of `ties`."""
+
+    tree: str
+    top_p: float
+    batch_size: int
+    out: str
+
+
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     p = command(
@@ -49,9 +61,7 @@ def parser() -> argparse.ArgumentParser:
         "Where drafted text leaves plain text in low precision, and whether it is a tie.",
         EXAMPLES,
     )
-    p.add_argument("--prompts", default=str(DEMO_PROMPTS), help="questions, as for bench")
-    add_question_file(p)
-    add_limit(p, 50)
+    add_prompt_files(p, 50)
     add_model(p)
     p.set_defaults(dtype="bfloat16")
     p.add_argument("--tree", default="64", help="as for decode.py (default: 64 nodes)")
@@ -81,11 +91,12 @@ def divergence_table(facts: dict[str, Any]) -> str:
     )
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """The report; exit status 1 if rounding does not explain every divergence."""
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.evaluate.conversation import find_template
-    from medusa_jax.evaluate.divergence import compared, compared_talks, tie_report
+    from medusa_jax.evaluate.compare import Comparison
+    from medusa_jax.evaluate.conversation import all_turns, ending_turns, find_template
+    from medusa_jax.evaluate.ties import compare_batches, tie_report
 
     use_compilation_cache()
     options = generation_options(flags, top_p=flags.top_p)
@@ -95,12 +106,22 @@ def run(flags: argparse.Namespace) -> int:
     model = load_model(flags, needs_heads=True, tree=flags.tree, batch=batch)
     if flags.questions:
         template = find_template(model, flags.chat_template)
-        room = prompt_room(flags, model.config.max_position)
-        found = compared_talks(model, questions, options, flags.batch_size, template, room)
+        options = ending_turns(model, options, template)
+        room = prompt_room(flags, model.config.max_position, flags.max_new_tokens)
+
+        def ask(prompts: list[list[int]], _: list[int]) -> list[tuple[Comparison, str]]:
+            found = compare_batches(model, prompts, options, flags.batch_size)
+            return [(one, one.autoregressive.text) for one in found]
+
+        turns = all_turns(model, questions, template, room, ask)
+        found = [
+            (f"{questions[t.number]['question_id']}, turn {t.turn + 1}", t.outcome)
+            for t in turns
+        ]
     else:
-        prompts = first_prompts(flags, model, questions)
-        names = [str(i) for i in range(len(prompts))]
-        found = compared(model, prompts, options, flags.batch_size, names)
+        prompts = first_prompts(flags, model, questions, flags.max_new_tokens)
+        compared = compare_batches(model, prompts, options, flags.batch_size)
+        found = [(str(i), one) for i, one in enumerate(compared)]
     facts = tie_report(model, options, found)
     write_json(out, facts)
     print(divergence_table(facts))
@@ -110,7 +131,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Flags, run, argv)
 
 
 if __name__ == "__main__":

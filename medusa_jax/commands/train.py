@@ -10,7 +10,7 @@ import sys
 import typing
 from typing import Any
 
-from medusa_jax.commands.flags import add_hosts, command, given_hosts
+from medusa_jax.commands.flags import HostFlags, add_hosts, command, given_hosts, typed
 from medusa_jax.config import Config
 from medusa_jax.console import (
     inform,
@@ -47,6 +47,15 @@ ALIASES = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(HostFlags):
+    """The flags that are not fields of the configuration."""
+
+    config: str | None
+    workdir: str | None
+    devices: str | None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; bad input is one line on stderr and exit status 2."""
     args = sys.argv[1:] if argv is None else argv
@@ -55,10 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         if not args:
             parser().print_help()
             return 2
-        flags, fields = parser().parse_known_args(args)
+        flags, cfg = parse_all(args)
         from medusa_jax import hosts  # here, not for --help
 
-        cfg = read_config(flags, fields)
         if flags.devices is not None:
             simulate(flags.devices, cfg)
         hosts.join(given_hosts(flags))
@@ -176,10 +184,17 @@ def pairs(args: list[str]) -> list[tuple[str, str]]:
 
 def parse(args: list[str]) -> Config:
     """Command line -> configuration; raises as `read_config`."""
-    return read_config(*parser().parse_known_args(args))
+    return parse_all(args)[1]
 
 
-def read_config(flags: argparse.Namespace, fields: list[str]) -> Config:
+def parse_all(args: list[str]) -> tuple[Flags, Config]:
+    """Command line -> the flags and the configuration; raises as `read_config`."""
+    found, fields = parser().parse_known_args(args)
+    flags = typed(Flags, found)
+    return flags, read_config(flags, fields)
+
+
+def read_config(flags: Flags, fields: list[str]) -> Config:
     """The configuration that `flags` name, with `fields` ("--config.optim.lr=1e-3") set.
 
     Raises:

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from medusa_jax.decoding.generate import (
     prefill_arguments,
 )
 from medusa_jax.errors import UserError
+from medusa_jax.measured import in_rounds
 from medusa_jax.sharding import decode_shardings
 
 
@@ -132,13 +134,13 @@ def engine_seconds(
       UserError: the context leaves no room for a step after the prompt.
     """
     clock = StepClock(engines, variables, prompt, **how)
-    cases = list(zip(engines, one_by_one or [False] * len(engines), strict=True))
 
-    def run(case: tuple[Engine, bool]) -> float:
-        seconds = clock.seconds(*case)
+    def run(engine: Engine, apart: bool) -> float:
+        seconds = clock.seconds(engine, apart)
         watch()
         return seconds
 
-    # The first round compiles.
-    times = [[run(case) for case in cases] for _ in range(1 + rounds)]
-    return [statistics.median(own) for own in zip(*times[1:])]
+    apart = one_by_one or [False] * len(engines)
+    runs = [partial(run, *case) for case in zip(engines, apart, strict=True)]
+    _, *times = in_rounds(runs, 1 + rounds)  # the first round compiles
+    return [statistics.median(own) for own in zip(*times)]

@@ -1,9 +1,9 @@
 """Files of a self-distillation run: settings, samples, token arrays, counts."""
 
-import argparse
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +21,38 @@ if TYPE_CHECKING:
 # Draft vocabulary sizes whose share of the text is printed.
 DRAFT_SIZES = (2048, 4096, 8192, 16384)
 
-# Flags for user turns that the model writes.
+# Options of user turns that the model writes.
 USER_TURNS = ("ask", "user_temperature", "user_tokens")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """What decides the text of a self-distillation, with the model and the seeds.
+
+    Attributes:
+      max_turns: most answers in a conversation.
+      user_temperature, user_tokens: of user turns that the model writes.
+    """
+
+    model: str | None
+    prompts: str | None
+    split: str
+    limit: int
+    ask: int
+    chat_template: str
+    temperature: float
+    top_p: float
+    seed: int
+    max_new_tokens: int
+    max_turns: int
+    user_temperature: float
+    user_tokens: int
+    batch_size: int
+    mesh: str
+
+
 def settings_of(
-    flags: argparse.Namespace, mode: str, seeds: Sequence[Seed], model: "Model"
+    asked: TextOptions, mode: str, seeds: Sequence[Seed], model: "Model"
 ) -> Json:
     """Everything that the text depends on. Not the drafter: acceptance is lossless here, so a resumed run
     may use other heads."""
@@ -36,11 +62,11 @@ def settings_of(
              "max_new_tokens", "batch_size", "mesh")  # fmt: skip
     digest = hashlib.sha256(repr(seeds).encode()).hexdigest()[:16]
     return {
-        "model": flags.model or "demo",
+        "model": asked.model or "demo",
         "mode": mode,
-        **{name: getattr(flags, name) for name in names},
-        "max_turns": flags.max_turns if mode != "continue" else None,
-        **({n: getattr(flags, n) for n in USER_TURNS} if mode == "self_talk" else {}),
+        **{name: getattr(asked, name) for name in names},
+        "max_turns": asked.max_turns if mode != "continue" else None,
+        **({n: getattr(asked, n) for n in USER_TURNS} if mode == "self_talk" else {}),
         "seeds": len(seeds),
         "seeds_sha256": digest,
         "no_repeat_ngram_size": model.no_repeat_ngram_size,

@@ -1,6 +1,5 @@
 """Answer seeds batch by batch and report progress."""
 
-import argparse
 import dataclasses
 import json
 import os
@@ -14,6 +13,7 @@ import numpy as np
 from medusa_jax import hosts
 from medusa_jax.console import announced, inform
 from medusa_jax.distill.conversation import Converse
+from medusa_jax.distill.files import TextOptions
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.whole_files import Json
 
@@ -79,19 +79,19 @@ class Writer:
     def __init__(
         self,
         model: "Model",
-        flags: argparse.Namespace,
+        asked: TextOptions,
         mode: str,
         options: "Options",
         progress: Progress,
     ):
         self.model, self.mode, self.options, self.progress = model, mode, options, progress
-        self.batch_size = flags.batch_size
+        self.batch_size = asked.batch_size
         self.converse = Converse(
-            model.tokenizer, model.config.max_position, self.decode, flags.chat_template,
-            mode == "self_talk", flags.max_turns,
+            model.tokenizer, model.config.max_position, self.decode, asked.chat_template,
+            mode == "self_talk", asked.max_turns,
         )  # fmt: skip
         self.user_options = dataclasses.replace(
-            options, temperature=flags.user_temperature, max_new_tokens=flags.user_tokens
+            options, temperature=asked.user_temperature, max_new_tokens=asked.user_tokens
         )
 
     def decode(

@@ -2,37 +2,38 @@
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options
 from medusa_jax.evaluate import scores
 from medusa_jax.evaluate.answers import answer_line, spec_bench_speedup
 from medusa_jax.evaluate.compare import Comparison, compare
-from medusa_jax.evaluate.conversation import ending_turns, turn_prompt
-from medusa_jax.evaluate.latency import step_seconds
+from medusa_jax.evaluate.conversation import Turn, all_turns, ending_turns
 from medusa_jax.evaluate.questions import grouped
-from medusa_jax.evaluate.speed import pooled
+from medusa_jax.evaluate.race import Run, figures, relation_error, step_seconds
 from medusa_jax.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """A question with the drafted and the plain answers, turn by turn.
+    """A question with the drafted and the plain answers to its turns.
 
     Attributes:
-      prompts: prompt ids of each turn, the same for both answers.
-      cut: whether text of the question was left out.
       temperature: sampling temperature of the answers.
     """
 
     question: dict[str, Any]
-    turns: list[Comparison]
-    prompts: list[list[int]]
-    cut: bool
+    turns: list[Turn[Comparison]]
     temperature: float
+
+    @property
+    def compared(self) -> list[Comparison]:
+        """Both answers to each turn."""
+        return [turn.outcome for turn in self.turns]
 
 
 def answer_all(
@@ -55,32 +56,29 @@ def answer_all(
       temperatures: category -> temperature, where it differs from the options'.
     """
     options = ending_turns(model, options, template)
-    found = []
-    for number, question in enumerate(
-        tqdm(questions, desc=f"{tree.n_nodes} nodes", unit="question", disable=None)
-    ):
-        turns: list[Comparison] = []
-        prompts: list[list[int]] = []
-        cut = False
-        own = (temperatures or {}).get(question["category"], options.temperature)
-        asked = dataclasses.replace(options, temperature=own)
-        for _ in question["turns"] or [""]:
-            answers = [turn.drafted.text for turn in turns]
-            prompt, shortened = turn_prompt(model, question, answers, template, room)
-            turns += compare(
-                model, [prompt], asked, tree=tree, ids=[number], repeats=repeats
-            )
-            prompts.append(prompt)
-            cut = cut or shortened
-        found.append(Answered(question, turns, prompts, cut, own))
-    return found
+    own = [
+        (temperatures or {}).get(question["category"], options.temperature)
+        for question in questions
+    ]
+
+    def ask(
+        prompts: list[list[int]], numbers: list[int]
+    ) -> Iterator[tuple[Comparison, str]]:
+        bar = tqdm(numbers, desc=f"{tree.n_nodes} nodes", unit="turn", disable=None)
+        for prompt, i in zip(prompts, bar):
+            asked = dataclasses.replace(options, temperature=own[i])
+            [one] = compare(model, [prompt], asked, tree=tree, ids=[i], repeats=repeats)
+            yield one, one.drafted.text
+
+    turns = all_turns(model, questions, template, room, ask)
+    return [
+        Answered(question, [t for t in turns if t.number == i], own[i])
+        for i, question in enumerate(questions)
+    ]
 
 
 def category_rows(
-    model: Model,
-    answered: Sequence[Answered],
-    tree: Tree,
-    repeats: int,
+    model: Model, answered: Sequence[Answered], tree: Tree, repeats: int
 ) -> list[dict[str, Any]]:
     """A row per category in the order of the file, one for MT-bench's eight, and one for all."""
     groups = grouped([one.question["category"] for one in answered])
@@ -94,39 +92,40 @@ def category_rows(
 def category_row(
     model: Model, answered: Sequence[Answered], tree: Tree, repeats: int
 ) -> dict[str, Any]:
-    """Figures of some questions: `speed.pooled`, Spec-Bench's speed-up, scores, and two checks.
+    """Figures of some questions: `race.figures`, Spec-Bench's speed-up, scores, and two checks.
 
-    Both checks are relative errors of Medusa's relation (B.1), speed-up = tokens per step / step
-    latency ratio. `difference` uses the latency of the answers themselves; tokens are counted in
-    the texts and steps by the device, so it reveals miscounted tokens. `difference_apart` uses a
-    step timed in isolation, in the middle of a text of median length, so it reveals the cost of
-    other work and of other text lengths.
+    Both checks are relative errors of Medusa's relation (B.1). `difference` uses the latency of the
+    answers themselves, so it reveals miscounted tokens. `difference_apart` uses a step timed in
+    isolation, in the middle of a text of median length, so it reveals the cost of other work and of
+    other text lengths.
     """
-    compared = [turn for one in answered for turn in one.turns]
-    row: dict[str, Any] = {"questions": len(answered), "turns": len(compared)}
-    row |= pooled(compared)
-    lines = [
-        [answer_line(one.question, one.turns, "", plain=plain) for one in answered]
-        for plain in (False, True)
-    ]
-    drafted, plain = lines
-    row["spec_bench_speedup"] = spec_bench_speedup(
-        drafted, plain, lambda text: model.tokenizer.encode(text, add_bos=True)
+    compared = [both for one in answered for both in one.compared]
+    drafted, plain = (
+        [answer_line(one.question, one.compared, "", plain=side) for one in answered]
+        for side in (False, True)
     )
-    length = row["mean_accepted_length"]
+    row = figures(
+        [Run.of([both.drafted]) for both in compared],
+        [Run.of([both.autoregressive]) for both in compared],
+    )
     apart = step_ratio(model, answered, tree, repeats)
+    histograms = [both.drafted.acceptance_histogram for both in compared]
+    gaps = [both.facts()["first_divergence"] for both in compared if not both.identical]
     return row | {
+        "questions": len(answered),
+        "turns": len(compared),
+        "acceptance_histogram": np.sum(histograms, axis=0).tolist(),
+        "divergence_gaps": gaps,
+        "spec_bench_speedup": spec_bench_speedup(
+            drafted, plain, lambda text: model.tokenizer.encode(text, add_bos=True)
+        ),
         "step_latency_ratio_apart": apart,
-        "difference": off(row["speedup"], length, row["step_latency_ratio"]),
-        "difference_apart": off(row["speedup"], length, apart),
-        "cut": sum(one.cut for one in answered),
+        "difference_apart": relation_error(
+            row["speedup"], row["mean_accepted_length"], apart
+        ),
+        "cut": sum(any(turn.cut for turn in one.turns) for one in answered),
         "scores": score(answered),
     }
-
-
-def off(speedup: float, length: float, ratio: float) -> float:
-    """speedup / (length / ratio) - 1; 0 if the answers end without a step."""
-    return speedup * ratio / length - 1 if length else 0.0
 
 
 def step_ratio(
@@ -138,9 +137,10 @@ def step_ratio(
     temperature of these questions.
     """
     texts = [
-        prompt + turn.drafted.token_ids[: turn.drafted.new_tokens // 2]
+        turn.prompt + drafted.token_ids[: drafted.new_tokens // 2]
         for one in answered
-        for prompt, turn in zip(one.prompts, one.turns, strict=True)
+        for turn in one.turns
+        for drafted in [turn.outcome.drafted]
     ]
     middle = sorted(texts, key=len)[len(texts) // 2]
     temperature = max(one.temperature for one in answered)
@@ -163,18 +163,12 @@ def score(answered: Sequence[Answered]) -> dict[str, dict[str, float]]:
     found: dict[str, list[tuple[float, float]]] = {}
     for one in answered:
         kind = scores.kind_of(one.question)
-        if not kind:
+        if not kind or (kind == scores.ROUGE and not scores.has_rouge()):
             continue
-        [turn] = one.turns
-        texts = turn.drafted.text, turn.autoregressive.text
-        [right] = one.question["references"]
-        if kind == scores.EXACT_MATCH:
-            ours, theirs = (scores.exact_match(text, right) for text in texts)
-            found.setdefault(kind, []).append((ours, theirs))
-        elif scores.has_rouge():
-            both = [scores.rouge(text, right) for text in texts]
-            for name in scores.ROUGES:
-                found.setdefault(name, []).append((both[0][name], both[1][name]))
+        [right], [both] = one.question["references"], one.compared
+        sides = [scores.score(kind, side.text, right) for side in (both.drafted, both.autoregressive)]  # fmt: skip
+        for name in sides[0]:
+            found.setdefault(name, []).append((sides[0][name], sides[1][name]))
     return {
         name: {
             "drafted": statistics.fmean(ours for ours, _ in pairs),

@@ -33,12 +33,7 @@ def answer_line(
         "turns": [result.text.strip() for result in results],
         "decoding_steps": [result.steps for result in results],
         "new_tokens": [result.new_tokens for result in results],
-        "wall_time": [
-            t.autoregressive_prefill_seconds + t.autoregressive_seconds
-            if plain
-            else t.prefill_seconds + t.decode_seconds
-            for t in turns
-        ],
+        "wall_time": [result.prefill_seconds + result.decode_seconds for result in results],
         "accept_lengths": lengths,
     }
     known = f"{name}/{question['question_id']}"

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import DEMO, Model
+from medusa_jax.api.weightless import abstract_state, random_backbone, random_heads
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import announced
 from medusa_jax.decoding.generate import decode_loop
 from medusa_jax.decoding.timing import engine_seconds
 from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
-from medusa_jax.evaluate.weightless import abstract_state, random_backbone, random_heads
 from medusa_jax.heads import drafter_class, make_drafter
 from medusa_jax.interop.tokenizer import NoTokenizer
 from medusa_jax.model.forms import choose_storage

@@ -1,7 +1,7 @@
 """From a question to prompt ids: chat templates, earlier answers, truncation."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from medusa_jax.api import Model, Options, asking
 from medusa_jax.errors import UserError
@@ -94,33 +94,49 @@ def turn_prompt(
         raise UserError(f"question {question['question_id']}: {error}") from error
 
 
+class Turn(NamedTuple, Generic[Outcome]):
+    """One turn of a question, answered.
+
+    Attributes:
+      number: of the question.
+      turn: number of the turn, from 0.
+      cut: whether text of the prompt was left out.
+    """
+
+    number: int
+    turn: int
+    prompt: list[int]
+    cut: bool
+    outcome: Outcome
+
+
 def all_turns(
     model: Model,
     questions: Sequence[dict[str, Any]],
     template: str,
     room: int,
-    ask: Callable[[list[list[int]], list[str]], Sequence[tuple[Outcome, str]]],
-) -> list[tuple[int, Outcome]]:
+    ask: Callable[[list[list[int]], list[int]], Iterable[tuple[Outcome, str]]],
+) -> list[Turn[Outcome]]:
     """Ask all questions turn by turn; each turn sees the earlier answers.
 
     Args:
       template, room: as for `turn_prompt`.
-      ask: (prompts, names of the turns) -> an outcome and an answer for each.
+      ask: (prompts, numbers of their questions) -> an outcome and an answer for each.
 
-    Returns: (number of the question, outcome); all first turns before the second ones.
+    Returns: all first turns before the second ones.
     """
-    found: list[tuple[int, Outcome]] = []
+    found: list[Turn[Outcome]] = []
     answers: list[list[str]] = [[] for _ in questions]
     turns = [max(1, len(question["turns"])) for question in questions]
     for turn in range(max(turns)):
         left = [i for i, own in enumerate(turns) if turn < own]
         prompts = [
-            turn_prompt(model, questions[i], answers[i], template, room)[0] for i in left
+            turn_prompt(model, questions[i], answers[i], template, room) for i in left
         ]
-        names = [f"{questions[i]['question_id']}, turn {turn + 1}" for i in left]
-        for i, (outcome, answer) in zip(left, ask(prompts, names), strict=True):
+        outcomes = ask([ids for ids, _ in prompts], left)
+        for i, prompt, (outcome, answer) in zip(left, prompts, outcomes, strict=True):
             answers[i].append(answer)
-            found.append((i, outcome))
+            found.append(Turn(i, turn, *prompt, outcome))
     return found
 
 

@@ -11,7 +11,6 @@ two best scores is at most twice the band: each of the two scores can move by th
 import dataclasses
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,15 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from tqdm import tqdm
 
-from medusa_jax.api import Model, Options, Result
-from medusa_jax.api.batching import equal_batches
-from medusa_jax.console import announced
+from medusa_jax.api import Model, Options
 from medusa_jax.decoding.generate import power_of_two
+from medusa_jax.decoding.penalties import counted, penalised, penalties_of
 from medusa_jax.decoding.repeats import without_barred
-from medusa_jax.evaluate.compare import perturbed
-from medusa_jax.evaluate.conversation import all_turns, ending_turns
+from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree import Tree
@@ -71,12 +67,14 @@ def find_divergence(
     option: Options,
     request: int,
     tree: Tree,
+    noise_at: int = POSITIONS,
 ) -> Divergence | None:
     """Find where the drafted text `ours` diverges from the plain text `theirs`; None if it does not.
 
     Args:
       request: the request id of both texts.
       tree: the tree that `ours` was decoded with; gives M of the drafted pass.
+      noise_at: positions at which the noise is measured.
     """
     # Rounding never explains that one text ends where the other continues.
     both = [[*ours, NO_TOKEN], [*theirs, NO_TOKEN]]
@@ -91,9 +89,10 @@ def find_divergence(
     padded[0, : len(text)] = text
     passes = [
         three_passes(tree, model.backbone, padded, np.int32(length))
-        for length in range(len(text), max(len(text) - POSITIONS, 0), -1)
+        for length in range(len(text), max(len(text) - noise_at, 0), -1)
     ]
     logits_BV = without_barred(passes[0], text, model.no_repeat_ngram_size)
+    logits_BV = penalised_after(logits_BV, prompt, theirs[:first], option)
     scores_BV = np.asarray(perturbed(logits_BV, len(text), option, request), np.float64)
     kept_BV = np.isfinite(scores_BV)
     moved = max(movement(np.asarray(x, np.float64), pair) for x in passes)
@@ -106,6 +105,15 @@ def find_divergence(
         noise_band=float(moved / (option.temperature or 1.0)),
         at_cut=bool((kept_BV != kept_BV[:1])[:, pair].any()),
     )
+
+
+def penalised_after(
+    logits_BV: jax.Array, prompt: Sequence[int], new: Sequence[int], option: Options
+) -> jax.Array:
+    """Logits of one position, [P, V], with the option's penalties for prompt and new text."""
+    penalties = penalties_of([option.penalties], [prompt], logits_BV.shape[-1])
+    penalties = counted(penalties, jnp.array([new], jnp.int32), jnp.array([len(new)]))
+    return penalised(logits_BV[None], penalties)[0]
 
 
 def movement(logits_BV: np.ndarray, also: Sequence[int]) -> float:
@@ -149,87 +157,27 @@ def three_passes(
     return backbone.lm_head(jnp.concatenate(hidden))
 
 
-@dataclasses.dataclass(frozen=True)
-class Compared:
-    """One prompt decoded with the model's tree and plainly.
-
-    Attributes:
-      name: name of the prompt in reports.
-      divergence: where the drafted text diverges from the plain one; None if it does not.
-    """
-
-    name: str
-    plain: Result
-    divergence: Divergence | None
-
-
-def compared(
-    model: Model,
-    prompts: Sequence[list[int]],
-    options: Options,
-    batch_size: int,
-    names: Sequence[str],
-) -> list[Compared]:
-    """Decode every prompt with the model's tree and plainly, as request 0, 1, ..."""
-    found: list[Compared] = []
-    batches = list(equal_batches(len(prompts), batch_size))
-    for ids, rows in tqdm(batches, unit="batch", disable=None):
-        batch = [prompts[i] for i in rows]
-        with nullcontext() if found else announced("compiling"):
-            drafted = model.generate(batch, options, rows, tree=model.tree)
-            plain = model.generate(batch, options, rows, tree=Tree.none())
-        for i, ours, theirs in zip(ids, drafted, plain):
-            where = find_divergence(
-                model, prompts[i], ours.token_ids, theirs.token_ids, options, i, model.tree
-            )
-            found.append(Compared(names[i], theirs, where))
-    return found
-
-
-def compared_talks(
-    model: Model,
-    questions: Sequence[dict[str, Any]],
-    options: Options,
-    batch_size: int,
-    template: str,
-    room: int,
-) -> list[Compared]:
-    """Decode every turn of every question; each turn sees the plain answers to the earlier ones.
-
-    Args:
-      template, room: as for `conversation.turn_prompt`.
-    """
-    options = ending_turns(model, options, template)
-
-    def ask(prompts: list[list[int]], names: list[str]) -> list[tuple[Compared, str]]:
-        found = compared(model, prompts, options, batch_size, names)
-        return [(one, one.plain.text) for one in found]
-
-    return [one for _, one in all_turns(model, questions, template, room, ask)]
-
-
-def tie_report(
-    model: Model, options: Options, compared: Sequence[Compared]
-) -> dict[str, Any]:
-    """All first divergences, and the number that rounding does not explain."""
-    parted = [(one, one.divergence) for one in compared if one.divergence]
-    # Tokens after a divergence are not comparable, so they are not counted.
-    tokens = sum(
-        one.divergence.position + 1 if one.divergence else one.plain.new_tokens
-        for one in compared
+def perturbed(
+    logits_BV: jax.Array, position: int, option: Options, request: int
+) -> jax.Array:
+    """Scores [P, V] whose argmax plain decoding takes, for P logit rows of one position."""
+    if option.temperature == 0:
+        return logits_BV
+    one = lambda value, kind: jnp.asarray(np.array([value], kind))  # noqa: E731
+    sampling = Sampling(
+        temperature_B=one(option.temperature, np.float32),
+        top_k_B=one(option.top_k, np.int32),
+        top_p_B=one(option.top_p, np.float32),
+        min_p_B=one(option.min_p, np.float32),
+        key_B=row_keys(one(option.seed % 2**32, np.uint32), one(request, np.int32)),
     )
-    return {
-        "dtype": str(model.dtype),
-        "tree_nodes": model.tree.n_nodes,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "prompts": len(compared),
-        "tokens_compared": tokens,
-        "divergences": [
-            {"prompt": one.name, **dataclasses.asdict(where), "is_tie": where.is_tie}
-            for one, where in parted
-        ],
-        "divergences_per_token": len(parted) / max(1, tokens),
-        "prompts_that_diverge": len(parted) / len(compared),
-        "not_explained": sum(not where.is_tie for _, where in parted),
-    }
+    return _perturbed(logits_BV, sampling, one(position, np.int32)[:, None])
+
+
+@jax.jit
+def _perturbed(
+    logits_BV: jax.Array, sampling: Sampling, position_11: jax.Array
+) -> jax.Array:
+    noise_11V = gumbel(sampling.key_B, position_11, logits_BV.shape[-1], logits_BV.dtype)
+    noise_BV = jnp.broadcast_to(noise_11V[0], logits_BV.shape)
+    return filtered(logits_BV[None], sampling)[0] + noise_BV

@@ -14,9 +14,8 @@ import jax
 import numpy as np
 
 from medusa_jax.api import Model, Options, device_tree
-from medusa_jax.evaluate import shapes
-from medusa_jax.evaluate.latency import step_seconds
 from medusa_jax.evaluate.progress import Progress
+from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.tree import Choice, Tree, growth
 from medusa_jax.tree.growth import Recorded
@@ -35,8 +34,6 @@ def fit_tree(
     rounds: int = 7,
     worth: str = "joint",
     copies: bool = True,
-    level_sizes: Sequence[int] = (),
-    n_dense: int = 0,
 ) -> dict[str, Any]:
     """Measure and choose a tree; return the content of a tree file with its evidence.
 
@@ -47,8 +44,6 @@ def fit_tree(
       worth: worth of a node: "joint", the measured frequency of its path, or "product", the
         paper's product of head accuracies.
       copies: whether trees may hold a chain copied from the text.
-      level_sizes: numbers of nodes of the trees of one depth.
-      n_dense: number of random dense trees to add for comparison.
     """
     texts = rank_texts(model, prompts, options)
     whole = Recorded.joined(texts)
@@ -56,17 +51,11 @@ def fit_tree(
     choices = grow(whole)
     sizes = sorted({1, *(s for s in sizes if s <= len(choices) + 1)})
     nested = [Tree.from_choices(choices[: size - 1]) for size in sizes]
-    level = shapes.of_one_depth(texts, grow, level_sizes)
-    scored = model.drafter.heads.draft_vocab or model.config.vocab_size
-    dense = shapes.random_dense(
-        whole.ranks_PK.shape[1], n_dense, most_wide=min(growth.MISS, scored)
-    )
-    timed = list(dict.fromkeys([*nested, *level, *shapes.to_time(dense)]))
     acceptance = "sampled" if options.temperature > 0 else "greedy"
-    n_runs = len(timed) * (1 + rounds)
-    with Progress(f"timing {len(timed)} trees", n_runs, "run") as bar:
-        seconds = dict(zip(timed, step_seconds(
-            model, timed, model.encode(prompts[0]), batch=batches[0], acceptance=acceptance,
+    n_runs = len(nested) * (1 + rounds)
+    with Progress(f"timing {len(nested)} trees", n_runs, "run") as bar:
+        seconds = dict(zip(nested, step_seconds(
+            model, nested, model.encode(prompts[0]), batch=batches[0], acceptance=acceptance,
             temperature=options.temperature, rounds=rounds,
             watch=bar.update,
         )))  # fmt: skip
@@ -88,11 +77,6 @@ def fit_tree(
             "positions": len(whole.ranks_PK),
             "head_accuracies": np.round(growth.head_accuracies(whole.ranks_PK), 4).tolist(),
             "ladder": [row(tree, n) for tree, n in zip(nested, tokens)],
-            "one_depth": [row(tree, n) for tree, n in level.items()],
-            "dense": [
-                row(tree, growth.replayed_tokens(texts, tree)) | {"widths": widths}
-                for widths, tree in dense
-            ],
         },
     }
     return with_rungs(model, found, batches)
@@ -117,7 +101,7 @@ def figures(
       seconds: seconds of a step with each timed tree, including plain decoding.
       tokens: tokens per step on held-out texts.
     """
-    latency = shapes.latency(tree, seconds)
+    latency = seconds[tree]
     ratio = latency / seconds[Tree.none()]
     return {
         "nodes": tree.n_nodes,

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -49,14 +50,12 @@ def _scorer() -> Any:
 
 def has_rouge() -> bool:
     """Whether the optional package `rouge-score` is installed."""
-    try:
-        _scorer()
-    except ImportError:
-        return False
-    return True
+    return find_spec("rouge_score") is not None
 
 
-def rouge(answer: str, references: Sequence[str]) -> dict[str, float]:
-    """F-measures of ROUGE-1, 2 and L in percent, each for its best reference, with stemming."""
+def score(kind: str, answer: str, references: Sequence[str]) -> dict[str, float]:
+    """Exact match, or F-measures of ROUGE-1, 2 and L in percent, each for its best reference."""
+    if kind == EXACT_MATCH:
+        return {kind: exact_match(answer, references)}
     found = _scorer().score_multi(list(references), answer)
     return {name: 100 * float(found[name].fmeasure) for name in ROUGES}

@@ -1,6 +1,16 @@
-"""Markdown tables, written one way."""
+"""Tables and result files, written one way."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from medusa_jax.console import inform
+from medusa_jax.whole_files import write_json, write_text
+
+Row = Mapping[str, Any]
+# A cell: a format of the row's fields, or a function of the row.
+Cell = str | Callable[[Row], str]
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -11,3 +21,43 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
     lines = [" | ".join(header), "---|" * len(header)]
     lines += [" | ".join(map(str, row)) for row in rows]
     return "\n".join(f"|{x}" if i == 1 else f"| {x} |" for i, x in enumerate(lines))
+
+
+def table_of(rows: Sequence[Row], columns: Mapping[str, Cell]) -> str:
+    """A Markdown table of rows; "-" where a field is None or missing.
+
+    Example: [{"n": 2}, {"n": None}], {"speed-up": "{n:.1f}x"} gives "2.0x" and "-".
+    """
+    cells = [[_cell(row, cell) for cell in columns.values()] for row in rows]
+    return markdown_table(list(columns), cells)
+
+
+def _cell(row: Row, cell: Cell) -> str:
+    try:
+        return cell(row) if callable(cell) else cell.format_map(row)
+    except (KeyError, TypeError):
+        return "-"
+
+
+def device_facts() -> dict[str, str]:
+    """Date and device of a measurement."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "date": date.today().isoformat(),
+        "device": f"{device.platform}: {device.device_kind}",
+    }
+
+
+def write_report(
+    out: Path, name: str, facts: Row, rows: Sequence[Row], columns: Mapping[str, Cell], notes: str = ""
+) -> None:  # fmt: skip
+    """Write `facts` as name.json and the table of `rows` as name.md; print table and notes."""
+    write_json(out / f"{name}.json", facts)
+    text = table_of(rows, columns)
+    write_text(out / f"{name}.md", text + "\n")
+    print(text)
+    if notes:
+        print(f"\n{notes}")
+    inform(f"wrote {out}/{name}.json and {name}.md")

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.measured import PRODUCTS, DeviceCache, within
+from medusa_jax.measured import PRODUCTS, DeviceCache, in_rounds, within
 from medusa_jax.model.stored import (
     DRAFT_WEIGHTS,
     STORED,
@@ -59,22 +59,41 @@ def choose_storage(
       draft_weights: that of draft heads, of `DRAFT_WEIGHTS`; None is as `Storage` has it.
 
     Raises:
-      UserError: an unknown type or form, or one that cannot be had here.
+      UserError: an unknown type or form, or one that is not available here.
     """
-    if weights not in (None, *WEIGHTS):
-        near = did_you_mean(weights, WEIGHTS)
-        raise UserError(
-            f"weights are {', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}, not {weights!r}{near}"
-        )
-    if draft_weights not in (None, *DRAFT_WEIGHTS):
-        raise UserError(
-            f"draft weights are {', '.join(DRAFT_WEIGHTS[:-1])} or {DRAFT_WEIGHTS[-1]}, not "
-            f"{draft_weights!r}{did_you_mean(draft_weights, DRAFT_WEIGHTS)}"
-        )
+    for what, given, known in (
+        ("weights are", weights, WEIGHTS),
+        ("draft weights are", draft_weights, DRAFT_WEIGHTS),
+    ):
+        if given not in (None, *known):
+            names = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise UserError(f"{what} {names}, not {given!r}{did_you_mean(given, known)}")
     if "int8" in (weights, draft_weights) and mesh.size > 1:
         raise UserError("int8 weights are read on one device: use --mesh 1,1,1")
-    form = _backbone_form(config, dtype, mesh, weights)
-    return replace(form, draft_weights=draft_weights or "")
+    number = jnp.dtype(dtype).name
+    plain = Storage(0, "" if weights in (None, number) else weights, draft_weights or "")
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", *NAMES):
+        raise UserError(f"{VARIABLE} is {' or '.join(NAMES)}, not {asked!r}")
+    on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    if asked == "plain" or not on_cpu or number not in ("float32", "bfloat16"):
+        return plain
+    native = library()
+    if native is None and asked == "native":
+        raise UserError(
+            f"{VARIABLE}=native needs a C++ compiler (c++, or what CXX names) that can build "
+            "the kernels for this processor"
+        )
+    if native is None:
+        return plain
+    panels = replace(plain, panel=native.panel)
+    if (
+        weights == STORED
+        or asked == "native"
+        or _faster(config, dtype, panels, native.path) == "native"
+    ):
+        return panels
+    return plain
 
 
 def reads_blocks(dtype: Any, mesh: Mesh) -> bool:
@@ -82,39 +101,6 @@ def reads_blocks(dtype: Any, mesh: Mesh) -> bool:
     on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
     native = on_cpu and dtype == jnp.float32 and os.environ.get(VARIABLE) != "plain"
     return native and library() is not None
-
-
-def _backbone_form(
-    config: LlamaConfig, dtype: Any, mesh: Mesh, weights: str | None
-) -> Storage:
-    """`choose_storage` without what is asked for draft heads."""
-    kept = "" if weights is None or weights == jnp.dtype(dtype).name else weights
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", *NAMES):
-        raise UserError(f"{VARIABLE} is {' or '.join(NAMES)}, not {asked!r}")
-    on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    if (
-        asked == "plain"
-        or not on_cpu
-        or jnp.dtype(dtype).name not in ("float32", "bfloat16")
-    ):
-        return Storage(0, kept)
-    native = library()
-    if native is None:
-        if asked == "native":
-            raise UserError(
-                f"{VARIABLE}=native needs a C++ compiler (c++, or what CXX names) that can build "
-                "the kernels for this processor"
-            )
-        return Storage(0, kept)
-    panels = Storage(native.panel, kept)
-    if (
-        weights == STORED
-        or asked == "native"
-        or _faster(config, dtype, panels, native.path) == "native"
-    ):
-        return panels
-    return Storage(0, kept)
 
 
 # Seconds by (form, rows).
@@ -128,14 +114,12 @@ def _faster(config: LlamaConfig, dtype: Any, panels: Storage, kernels: str) -> s
     kept = DeviceCache("products", *marks)
     if (form := kept.read().get("form")) in NAMES:
         return str(form)
-    forms = {"plain": Storage(0, weights), "native": panels}
+    forms = {"plain": Storage(0, weights), "native": Storage(panels.panel, weights)}
     times: Times = {(name, rows): [] for name in NAMES for rows in (ONE, TREE)}
     measure = partial(time_products, config, dtype, forms, times)
     within(PRODUCTS, "which products are fastest", measure)
-    seconds = {
-        name: [min(times[name, rows], default=0.0) for rows in (ONE, TREE)]
-        for name in NAMES
-    }
+    least = {case: min(seconds, default=0.0) for case, seconds in times.items()}
+    seconds = {name: [least[name, rows] for rows in (ONE, TREE)] for name in NAMES}
     # Too slow a machine to tell: the native ones, which were faster wherever they were measured.
     form = decided(seconds) if all(times.values()) else "native"
     kept.write({"form": form, "rows": [ONE, TREE], "seconds": seconds, "kernels": shapes})
@@ -191,15 +175,17 @@ def time_products(
             return
         placed = place({str(i): {"kernel": k} for i, k in enumerate(kernels)}, forms[name])
         layers[name].append([part["kernel"] for part in placed.values()])
-    for n in range(1 + ROUNDS):
-        for (name, rows), seconds in times.items():
-            if over.is_set():
-                return
-            start = time.perf_counter()
-            x_RD = np.ones((rows, config.d_model), dtype)
-            jax.block_until_ready(products(layers[name], x_RD, dtype, shapes))
-            if n:  # the first time it is compiled
-                seconds.append(time.perf_counter() - start)
+
+    def seconds(name: str, rows: int) -> float:
+        start = time.perf_counter()
+        x_RD = np.ones((rows, config.d_model), dtype)
+        jax.block_until_ready(products(layers[name], x_RD, dtype, shapes))
+        return time.perf_counter() - start
+
+    runs = [partial(seconds, *case) for case in times]
+    for n, found in enumerate(in_rounds(runs, 1 + ROUNDS, over)):
+        for own, spent in zip(times.values(), found if n else ()):  # the first compiles
+            own.append(spent)
 
 
 def _products(

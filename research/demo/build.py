@@ -28,9 +28,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medusa_jax.commands.flags import typed
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
@@ -69,7 +71,6 @@ TINY = {
     ],
     "tree": [
         "--limit=2", "--max_new_tokens=16", "--sizes=1,2,4", "--rounds=1", "--batches=1",
-        "--one_depth=",
     ],
     "draft_model": [
         "--config.model.arch.vocab_size=512", "--config.model.arch.d_model=16",
@@ -79,6 +80,18 @@ TINY = {
         "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
     ],
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """All flags."""
+
+    work: str
+    install: str
+    drafters: str
+    answers: int
+    steps_factor: float
+    tiny: bool
 
 
 def parser() -> argparse.ArgumentParser:
@@ -118,7 +131,7 @@ def stage(name: str, done: Path, command: Sequence[str]) -> None:
         raise UserError(f"stage '{name}' failed (exit status {code}); its command is above")
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Run all stages in order."""
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")
@@ -335,7 +348,7 @@ def relative(record: dict[str, Any]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     flags = parser().parse_args(argv)
-    return run_main(lambda: run(flags))
+    return run_main(lambda: run(typed(Flags, flags)))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa_jax.commands.flags import typed
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.whole_files import write_json, write_text
-from research.family.measure import measure_one, race
+from research.family.measure import Study, measure_one, race_first_seeds
 from research.family.report import (
     claim,
     convergence,
@@ -51,6 +52,23 @@ EXAMPLES = """examples (from the project's root, after `python -m research demo_
       --calibration work/demo/calibration.jsonl --steps 600 --out work/family
   python -m research family ... --config.optim.lr=1e-3    (for every training)
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(Study):
+    """All flags but those of the trainings."""
+
+    data: str
+    eval_data: str
+    drafters: str
+    recipe: str
+    only: list[str]
+    seeds: int
+    steps: int
+    n_heads: int
+    lm_head: str
+    rank: int
+    out: str
 
 
 def parser() -> argparse.ArgumentParser:
@@ -89,9 +107,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def train_one(
-    flags: argparse.Namespace, extra: Sequence[str], name: str, seed: int
-) -> Path:
+def train_one(flags: Flags, extra: Sequence[str], name: str, seed: int) -> Path:
     """Train a drafter unless its result exists; returns the directory of the run.
 
     Raises:
@@ -154,7 +170,7 @@ def refuse_other(run: Path, asked: dict[str, Any]) -> None:
         )
 
 
-def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
+def run(flags: Flags, extra: Sequence[str]) -> int:
     """Train, measure, write."""
     from medusa_jax.console import use_compilation_cache
     from research.family.picture import draw_drafters
@@ -186,12 +202,15 @@ def run(flags: argparse.Namespace, extra: Sequence[str]) -> int:
     where = {n: [train_one(flags, extra, n, s) for s in range(flags.seeds)] for n in names}
     runs = {name: [measure_one(flags, path) for path in where[name]] for name in names}
     curves = {name: [curve(path) for path in where[name]] for name in names}
-    speeds = race(flags, where, runs)
+    speeds = race_first_seeds(flags, where, runs)
     verdict = f"{orders(runs)}\n{claim(runs, speeds)}\n"
     text = "\n\n".join((family_table(runs, speeds), convergence(curves), verdict))
     out = Path(flags.out)
     facts = {"runs": runs, "speeds": speeds, "curves": curves}
-    write_json(out / "family.json", facts | {"flags": vars(flags), "extra": list(extra)})
+    write_json(
+        out / "family.json",
+        facts | {"flags": dataclasses.asdict(flags), "extra": list(extra)},
+    )
     write_text(out / "family.md", text)
     print(text)
     draw_drafters(runs, speeds, curves, out / "family.png")
@@ -207,6 +226,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrong = [x for x in extra if not x.startswith("--config.")]
         if wrong:
             raise UserError(f"unknown flag {wrong[0]} (see --help)")
-        return run(flags, extra)
+        return run(typed(Flags, flags), extra)
 
     return run_main(go)

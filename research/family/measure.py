@@ -1,10 +1,10 @@
 """Measure trained drafters: accuracies, accepted lengths, drafting time; speeds in interleaved runs."""
 
-import argparse
 import hashlib
 import json
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +68,36 @@ def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> 
     return statistics.median(times)
 
 
-def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What is measured on, as the flags of `python -m research family` have it."""
+
+    model: str
+    calibration: str
+    calibration_limit: int
+    prompts: str
+    limit: int
+    nodes: str
+    max_new_tokens: int
+    repeats: int
+
+
+def measure_one(study: Study, run: Path) -> dict[str, Any]:
     """Accuracies, accepted lengths and times of one trained drafter, kept in measured.json."""
     import jax
 
     from medusa_jax.api import Options, load
-    from medusa_jax.evaluate.latency import step_seconds
+    from medusa_jax.api.weightless import trained_shapes
     from medusa_jax.evaluate.questions import prompt_of, read_questions
+    from medusa_jax.evaluate.race import ourselves, race, step_seconds
     from medusa_jax.evaluate.recording import rank_texts
-    from medusa_jax.evaluate.speed import drafting_row
-    from medusa_jax.evaluate.weightless import trained_shapes
     from medusa_jax.tree import Tree, growth
 
     heads = (run / "export" / "heads.safetensors").read_bytes()
     names = (
         "model", "calibration", "calibration_limit", "prompts", "limit", "nodes", "max_new_tokens",
     )  # fmt: skip
-    settings = {name: getattr(flags, name) for name in names}
+    settings = {name: getattr(study, name) for name in names}
     settings["heads"] = hashlib.sha256(heads).hexdigest()
     kept = run / "measured.json"
     if kept.exists():
@@ -92,17 +105,19 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
         if found["settings"] == settings:
             inform(f"{kept} exists, not measured again")
             return found
-    model = load(flags.model, str(run / "export"), tree="none")
-    questions = read_questions(flags.prompts, flags.limit)
-    fitted = read_questions(flags.calibration, flags.calibration_limit)
+    model = load(study.model, str(run / "export"), tree="none")
+    questions = read_questions(study.prompts, study.limit)
+    fitted = read_questions(study.calibration, study.calibration_limit)
     prompts = [prompt_of(question) for question in fitted]
-    options = Options(max_new_tokens=flags.max_new_tokens)
+    options = Options(max_new_tokens=study.max_new_tokens)
     tuples_PK = growth.Recorded.joined(rank_texts(model, prompts, options)).ranks_PK
     decoded = []
-    for size in (int(n) for n in flags.nodes.split(",")):
+    asked = [model.encode(prompt_of(question)) for question in questions]
+    plain = ourselves(model, Tree.none(), options)
+    for size in (int(n) for n in study.nodes.split(",")):
         tree = Tree.from_choices(growth.joint_growth(tuples_PK, size - 1))
-        # `race` measures speeds, so one run is enough here.
-        row = drafting_row(model, questions, tree, options, repeats=1)
+        # `race_first_seeds` measures speeds, so one run is enough here.
+        row = race([plain, ourselves(model, tree, options)], asked, 1)[1]
         [step] = step_seconds(model, [tree], model.encode(prompts[0]))
         draft = draft_seconds(model, tree)
         counted = ("mean_accepted_length", "divergences", "prompts")
@@ -128,50 +143,29 @@ def measure_one(flags: argparse.Namespace, run: Path) -> dict[str, Any]:
     return found
 
 
-def race(
-    flags: argparse.Namespace, where: dict[str, list[Path]], runs: dict[str, list[Any]]
+def race_first_seeds(
+    study: Study, where: dict[str, list[Path]], runs: dict[str, list[Any]]
 ) -> dict[str, list[dict[str, float]]]:
-    """Speed of every drafter's first seed per tree size, from runs interleaved on each prompt.
-
-    Times taken minutes apart are not comparable on a shared machine. On each prompt, all drafters with
-    all trees and plain decoding are run `--repeats` times, round by round; medians are used.
-    """
-    from tqdm import tqdm
-
+    """Speed of every drafter's first seed per tree size, in one race (`evaluate/race.py`)."""
     from medusa_jax.api import Options, load
     from medusa_jax.evaluate.questions import prompt_of, read_questions
+    from medusa_jax.evaluate.race import ourselves, race
     from medusa_jax.tree import Tree
 
-    options = Options(max_new_tokens=flags.max_new_tokens)
-    plain = ("", 0)
-    # By drafter and index of the tree.
-    entries: dict[tuple[str, int], tuple[Any, Tree]] = {}
+    options = Options(max_new_tokens=study.max_new_tokens)
+    contenders: list[Any] = []
     for name, paths in where.items():
-        model = load(flags.model, str(paths[0] / "export"), tree="none")
-        entries.setdefault(plain, (model, Tree.none()))
-        for i, row in enumerate(runs[name][0]["decoded"]):
-            entries[name, i] = (model, Tree.from_choices(row["choices"]))
-    seconds = dict.fromkeys(entries, 0.0)
-    steps, tokens = dict.fromkeys(entries, 0), dict.fromkeys(entries, 0)
-    questions = read_questions(flags.prompts, flags.limit)
-    for question in tqdm(questions, desc="interleaved", unit="prompt", disable=None):
-        rounds: dict[tuple[str, int], list[Any]] = {entry: [] for entry in entries}
-        for _ in range(max(flags.repeats, 1)):
-            for entry, (model, tree) in entries.items():
-                rounds[entry] += model.generate([prompt_of(question)], options, tree=tree)
-        for entry, results in rounds.items():
-            seconds[entry] += statistics.median(r.decode_seconds for r in results)
-            steps[entry] += results[0].steps
-            tokens[entry] += results[0].new_tokens - 1
+        model = load(study.model, str(paths[0] / "export"), tree="none")
+        if not contenders:
+            contenders.append(ourselves(model, Tree.none(), options))
+        for row in runs[name][0]["decoded"]:
+            tree = Tree.from_choices(row["choices"])
+            contenders.append(ourselves(model, tree, options, label=name))
+    questions = read_questions(study.prompts, study.limit)
+    prompts = [model.encode(prompt_of(question)) for question in questions]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in where}
-    for entry in list(entries)[1:]:
-        speedup = (seconds[plain] / tokens[plain]) / (seconds[entry] / tokens[entry])
-        latency = (seconds[entry] / steps[entry]) / (seconds[plain] / steps[plain])
-        found[entry[0]].append(
-            {
-                "nodes": entries[entry][1].n_nodes,
-                "speedup": speedup,
-                "step_latency_ratio": latency,
-            }
-        )
+    for row in race(contenders, prompts, max(study.repeats, 1))[1:]:
+        kept = {"nodes": row["tree_nodes"]}
+        kept |= {field: row[field] for field in ("speedup", "step_latency_ratio")}
+        found[row["label"]].append(kept)
     return found

@@ -29,7 +29,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.whole_files import write_json, write_text
 from research.recipes.figures import accepted, draw, make_judge, recipe_table
 from research.recipes.text import old_prompts, prepare_text
-from research.recipes.variants import train_variant, variants
+from research.recipes.variants import Study, train_variant, variants
 
 DEMO = Path(medusa_jax.__file__).parent / "demo" / "backbone"
 EXAMPLES = """examples:
@@ -39,7 +39,7 @@ EXAMPLES = """examples:
 """
 
 
-def study(flags: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+def run_study(flags: Study) -> dict[str, list[dict[str, float]]]:
     """Run all variants and seeds; returns their figures, which are also in the result files."""
     from medusa_jax.api.load import load
     from medusa_jax.training.data.rows import TokenRows
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: Study) -> int:
     """Everything, then the table on standard output."""
     if not os.path.isfile(os.path.join(flags.original, "tokens.npy")):
         raise UserError(
@@ -125,7 +125,7 @@ def run(flags: argparse.Namespace) -> int:
             "research demo_corpus --out work/demo makes work/demo/heldout"
         )
     use_compilation_cache()  # variants and seeds share most compiled programs
-    figures = study(flags)
+    figures = run_study(flags)
     draw(Path(flags.out), list(figures), flags.seeds)
     print(recipe_table(flags, figures), end="")
     return 0
@@ -133,4 +133,4 @@ def run(flags: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
-    return run_command(parser(), run, argv)
+    return run_command(parser(), Study, run, argv)

@@ -1,6 +1,5 @@
 """The study's figures: quality, agreement, accepted length; the table and the curves."""
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.layers import shift_left
-from research.recipes.variants import variants
+from research.recipes.variants import Study, variants
 
 
 def make_judge(rows: Any, limit: int) -> Callable[[Any, Any], tuple[float, np.ndarray]]:
@@ -61,9 +60,7 @@ def accepted(model: Any, prompts: list[list[int]], tree: str, n_new: int) -> flo
     return appended / max(steps, 1)
 
 
-def recipe_table(
-    flags: argparse.Namespace, figures: dict[str, list[dict[str, float]]]
-) -> str:
+def recipe_table(study: Study, figures: dict[str, list[dict[str, float]]]) -> str:
     """Markdown: mean and standard deviation over the seeds."""
     columns = ("perplexity", "agreement", "accepted_new", "accepted_old", "heads_loss")
 
@@ -75,8 +72,8 @@ def recipe_table(
         return f"{np.mean(values):.3f}{spread}"
 
     about = (
-        f"{flags.steps} steps of {flags.batch_size} x {flags.length} tokens per variant, {flags.seeds} seeds "
-        f"(mean ± standard deviation), tree {flags.tree}, greedy."
+        f"{study.steps} steps of {study.batch_size} x {study.length} tokens per variant, {study.seeds} seeds "
+        f"(mean ± standard deviation), tree {study.tree}, greedy."
     )
     header = (
         "variant", "what", "perplexity (original text)", "greedy agreement", "accepted, new text",

@@ -1,6 +1,5 @@
 """The study's texts: one unlike the backbone's training text, and the backbone's continuations of it."""
 
-import argparse
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from research.recipes.variants import Study
 
 
 def new_text() -> list[str]:
@@ -32,7 +32,7 @@ def write_tokens(directory: Path, pieces: Sequence[np.ndarray], prompt: int = 0)
     np.save(directory / "tokens.npy", np.concatenate(pieces).astype(np.int32))
 
 
-def prepare_text(flags: argparse.Namespace, model: Any, out: Path) -> list[list[int]]:
+def prepare_text(study: Study, model: Any, out: Path) -> list[list[int]]:
     """Write `new/` and `self/` (token directories); returns held-out prompts of the new text.
 
     The text is cut into pieces of `--length` tokens; every tenth is held out. `self/` holds the first
@@ -40,7 +40,7 @@ def prepare_text(flags: argparse.Namespace, model: Any, out: Path) -> list[list[
     """
     from medusa_jax.api.results import Options
 
-    T, prompt = flags.length, flags.length // 4
+    T, prompt = study.length, study.length // 4
     pieces: list[np.ndarray] = []
     for text in new_text():
         ids = np.array(model.tokenizer.encode(text), np.int32)
@@ -55,15 +55,15 @@ def prepare_text(flags: argparse.Namespace, model: Any, out: Path) -> list[list[
     if not (out / "new" / "tokens.npy").exists():
         write_tokens(out / "new", train)
     if not (out / "self" / "tokens.npy").exists():
-        inform(f"the backbone continues {min(flags.distill, len(train))} prompts")
+        inform(f"the backbone continues {min(study.distill, len(train))} prompts")
         own = []
-        for first in range(0, min(flags.distill, len(train)), 32):
+        for first in range(0, min(study.distill, len(train)), 32):
             prompts = [p[:prompt].tolist() for p in train[first : first + 32]]
             options = Options(max_new_tokens=T - prompt, temperature=0.3, seed=first)
             answers = model.generate(prompts, options, tree="none")
             own += [np.array(p + a.token_ids) for p, a in zip(prompts, answers)]
         write_tokens(out / "self", own, prompt)
-    return [p[:prompt].tolist() for p in apart[: flags.prompts]]
+    return [p[:prompt].tolist() for p in apart[: study.prompts]]
 
 
 def old_prompts(rows: Any, n: int) -> list[list[int]]:

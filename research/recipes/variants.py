@@ -1,7 +1,7 @@
 """The variants of the study: trained parts, text and learning rates."""
 
-import argparse
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,27 @@ from medusa_jax.config import (
 )
 
 HEADS_RATE, BACKBONE_RATE = 2e-3, 5e-4  # the paper's two-stage recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What all variants have in common: the flags of `python -m research recipes`."""
+
+    original: str
+    out: str
+    model: str
+    variants: str
+    steps: int
+    seeds: int
+    batch_size: int
+    length: int
+    rank: int
+    distill: int
+    prompts: int
+    new_tokens: int
+    rows: int
+    tree: str
+    dtype: str
 
 
 def variants() -> dict[str, tuple[str, list[dict[str, Any]]]]:
@@ -59,18 +80,18 @@ def variants() -> dict[str, tuple[str, list[dict[str, Any]]]]:
     }  # fmt: skip
 
 
-def recipe(flags: argparse.Namespace, seed: int, data: Path) -> Config:
+def recipe(study: Study, seed: int, data: Path) -> Config:
     """The configuration that all variants share."""
     return Config(
-        model=ModelConfig(path=flags.model),
-        heads=HeadsConfig(n_heads=4, n_layers=1, lm_head="low_rank", rank=flags.rank),
+        model=ModelConfig(path=study.model),
+        heads=HeadsConfig(n_heads=4, n_layers=1, lm_head="low_rank", rank=study.rank),
         data=DataConfig(
-            source=str(data), format="tokens", seq_len=flags.length, packing="first_fit", seed=seed
+            source=str(data), format="tokens", seq_len=study.length, packing="first_fit", seed=seed
         ),
         optim=OptimConfig(warmup_steps=20, schedule="cosine"),
         lora=LoraConfig(rank=0),
         train=TrainConfig(
-            batch_size=flags.batch_size, dtype=flags.dtype, remat=False, loss_chunk=128,
+            batch_size=study.batch_size, dtype=study.dtype, remat=False, loss_chunk=128,
             log_every=20, save_every=10**9, keep_checkpoints=1, seed=seed,
         ),
         mesh=(1, 1, 1),
@@ -78,7 +99,7 @@ def recipe(flags: argparse.Namespace, seed: int, data: Path) -> Config:
 
 
 def train_variant(
-    flags: argparse.Namespace,
+    study: Study,
     seed: int,
     runs: list[dict[str, Any]],
     folder: Path,
@@ -91,9 +112,9 @@ def train_variant(
     done: list[tuple[str, str]] = []
     last: dict[str, Any] = {}
     for number, fields in enumerate(runs):
-        cfg = recipe(flags, seed, out / fields.get("data", "new"))
+        cfg = recipe(study, seed, out / fields.get("data", "new"))
         cfg.workdir = str(folder / f"run{number}")
-        cfg.train.steps = max(round(flags.steps * fields["share"]), 2)
+        cfg.train.steps = max(round(study.steps * fields["share"]), 2)
         for name, value in fields.items():
             if "." in name:
                 override(cfg, name, str(value))
@@ -111,6 +132,6 @@ def train_variant(
             )  # the same command goes on with this run
         export = f"{cfg.workdir}/export"
         both = os.path.exists(f"{export}/config.json")
-        done.append((export, f"{export}/heads") if both else (flags.model, export))
+        done.append((export, f"{export}/heads") if both else (study.model, export))
     loss = float(np.mean(last["loss"])) if last else float("nan")
     return (*done[-1], loss)

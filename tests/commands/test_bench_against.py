@@ -1,13 +1,16 @@
-"""bench --against on a tiny model, with peers that stand for the real ones."""
+"""bench against on a tiny model, with peers that stand for the real ones."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from files import write_lines
 
-from medusa_jax.commands import bench
-from medusa_jax.evaluate.peers import huggingface, llamacpp
-from medusa_jax.evaluate.peers.contender import Contender, Run
+from medusa_jax.commands import bench_against as bench
+from medusa_jax.commands.prompts import questions_of
+from medusa_jax.evaluate.peers import Setting, huggingface, llamacpp
+from medusa_jax.evaluate.questions import DEMO_PROMPTS
+from medusa_jax.evaluate.race import Contender, Run
 
 
 @pytest.fixture
@@ -21,24 +24,23 @@ def test_engines_in_one_table(arguments, tmp_path, monkeypatch, capsys):
     asked = {}
 
     def peer(name):
-        def contenders(*how):
-            asked[name] = how
-            run = Run([1] * 6, 0.1, 0.5)
-            return [Contender(name, "F32", lambda prompt, n_tokens: run)]
+        def contenders(setting):
+            asked[name] = setting
+            run = Run([[1] * 6], 0.1, 0.5)
+            return [Contender(name, lambda prompt: run, "F32")]
 
         return contenders
 
-    monkeypatch.setattr(llamacpp, "llamacpp_contenders", peer("llama.cpp"))
-    monkeypatch.setattr(huggingface, "transformers_contenders", peer("transformers"))
-    flags = ["--against=transformers,llama.cpp", "--trees=chain:2", "--max_new_tokens=6"]
+    monkeypatch.setattr(llamacpp, "contenders", peer("llama.cpp"))
+    monkeypatch.setattr(huggingface, "contenders", peer("transformers"))
+    flags = ["--peers=transformers,llama.cpp", "--trees=chain:2", "--max_new_tokens=6"]
     flags += ["--repeats=1", "--limit=2", "--threads=3", f"--out={tmp_path}"]
     assert bench.main([*arguments, *flags]) == 0
     directory = arguments[0].removeprefix("--model=")
     # The longest prompt has 6 tokens: <s>, the, blank, c, a, t.
-    assert asked["llama.cpp"] == (directory, 12, 3)
-    assert asked["transformers"] == (directory, 3, 0)
-    facts = json.loads((tmp_path / "bench.json").read_text())
-    assert [(r["engine"], r["weights"]) for r in facts["engines"]] == [
+    assert asked["llama.cpp"] == asked["transformers"] == Setting(directory, 6, 12, 3, 0)
+    facts = json.loads((tmp_path / "against.json").read_text())
+    assert [(r["label"], r["weights"]) for r in facts["engines"]] == [
         ("medusa_jax, plain", "float32"),
         ("medusa_jax, medusa, 3 nodes", "float32"),
         ("llama.cpp", "F32"),
@@ -47,15 +49,35 @@ def test_engines_in_one_table(arguments, tmp_path, monkeypatch, capsys):
     assert (facts["threads_of_peers"], facts["prompts"], facts["new_tokens"]) == (3, 2, 6)
     printed = capsys.readouterr().out
     assert "| transformers | F32 | 10.0 |" in printed and "peers with 3 threads" in printed
-    assert (tmp_path / "bench.md").read_text() in printed
+    assert (tmp_path / "against.md").read_text() in printed
 
 
 @pytest.mark.parametrize("model", [None, "another"])
-def test_the_demo_s_prompts_are_ids_to_the_demo_alone(model, tmp_path, monkeypatch):
+def test_the_demo_s_prompts_are_ids_to_the_demo_alone(model):
     """Another model reads their texts with its own tokenizer."""
-    seen = []
-    monkeypatch.setattr(bench, "run_against", lambda *a: seen.extend(a[2]) or 0)
-    flags = [f"--model={model}"] if model else []
-    assert bench.main([*flags, "--against=llama.cpp", f"--out={tmp_path}"]) == 0
-    assert seen and all(("prompt_ids" in q) == (model is None) for q in seen)
-    assert all(q["prompt"] for q in seen)
+    flags = SimpleNamespace(questions=None, prompts=str(DEMO_PROMPTS), limit=3)
+    questions = questions_of(flags, model)
+    assert questions and all(("prompt_ids" in q) == (model is None) for q in questions)
+    assert all(q["prompt"] for q in questions)
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--peers=vllm"], "--peers takes transformers and llama.cpp, not 'vllm'"),
+        (["--peers=llama.cpp"], "is no GGUF file, which llama.cpp needs"),
+        (["--peers=llama.cpp", "--temperature=1"], "engines are compared greedily"),
+        (
+            ["--peers=llama.cpp", "--max_new_tokens=95"],
+            "are 101 tokens, the model's context is 96",
+        ),
+        (
+            ["--peers=llama.cpp", "--no_repeat_ngram_size=3"],
+            "llama.cpp bars no n-grams: give --no_repeat_ngram_size 0",
+        ),
+    ],
+)
+def test_bad_input(arguments, flags, sentence, tmp_path, capsys):
+    defaults = ["--max_new_tokens=6", "--trees=chain:1", f"--out={tmp_path}"]
+    assert bench.main([*arguments, *defaults, *flags]) == 2
+    assert sentence in capsys.readouterr().err

@@ -11,10 +11,10 @@ from tiny import write_model
 from tokenizers import Tokenizer, processors
 
 from medusa_jax import Options, Tree
-from medusa_jax.commands import bench
-from medusa_jax.evaluate import answering, scores
+from medusa_jax.commands import bench_questions as bench
+from medusa_jax.evaluate import answering, conversation, scores
 from medusa_jax.evaluate.questions import MT_BENCH_TEMPERATURES
-from medusa_jax.evaluate.speed import pooled
+from medusa_jax.evaluate.race import figures
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["the cat", "in the"]},
@@ -149,13 +149,13 @@ def test_a_token_too_many_shows_in_the_difference(directory, out, monkeypatch):
     """The relation is checked: tokens that no step made do not pass."""
     found = []
 
-    def watched(compared):
-        found.append(pooled(compared))
-        for c in compared:
-            c.drafted.token_ids.append(0)
-        return pooled(compared)
+    def watched(own, plain):
+        found.append(figures(own, plain))
+        for run in own:
+            run.texts[0].append(0)
+        return figures(own, plain)
 
-    monkeypatch.setattr(answering, "pooled", watched)
+    monkeypatch.setattr(answering, "figures", watched)
     monkeypatch.setattr(answering, "step_ratio", lambda *_: 2.0)
     out = out / "again"
     assert bench.main(arguments(directory, out, limit=1)) == 0
@@ -173,7 +173,7 @@ def test_the_step_is_timed_in_the_middle_of_a_text_of_median_length(monkeypatch)
     monkeypatch.setattr(answering, "step_seconds", timed)
     turns = [Space(drafted=Space(token_ids=[9] * 4, new_tokens=4))]
     answered = [
-        Space(prompts=[[i] * n], turns=turns, temperature=0.35 * i)
+        Space(turns=[Space(prompt=[i] * n, outcome=turns[0])], temperature=0.35 * i)
         for i, n in enumerate((30, 2, 10))
     ]
     assert answering.step_ratio(None, answered, None, 1) == 1.5
@@ -188,13 +188,13 @@ def test_mt_bench_s_categories_at_fastchat_s_temperatures(monkeypatch):
         return [SimpleNamespace(drafted=SimpleNamespace(text="a"))]
 
     monkeypatch.setattr(answering, "compare", compare)
-    monkeypatch.setattr(answering, "turn_prompt", lambda *_: ([4], False))
+    monkeypatch.setattr(conversation, "turn_prompt", lambda *_: ([4], False))
     how = {"repeats": 1, "template": "plain", "room": 9}
     ask = partial(
         answering.answer_all, None, QUESTIONS, Tree.none(), Options(temperature=0.3), **how
     )
     answered = ask(temperatures=MT_BENCH_TEMPERATURES)
-    assert list(drawn.values()) == [0.7, 0.0, 0.3, 0.3, 0.3]
+    assert [drawn[i] for i in range(5)] == [0.7, 0.0, 0.3, 0.3, 0.3]
     assert [one.temperature for one in answered] == [0.7, 0.0, 0.3, 0.3, 0.3]
     ask()
     assert set(drawn.values()) == {0.3}

@@ -1,9 +1,11 @@
 """calibrate, distill and bench on a tiny model: files, figures, resuming, bad input."""
 
+import dataclasses
 import importlib
 import json
 import re
 import shutil
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -11,13 +13,22 @@ from files import write_lines
 
 from medusa_jax.__main__ import COMMANDS
 from medusa_jax.api import Model, device_tree
-from medusa_jax.commands import bench, calibrate, distill, sweep, ties
+from medusa_jax.commands import (
+    bench,
+    bench_batches,
+    calibrate,
+    distill,
+    sweep,
+    ties,
+)
+from medusa_jax.commands.flags import typed
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import progress
 from medusa_jax.interop.hf import read_config
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.tree import Tree
+from research.__main__ import COMMANDS as RESEARCH
 
 PROMPTS = ["the cat", "a b c", "in the", "abc"]
 
@@ -37,7 +48,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
         [
             f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
             f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4", "--rounds=2",
-            "--batches=1,2", "--one_depth=3", "--dense=2", f"--plots={tmp_path}/plots",
+            "--batches=1,2", f"--plots={tmp_path}/plots",
         ]
     )  # fmt: skip
     assert code == 0
@@ -47,13 +58,6 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     assert [row["nodes"] for row in ladder] == [1, 2, 4]
     assert ladder[0]["tokens_per_step"] == 1 and ladder[0]["step_latency_ratio"] == 1
     assert ladder[1]["tokens_per_step"] <= ladder[2]["tokens_per_step"]
-    level = evidence["one_depth"]
-    assert [row["nodes"] for row in level] == [3]
-    dense = evidence["dense"]
-    assert [Tree.cartesian(row["widths"]).n_nodes for row in dense] == [
-        row["nodes"] for row in dense
-    ]
-    assert len(dense) == 2 and all(row["step_seconds"] > 0 for row in dense)
     one, two = found["batches"]
     assert (one["batch"], two["batch"]) == (1, 2)
     for rung in (one, two):
@@ -65,13 +69,13 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     assert np.shape(evidence["head_accuracies"])[0] == 3
     assert (found["temperature"], found["batch"], found["platform"]) == (0, 1, "cpu")
     printed, said = capsys.readouterr()
-    assert "2 at a time" in printed and "table 7" in printed
+    assert "2 at a time" in printed
     for stage in (f"writing: {len(PROMPTS)} of {len(PROMPTS)} prompts, ", "ranks: ",
                   "four stages: text for 4 prompts, ", "choosing by batch size: 1 of 2 batch sizes, "):  # fmt: skip
         assert stage in said
     assert re.search(r"timing (\d+) trees: 1 of \d+ runs, \d+ (seconds|minutes) left", said)
     pictures = {p.name for p in (tmp_path / "plots").iterdir()}
-    assert pictures == {"tree.png", "curves.png", "dense.png"}
+    assert pictures == {"tree.png", "curves.png"}
 
 
 @pytest.mark.wide
@@ -80,7 +84,7 @@ def test_calibrate_by_the_paper_s_product(files, tmp_path):
     out = tmp_path / "tree.json"
     arguments = [
         f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
-        f"--out={out}", "--max_new_tokens=30", "--sizes=1,3", "--rounds=1", "--batches=1", "--one_depth=",
+        f"--out={out}", "--max_new_tokens=30", "--sizes=1,3", "--rounds=1", "--batches=1",
         "--values=product", "--temperature=0.9", "--seed=-1",
     ]  # fmt: skip
     assert calibrate.main(arguments) == 0
@@ -111,25 +115,28 @@ def test_distill_writes_a_training_set_of_the_model_s_own_text(files, tmp_path):
     assert (tmp_path / "samples.jsonl").read_bytes() == whole
 
 
-def test_bench_prints_a_table_and_writes_answers(files, tmp_path, capsys):
+def test_bench_races_trees_of_one_drafter(files, tmp_path, capsys):
     directory, prompts = files
     arguments = [
-        f"--model={directory}", f"--drafters={directory}/heads", f"--prompts={prompts}",
+        "race", f"--model={directory}", f"--drafters={directory}/heads", f"--prompts={prompts}",
         f"--out={tmp_path}", "--trees=chain:2,cartesian:2x2", "--limit=2",
         "--max_new_tokens=20", "--repeats=1",
     ]  # fmt: skip
     assert bench.main(arguments) == 0
     printed = capsys.readouterr().out
-    assert printed.count("| medusa |") == 2 and "autoregressive loop" in printed
-    facts = json.loads((tmp_path / "bench.json").read_text())
-    for row in facts["rows"]:
-        appended = sum((i + 1) * n for i, n in enumerate(row["acceptance_histogram"]))
-        assert appended == row["tokens"]
+    assert "| medusa, chain:2 | 3 |" in printed and "autoregressive loop" in printed
+    plain, *rows = json.loads((tmp_path / "race.json").read_text())["rows"]
+    assert [row["tree_nodes"] for row in rows] == [3, 7] and plain["speedup"] == 1
+    for row in rows:
+        assert row["tokens"] == plain["tokens"] == 2 * 19
         assert row["speedup"] > 0 and row["end_to_end_speedup"] > 0
-        assert row["step_latency_ratio"] > 0
-    lines = (tmp_path / "medusa-7.jsonl").read_text().splitlines()
-    answer = json.loads(lines[0])["choices"][0]
-    assert sum(answer["accept_lengths"]) == answer["new_tokens"][0] - 1
+        assert row["step_latency_ratio"] > 0 and abs(row["difference"]) < 1e-9
+
+
+def test_bench_alone_lists_its_tables(capsys):
+    assert bench.main([]) == 2
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in bench.COMMANDS)
 
 
 @pytest.mark.wide
@@ -139,15 +146,15 @@ def test_bench_by_batch_fits_a_tree_to_each(files, tmp_path, capsys):
     shutil.copytree(directory / "heads", heads)
     arguments = [
         f"--model={directory}", f"--drafters={heads}", f"--prompts={prompts}",
-        f"--out={tmp_path}", "--batches=1,3", "--most_nodes=2", "--limit=4",
+        f"--out={tmp_path}", "--sizes=1,3", "--most_nodes=2", "--limit=4",
         "--max_new_tokens=12", "--repeats=1", "--dtype=float32",
     ]  # fmt: skip
-    assert bench.main(arguments) == 2
+    assert bench_batches.main(arguments) == 2
     assert "calibrate" in capsys.readouterr().err
     ladder = [{"nodes": 1, "tokens_per_step": 1.0}, {"nodes": 2, "tokens_per_step": 99.0}]
     tree = {"choices": [], "growth": [[0]], "evidence": {"ladder": ladder}}
     (heads / "tree.json").write_text(json.dumps(tree))
-    assert bench.main(arguments) == 0
+    assert bench_batches.main(arguments) == 0
     assert capsys.readouterr().out.count(" of ") == 2
     facts = json.loads((tmp_path / "batches-medusa.json").read_text())
     one, three = facts["rows"]
@@ -159,25 +166,6 @@ def test_bench_by_batch_fits_a_tree_to_each(files, tmp_path, capsys):
     assert (one["tokens"], three["tokens"]) == (4 * 11, 6 * 11)
     for row in facts["rows"]:
         assert row["speedup"] > 0 and row["divergences"] == 0
-    assert one["against_first_batch"] == 1
-
-
-@pytest.mark.wide
-def test_cache_check_reads_what_the_text_asks_for(files, tmp_path, capsys):
-    directory, prompts = files
-    arguments = [
-        f"--model={directory}", f"--drafters={directory}/heads", f"--prompts={prompts}",
-        f"--out={tmp_path}", "--cache_check",
-    ]  # fmt: skip
-    assert bench.main(arguments) == 0
-    found = json.loads((tmp_path / "cache_check.json").read_text())
-    bytes_of = {case: row["bytes"] for case, row in found.items()}
-    # The model is so tiny that the longer list of output tokens shows; slots would show more.
-    assert bytes_of["large"] < 1.3 * bytes_of["small"]
-    assert (
-        bytes_of["preallocated"] > 2 * bytes_of["small"]
-    )  # the measure sees the difference
-    assert "4096, preallocated" in capsys.readouterr().out
 
 
 @pytest.mark.wide
@@ -255,8 +243,23 @@ def test_no_flag_takes_a_count_that_nobody_checks():
     checked = {"seed", "max_new_tokens", "top_k", "max_steps", "logprobs"}
     checked |= {"no_repeat_ngram_size", "batch_size", "max_prompt_tokens"}
     checked |= {"slots", "queue", "max_body"}
-    for name, (_, module, _) in COMMANDS.items():
+    for name, (_, module, _) in (COMMANDS | bench.COMMANDS).items():
         command = importlib.import_module(module)
         if hasattr(command, "parser"):
             bare = {a.dest for a in command.parser()._actions if a.type is int}
             assert bare <= checked, (name, bare - checked)
+
+
+def test_every_flag_has_a_field():
+    """And every field a flag: the defaults of each command make its `Flags`."""
+    found = 0
+    for _, module, _ in [*COMMANDS.values(), *bench.COMMANDS.values(), *RESEARCH.values()]:
+        command = importlib.import_module(module)
+        if not hasattr(command, "Flags"):
+            continue
+        parser = command.parser()
+        defaults = parser._defaults | {a.dest: a.default for a in parser._actions}
+        made = typed(command.Flags, Namespace(**defaults))
+        assert {*dataclasses.asdict(made), "help"} == set(defaults), module
+        found += 1
+    assert found > 15

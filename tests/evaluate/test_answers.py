@@ -8,16 +8,19 @@ from medusa_jax.api import Options
 from medusa_jax.evaluate import answering
 from medusa_jax.evaluate.answers import answer_line, spec_bench_speedup
 from medusa_jax.evaluate.conversation import PLAIN
-from medusa_jax.evaluate.speed import pooled
+from medusa_jax.evaluate.race import Run, figures, relation_error
 from medusa_jax.tree import Tree
 
 QUESTION = {"question_id": 7, "category": "qa", "turns": ["one", "two"], "frame": None}
 
 
-def result(text, new_tokens, histogram):
+def result(text, new_tokens, histogram, prefill_seconds, decode_seconds):
     return Space(
         text=text,
         new_tokens=new_tokens,
+        token_ids=[3] * new_tokens,
+        prefill_seconds=prefill_seconds,
+        decode_seconds=decode_seconds,
         steps=sum(histogram),
         acceptance_histogram=histogram,
         accepted_lengths=[n for n, times in enumerate(histogram, 1) for _ in range(times)],
@@ -26,12 +29,8 @@ def result(text, new_tokens, histogram):
 
 def turn(scale):
     return Space(
-        drafted=result(" drafted\n", 6, [0, 1, 1]),
-        autoregressive=result("plain", 6, [5]),
-        decode_seconds=0.5 * scale,
-        autoregressive_seconds=1.0 * scale,
-        prefill_seconds=0.25,
-        autoregressive_prefill_seconds=0.125,
+        drafted=result(" drafted\n", 6, [0, 1, 1], 0.25, 0.5 * scale),
+        autoregressive=result("plain", 6, [5], 0.125, 1.0 * scale),
     )
 
 
@@ -66,18 +65,17 @@ def test_a_later_turn_stands_behind_the_drafted_answer(monkeypatch):
     model = Space(encode=lambda text: [*map(ord, text)])
     how = {"repeats": 1, "template": PLAIN, "room": 99}
     answering.answer_all(model, [QUESTION, QUESTION], Tree.none(), Options(), **how)
-    assert asked == [("one", [0]), ("one\n\ndrafted\n\ntwo", [0]), ("one", [1]),
+    assert asked == [("one", [0]), ("one", [1]), ("one\n\ndrafted\n\ntwo", [0]),
                      ("one\n\ndrafted\n\ntwo", [1])]  # fmt: skip
 
 
 def test_answers_that_end_at_once_have_figures():
     """Prefill gave the end-of-text token: no step was made, nothing is divided by zero."""
     one = turn(1)
-    one.identical, one.first_divergence = True, None
     for side in (one.drafted, one.autoregressive):
-        side.text, side.new_tokens, side.steps = "", 1, 0
+        side.text, side.token_ids, side.steps = "", [2], 0
         side.acceptance_histogram = [0] * len(side.acceptance_histogram)
-    found = pooled([one])
+    found = figures([Run.of([one.drafted])], [Run.of([one.autoregressive])])
     assert (found["mean_accepted_length"], found["speedup"]) == (0, 0)
-    assert answering.off(found["speedup"], 0.0, 2.0) == 0
-    assert answering.off(1.5, 3.0, 2.2) == pytest.approx(0.1)
+    assert relation_error(found["speedup"], 0.0, 2.0) == 0
+    assert relation_error(1.5, 3.0, 2.2) == pytest.approx(0.1)

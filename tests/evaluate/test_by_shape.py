@@ -11,10 +11,11 @@ import pytest
 from cases import wide
 from tiny import tiny_arch
 
-from medusa_jax.commands import bench
+from medusa_jax.api import weightless
+from medusa_jax.commands import bench_shape as bench
 from medusa_jax.decoding import timing
 from medusa_jax.decoding.generate import Engine, decode_loop
-from medusa_jax.evaluate import by_shape, weightless
+from medusa_jax.evaluate import by_shape
 from medusa_jax.heads import DRAFTERS, make_drafter
 from medusa_jax.interop.hf_config import config_to_hf
 from medusa_jax.interop.shapes import SHAPES
@@ -91,9 +92,9 @@ def test_the_command_measures_a_small_shape(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(by_shape, "SIZES", (8, 16))
     monkeypatch.setattr(by_shape, "read_bandwidth", lambda n_bytes: 1e9)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(TINY)))
-    flags = [f"--shape={tmp_path}", "--random_weights", "--drafters=medusa", "--repeats=1"]
+    flags = [f"--shape={tmp_path}", "--drafters=medusa", "--repeats=1"]
     assert bench.main([*flags, f"--out={tmp_path}"]) == 0
-    facts = json.loads((tmp_path / "bench.json").read_text())
+    facts = json.loads((tmp_path / "shape.json").read_text())
     [row] = facts["drafters"]
     assert row["drafter"] == "medusa" and len(row["step_latency_ratios"]) == 2
     assert all(ratio > 0 for ratio in row["step_latency_ratios"])
@@ -129,6 +130,21 @@ def test_steps_are_dispatched_in_one_go_and_one_by_one(monkeypatch):
         one_by_one=[False, True],
     )  # fmt: skip
     assert asked == [3, 1, 1, 1] * 2  # to compile, and timed
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--shape=llama-8b"], "none of the shapes llama-7b"),
+        (
+            ["--shape=llama-7b", "--drafters=medusae"],
+            "unknown drafter 'medusae'",
+        ),
+    ],
+)
+def test_bad_input(flags, sentence, tmp_path, capsys):
+    assert bench.main([*flags, f"--out={tmp_path}"]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def lowered(config, name, tree, dtype):

@@ -1,6 +1,6 @@
 """The tie report: three passes over one position, and which divergences rounding explains."""
 
-import dataclasses
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,8 @@ from tiny import decoder, forward_logits, random_params, tiny_arch
 from medusa_jax.api import Options
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.evaluate import divergence
-from medusa_jax.evaluate.likelihood import log_probabilities
+from medusa_jax.evaluate.rules import log_probabilities
+from medusa_jax.evaluate.ties import tie_report
 from medusa_jax.heads import Backbone
 from medusa_jax.tree import Tree
 
@@ -96,49 +97,30 @@ def test_a_text_that_ends_early_is_no_tie(exact):
         assert not found.is_tie
 
 
-def test_later_turns_stand_behind_the_plain_answers(exact, monkeypatch):
-    """Question 3 has two turns, question 5 one; the drafted answer leaves the plain one once."""
-    asked = []
+def test_the_gap_leaves_barred_tokens_out(exact, monkeypatch):
+    """Every token of the text is barred."""
+    monkeypatch.setattr(exact, "no_repeat_ngram_size", 1)
+    found = divergence.find_divergence(
+        exact, TEXT[:3], [0, 7, 9], [0, 7, 8], Options(), 0, TREE
+    )
+    scores = np.array(forward_logits(exact.config, exact.params, TEXT[:5])[-1])
+    scores[TEXT[:5]] = -np.inf
+    best = np.sort(scores)[-2:]
+    assert_close(best[0] + found.gap, best[1])
 
-    class Talker:
-        no_repeat_ngram_size, eos_ids = 0, (0,)
-        tree = TREE
 
-        def encode(self, text):
-            return [ord(c) for c in text]
-
-        def generate(self, batch, options, ids, tree):
-            """The tree that the noise band is measured with is named."""
-            asked.append((list(batch), tree == TREE))
-            said = [9, 7] if tree == TREE and len(asked) == 1 else [9, 9]
-            return [Answer(said) for _ in batch]
-
-    @dataclasses.dataclass
-    class Answer:
-        token_ids: list
-        text: str = "yes"
-        new_tokens: int = 2
-
-    judged = divergence.Divergence(1, 7, 9, 0.0, 1.0, False)
-    monkeypatch.setattr(
-        divergence, "find_divergence",
-        lambda model, prompt, ours, theirs, *_: judged if ours != theirs else None,
-    )  # fmt: skip
-    questions = [
-        {"question_id": 3, "turns": ["a", "b"], "frame": None},
-        {"question_id": 5, "turns": ["c"], "frame": None},
-    ]
-    found = divergence.compared_talks(Talker(), questions, Options(), 2, "plain", 100)
-    assert [one.name for one in found] == ["3, turn 1", "5, turn 1", "3, turn 2"]
-    texts = [["".join(map(chr, ids)) for ids in batch] for batch, _ in asked]
-    assert texts == [["a", "c"]] * 2 + [["a\n\nyes\n\nb"]] * 2
-    assert [drafted for _, drafted in asked] == [True, False, True, False]
-
-    class Named:
+def test_the_report_counts_up_to_the_first_difference():
+    class Model:
         dtype, tree = "float32", TREE
 
-    report = divergence.tie_report(Named(), Options(), found)
-    assert [one["prompt"] for one in report["divergences"]] == ["3, turn 1", "5, turn 1"]
+    judged = divergence.Divergence(1, 7, 9, 0.0, 1.0, False)
+    plain = SimpleNamespace(new_tokens=2)
+    compared = [
+        (name, SimpleNamespace(autoregressive=plain, divergence=where))
+        for name, where in (("a", judged), ("b", None), ("c", judged))
+    ]
+    report = tie_report(Model(), Options(), compared)
+    assert [one["prompt"] for one in report["divergences"]] == ["a", "c"]
     assert report["tokens_compared"] == 6 and report["not_explained"] == 0
 
 

@@ -7,7 +7,7 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Tree, UserError
 from medusa_jax.decoding import timing
-from medusa_jax.evaluate import latency
+from medusa_jax.evaluate.race import step_seconds
 
 CONTEXT = 256
 
@@ -35,7 +35,7 @@ def test_every_timed_run_makes_all_its_steps_in_one_size_of_cache(model, monkeyp
     trees = [Tree.none(), Tree.cartesian([11]), Tree.cartesian([5, 4])]
     prompt = [4, 5, 6, 7] * 25
     assert len(prompt) + trees[-1].n_nodes <= 128  # a first step would fit the first cache
-    seconds = latency.step_seconds(model, trees, prompt, batch=2, n_steps=8, rounds=1)
+    seconds = step_seconds(model, trees, prompt, batch=2, n_steps=8, rounds=1)
     assert len(runs) == 2 * len(trees) and all(s > 0 for s in seconds)
     assert {steps for _, made in runs for steps in made} == {8}
     assert len({slots for slots, _ in runs}) == 1
@@ -43,4 +43,4 @@ def test_every_timed_run_makes_all_its_steps_in_one_size_of_cache(model, monkeyp
 
 def test_a_prompt_that_fills_the_context_is_refused(model):
     with pytest.raises(UserError, match=r"no room for a step of up to 2 tokens"):
-        latency.step_seconds(model, [Tree.chain(1)], [4] * (CONTEXT - 2))
+        step_seconds(model, [Tree.chain(1)], [4] * (CONTEXT - 2))

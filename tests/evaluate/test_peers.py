@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import medusa_jax
-from medusa_jax import Tree, UserError
+from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import Model
-from medusa_jax.evaluate.peers import huggingface, llamacpp
-from medusa_jax.evaluate.peers.contender import Contender, Run, ourselves, side_by_side
+from medusa_jax.evaluate.peers import Setting, huggingface, llamacpp
+from medusa_jax.evaluate.race import Contender, Run, ourselves, race
 from medusa_jax.heads import DRAFTERS, make_drafter
 
 
@@ -23,26 +23,26 @@ def test_figures_are_medians_of_runs_made_in_turn():
     def contender(name, tokens, seconds, first=1):
         lengths = itertools.cycle([seconds, 100 * seconds, seconds])
 
-        def decode(prompt, n_tokens):
+        def decode(prompt):
             calls.append((name, tuple(prompt)))
             if len(calls) <= 2:  # before anything counts
-                return Run(tokens, 1e9, 1e9)
-            return Run(tokens, 0.5, next(lengths), first)
+                return Run([tokens], 1e9, 1e9)
+            return Run([tokens], 0.5, next(lengths), first)
 
-        return Contender(name, "float32", decode)
+        return Contender(name, decode, "float32")
 
     ours = contender("ours", [1, 2, 3, 4], 0.03)
     peer = contender("peer", [1, 2, 9, 4], 0.04, first=2)
-    one, two = side_by_side([ours, peer], [[7], [8, 8]], 4, repeats=3)
+    one, two = race([ours, peer], [[7], [8, 8]], 3)
     assert calls[:2] == [("ours", (7,)), ("peer", (7,))]
     in_turn = [("ours", "peer")] * 6
     names = [name for name, _ in calls[2:]]
     assert list(zip(names[::2], names[1::2])) == in_turn
     assert [p for _, p in calls[2:]] == [(7,)] * 6 + [(8, 8)] * 6
-    assert one["decode_tokens_per_second"] == pytest.approx(3 / 0.03)
-    assert two["decode_tokens_per_second"] == pytest.approx(2 / 0.04)
-    assert one["prompt_tokens_per_second"] == pytest.approx((1 / 0.5 + 2 / 0.5) / 2)
-    assert (one["against_plain"], two["against_plain"]) == pytest.approx((1, 0.5))
+    assert one["tokens_per_second"] == pytest.approx(3 / 0.03)
+    assert two["tokens_per_second"] == pytest.approx(2 / 0.04)
+    assert one["prompt_tokens_per_second"] == pytest.approx(3 / 1.0)
+    assert (one["speedup"], two["speedup"]) == pytest.approx((1, 0.5))
     assert (one["agreement"], two["agreement"]) == (1, 0.5)
 
 
@@ -55,11 +55,12 @@ def model(directory):
 def test_this_engine_decodes_on_behind_an_end_of_text(model, monkeypatch):
     """With every token an end of text, all that were asked for come, drafted and plain."""
     monkeypatch.setattr(model, "eos_ids", tuple(range(model.config.vocab_size)))
-    plain, drafted = ourselves(model, Tree.none()), ourselves(model, Tree.chain(1))
-    assert (plain.engine, plain.weights) == ("medusa_jax, plain", "float32")
-    assert drafted.engine == "medusa_jax, medusa, 2 nodes"
-    runs = [contender.decode([4, 5, 6], 9) for contender in (plain, drafted)]
-    assert len(runs[0].token_ids) == 9 and runs[0].token_ids == runs[1].token_ids
+    options = Options(max_new_tokens=9, eos_ids=())
+    plain, drafted = (ourselves(model, t, options) for t in (Tree.none(), Tree.chain(1)))
+    assert (plain.label, plain.weights) == ("plain", "float32")
+    assert (drafted.label, drafted.facts["tree_nodes"]) == ("medusa", 2)
+    runs = [contender.decode([4, 5, 6]) for contender in (plain, drafted)]
+    assert runs[0].tokens == 8 and runs[0].texts == runs[1].texts
 
 
 class FakeLlama:
@@ -87,8 +88,8 @@ def test_llama_cpp_runs_the_file_and_its_weights_in_float32(monkeypatch):
     monkeypatch.setattr(FakeLlama, "made", [])
     monkeypatch.setattr(llamacpp, "block_type", lambda path: "Q4_1")
     monkeypatch.setattr(llamacpp, "as_float32", lambda path: f"{path} in float32")
-    found = llamacpp.llamacpp_contenders("a.gguf", 40, 3)
-    assert [(c.engine, c.weights) for c in found] == [
+    found = llamacpp.contenders(Setting("a.gguf", 3, 40, 3, 0))
+    assert [(c.label, c.weights) for c in found] == [
         ("llama.cpp", "F32"),
         ("llama.cpp", "Q4_1"),
     ]
@@ -100,10 +101,10 @@ def test_llama_cpp_runs_the_file_and_its_weights_in_float32(monkeypatch):
         assert threads == (3, 3) and settings["n_ctx"] == 40
     for contender in found:
         for _ in range(2):  # nothing is kept of the prompt before
-            run = contender.decode([4, 5], 3)
-            assert run.token_ids == [6, 7, 8] and run.first == 1
+            run = contender.decode([4, 5])
+            assert run.texts == [[6, 7, 8]] and run.first == 1
     monkeypatch.setattr(llamacpp, "block_type", lambda path: "F32")
-    assert len(llamacpp.llamacpp_contenders("a.gguf", 40, 3)) == 1
+    assert len(llamacpp.contenders(Setting("a.gguf", 3, 40, 3, 0))) == 1
 
 
 class Numbers:
@@ -164,10 +165,11 @@ def test_transformers_decodes_greedily_and_with_prompt_lookup(monkeypatch):
     asked = []
     for name, module in fake_torch_and_transformers(asked).items():
         monkeypatch.setitem(sys.modules, name, module)
-    plain, lookup = huggingface.transformers_contenders("somewhere", 2, 5)
+    monkeypatch.setattr(huggingface, "resolve", lambda path: path)
+    plain, lookup = huggingface.contenders(Setting("somewhere", 6, 40, 2, 5))
     assert asked == [2, ("somewhere", "float32", False)]
-    runs = [contender.decode([4, 5], 6) for contender in (plain, lookup)]
-    assert [run.token_ids for run in runs] == [[9] * 6] * 2
+    runs = [contender.decode([4, 5]) for contender in (plain, lookup)]
+    assert [run.texts for run in runs] == [[[9] * 6]] * 2
     assert [run.first for run in runs] == [1, 3]
     assert all(run.prefill_seconds > 0 and run.decode_seconds > 0 for run in runs)
     (defaults, first), (_, second) = asked[2:]
@@ -181,12 +183,12 @@ def test_what_is_not_there_is_said_in_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UserError, match=r"pip install 'medusa-jax\[llamacpp\]'"):
-        llamacpp.llamacpp_contenders("a.gguf", 40, 3)
+        llamacpp.contenders(Setting("a.gguf", 3, 40, 3, 0))
     with pytest.raises(UserError, match=r"pip install 'medusa-jax\[torch\]'"):
-        huggingface.transformers_contenders("somewhere", 2, 0)
+        huggingface.contenders(Setting("somewhere", 6, 40, 2, 0))
     for model in (None, "some/directory"):
         with pytest.raises(UserError, match=r"is no GGUF file, which llama\.cpp needs"):
-            llamacpp.llamacpp_contenders(model, 40, 3)
+            llamacpp.contenders(Setting(model, 3, 40, 3, 0))
 
 
 def test_a_file_that_llama_cpp_refuses(monkeypatch):
@@ -198,7 +200,7 @@ def test_a_file_that_llama_cpp_refuses(monkeypatch):
     monkeypatch.setattr(llamacpp, "block_type", lambda path: "F32")
     monkeypatch.setattr(llamacpp, "as_float32", lambda path: path)
     with pytest.raises(UserError, match=r"cannot load a\.gguf: unknown architecture"):
-        llamacpp.llamacpp_contenders("a.gguf", 40, 3)
+        llamacpp.contenders(Setting("a.gguf", 3, 40, 3, 0))
 
 
 def test_plain_decoding_is_the_same_program_whatever_the_heads(model):

@@ -13,9 +13,10 @@ from gguf_files import (
 )
 
 import medusa_jax
-from medusa_jax import Tree, UserError
-from medusa_jax.evaluate.peers.contender import ourselves, side_by_side
-from medusa_jax.evaluate.peers.llamacpp import llamacpp_contenders
+from medusa_jax import Options, Tree, UserError
+from medusa_jax.evaluate.peers import Setting
+from medusa_jax.evaluate.peers.llamacpp import contenders
+from medusa_jax.evaluate.race import ourselves, race
 from medusa_jax.interop.gguf import float32
 from medusa_jax.interop.gguf.reader import read_gguf
 
@@ -70,8 +71,9 @@ def test_llama_cpp_says_the_same_in_float32(path):
     """Token for token; a text is not cut at an end of text, which is a token like others here."""
     pytest.importorskip("llama_cpp")
     model = medusa_jax.load(path, dtype="float32")
-    contenders = [ourselves(model, Tree.none()), *llamacpp_contenders(path, 40, 1)]
-    rows = side_by_side(contenders, [[5, 90, 17], [300, 301]], 24, repeats=1)
+    ours = ourselves(model, Tree.none(), Options(max_new_tokens=24, eos_ids=()))
+    entered = [ours, *contenders(Setting(path, 24, 40, 1, 0))]
+    rows = race(entered, [[5, 90, 17], [300, 301]], 1)
     assert [row["weights"] for row in rows] == ["float32", "F32", "Q8_0"]
     assert rows[1]["agreement"] == 1
-    assert all(row["decode_tokens_per_second"] > 0 for row in rows)
+    assert all(row["tokens_per_second"] > 0 for row in rows)

@@ -6,8 +6,8 @@ import pytest
 from tiny import write_model
 
 from medusa_jax import Options, load
+from medusa_jax.api.one_step import take_steps
 from medusa_jax.decoding import generate as loop
-from medusa_jax.evaluate.one_step import take_steps
 from research.walk import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "one_step.md"

@@ -1,1 +1,23 @@
-"""Other engines on the same weights and prompts, timed in runs interleaved with this one."""
+"""Other engines on the same weights and prompts, timed in runs interleaved with this one.
+
+A peer's file has `contenders(setting)`, which loads its models; `decode` returns exactly `new_tokens`
+greedy tokens, and end-of-text tokens are ignored.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What peers decode.
+
+    Attributes:
+      model: as for `--model`.
+      context: tokens of the longest text.
+    """
+
+    model: str | None
+    new_tokens: int
+    context: int
+    threads: int
+    no_repeat_ngram_size: int

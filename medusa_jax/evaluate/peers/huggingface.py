@@ -4,8 +4,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from medusa_jax.api import DEMO
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.peers.contender import Contender, Run
+from medusa_jax.evaluate.peers import Setting
+from medusa_jax.evaluate.race import Contender, Run
+from medusa_jax.interop.hub import resolve
 
 # Drafts per step of prompt lookup: the default of transformers.
 LOOKED_UP = 10
@@ -25,10 +28,8 @@ class Clock:
         """Called after the last token."""
 
 
-def transformers_contenders(
-    directory: str, threads: int, no_repeat_ngram_size: int
-) -> list[Contender]:
-    """Contenders for plain decoding and prompt lookup of one model in Hugging Face form.
+def contenders(setting: Setting) -> list[Contender]:
+    """Plain decoding and prompt lookup of one model in Hugging Face form.
 
     Raises:
       UserError: torch is not installed.
@@ -40,7 +41,8 @@ def transformers_contenders(
         raise UserError(
             "comparing with transformers needs torch: pip install 'medusa-jax[torch]'"
         ) from error
-    torch.set_num_threads(threads)
+    directory = resolve(setting.model or str(DEMO / "backbone"))
+    torch.set_num_threads(setting.threads)
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, trust_remote_code=False
     ).eval()
@@ -48,12 +50,12 @@ def transformers_contenders(
     model.generation_config = GenerationConfig()
 
     def contender(engine: str, **drafts: int) -> Contender:
-        def decode(prompt: Sequence[int], n_tokens: int) -> Run:
+        def decode(prompt: Sequence[int]) -> Run:
             wanted = GenerationConfig(
-                max_new_tokens=n_tokens,
+                max_new_tokens=setting.new_tokens,
                 do_sample=False,
                 pad_token_id=0,
-                no_repeat_ngram_size=no_repeat_ngram_size,
+                no_repeat_ngram_size=setting.no_repeat_ngram_size,
                 **drafts,
             )
             ids, clock, start = torch.tensor([list(prompt)]), Clock(), time.perf_counter()
@@ -65,10 +67,10 @@ def transformers_contenders(
             end = time.perf_counter()
             first_at, first = clock.arrivals[1]
             return Run(
-                out[0, len(prompt) :].tolist(), first_at - start, end - first_at, first
+                [out[0, len(prompt) :].tolist()], first_at - start, end - first_at, first
             )
 
-        return Contender(engine, "float32", decode)
+        return Contender(engine, decode, "float32")
 
     return [
         contender("transformers"),

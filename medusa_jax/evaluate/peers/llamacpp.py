@@ -6,53 +6,53 @@ from collections.abc import Sequence
 from typing import Any
 
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.peers.contender import Contender, Run
+from medusa_jax.evaluate.peers import Setting
+from medusa_jax.evaluate.race import Contender, Run
 from medusa_jax.interop.gguf.float32 import as_float32, block_type
 from medusa_jax.interop.hub import gguf_file
 
 
-def llamacpp_contenders(model: str | None, context: int, threads: int) -> list[Contender]:
-    """Contenders for the file in its own type, and for its weights, keys and values in float32.
-
-    Args:
-      model: as for `--model`; it must name a GGUF file.
-      context: tokens of the longest text.
+def contenders(setting: Setting) -> list[Contender]:
+    """The GGUF file in its own type, and with its weights, keys and values in float32.
 
     Raises:
       UserError: not a GGUF file; llama-cpp-python is not installed or cannot load the file.
     """
-    path = gguf_file(model)
+    if setting.no_repeat_ngram_size:
+        raise UserError("llama.cpp bars no n-grams: give --no_repeat_ngram_size 0")
+    path = gguf_file(setting.model)
     try:
         import llama_cpp
     except ImportError as error:
         raise UserError(
             "comparing with llama.cpp needs llama-cpp-python: pip install 'medusa-jax[llamacpp]'"
         ) from error
-    own, settings = block_type(path), {"n_ctx": context, "n_threads": threads}
+    own, threads = block_type(path), setting.threads
+    settings = {"n_ctx": setting.context, "n_threads": threads}
     settings |= {"n_threads_batch": threads, "n_gpu_layers": 0}
     float32 = llama_cpp.GGML_TYPE_F32
     alike = settings | {"type_k": float32, "type_v": float32}
-    found = [_contender(llama_cpp, as_float32(path), "F32", alike)]
+    found = [_contender(llama_cpp, as_float32(path), "F32", alike, setting.new_tokens)]
     if own != "F32":
-        found.append(_contender(llama_cpp, path, own, settings))
+        found.append(_contender(llama_cpp, path, own, settings, setting.new_tokens))
     return found
 
 
 def _contender(
-    llama_cpp: Any, path: str, weights: str, settings: dict[str, int]
+    llama_cpp: Any, path: str, weights: str, settings: dict[str, int], n_tokens: int
 ) -> Contender:
     try:
         llama = llama_cpp.Llama(model_path=path, verbose=False, **settings)
     except ValueError as error:
         raise UserError(f"llama.cpp cannot load {path}: {error}") from error
 
-    def decode(prompt: Sequence[int], n_tokens: int) -> Run:
+    def decode(prompt: Sequence[int]) -> Run:
         llama.reset()  # else it would reuse the prefix shared with the previous prompt
         start = time.perf_counter()
         tokens = llama.generate(list(prompt), temp=0.0, repeat_penalty=1.0)
         first = next(tokens)
         middle = time.perf_counter()
         rest = list(itertools.islice(tokens, n_tokens - 1))
-        return Run([first, *rest], middle - start, time.perf_counter() - middle)
+        return Run([[first, *rest]], middle - start, time.perf_counter() - middle)
 
-    return Contender("llama.cpp", weights, decode)
+    return Contender("llama.cpp", decode, weights)

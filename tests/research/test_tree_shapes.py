@@ -1,9 +1,13 @@
 """Trees of one depth and random dense ones: what is counted, what is timed, what lies between."""
 
-import numpy as np
+import json
 
-from medusa_jax.evaluate import shapes
+import numpy as np
+import pytest
+from tiny_model import write_model
+
 from medusa_jax.tree import Tree, growth
+from research import tree_shapes as shapes
 
 
 def texts(K):
@@ -55,5 +59,27 @@ def test_dense_trees_are_cartesian_within_their_limit():
 
 def test_latency_lies_between_trees_that_were_timed():
     seconds = {Tree.none(): 1.0, Tree.chain(4): 3.0, Tree.cartesian([4]): 3.0}
-    assert shapes.latency(Tree.chain(4), seconds) == 3.0
-    assert shapes.latency(Tree.chain(2), seconds) == 2.0
+    found = shapes.with_latency([Tree.chain(4), Tree.chain(2)], seconds)
+    assert (found[Tree.chain(4)], found[Tree.chain(2)]) == (3.0, 2.0)
+
+
+@pytest.mark.wide
+def test_the_command_compares_shapes(tmp_path, capsys):
+    write_model(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    lines = ({"prompt": p} for p in ("the cat", "a b c", "in the", "abc"))
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = [
+        f"--model={tmp_path}", f"--drafter={tmp_path}/heads", f"--prompts={prompts}",
+        f"--out={tmp_path}/out", "--max_new_tokens=40", "--sizes=2,4", "--rounds=1",
+        "--one_depth=3", "--dense=2",
+    ]  # fmt: skip
+    assert shapes.main(arguments) == 0
+    found = json.loads((tmp_path / "out" / "tree_shapes.json").read_text())
+    assert [row["nodes"] for row in found["fitted"]] == [1, 2, 4]
+    assert [row["nodes"] for row in found["one_depth"]] == [3]
+    dense = [Tree.cartesian(widths).n_nodes for widths in found["widths"]]
+    assert dense == [row["nodes"] for row in found["dense"]] and len(dense) == 2
+    assert all(row["step_seconds"] > 0 for row in found["dense"])
+    assert (tmp_path / "out" / "dense.png").stat().st_size > 1000
+    assert "one depth" in capsys.readouterr().out

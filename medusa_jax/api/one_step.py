@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from medusa_jax.api import Options
+from medusa_jax.api.results import Options
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import step as parts
 from medusa_jax.errors import UserError

@@ -1,0 +1,246 @@
+"""One race: contenders decode the same prompts in interleaved rounds; figures against a baseline.
+
+Times taken minutes apart are not comparable on a shared machine. So every contender decodes a prompt
+once per round, its time is the median over rounds, and sums are over prompts.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from medusa_jax.api import Model, Options, Result
+from medusa_jax.decoding.timing import engine_seconds
+from medusa_jax.errors import UserError
+from medusa_jax.measured import in_rounds
+from medusa_jax.repetition import mean_repeated_ngram_share
+from medusa_jax.tree import Tree
+
+# Text length in tokens for the size of a drafter's state.
+TEXT = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A batch of prompts (most often one) decoded once.
+
+    Attributes:
+      texts: new tokens of each prompt.
+      prefill_seconds, decode_seconds: time to the first token, and from there to the last.
+      first: tokens of a text that arrive with the first one (an engine with drafts may return several).
+      steps: decode steps summed over the rows; 0 if the engine does not tell.
+      appended: tokens that these steps appended, by the device's count.
+    """
+
+    texts: list[list[int]]
+    prefill_seconds: float
+    decode_seconds: float
+    first: int = 1
+    steps: int = 0
+    appended: int = 0
+
+    @classmethod
+    def of(cls, results: Sequence[Result]) -> "Run":
+        """The results of one batch."""
+        return cls(
+            [r.token_ids for r in results],
+            results[0].prefill_seconds,
+            results[0].decode_seconds,
+            steps=sum(r.steps for r in results),
+            appended=sum(n * k for r in results for n, k in enumerate(r.acceptance_histogram, 1)),
+        )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """Tokens after the first ones: those of timed steps."""
+        return sum(len(text) - self.first for text in self.texts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """An engine, a drafter or a tree in the race.
+
+    Attributes:
+      decode: prompt ids -> decoded once.
+      weights: type that weights are stored in.
+      facts: what else its row holds.
+      against: number of the contender that it is compared with.
+    """
+
+    label: str
+    decode: Callable[[Any], Run]
+    weights: str = ""
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    against: int = 0
+
+
+Timed = TypeVar("Timed", Run, Result)
+
+
+def with_median_times(runs: Sequence[Timed]) -> Timed:
+    """The first of several runs of a prompt, with the median times of all."""
+    prefill, decode = (
+        statistics.median(getattr(run, name) for run in runs)
+        for name in ("prefill_seconds", "decode_seconds")
+    )
+    return dataclasses.replace(runs[0], prefill_seconds=prefill, decode_seconds=decode)
+
+
+def race(
+    contenders: Sequence[Contender],
+    prompts: Sequence[Any],
+    rounds: int,
+    warm_up: bool = True,
+) -> list[dict[str, Any]]:
+    """One row of `figures` per contender.
+
+    Args:
+      warm_up: decode the first prompt once before anything is timed.
+
+    Raises:
+      UserError: every answer ended with its first token, so no step was timed.
+    """
+    for contender in contenders if warm_up else ():
+        contender.decode(prompts[0])
+    found: list[list[Run]] = [[] for _ in contenders]
+    for prompt in tqdm(prompts, desc="interleaved", unit="prompt", disable=None):
+        runs = [partial(c.decode, prompt) for c in contenders]
+        for own, of_one in zip(found, zip(*in_rounds(runs, rounds)), strict=True):
+            own.append(with_median_times(of_one))
+    if not all(sum(run.tokens for run in own) for own in found):
+        raise UserError(
+            "every answer ended with its first token, so no step was timed: raise "
+            "--max_new_tokens or use other prompts"
+        )
+    return [
+        {"label": c.label, "weights": c.weights, "prompts": len(prompts), **c.facts}
+        | figures(own, found[c.against])
+        | {"prompt_tokens_per_second": _prompt_speed(prompts, own)}
+        for c, own in zip(contenders, found)
+    ]
+
+
+def _prompt_speed(prompts: Sequence[Any], runs: Sequence[Run]) -> float:
+    return float(sum(map(np.size, prompts)) / sum(run.prefill_seconds for run in runs))
+
+
+def figures(own: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """Figures of one contender's runs against the baseline's runs of the same prompts.
+
+    Tokens are counted in the texts; accepted lengths and steps by the device. `difference` is the
+    relative error of Medusa's relation (B.1), speed-up = tokens per step / step latency ratio, so it
+    reveals miscounted tokens. Times without prefill, except in `end_to_end_speedup`. Ratios without
+    timed tokens are 0; figures per step are None for an engine that does not count steps.
+    """
+    spent, tokens, steps = _total(own)
+    base_spent, base_tokens, base_steps = _total(plain)
+    timed = tokens and base_tokens
+    speedup = (base_spent / base_tokens) / (spent / tokens) if timed else 0.0
+    length = sum(r.appended for r in own) / max(1, steps) if steps or not tokens else None
+    latency = (spent / max(1, steps)) / (base_spent / max(1, base_steps))
+    texts, base_texts = ([text for r in runs for text in r.texts] for runs in (own, plain))
+    whole, base_whole = (sum(r.prefill_seconds + r.decode_seconds for r in runs) for runs in (own, plain))  # fmt: skip
+    each = [
+        (p.decode_seconds / p.tokens) / (o.decode_seconds / o.tokens)
+        for o, p in zip(own, plain)
+        if o.tokens and p.tokens
+    ]
+    per_step: dict[str, Any] = dict.fromkeys(
+        ("mean_accepted_length", "step_seconds", "step_latency_ratio", "difference", "efficiency")
+    )  # fmt: skip
+    end_to_end = (base_whole / base_tokens) / (whole / tokens) if timed else 0.0
+    if length is not None:
+        per_step = {
+            "mean_accepted_length": length,
+            "step_seconds": spent / max(1, steps),
+            "step_latency_ratio": latency,
+            "difference": relation_error(speedup, length, latency),
+            "efficiency": end_to_end * latency / length if length else 0.0,
+        }
+    return per_step | {
+        "tokens": tokens,
+        "speedup": speedup,
+        "speedup_median_prompt": statistics.median(each or [0.0]),
+        "end_to_end_speedup": end_to_end,
+        "tokens_per_second": tokens / spent,
+        "autoregressive_tokens_per_second": base_tokens / base_spent,
+        "texts": len(texts),
+        "divergences": sum(a != b for a, b in zip(texts, base_texts)),
+        "agreement": sum(map(agreed, texts, base_texts)) / sum(map(len, texts)),
+        "repeated_4grams": mean_repeated_ngram_share(texts),
+    }
+
+
+def _total(runs: Sequence[Run]) -> tuple[float, int, int]:
+    """Seconds of decoding, tokens and steps."""
+    seconds = sum(r.decode_seconds for r in runs)
+    return seconds, sum(r.tokens for r in runs), sum(r.steps for r in runs)
+
+
+def relation_error(speedup: float, length: float, ratio: float) -> float:
+    """speedup / (length / ratio) - 1; 0 if the answers end without a step."""
+    return speedup * ratio / length - 1 if length else 0.0
+
+
+def agreed(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Number of tokens before the first difference.
+
+    Example: [5, 6, 7], [5, 6, 9] -> 2.
+    """
+    pairs = zip(tokens, others)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
+
+
+def ourselves(model: Model, tree: Tree, options: Options, **row: Any) -> Contender:
+    """This engine: plain decoding for the empty tree, else with drafts.
+
+    Args:
+      row: `facts`, `against`, and `label` if it is not the drafter's name.
+    """
+
+    def decode(prompt: Sequence[int]) -> Run:
+        return Run.of(model.generate([prompt], options, tree=tree))
+
+    facts: dict[str, Any] = {"drafter": model.drafts_by(tree) if tree.depth else "plain"}
+    facts |= {"tree_nodes": tree.n_nodes, "temperature": options.temperature}
+    facts |= memory(model, tree) | row.pop("facts", {})
+    weights = model.storage.weights or str(model.dtype)
+    label = row.pop("label", facts["drafter"])
+    return Contender(label, decode, weights, facts, **row)
+
+
+def memory(model: Model, tree: Tree) -> dict[str, int]:
+    """Bytes of the drafter: its parameters, and its state for one row of `TEXT` tokens."""
+    if not tree.drafted.depth:
+        return {"parameter_bytes": 0, "state_bytes": 0}
+    state = jax.eval_shape(lambda: model.drafter.start(1, TEXT, model.dtype))
+    return {
+        "parameter_bytes": sum(x.nbytes for x in jax.tree.leaves(model.variables["heads"])),
+        "state_bytes": sum(
+            int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state)
+        ),
+    }
+
+
+def step_seconds(
+    model: Model,
+    trees: Sequence[Tree],
+    prompt: Sequence[int],
+    *,
+    acceptance: str = "greedy",
+    temperature: float = 0.0,
+    **how: Any,
+) -> list[float]:
+    """Median seconds of one decode step with each tree, from interleaved runs.
+
+    Args:
+      how: as for `decoding.timing.engine_seconds`.
+    """
+    engines = [model.engine(tree, acceptance, temperature > 0) for tree in trees]
+    variables = model.variables_by(engines[0].acceptance)
+    return engine_seconds(engines, variables, prompt, temperature=temperature, **how)

@@ -1,0 +1,61 @@
+"""The tie report: prompts decoded drafted and plainly, and whether rounding explains divergences."""
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from tqdm import tqdm
+
+from medusa_jax.api import Model, Options
+from medusa_jax.api.batching import equal_batches
+from medusa_jax.console import announced
+from medusa_jax.evaluate.compare import Comparison, compare
+from medusa_jax.evaluate.divergence import POSITIONS
+
+
+def compare_batches(
+    model: Model, prompts: Sequence[list[int]], options: Options, batch_size: int
+) -> list[Comparison]:
+    """Decode every prompt with the model's tree and plainly, as request 0, 1, ..."""
+    found: list[Comparison] = []
+    for ids, rows in tqdm([*equal_batches(len(prompts), batch_size)], unit="batch", disable=None):  # fmt: skip
+        batch = [prompts[i] for i in rows]
+        with nullcontext() if found else announced("compiling"):
+            compared = compare(
+                model, batch, options, tree=model.tree, ids=rows, repeats=1,
+                noise_at=POSITIONS,
+            )  # fmt: skip
+        found += compared[: len(ids)]
+    return found
+
+
+def tie_report(
+    model: Model, options: Options, compared: Sequence[tuple[str, Comparison]]
+) -> dict[str, Any]:
+    """All first divergences, and the number that rounding does not explain.
+
+    Args:
+      compared: names of the prompts, and both texts of each.
+    """
+    parted = [(name, one.divergence) for name, one in compared if one.divergence]
+    # Tokens after a divergence are not comparable, so they are not counted.
+    tokens = sum(
+        one.divergence.position + 1 if one.divergence else one.autoregressive.new_tokens
+        for _, one in compared
+    )
+    return {
+        "dtype": str(model.dtype),
+        "tree_nodes": model.tree.n_nodes,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "prompts": len(compared),
+        "tokens_compared": tokens,
+        "divergences": [
+            {"prompt": name, **dataclasses.asdict(where), "is_tie": where.is_tie}
+            for name, where in parted
+        ],
+        "divergences_per_token": len(parted) / max(1, tokens),
+        "prompts_that_diverge": len(parted) / len(compared),
+        "not_explained": sum(not where.is_tie for _, where in parted),
+    }

@@ -1,0 +1,223 @@
+"""`python -m research tree_shapes`: fitted trees, trees of one depth and random dense trees.
+
+Medusa's figure 4 and Amphista's table 7: tokens per step on held-out text from recorded ranks, and steps
+timed on this device. Writes tree_shapes.json and dense.png.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.commands.flags import (
+    GenerationFlags,
+    ModelFlags,
+    add_generation,
+    add_model,
+    add_prompts,
+    at_least,
+    command,
+    generation_options,
+    load_model,
+    numbers,
+    run_command,
+)
+from medusa_jax.console import inform, use_compilation_cache
+from medusa_jax.evaluate.fitting import figures, grown
+from medusa_jax.evaluate.questions import prompt_of, read_prompts
+from medusa_jax.evaluate.race import step_seconds
+from medusa_jax.evaluate.recording import rank_texts
+from medusa_jax.evaluate.tables import Cell, table_of
+from medusa_jax.tree import Choice, Tree, growth
+from medusa_jax.whole_files import write_json
+
+EXAMPLES = """examples:
+  python -m research tree_shapes --drafter hydra --prompts work/demo/calibration.jsonl
+"""
+COLUMNS: dict[str, Cell] = {
+    "nodes": "{nodes}",
+    "depth": "{depth}",
+    "tokens per step": "{tokens_per_step:.2f}",
+    "step latency": "{step_latency_ratio:.2f}x",
+    "speed-up to expect": "{predicted_speedup:.2f}x",
+}
+# Amphista's table 7: "varying numbers of draft tree nodes without changing the tree depth".
+LEVEL_DEPTH = 4
+# Medusa's figure 4: dense trees, the Cartesian products of 2.1.2, reach 256 nodes.
+DENSE_NODES = 256
+
+
+def of_one_depth(
+    texts: Sequence[growth.Recorded],
+    grow: Callable[[growth.Recorded], list[Choice]],
+    sizes: Sequence[int],
+) -> dict[Tree, float]:
+    """The best trees of these sizes, `LEVEL_DEPTH` deep at most, and their tokens per step.
+
+    Args:
+      texts: positions of each text, two texts at least; trees are evaluated on held-out texts.
+      grow: best choices first.
+    """
+    texts = [text.cut(LEVEL_DEPTH) for text in texts]
+    choices = grow(growth.Recorded.joined(texts))
+    sizes = [size for size in sizes if size <= len(choices) + 1]
+    trees = [Tree.from_choices(choices[: size - 1]) for size in sizes]
+    return dict(zip(trees, growth.held_out_tokens(texts, grow, sizes)))
+
+
+def random_dense(
+    n_heads: int,
+    n: int,
+    most_nodes: int = DENSE_NODES,
+    most_wide: int = growth.MISS,
+    seed: int = 0,
+) -> list[tuple[list[int], Tree]]:
+    """n different Cartesian trees of at most `most_nodes` nodes, root included, with their widths.
+
+    Depths are uniform, numbers of nodes log-uniform. Returns fewer than n if it does not find that
+    many.
+    """
+    rng = np.random.default_rng(seed)
+    found: dict[tuple[int, ...], Tree] = {}
+    for _ in range(100 * n):
+        if len(found) == n:
+            break
+        room = (most_nodes + 1) ** rng.uniform(0.25, 1.0)
+        widths, nodes, level = [], 1, 1
+        for _ in range(rng.integers(1, n_heads + 1)):
+            most = min(int((room - nodes) // level), most_wide)
+            if most < 1:
+                break
+            widths.append(int((most + 1) ** rng.uniform()))
+            level *= widths[-1]
+            nodes += level
+        if widths:
+            found[tuple(widths)] = Tree.cartesian(widths)
+    return [(list(widths), tree) for widths, tree in sorted(found.items())]
+
+
+def to_time(dense: Sequence[tuple[list[int], Tree]]) -> list[Tree]:
+    """Choose the trees to time: the largest dense tree and the one nearest to half its size.
+
+    Two are enough, since latency depends on the number of nodes and every tree has to be compiled.
+    """
+    trees = sorted((tree for _, tree in dense), key=lambda tree: tree.n_nodes)
+    if not trees:
+        return []
+    half = trees[-1].n_nodes / 2
+    return [min(trees, key=lambda tree: abs(tree.n_nodes - half)), trees[-1]]
+
+
+def with_latency(trees: Sequence[Tree], seconds: Mapping[Tree, float]) -> dict[Tree, float]:
+    """Seconds of a step: as timed, or interpolated over the number of nodes."""
+    nodes, times = zip(*sorted((tree.n_nodes, s) for tree, s in seconds.items()))
+    between = {tree: float(np.interp(tree.n_nodes, nodes, times)) for tree in trees}
+    return between | dict(seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(GenerationFlags, ModelFlags):
+    """All flags."""
+
+    prompts: str
+    limit: int
+    sizes: str
+    one_depth: str
+    dense: int
+    copies: bool
+    rounds: int
+    out: str
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = command("python -m research tree_shapes", "Compare shapes of trees.", EXAMPLES)
+    add_prompts(p, 24)
+    add_model(p)
+    add_generation(p)
+    p.add_argument("--sizes", default="1,2,3,4,8,16,32,64", help="of fitted trees")
+    p.add_argument("--one_depth", default="22,35,45,64",
+                   help="sizes of trees of depth 4 at most (Amphista's table 7)")  # fmt: skip
+    p.add_argument("--dense", type=at_least(2), default=60,
+                   help="random dense trees of up to 256 nodes (Medusa's figure 4)")  # fmt: skip
+    p.add_argument("--copies", action="store_true", help="trees may hold a copied chain")
+    p.add_argument("--rounds", type=at_least(1), default=7, help="timed rounds")
+    p.add_argument("--out", default="work/tree_shapes", help="directory for results")
+    return p
+
+
+def measure(flags: Flags, model: Any, prompts: Sequence[Any]) -> dict[str, Any]:
+    """Figures of all trees by kind, and the widths of the dense ones."""
+    options = generation_options(flags)
+    texts = rank_texts(model, prompts, options)
+    whole = growth.Recorded.joined(texts)
+    grow = partial(grown, worth="joint", copies=flags.copies)
+    choices = grow(whole)
+    sizes = [n for n in numbers(flags.sizes, "--sizes", least=1) if n <= len(choices) + 1]
+    sizes = sorted({1, *sizes})
+    fitted = [Tree.from_choices(choices[: size - 1]) for size in sizes]
+    level = of_one_depth(texts, grow, numbers(flags.one_depth, "--one_depth", least=1))
+    scored = model.drafter.heads.draft_vocab or model.config.vocab_size
+    widest = min(growth.MISS, scored)
+    dense = random_dense(whole.ranks_PK.shape[1], flags.dense, most_wide=widest)
+    timed = list(dict.fromkeys([*fitted, *level, *to_time(dense)]))
+    seconds = step_seconds(
+        model, timed, model.encode(prompts[0]), rounds=flags.rounds,
+        acceptance="sampled" if options.temperature > 0 else "greedy",
+        temperature=options.temperature,
+    )  # fmt: skip
+    trees = [tree for _, tree in dense]
+    row = partial(figures, texts, with_latency(trees, dict(zip(timed, seconds))))
+    tokens = growth.held_out_tokens(texts, grow, sizes)
+    return {
+        "fitted": [row(tree, n) for tree, n in zip(fitted, tokens)],
+        "one_depth": [row(tree, n) for tree, n in level.items()],
+        "dense": [row(tree, growth.replayed_tokens(texts, tree)) for tree in trees],
+        "widths": [widths for widths, _ in dense],
+    }
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Medusa's figure 4: (a) accepted length and (b) speed, both against plain decoding."""
+    from medusa_jax import plots
+
+    def chart(title: str, field: str) -> plots.Chart:
+        lines, points = (
+            {label: ([row["nodes"] for row in rows], [row[field] for row in rows])}
+            for label, rows in (
+                ("fitted, sparse", found["fitted"]),
+                ("random, dense", found["dense"]),
+            )
+        )
+        return plots.Chart(title, "nodes (root included)", lines, points=points)
+
+    charts = [
+        chart("tokens per step", "tokens_per_step"),
+        chart("speed-up", "predicted_speedup"),
+    ]
+    plots.draw_lines(charts, path=path)
+
+
+def run(flags: Flags) -> int:
+    """Measure, print the tables of fitted trees, write the files."""
+    use_compilation_cache()
+    records = read_prompts(flags.prompts, flags.limit)
+    out = Path(flags.out)
+    out.mkdir(parents=True, exist_ok=True)
+    model = load_model(flags, needs_heads=True, tree="none")
+    found = measure(flags, model, [prompt_of(record) for record in records])
+    write_json(out / "tree_shapes.json", found)
+    draw(found, out / "dense.png")
+    for kind in ("fitted", "one_depth"):
+        print(f"{kind.replace('_', ' ')}\n\n{table_of(found[kind], COLUMNS)}\n")
+    inform(f"wrote {out}/tree_shapes.json and dense.png")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), Flags, run, argv)
