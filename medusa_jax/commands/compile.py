@@ -34,7 +34,7 @@ class Flags:
     tree: int
     batch: int
     context: int
-    mesh: tuple[int, ...] | None
+    mesh: tuple[int, int, int] | None
     acceptance: str
     top_p: float
     layers: int
@@ -130,9 +130,10 @@ def train(flags: Flags, target: Any) -> int:
     from medusa_jax.evaluate.compiled import report
     from medusa_jax.evaluate.compiled.training import compile_training
 
+    assert flags.train is not None
     cfg = load_config(flags.train)
     with announced(f"compiling for {target.name}"):
-        found = compile_training(cfg, target, flags.mesh or tuple(cfg.mesh))
+        found = compile_training(cfg, target, flags.mesh or cfg.mesh)
     if flags.json:
         print(json.dumps(report.training_json(target, found)))
         return 0

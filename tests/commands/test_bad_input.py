@@ -15,10 +15,8 @@ from medusa_jax.__main__ import COMMANDS
 from research.__main__ import COMMANDS as RESEARCH
 
 MODEL = "--model {m} --drafter {m}/heads --prompts {p}"
-BENCH = "bench --model {m} --drafters {m}/heads --prompts {p} --trees chain:1 --out {t}"
-QUESTIONS = (
-    "bench --model {m} --drafters {m}/heads --questions {q} --trees chain:1 --out {t}"
-)
+BENCH = "--model {m} --drafters {m}/heads --prompts {p} --trees chain:1 --out {t}"
+QUESTIONS = "bench questions --model {m} --drafters {m}/heads --questions {q} --trees chain:1 --out {t}"
 TRAIN = "train --workdir {t}/w --config {root}/configs/vicuna7b_m1.py"
 # What comes before the arguments of a row; of a flag that is given twice the last one counts.
 STARTS = {
@@ -29,14 +27,15 @@ STARTS = {
     "distill": "distill --model {m} --prompts {p} --out {t}/x",
     "sweep": f"sweep {MODEL} --out {{t}}/x",
     "ties": f"ties {MODEL} --out {{t}}/x.json",
-    "bench": BENCH,
-    "against": f"{BENCH} --max_new_tokens 6 --against llama.cpp",
+    "bench": f"bench race {BENCH}",
+    "batches": f"bench batches {BENCH}",
+    "against": f"bench against {BENCH} --max_new_tokens 6 --peers llama.cpp",
     "questions": f"{QUESTIONS} --max_new_tokens 16 --chat_template plain --max_prompt_tokens 60",
     "replay": "replay --model {m} --drafters {m}/heads --questions {q} --max_new_tokens 40"
     " --nodes 6 --chat_template plain --out {t}",
     "convert": "convert --out {t}/out --drafter medusa --to tgi",
     "serve": "serve --port 0",
-    "shape": "bench --out {t} --shape llama-7b --random_weights",
+    "shape": "bench shape --out {t} --shape llama-7b",
     "roofline": "roofline --out {t}",
     "family": "family --model m --data d --calibration c",
     "prefill_cost": "prefill_cost",
@@ -122,7 +121,7 @@ ROWS = {
                 ),
                 ('{"prompt_ids": [99999]}', "a prompt id is outside the vocabulary"),
                 ('{"prompt": null}', "line 2"),
-                ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+                ('{"prompt": "\\ud800"}', "unpaired surrogate"),
                 ('{"messages": "hello"}', "messages"),
                 ('{"prompt": "a", "temperature": "hot"}', "line 2"),
                 ('{"prompt": "a", "temperature": -1}', "line 2: temperature"),
@@ -156,11 +155,9 @@ ROWS = {
         ("--sizes a", "--sizes"),
         ("--batches 0", "--batches"),
         ("--sizes 4,0", "--sizes are 1 or"),
-        ("--one_depth=-2", "--one_depth are"),
         ("--out .", "--out . is a directory"),
         ("--drafter none", "give --drafter"),
         ("--rounds 0", "1 or more, not 0"),
-        ("--dense -1", "0 or more, not -1"),
     ],
     "distill": [
         ("--prompts missing.jsonl", "missing.jsonl"),
@@ -184,15 +181,13 @@ ROWS = {
         ("--model nowhere/at/all", "nowhere"),
         ("--repeats 0", "argument --repeats: 1 or more, not 0"),
         ("--limit -1", "argument --limit: 0 or more, not -1"),
-        ("--most_nodes x", "argument --most_nodes: invalid int value: 'x'"),
-        ("--against vllm", "--against takes transformers and llama.cpp, not 'vllm'"),
-        ("--in_turn --drafters lookahead@cartesian:2x2", "branch at the root alone"),
-        ("--shape=llama-7b", "a shape has no weights of its own"),
-        ("--random_weights", "a shape has no weights of its own"),
+        ("--drafters lookahead@cartesian:2x2", "branch at the root alone"),
     ],
+    "batches": [("--most_nodes x", "argument --most_nodes: invalid int value: 'x'")],
     "against": [
         ("", "is no GGUF file, which llama.cpp needs"),
-        ("--temperature 1", "--against decodes greedily"),
+        ("--peers vllm", "--peers takes transformers and llama.cpp, not 'vllm'"),
+        ("--temperature 1", "engines are compared greedily"),
         ("--max_new_tokens 95", "are 97 tokens, the model's context is 96"),
         ("--no_repeat_ngram_size 3", "bars no n-grams: give --no_repeat_ngram_size 0"),
     ],

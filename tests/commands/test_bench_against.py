@@ -59,25 +59,3 @@ def test_the_demo_s_prompts_are_ids_to_the_demo_alone(model):
     questions = questions_of(flags, model)
     assert questions and all(("prompt_ids" in q) == (model is None) for q in questions)
     assert all(q["prompt"] for q in questions)
-
-
-@pytest.mark.parametrize(
-    "flags, sentence",
-    [
-        (["--peers=vllm"], "--peers takes transformers and llama.cpp, not 'vllm'"),
-        (["--peers=llama.cpp"], "is no GGUF file, which llama.cpp needs"),
-        (["--peers=llama.cpp", "--temperature=1"], "engines are compared greedily"),
-        (
-            ["--peers=llama.cpp", "--max_new_tokens=95"],
-            "are 101 tokens, the model's context is 96",
-        ),
-        (
-            ["--peers=llama.cpp", "--no_repeat_ngram_size=3"],
-            "llama.cpp bars no n-grams: give --no_repeat_ngram_size 0",
-        ),
-    ],
-)
-def test_bad_input(arguments, flags, sentence, tmp_path, capsys):
-    defaults = ["--max_new_tokens=6", "--trees=chain:1", f"--out={tmp_path}"]
-    assert bench.main([*arguments, *defaults, *flags]) == 2
-    assert sentence in capsys.readouterr().err

@@ -137,11 +137,3 @@ def test_a_drafter_may_name_its_tree(monkeypatch):
     assert asked == [("hydra", "cartesian:2,3"), ("medusa", "auto"), ("medusa", "8")]
     assert list(second.trees.values()) == [Tree.chain(1), Tree.none()]
     assert second.model.variables["backbone"] == "hydra"
-
-
-def test_bad_input(directory, prompts, tmp_path, capsys):
-    assert (
-        bench_race.main(arguments(directory, prompts, "lookahead@cartesian:2x2", tmp_path))
-        == 2
-    )
-    assert "branch at the root alone" in capsys.readouterr().err
