@@ -2,7 +2,7 @@
 
 The model answers every turn once, plainly; then `evaluate/recording.py` says what each drafter would have
 guessed. No step is timed, so the figures are the same on every machine, and a drafter takes one pass
-over the answers. What drafts cost and how fast they are: `bench --questions`.
+over the answers. What drafts cost and how fast they are: `bench questions`.
 """
 
 import argparse
