@@ -91,15 +91,15 @@ class DeviceCache:
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.kind, self.file = kind, Path(cache_directory(kind)) / f"{name}.json"
 
-    def read(self) -> dict[str, Any]:
-        """The note; {} where there is none that can be read."""
+    def read(self, name: str, kind: type[T]) -> T | None:
+        """A value of the note; None where there is none of this type that can be read."""
         if self.kind in _unread:
-            return {}
+            return None
         try:
-            found = json.loads(self.file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+            found = json.loads(self.file.read_text())[name]
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        return found if type(found) is kind else None
 
     def write(self, note: dict[str, Any]) -> None:
         """Keep a note; where that cannot be, it is measured again next time."""

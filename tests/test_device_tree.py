@@ -263,6 +263,6 @@ def test_steps_are_really_timed(directory, monkeypatch, tmp_path):
     found = device_tree.measure_and_keep(model, model.calibrated, 1)
     assert found["rows"] and all(row["step_latency_ratio"] > 0 for row in found["rows"])
     kept = device_tree.kept_for(model, model.calibrated, 1)
-    assert device_tree.kept_size(kept) == found["nodes"]
+    assert kept.read("nodes", int) == found["nodes"]
     kept.file.write_text("{")
-    assert device_tree.kept_size(kept) is None
+    assert kept.read("nodes", int) is None

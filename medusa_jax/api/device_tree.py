@@ -95,12 +95,6 @@ def kept_for(model: Model, calibrated: dict[str, Any], rows: int) -> DeviceCache
     return kept_choice(calibrated, rows, model.config, *marks)
 
 
-def kept_size(kept: DeviceCache) -> int | None:
-    """The size that was chosen, if one was."""
-    size = kept.read().get("nodes")
-    return size if type(size) is int else None
-
-
 def measure_rung(
     model: Model,
     calibrated: dict[str, Any],
@@ -207,7 +201,7 @@ def known_ladder(calibrated: dict[str, Any], *marks: Any) -> Ladder | None:
     """
     ladder = file_ladder(calibrated, jax.default_backend())
     for rows in ROWS:
-        size = kept_size(kept_choice(calibrated, rows, *marks))
+        size = kept_choice(calibrated, rows, *marks).read("nodes", int)
         if size is not None:
             tree = tree_of_size(calibrated["growth"], size)
             ladder = (ladder or Ladder({})).having(rows, tree)
@@ -224,7 +218,7 @@ def measured_ladder(
     rungs, until = {}, time.perf_counter() + TREES
     for rows in sizes:
         kept = kept_for(model, calibrated, rows)
-        size = kept_size(kept)
+        size = kept.read("nodes", int)
         if size is None:
             found: list[dict[str, Any]] = []
             measure = partial(measure_rung, model, calibrated, rows, out=found)

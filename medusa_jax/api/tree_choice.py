@@ -71,8 +71,7 @@ def for_heads(spec: str | Tree, stored: StoredHeads, batch: int, *marks: Any) ->
     ladder, unmeasured = None, False
     if spec == "auto" and device_tree.is_measured(calibrated):
         ladder = device_tree.known_ladder(calibrated, *marks)
-        kept = device_tree.kept_choice(calibrated, batch, *marks)
-        size = device_tree.kept_size(kept)
+        size = device_tree.kept_choice(calibrated, batch, *marks).read("nodes", int)
         unmeasured = size is None
         if size is not None:
             spec = tree_of_size(calibrated["growth"], size)

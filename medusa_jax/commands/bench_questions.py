@@ -14,8 +14,10 @@ from typing import Any
 
 import medusa_jax
 from medusa_jax.commands.bench_race import (
+    TITLES,
     RaceFlags,
     add_trees,
+    draw,
     out_directory,
     race_parser,
     tree_specs,
@@ -115,7 +117,9 @@ def run(flags: Flags) -> int:
     }
     notes = f"{facts['device']}, {facts['dtype']}, jax {version('jax')}, {facts['date']}"
     write_report(out, "results", facts, rows, COLUMNS | score_columns(rows), notes)
-    draw(rows, out / "categories.png")
+    titles = {name: title for name, title in TITLES.items() if name != "step_latency_ratio"}
+    series = "{drafter}, {tree_nodes} nodes"
+    draw(rows, out / "categories.png", titles, series, "{category}")
     return 0
 
 
@@ -149,22 +153,6 @@ def score_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Cell]:
 
     known = (scores.EXACT_MATCH, *scores.ROUGES)
     return {name: cell(name) for name in known if any(name in r["scores"] for r in rows)}
-
-
-def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Accepted length and speed-up by category, for every drafter and tree."""
-    from medusa_jax.plots import draw_bars
-
-    charts: dict[str, dict[str, dict[str, float]]] = {}
-    for title, field in (
-        ("mean accepted length", "mean_accepted_length"),
-        ("speed-up against plain decoding", "speedup"),
-    ):
-        series = charts.setdefault(title, {})
-        for row in rows:
-            label = f"{row['drafter']}, {row['tree_nodes']} nodes"
-            series.setdefault(label, {})[row["category"]] = row[field]
-    draw_bars(charts, path=path, level=1.0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

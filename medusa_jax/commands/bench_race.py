@@ -58,6 +58,12 @@ COLUMNS: dict[str, Cell] = {
     "trained on, M tokens": lambda r: f"{r['trained_tokens'] / 1e6:.1f}",
 }
 
+TITLES = {
+    "mean_accepted_length": "mean accepted length",
+    "step_latency_ratio": "step latency against plain decoding",
+    "speedup": "speed-up against plain decoding",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RaceFlags(PromptFlags, GenerationFlags, BaseFlags):
@@ -185,15 +191,17 @@ def trained_tokens(recipe: Mapping[str, Any]) -> int | None:
     return None if before is None else before + math.prod(sizes)
 
 
-def run_race(flags: Flags, entrants: Sequence[Entrant]) -> int:
-    """Race all trees of all entrants and plain decoding; print the table, write the files."""
+def run(flags: Flags) -> int:
+    """Race all drafters, all their trees and plain decoding; print the table, write the files."""
     from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
     from medusa_jax.evaluate.conversation import ending_turns, find_template
     from medusa_jax.evaluate.race import TEXT, ourselves, race
 
     questions = questions_of(flags, flags.model)
-    out, model = out_directory(flags.out), entrants[0].model
-    options = generation_options(flags)
+    out, options = out_directory(flags.out), generation_options(flags)
+    names = flags.drafters.split(",") if flags.drafters else default_names(flags.model)
+    entrants = list(load_entrants(flags, names, flags.trees))
+    model = entrants[0].model
     if flags.questions:
         options = ending_turns(model, options, find_template(model, flags.chat_template))
     prompts = first_prompts(flags, model, questions, flags.max_new_tokens)
@@ -229,7 +237,7 @@ def run_race(flags: Flags, entrants: Sequence[Entrant]) -> int:
     if real:
         notes += f"\nrepeated 4-grams of the real text: {facts['repeated_4grams_real']:.2f}"
     write_report(out, "race", facts, rows, COLUMNS, notes)
-    draw(rows, out / "race.png")
+    draw(rows, out / "race.png", TITLES, "", "{label}, {tree_nodes}")
     return 0
 
 
@@ -243,26 +251,25 @@ def out_directory(path: str) -> Path:
     return out
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Accepted length, step latency and speed-up of every contender."""
+def draw(
+    rows: Sequence[Mapping[str, Any]], path: Path, titles: Mapping[str, str], series: str, bar: str
+) -> None:  # fmt: skip
+    """One chart of bars for each field.
+
+    Args:
+      titles: field -> title of its chart.
+      series, bar: format strings of a row: what a colour and what a bar stands for.
+    """
     from medusa_jax.plots import draw_bars
 
-    charts = {
-        title: {title: {f"{r['label']}, {r['tree_nodes']}": r[field] for r in rows}}
-        for title, field in (
-            ("mean accepted length", "mean_accepted_length"),
-            ("step latency against plain decoding", "step_latency_ratio"),
-            ("speed-up against plain decoding", "speedup"),
-        )
-    }
+    charts: dict[str, dict[str, dict[str, float]]] = {}
+    for field, title in titles.items():
+        for row in rows:
+            own = charts.setdefault(title, {}).setdefault(
+                series.format_map(row) or title, {}
+            )
+            own[bar.format_map(row)] = row[field]
     draw_bars(charts, path=path, level=1.0)
-
-
-def run(flags: Flags) -> int:
-    """Race every drafter with every tree."""
-    questions_of(flags)  # refuse a bad file before a model is loaded
-    names = flags.drafters.split(",") if flags.drafters else default_names(flags.model)
-    return run_race(flags, list(load_entrants(flags, names, flags.trees)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -116,4 +116,5 @@ def _difference(facts: dict[str, Any]) -> str:
         return f"other text from token {first['position']} on (lossy acceptance)"
     if facts["acceptance"] == "rejection":
         return f"other draws of the same law from token {first['position']} on"
-    return f"first difference at token {first['position']} (score gap {first['gap']:.2g})"
+    gap = "one text ends" if first["gap"] is None else f"score gap {first['gap']:.2g}"
+    return f"first difference at token {first['position']} ({gap})"

@@ -110,7 +110,7 @@ def category_row(
     )
     apart = step_ratio(model, answered, tree, repeats)
     histograms = [both.drafted.acceptance_histogram for both in compared]
-    gaps = [both.facts()["first_divergence"] for both in compared if not both.identical]
+    gaps = [both.divergence.facts() for both in compared if both.divergence]
     return row | {
         "questions": len(answered),
         "turns": len(compared),

@@ -48,7 +48,7 @@ class Comparison:
             "speedup": found["speedup"] if has_steps else None,
             "step_latency_ratio": found["step_latency_ratio"] if has_steps else None,
             "identical": self.identical,
-            "first_divergence": where and {"position": where.position, "gap": where.gap},
+            "first_divergence": where and where.facts(),
         }
 
 

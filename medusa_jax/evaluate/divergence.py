@@ -53,6 +53,11 @@ class Divergence:
     noise_band: float
     at_cut: bool
 
+    def facts(self) -> dict[str, Any]:
+        """Position and gap; None as the gap where one text ends and the other continues."""
+        gap = self.gap if math.isfinite(self.gap) else None
+        return {"position": self.position, "gap": gap}
+
     @property
     def is_tie(self) -> bool:
         """Whether rounding alone explains the divergence."""

@@ -23,7 +23,7 @@ def convert(
 
     Args:
       target: a key of `TARGETS`.
-      bench: `bench.json`, for the model card.
+      bench: the race.json of `bench race`, for the model card.
       allow_other_base: as for `load_heads`.
 
     Raises:

@@ -112,8 +112,8 @@ def _faster(config: LlamaConfig, dtype: Any, panels: Storage, kernels: str) -> s
     shapes, weights = layer_shapes(config), panels.weights
     marks = (Path(kernels).name, config.n_layers, shapes, str(dtype), weights)
     kept = DeviceCache("products", *marks)
-    if (form := kept.read().get("form")) in NAMES:
-        return str(form)
+    if (form := kept.read("form", str)) in NAMES:
+        return form
     forms = {"plain": Storage(0, weights), "native": Storage(panels.panel, weights)}
     times: Times = {(name, rows): [] for name in NAMES for rows in (ONE, TREE)}
     measure = partial(time_products, config, dtype, forms, times)

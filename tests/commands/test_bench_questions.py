@@ -1,4 +1,4 @@
-"""bench --questions on a tiny model: both turns, files that others read, figures that add up."""
+"""bench questions on a tiny model: both turns, files that others read, figures that add up."""
 
 import json
 from functools import partial
@@ -51,7 +51,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def out(directory, tmp_path_factory):
-    """The files of one run; the timing apart, which is `evaluate/latency.py`'s, is left out."""
+    """The files of one run, without the step timed in isolation."""
     out = tmp_path_factory.mktemp("out")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answering, "step_ratio", lambda *_: 2.0)

@@ -94,6 +94,7 @@ def test_a_text_that_ends_early_is_no_tie(exact):
             exact, TEXT[:3], ours, theirs, Options(), 0, TREE
         )
         assert found.position == 2 and divergence.NO_TOKEN in (found.ours, found.theirs)
+        assert found.facts() == {"position": 2, "gap": None}  # JSON has no infinity
         assert not found.is_tie
 
 

@@ -1,7 +1,7 @@
 """A step at a short text accesses what the text requires, whatever the cache's limit."""
 
 import pytest
-from tiny_model import write_model
+from tiny import write_model
 
 from research import cache_cost
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_model import write_model
+from tiny import write_model
 
 from medusa_jax.tree import Tree, growth
 from research import tree_shapes as shapes
