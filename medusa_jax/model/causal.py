@@ -20,6 +20,7 @@ from medusa_jax.model.online_softmax import (
     merged,
     scores,
 )
+from medusa_jax.platforms import platform
 
 # Queries and keys of a text that are scored at once: what a CPU's cache holds.
 BLOCK = 128
@@ -71,10 +72,22 @@ def attend_behind(
 
     # Their own part comes first: every token sees itself, so that it has a score to begin with.
     own = short_part if T <= 2 * BLOCK else long_part
+    if (
+        platform() != "cpu"
+    ):  # blocks are for a CPU's caches; a loop costs more here than their half
+        own = whole_part
     part = own(q_BGTRH, *new, Causal(window=window))
     oldest = jnp.maximum(jnp.min(start_B) - window + 1, 0) if window else 0
     blocks = oldest // size, -(-jnp.max(start_B) // size)
     return flat(finished(lax.fori_loop(*blocks, with_block, part), q_BTNH.dtype))
+
+
+def whole_part(
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
+) -> Part:
+    """All queries over all keys at once."""
+    T = q_BGTRH.shape[2]
+    return attend_part(q_BGTRH, k_BGTH, v_BGTH, sees.visible(0, T, 0, T))
 
 
 def short_part(
