@@ -19,7 +19,7 @@ KINDS = (
 
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-_COLLECTIVE = re.compile(rf"= (\(.*?\)|\S+) ({'|'.join(KINDS)})\((.*)")
+_COLLECTIVE = re.compile(rf"= (\(.*?\)|\S+) ({'|'.join(KINDS)})(-start)?\((.*)")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 # {{0,1},{2,3}}; [2,4]<=[8]; mesh['a'=2,'b'=4] {'b'}, where {'b':(2)2} is part of an axis and
 # device_ids may come in between.
@@ -78,7 +78,7 @@ def collectives(text: str) -> list[Collective]:
     def walk(name: str, trips: tuple[int, ...]) -> None:
         for line in bodies.get(name, ()):
             if match := _COLLECTIVE.search(line):
-                found.append(_collective(match[1], match[2], match[3], trips))
+                found.append(_collective(*match.groups(), trips))
                 continue
             inner = trips
             if " while(" in line:
@@ -118,9 +118,12 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _collective(
-    result: str, kind: str, operands: str, trips: tuple[int, ...]
+    result: str, kind: str, start: str | None, operands: str, trips: tuple[int, ...]
 ) -> Collective:
     shapes = _ARRAY.findall(result)
+    if start and kind != "all-reduce":  # operands, results, and scalars of the exchange
+        shapes = [shape for shape in shapes if shape[1]]
+        shapes = shapes[len(shapes) // 2 :]
     size = sum(
         math.prod(int(n) for n in dims.split(",") if n) * _bits(kind_) // 8
         for kind_, dims in shapes

@@ -61,3 +61,21 @@ def test_bytes_that_a_device_sends():
     assert sent_by_kind(collectives("")) == {}
     with pytest.raises(ValueError, match="unknown form of device groups"):
         collectives(PROGRAM.replace("replica_groups=[4,2]", "replica_groups=new[4,2]"))
+
+
+def test_asynchronous_forms_of_accelerators_count_what_arrives():
+    text = """HloModule jit_f
+
+ENTRY %main.1 (p: bf16[4,8]) -> bf16[16,8] {
+  %g = (bf16[4,8]{1,0:T(8,128)(2,1)}, bf16[16,8]{1,0:T(8,128)(2,1)S(1)}) all-gather-start(%p), replica_groups=[1,4]<=[4], dimensions={0}
+  %gathered = bf16[16,8]{1,0} all-gather-done(%g)
+  %m = (f32[8]{0}, f32[8]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
+  %s = f32[8]{0} all-reduce-start(%p), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+    found = {c.kind: (c.shapes, c.bytes) for c in collectives(text)}
+    assert found == {
+        "all-gather": (("bf16[16,8]",), 256),
+        "collective-permute": (("f32[8]",), 32),
+        "all-reduce": (("f32[8]",), 32),
+    }

@@ -19,6 +19,7 @@ from medusa_jax.model.online_softmax import (
     merged,
     scores,
 )
+from medusa_jax.platforms import platform
 from medusa_jax.sharding import PyTree
 
 # Queries and keys of a text that are scored at a time; these fit into a CPU's cache.
@@ -73,10 +74,22 @@ def attend_behind(
 
     # The new keys come first: every token sees itself, so each starts with a score.
     part_of_new = short_part if T <= 2 * BLOCK else long_part
+    if (
+        platform() != "cpu"
+    ):  # blocks are for a CPU's caches; elsewhere their loop costs more
+        part_of_new = whole_part
     part = part_of_new(q_BGTRH, *new, Causal(window=window))
     oldest = jnp.maximum(jnp.min(start_B) - window + 1, 0) if window else 0
     blocks = oldest // size, -(-jnp.max(start_B) // size)
     return flat(finished(lax.fori_loop(*blocks, with_block, part), q_BTNH.dtype))
+
+
+def whole_part(
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
+) -> Part:
+    """All queries over all keys at once."""
+    T = q_BGTRH.shape[2]
+    return attend_part(q_BGTRH, k_BGTH, v_BGTH, sees.visible(0, T, 0, T))
 
 
 def short_part(

@@ -75,12 +75,13 @@ def test_memory_of_a_gradient_grows_with_the_length_of_the_row():
 
 
 @pytest.mark.parametrize("window, first", [(0, 0), (70, 0), (70, 190)])
-@pytest.mark.parametrize("T", [3, 300])
-def test_a_text_behind_a_cache_sees_it_and_itself(T, window, first, monkeypatch):
+@pytest.mark.parametrize("T, platform", [(3, "cpu"), (300, "cpu"), (300, "tpu")])
+def test_a_text_behind_a_cache_sees_it_and_itself(T, platform, window, first, monkeypatch):
     """What `attend` gives over the written cache: ragged starts, a last block that overlaps.
 
     In the last case no row sees the first block of slots.
     """
+    monkeypatch.setattr(causal, "platform", lambda: platform)
     monkeypatch.setattr(causal, "SLOTS", 64)
     S, rng = 500, np.random.default_rng(T)
     q = jnp.asarray(rng.standard_normal((3, T, 4, 6)))
