@@ -32,6 +32,8 @@ def run_shape(flags: argparse.Namespace, out: Path) -> int:
         raise UserError(
             "a shape has no weights of its own: give --shape and --random_weights together"
         )
+    if flags.weights == "stored":
+        raise UserError("a shape has no file whose weights could be read as stored")
     if flags.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     names = flags.drafters.split(",") if flags.drafters else list(DRAFTERS)

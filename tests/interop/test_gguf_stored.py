@@ -27,7 +27,7 @@ def blocks(kind, rows, inputs, rng):
     stored = random_blocks(kind, rows, inputs, rng)
     # Scales as they are in models: otherwise one block of 60,000 is all that counts.
     at = {"Q6_K": 208}.get(kind, 0)
-    per_block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     each = stored.reshape(rows, -1, size)
     top = 0.2 / {"Q8_0": 128, "Q4_K": 900, "Q6_K": 4000}.get(kind, 15)
     halves = rng.uniform(-top, top, each.shape[:2]).astype(np.float16)
