@@ -1,6 +1,5 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,7 @@ from medusa_jax.heads import make_drafter, vocabulary
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.base_files import BaseFiles, fingerprint_as_read
 from medusa_jax.interop.stored_heads import StoredHeads
-from medusa_jax.interop.tensors import GGUF_LINK
+from medusa_jax.interop.tensors import stands_for_gguf
 from medusa_jax.interop.tokenizer import (
     NoTokenizer,
     declared_eos_ids,
@@ -192,7 +191,7 @@ def _weights(asked: str | None, directory: str, dtype: str, mesh: Mesh) -> str |
     Raises:
       UserError: that was asked for, of a file without blocks or in another type than float32.
     """
-    blocks = os.path.lexists(os.path.join(directory, GGUF_LINK))
+    blocks = stands_for_gguf(directory)
     if asked == STORED and not (blocks and dtype == "float32"):
         what = "dtype float32" if blocks else "a GGUF file"
         raise UserError(f"weights as they are stored need {what}")

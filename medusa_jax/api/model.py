@@ -93,11 +93,7 @@ class Model:
         return "native" if self.storage.panel else "plain"
 
     def guarantee(self, acceptance: str) -> bool | str:
-        """How a drafted text is that of plain decoding: "bitwise", True (but for ties), or False.
-
-        "bitwise": every number behind a token is the same, bit for bit, in a tree and alone, so
-        that not even ties within rounding may differ.
-        """
+        """How a drafted text equals plain decoding's: "bitwise" (ties included), True (but for ties), or False."""
         rule = RULES[acceptance]
         if not rule.lossless:
             return False

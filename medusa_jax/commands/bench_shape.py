@@ -14,6 +14,7 @@ from medusa_jax.commands.flags import (
     command,
     run_command,
 )
+from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 
 EXAMPLES = """examples:
@@ -63,6 +64,8 @@ def run(flags: Flags) -> int:
     from medusa_jax.interop.shapes import find_shape
 
     out = out_directory(flags.out)
+    if flags.weights == "stored":
+        raise UserError("a shape has no file whose weights could be read as stored")
     if flags.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     found = by_shape.measure(

@@ -77,14 +77,19 @@ def open_checkpoint(directory: str) -> Tensors:
             return _open_shards(directory, index, reader)
         if os.path.isfile(os.path.join(directory, name)):
             return reader(os.path.join(directory, name))
-    if os.path.lexists(link := os.path.join(directory, GGUF_LINK)):
+    if stands_for_gguf(directory):
         from medusa_jax.interop.gguf.architecture import opened
 
-        return opened(os.path.realpath(link))
+        return opened(os.path.realpath(os.path.join(directory, GGUF_LINK)))
     raise UserError(
         f"{directory} holds no weights: looked for model.safetensors, pytorch_model.bin and "
         "the .index.json of either"
     )
+
+
+def stands_for_gguf(directory: str) -> bool:
+    """Whether a model directory is what `resolve` gives for a GGUF file."""
+    return os.path.islink(os.path.join(directory, GGUF_LINK))
 
 
 def open_weights(path: str) -> Tensors:
