@@ -56,14 +56,17 @@ class Grammars:
             large; no token ends a text, or there is no tokenizer.
         """
         ends = tuple(sorted(i for i in set(eos_ids) if i < self._vocab_size))
+        key = constraint, ends
         with self._lock:
-            key = constraint, ends
-            if key not in self._compiled:
-                self._compiled[key] = self._compile(constraint, ends)
+            matcher = self._compiled.get(key)
+        if matcher is None:
+            matcher = self._compile(constraint, ends)  # others do not wait for it
+        with self._lock:
+            self._compiled[key] = matcher
             self._compiled.move_to_end(key)
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-            matcher = self._compiled[key].deep_copy()
+            matcher = matcher.deep_copy()
         return MatcherGuide(matcher, self._vocab_size, ends)
 
     def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> Any:

@@ -13,7 +13,7 @@ one text only, a chain of the tree holds it.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import jax
@@ -175,6 +175,7 @@ def step(
     return state, seen(engine.depth_only, state)
 
 
+@lru_cache(maxsize=64)
 def _children(tree: Tree) -> list[list[int]]:
     """The children of each node."""
     children: list[list[int]] = [[] for _ in range(tree.n_nodes)]

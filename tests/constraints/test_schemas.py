@@ -48,7 +48,7 @@ def check(demo, n, rows, plain_every):
             plain = demo.generate(prompts, options, tree="none")
             assert [r.token_ids for r in results] == [r.token_ids for r in plain]
             checked += rows
-    print(f"\n{n} schemas: {ended} answers ended, all valid; {checked} compared")
+    print(f"\n{start + rows} schemas: {ended} answers ended, all valid; {checked} compared")
     return ended
 
 

@@ -22,7 +22,8 @@ from planted import (
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.masks import ALL, members, only, words
+from medusa_jax.decoding.constrained import draft_nodes
+from medusa_jax.decoding.masks import ALL, NO_TOKEN, members, only, words
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.stopping import STOPPED, STUCK
 from medusa_jax.heads import Backbone, make_drafter
@@ -201,3 +202,21 @@ def test_the_text_outgrows_the_cache():
     engine = loop.Engine(llama, planted(CONFIG), Tree.none())
     [text] = texts_of(loop.generate(engine, {"backbone": backbone, "heads": {}}, request))
     assert len(text) == 80 and allowed_everywhere(Rule(8), text)
+
+
+def test_drafts_of_depth_one_are_ranked_among_allowed_tokens():
+    params, llama, backbone = model(0)
+    drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
+    heads = drafter.init(jax.random.key(0), Backbone(Llama(CONFIG, jnp.float64), params))
+    tree = Tree.from_choices([[0], [1], [2], [0, 0]])
+    engine = loop.Engine(llama, drafter, tree)
+    variables = {"backbone": backbone, "heads": heads}
+    state, _ = loop.begin(engine, variables, loop.Request([[4], [5]], [9, 9]))
+    bits_BW = np.array([[0b111 << 20, 0], [1, 3]], np.uint32)
+    forced_BL = np.array([[NO_TOKEN] * 3, [NO_TOKEN, 33, 9]], np.int32)
+    _, nodes = draft_nodes(engine, variables, state, bits_BW, forced_BL)
+    children = [i for i in range(5) if tree.depth_M[i] == 1]
+    [deepest] = [i for i in range(5) if tree.depth_M[i] == 2]
+    assert set(np.asarray(nodes)[0, children].tolist()) == {20, 21, 22}
+    assert nodes[1, tree.parent_M[deepest]] == 33 and nodes[1, deepest] == 9
+    assert {0, 32, 33} >= set(np.asarray(nodes)[1, children].tolist())
