@@ -46,7 +46,7 @@ def test_a_contender_may_have_a_baseline_of_its_own():
         contender(itertools.repeat(run(9, 8, seconds)), against=i // 2 * 2)
         for i, seconds in enumerate((4.0, 2.0, 1.0))
     ]
-    slow = iter([run(9, 8, 0.5), run(9, 8, 99.0), run(9, 8, 0.25)])
+    slow = iter([run(9, 8, 99.0), run(9, 8, 0.5), run(9, 8, 0.25)])
     entered.append(Contender("y", lambda prompt: next(slow), against=2))
     rows = race(entered, [[7]], 3, warm_up=False)
     assert [row["speedup"] for row in rows] == [1, 2, 1, 2]
