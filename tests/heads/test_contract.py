@@ -362,7 +362,7 @@ def test_typical_acceptance(name):
     assert [len(text) for text in texts_of(progress)] == LIMITS
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, "hydrapp"))
+@pytest.mark.parametrize("name", thinned(NAMES, "eagle3", "hydrapp"))
 def test_calibration_predicts_what_decoding_accepts(name):
     """Replaying teacher-forced ranks gives the number of steps that decoding takes."""
     _, _, llama, backbone = seven()
