@@ -3,7 +3,7 @@
     python train.py --config=configs/smollm2_eagle3.py --workdir=work/smollm2/eagle3
 
 Text and draft vocabulary are those of smollm2_medusa.py. Hidden states are cached in 8 bits and by
-themselves, since they come with three streams from inside the model: 2.3 GB per million tokens. 10 M
+themselves, since they come with three streams from inside the model: 2.3 GB per million tokens. 9.8 M
 parameters, half of them the LM head.
 """
 

@@ -5,15 +5,15 @@
     a'_i = x_i + MLP(norm(x_i))                   logits of token i + 2 = LM-Head(norm(a'_i))
 
 a is g for accepted positions and the parent's a' for drafted ones; e embeds the token after it. How
-levels are drafted and trained is in `autoregressive.py`, which EAGLE-1 shares. The LM head belongs to the drafter, mostly over a draft vocabulary (`vocabulary.py`); the
-embedding is the backbone's.
+levels are drafted and trained is in `autoregressive.py`, which EAGLE-1 shares. The LM head belongs to
+the drafter, mostly over a draft vocabulary (`vocabulary.py`); the embedding is the backbone's.
 
 Training is over several levels with gradients through all (training-time test, section 3.2):
-`train.levels`, 7 in the authors' code. The loss of a level is the cross-entropy with the backbone's distribution, renormalised over the
-draft vocabulary (`train.teacher_weight`), and there is no regression to hidden states. Level k weighs
-`train.lambda_decay`^k. Positions count whose next tokens count and whose label is in the draft
-vocabulary; the authors ask that of the backbone's first choice, which is the label in text that the
-backbone has written greedily.
+`train.levels`, 7 in the authors' code. The loss of a level is the cross-entropy with the backbone's
+distribution, renormalised over the draft vocabulary (`train.teacher_weight`); there is no regression
+to hidden states. Level k weighs `train.lambda_decay`^k. Positions count whose next tokens count and
+whose label is in the draft vocabulary. The authors ask that of the backbone's first choice, which is
+the label in text that the backbone has written greedily.
 
 EAGLE-3.1 adds a norm for each stream before FC (`fc_norm`) and continues a' after its norm
 (`norm_output`). Both keep the size of what deep levels read; neither is in the paper.
@@ -162,10 +162,11 @@ class Eagle3(Autoregressive):
                 f"heads.tap_layers are numbers from 0 to {L} with commas between, not {given!r}"
             )
         c = self.shape
-        if c.n_heads % c.n_kv_heads or c.head_dim % 2:
+        sizes = (c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff)
+        if min(sizes) < 1 or c.n_heads % c.n_kv_heads or c.head_dim % 2:
             raise UserError(
-                f"heads.attention_heads {c.n_heads}, kv_heads {c.n_kv_heads} and head_dim "
-                f"{c.head_dim} do not fit together"
+                f"heads.attention_heads {c.n_heads}, kv_heads {c.n_kv_heads}, head_dim {c.head_dim} "
+                f"and d_ff {c.d_ff} do not fit together"
             )
 
     @property

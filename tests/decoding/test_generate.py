@@ -294,7 +294,7 @@ def test_requests_that_cannot_be_are_refused():
     ],
 )
 def test_slot_ladder(longest, needed, native, expected):
-    llama = SimpleNamespace(native=native)
+    llama = SimpleNamespace(native=native, taps=())
     engine = loop.Engine(llama, planted(tiny_arch()), Tree.chain(3))
     ladder = loop.slot_ladder(engine, longest, needed)
     assert ladder == expected
@@ -303,7 +303,7 @@ def test_slot_ladder(longest, needed, native, expected):
 
 def test_rows_beside_the_tree_need_slots():
     drafter = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), tiny_arch())
-    llama = SimpleNamespace(native=False)
+    llama = SimpleNamespace(native=False, taps=())
     engine = loop.Engine(llama, drafter, drafter.default_tree)
     tree, beside = 1 + 3 * 3, 3 + 4 + 4
     assert engine.n_rows == tree + beside

@@ -10,7 +10,7 @@ import pytest
 
 from medusa_jax.commands.train import load_config
 from medusa_jax.config import LlamaConfig
-from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads import Backbone, make_drafter, vocabulary
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import checks
 
@@ -24,7 +24,8 @@ def parameters(cfg, llama):
     drafter = make_drafter(cfg.heads, llama)
 
     def init(key):
-        return drafter.init(key, Backbone(Llama(llama), init_params(llama, key)))
+        backbone = Backbone(Llama(llama), init_params(llama, key))
+        return drafter.init(key, vocabulary.stand_in(backbone, cfg.heads))
 
     return family.count(jax.eval_shape(init, jax.random.key(0)))
 

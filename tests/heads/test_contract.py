@@ -373,7 +373,7 @@ def replayed_steps(tree, ranks, prompts, texts):
     return found
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, "hydrapp"))
+@pytest.mark.parametrize("name", thinned(NAMES, "eagle3", "hydrapp"))
 def test_calibration_predicts_what_decoding_accepts(name):
     """Replaying teacher-forced ranks gives the number of steps that decoding takes."""
     _, _, llama, backbone = seven()

@@ -62,6 +62,14 @@ def test_layers_that_do_not_exist_are_refused(given):
         make_drafter(Eagle3Config(tap_layers=given), tiny_arch())
 
 
+@pytest.mark.parametrize("sizes", [{"kv_heads": 3}, {"head_dim": 5}, {"d_ff": -1}])
+def test_sizes_of_layers_that_do_not_fit_are_refused(sizes):
+    with pytest.raises(
+        UserError, match=r"heads\.attention_heads 4, .* do not fit together"
+    ):
+        make_drafter(Eagle3Config(**sizes), tiny_config())
+
+
 @cache
 def problem(fields=(), draft_vocab=0):
     """The backbone as heads see it, with all tokens or those of IDS, the drafter, its weights."""

@@ -67,6 +67,7 @@ def registered(name, backbone):
 
 def teacher_forced(drafter, params, backbone):
     """batch -> logits [T, V] of every head, backbone included, as the loss computes them."""
+    backbone = backbone.tapped(drafter.taps)
 
     @jax.jit
     def run(batch):
@@ -83,6 +84,7 @@ def teacher_forced(drafter, params, backbone):
 @pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "hydrapp"))
 def test_the_loss_is_over_the_hand_written_pairs(name, backbone):
     drafter, params = registered(name, backbone)
+    backbone = backbone.tapped(drafter.taps)
     counts = losses.pair_counts(row(), (2, 3, 4))
     assert counts.tolist() == [len(PAIRS[k]) for k in (1, 2, 3)]
     total, sums = jax.jit(
