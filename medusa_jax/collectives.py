@@ -78,7 +78,8 @@ def collectives(text: str) -> list[Collective]:
     def walk(name: str, trips: tuple[int, ...]) -> None:
         for line in bodies.get(name, ()):
             if match := _COLLECTIVE.search(line):
-                found.append(_collective(*match.groups(), trips))
+                result, kind, start, rest = match.groups()
+                found.append(_collective(result, kind, start, rest, trips))
                 continue
             inner = trips
             if " while(" in line:
