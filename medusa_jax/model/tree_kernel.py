@@ -22,9 +22,10 @@ from medusa_jax.platforms import platform
 BLOCKS = (512, 256, 128)
 # Rows of a 16-bit tile.
 TILE = 16
-# Key/value heads of a block; their scores, queries and outputs are in vector memory together.
+# Key/value heads of a block, and rows of queries of them all: what 16 MiB of vector memory (v4) hold.
 HEADS = 8
-# Vector memory that the kernel may take; v5e, v5p and v6e have 128 MiB, v4 16 MiB that Mosaic manages.
+ROWS = 2048
+# Vector memory that the kernel may take where there is more.
 VMEM = 64 * 2**20
 # More rows of queries per key/value head than these do not fit.
 MOST_ROWS = 1024
@@ -66,11 +67,12 @@ def attend_tree(
     G, S = k_BGSH.shape[1:3]
     R, more = N // G, -T % TILE
     size = next(size for size in BLOCKS if S % size == 0)
-    heads = next(n for n in range(min(HEADS, G), 0, -1) if G % n == 0)
+    Q = R * (T + more)
+    most = max(1, min(HEADS, G, ROWS // Q))
+    heads = next(n for n in range(most, 0, -1) if G % n == 0)
     wide = at_least_f32(q_BTNH.dtype)
     q_BTNH = (q_BTNH.astype(wide) * H**-0.5).astype(q_BTNH.dtype)
     q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, more), (0, 0), (0, 0)))
-    Q = R * (T + more)
     # The queries of a group by head, then by token, so that a mask of tokens repeats R times.
     q_BGQH = q_BTNH.reshape(B, T + more, G, R, H).transpose(0, 2, 3, 1, 4)
     q_BGQH = q_BGQH.reshape(B, G, Q, H)

@@ -67,7 +67,7 @@ def test_sizes_of_layers_that_do_not_fit_are_refused(sizes):
     with pytest.raises(
         UserError, match=r"heads\.attention_heads 4, .* do not fit together"
     ):
-        make_drafter(Eagle3Config(**sizes), tiny_config())
+        make_drafter(Eagle3Config(**sizes), tiny_arch())
 
 
 @cache

@@ -2,8 +2,8 @@
 
 The estimates leave out what is loaded ahead of its use (`copy-start`, `slice-start`): these bytes are
 charged to the operation that reads them, at the chip's peak bandwidth. Kernels of ours are opaque to
-the compiler: the parts of the cost that they state are added up, at peak rates. Operations of the two layers
-that are compiled count as often as the model has layers.
+the compiler: the parts of the cost that they state are added up, at peak rates. Operations of the layers that
+are compiled are scaled to all layers of the model.
 """
 
 import re
