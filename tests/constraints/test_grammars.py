@@ -70,6 +70,15 @@ def test_a_dead_end_in_a_tree_spoils_nothing_else(grammars):
     assert allowed(guide, tokenizer) == ["d"]
 
 
+def test_special_tokens_are_no_part_of_a_text(grammars):
+    """Not even where a grammar names them; those that end a text come at its end."""
+    pytest.importorskip("llguidance")
+    made, tokenizer = grammars
+    guide = made.guide(constraint_of({"grammar": 'start: "c" (<s> | "d")'}), [2])
+    guide.advance(tokenizer.encode("c"))
+    assert allowed(guide, tokenizer) == ["d"]
+
+
 @pytest.mark.parametrize(
     ("given", "kind"),
     [
