@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from medusa_jax.constraints.asked import Constraint
 from medusa_jax.constraints.guide import MatcherGuide
 from medusa_jax.errors import UserError
@@ -67,7 +69,7 @@ class Grammars:
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
             matcher = matcher.deep_copy()
-        return MatcherGuide(matcher, self._vocab_size, ends)
+        return MatcherGuide(matcher, self._vocabularies[ends][0].ordinary_W, ends)
 
     def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> Any:
         guidance = _llguidance()
@@ -78,21 +80,28 @@ class Grammars:
                 "a constraint needs a token that ends the text: eos_ids is empty"
             )
         if ends not in self._vocabularies:
-            self._vocabularies[ends] = _vocabulary(self._tokenizer, self._vocab_size, ends)
+            made = Vocabulary(self._tokenizer, self._vocab_size, ends)
+            self._vocabularies[ends] = (
+                made,
+                guidance.LLTokenizer(
+                    guidance.TokenizerWrapper(made),
+                    n_vocab=self._vocab_size,
+                    eos_token=list(ends),
+                ),
+            )
+        made, tokens = self._vocabularies[ends]
         what = constraint.kind.replace("_", " ")
         try:
             grammar = _grammar(guidance, constraint)
         except Exception as error:  # a parser's of its own, with errors of its own
             raise UserError(f"the {what} cannot be read: {_first_line(error)}") from error
         limits = guidance.LLParserLimits(**LIMITS)
-        matcher = guidance.LLMatcher(
-            self._vocabularies[ends], grammar, log_level=0, limits=limits
-        )
+        matcher = guidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(
                 f"the {what} cannot be used: {_first_line(matcher.get_error())}"
             )
-        if not MatcherGuide(matcher.deep_copy(), self._vocab_size, ends).possible:
+        if not MatcherGuide(matcher.deep_copy(), made.ordinary_W, ends).possible:
             raise UserError(
                 f"the {what} cannot be met: no token of the model may come first"
             )
@@ -119,26 +128,49 @@ def _grammar(guidance: Any, constraint: Constraint) -> str:
     return guidance.grammar_from("lark" if kind == "tools" else kind, text)
 
 
-def _vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> Any:
-    """The bytes of every token, as llguidance takes them."""
-    from llguidance import LLTokenizer, TokenizerWrapper
+class Vocabulary:
+    """The bytes of every token, as llguidance takes them (`TokenizerWrapper`).
 
-    spelled = TokenBytes(tokenizer)
-    added = tokenizer.backend.get_added_tokens_decoder() if tokenizer.backend else {}
+    Attributes:
+      ordinary_W: bits of the tokens that a text may hold: no special ones, but those that end it.
+    """
 
-    class Vocabulary:
-        eos_token_id, bos_token_id = ends[0], tokenizer.bos_id
-        tokens = [spelled.of(i) for i in range(vocab_size)]  # noqa: RUF012
-        special_token_ids = sorted({*ends, *(i for i, t in added.items() if t.special)})
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]
+    ) -> None:
+        spelled, backend = TokenBytes(tokenizer), tokenizer.backend
+        added = backend.get_added_tokens_decoder() if backend else {}
+        special = {i for i, token in added.items() if token.special and i < vocab_size}
+        self._tokenizer = tokenizer
+        self.tokens = [spelled.of(i) for i in range(vocab_size)]
+        self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_id
+        self.special_token_ids = sorted({*ends, *special})
+        self._id_of = {
+            text: i for i, text in enumerate(self.tokens) if text and i not in special
+        }
+        self._longest = max(map(len, self._id_of), default=0)
+        allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+        allowed[:vocab_size] = 1
+        allowed[sorted(special - set(ends))] = 0
+        self.ordinary_W = np.packbits(allowed, bitorder="little").view(np.uint32)
 
-        def __call__(self, text: bytes | str) -> list[int]:
-            if isinstance(text, bytes):
-                text = text.decode(errors="replace")
-            return tokenizer.encode(text)
-
-    return LLTokenizer(
-        TokenizerWrapper(Vocabulary()), n_vocab=vocab_size, eos_token=list(ends)
-    )
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Tokens of a text that stands within another; of one that has none, those of its start."""
+        data = text.encode() if isinstance(text, str) else text
+        ids = self._tokenizer.encode(data.decode(errors="replace"))
+        if b"".join(self.tokens[i] for i in ids) == data:
+            return ids
+        # Blanks that a tokenizer puts first, or unknown characters: the longest tokens that fit.
+        ids, at = [], 0
+        while at < len(data):
+            sizes = range(min(self._longest, len(data) - at), 0, -1)
+            fits = (self._id_of.get(data[at : at + n]) for n in sizes)
+            token = next((i for i in fits if i is not None), None)
+            if token is None:
+                break
+            ids.append(token)
+            at += len(self.tokens[token])
+        return ids
 
 
 def _first_line(error: Any) -> str:

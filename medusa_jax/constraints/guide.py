@@ -14,6 +14,7 @@ class MatcherGuide:
 
     Args:
       matcher: llguidance's, of an empty text.
+      ordinary_W: bits of the tokens that a text may hold, whatever its grammar says.
       ends: the tokens that end a text.
 
     Attributes:
@@ -22,16 +23,19 @@ class MatcherGuide:
       first_W: bits of the tokens that may.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, ends: Sequence[int]) -> None:
-        self._matcher, self._ends = matcher, frozenset(ends)
-        self._bytes = -(-vocab_size // 32) * 4
+    def __init__(self, matcher: Any, ordinary_W: np.ndarray, ends: Sequence[int]) -> None:
+        self._start, self._matcher = matcher, matcher.deep_copy()
+        self._text: list[int] = []
+        self._ends = frozenset(ends)
+        self._ordinary_W = ordinary_W
         self.consumed = 0
-        self.first_W = np.zeros(self._bytes // 4, np.uint32)
+        self.first_W = np.zeros_like(ordinary_W)
         self.possible = self.fill(self.first_W)
 
     def fill(self, into_W: np.ndarray) -> bool:
         """Write the bits of the tokens that may come next; False if there are none."""
-        self._matcher.unsafe_compute_mask_ptr(into_W.ctypes.data, self._bytes)
+        self._matcher.unsafe_compute_mask_ptr(into_W.ctypes.data, into_W.nbytes)
+        into_W &= self._ordinary_W
         return not self._matcher.is_error() and bool(into_W.any())
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -40,6 +44,7 @@ class MatcherGuide:
         for token in tokens:
             if token in self._ends:
                 return
+            self._text.append(token)
             self._matcher.consume_token(token)
 
     def forced(self, most: int) -> list[int]:
@@ -61,7 +66,7 @@ class MatcherGuide:
           into_MW: its first row is filled in already.
         """
 
-        def visit(node: int) -> None:
+        def visit(node: int, path: list[int]) -> None:
             for child in children[node]:
                 token = int(nodes_M[child])
                 if not into_MW[node, token >> 5] >> np.uint32(token & 31) & 1:
@@ -69,15 +74,17 @@ class MatcherGuide:
                 if token in self._ends:
                     into_MW[child] = ALL
                     continue
-                if not self._matcher.consume_token(token):
-                    continue
-                if self.fill(into_MW[child]):
-                    visit(child)
+                if self._matcher.consume_token(token) and self.fill(into_MW[child]):
+                    visit(child, [*path, token])
                 else:
                     nodes_M[child] = self._forbidden(into_MW[node])
-                self._matcher.rollback(1)
+                if self._matcher.is_error():  # for good: nothing can be taken back
+                    self._matcher = self._start.deep_copy()
+                    self._matcher.consume_tokens([*self._text, *path])
+                else:
+                    self._matcher.rollback(1)
 
-        visit(0)
+        visit(0, [])
 
     @staticmethod
     def _forbidden(allowed_W: np.ndarray) -> int:

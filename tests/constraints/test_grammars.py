@@ -4,6 +4,7 @@ import json
 import re
 import time
 
+import numpy as np
 import pytest
 from tiny_model import write_tokenizer
 
@@ -45,6 +46,37 @@ def test_a_guide_knows_what_may_follow(grammars):
     # Another text begins anew.
     again = made.guide(constraint_of({"choice": ["abc", "the end", "there"]}), [2])
     assert "abc" in allowed(again, tokenizer)
+
+
+def test_a_dead_end_in_a_tree_spoils_nothing_else(grammars):
+    """The vocabulary has no A: nothing may follow the first child, and its sibling goes on."""
+    pytest.importorskip("llguidance")
+    made, tokenizer = grammars
+    guide = made.guide(constraint_of({"regex": "c(bA|in|dd)"}), [2])
+    c, b, d = (tokenizer.encode(x)[-1] for x in "cbd")
+    inside = tokenizer.encode("in")[0]
+    guide.advance([c])
+    nodes = np.array([c, b, inside, d, d])
+    into = np.full((5, len(guide.first_W)), 0xFFFFFFFF, np.uint32)
+    assert guide.fill(into[0])
+    guide.fill_tree(nodes, [[1, 2, 3], [], [], [4], []], into)
+    assert nodes[1] != b and not into[0, nodes[1] >> 5] >> (nodes[1] & 31) & 1
+    assert nodes[2:].tolist() == [inside, d, d]
+    ends = into[2].copy()
+    ends[:] = 0
+    ends[0] = 1 << 2
+    assert into[2].tolist() == into[4].tolist() == ends.tolist()
+    guide.advance([d])
+    assert allowed(guide, tokenizer) == ["d"]
+
+
+def test_special_tokens_are_no_part_of_a_text(grammars):
+    """Not even where a grammar names them; those that end a text come at its end."""
+    pytest.importorskip("llguidance")
+    made, tokenizer = grammars
+    guide = made.guide(constraint_of({"grammar": 'start: "c" (<s> | "d")'}), [2])
+    guide.advance(tokenizer.encode("c"))
+    assert allowed(guide, tokenizer) == ["d"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import tiny_model
 from served import NAME, TEMPLATE, alone, load_model, port_of
 
+from medusa_jax import Options
 from medusa_jax.interop.chat import encode_prompt
 
 pytest.importorskip("llguidance")
@@ -169,3 +170,53 @@ def test_what_is_refused(client, fields, about):
     with pytest.raises(openai.BadRequestError) as error:
         ask(client, extra_body=fields)
     assert about in error.value.message and "\n" not in error.value.message
+
+
+def test_a_text_that_cannot_go_on(json_port, client):
+    """The vocabulary has no é: the answer is told as one that is not whole."""
+    for tree in ("none", None):
+        [result] = json_port.model.generate(
+            ["in"], Options(constraint={"regex": "abcé"}, max_new_tokens=9), tree=tree
+        )
+        assert (result.text, result.finish_reason) == ("abc", "constraint")
+    [choice] = ask(client, extra_body={"guided_regex": "abcé"}).choices
+    assert choice.finish_reason == "length" and choice.message.content == "abc"
+    assert choice.medusa["finish_reason"] == "constraint"
+
+
+def test_hostile_constraints_harm_nobody_else(json_port, client):
+    """Every one is answered or refused soon, while others get their texts."""
+    many = {f"a{i}": {} for i in range(3000)}
+    hostile = [
+        {"guided_regex": "(a?){50}(a){50}"},
+        {"guided_regex": "((a{1,100}){1,100}){1,100}"},
+        {"guided_regex": "(" * 3000},
+        {"guided_json": {"type": "object", "properties": many, "required": list(many)}},
+        {"guided_json": {"allOf": [{"anyOf": [{"properties": many}] * 5}] * 5}},
+        {"guided_json": {"$ref": "#"}},
+        {"guided_grammar": "start: start start | /a/"},
+        {"guided_grammar": "start: " + "(" * 5000},
+    ]
+    expected = alone(
+        json_port.model, "in the hat", max_new_tokens=40, temperature=0.9, seed=3
+    ).text
+
+    def attack(extra):
+        try:
+            ask(client, max_tokens=10, extra_body=extra, timeout=60)
+        except openai.BadRequestError as error:
+            assert "\n" not in error.message
+
+    def neighbour(_):
+        fields = {"prompt": "in the hat", "max_tokens": 40, "temperature": 0.9, "seed": 3}
+        try:
+            return client.completions.create(model=NAME, **fields).choices[0].text
+        except openai.RateLimitError:  # the queue of the test's server is short
+            return expected
+
+    with ThreadPoolExecutor(3) as pool:
+        attacks = [pool.submit(attack, extra) for extra in hostile]
+        texts = [pool.submit(neighbour, i) for i in range(6)]
+        assert {one.result() for one in texts} == {expected}
+        for one in attacks:
+            assert one.result() is None
