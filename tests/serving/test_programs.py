@@ -51,7 +51,7 @@ class StrictBatch(FakeBatch):
         self.check(reading.group)
         super().read(reading)
 
-    def run(self, wanted_B, group, steps, few):
+    def run(self, wanted_B, group, steps, few, guides=()):
         self.check(group)
         return super().run(wanted_B, group, steps, few)
 

@@ -158,10 +158,7 @@ class Reply:
         return new
 
     def _finish_reason(self, index: int, ending: Ending) -> str:
-        """As OpenAI has it, which knows no "context"."""
-        if ending.result.finish_reason != "stop":
-            return "length"
-        return "tool_calls" if self.readers and self.readers[index].calls else "stop"
+        return finish_reason(ending, bool(self.readers and self.readers[index].calls))
 
     def _piece(self, index: int, said: dict[str, Any], logprobs: Any) -> dict[str, Any]:
         choice = {"index": index} | said | {"logprobs": logprobs, "finish_reason": None}
@@ -219,3 +216,14 @@ class Reply:
             for i, p, top in tokens
         ]
         return {"content": content, "refusal": None}
+
+
+def finish_reason(ending: Ending, calls: bool = False) -> str:
+    """As OpenAI has it, which knows no "context".
+
+    Args:
+      calls: whether the answer calls tools.
+    """
+    if ending.result.finish_reason != "stop":
+        return "length"
+    return "tool_calls" if calls else "stop"
