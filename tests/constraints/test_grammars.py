@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from tiny_model import write_tokenizer
+from tiny import write_tokenizer
 
 from medusa_jax import Options, UserError
 from medusa_jax.constraints import Constraint, Grammars, constraint_of

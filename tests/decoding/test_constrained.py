@@ -9,16 +9,8 @@ import pytest
 from cases import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import (
-    check_counts,
-    decoder,
-    forward_logits,
-    planted,
-    planted_params,
-    random_params,
-    texts_of,
-    tiny_config,
-)
+from planted import check_counts, planted, planted_params, texts_of
+from tiny import decoder, forward_logits, random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
@@ -32,7 +24,7 @@ from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 NEW, V, EOS = 40, 41, 7
-CONFIG = tiny_config(vocab_size=V, n_layers=1)
+CONFIG = tiny_arch(vocab_size=V, n_layers=1)
 PROMPTS = [[4], [1, 2, 3, 1, 2, 3, 1, 2], [0, 0, 0, 0, 0]]
 LIMITS = [NEW, 17, 29]
 TREES = [

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from family import D, numpy_layer, stored_base
+from family import D, stored_base
+from numpy_layers import numpy_layer
 from tiny import decoder, random_params, tiny_arch
 
 from medusa_jax.decoding.state import Engine

@@ -9,7 +9,8 @@ import openai
 import pydantic
 import pytest
 import tiny_model
-from served import NAME, TEMPLATE, alone, load_model, port_of
+from served import NAME, alone, load_model, port_of
+from tiny import TEMPLATE
 
 from medusa_jax import Options
 from medusa_jax.interop.chat import encode_prompt
