@@ -13,7 +13,7 @@ one text only, a chain of the tree holds it.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Protocol
 
 import jax
@@ -27,6 +27,7 @@ from medusa_jax.decoding.step import Drafts, draft, settle, verify
 from medusa_jax.decoding.stopping import RUNNING, STUCK
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.vocabulary import for_drafting
+from medusa_jax.platforms import program
 from medusa_jax.sharding import on_all, pin_state
 from medusa_jax.tree import Tree
 
@@ -57,13 +58,13 @@ class Guide(Protocol):
         """Write the bits after each node of a tree; those after the root are there."""
 
 
-@partial(jax.jit, static_argnums=0)
+@program(static_argnums=0)
 def seen(engine: Engine, state: DecodeState) -> Progress:
     """The host's view of a state, which survives donating it."""
     return on_all(engine.llama.mesh, jax.tree.map(jnp.copy, progress_of(state)))
 
 
-@partial(jax.jit, static_argnums=0)
+@program(static_argnums=0)
 def draft_nodes(
     engine: Engine,
     variables: dict[str, Any],
@@ -92,7 +93,7 @@ def draft_nodes(
     return drafts, on_all(engine.llama.mesh, jnp.copy(nodes_BM))
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@program(static_argnums=0, donate_argnums=2)
 def verify_nodes(
     engine: Engine, variables: dict[str, Any], cache: Any, rest: DecodeState, drafts: Drafts
 ) -> tuple[Verified, Any]:
@@ -104,7 +105,7 @@ def verify_nodes(
     return verified._replace(**apart), verified.cache
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+@program(static_argnums=0, donate_argnums=(2, 3))
 def judge(
     engine: Engine,
     variables: dict[str, Any],

@@ -320,7 +320,7 @@ def host_array(x: jax.Array | np.ndarray, dtype: DTypeLike | None = None) -> np.
     return array if dtype is None else array.astype(np.dtype(dtype))
 
 
-def sample_bytes(x: jax.Array | np.ndarray, count: int = 1024) -> bytes:
+def sample_bytes(x: jax.Array | np.ndarray | BlockRows, count: int = 1024) -> bytes:
     """Up to `count` evenly spaced elements, rounded to bfloat16, as little-endian bytes.
 
     Gathered by index, so the result does not depend on the sharding. An array in host memory is read
@@ -331,7 +331,7 @@ def sample_bytes(x: jax.Array | np.ndarray, count: int = 1024) -> bytes:
         x = np.asarray(x)
     flat = np.arange(min(size, count), dtype=np.int64) * size // min(size, count)
     indices = np.unravel_index(flat, x.shape)
-    if isinstance(x, np.ndarray) or x.is_fully_addressable:
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
         values = np.asarray(x[indices])
     else:  # every process has parts, and all of them get the values
         assert isinstance(x.sharding, NamedSharding)

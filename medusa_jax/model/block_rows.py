@@ -57,7 +57,7 @@ class BlockRows:
         """Whether its blocks have panels; they have none of other types, or without a compiler."""
         return packs(self.blocks.kind, self.inputs)
 
-    def __getitem__(self, places: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    def __getitem__(self, places: tuple[np.ndarray, ...]) -> np.ndarray:
         """Single weights, by the parameter's indices."""
         inputs, outputs = places if self.by_column else places[::-1]
         needed, where = np.unique(outputs, return_inverse=True)

@@ -166,9 +166,9 @@ def test_a_silent_seed_s_first_turn_is_the_model_s_own(tokenizer):
 def test_where_a_user_s_turn_opens(tokenizer, monkeypatch, name, opening, stop):
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     seen = []
-    real = chat._tokenize
+    real = chat.tokenize
     monkeypatch.setattr(
-        chat, "_tokenize", lambda t, text: seen.append(text) or real(t, text)
+        chat, "tokenize", lambda t, text: seen.append(text) or real(t, text)
     )
     assert chat.encode_user_opening(tokenizer, talk, name)[1] == stop
     assert seen[0].endswith(opening)

@@ -11,6 +11,8 @@ from gguf_files import byte_level_metadata, llama_tensors, shape_metadata, write
 
 from medusa_jax.api import finding, load
 from medusa_jax.commands import decode, decode_run, requests, train
+from medusa_jax.commands.decode_flags import Flags, parser
+from medusa_jax.commands.flags import typed
 from medusa_jax.errors import UserError
 from medusa_jax.interop import names
 from medusa_jax.interop.gguf.reader import read_gguf
@@ -86,22 +88,22 @@ def test_which_models_speak(tiny, tmp_path):
     assert not is_chat_model("tiny")
 
 
-def flags(*given):
-    return decode.parser().parse_args(["--model", "tiny", *given])
+def flags(*given, model="tiny"):
+    return typed(Flags, parser().parse_args(["--model", model, *given]))
 
 
 def test_chat_is_the_default_and_can_be_turned_off(tiny):
     assert decode_run.chosen_template(flags()) == ""
     assert decode_run.chosen_template(flags("--chat", "vicuna")) == "vicuna"
     assert decode_run.chosen_template(flags("--chat", "none")) is None
-    other = decode.parser().parse_args(["--model", "owner/base"])
+    other = flags(model="owner/base")
     assert decode_run.chosen_template(other) is None
 
 
 def test_sampling_is_the_names_where_flags_are_silent(tiny):
     def chosen(*given, model="tiny"):
         options = requests.shared_options(
-            decode.parser().parse_args([*given, "--model", model])
+            typed(Flags, parser().parse_args([*given, "--model", model]))
         )
         return options["temperature"], options["top_p"]
 
@@ -164,17 +166,13 @@ def test_a_model_that_should_speak_but_has_no_template(
 
 def test_a_question_goes_to_the_demo_where_the_package_is_missing(tiny, capsys):
     asked = flags("--prompt", "Hi")
-    decode_run.give_way_to_demo(asked)
-    assert asked.model == "tiny"  # it is installed
+    assert decode_run.give_way_to_demo(asked) == asked  # it is installed
     names.NAMES["tiny"] = dataclasses.replace(tiny, package="no_such_package")
-    decode_run.give_way_to_demo(asked)
-    assert asked.model is None
+    assert decode_run.give_way_to_demo(asked).model is None
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "pip install tiny-package; the bundled demo" in said
     for more in (["--json"], ["--drafter", "heads"], ["--chat", "vicuna"]):
         asked = flags("--prompt", "Hi", *more)
-        decode_run.give_way_to_demo(asked)
-        assert asked.model == "tiny" and not capsys.readouterr().err
+        assert decode_run.give_way_to_demo(asked) == asked and not capsys.readouterr().err
     for quiet in (flags(), flags("--prompts_file", "x.jsonl")):
-        decode_run.give_way_to_demo(quiet)
-        assert quiet.model == "tiny"
+        assert decode_run.give_way_to_demo(quiet) == quiet

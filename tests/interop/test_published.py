@@ -455,7 +455,7 @@ def test_other_things_are_no_heads(tmp_path):
     no_heads(
         tmp_path / "empty", "holds no draft heads: --drafter takes heads that train.py"
     )
-    no_heads(tmp_path / "absent" / "x" / "y", "no directory, nor a hub id")
+    no_heads(tmp_path / "absent" / "x" / "y", "is not a directory, hub id")
     (tmp_path / "x.pt").write_bytes(b"no zip")
     no_heads(tmp_path / "x.pt", "not in torch's zip format")
 

@@ -8,7 +8,7 @@ from typing import Literal
 import openai
 import pydantic
 import pytest
-import tiny_model
+import tiny
 from served import NAME, alone, load_model, port_of
 from tiny import TEMPLATE
 
@@ -35,9 +35,9 @@ def json_port(tmp_path_factory):
     """A model whose vocabulary can write JSON."""
     path = tmp_path_factory.mktemp("structured")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_model, "CHARACTERS", PRINTABLE)
-        patch.setattr(tiny_model, "CONTEXT", 512)
-        tiny_model.write_model(path)
+        patch.setattr(tiny, "CHARACTERS", PRINTABLE)
+        patch.setattr(tiny, "CONTEXT", 512)
+        tiny.write_model(path)
     file = path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
     with port_of(load_model(path)) as port:

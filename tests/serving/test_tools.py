@@ -5,7 +5,7 @@ import json
 import jsonschema
 import openai
 import pytest
-import tiny_model
+import tiny
 from served import NAME, load_model, port_of
 
 from medusa_jax.interop.tool_chat import FORMS
@@ -42,9 +42,9 @@ MESSAGES = [{"role": "user", "content": "Is it cold?"}]
 def tool_port(tmp_path_factory):
     path = tmp_path_factory.mktemp("tools")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_model, "CHARACTERS", "".join(map(chr, range(32, 127))) + "\n")
-        patch.setattr(tiny_model, "CONTEXT", 1024)
-        tiny_model.write_model(path)
+        patch.setattr(tiny, "CHARACTERS", "".join(map(chr, range(32, 127))) + "\n")
+        patch.setattr(tiny, "CONTEXT", 1024)
+        tiny.write_model(path)
     file = path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
     with port_of(load_model(path)) as port:
