@@ -8,9 +8,10 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,8 +60,12 @@ def within(seconds: float, what: str, measure: Callable[..., Any]) -> None:
     inform(f"measuring {what}, once, at most {seconds:.1f} s ...")
     over, pool = threading.Event(), ThreadPoolExecutor(1)
     try:
-        with suppress(TimeoutError):
-            pool.submit(measure, over=over).result(seconds)
+        work, until = pool.submit(measure, over=over), time.monotonic() + seconds
+        while not work.done() and (left := until - time.monotonic()) > 0:
+            # Ctrl-C reaches a thread of the system's choice; this one sees it between two waits.
+            wait([work], min(left, 0.1))
+        if work.done():
+            work.result()
     finally:
         over.set()
         pool.shutdown(wait=False)

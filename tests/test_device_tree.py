@@ -15,6 +15,7 @@ import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import device_tree
 from medusa_jax.api.device_tree import fastest, figures
+from medusa_jax.measured import anew
 
 GROWTH = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [3]]
 LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
@@ -114,6 +115,21 @@ def test_what_was_timed_in_time_decides(directory, machine, monkeypatch):
     assert load(directory).tree.n_nodes == 3
     free.set()
     assert measured[-1] == (4, 1)
+
+
+def test_sizes_between_those_timed_are_interpolated(directory, machine, monkeypatch):
+    """Only 8 nodes are timed in time: a step over 3 takes 1 + 2 x 1.6 / 7 = 1.46 plain ones."""
+    timed = [{"nodes": 8, "step_latency_ratio": 2.6, "speedup": 2.2 / 2.6}]
+    found = {row["nodes"]: row for row in device_tree.interpolated(timed, LADDER)}
+    assert sorted(found) == [2, 3, 4, 6]
+    assert found[3]["step_latency_ratio"] == pytest.approx(1.457, abs=1e-3)
+    assert device_tree.fastest([*timed, *found.values()]) == 3
+    model = load(directory)
+    monkeypatch.setattr(
+        device_tree, "measure_rung", lambda *_, out, over: out.extend(timed)
+    )
+    with anew("trees"):
+        assert device_tree.measured_ladder(model, model.calibrated, [1]).at(1).n_nodes == 3
 
 
 def test_ctrl_c_ends_measuring_and_keeps_nothing(directory, machine, monkeypatch):

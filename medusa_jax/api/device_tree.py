@@ -170,6 +170,25 @@ def figures(size: int, tokens: float, pairs: Sequence[Sequence[float]]) -> dict[
     return {"nodes": size} | {name: round(float(x), 4) for name, x in found.items()}
 
 
+def interpolated(
+    timed: Sequence[Mapping[str, Any]], tokens: Mapping[int, float]
+) -> list[dict[str, Any]]:
+    """Figures of the sizes that were not timed, below the largest that was.
+
+    Step latency is taken as linear in the nodes between two timed sizes.
+
+    Example: a step over 8 nodes takes 2.6 plain steps, so one over 2 takes 1 + 1.6 / 7 = 1.23.
+    """
+    known = {1: 1.0} | {row["nodes"]: row["step_latency_ratio"] for row in timed}
+    nodes = sorted(known)
+    found = []
+    for size, n in tokens.items():
+        if size not in known and size < nodes[-1]:
+            ratio = float(np.interp(size, nodes, [known[x] for x in nodes]))
+            found.append({"nodes": size, "step_latency_ratio": ratio, "speedup": n / ratio})
+    return found
+
+
 def fastest(rows: Sequence[Mapping[str, Any]]) -> int:
     """The nodes of the size that none beats by more than `MARGIN`, small ones first; 1: plain decoding."""
     best = {"nodes": 1, "speedup": 1.0}
@@ -213,7 +232,8 @@ def measured_ladder(
 ) -> Ladder:
     """A rung for each number of rows, measured on this device at first use: all in `TREES` seconds.
 
-    What was timed in time decides, else the tree file's choice; it is kept however noisy the machine.
+    What was timed in time decides, with sizes in between interpolated; else the tree file's choice. It is kept
+    however noisy the machine.
     """
     rungs, until = {}, time.perf_counter() + TREES
     for rows in sizes:
@@ -225,7 +245,12 @@ def measured_ladder(
             if (left := until - time.perf_counter()) > 0:
                 within(left, f"which tree is fastest for batch {rows}", measure)
             timed = list(found)
-            size = fastest(timed) if timed else file_tree(calibrated, rows).n_nodes
+            tokens = tokens_by_size(calibrated, jax.default_backend())
+            size = (
+                fastest([*timed, *interpolated(timed, tokens)])
+                if timed
+                else file_tree(calibrated, rows).n_nodes
+            )
             kept.write({"nodes": size, "batch": rows, "rows": timed})
         rungs[rows] = tree_of_size(calibrated["growth"], size)
     return Ladder(rungs)
