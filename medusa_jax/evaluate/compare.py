@@ -34,6 +34,11 @@ class Comparison:
         """Autoregressive over speculative seconds per token; None without steps."""
         return self.facts()["speedup"]
 
+    @property
+    def step_latency_ratio(self) -> float | None:
+        """Seconds per speculative step over seconds per autoregressive step; None without steps."""
+        return self.facts()["step_latency_ratio"]
+
     def facts(self) -> dict[str, Any]:
         """The fields that `--compare` adds to the JSON object; ratios are None without steps."""
         plain, where = self.autoregressive, self.divergence
