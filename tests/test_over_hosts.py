@@ -82,7 +82,7 @@ def test_decoding_that_is_stopped_ends_behind_a_batch(model, tmp_path):
     assert [p.returncode for p in processes] == [143, 143], said
     n = len(answers)
     assert 8 <= n < 400 and n % 8 == 0
-    assert f"stopped by SIGTERM behind {n} of 400 requests" in said[0]
+    assert f"stopped by SIGTERM after {n} of 400 requests" in said[0]
 
 
 def written(out):
@@ -114,7 +114,7 @@ def test_what_is_distilled_is_that_of_one_host(model, tmp_path):
     assert [p.returncode for p in processes] == [143, 143], said
     there = len((out / "samples.jsonl").read_text().splitlines())
     assert 8 <= there < 80 and there % 8 == 0
-    assert f"stopped by SIGTERM behind {there} of 80 seeds" in said[0]
+    assert f"stopped by SIGTERM after {there} of 80 seeds" in said[0]
     assert not (out / "tokens.npy").exists()
     processes = two(*together)
     said = ended(processes)

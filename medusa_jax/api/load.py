@@ -39,7 +39,7 @@ from medusa_jax.model.stored import STORED, Storage, store
 from medusa_jax.sharding import make_mesh, param_shardings
 from medusa_jax.tree import Tree
 
-# A step compares so many tokens with each place of the text, each by an operation of its own.
+# Each n-gram token adds one comparison per position to a step.
 LONGEST_NGRAM = 64
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -74,7 +74,7 @@ def load(
         a model called by name); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
         default what `default_drafter` says.
-      tree: the default tree, as for `--tree`. "auto" is a ladder: what pays for `batch` rows,
+      tree: the default tree, as for `--tree`. "auto" is a ladder: what is fastest for `batch` rows,
         and for another number what is known to pay there, from this device (`calibrate`) or the
         tree file.
       dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with
@@ -89,7 +89,7 @@ def load(
         and read once more, as wide as `weights`, by the first call of an acceptance rule whose text
         depends on the drafts (typical, rejection).
       mesh: devices along data, fsdp, tensor.
-      tokenizer: directory or hub id, if not beside the model. A model without any takes
+      tokenizer: directory or hub id, if not next to the model. A model without any takes
         prompts as token ids and gives token ids.
       batch: rows that will be decoded at a time, which "auto" fits the tree to.
       all_heads: False reads only the heads that `tree` uses.

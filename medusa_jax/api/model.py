@@ -37,7 +37,7 @@ class Model:
       ladder: default trees by number of rows, where they are known; None: `tree` for all.
       eos_ids: tokens that end a text, unless a request names others.
       storage: the form that kernels are stored in.
-      calibrated: content of the tree file beside the heads, or None.
+      calibrated: content of the tree file next to the heads, or None.
       no_repeat_ngram_size: no n-gram of this size twice in prompt and text; 0 bars nothing.
     """
 
@@ -127,7 +127,7 @@ class Model:
         return Backbone(self.llama, self.variables["backbone"])
 
     def tree_at(self, rows: int) -> Tree:
-        """The default tree for so many rows at a time."""
+        """The default tree for this number of rows."""
         return self.ladder.at(rows) if self.ladder else self.tree
 
     def parse_tree(self, spec: str | Tree | None) -> Tree:
@@ -182,7 +182,7 @@ class Model:
         tree = self.parse_tree(tree)
         return loop.Engine(
             self.llama,
-            # Plain decoding pays for no layers that only drafts are made of.
+            # Plain decoding runs no layers that serve drafting only.
             self.drafter if tree.drafted.depth else no_drafter(self.config),
             tree,
             acceptance,

@@ -247,7 +247,7 @@ def accepted_lengths(draft_depths: Sequence[int]) -> list[int]:
     Every step ends with a token of depth 0, the verifier's own; the first token is prefill's.
 
     Example: [0, 1, 2, 0, 0, 1] is prefill, a step of three tokens, one of one, and one that
-    was cut behind its first draft: [3, 1, 1].
+    was cut after its first draft: [3, 1, 1].
     """
     lengths, length = [], 0
     for at, depth in enumerate(draft_depths[1:], 2):
@@ -265,7 +265,7 @@ def steps_of(draft_depths: Sequence[int], longest: int) -> list[int]:
 
 
 def finish_reason(status: int, tokens: int, limit: int, options: Options) -> str:
-    """Why a text of so many tokens ended, as in `Result`.
+    """Why a text of this many tokens ended, as in `Result`.
 
     Args:
       status: of its row; STOPPED at a stop string, too.

@@ -43,7 +43,7 @@ class StoppingText:
 
         Args:
           depths: the tree depths that they were accepted at.
-          ended: the row ends behind them.
+          ended: the row ends after them.
         """
         parts = [
             (piece, depth)

@@ -1,7 +1,7 @@
 """`python -m medusa_jax calibrate`: fit the draft tree to the heads and to this device.
 
 Writes a tree file with its evidence (`evaluate/fitting.py` says what is measured) and a rung for each
-number of rows; decoding uses the one that lies beside the heads.
+number of rows; decoding uses the one next to the heads.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--latency_only",
         action="store_true",
-        help="instead: measure anew which sizes of the tree file beside the heads pay on this "
+        help="instead: measure again which sizes of the tree file next to the heads are fastest on this "
         "device, for --tree auto",
     )
     add_model(p)
@@ -150,7 +150,7 @@ def print_sizes(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_rung(rung: Mapping[str, Any]) -> None:
-    """What pays for so many rows, and what it was measured against."""
+    """Print the best tree for this batch size and its measurements."""
     print(f"\n{rung['batch']} at a time")
     print("nodes  tokens/step  step latency  speed-up  spread of the rounds")
     for row in rung["rows"]:
@@ -161,7 +161,7 @@ def print_rung(rung: Mapping[str, Any]) -> None:
             f"{100 * row['spread']:8.1f}%{mark}"
         )
     if rung["nodes"] == 1:
-        print("plain decoding: no tree pays on this device")
+        print("plain decoding: no tree is faster on this device")
 
 
 def measure_steps(flags: Flags, batches: Sequence[int]) -> int:
@@ -175,7 +175,7 @@ def measure_steps(flags: Flags, batches: Sequence[int]) -> int:
     calibrated = model.calibrated
     if not (calibrated and device_tree.tokens_by_size(calibrated, "cpu")):
         raise UserError(
-            "no tree file with evidence lies beside the heads: calibrate with --prompts first"
+            "no tree file with evidence is next to the heads: calibrate with --prompts first"
         )
     for rows in batches:
         found = device_tree.measure_and_keep(model, calibrated, rows)

@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         "min_p, seed, max_new_tokens, max_steps, stop, eos_ids, stop_sequences, logprobs, penalties, logit_bias, constraint; answers are JSON lines in the same order",
     )
     add("--batch_size", type=int, default=8, help="requests decoded at a time (default: 8)")
-    add("--tokenizer", help="directory or hub id, if not beside the model")
+    add("--tokenizer", help="directory or hub id, if not next to the model")
     add(
         "--tree",
         default="auto",

@@ -53,7 +53,7 @@ def run(flags: Flags) -> int:
         all_heads=False,
     )
     if flags.tree == "auto" and model.drafts and not model.tree.depth:
-        inform("plain decoding: no tree pays on this device")
+        inform("plain decoding: no tree is faster on this device")
     if template is not None and talking:
         own = ending_turns(model, Options(**shared_options(flags)), template)
         with Server(model, slots=1) as server:
@@ -177,7 +177,7 @@ def run_file(
             bar.update(len(ids))
             if hosts.asked_to_stop(n):
                 done = min((n + 1) * flags.batch_size, len(prompts))
-                inform(f"stopped by SIGTERM behind {done} of {len(prompts)} requests")
+                inform(f"stopped by SIGTERM after {done} of {len(prompts)} requests")
                 return 128 + signal.SIGTERM
     return 0
 

@@ -14,9 +14,9 @@ are prompts to go on with, or conversations whose user turns are asked again (se
     settings.json     everything that decides the text
     provenance.json   settings, sizes and speed, written when all is done
 
-A run that was stopped, even killed, goes on behind its last whole batch and ends with the same
+A run that was stopped, even killed, resumes after its last whole batch and ends with the same
 files, byte for byte. Over several hosts rows lie on the devices of all of them, process 0 writes, and
-SIGTERM to any ends all behind the same batch.
+SIGTERM to any ends all after the same batch.
 """
 
 import argparse
@@ -89,9 +89,9 @@ def parser() -> argparse.ArgumentParser:
         required=False,
     )
     add("--ask", type=at_least(0), default=0,
-        help="instead of --prompts: so many conversations whose user the model plays from the start")  # fmt: skip
+        help="instead of --prompts: number of conversations whose user the model plays from the start")  # fmt: skip
     add("--compose", type=at_least(0), default=0,
-        help="instead of --prompts: so many questions put together from tasks and subjects")  # fmt: skip
+        help="instead of --prompts: number of questions put together from tasks and subjects")  # fmt: skip
     add("--out", required=True, help="directory to write")
     add("--mode", default="auto",
         help="continue, multi_turn or self_talk; auto: continue for prompts, else multi_turn")  # fmt: skip
@@ -216,7 +216,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
     lines += made
     if stopped:
         inform(
-            f"stopped by SIGTERM behind {len(lines)} of {len(seeds)} seeds; the same command "
+            f"stopped by SIGTERM after {len(lines)} of {len(seeds)} seeds; the same command "
             "goes on from there"
         )
         return 128 + signal.SIGTERM

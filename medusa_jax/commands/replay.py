@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--nodes", default="8,64", help="sizes of trees (default: 8,64)")
     p.add_argument("--fit", metavar="FILE",
                    help="JSONL of other prompts or conversations to grow the trees on (default: the order in "
-                   "the tree file beside the heads)")  # fmt: skip
+                   "the tree file next to the heads)")  # fmt: skip
     p.add_argument(
         "--fit_limit", type=at_least(1), default=64, help="most of them (default: 64)"
     )
@@ -129,7 +129,7 @@ def run(flags: Flags) -> int:
                 replayed_tokens([recorded[i] for i in group], tree)
                 for group in grouped(categories).values()
             ]
-        # Behind each drafter: whoever stops this has those before.
+        # Write after each drafter, so that an interrupted run keeps the finished columns.
         text = replay_table(categories, texts, columns)
         write_text(Path(flags.out) / "replay.md", text + "\n")
     print(text)
@@ -189,7 +189,7 @@ def trees_for(
         else:
             growth = joint_growth(recorded.ranks_PK, GROWTH)
     elif model.calibrated is None:
-        raise UserError("no tree file lies beside the heads: give --fit")
+        raise UserError("no tree file is next to the heads: give --fit")
     else:
         growth = model.calibrated["growth"]
         if not copies:

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add_model(p)
     add_no_repeat(p)
     add = p.add_argument
-    add("--tokenizer", help="directory or hub id, if not beside the model")
+    add("--tokenizer", help="directory or hub id, if not next to the model")
     add(
         "--tree",
         default="auto",

@@ -90,4 +90,4 @@ def _shown(value: Any) -> str:
     try:
         return repr(value)[:80]
     except RecursionError:
-        return "one of so many levels"
+        return "one of that many levels"

@@ -48,7 +48,7 @@ class MatcherGuide:
             self._matcher.consume_token(token)
 
     def forced(self, most: int) -> list[int]:
-        """Tokens that are likely to follow since the grammar leaves no other text; at most so many."""
+        """Tokens that are likely to follow since the grammar leaves no other text; at most `most`."""
         return self._matcher.compute_ff_tokens()[:most]
 
     def fill_tree(

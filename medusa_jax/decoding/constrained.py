@@ -50,7 +50,7 @@ class Guide(Protocol):
         """Write the bits of the tokens that may follow; False if there are none."""
 
     def forced(self, most: int) -> list[int]:
-        """Tokens that are likely to follow since no other text may; at most so many."""
+        """Tokens that are likely to follow since no other text may; a limited number."""
 
     def fill_tree(
         self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], into_MW: np.ndarray

@@ -2,7 +2,7 @@
 
 Engines fail silently where a key or a field is off (they drop what they do not know and leave
 the rest random), so every layout here is read back in the tests by a strict re-implementation
-of its loader. docs/formats.md lists keys, fields and the traps behind them.
+of its loader. docs/formats.md lists keys, fields and known pitfalls.
 """
 
 import os

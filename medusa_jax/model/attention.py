@@ -116,11 +116,11 @@ class Paths(struct.PyTreeNode):
     window: int = struct.field(pytree_node=False, default=0)
 
 
-# Who sees what: a mask [B, T, S] over the slots of a cache, paths through the new tokens behind it,
+# Who sees what: a mask [B, T, S] over the slots of a cache, paths through the new tokens after it,
 # or the order of a text.
 Sees = jax.Array | Paths | Causal
 
-# So many tokens of a text, an accepted path, are scored against all slots of a cache at once, as
+# At most this many tokens of a text, an accepted path, are scored against all slots of a cache at once, as
 # the nodes of a tree are; more, those of a prompt, against the slots that count.
 FEW = 16
 
@@ -131,7 +131,7 @@ def write_both(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
 
 
 def write_behind(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array) -> Pair:
-    """`write_both`, behind what was read from the same cache.
+    """`write_both`, ordered after the reads from the same cache.
 
     Written after it was read, the cache changes in place instead of being copied whole; XLA
     keeps that order only if what is written depends on what was read.
@@ -141,11 +141,11 @@ def write_behind(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array
 
 
 def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Array:
-    """What new tokens see of a cache [B, T, S]: the text and, of R rows behind it, what is said.
+    """What new tokens see of a cache [B, T, S]: the text and, of R rows after it, those of the mask.
 
     Args:
       start_B: where the text ends.
-      self_mask_TR: [t, r] is True where token t sees row r behind the text.
+      self_mask_TR: [t, r] is True where token t sees row r after the text.
     """
     R = self_mask_TR.shape[1]
     offset_BS = jnp.arange(slots)[None, :] - start_B[:, None]

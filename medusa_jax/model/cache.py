@@ -60,7 +60,7 @@ class KVCache(struct.PyTreeNode):
         """Move the accepted candidates to the end of the committed text.
 
         Row b's slot `length + path[b, i]` is copied to slot `length + i`. Entries of the path
-        behind the last accepted one may be anything in [0, M): what they copy lies behind the
+        after the last accepted one may be anything in [0, M): what they copy is after the
         new length and is overwritten by the next step.
 
         Args:
@@ -73,7 +73,7 @@ class KVCache(struct.PyTreeNode):
         source_BL = length_B[:, None] + path_BL
 
         # A row that has ended may lack room. What is read beyond its slots must be a number (clip): with
-        # NaN there, whoever takes over the row would have it times a weight of zero.
+        # NaN there, the next request in the row would multiply it by a weight of zero.
         def move(x_BGSH: jax.Array) -> jax.Array:
             if platform() == "tpu":
                 rows = _of_path(x_BGSH, length_B, path_BL, n_nodes)

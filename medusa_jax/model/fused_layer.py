@@ -24,7 +24,7 @@ def fused_layer(
     Between some ten operations a layer, threads fall asleep and memory stands idle; within one
     they do not.
 
-    Returns: the rows [B, T, D], and the cache with their keys and values behind the text.
+    Returns: the rows [B, T, D], and the cache with their keys and values after the text.
     """
     attention, mlp = layer["self_attn"], layer["mlp"]
     norms = [layer["input_layernorm"], layer["post_attention_layernorm"]]

@@ -19,7 +19,7 @@ FORMS = {"float32": 1, "bfloat16": 2, "int8": 4} | {
 
 
 def packs(kind: str, inputs: int) -> bool:
-    """Whether rows of so many inputs in blocks of this type have panels."""
+    """Whether rows of this many inputs in blocks of this type have panels."""
     native = library()
     return native is not None and native.packed_words(FORMS.get(kind, 0), 1, inputs) > 0
 

@@ -1,4 +1,4 @@
-"""A layer of the backbone in one call: few new tokens behind a cached text, each along its own path."""
+"""A layer of the backbone in one call: few new tokens after a cached text, each along its path."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,13 +37,13 @@ def layer_native(
 ) -> tuple[jax.Array, Pair]:
     """x + attention(norm(x)), then that + mlp(norm(that)), in float32.
 
-    All sums behind a number are taken in one order, those over the text in the order of its
+    All sums of a value are taken in one order, those over the text in the order of its
     positions, whether these lie in the cache or among the new tokens: a token comes out the same,
     bit for bit, as a node of a tree and in plain decoding, in a batch and alone.
 
     Args:
       rope: cos and sin of the tokens' angles, [B, T, 1, H].
-      cache: keys and values [B, G, S, H]; slots [0, start) are the text. Those behind it are
+      cache: keys and values [B, G, S, H]; slots [0, start) are the text. Those after it are
         written, in place where nobody else needs the cache as it was.
       path_mask_TT: [t, s] is True where new token s lies on the path to t, itself included.
       norms: scales before attention [D] and before the MLP [D], of query heads and of key heads

@@ -97,8 +97,8 @@ class Batch:
         self._by_drafts = [False] * max(trees)
         self._pieces = piece_sizes(piece)
         self.trees = dict(trees)
-        beside = self._engine.n_rows - self._engine.tree.n_nodes
-        self.widest = max(tree.n_nodes for tree in trees.values()) + beside
+        extra = self._engine.n_rows - self._engine.tree.n_nodes
+        self.widest = max(tree.n_nodes for tree in trees.values()) + extra
         self.longest = self._engine.tree.path_length
         self._sizes = rows.Sizes(output_slots(self._engine, most_new), STOPS)
         self.restart()
@@ -195,7 +195,7 @@ class Batch:
         if group.logprobs:
             room = rows.room_apart(self._with_logprobs, row.tokens_BO)
             row = row.replace(logprobs=room.logprobs)
-        # Drafters pair a position with the token behind it, so the last shared one is read again.
+        # Drafters pair a position with the token after it, so the last shared one is read again.
         position, n = max(0, shared - 1), len(request.prompts[0])
         if self._tokens_read(n - position) == self._tokens_read(n):
             position = 0  # nothing is saved, and other pieces would round differently
@@ -219,7 +219,7 @@ class Batch:
         return self._piece(len(reading.prompt) - reading.position)
 
     def read(self, reading: Reading) -> None:
-        """Read the next piece, behind which the first token is known if it was the last."""
+        """Read the next piece, after which the first token is known if it was the last."""
         n, T = len(reading.prompt), self.next_tokens(reading)
         row = self._resized(reading.row, self.slots)
         begin = min(reading.position, self.slots - T)

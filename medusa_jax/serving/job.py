@@ -122,7 +122,7 @@ class Job:
         return text[:most], len(text) if self.request.drafts else self.drafted
 
     def take(self, progress: Progress, row: int) -> Delta:
-        """What is new of it in row `row`, as far as it counts: behind a stop string nothing does.
+        """What is new of it in row `row`, as far as it counts: after a stop string nothing does.
 
         Args:
           progress: numpy arrays.

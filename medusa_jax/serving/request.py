@@ -33,7 +33,7 @@ class Ending:
 
     Attributes:
       result: the whole answer; its seconds are those of this request alone, and others ran
-        beside it.
+        next to it.
       waited_seconds: from `submit` until its prompt began to be read.
       reused_tokens: prompt tokens that were not computed again.
       tree_nodes: of the tree that it was last decoded with; 1 is plain decoding.

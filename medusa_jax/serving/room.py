@@ -7,7 +7,7 @@ from medusa_jax.serving.job import BASE, Group, Job
 from medusa_jax.serving.programs import Programs
 from medusa_jax.serving.seats import Seat
 
-# After so many turns that needed fewer rows or slots than there are, there are fewer.
+# After this many turns that needed fewer rows or slots than there are, there are fewer.
 PATIENCE = 64
 
 

@@ -3,7 +3,7 @@
 A turn reads one piece of a prompt, or several short prompts, and dispatches one chunk of steps of the
 rows that run; then the host looks at the chunk before that. So rows that run stall for no longer than
 one piece. A chunk ends when a row does, which is then given away. The host turns tokens into text while
-the device has work: what has ended is handed out at once; what goes on behind the next dispatch, and not
+the device has work: what has ended is handed out at once; what continues, after the next dispatch, and not
 for every one of many short chunks.
 
 A turn uses only programs that are ready (`programs.py`). A request whose programs are not waits and
@@ -172,7 +172,7 @@ class Scheduler:
 
         Args:
           slots: those of the cache when it took its last step. A step of others goes on writing
-            what it must for this row behind its text, or in the last slots where that is full.
+            what it must for this row after its text, or in the last slots where that is full.
         """
         assert job.seat is not None
         seat = self._seats[job.seat]
@@ -241,7 +241,7 @@ class Scheduler:
         at, source = self._free_seat(shared), int(np.argmax(shared))
         reading = batch.begin(job.row, source, shared[source], job.group)
         job.reused, job.longest, seats[at].job = reading.position, batch.longest, job
-        drafted = seats[source].drafted  # what is read behind a gap does not count
+        drafted = seats[source].drafted  # what is read after a gap does not count
         job.drafted = drafted if drafted < reading.position else len(prompt)
         job.begin()
         self._beginning = None

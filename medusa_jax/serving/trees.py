@@ -1,4 +1,4 @@
-"""Which tree for how many rows: what pays for one may not pay for eight."""
+"""Which tree for how many rows: the fastest for one may be slow for eight."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ def trees_by_rows(model: Model, sizes: Sequence[int], measured: bool) -> dict[in
     """The tree for each number of rows.
 
     Args:
-      measured: measure which pays on this device, at first use, where the tree file says what
+      measured: measure which is fastest on this device, at first use, where the tree file says what
         each size gives; else they are the model's own.
     """
     calibrated = model.calibrated

@@ -202,7 +202,7 @@ ROWS = {
         ("--chat_template vicunna", "did you mean 'vicuna'?"),
     ],
     "replay": [
-        ("", "no tree file lies beside the heads: give --fit"),
+        ("", "no tree file is next to the heads: give --fit"),
         ("--nodes 1", "--nodes are sizes of trees, from 2 to 128"),
         ("--drafters prompt_lookup", "no heads whose guesses could be ranked"),
         ("--drafters none", "give --drafter"),

@@ -70,7 +70,7 @@ class Rule:
       lossless: whether plain decoding's text, or at least its law, is kept.
       guarantee: what a user may rely on, in the words that outputs use.
       accept: the rule itself.
-      noise: g of the positions behind the root: drafts are ranked by logits / T + g, and a
+      noise: g of the positions after the root: drafts are ranked by logits / T + g, and a
         prompt's first token is drawn with the verifier's noise; None draws nothing.
       dense: whether siblings must be the ranks 0, 1, ... with none left out.
       by_drafts: whether the text depends on what is drafted or on the heads' scores, as it does

@@ -188,7 +188,7 @@ def chat_call(
 
     Args:
       name: what the model is called.
-      template: the chat template, "" for the tokenizer's own, or "plain": turns one behind the
+      template: the chat template, "" for the tokenizer's own, or "plain": turns one after the
         other with an empty line between, for models that have none.
       check: as for `completion_call`.
 
@@ -240,7 +240,7 @@ def with_tools(
 
 
 def plain_prompt(messages: list[Any]) -> str:
-    """The turns one behind the other.
+    """The turns one after the other.
 
     Raises:
       UserError: not turns of text.
