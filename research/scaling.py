@@ -135,8 +135,8 @@ def decoding(
     """
     import jax
 
-    from medusa_jax.collectives import collectives, sent_by_kind
     from medusa_jax.config import HeadsConfig
+    from medusa_jax.devices.collectives import collectives, sent_by_kind
     from medusa_jax.sharding import make_mesh
     from research.draft_cost import paper_tree
     from research.memory import decoding_bytes
@@ -254,7 +254,7 @@ def run(flags: Flags) -> int:
     """Compile, and print each row when it is ready (--json) or tables at the end."""
     import jax.numpy as jnp
 
-    from medusa_jax.chips import find_chip
+    from medusa_jax.devices.chips import find_chip
     from medusa_jax.sharding import simulate_devices
 
     simulate_devices(max(flags.devices))

@@ -6,10 +6,10 @@ from medusa_jax import Options, UserError, load
 from medusa_jax.__main__ import main
 from medusa_jax.api.baselines import find_baseline
 from medusa_jax.api.finding import find_heads
-from medusa_jax.chips import find_chip
 from medusa_jax.commands import train
 from medusa_jax.commands.requests import check_fields
 from medusa_jax.config import Config
+from medusa_jax.devices.chips import find_chip
 from medusa_jax.errors import did_you_mean
 from medusa_jax.training.checks import check_choices
 from medusa_jax.tree import parse_tree

@@ -13,15 +13,7 @@ RESEARCH = PACKAGE.parent / "research"
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
     {"errors", "config"},
-    {
-        "chips",
-        "collectives",
-        "console",
-        "platforms",
-        "repetition",
-        "sharding",
-        "whole_files",
-    },
+    {"console", "devices", "repetition", "sharding", "whole_files"},
     {"hosts"},
     {"tree", "plots"},
     {"measured", "native"},

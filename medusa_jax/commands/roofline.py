@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.chips import CHIPS, Chip, find_chip
 from medusa_jax.commands.flags import DTYPES, at_least, command, numbers, run_command
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
+from medusa_jax.devices.chips import CHIPS, Chip, find_chip
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.roofline import operators, predict, report
 from medusa_jax.interop.shapes import SHAPES, find_shape

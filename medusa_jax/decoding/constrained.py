@@ -25,9 +25,9 @@ from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.step import Drafts, draft, settle, verify
 from medusa_jax.decoding.stopping import RUNNING, STUCK
+from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.vocabulary import for_drafting
-from medusa_jax.platforms import program
 from medusa_jax.sharding import on_all, pin_state
 from medusa_jax.tree import Tree
 

@@ -28,8 +28,8 @@ from medusa_jax.decoding.state import (
 )
 from medusa_jax.decoding.step import decode_loop, decode_step
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
+from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import grown
-from medusa_jax.platforms import program
 from medusa_jax.sharding import on_all, pin_state
 
 __all__ = [

@@ -15,9 +15,9 @@ from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine, text_slots
 from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import RUNNING
+from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone, Committed
 from medusa_jax.model.cache import KVCache
-from medusa_jax.platforms import program
 from medusa_jax.sharding import pin_state
 
 # Prompt tokens per piece: enough to be bound by arithmetic and not by reading weights on any device, few

@@ -26,9 +26,9 @@ from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import DecodeState, Engine, text_slots
 from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
+from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import rewound
 from medusa_jax.model.cache import KVCache
-from medusa_jax.platforms import program
 from medusa_jax.sharding import pin_state
 
 

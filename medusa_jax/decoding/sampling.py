@@ -13,7 +13,7 @@ from jax import lax
 
 from medusa_jax.decoding.masks import ALL
 from medusa_jax.decoding.penalties import Penalties
-from medusa_jax.platforms import platform
+from medusa_jax.devices.platforms import platform
 
 
 class Sampling(struct.PyTreeNode):

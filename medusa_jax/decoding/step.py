@@ -20,11 +20,11 @@ from medusa_jax.decoding.stopping import (
     completes_stop,
     count_until_end,
 )
+from medusa_jax.devices.platforms import platform, program
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest
 from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.platforms import platform, program
 from medusa_jax.sharding import on_all, pin_state
 
 

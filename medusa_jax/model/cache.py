@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from medusa_jax.platforms import platform
+from medusa_jax.devices.platforms import platform
 
 
 class KVCache(struct.PyTreeNode):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from medusa_jax.devices.platforms import platform
 from medusa_jax.model.online_softmax import (
     Causal,
     Part,
@@ -19,7 +20,6 @@ from medusa_jax.model.online_softmax import (
     merged,
     scores,
 )
-from medusa_jax.platforms import platform
 from medusa_jax.sharding import PyTree
 
 # Queries and keys of a text that are scored at a time; these fit into a CPU's cache.

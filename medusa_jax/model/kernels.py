@@ -17,9 +17,9 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from medusa_jax.devices.platforms import platform
 from medusa_jax.model.causal import attend_causal
 from medusa_jax.model.online_softmax import Causal
-from medusa_jax.platforms import platform
 from medusa_jax.sharding import ROWS
 
 Kernel = Literal["cudnn", "splash", "own"]

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from medusa_jax.devices.platforms import platform
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.platforms import platform
 
 # Slots of a block: the largest that divides the cache.
 BLOCKS = (512, 256, 128)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.collectives import collectives, sent_by_kind
 from medusa_jax.config import Config
+from medusa_jax.devices.collectives import collectives, sent_by_kind
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.interop.hub import is_here, resolve

@@ -9,9 +9,10 @@ import numpy as np
 import paper_tables as paper
 import pytest
 
-from medusa_jax import UserError, chips
+from medusa_jax import UserError
 from medusa_jax.commands import roofline as command
 from medusa_jax.config import LlamaConfig
+from medusa_jax.devices import chips
 from medusa_jax.evaluate.roofline import measure, operators, predict, report
 from medusa_jax.interop.shapes import SHAPES, find_shape
 

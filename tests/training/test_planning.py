@@ -6,7 +6,7 @@ import jax
 import pytest
 from test_recipes import load
 
-from medusa_jax.chips import find_chip
+from medusa_jax.devices.chips import find_chip
 from medusa_jax.training import dry, planning
 from medusa_jax.training.stage import make_stage
 

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from medusa_jax.chips import CHIPS, Chip
+from medusa_jax.devices.chips import CHIPS, Chip
 from medusa_jax.errors import UserError, did_you_mean
 
 # Topologies to compile for where only the generation is given.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.chips import Chip
+from medusa_jax.devices.chips import Chip
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.roofline.operators import GROUPS, Operator
 from medusa_jax.tree.files import load_tree_file

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.chips import CHIPS, Chip
+from medusa_jax.devices.chips import CHIPS, Chip
 from medusa_jax.evaluate.roofline.operators import GROUPS, Operator
 from medusa_jax.evaluate.roofline.predict import Fit, Roofs, best
 from medusa_jax.evaluate.tables import markdown_table

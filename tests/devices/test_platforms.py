@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import medusa_jax
-from medusa_jax import platforms
+from medusa_jax.devices import platforms
 
 DECODING = Path(medusa_jax.__file__).parent / "decoding"
 

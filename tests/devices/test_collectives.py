@@ -2,7 +2,7 @@
 
 import pytest
 
-from medusa_jax.collectives import collectives, sent_by_kind
+from medusa_jax.devices.collectives import collectives, sent_by_kind
 
 PROGRAM = """HloModule jit_f, entry_computation_layout={...}
 
