@@ -150,7 +150,7 @@ def warn_if_accelerator_unused() -> None:
 def give_memory_back() -> None:
     """Have the C library return freed memory to the system; the commands that decode ask for it.
 
-    By default glibc gives each thread that compiles a heap of its own, and has ever larger arrays come from heaps,
+    By default glibc gives each compiling thread a separate heap and serves ever larger arrays from heaps,
     which keep them when they are freed: 70 MB of a process that holds 100 MB of weights.
     """
     if not sys.platform.startswith("linux"):

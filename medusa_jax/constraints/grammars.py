@@ -93,7 +93,7 @@ class Grammars:
         what = constraint.kind.replace("_", " ")
         try:
             grammar = _grammar(guidance, constraint)
-        except Exception as error:  # a parser's of its own, with errors of its own
+        except Exception as error:  # parsers raise their own types
             raise UserError(f"the {what} cannot be read: {_first_line(error)}") from error
         limits = guidance.LLParserLimits(**LIMITS)
         matcher = guidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)

@@ -36,7 +36,7 @@ class Guide(Protocol):
     """The host's side of one row's constraint.
 
     Attributes:
-      consumed: emitted tokens that it has taken in.
+      consumed: number of emitted tokens that it has read.
       first_W: bits of the tokens that may come first.
     """
 

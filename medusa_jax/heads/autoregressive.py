@@ -7,7 +7,7 @@ ones; e embeds the token after it. The layers' keys and values of accepted posit
 each level of the tree runs after them, each node seeing its path.
 
 In training (`train.levels`) level k of row t reads level k - 1 of row t and the true token at t + k + 1,
-at position t + k. It sees the first level of rows up to t and levels 1 to k of its own row.
+at position t + k. It sees the first level of rows up to t and levels 1 to k of row t.
 """
 
 import dataclasses

@@ -58,7 +58,7 @@ def noisy(name, lm_head="low_rank"):
 
 
 def test_the_contract_stays_narrow():
-    """What every author of a drafter has to read; what few drafters need is a class of its own."""
+    """What every author of a drafter has to read; what few drafters need is in subclasses."""
     kinds = (types.FunctionType, property)
     own = [name for name, entry in vars(Drafter).items() if isinstance(entry, kinds)]
     assert len([name for name in own if not name.startswith("__")]) <= 14

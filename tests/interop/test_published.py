@@ -292,7 +292,7 @@ NEWER = {"fc_norm": True, "norm_output": True}
     ("narrow", "more"), [(True, {}), (False, NEWER), (True, {"norm_before_residual": True})]
 )
 def test_eagle3(name, narrow, more, tmp_path):
-    """A layer of its own sizes and rotation, over some tokens or all; 3.1 and its flags."""
+    """A layer with separate sizes and rotation, over some tokens or all; 3.1 and its flags."""
     state = eagle3_state(narrow, "fc_norm" in more)
     copied = {"embed_tokens.weight": normal(np.random.default_rng(0), V, D)}
     config = EAGLE3 | more | {"draft_vocab_size": len(IDS) if narrow else V}

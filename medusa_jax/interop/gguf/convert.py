@@ -34,7 +34,7 @@ def converted(path: str, dtype: Any = None, sha256: str = "") -> str:
 
     Args:
       dtype: what the weights are stored in; None leaves them where they are: a link to the file lies
-        beside configuration and tokenizer (`tensors.open_checkpoint`).
+        next to configuration and tokenizer (`tensors.open_checkpoint`).
       sha256: what the file's checksum must be, if that is known.
 
     Raises:
