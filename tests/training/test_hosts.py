@@ -153,15 +153,19 @@ def test_two_processes_train_as_one(arguments, tmp_path):
     series, held_out = logged(whole), logged(whole, "eval")
     assert sorted(series) == list(range(1, STEPS + 1)) and sorted(held_out) == [20, 40]
 
-    # One is lost: the other ends by itself, in a sentence.
+    # One is lost: the other ends by itself, in a sentence if a collective fails, else by JAX's service.
     processes = two(*arguments(cut))
     wait_for_step(cut, 7, processes)
     processes[1].send_signal(signal.SIGKILL)
     errors = ended(processes)
-    assert [p.returncode for p in processes] == [hosts.LOST, -signal.SIGKILL], errors
-    last = errors[0].strip().splitlines()[-1]
-    assert last.startswith("error: another process of this run is lost"), errors[0][-3000:]
-    assert "resume from what was saved last" in last
+    assert processes[1].returncode == -signal.SIGKILL
+    if processes[0].returncode == hosts.LOST:
+        last = errors[0].strip().splitlines()[-1]
+        assert last.startswith("error: another process of this run is lost"), errors[0]
+        assert "resume from what was saved last" in last
+    else:
+        assert processes[0].returncode == -signal.SIGABRT, errors
+        assert "stopped sending heartbeats" in errors[0]
 
     # Both again; SIGTERM to one ends both after the same step.
     processes = two(*arguments(cut))
