@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from medusa_jax.api.weightless import abstract_state, abstract_variables
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding.generate import Engine, decode_loop
 from medusa_jax.devices.collectives import collectives, sent_by_kind
 from medusa_jax.evaluate.compiled.cycles import Cost, kernels, of_all_layers, step_costs
 from medusa_jax.evaluate.compiled.targets import Target
 from medusa_jax.evaluate.compiled.text import Program, read_program
-from medusa_jax.evaluate.weightless import abstract_state, abstract_variables
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.sharding import (
