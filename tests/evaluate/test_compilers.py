@@ -125,6 +125,8 @@ def test_a_training_step_on_a_tpu(tmp_path):
 def test_decoding_on_a_gpu(tmp_path):
     cases = compiled("jax-cuda12-pjrt", "h100", GPU, tmp_path)
     for case, found in zip(GPU, cases, strict=True):
-        assert names(found) == [], (case, found["warnings"])
+        # Rows of a batch are one scatter, in place, where row by row would be a kernel each.
+        left = set(names(found)) - ({warnings.SCATTER} if "--batch" in case else set())
+        assert not left, (case, found["warnings"])
         assert found["memory_bytes"] < MOST_BYTES, case
         assert found["step"]["cycles"] is None and 0 < found["kernels"] < 400
