@@ -446,19 +446,6 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
         load(no_repeat_ngram_size=-1)
 
 
-@pytest.mark.wide
-def test_float32_parts_from_the_plain_loop_only_at_a_tie(directory):
-    path = str(directory[0])
-    model = medusa_jax.load(path, f"{path}/heads", tree=TREE, dtype="float32")
-    for options in (
-        Options(max_new_tokens=60),
-        Options(max_new_tokens=60, temperature=1.0),
-    ):
-        for one in compare(model, PROMPTS, options, repeats=1):
-            # Scores are of the size of 10.
-            assert one.identical or one.divergence.gap < 10 * 64 * 2**-23
-
-
 def test_an_empty_prompt_starts_from_bos_or_is_refused(model, directory, tmp_path):
     [result] = model.generate([""], Options(max_new_tokens=4))
     assert result.prompt_tokens == 1 and result.new_tokens == 4

@@ -88,7 +88,7 @@ def draft_nodes(
         nodes_BM = nodes_BM.at[:, chain_L].set(
             jnp.where(forced_BL == NO_TOKEN, own_BL, forced_BL)
         )
-        drafts = drafts._replace(logits={})  # nobody reads them
+        drafts = drafts._replace(logits={})  # only rules by drafts read them
     drafts = drafts._replace(nodes_BM=nodes_BM, ids_O=None)
     return drafts, on_all(engine.llama.mesh, jnp.copy(nodes_BM))
 

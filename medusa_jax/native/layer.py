@@ -37,7 +37,7 @@ def layer_native(
 ) -> tuple[jax.Array, Pair]:
     """x + attention(norm(x)), then that + mlp(norm(that)), in float32.
 
-    All sums of a value are taken in one order, those over the text in the order of its
+    All sums are computed in a fixed order, those over the text in the order of its
     positions, whether these lie in the cache or among the new tokens: a token comes out the same,
     bit for bit, as a node of a tree and in plain decoding, in a batch and alone.
 

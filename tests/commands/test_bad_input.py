@@ -255,6 +255,7 @@ ROWS = {
     ],
     "recipes": [("", "no tokens.npy")],
     "train": [
+        ("--confg x", "unknown flag --confg; did you mean --config?"),
         ("--config nothing.py", "nothing.py"),
         ("--config {root}/configs/nothing.py", "demo_backbone"),
         ("--config {f}", "ZeroDivisionError", "1/0"),

@@ -301,14 +301,14 @@ def test_slot_ladder(longest, needed, native, expected):
     assert ladder[0] >= longest + 4 and ladder[-1] >= needed
 
 
-def test_rows_beside_the_tree_need_slots():
+def test_extra_rows_need_slots():
     drafter = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), tiny_arch())
     llama = SimpleNamespace(native=False, taps=())
     engine = loop.Engine(llama, drafter, drafter.default_tree)
-    tree, beside = 1 + 3 * 3, 3 + 4 + 4
-    assert engine.n_rows == tree + beside
-    assert loop.slot_ladder(engine, 128 - tree - beside, 1) == [128]
-    assert loop.slot_ladder(engine, 128 - tree - beside + 1, 1) == [256]
+    tree, extra = 1 + 3 * 3, 3 + 4 + 4
+    assert engine.n_rows == tree + extra
+    assert loop.slot_ladder(engine, 128 - tree - extra, 1) == [128]
+    assert loop.slot_ladder(engine, 128 - tree - extra + 1, 1) == [256]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000])

@@ -110,6 +110,19 @@ def test_the_gap_leaves_barred_tokens_out(exact, monkeypatch):
     assert_close(best[0] + found.gap, best[1])
 
 
+def test_the_gap_is_of_penalised_logits(exact):
+    """One new token, 0, is counted; the prompt's only by `repetition_penalty`."""
+    option = Options(frequency_penalty=1.5, repetition_penalty=2.0, logit_bias={3: -4.0})
+    found = divergence.find_divergence(exact, TEXT[:3], [0, 7], [0, 8], option, 0, TREE)
+    scores = np.array(forward_logits(exact.config, exact.params, [*TEXT[:3], 0])[-1])
+    scores[3] -= 4.0
+    for token in {*TEXT[:3], 0}:
+        scores[token] *= 2.0 if scores[token] < 0 else 0.5
+    scores[0] -= 1.5
+    best = np.sort(scores)[-2:]
+    assert_close(best[0] + found.gap, best[1])
+
+
 def test_the_report_counts_up_to_the_first_difference():
     class Model:
         dtype, tree = "float32", TREE

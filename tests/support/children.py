@@ -19,7 +19,7 @@ def environment(xla_flags: str = "") -> dict[str, str]:
 
 
 def output_of(code: str, *args: object, xla_flags: str = "", **variables: str) -> str:
-    """What Python code prints in a process of its own, which has to end well."""
+    """Standard output of Python code in a separate process, which must exit with 0."""
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, args)],
         env=environment(xla_flags) | variables,

@@ -1,4 +1,4 @@
-"""JSON schemas at random whose texts are short, so that an answer comes to its end."""
+"""Random JSON schemas with short texts, so that answers finish."""
 
 import json
 
@@ -7,7 +7,7 @@ PATTERNS = ["^[a-c]{2,4}$", "^(yes|no)$", "^[0-9]{3}-[a-z]+$", "^$|^z"]
 
 
 def random_schema(rng, depth=2):
-    """A schema of up to so many levels; `rng` is a `random.Random`."""
+    """A schema of at most this many levels; `rng` is a `random.Random`."""
     leaves = [
         lambda: {"type": "string", "maxLength": rng.randint(0, 6)},
         lambda: {"type": "string", "minLength": 2, "maxLength": 5},
