@@ -22,7 +22,7 @@ import numpy as np
 
 from medusa_jax.decoding.acceptance import Verified
 from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
-from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
+from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_progress
 from medusa_jax.decoding.step import Drafts, draft, settle, verify
 from medusa_jax.decoding.stopping import RUNNING, STUCK
 from medusa_jax.devices.platforms import program
@@ -56,12 +56,6 @@ class Guide(Protocol):
         self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], into_MW: np.ndarray
     ) -> None:
         """Write the bits after each node of a tree; those after the root are there."""
-
-
-@program(static_argnums=0)
-def seen(engine: Engine, state: DecodeState) -> Progress:
-    """The host's view of a state, which survives donating it."""
-    return on_all(engine.llama.mesh, jax.tree.map(jnp.copy, progress_of(state)))
 
 
 @program(static_argnums=0)
@@ -147,7 +141,7 @@ def step(
       progress: of this state, if it is there already.
     """
     tree = engine.tree
-    progress = seen(engine.depth_only, state) if progress is None else progress
+    progress = copied_progress(engine.depth_only, state) if progress is None else progress
     tokens_BO, n_new_B, status_B = (
         np.asarray(x) for x in (progress.tokens_BO, progress.n_new_B, progress.status_B)
     )
@@ -173,7 +167,7 @@ def step(
             guide.fill_tree(nodes_BM[row], children, allowed_BMW[row])
     judged = (verified, nodes_BM, allowed_BMW, stuck_B)
     state = judge(engine, variables, rest, cache, *judged)
-    return state, seen(engine.depth_only, state)
+    return state, copied_progress(engine.depth_only, state)
 
 
 @lru_cache(maxsize=64)

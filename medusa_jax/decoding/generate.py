@@ -23,6 +23,7 @@ from medusa_jax.decoding.state import (
     DecodeState,
     Engine,
     Progress,
+    copied_progress,
     progress_of,
     text_slots,
 )
@@ -30,7 +31,7 @@ from medusa_jax.decoding.step import decode_loop, decode_step
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import grown
-from medusa_jax.sharding import on_all, pin_state
+from medusa_jax.sharding import pin_state
 
 __all__ = [
     "FOREVER",
@@ -239,16 +240,13 @@ def stream(
         yield from guided(engine, variables, request)
         return
     state, ladder = begin(engine, variables, request)
-    seen = copied(engine.depth_only, progress_of(state))
+    seen = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
     while True:
         state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
         wanted_B = yield seen
-        if wanted_B is not None and (wanted_B & ~ended_B).any():
-            ended_B = ended_B | wanted_B
-            status_B = end_rows(engine.depth_only, state.status_B, ended_B)
-            state = state.replace(status_B=status_B)
+        state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B
         if not running_B.any():
             return
@@ -265,15 +263,12 @@ def guided(
     """As `stream`, a step at a time: rows with constraints (`constrained.py`)."""
     state, ladder = begin(engine, variables, request)
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
-    progress = constrained.seen(engine.depth_only, state)
+    progress = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
     while True:
         wanted_B = yield progress
-        if wanted_B is not None and (wanted_B & ~ended_B).any():
-            ended_B = ended_B | wanted_B
-            status_B = end_rows(engine.depth_only, state.status_B, ended_B)
-            state = state.replace(status_B=status_B)
+        state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
         if not running_B.any():
             return
@@ -284,10 +279,15 @@ def guided(
         state, progress = constrained.step(engine, variables, state, guides, progress)
 
 
-@program(static_argnums=0)
-def copied(engine: Engine, progress: Progress) -> Progress:
-    """A copy of the progress that survives donating its state to the next loop."""
-    return on_all(engine.llama.mesh, jax.tree.map(jnp.copy, progress))
+def end_wanted(
+    engine: Engine, state: DecodeState, ended_B: np.ndarray, wanted_B: np.ndarray | None
+) -> tuple[DecodeState, np.ndarray]:
+    """Stop the rows that the caller of a stream wants to end; the state, and all rows ended so far."""
+    if wanted_B is None or not (wanted_B & ~ended_B).any():
+        return state, ended_B
+    ended_B = ended_B | wanted_B
+    status_B = end_rows(engine.depth_only, state.status_B, ended_B)
+    return state.replace(status_B=status_B), ended_B
 
 
 @program(static_argnums=0)
@@ -303,7 +303,7 @@ def warm_up(engine: Engine, variables: dict[str, Any], request: Request) -> None
     Reads the prompts once and takes no decode step.
     """
     state, ladder = begin(engine, variables, request)
-    copied(engine.depth_only, progress_of(state))
+    copied_progress(engine.depth_only, state)
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
     for slots in ladder:
         if slots > ladder[0]:

@@ -4,15 +4,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from medusa_jax.decoding.acceptance import RULES, Rule
 from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.sampling import Sampling
+from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
+from medusa_jax.sharding import on_all
 from medusa_jax.tree import Tree, stand_in
 
 
@@ -134,6 +137,12 @@ def progress_of(state: DecodeState) -> Progress:
     return Progress(
         **{name: getattr(state, name) for name in Progress.__dataclass_fields__}
     )
+
+
+@program(static_argnums=0)
+def copied_progress(engine: Engine, state: DecodeState) -> Progress:
+    """A copy of the host's view, which survives donating the state."""
+    return on_all(engine.llama.mesh, jax.tree.map(jnp.copy, progress_of(state)))
 
 
 def text_slots(engine: Engine, slots: int) -> int:

@@ -22,7 +22,13 @@ from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
 from medusa_jax.decoding.prefill import Piece
 from medusa_jax.decoding.sampling import Sampling, row_keys
-from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
+from medusa_jax.decoding.state import (
+    DecodeState,
+    Engine,
+    Progress,
+    copied_progress,
+    progress_of,
+)
 from medusa_jax.decoding.step import decode_loop
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED, pack_stops
 from medusa_jax.heads import no_drafter
@@ -297,7 +303,7 @@ class Batch:
     ) -> tuple[DecodeState, Progress]:
         """Steps of rows with constraints, until one of them ends or lacks room; at least one is
         tried, so that its programs are compiled."""
-        progress = constrained.seen(engine.depth_only, state)
+        progress = copied_progress(engine.depth_only, state)
         for n in range(max(1, steps)):
             if n or guides:
                 status_B, length_B = (

@@ -244,11 +244,11 @@ def test_the_state_is_donated_and_the_progress_is_not():
     assert np.asarray(progress.n_new_B).tolist() == [9] * ROWS
 
 
-def test_warming_up_leaves_nothing_behind():
-    """It takes no step, and the run behind it compiles nothing more."""
+def test_warming_up_compiles_all():
+    """It takes no step, and the run after it compiles nothing more."""
     engine, variables = all_accepted()
     request = request_of([NEW] * ROWS, [(6,)])
-    programs = loop.decode_loop, loop.prefill, loop.copied, loop.end_rows
+    programs = loop.decode_loop, loop.prefill, loop.copied_progress, loop.end_rows
     for program in programs[2:]:  # small ones, which other tests have compiled
         program.clear_cache()
     loop.warm_up(engine, variables, request)
