@@ -30,6 +30,8 @@ def convert(
       UserError: `out` is not empty; heads that the target does not support or that belong to another backbone;
         unreadable or unwritable files.
     """
+    if target == "vllm" and export.stored.heads.drafter == "eagle3":
+        target = "speculators"
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
         # Engines load every file of weights in the directory.
         raise UserError(f"{out} is not empty: give --out a new directory")

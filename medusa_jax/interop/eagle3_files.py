@@ -1,15 +1,17 @@
-"""EAGLE-3 heads as EAGLE's authors and SpecForge write them, told by their keys.
+"""EAGLE-3 heads as EAGLE's authors, SpecForge and speculators write them, told by their keys.
 
   midlayer.self_attn.{q,k,v}_proj.weight   [., 2 D]: embedding first; o_proj, mlp.* as in a Llama model
   midlayer.{hidden_norm,input_layernorm,post_attention_layernorm}.weight, norm.weight
-  fc.weight                                [D, 3 D]: the lowest stream first; fc_norm.{a}.weight (3.1)
+  fc.weight                                [D, A D] for A streams, lowest first; fc_norm.{a}.weight (3.1)
   lm_head.weight                           [O, D], O tokens
   d2t [O] int64, t2d [V] bool              token id - place among the O; which of V tokens they are
   embed_tokens.weight                      a copy of the backbone's, not read
 
-`model.safetensors` or `pytorch_model.bin`, next to a `config.json` of the layer: its sizes, its
-rotation (without `rope_theta` 10,000 and not the backbone's) and 3.1's flags. Engines drop flags that
-they do not know; here an unknown one is refused.
+speculators calls the layer `layers.0` and may have more. `model.safetensors` or `pytorch_model.bin` is
+next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and not the
+backbone's) and 3.1's flags. speculators has the layer's fields in a table of their own, flags and tapped
+layers next to it (`speculators_config.py`). Engines drop flags that they do not know; here an unknown one
+is refused.
 """
 
 import os
@@ -18,19 +20,22 @@ from typing import Any
 
 import numpy as np
 
+from medusa_jax.config import LlamaConfig
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle3 import Eagle3Config
-from medusa_jax.interop.hf import HARMLESS, read_config
+from medusa_jax.interop import speculators_config
+from medusa_jax.interop.hf import HARMLESS, parse_config
 from medusa_jax.interop.hf import locate as locate_in_llama
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensor import Tensors, whole
 
 EMBEDDING, D2T, T2D = "embed_tokens.weight", "d2t", "t2d"
-LAYER = "midlayer"
-# How speculators calls the layer; its config.json has another form.
-SPECULATORS = "layers.0"
+# The first layer, in files of EAGLE and SpecForge and of speculators.
+LAYER, SPECULATORS = "midlayer.", "layers.0."
+FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
 
-# Fields of config.json that are read here or by `read_config`.
+# Fields of a layer that are read here or by `parse_config`.
 READ = {
     "model_type", "hidden_act", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
@@ -47,7 +52,7 @@ UNUSED = {
 }  # fmt: skip
 # What another value of a field would change.
 EXPECTED = {
-    "num_hidden_layers": 1, "norm_before_fc": False, "attention_bias": False, "mlp_bias": False,
+    "norm_before_fc": False, "attention_bias": False, "mlp_bias": False,
     "use_sliding_window": False,
 }  # fmt: skip
 ROPE = (
@@ -64,7 +69,7 @@ def is_eagle3(tensors: Tensors) -> bool:
     """Whether a file holds EAGLE-3 heads."""
     stems = (LAYER, SPECULATORS)
     return "fc.weight" in tensors and any(
-        f"{s}.hidden_norm.weight" in tensors for s in stems
+        f"{s}hidden_norm.weight" in tensors for s in stems
     )
 
 
@@ -76,71 +81,88 @@ def open_eagle3(
     Args: as for `open_medusa`.
 
     Raises:
-      UserError: fields that are unknown or say what is not supported, a vocabulary that contradicts
-        itself, a directory of speculators.
+      UserError: fields that are unknown, ambiguous or say what is not supported, a vocabulary that
+        contradicts itself.
     """
     file = os.path.join(directory, "config.json")
-    if "speculators_model_type" in config or f"{LAYER}.hidden_norm.weight" not in tensors:
+    fields, taps, depth = config, "", {}
+    if speculators_config.is_speculators(config):
+        fields, taps = speculators_config.read(file, config)
+    else:
+        _expect(file, config, {"num_hidden_layers": 1})
+        depth = _depth(file, config)
+    _check_fields(file, fields)
+    layer = parse_config(file, fields)
+    _expect(file, fields, {"target_hidden_size": layer.d_model})
+    if layer.qk_norm or layer.qkv_bias:
         raise UserError(
-            f"{directory} is in the layout of speculators, which is not supported; EAGLE's and "
-            "SpecForge's are"
+            f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
         )
-    _check_fields(file, config)
-    said = read_config(directory)
-    expected = config.get("target_hidden_size", said.d_model)
-    if expected != said.d_model:
-        raise UserError(
-            f"{file}: target_hidden_size {expected} with hidden_size {said.d_model} is not supported"
+    if fields.get("norm_output") and not speculators_config.is_speculators(config):
+        inform(
+            f"{file}: norm_output is read as EAGLE-3.1's, as engines do; heads that SpecForge "
+            "trained before its pull request 879 (September 2026) are other heads under this name"
         )
-    layers = {"d_model": said.d_model, "rms_eps": said.rms_eps} | _depth(file, config)
-    theta = said.rope_theta
-    if said.rope_scaling != "none":  # then it has to be the backbone's
-        layers, theta = layers | {name: getattr(said, name) for name in ROPE}, 0.0
-    ids = _take_ids(source, tensors, said.vocab_size)
-    outputs = said.vocab_size if ids is None else len(ids)
-    if (told := config.get("draft_vocab_size") or said.vocab_size) != outputs:
+    shape, rotation = _shape(layer)
+    ids = _take_ids(source, tensors, layer.vocab_size)
+    outputs = layer.vocab_size if ids is None else len(ids)
+    if (told := fields.get("draft_vocab_size") or layer.vocab_size) != outputs:
         raise UserError(f"{file}: draft_vocab_size {told!r}, {source} has {outputs} tokens")
     heads = Eagle3Config(
+        n_layers=layer.n_layers,
+        tap_layers=taps,
         draft_vocab=0 if ids is None else len(ids),
-        fc_norm=config.get("fc_norm", False),
-        norm_output=config.get("norm_output", False),
-        norm_before_residual=config.get("norm_before_residual", False),
-        attention_heads=said.n_heads,
-        kv_heads=said.n_kv_heads,
-        head_dim=said.head_dim,
-        d_ff=said.d_ff,
-        rope_theta=theta,
+        **{flag: fields.get(flag, False) for flag in FLAGS},
+        attention_heads=layer.n_heads,
+        kv_heads=layer.n_kv_heads,
+        head_dim=layer.head_dim,
+        d_ff=layer.d_ff,
+        rope_theta=rotation,
     )
+    stem = LAYER if f"{LAYER}hidden_norm.weight" in tensors else SPECULATORS
 
     def ignore(key: str) -> bool:
         return key == EMBEDDING or bool(HARMLESS.search(key))
 
     return StoredHeads(
-        source, directory, "EAGLE-3 heads", heads, tensors, locate, ignore, meta=config,
-        layers=layers, ids=ids,
+        source, directory, "EAGLE-3 heads", heads, tensors, lambda path: locate(path, stem),
+        ignore, meta=config, layers=shape | depth, ids=ids,
     )  # fmt: skip
 
 
-def locate(path: str) -> tuple[str, bool]:
+def locate(path: str, stem: str = LAYER) -> tuple[str, bool]:
     """A path of `heads/eagle3.py` -> (key, whether it is stored transposed)."""
     key, transposed = locate_in_llama(path.removeprefix("heads_0/"))
-    key = key.removeprefix("model.").replace("layers.0.", f"{LAYER}.")
+    key = key.removeprefix("model.").replace(SPECULATORS, stem)
     return re.sub(r"^fc_norms_(\d+)\.", r"fc_norm.\1.", key), transposed
 
 
-def _check_fields(file: str, config: dict[str, Any]) -> None:
-    for name in sorted(config.keys() - READ - UNUSED):
+def _shape(layer: LlamaConfig) -> tuple[dict[str, Any], float]:
+    """What the backbone's shape must be, and the base of the layer's rotation (0: the backbone's)."""
+    shape = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
+    if layer.rope_scaling == "none":
+        return shape, layer.rope_theta
+    return shape | {name: getattr(layer, name) for name in ROPE}, 0.0
+
+
+def _expect(file: str, fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Refuse another value than these; absent and null are none."""
+    for name, value in expected.items():
+        if fields.get(name) not in (None, value):
+            raise UserError(
+                f"{file}: {name} {fields[name]!r} is not supported (only {value!r})"
+            )
+
+
+def _check_fields(file: str, fields: dict[str, Any]) -> None:
+    for name in sorted(fields.keys() - READ - UNUSED):
         raise UserError(
             f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
         )
-    for name, value in EXPECTED.items():
-        if config.get(name, value) != value:
-            raise UserError(
-                f"{file}: {name} {config[name]!r} is not supported (only {value!r})"
-            )
-    for name in ("fc_norm", "norm_output", "norm_before_residual"):
-        if type(config.get(name, False)) is not bool:
-            raise UserError(f"{file}: {name} should be true or false, not {config[name]!r}")
+    _expect(file, fields, EXPECTED)
+    for name in FLAGS:
+        if type(fields.get(name, False)) is not bool:
+            raise UserError(f"{file}: {name} should be true or false, not {fields[name]!r}")
 
 
 def _depth(file: str, config: dict[str, Any]) -> dict[str, int]:

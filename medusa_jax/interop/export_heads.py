@@ -17,13 +17,20 @@ import numpy as np
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads import make_drafter, vocabulary
-from medusa_jax.interop import eagle3_files, eagle_files, heads_io, hydra_files
+from medusa_jax.interop import (
+    eagle3_files,
+    eagle_files,
+    heads_io,
+    hydra_files,
+    speculators_config,
+)
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.hf_config import config_to_hf
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.interop.torch_writer import save_torch
+from medusa_jax.whole_files import Json
 
 Arrays = dict[str, np.ndarray]
 
@@ -260,38 +267,71 @@ def to_eagle(export: Export, out: str) -> None:
 
 def to_eagle3(export: Export, out: str) -> None:
     """SpecForge's layout of EAGLE-3, which vLLM and SGLang read: `model.safetensors`."""
+    drafter = _eagle3_drafter(export, "EAGLE-3's layout")
+    if drafter.heads.n_layers != 1 or drafter.taps != drafter.paper_taps:
+        raise UserError(
+            f"the heads in {export.stored.source} have {drafter.heads.n_layers} layers and read "
+            f"{drafter.taps}: EAGLE-3's layout is for one layer and the paper's {drafter.paper_taps}, "
+            "since engines do not agree on how it would say others; --to speculators"
+        )
+    layers, fields = _save_eagle3(export, drafter, out, eagle3_files.LAYER)
+    raw = layers | fields | {"architectures": ["LlamaForCausalLMEagle3"]}
+    tensor_files.save_json(os.path.join(out, "config.json"), raw)
+
+
+def to_speculators(export: Export, out: str) -> None:
+    """speculators' layout of EAGLE-3, which vLLM reads with its settings: `model.safetensors`."""
+    drafter = _eagle3_drafter(export, "speculators' layout")
+    # Without it speculators computes with uninitialised memory (c05b95b: it looks for NaN there).
+    embedding = export.base.array("embed_tokens/embedding").astype(export.kind)
+    layers, fields = _save_eagle3(
+        export, drafter, out, eagle3_files.SPECULATORS, {eagle3_files.EMBEDDING: embedding}
+    )
+    architectures = config_to_hf(export.base.config)["architectures"]
+    verifier = {"name_or_path": export.base_name, "architectures": architectures}
+    raw = speculators_config.write(layers, fields, drafter.taps, drafter.n_heads, verifier)
+    tensor_files.save_json(os.path.join(out, "config.json"), raw)
+
+
+def _eagle3_drafter(export: Export, layout: str) -> Any:
+    """The drafter of EAGLE-3 heads that have an LM head.
+
+    Raises:
+      UserError: other heads.
+    """
+    heads = export.stored.heads
+    if heads.drafter != "eagle3" or heads.lm_head != "own":
+        raise UserError(
+            f"{layout} is for eagle3 heads with an LM head of their own, {export.stored.source} "
+            f"holds {heads.drafter} heads with LM head {heads.lm_head!r}"
+        )
+    return make_drafter(heads, export.base.config)
+
+
+def _save_eagle3(
+    export: Export, drafter: Any, out: str, stem: str, more: Arrays | None = None
+) -> tuple[Json, Json]:
+    """Write the weights; returns the layers' config.json and the fields of EAGLE-3."""
     stored, config = export.stored, export.base.config
-    heads: Any = stored.heads
-    if heads.drafter != "eagle3" or heads.lm_head != "own" or heads.n_layers != 1:
-        raise UserError(
-            "EAGLE-3's layout is for eagle3 heads of one layer with an LM head of their own, "
-            f"{stored.source} holds {heads.drafter} heads of {heads.n_layers} with LM head "
-            f"{heads.lm_head!r}"
-        )
-    if heads.tap_layers:
-        raise UserError(
-            f"the heads in {stored.source} read layers {heads.tap_layers}: engines do not agree on "
-            "how a file would say that; only the paper's layers can be written"
-        )
-    arrays: Arrays = {}
+    arrays: Arrays = dict(more or {})
     for path, array in export.params.items():
-        key, transposed = eagle3_files.locate(path)
+        key, transposed = eagle3_files.locate(path, stem)
         arrays[key] = array.T if transposed else array
     if stored.ids is not None:
         ids = stored.ids.astype(np.int64)
         arrays[eagle3_files.D2T] = ids - np.arange(len(ids))
         arrays[eagle3_files.T2D] = np.isin(np.arange(config.vocab_size), ids)
     _save(out, "model.safetensors", arrays)
-    drafter: Any = make_drafter(heads, config)
-    shape = replace(drafter.shape, n_layers=1, sliding_window=0, tie_embeddings=False)
-    flags = ("fc_norm", "norm_output", "norm_before_residual")
-    raw = config_to_hf(shape) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
+    heads, flags = drafter.heads, eagle3_files.FLAGS
+    shape = replace(
+        drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
+    )
+    fields = {
         "draft_vocab_size": heads.draft_vocab or config.vocab_size,
         "torch_dtype": export.kind.name,
         **{flag: True for flag in flags if getattr(heads, flag)},
     }
-    tensor_files.save_json(os.path.join(out, "config.json"), raw)
+    return config_to_hf(shape), fields
 
 
 def to_merged(export: Export, out: str) -> None:
@@ -316,15 +356,16 @@ TARGETS: dict[str, tuple[Callable[[Export, str], None], str]] = {
     "native": (to_native, "this project's format, bound to the model by its fingerprint"),
     "tgi": (to_tgi, "TGI, and vLLM from 0.28 on"),
     "tgi_shared": (to_tgi_shared, "TGI, heads that share the model's LM head"),
-    "vllm": (to_vllm, "any vLLM that has Medusa"),
+    "vllm": (to_vllm, "any vLLM that has Medusa; EAGLE-3 heads as in speculators"),
     "tensorrt_llm": (to_tensorrt_llm, "TensorRT-LLM up to 1.1, and Medusa's own code"),
     "merged": (to_merged, "model and heads as one Hugging Face model (Medusa v1.0)"),
     "hydra": (to_hydra, "Hydra's own code"),
     "eagle": (to_eagle, "EAGLE's own code"),
-    "eagle3": (to_eagle3, "EAGLE-3 in vLLM, SGLang and EAGLE's own code"),
+    "eagle3": (to_eagle3, "EAGLE-3 in SGLang, vLLM and EAGLE's own code"),
+    "speculators": (to_speculators, "EAGLE-3 in vLLM and speculators"),
 }
 # Of these, layouts that can say which tokens heads score.
-WITH_DRAFT_VOCAB = ("native", "eagle3")
+WITH_DRAFT_VOCAB = ("native", "eagle3", "speculators")
 
 
 def _tgi_config(export: Export) -> dict[str, Any]:

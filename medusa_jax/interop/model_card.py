@@ -24,6 +24,7 @@ LOADING = {
     "eagle3": 'vLLM: `speculative_config={{"method": "eagle3", "model": "{out}", '
     '"num_speculative_tokens": 4}}`; SGLang: `--speculative-algorithm EAGLE3 '
     "--speculative-draft-model-path {out}`",
+    "speculators": "`vllm serve {out}`, which serves the base model with these heads",
 }
 
 
