@@ -26,7 +26,7 @@ from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Backbone, make_drafter, vocabulary
 from medusa_jax.heads.drafter import TextRows
-from medusa_jax.interop import heads_io
+from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.interop.published import open_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -253,7 +253,7 @@ def saved(path, kind="low_rank", ids=IDS):
     backbone = family.stored_base()
     _, (drafter, params) = pair_of("medusa", kind, backbone, IDS)
     record = {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
-    heads_io.save_heads(
+    own_heads.save_heads(
         str(path), drafter.heads, params, base=record, recipe={}, dtype="bfloat16"
     )
     file = path / "heads.safetensors"
