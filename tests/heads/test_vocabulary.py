@@ -258,7 +258,7 @@ def saved(path, kind="low_rank", ids=IDS):
     )
     file = path / "heads.safetensors"
     if ids is not IDS:
-        save_file(load_file(file) | {heads_io.IDS: ids}, file)
+        save_file(load_file(file) | {own_heads.IDS: ids}, file)
     return file, drafter, backbone.llama.config
 
 
@@ -273,7 +273,7 @@ def test_ids_lie_beside_the_heads(kind, tmp_path):
     ids = params[vocabulary.GROUP]["ids"]
     assert ids.dtype == jnp.int32 and open_heads(str(tmp_path)).ids.dtype == ids.dtype
     np.testing.assert_array_equal(ids, IDS)
-    assert load_file(file)[heads_io.IDS].dtype == np.int32
+    assert load_file(file)[own_heads.IDS].dtype == np.int32
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_bad_ids(ids, problem, tmp_path):
 
 def test_ids_that_are_missing_or_not_wanted(tmp_path):
     file, drafter, config = saved(tmp_path)
-    without = {k: v for k, v in load_file(file).items() if k != heads_io.IDS}
+    without = {k: v for k, v in load_file(file).items() if k != own_heads.IDS}
     kept = load_file(file)
     save_file(without, file)
     with pytest.raises(UserError, match=r"'draft_vocab/ids' is missing .* score 11 tokens"):
