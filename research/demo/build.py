@@ -35,7 +35,7 @@ from medusa_jax.commands.flags import typed
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
-from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop import heads_io, hf, own_heads
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training.log.curves import read_log
 from medusa_jax.whole_files import Json, write_json, write_text
@@ -297,7 +297,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
 def install_heads(trained: Path, out: Path, config: LlamaConfig) -> None:
     """Install heads in bfloat16 and their tree."""
     heads, params, described = heads_io.load_heads(str(trained), config, make_mesh())
-    heads_io.save_heads(
+    own_heads.save_heads(
         str(out), heads, params, base=described["base"],
         recipe=relative(described["recipe"]), dtype="bfloat16",
     )  # fmt: skip
