@@ -13,7 +13,7 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
-from medusa_jax.interop.hf_config import config_to_hf, parse_config, read_config
+from medusa_jax.interop.hf_config import config_to_hf, read_config
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.tensors import optional_json
@@ -29,7 +29,6 @@ __all__ = [
     "generation_config",
     "load_backbone",
     "locate",
-    "parse_config",
     "read_config",
     "resolve",
     "save_backbone",

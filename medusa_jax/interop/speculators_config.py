@@ -16,6 +16,7 @@ from typing import Any
 
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.whole_files import Json
 
 TYPE, LAYERS = "speculators_model_type", "transformer_layer_config"
 PARTS, TAPS = "speculators_config", "eagle_aux_hidden_state_layer_ids"
@@ -33,12 +34,12 @@ UNUSED_PARTS = {"proposal_methods", "default_proposal_method", "verifier"}
 SPECULATIVE_TOKENS = 4
 
 
-def is_speculators(config: dict[str, Any]) -> bool:
+def is_speculators(config: Json) -> bool:
     """Whether a config.json is of speculators."""
     return TYPE in config
 
 
-def read(file: str, config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def read(file: str, config: Json) -> tuple[Json, str]:
     """The fields as EAGLE's form has them, and `heads.tap_layers`.
 
     Raises:
@@ -94,9 +95,9 @@ def _taps(file: str, ids: Any) -> str:
 
 
 def write(
-    layers: dict[str, Any], fields: dict[str, Any], taps: tuple[int, ...], n_heads: int,
-    verifier: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+    layers: Json, fields: Json, taps: tuple[int, ...], n_heads: int,
+    verifier: Json,
+) -> Json:  # fmt: skip
     """config.json of heads.
 
     Args:

@@ -21,9 +21,9 @@ from medusa_jax.heads import Backbone, make_drafter, vocabulary
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.interop import hf
 from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.convert import convert
-from medusa_jax.interop.export_heads import Export
+from medusa_jax.interop.export_heads import convert
 from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.stored_heads import Export
 from medusa_jax.interop.tensors import unflatten
 from medusa_jax.model.llama import Llama
 
