@@ -119,6 +119,7 @@ def _train(cfg: Config) -> Json:
     cfg.model.arch = setup.arch
     checks.fit_accumulation(cfg, mesh)
     checks.check(cfg, mesh)
+    prepare.choose_features(cfg)
     features.check(cfg)
     texts, held_out_text = prepare.texts(cfg), prepare.held_out_text(cfg)
     rows: Rows = mixed(texts)
