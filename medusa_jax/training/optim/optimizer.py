@@ -54,10 +54,8 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
     elif cfg.schedule == "wsd":
         decay = max(int(rest * WSD_DECAY), 1)
         body = optax.linear_schedule(cfg.lr, end, decay, transition_begin=rest - decay)
-    elif cfg.schedule == "constant":
-        body = optax.constant_schedule(cfg.lr)
     else:
-        raise UserError(f"optim.schedule is cosine, wsd or constant, not {cfg.schedule!r}")
+        body = optax.constant_schedule(cfg.lr)
     return optax.join_schedules([ramp, body], [warmup]) if warmup else body
 
 
