@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.sharding import row_shards
+from medusa_jax.training.hidden_store import STORED
 from medusa_jax.training.partition import trained_groups
 
 CHOICES = {
@@ -18,6 +19,7 @@ CHOICES = {
     "model.param_dtype": ("float32", "bfloat16", "float16"),
     "data.format": ("auto", "text", "sharegpt", "messages", "tokens"),
     "data.packing": ("first_fit", "concat"),
+    "data.cache_features": ("", *STORED),
     "optim.name": ("adamw", "adamw8bit", "muon"),
     "optim.heads_name": ("", "adamw", "adamw8bit", "muon"),
     "optim.moment_dtype": ("float32", "bfloat16"),
@@ -62,11 +64,12 @@ def fit_accumulation(cfg: Config, mesh: Mesh) -> None:
 
 
 def check(cfg: Config, mesh: Mesh) -> None:
-    """Refuse inconsistent sizes before anything is compiled.
+    """Refuse unknown choices and inconsistent fields before anything is compiled.
 
     Raises:
-      UserError: names the two fields.
+      UserError: names the fields.
     """
+    check_choices(cfg)
     trained_groups(cfg)  # raises for options that the stage does not support
     t = cfg.train
     for path, least in LEAST.items():
@@ -75,6 +78,16 @@ def check(cfg: Config, mesh: Mesh) -> None:
     for path in ("optim.b1", "optim.b2", "lora.dropout"):
         if not 0 <= (share := attrgetter(path)(cfg)) < 1:
             raise UserError(f"{path} must be from 0 to below 1, not {share}")
+    if cfg.data.cache_features and t.stage != "medusa1":
+        raise UserError(
+            f"data.cache_features needs a backbone that does not change: train.stage medusa1, "
+            f"not {t.stage}"
+        )
+    if cfg.data.cache_features and cfg.data.packing != "first_fit":
+        raise UserError(
+            "data.cache_features needs data.packing first_fit: 'concat' cuts the text at other "
+            "places in every epoch"
+        )
     if cfg.data.draft_vocab_from and not cfg.heads.draft_vocab:
         raise UserError(
             "data.draft_vocab_from is set, but heads.draft_vocab is 0: heads score all tokens"

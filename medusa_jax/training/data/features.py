@@ -158,31 +158,6 @@ class CachedRows(Rows):
             write_array(self.path(shard, "crc32"), np.array(crc, np.uint32))
 
 
-def check(cfg: Config) -> None:
-    """Refuse configurations whose features cannot be cached.
-
-    Raises:
-      UserError: names the field.
-    """
-    kind = cfg.data.cache_features
-    if not kind:
-        return
-    if kind not in STORED:
-        raise UserError(
-            f"data.cache_features is {', '.join(STORED)} or empty, not {kind!r}"
-        )
-    if cfg.train.stage != "medusa1":
-        raise UserError(
-            f"data.cache_features needs a backbone that does not change: train.stage medusa1, "
-            f"not {cfg.train.stage}"
-        )
-    if cfg.data.packing != "first_fit":
-        raise UserError(
-            "data.cache_features needs data.packing first_fit: 'concat' cuts the text at other "
-            "places in every epoch"
-        )
-
-
 def cached(
     cfg: Config, mesh: Mesh, rows: TokenRows, hidden: Hidden, frozen: PyTree, fingerprint: str,
     limit: int | None = None,

@@ -9,7 +9,6 @@ import optax
 from jax.tree_util import KeyPath
 
 from medusa_jax.config import OptimConfig
-from medusa_jax.errors import UserError
 from medusa_jax.sharding import PyTree, path_string
 from medusa_jax.training.optim.adamw8bit import adamw8bit
 from medusa_jax.training.partition import Trains
@@ -117,18 +116,16 @@ def make_rule(
         )  # fmt: skip
     if name == "adamw8bit":
         return adamw8bit(schedule, cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay, matrices)
-    if name == "muon":
-        return optax.contrib.muon(
-            schedule,
-            eps=cfg.eps,
-            mu_dtype=first,
-            weight_decay=cfg.weight_decay,
-            adam_b1=cfg.b1,
-            adam_b2=cfg.b2,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=muon_matrices,
-        )
-    raise UserError(f"optim.name is adamw, adamw8bit or muon, not {name!r}")
+    return optax.contrib.muon(
+        schedule,
+        eps=cfg.eps,
+        mu_dtype=first,
+        weight_decay=cfg.weight_decay,
+        adam_b1=cfg.b1,
+        adam_b2=cfg.b2,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=muon_matrices,
+    )
 
 
 def heads_weight(kind: str, peak: float, steps: int) -> Callable[[jax.Array], jax.Array]:
