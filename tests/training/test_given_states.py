@@ -118,7 +118,6 @@ def rows_of(source, tmp_path):
     """The batch of all rows of a source."""
     cfg = config(source, tmp_path / "rows")
     prepare.choose_features(cfg)
-    features.check(cfg)
     [text] = prepare.texts(cfg)
     frozen = {"backbone": backbone()[1]}
     rows = features.cached(cfg, make_mesh(), text, None, frozen, "")
