@@ -4,7 +4,6 @@ The cache grows with the text, so while the text is short a request that may fil
 the same as one of 128. For contrast, a `preallocated` step attends to all 4096 slots from the start.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,14 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from medusa_jax.commands.flags import (
-    ModelFlags,
-    add_model,
-    add_no_repeat,
-    command,
-    load_model,
-    run_command,
-)
+from medusa_jax.commands.flags import ModelFlags, Program, flag, load_model
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, table_of
 
@@ -44,18 +36,9 @@ COLUMNS: dict[str, Cell] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(ModelFlags):
-    """All flags."""
+    """Steps by the cache's limit."""
 
-    prompt: str
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command("python -m research cache_cost", "Steps by the cache's limit.", EXAMPLES)
-    add_model(p)
-    add_no_repeat(p)
-    p.add_argument("--prompt", default="def parse(", help="repeated to 64 tokens")
-    return p
+    prompt: str = flag("repeated to 64 tokens", "def parse(")
 
 
 def measure(model: Any, prompt: Sequence[int]) -> list[dict[str, Any]]:
@@ -110,6 +93,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
+main = Program("python -m research cache_cost", Flags, run, EXAMPLES)
