@@ -7,12 +7,13 @@ in float64; `--pictures` draws the pictures of `docs/concepts.md`.
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
+from medusa_jax.api import Model
 from medusa_jax.api.one_step import take_steps, token_labels
 from medusa_jax.commands.flags import ModelFlags, Program, flag, load_model
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.plots import draw_mask, draw_step, draw_tree
 
 EXAMPLES = """examples:
   python -m research walk --dtype float64
@@ -34,7 +35,7 @@ class Flags(ModelFlags):
     )
 
 
-def describe(model: Any, prompt: str, n: int) -> str:
+def describe(model: Model, prompt: str, n: int) -> str:
     """The step as Markdown."""
     found, tree = take_steps(model, prompt, n), model.tree
     M, accepted = tree.n_nodes, int(found["n"])
@@ -42,7 +43,7 @@ def describe(model: Any, prompt: str, n: int) -> str:
     path = found["path"][: accepted + 1].tolist()
     backend = model.tokenizer.backend
 
-    def show(token: Any) -> str:
+    def show(token: int) -> str:
         """A token as written in the vocabulary, followed by its id."""
         return f"`{backend.id_to_token(int(token))}` ({int(token)})"
 
@@ -139,10 +140,8 @@ bonus token is the next root.
 """
 
 
-def draw(model: Any, prompt: str, n: int, directory: Path) -> None:
+def draw(model: Model, prompt: str, n: int, directory: Path) -> None:
     """The n-th step as tree.svg, mask.svg and step.svg."""
-    from medusa_jax.plots import draw_mask, draw_step, draw_tree
-
     found, tree = take_steps(model, prompt, n), model.tree
     labels = token_labels(model, found["nodes"])
     kept = found["path"][: int(found["n"]) + 1].tolist()
@@ -164,4 +163,10 @@ def run(flags: Flags) -> int:
     return 0
 
 
+<<<<<<< HEAD
 main = Program("python -m research walk", Flags, run, EXAMPLES)
+=======
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    return run_command(parser(), Flags, run, argv)
+>>>>>>> main

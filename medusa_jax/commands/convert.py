@@ -9,7 +9,7 @@ import dataclasses
 from medusa_jax.commands.flags import Program, flag
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.interop.export_heads import TARGETS
+from medusa_jax.interop.export_heads import TARGETS, convert
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 LAYOUTS = "\n".join(f"  {name:13} {what}" for name, (_, what) in TARGETS.items())
@@ -29,6 +29,7 @@ examples:
 class Flags:
     """Draft heads from one layout to another."""
 
+<<<<<<< HEAD
     model: str | None = flag("directory or hub id of their model (default: the demo)", None)
     drafter: str = flag("heads: a name (the demo's), a directory, a file or a hub id")
     to: str = flag("the layout to write, of those below", choices=list(TARGETS))
@@ -36,6 +37,37 @@ class Flags:
     dtype: str = flag(
         "default: as they are stored; int8 (a byte a weight) for --to native",
         "",
+=======
+    model: str | None
+    drafter: str
+    to: str
+    out: str
+    dtype: str
+    base_name: str | None
+    bench: str | None
+    push: str | None
+    allow_other_base: bool
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = command(
+        "python -m medusa_jax convert",
+        "Draft heads from one layout to another. Layouts to write:\n"
+        + "\n".join(f"  {name:13} {target.purpose}" for name, target in TARGETS.items()),
+        EXAMPLES,
+    )
+    p.add_argument("--model", help="directory or hub id of their model (default: the demo)")
+    p.add_argument(
+        "--drafter",
+        required=True,
+        help="heads: a name (the demo's), a directory, a file or a hub id",
+    )
+    p.add_argument("--to", required=True, choices=list(TARGETS), help="the layout to write")
+    p.add_argument("--out", required=True, help="new directory")
+    p.add_argument(
+        "--dtype",
+>>>>>>> main
         choices=DTYPES,
     )
     base_name: str | None = flag(
@@ -52,9 +84,8 @@ def run(flags: Flags) -> int:
     """Convert, and upload if asked to."""
     from medusa_jax.api import find_heads, find_model
     from medusa_jax.interop.base_files import BaseFiles
-    from medusa_jax.interop.convert import convert
-    from medusa_jax.interop.export_heads import Export
     from medusa_jax.interop.hub import push
+    from medusa_jax.interop.stored_heads import Export
     from medusa_jax.interop.tensors import read_json
 
     if flags.dtype == "int8" and flags.to != "native":
@@ -72,7 +103,7 @@ def run(flags: Flags) -> int:
     convert(
         export, flags.to, flags.out, bench=bench, allow_other_base=flags.allow_other_base
     )
-    inform(f"wrote {flags.out}: {TARGETS[flags.to][1]}")
+    inform(f"wrote {flags.out}: {TARGETS[flags.to].purpose}")
     if flags.push:
         push(flags.out, flags.push)
         inform(f"uploaded to https://huggingface.co/{flags.push}")
