@@ -163,10 +163,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-<<<<<<< HEAD
 main = Program("python -m research walk", Flags, run, EXAMPLES)
-=======
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
->>>>>>> main

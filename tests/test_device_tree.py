@@ -119,7 +119,7 @@ def test_what_was_timed_in_time_decides(directory, machine, monkeypatch):
 
 def test_sizes_between_those_timed_are_interpolated(directory, machine, monkeypatch):
     """Only 8 nodes are timed in time: a step over 3 takes 1 + 2 x 1.6 / 7 = 1.46 plain ones."""
-    rounds = [(8, 2.6, 1.0)] * 3
+    rounds = [(1, 1.0), (8, 2.6)] * 3
     timed = figures(rounds, LADDER)
     found = {row["nodes"]: row for row in device_tree.interpolated(timed, LADDER)}
     assert sorted(found) == [2, 3, 4, 6]
@@ -170,8 +170,9 @@ def test_many_numbers_of_rows_share_the_time(directory, stuck, monkeypatch):
 
 def test_figures_are_of_the_quieter_half_of_the_rounds():
     """Ratios 1.0, 1.1, ..., 1.4 in it, 3 in the others."""
-    quiet = [(2, 1 + 0.1 * i, 1.0) for i in range(5)]
-    [row] = figures([*quiet, *[(2, 27.0, 9.0)] * 5, (3, 1.0, 1.0)], {2: 1.8, 3: 2.0})
+    quiet = [one for i in range(5) for one in ((1, 1.0), (2, 1 + 0.1 * i))]
+    timed = [*quiet, *[(1, 9.0), (2, 27.0)] * 5, (1, 1.0), (3, 1.0)]
+    [row] = figures(timed, {2: 1.8, 3: 2.0})  # 3 nodes were timed once
     assert row["step_latency_ratio"] == 1.2 and row["speedup"] == 1.5
     assert row["spread"] == pytest.approx(0.2 / 1.2, abs=1e-4)
 

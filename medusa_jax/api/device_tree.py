@@ -11,7 +11,6 @@ file.
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TypeGuard
 
 import jax
@@ -23,7 +22,7 @@ from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
-from medusa_jax.measured import TREES, DeviceCache, in_rounds, within
+from medusa_jax.measured import TREES, DeviceCache, within
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree import Ladder, Tree, file_ladder, tree_of_size
 from medusa_jax.tree.files import ACCELERATOR_NODES, auto_tree
@@ -40,8 +39,8 @@ MARGIN = 1.02
 # Sizes that are tried on each side of the fastest.
 REACH = 2
 
-# Nodes; seconds of a step with them, and of a plain step in the same round.
-Timing = tuple[int, float, float]
+# Nodes, and seconds of a step with them; a size follows the plain step (1 node) of the same round.
+Timing = tuple[int, float]
 
 
 def tokens_by_size(calibrated: Json | None, platform: str) -> dict[int, float]:
@@ -128,7 +127,6 @@ def timings(
     clock = StepClock(
         list(engines.values()), model.variables, prompt, batch=rows, n_steps=STEPS
     )
-    clock.seconds(engines[1])  # compiles
     found: list[Timing] = []
     sizes, tried, first = list(engines), {1}, file_tree(calibrated, rows).n_nodes
     at = min(range(len(sizes)), key=lambda i: abs(sizes[i] - first))
@@ -139,10 +137,8 @@ def timings(
     ]:
         size = sizes[min(untried, key=lambda i: abs(i - at))]
         tried.add(size)
-        clock.seconds(engines[size])
-        runs = [partial(clock.seconds, engines[n]) for n in (size, 1)]
-        for seconds, plain in in_rounds(runs, ROUNDS):
-            found.append((size, seconds, plain))
+        for nodes in (1, size) * ROUNDS:
+            found.append((nodes, clock.seconds(engines[nodes])))
             yield found[-1]
         at = sizes.index(fastest(figures(found, tokens)))
 
@@ -157,8 +153,11 @@ def figures(timed: Iterable[Timing], tokens: Mapping[int, float]) -> list[Json]:
       of the ratios, as a share of the median.
     """
     rounds: dict[int, list[tuple[float, float]]] = {}
-    for size, seconds, plain in timed:
-        rounds.setdefault(size, []).append((seconds, plain))
+    for size, seconds in timed:
+        if size == 1:
+            plain = seconds
+        else:
+            rounds.setdefault(size, []).append((seconds, plain))
     rows = []
     for size, pairs in sorted(rounds.items()):
         if len(pairs) < LEAST:

@@ -12,7 +12,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop.export_heads import TARGETS, convert
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
-LAYOUTS = "\n".join(f"  {name:13} {what}" for name, (_, what) in TARGETS.items())
+LAYOUTS = "\n".join(f"  {name:13} {t.purpose}" for name, t in TARGETS.items())
 EXAMPLES = f"""layouts to write:
 {LAYOUTS}
 
@@ -29,7 +29,6 @@ examples:
 class Flags:
     """Draft heads from one layout to another."""
 
-<<<<<<< HEAD
     model: str | None = flag("directory or hub id of their model (default: the demo)", None)
     drafter: str = flag("heads: a name (the demo's), a directory, a file or a hub id")
     to: str = flag("the layout to write, of those below", choices=list(TARGETS))
@@ -37,37 +36,6 @@ class Flags:
     dtype: str = flag(
         "default: as they are stored; int8 (a byte a weight) for --to native",
         "",
-=======
-    model: str | None
-    drafter: str
-    to: str
-    out: str
-    dtype: str
-    base_name: str | None
-    bench: str | None
-    push: str | None
-    allow_other_base: bool
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m medusa_jax convert",
-        "Draft heads from one layout to another. Layouts to write:\n"
-        + "\n".join(f"  {name:13} {target.purpose}" for name, target in TARGETS.items()),
-        EXAMPLES,
-    )
-    p.add_argument("--model", help="directory or hub id of their model (default: the demo)")
-    p.add_argument(
-        "--drafter",
-        required=True,
-        help="heads: a name (the demo's), a directory, a file or a hub id",
-    )
-    p.add_argument("--to", required=True, choices=list(TARGETS), help="the layout to write")
-    p.add_argument("--out", required=True, help="new directory")
-    p.add_argument(
-        "--dtype",
->>>>>>> main
         choices=DTYPES,
     )
     base_name: str | None = flag(
