@@ -27,7 +27,6 @@ import time
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from medusa_jax.commands.flags import (
     HostFlags,
@@ -41,8 +40,9 @@ from medusa_jax.commands.flags import (
 )
 from medusa_jax.console import inform
 from medusa_jax.distill.files import TextOptions
+from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import write_array, write_json
+from medusa_jax.whole_files import Json, write_array, write_json
 
 EXAMPLES = """examples:
   python -m medusa_jax distill --prompts seeds.jsonl --out work/answers
@@ -106,7 +106,7 @@ def warn_if_quantised(model: str | None) -> None:
     """The paper advises against a quantised teacher: its answers are not the model's own."""
     if not model or not os.path.isdir(model):
         return
-    found: Any = None
+    found: str | None = None
     for name in ("config.json", "recipe.json"):
         try:
             content = json.loads((Path(model) / name).read_text())
@@ -153,7 +153,7 @@ def run(flags: Flags) -> int:
         return answer(flags, mode, seeds)
 
 
-def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
+def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     """Go on after the seeds that are answered; returns the exit status."""
     from medusa_jax import hosts
     from medusa_jax.api import Options
@@ -184,7 +184,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
     settings = files.settings_of(flags, mode, seeds, model)
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
 
-    def answers(line: dict[str, Any], seed: Any) -> bool:
+    def answers(line: Json, seed: Seed) -> bool:
         if mode == "continue":
             return bool(line.get("prompt_ids") == prompt_of(model, seed))
         return bool(line.get("seed") == seed.number)

@@ -10,13 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from medusa_jax.errors import UserError
+from medusa_jax.whole_files import Json
 
 DEMO_PROMPTS = Path(__file__).parents[1] / "demo" / "prompts.jsonl"
-
-Record = dict[str, Any]
 
 # Amphista A.2.1: "'Article: '+'Original Text'+'Summary: '", zero-shot and without a chat template.
 ARTICLE = ("Article: ", "Summary: ")
@@ -31,7 +29,7 @@ MT_BENCH_TEMPERATURES = {
 }  # fmt: skip
 
 
-def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Record]:
+def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json]:
     """Read the first `limit` records (0 is all) of a JSONL file, each with `prompt` or `prompt_ids`.
 
     Args:
@@ -54,11 +52,11 @@ def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Reco
     return [_checked(r, f"{path}: record {number}") for number, r in enumerate(records)]
 
 
-def _are_prompts(records: Sequence[Record]) -> bool:
+def _are_prompts(records: Sequence[Json]) -> bool:
     return all("prompt" in r or "prompt_ids" in r for r in records)
 
 
-def _checked(record: Record, where: str) -> Record:
+def _checked(record: Json, where: str) -> Json:
     """Return the record if its prompt is text or token ids.
 
     Raises:
@@ -76,7 +74,7 @@ def _checked(record: Record, where: str) -> Record:
     return record
 
 
-def read_questions(path: str, limit: int = 0) -> list[Record]:
+def read_questions(path: str, limit: int = 0) -> list[Json]:
     """Read the first `limit` questions of a file (0 is all), each with these fields.
 
     question_id, category: from the file; else its number and the name of the data set.
@@ -101,7 +99,7 @@ def read_questions(path: str, limit: int = 0) -> list[Record]:
     for number, record in enumerate(records):
         if missing := [name for name in form.fields if name not in record]:
             raise UserError(f"{path}: record {number} lacks {', '.join(missing)}")
-        found: Record = {
+        found: Json = {
             "question_id": number,
             "category": form.name,
             "frame": None,
@@ -121,19 +119,19 @@ def read_questions(path: str, limit: int = 0) -> list[Record]:
     return questions
 
 
-def prompt_of(question: Record) -> str | list[int]:
+def prompt_of(question: Json) -> str | list[int]:
     """A question's prompt, as ids if the record has them."""
     ids: list[int] = question.get("prompt_ids") or []
     return ids if ids or "prompt" not in question else question["prompt"]
 
 
-def framed(question: Record, turn: str) -> str:
+def framed(question: Json, turn: str) -> str:
     """A turn between the texts of its question's frame."""
     before, after = question["frame"] or ("", "")
     return f"{before}{turn}{after}"
 
 
-def spread(questions: Sequence[Record], limit: int) -> list[Record]:
+def spread(questions: Sequence[Json], limit: int) -> list[Json]:
     """Select `limit` questions (0 is all) evenly from all categories, in the order of the file.
 
     Files are sorted by category: the first 50 questions of Spec-Bench are all MT-bench's.
@@ -165,7 +163,7 @@ def grouped(categories: Sequence[str]) -> dict[str, list[int]]:
     return dict(groups)
 
 
-def read_records(path: str) -> list[Record]:
+def read_records(path: str) -> list[Json]:
     """Read the records of a .jsonl, .json (a list), .parquet or gzipped file.
 
     Raises:
@@ -184,49 +182,49 @@ def read_records(path: str) -> list[Record]:
     return records
 
 
-def _json(path: str) -> list[Any]:
+def _json(path: str) -> list[Json]:
     data = Path(path).read_bytes()
     text = (gzip.decompress(data) if path.endswith(".gz") else data).decode()
     if text.lstrip().startswith("["):
-        found: list[Any] = json.loads(text)
+        found: list[Json] = json.loads(text)
         return found
     # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
-def _parquet(path: str) -> list[Any]:
+def _parquet(path: str) -> list[Json]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
+        rows: list[Json] = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path} is not a parquet file: {error}") from error
     return rows
 
 
-def _conversation(record: Record) -> Record:
+def _conversation(record: Json) -> Json:
     """Spec-Bench and MT-bench; a reference is a text, or a list of them, for each turn."""
     given = record.get("reference") or []
     references = [[one] if isinstance(one, str) else list(one) for one in given]
     return {"turns": record["turns"], "references": references}
 
 
-def _instruction(record: Record) -> Record:
+def _instruction(record: Json) -> Json:
     """AlpacaEval; its `output` is another model's answer for judges to compare with, not a reference."""
     text = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
     return {"turns": [text], "category": record.get("dataset", "alpaca_eval")}
 
 
-def _article(text: str, summary: str) -> Callable[[Record], Record]:
-    def adapt(record: Record) -> Record:
+def _article(text: str, summary: str) -> Callable[[Json], Json]:
+    def adapt(record: Json) -> Json:
         asked = {"turns": [record[text]], "frame": ARTICLE}
         return asked | {"references": [[record[summary]]]}
 
     return adapt
 
 
-def _own(record: Record) -> Record:
+def _own(record: Json) -> Json:
     """Our own prompts; `file` names the demo source that a prompt is from."""
     turns = [record["prompt"]] if "prompt" in record else []
     category = record.get("category", record.get("file", "all"))
@@ -244,7 +242,7 @@ class Format:
 
     name: str
     fields: tuple[str, ...]
-    adapt: Callable[[Record], Record]
+    adapt: Callable[[Json], Json]
 
 
 FORMATS = (

@@ -6,13 +6,14 @@ of any tree (`tree/growth.py: replay`), without decoding again.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model, Options
+from medusa_jax.api.asking import Prompt
 from medusa_jax.api.batching import equal_batches
 from medusa_jax.decoding.copying import copied_lengths
 from medusa_jax.decoding.generate import power_of_two
@@ -48,7 +49,7 @@ class Text(NamedTuple):
         return self.ids[self.n_prompt :]
 
 
-def own_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Text]:
+def own_texts(model: Model, prompts: Sequence[Prompt], options: Options) -> list[Text]:
     """Answer each prompt by plain decoding, each as request 0."""
     texts = []
     with Progress("writing", len(prompts), "prompt") as bar:
@@ -110,7 +111,7 @@ def record(model: Model, texts: Sequence[Text], options: Options) -> list[Record
     return found
 
 
-def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Recorded]:
+def rank_texts(model: Model, prompts: Sequence[Prompt], options: Options) -> list[Recorded]:
     """`record` the model's own answers to the prompts; too short ones are skipped.
 
     Raises:
