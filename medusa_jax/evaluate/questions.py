@@ -22,11 +22,6 @@ ARTICLE = ("Article: ", "Summary: ")
 MT_BENCH = (
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
 )  # fmt: skip
-# FastChat's temperatures for MT-bench's categories (its `temperature_config`).
-MT_BENCH_TEMPERATURES = {
-    "writing": 0.7, "roleplay": 0.7, "extraction": 0.0, "math": 0.0, "coding": 0.0,
-    "reasoning": 0.0, "stem": 0.1, "humanities": 0.1,
-}  # fmt: skip
 
 
 def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json]:
@@ -49,29 +44,29 @@ def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json
         raise UserError(f"{path} holds no conversation with a turn")
     if not _are_prompts(records):
         raise UserError(f"every line of {path} needs 'prompt' or 'prompt_ids'")
-    return [_checked(r, f"{path}: record {number}") for number, r in enumerate(records)]
+    for number, record in enumerate(records):
+        turns = [record["prompt"]] if "prompt" in record else []
+        _check(record | {"turns": turns}, f"{path}: record {number}")
+    return records
 
 
 def _are_prompts(records: Sequence[Json]) -> bool:
     return all("prompt" in r or "prompt_ids" in r for r in records)
 
 
-def _checked(record: Json, where: str) -> Json:
-    """Return the record if its prompt is text or token ids.
+def _check(question: Json, where: str) -> None:
+    """Refuse a question whose turns are no texts and whose `prompt_ids` are no token ids.
 
     Raises:
-      UserError: the prompt is missing or has another type.
+      UserError: such a question, or one without both.
     """
-    ids, turns = record.get("prompt_ids"), record.get("turns")
-    if turns is None:
-        turns = [record["prompt"]] if "prompt" in record else []
+    ids, turns = question.get("prompt_ids"), question["turns"]
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
         raise UserError(f"{where} should ask text, not {turns!r}")
     if ids is None and not turns:
         raise UserError(f"{where} asks nothing")
     if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
         raise UserError(f"{where}: 'prompt_ids' should be a list of token ids, not {ids!r}")
-    return record
 
 
 def read_questions(path: str, limit: int = 0) -> list[Json]:
@@ -81,7 +76,6 @@ def read_questions(path: str, limit: int = 0) -> list[Json]:
     turns: the user's turns; [] if a record has only `prompt_ids`.
     prompt: the first turn, in its frame.
     frame: texts before and after the turn, for data sets used without a chat template.
-    references: for each turn the right answers; [] if the file has none.
 
     Raises:
       UserError: not readable, or in an unknown format.
@@ -99,20 +93,16 @@ def read_questions(path: str, limit: int = 0) -> list[Json]:
     for number, record in enumerate(records):
         if missing := [name for name in form.fields if name not in record]:
             raise UserError(f"{path}: record {number} lacks {', '.join(missing)}")
-        found: Json = {
-            "question_id": number,
-            "category": form.name,
-            "frame": None,
-            "references": [],
-        }
         where = f"{path}: record {number}"
+        found: Json = {"question_id": number, "category": form.name, "frame": None}
         try:
             found |= record | form.adapt(record)
         except TypeError as error:
             raise UserError(
                 f"{where} has other values in {', '.join(form.fields)}: {error}"
             ) from error
-        found = _checked(found, where) | {"category": str(found["category"])}
+        _check(found, where)
+        found["category"] = str(found["category"])
         if found["turns"]:
             found["prompt"] = framed(found, found["turns"][0])
         questions.append(found)
@@ -203,25 +193,10 @@ def _parquet(path: str) -> list[Json]:
     return rows
 
 
-def _conversation(record: Json) -> Json:
-    """Spec-Bench and MT-bench; a reference is a text, or a list of them, for each turn."""
-    given = record.get("reference") or []
-    references = [[one] if isinstance(one, str) else list(one) for one in given]
-    return {"turns": record["turns"], "references": references}
-
-
 def _instruction(record: Json) -> Json:
-    """AlpacaEval; its `output` is another model's answer for judges to compare with, not a reference."""
+    """AlpacaEval; its `output` is another model's answer for judges to compare with."""
     text = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
     return {"turns": [text], "category": record.get("dataset", "alpaca_eval")}
-
-
-def _article(text: str, summary: str) -> Callable[[Json], Json]:
-    def adapt(record: Json) -> Json:
-        asked = {"turns": [record[text]], "frame": ARTICLE}
-        return asked | {"references": [[record[summary]]]}
-
-    return adapt
 
 
 def _own(record: Json) -> Json:
@@ -246,19 +221,23 @@ class Format:
 
 
 FORMATS = (
-    Format("all", ("turns",), _conversation),
+    Format("all", ("turns",), lambda r: {}),
     Format(
         "humaneval",
         ("task_id", "prompt", "entry_point"),
         lambda r: {"turns": [r["prompt"]]},
     ),
+    Format("gsm8k", ("question", "answer"), lambda r: {"turns": [r["question"]]}),
     Format(
-        "gsm8k",
-        ("question", "answer"),
-        lambda r: {"turns": [r["question"]], "references": [[r["answer"]]]},
+        "cnn_dm",
+        ("article", "highlights"),
+        lambda r: {"turns": [r["article"]], "frame": ARTICLE},
     ),
-    Format("cnn_dm", ("article", "highlights"), _article("article", "highlights")),
-    Format("xsum", ("document", "summary"), _article("document", "summary")),
+    Format(
+        "xsum",
+        ("document", "summary"),
+        lambda r: {"turns": [r["document"]], "frame": ARTICLE},
+    ),
     Format("alpaca_eval", ("instruction",), _instruction),
 )
 OWN = Format("prompts", (), _own)
