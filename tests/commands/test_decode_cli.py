@@ -147,7 +147,7 @@ def test_rejection_is_labelled_lossless_in_distribution(decode):
     assert facts["tree_nodes"] == 4
     _, _, err = decode(*flags, "--compare", "--repeats", 1)
     assert "rejection, lossless in distribution" in err
-    assert "other draws of the same law" in err
+    assert "other draws from the same distribution" in err
 
 
 def test_show_drafts_colours_accepted_drafts_only(decode):
@@ -345,7 +345,7 @@ def test_help_is_quick_and_imports_no_jax():
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert spent < 1
-    code = "import sys, medusa_jax.commands.decode as d; d.parser(); print('jax' in sys.modules)"
+    code = "import sys, medusa_jax.commands.decode as d; d.main.parser(); print('jax' in sys.modules)"
     assert output_of(code).strip() == "False"
 
 
