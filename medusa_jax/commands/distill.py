@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     add("--ask", type=at_least(0), default=0,
         help="instead of --prompts: number of conversations whose user the model plays from the start")  # fmt: skip
     add("--compose", type=at_least(0), default=0,
-        help="instead of --prompts: number of questions put together from tasks and subjects")  # fmt: skip
+        help="instead of --prompts: number of questions put together from tasks and subjects, each with a follow-up")  # fmt: skip
     add("--out", required=True, help="directory to write")
     add("--mode", default="auto",
         help="continue, multi_turn or self_talk; auto: continue for prompts, else multi_turn")  # fmt: skip
