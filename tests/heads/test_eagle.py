@@ -15,10 +15,11 @@ from trees import WILD
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import autoregressive, make_drafter
+from medusa_jax.heads import make_drafter
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.levels import Level, inner_nodes
+from medusa_jax.model import causal
 from medusa_jax.training import losses
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -109,15 +110,15 @@ def test_a_tree_is_drafted_along_its_paths():
             assert_close(logits[depth][b], np.stack(want))
 
 
-def test_chunks_of_positions_are_all_positions_at_once(monkeypatch):
-    """Three chunks, the last one partly beyond the rows, over two texts in a row."""
+def test_blocks_of_positions_are_all_positions_at_once(monkeypatch):
+    """Three blocks, the last one partly beyond the rows, over two texts in a row."""
     backbone, drafter, params = problem()
     hidden, tokens, positions, segments = family.random_rows(np.random.default_rng(2))
     segments = np.where(positions < 7, 1, 2).astype(np.int32)
     positions = np.where(positions < 7, positions, positions - 7).astype(np.int32)
     found = []
     for size in (64, 5):
-        monkeypatch.setattr(autoregressive, "CHUNK", size)
+        monkeypatch.setattr(causal, "BLOCK", size)
         run = jax.jit(lambda p, *rows: drafter.features(p, backbone, TextRows(*rows)))
         found.append(run(params, hidden, tokens, positions, segments))
     assert_close(*found)
@@ -158,9 +159,9 @@ def numpy_loss(params, backbone, rows, counted, levels, decay):
 def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch):
     """Each level reads what the one above made: the slope of the numpy loss is the gradient.
 
-    Two texts in a row, three chunks of deeper levels, one token in between that does not count.
+    Two texts in a row, three blocks of keys, one token in between that does not count.
     """
-    monkeypatch.setattr(autoregressive, "CHUNK", 4)
+    monkeypatch.setattr(causal, "BLOCK", 4)
     backbone, drafter, params = problem(n_layers=1)
     hidden, tokens, _, segments = family.random_rows(np.random.default_rng(3), B=1, T=11)
     segments[0, 7:] = 2

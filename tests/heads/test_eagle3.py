@@ -17,10 +17,11 @@ from trees import WILD
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import autoregressive, make_drafter, vocabulary
+from medusa_jax.heads import make_drafter, vocabulary
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.levels import Level, inner_nodes
+from medusa_jax.model import causal
 from medusa_jax.training import losses
 from medusa_jax.tree import Tree
 
@@ -132,8 +133,8 @@ def numpy_reader(params, drafter, backbone, hidden_TE, tokens_T):
 
 @pytest.mark.parametrize("fields", [PAPER, NEWER, VARIANT])
 def test_features_and_logits_of_every_level(fields, monkeypatch):
-    """In training, over three chunks of positions."""
-    monkeypatch.setattr(autoregressive, "CHUNK", 5)
+    """In training, over several blocks of keys."""
+    monkeypatch.setattr(causal, "BLOCK", 5)
     backbone, drafter, params = of(fields)
     rng = np.random.default_rng(0)
     rows = hidden, tokens, *_ = family.random_rows(rng, B=1, E=family.width(drafter))
@@ -213,7 +214,7 @@ def numpy_loss(params, drafter, backbone, whole, rows, counted, levels):
 @pytest.mark.parametrize("fields", [PAPER, NEWER])
 def test_the_loss_of_every_level_and_its_gradient_through_them(fields, monkeypatch):
     """Two texts in a row, a token in between that does not count, labels outside the vocabulary."""
-    monkeypatch.setattr(autoregressive, "CHUNK", 4)
+    monkeypatch.setattr(causal, "BLOCK", 4)
     whole, (backbone, drafter, params) = stored_base(), of(fields, len(IDS))
     levels, decay = 3, 0.8
     rng = np.random.default_rng(3)

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,11 +15,11 @@ from jax.experimental import multihost_utils
 
 from medusa_jax.config import Config, DataConfig
 from medusa_jax.console import announced, inform
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, first_line
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.repetition import repeated_ngram_share
-from medusa_jax.training.data.rows import ARRAYS, REPORT, TokenRows
+from medusa_jax.training.data.rows import ARRAYS, REPORT, TokenRows, write_tokens
 from medusa_jax.whole_files import checksum, replacing, write_json
 
 # Suffixes of the files of a directory that are read as text.
@@ -111,7 +110,8 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
     pipeline = grain.MapDataset.source(records).map(encode).to_iter_dataset(options)
     skipped: collections.Counter[str] = collections.Counter()
     first: dict[str, int] = {}
-    ids, counted, lengths = [], [], []
+    ids: list[np.ndarray] = []
+    counted: list[np.ndarray] = []
     with announced(f"tokenising {source}"):
         for i, (problem, pieces) in enumerate(pipeline):
             if problem:
@@ -120,7 +120,6 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
             for piece_ids, piece_counted in pieces:
                 ids.append(np.asarray(piece_ids, np.int32))
                 counted.append(np.asarray(piece_counted, bool))
-                lengths.append(len(piece_ids))
     reasons = "; ".join(
         f"{n} x {why}, first in {place(source, records[first[why]], first[why])}"
         for why, n in skipped.most_common()
@@ -132,13 +131,9 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
     inform(f"{source}: {len(records) - skipped.total()} of {len(records)} samples used")
     if skipped:
         inform(f"{source}: {skipped.total()} samples skipped ({reasons})")
-    starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-    arrays: list[np.ndarray] = [np.concatenate(ids), np.concatenate(counted), starts]
     report = {"source": source, "samples": len(records), "skipped": dict(skipped)}
     with replacing(directory) as new:
-        os.makedirs(new)
-        for name, array in zip(ARRAYS, arrays):
-            np.save(os.path.join(new, name), array)
+        write_tokens(new, ids, counted)
         sums = {name: checksum(os.path.join(new, name)) for name in ARRAYS}
         write_json(os.path.join(new, REPORT), report | {"crc32": sums})
 
@@ -160,13 +155,13 @@ def text_files(directory: str) -> list[Path]:
     return sorted(path for path in files if path.is_file() and path.stat().st_size)
 
 
-def read_records(source: str, pack: DataConfig) -> Sequence[Any]:
+def read_records(source: str, pack: DataConfig) -> Sequence[object]:
     """The samples of a source; those of a directory are its text files.
 
     Lines of .jsonl files are not parsed here, so that a bad line fails alone.
     """
     if os.path.isdir(source):
-        records: Any = text_files(source)
+        records: Sequence[object] = text_files(source)
     elif os.path.isfile(source):
         try:
             with open(source, encoding="utf-8", errors="replace") as file:
@@ -183,18 +178,13 @@ def read_records(source: str, pack: DataConfig) -> Sequence[Any]:
         if not isinstance(records, list):
             raise UserError(f"{source} must hold a JSON list of samples")
     else:
-        records = hub_records(source, pack.split)
-    if pack.max_samples:
-        take = range(min(pack.max_samples, len(records)))
-        records = (
-            records[: len(take)] if isinstance(records, list) else records.select(take)
-        )
-    if not len(records):
+        return hub_records(source, pack)
+    if not records:
         raise UserError(f"{source} has no samples")
-    return records
+    return records[: pack.max_samples or None]
 
 
-def hub_records(source: str, split: str) -> Any:
+def hub_records(source: str, pack: DataConfig) -> Sequence[object]:
     """A Hugging Face dataset by id."""
     is_path = source.startswith((".", "/")) or source.endswith((".jsonl", ".json", ".txt"))
     if is_path or source.count("/") > 1:
@@ -202,13 +192,13 @@ def hub_records(source: str, split: str) -> Any:
     import datasets
 
     try:
-        return datasets.load_dataset(source, split=split)
+        records = datasets.load_dataset(source, split=pack.split)
     except Exception as error:  # the library raises many types for missing, gated, offline
-        reason = str(error).strip().splitlines()[0][:200] if str(error) else repr(error)
         raise UserError(
-            f"{source} is neither a file nor a dataset that can be loaded ({reason}); give a "
-            f"path, check the id and split {split!r}, or log in with `hf auth login`"
+            f"{source} is neither a file nor a dataset that can be loaded ({first_line(error)}); give a "
+            f"path, check the id and split {pack.split!r}, or log in with `hf auth login`"
         ) from error
+    return records.select(range(min(pack.max_samples or len(records), len(records))))
 
 
 # (reason to skip a sample or "", [(token ids, counted), ...])
@@ -230,11 +220,11 @@ class Encoder:
             # Raises for an unknown name.
             chat.template_source(tokenizer, pack.chat_template)
 
-    def __call__(self, record: Any) -> Encoded:
+    def __call__(self, record: object) -> Encoded:
         try:
             if isinstance(record, Path):
                 record = record.read_text(encoding="utf-8", errors="replace")
-            elif self.lines:
+            elif self.lines and isinstance(record, str):
                 record = json.loads(record)
             return self.encode(record)
         except (ValueError, RecursionError):
@@ -242,7 +232,7 @@ class Encoder:
         except (UserError, OSError) as error:
             return str(error), []
 
-    def encode(self, record: Any) -> Encoded:
+    def encode(self, record: object) -> Encoded:
         """Encode a parsed sample."""
         kind = self.kind
         if kind == "auto":
@@ -264,7 +254,7 @@ class Encoder:
         targets = [i for i, counts in zip(ids, counted) if counts]
         return repeated_ngram_share(targets) > self.pack.max_repeats
 
-    def text(self, record: Any) -> Encoded:
+    def text(self, record: object) -> Encoded:
         """Encode plain text: every token counts; long texts are cut into pieces of one row each."""
         text = record.get("text") if isinstance(record, dict) else record
         if not isinstance(text, str) or not text.strip():
@@ -275,14 +265,16 @@ class Encoder:
         pieces = [ids[i : i + T] for i in range(0, len(ids), T)]
         return "", [(piece, [1] * len(piece)) for piece in pieces]
 
-    def conversation(self, record: Any, kind: str) -> Encoded:
+    def conversation(self, record: object, kind: str) -> Encoded:
         """Encode a conversation: only the assistant's tokens count."""
         parse = chat.parse_sharegpt if kind == "sharegpt" else chat.parse_messages
         messages, problem = parse(record)
         if problem:
             return problem, []
         try:
-            cut = bool(record.get("cut"))  # as `distill` marks it
+            cut = isinstance(record, dict) and bool(
+                record.get("cut")
+            )  # as `distill` marks it
             ids, counted = chat.encode_conversation(
                 self.tokenizer, messages, self.pack.chat_template, cut
             )
