@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.heads import Backbone, Drafter
-from medusa_jax.heads.autoregressive import Autoregressive, padded
+from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.causal import CausalMask
@@ -76,6 +76,7 @@ def unrolled(
             mask, cache, start_B,
         )  # fmt: skip
         if k == 0:
-            cache = jax.tree.map(lambda x: padded(x, 2, T * (K - 1)), cache)
+            room = ((0, 0), (0, 0), (0, T * (K - 1)), (0, 0))
+            cache = jax.tree.map(lambda x: jnp.pad(x, room), cache)
         features.append(x_BTD)
     return jnp.stack(features)
