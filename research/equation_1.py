@@ -62,6 +62,10 @@ def unrolled(
     seen_BTT = CausalMask(segment_ids_BT)
     x_BTD, cache = drafter._first_input(params, backbone, hidden_BTE), None
     row_T, slot_R = np.arange(T), np.arange(T * (K - 1))
+
+    def with_room(x_BGTH: jax.Array) -> jax.Array:
+        return jnp.pad(x_BGTH, ((0, 0), (0, 0), (0, T * (K - 1)), (0, 0)))
+
     features = []
     for k in range(K):
         mask: jax.Array | CausalMask = seen_BTT
@@ -76,7 +80,6 @@ def unrolled(
             mask, cache, start_B,
         )  # fmt: skip
         if k == 0:
-            room = ((0, 0), (0, 0), (0, T * (K - 1)), (0, 0))
-            cache = jax.tree.map(lambda x: jnp.pad(x, room), cache)
+            cache = jax.tree.map(with_room, cache)
         features.append(x_BTD)
     return jnp.stack(features)
