@@ -236,12 +236,6 @@ def test_where_no_tree_pays_none_is_used(directory, machine):
         assert model.tree == Tree.none() and model.variables["heads"]
 
 
-def test_a_gain_within_the_spread_is_none(directory, machine):
-    cost, _ = machine
-    cost |= {2: 1.0, 3: 1.9 / 1.5 / 1.01, 4: 9.0, 6: 9.0}
-    assert load(directory).tree.n_nodes == 2
-
-
 def test_bundled_is_the_files_own_choice(directory, machine, monkeypatch):
     _, measured = machine
     assert load(directory, tree="bundled").tree.n_nodes == 2

@@ -15,7 +15,7 @@ from tiny import decoder, forward_logits, random_params, tiny_arch
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.constrained import draft_nodes
-from medusa_jax.decoding.masks import ALL, NO_TOKEN, members, only, words
+from medusa_jax.decoding.masks import NO_TOKEN, words
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.stopping import STOPPED, STUCK
 from medusa_jax.heads import Backbone, make_drafter
@@ -113,13 +113,6 @@ def decode(tree, heads, acceptance, seed, drafter=None, **more):
 
 def allowed_everywhere(rule, text):
     return all(token in rule.tokens(text[:t]) for t, token in enumerate(text))
-
-
-def test_bits():
-    assert members(np.array([5], np.uint32), 4).tolist() == [True, False, True, False]
-    assert only(jnp.zeros((1, 3)), None).tolist() == [[0, 0, 0]]
-    got = only(jnp.zeros((1, 40)), np.array([[ALL, 1]], np.uint32))[0]
-    assert np.isfinite(np.asarray(got)).tolist() == [True] * 33 + [False] * 7
 
 
 def test_the_plain_loop_takes_the_best_allowed_token():

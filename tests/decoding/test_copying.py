@@ -31,9 +31,9 @@ def copied(text, n):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(0, 3))
-def test_what_followed_the_latest_longest_match_is_copied(text, behind):
+def test_what_followed_the_latest_longest_match_is_copied(text, after):
     padded = np.full((1, 24), 9)
-    padded[0, : len(text) + behind] = [*text, *[text[0]] * behind]
+    padded[0, : len(text) + after] = [*text, *[text[0]] * after]
     got = jax.jit(copied_tokens, static_argnums=2)(padded, np.array([len(text) - 1]), 4)
     assert got[0].tolist() == copied(text, 4)
 

@@ -311,13 +311,6 @@ def test_extra_rows_need_slots():
     assert loop.slot_ladder(engine, 128 - tree - extra + 1, 1) == [256]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000])
-def test_power_of_two(n):
-    least = loop.power_of_two(n, 1)
-    assert least >= n and least < 2 * n and bin(least).count("1") == 1
-    assert loop.power_of_two(n, 64) == max(64, least)
-
-
 @pytest.mark.wide
 def test_bfloat16_runs():
     """No promise of identity there, but of whole, well-formed texts."""

@@ -102,13 +102,6 @@ def test_the_definitions_are_openais_and_transformers(prompt, text, asked, seed)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_the_docstring_example():
-    penalties = penalties_of([Asked(presence=0.5, repetition=2.0)], [[1]], 3)
-    counts = jnp.array([[[0, 1, 1]]])
-    got = penalised(jnp.array([[[1.0, -1.0, 0.0]]]), penalties, counts)
-    assert got[0, 0].tolist() == [1.0, -2.5, -0.5]
-
-
 @partial(jax.jit, static_argnums=())
 def counts_of(counts_BV, nodes_BM, tree):
     return counts_down_paths(counts_BV, nodes_BM, tree)

@@ -35,14 +35,6 @@ def grams(text, n):
     return [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
 
 
-def test_the_docstring_examples():
-    assert barred_tokens([0, 1, 2, 0, 1], 3) == [2]
-    logits = jax.jit(without_repeats, static_argnums=3)(
-        np.zeros((1, 1, 4)), np.array([[[0, 1, 2, 0, 1, -1]]]), np.array([[4]]), 3
-    )
-    assert np.isneginf(np.asarray(logits)[0, 0]).tolist() == [False, False, True, False]
-
-
 @given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 4))
 def test_a_token_is_barred_if_it_completes_an_old_ngram(text, n):
     repeats = [v for v in range(4) if (g := grams([*text, v], n)) and g[-1] in g[:-1]]
@@ -51,7 +43,7 @@ def test_a_token_is_barred_if_it_completes_an_old_ngram(text, n):
 
 @partial(jax.jit, static_argnums=4)
 def flat_logits_barred(text_BS, length_B, nodes_BM, tree, n):
-    """Zeros [B, M, V = 3] with the bars behind every node."""
+    """Zeros [B, M, V = 3] with the bars after every node."""
     texts = texts_behind(text_BS, length_B, nodes_BM, tree)
     return without_repeats(jnp.zeros((*nodes_BM.shape, 3)), *texts, n)
 
@@ -59,7 +51,7 @@ def flat_logits_barred(text_BS, length_B, nodes_BM, tree, n):
 @SETTINGS
 @given(trees(9, 3), st.integers(0, 99), st.integers(1, 4))
 def test_every_node_has_the_bars_of_its_path(tree, seed, n):
-    """Two rows; behind their text the buffer holds what must not count."""
+    """Two rows; after their text the buffer holds what must not count."""
     rng = np.random.default_rng(seed)
     V, S, length = 3, 30, np.array([rng.integers(0, 20), 20])
     text = rng.integers(0, V, (2, S))
@@ -98,7 +90,7 @@ def reference(seed, acceptance, n=N):
 
 
 @pytest.mark.parametrize("acceptance", ["sampled", *wide("greedy")])
-def test_no_ngram_stands_twice(acceptance):
+def test_no_ngram_occurs_twice(acceptance):
     for seed in range(2):
         _, texts = reference(seed, acceptance)
         free = reference(seed, acceptance, 0)[1]
@@ -125,7 +117,7 @@ def test_the_plain_loop_takes_the_best_token_that_is_not_barred():
 
 @pytest.mark.wide
 def test_the_text_grows_with_the_cache():
-    """150 tokens behind prompts of 5 and 120: the cache of 128 slots doubles on the way."""
+    """150 tokens after prompts of 5 and 120: the cache of 128 slots doubles on the way."""
     config = tiny_arch(vocab_size=60)
     params = random_params(config, 3)
     llama, backbone = decoder(config, params)
@@ -169,7 +161,7 @@ def test_other_rules_never_give_a_barred_token(acceptance):
 
 @dataclasses.dataclass(frozen=True)
 class Tempted(Planted):
-    """Likes one token best that is barred behind the root, if any is, and the true one next.
+    """Likes one token best that is barred after the root, if any is, and the true one next.
 
     `barred_BS` of its parameters: that token for a root at this position, or -1.
     """
@@ -185,7 +177,7 @@ class Tempted(Planted):
         return jnp.stack([root_B, best_B], axis=1)
 
 
-def test_what_is_barred_behind_the_root_is_not_drafted():
+def test_what_is_barred_after_the_root_is_not_drafted():
     _, llama, backbone = model(0)
     request, expected = reference(0, "greedy")
     known = [p + t for p, t in zip(PROMPTS, expected)]

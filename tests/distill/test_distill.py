@@ -140,7 +140,7 @@ def test_self_talk_writes_the_user_s_turns_too(tokenizer):
     assert [m["role"] for m in records[0]["messages"]] == ["user", "assistant"] * 3
     assert contents(records[1]) == ["hi", "yes"]
     assert "no further user turn" in records[1]["problem"]
-    # The model goes on right behind the words that open a user's turn.
+    # The model goes on right after the words that open a user's turn.
     assert script.asked[2] == (0, "<s>u hi\na yes</s>u", "a")
 
 

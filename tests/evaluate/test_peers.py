@@ -1,4 +1,4 @@
-"""Other engines beside this one: what is counted, what they are asked for, who is missing."""
+"""Other engines compared with this one: what is counted, what they are asked for, who is missing."""
 
 import itertools
 import sys
@@ -52,7 +52,7 @@ def model(directory):
     return medusa_jax.load(str(directory), heads, tree="chain:1", dtype="float32")
 
 
-def test_this_engine_decodes_on_behind_an_end_of_text(model, monkeypatch):
+def test_this_engine_decodes_on_after_an_end_of_text(model, monkeypatch):
     """With every token an end of text, all that were asked for come, drafted and plain."""
     monkeypatch.setattr(model, "eos_ids", tuple(range(model.config.vocab_size)))
     options = Options(max_new_tokens=9, eos_ids=())

@@ -2,7 +2,6 @@
 these no other guesses, and what is emitted stays what plain decoding emits."""
 
 import dataclasses
-from functools import cache
 
 import family
 import jax
@@ -14,15 +13,14 @@ from closeness import assert_close
 from numpy_layers import numpy_norm
 from planted import check_counts, texts_of
 from safetensors.numpy import load_file, save_file
-from test_contract import PROMPTS, replayed_steps, request_of
-from tiny import decoder, random_params, tiny_arch
+from test_contract import check_replay, plain_texts, request_of, seven
+from tiny import random_params, tiny_arch
 from trees import WILD
 
-from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import ranks as decoding_ranks
 from medusa_jax.decoding.repeats import without_repeats
-from medusa_jax.decoding.sampling import gumbel, row_keys
+from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Backbone, make_drafter, vocabulary
 from medusa_jax.heads.drafter import TextRows
@@ -105,28 +103,12 @@ WIDE = Tree.from_choices(
 )  # fmt: skip
 
 
-@cache
-def seven(tied=False):
-    config = tiny_arch(vocab_size=7, n_layers=1, tie_embeddings=tied)
-    params = random_params(config, 1)
-    return config, params, *decoder(config, params)
-
-
 def engine_of(name, lm_head, acceptance, tied=False, n_gram=0):
     config, params, llama, backbone = seven(tied)
     stored = Backbone(Llama(config, jnp.float64), params)
     drafter, heads = pair_of(name, lm_head, stored, FOUR, seed=3)[1]
     engine = loop.Engine(llama, drafter, WIDE, acceptance, n_gram)
     return engine, {"backbone": backbone, "heads": heads}
-
-
-@cache
-def plain_texts(acceptance, tied, n_gram):
-    config, _, llama, backbone = seven(tied)
-    drafter = make_drafter(HeadsConfig(), config)
-    engine = loop.Engine(llama, drafter, Tree.none(), acceptance, n_gram)
-    variables = {"backbone": backbone, "heads": {}}
-    return texts_of(loop.generate(engine, variables, request_of(acceptance)))
 
 
 @pytest.mark.parametrize(
@@ -202,22 +184,7 @@ def test_ranks_predict_what_decoding_accepts(acceptance, n_gram):
     """So noise and bars of a drafted token are its own, not those of its place among the logits."""
     engine, variables = engine_of("medusa", "own", acceptance, n_gram=n_gram)
     engine = dataclasses.replace(engine, tree=Tree.cartesian([1, 2, 1]))
-    request = request_of(acceptance)
-    progress = loop.generate(engine, variables, request)
-    texts = [p + t for p, t in zip(PROMPTS, texts_of(progress))]
-    tokens, lengths = np.zeros((3, 64), np.int32), np.array([len(t) for t in texts])
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = text
-    noise = None
-    if acceptance == "sampled":
-        keys = row_keys(jnp.array(request.seed, jnp.uint32), jnp.arange(3))
-        noise = (keys, jnp.array(request.temperature))
-    backbone = Backbone(engine.llama, variables["backbone"])
-    ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=(0, 6))(
-        engine.drafter, variables["heads"], backbone, tokens, lengths, noise, n_gram
-    )
-    steps = replayed_steps(engine.tree, ranks, PROMPTS, texts)
-    assert steps == progress.steps_B.tolist()
+    check_replay(engine, variables, request_of(acceptance))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -263,7 +230,7 @@ def saved(path, kind="low_rank", ids=IDS):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_lie_beside_the_heads(kind, tmp_path):
+def test_ids_are_stored_with_the_heads(kind, tmp_path):
     """As ids in whatever type the weights are; the shared LM head is not stored."""
     file, drafter, config = saved(tmp_path, kind)
     heads, params, _ = heads_io.load_heads(str(tmp_path), config, make_mesh(), n_heads=2)
@@ -298,24 +265,18 @@ def test_bad_ids(ids, problem, tmp_path):
 
 
 def test_ids_that_are_missing_or_not_wanted(tmp_path):
-    file, drafter, config = saved(tmp_path)
+    file, _, config = saved(tmp_path)
     without = {k: v for k, v in load_file(file).items() if k != heads_io.IDS}
     kept = load_file(file)
     save_file(without, file)
     with pytest.raises(UserError, match=r"'draft_vocab/ids' is missing .* score 11 tokens"):
         heads_io.load_heads(str(tmp_path), config, make_mesh())
-    whole = dataclasses.replace(drafter.heads, draft_vocab=0)
     save_file(kept, file)
     description = tmp_path / "heads.json"
     text = description.read_text().replace('"draft_vocab": 11', '"draft_vocab": 0')
     description.write_text(text)
     with pytest.raises(UserError, match="no place for: 'draft_vocab/ids'"):
         heads_io.load_heads(str(tmp_path), config, make_mesh())
-    for wrong in (-1, 24):
-        with pytest.raises(UserError, match=r"heads\.draft_vocab is from 0"):
-            make_drafter(dataclasses.replace(whole, draft_vocab=wrong), config)
-    with pytest.raises(UserError, match="16 x 3: low_rank takes 1 to 3"):
-        make_drafter(dataclasses.replace(whole, draft_vocab=3, rank=4), config)
 
 
 def test_the_most_frequent():

@@ -140,26 +140,18 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     def add(name, file, load, **options):
         made[name] = Target(Path(file), load, **options)
 
+    def add_heads(name, state, file, config, same=True):
+        folder = write(root / name, state, file, config)
+        add(name, folder / file, read_heads(folder), weights=True)
+        add(f"{name}-config", folder / "config.json", read_heads(folder), same=same)
+
+    two = {"medusa_num_heads": 2, "medusa_num_layers": 1}
     for kind in ("pt", "safetensors"):
-        folder = write(root / f"medusa-{kind}", medusa_state(2), f"medusa_lm_head.{kind}",
-                       {"medusa_num_heads": 2, "medusa_num_layers": 1})  # fmt: skip
-        add(
-            f"medusa-{kind}",
-            folder / f"medusa_lm_head.{kind}",
-            read_heads(folder),
-            weights=True,
-        )
-        add(f"medusa-{kind}-config", folder / "config.json", read_heads(folder))
-    folder = write(root / "hydra", hydra_state(2, plus=True, tied=False), "hydra_lm_head.pt",
-                   {"hydra_num_heads": 2, "hydra_num_layers": 3})  # fmt: skip
-    add("hydra", folder / "hydra_lm_head.pt", read_heads(folder), weights=True)
-    add("hydra-config", folder / "config.json", read_heads(folder))
-    folder = write(root / "eagle", eagle_state(), "pytorch_model.bin", EAGLE)
-    add("eagle", folder / "pytorch_model.bin", read_heads(folder), weights=True)
-    add("eagle-config", folder / "config.json", read_heads(folder))
-    folder = write(root / "eagle3", eagle3_state(), "model.safetensors", EAGLE3)
-    add("eagle3", folder / "model.safetensors", read_heads(folder), weights=True)
-    add("eagle3-config", folder / "config.json", read_heads(folder), same=False)
+        add_heads(f"medusa-{kind}", medusa_state(2), f"medusa_lm_head.{kind}", two)
+    hydra = {"hydra_num_heads": 2, "hydra_num_layers": 3}
+    add_heads("hydra", hydra_state(2, plus=True, tied=False), "hydra_lm_head.pt", hydra)
+    add_heads("eagle", eagle_state(), "pytorch_model.bin", EAGLE)
+    add_heads("eagle3", eagle3_state(), "model.safetensors", EAGLE3, same=False)
 
     stored = open_heads(str(root / "medusa-pt"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}

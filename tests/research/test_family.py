@@ -78,7 +78,7 @@ def test_claim():
     assert "+20.0% in speed: that it is faster holds" in report.claim(both, speeds)
 
 
-def test_sigterm_ends_it_behind_the_training_that_it_hit(tmp_path, monkeypatch):
+def test_sigterm_ends_it_after_the_training_that_it_hit(tmp_path, monkeypatch):
     """With the exit status of one who was stopped, and no word of a failure."""
     trained = []
     monkeypatch.setattr(train, "main", lambda arguments: trained.append(arguments) or 143)

@@ -125,7 +125,7 @@ def pieces(batch, monkeypatch):
     ],
 )
 def test_a_prompt_in_pieces(batch, pieces, shared, wanted):
-    """Each with the token behind every one of its own; the last shared token is read again."""
+    """Each with the token after every one of its own; the last shared token is read again."""
     prompt = np.arange(1, 122)
     reading = batch.begin(Row([prompt.tolist()], [9], None, *ONE), 0, shared, AUTO)
     batch.slots = 256  # somebody's text has outgrown the slots since
@@ -188,7 +188,7 @@ def test_the_first_token_is_drawn_by_the_requests_rule(batch, pieces, rule, draw
 
 
 @pytest.mark.usefixtures("pieces")
-def test_a_text_is_not_reused_behind_other_heads(batch, monkeypatch):
+def test_a_text_is_not_reused_after_other_heads(batch, monkeypatch):
     """What the drafter of a row holds is of the heads that its rule reads."""
     monkeypatch.setattr(rows, "insert_row", lambda engine, state, row, at: state)
     monkeypatch.setattr(batches, "progress_of", lambda row: None)
@@ -231,12 +231,12 @@ def test_a_chunk_has_its_rule_tree_and_drafter(batch, monkeypatch, drafts):
     assert (engine.drafter == no_drafter(CONFIG)) != drafts
 
 
-def test_a_step_has_room_for_the_tree_and_what_is_beside_it(monkeypatch):
+def test_a_step_has_room_for_the_tree_and_what_is_extra_it(monkeypatch):
     heads = LookaheadConfig(window=4, ngram=4, guesses=3)
     drafter = make_drafter(heads, CONFIG)
-    tree, beside = drafter.default_tree, len(drafter.extra_rows.depth_X)
+    tree, extra = drafter.default_tree, len(drafter.extra_rows.depth_X)
     batch = batch_of(monkeypatch, {1: Tree.none(), 2: tree}, heads)
-    assert batch.widest == tree.n_nodes + beside > tree.n_nodes
+    assert batch.widest == tree.n_nodes + extra > tree.n_nodes
     assert batch.longest == tree.path_length > 1
     assert batch._state.outputs >= 100 + batch.longest
     slots = batch.slots

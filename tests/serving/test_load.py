@@ -131,11 +131,11 @@ def test_two_thousand_requests(n_clients, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_clients", [8, 64])
-def test_rate_beside_static_batches(n_clients, capsys):
+def test_rate_of_static_batches(n_clients, capsys):
     """The same requests served and in batches of as many rows, in turn; prints what came out."""
     model, asked = medusa_jax.load(), kinds(CODE, [16, 64, 128])
     expected, rounds = expected_texts(model, asked), []
-    # With so many clients, hardly any other number of rows is busy.
+    # With this many clients, hardly any other number of rows is busy.
     with serving(model, trees=dict.fromkeys((1, SLOTS), model.tree)) as port:
         port.server.warm_up(128, [(True, "auto")])
         for _ in range(1 + ROUNDS):  # the first warms up
@@ -164,7 +164,7 @@ def test_rate_beside_static_batches(n_clients, capsys):
 
 @contextlib.contextmanager
 def serving(model, **fields):
-    """A server of as many slots, behind a port."""
+    """A server of as many slots at a port."""
     with Server(model, slots=SLOTS, **fields) as server:
         port = Port(server, make_app(server, name=NAME, template="plain"))
         try:

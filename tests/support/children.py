@@ -10,7 +10,7 @@ def environment(xla_flags: str = "") -> dict[str, str]:
     """This process's, with the settings of `conftest.py` and all that can be imported here.
 
     Args:
-      xla_flags: go behind those that are set.
+      xla_flags: go after those that are set.
     """
     return os.environ | {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}",

@@ -27,7 +27,7 @@ def load_model(path):
 
 
 class Port:
-    """One server behind one port.
+    """One server at one port.
 
     Attributes:
       server, model: what answers.
@@ -51,7 +51,7 @@ class Port:
 
     @contextlib.contextmanager
     def before_each_turn(self, wait):
-        """Every turn of the server waits first; whoever waits then stops when this is left."""
+        """Every turn of the server waits first; one that waits at the end goes on."""
         scheduler, over = self.server._scheduler, threading.Event()
         true_step = scheduler.step
 

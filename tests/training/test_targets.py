@@ -32,7 +32,7 @@ COUNTED = [0, 0, 1, 1, 1, 1, 0, 1, 0, 1, 1, 1, 0, 0]
 SEGMENTS = [1] * 8 + [2] * 4 + [0, 0]
 POSITIONS = [*range(8), *range(4), 0, 0]
 # (t, label) of every pair that counts: head k (1-based) at t guesses the token at t + k + 1, and
-# the tokens between have to be the answer's too. D, behind the user's 42, is no head's target;
+# the tokens between have to be the answer's too. D, after the user's 42, is no head's target;
 # neither is anything that starts in the first segment and ends in the second.
 PAIRS = {
     1: [(1, 3), (2, 4), (3, 1), (8, 7), (9, 1)],
@@ -108,7 +108,7 @@ def test_the_loss_is_over_the_hand_written_pairs(name, backbone):
 
 
 def check_no_head_reads_the_future(drafter, params, backbone):
-    """Changing the label, or anything behind it, must not move the logits that guess it."""
+    """Changing the label, or anything after it, must not move the logits that guess it."""
     run = teacher_forced(drafter, params, backbone)
     before, t = run(row()), 1
     for k in range(drafter.n_heads):
@@ -144,7 +144,7 @@ class ReadsItsLabel(Medusa):
 
 @dataclasses.dataclass(frozen=True)
 class ReadsTheNextState(Medusa):
-    """Medusa with another mistake: the hidden state of the position behind."""
+    """Medusa with another mistake: the hidden state of the position after."""
 
     name = ""
 

@@ -203,6 +203,9 @@ def test_a_poisoned_batch_changes_nothing(tokens):
     state, metrics = step(state, frozen, microbatches(mesh, clean, 1))
     assert not bool(metrics["skipped"]) and int(state.updates) == 1
     assert np.isfinite(np.asarray(metrics["loss"])).all()
+    empty = clean | {"counted": np.zeros_like(clean["counted"])}
+    state, metrics = step(state, frozen, microbatches(mesh, empty, 1))
+    assert not bool(metrics["skipped"]) and not np.asarray(metrics["loss"]).any()
 
 
 @pytest.mark.wide
