@@ -48,5 +48,6 @@ def test_lines_of_a_file(tmp_path):
     file.write_text(json.dumps({"prompt": "x"} | own) + '\n{"prompt": "y"}\n')
     flags = parser().parse_args(["--prompts_file", str(file), "--constraint", "regex:b"])
     _, [first, second] = read_requests(flags)
-    assert first == Options(**own | {"logit_bias": {3: 1.0}})
+    own |= {"logit_bias": {3: 1.0}, "eos_ids": (5,), "stop_sequences": ((4, 6), (0,))}
+    assert first == Options(**own)
     assert second == Options(constraint={"regex": "b"})
