@@ -14,16 +14,18 @@ they do not know; here an unknown one is refused.
 
 import os
 import re
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads.eagle3 import Eagle3Config
+from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
 from medusa_jax.interop.hf import HARMLESS, read_config
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.hf_config import config_to_hf
+from medusa_jax.interop.stored_heads import Export, StoredHeads
 from medusa_jax.interop.tensor import Tensors, whole
+from medusa_jax.whole_files import Json
 
 EMBEDDING, D2T, T2D = "embed_tokens.weight", "d2t", "t2d"
 LAYER = "midlayer"
@@ -68,9 +70,7 @@ def is_eagle3(tensors: Tensors) -> bool:
     )
 
 
-def open_eagle3(
-    source: str, directory: str, tensors: Tensors, config: dict[str, Any]
-) -> StoredHeads:
+def open_eagle3(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     """Describe the EAGLE-3 heads of a file.
 
     Args: as for `open_medusa`.
@@ -128,7 +128,7 @@ def locate(path: str) -> tuple[str, bool]:
     return re.sub(r"^fc_norms_(\d+)\.", r"fc_norm.\1.", key), transposed
 
 
-def _check_fields(file: str, config: dict[str, Any]) -> None:
+def _check_fields(file: str, config: Json) -> None:
     for name in sorted(config.keys() - READ - UNUSED):
         raise UserError(
             f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
@@ -143,7 +143,7 @@ def _check_fields(file: str, config: dict[str, Any]) -> None:
             raise UserError(f"{file}: {name} should be true or false, not {config[name]!r}")
 
 
-def _depth(file: str, config: dict[str, Any]) -> dict[str, int]:
+def _depth(file: str, config: Json) -> dict[str, int]:
     """The number of layers of the backbone that the numbers of the tapped layers tell, if any.
 
     Files name the layers that streams enter (2, L / 2, L - 3) or those that they leave (one less). Other
@@ -185,3 +185,35 @@ def _take_ids(source: str, tensors: Tensors, vocab_size: int) -> np.ndarray | No
     if member_V.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(member_V), ids):
         raise UserError(f"keys {D2T!r} and {T2D!r} in {source} name different tokens")
     return None if len(ids) == vocab_size else ids
+
+
+def to_eagle3(export: Export, out: str) -> None:
+    """SpecForge's layout of EAGLE-3, which vLLM and SGLang read: `model.safetensors`."""
+    stored, config = export.stored, export.base.config
+    heads = stored.heads
+    if not isinstance(heads, Eagle3Config) or heads.lm_head != "own" or heads.n_layers != 1:
+        raise UserError(
+            "EAGLE-3's layout is for eagle3 heads of one layer with an LM head of their own, "
+            f"{stored.source} holds {heads.drafter} heads of {heads.n_layers} with LM head "
+            f"{heads.lm_head!r}"
+        )
+    if heads.tap_layers:
+        raise UserError(
+            f"the heads in {stored.source} read layers {heads.tap_layers}: engines do not agree on "
+            "how a file would say that; only the paper's layers can be written"
+        )
+    arrays = export.arrays(locate)
+    if stored.ids is not None:
+        ids = stored.ids.astype(np.int64)
+        arrays[D2T] = ids - np.arange(len(ids))
+        arrays[T2D] = np.isin(np.arange(config.vocab_size), ids)
+    shape = Eagle3(heads, config).shape
+    shape = replace(shape, n_layers=1, sliding_window=0, tie_embeddings=False)
+    flags = ("fc_norm", "norm_output", "norm_before_residual")
+    raw = config_to_hf(shape) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": heads.draft_vocab or config.vocab_size,
+        "torch_dtype": export.kind.name,
+        **{flag: True for flag in flags if getattr(heads, flag)},
+    }
+    export.write(out, "model.safetensors", arrays, raw)

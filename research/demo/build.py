@@ -297,11 +297,11 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
 
 def install_heads(trained: Path, out: Path, config: LlamaConfig) -> None:
     """Install heads in bfloat16 and their tree."""
-    from medusa_jax.interop import heads_io
+    from medusa_jax.interop import heads_io, own_heads
     from medusa_jax.sharding import make_mesh
 
     heads, params, described = heads_io.load_heads(str(trained), config, make_mesh())
-    heads_io.save_heads(
+    own_heads.save_heads(
         str(out), heads, params, base=described["base"],
         recipe=relative(described["recipe"]), dtype="bfloat16",
     )  # fmt: skip

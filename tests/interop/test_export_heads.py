@@ -31,12 +31,11 @@ from tiny import write_tokenizer
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import whole_config
-from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.convert import convert
-from medusa_jax.interop.export_heads import Export
+from medusa_jax.interop.export_heads import convert
 from medusa_jax.interop.published import open_heads
-from medusa_jax.interop.stored_heads import abstract_heads
+from medusa_jax.interop.stored_heads import Export, abstract_heads
 from medusa_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -58,14 +57,14 @@ def facts(base):
     return config, np.float64(base.lm_head().T)
 
 
-def own_heads(path, base, seed=0, dtype="float32", **fields):
+def random_heads(path, base, seed=0, dtype="float32", **fields):
     """Random heads in the project's own format."""
     heads = whole_config(HeadsConfig(**({"n_heads": 3, "rank": 5} | fields)))
     rng = np.random.default_rng(seed)
     shapes = abstract_heads(heads, LLAMA)
     params = jax.tree.map(lambda x: 2 * normal(rng, *x.shape), shapes)
-    record = heads_io.base_record(LLAMA, base.fingerprint())
-    heads_io.save_heads(str(path), heads, params, base=record, recipe={}, dtype=dtype)
+    record = own_heads.base_record(LLAMA, base.fingerprint())
+    own_heads.save_heads(str(path), heads, params, base=record, recipe={}, dtype=dtype)
     return open_heads(str(path))
 
 
@@ -101,7 +100,7 @@ CASES = [
 @pytest.mark.parametrize(("target", "lm_head", "n_layers"), CASES)
 def test_every_engine_guesses_what_we_do(target, lm_head, n_layers, base, facts, tmp_path):
     """The same first guess of each head, and logits as close as storage in float32 allows."""
-    stored = own_heads(tmp_path / "heads", base, lm_head=lm_head, n_layers=n_layers)
+    stored = random_heads(tmp_path / "heads", base, lm_head=lm_head, n_layers=n_layers)
     heads, params, _ = load(tmp_path / "heads")
     want = our_logits(heads, params)
     out = exported(stored, base, target, tmp_path / "out")
@@ -121,8 +120,8 @@ def test_the_authors_of_hydra_guess_what_we_do(drafter, base, facts, tmp_path):
     heads = dataclasses.replace(whole_config(HeadsConfig(drafter, 3)), **fields)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: 2 * normal(rng, *x.shape), abstract_heads(heads, LLAMA))
-    record = heads_io.base_record(LLAMA, base.fingerprint())
-    heads_io.save_heads(str(tmp_path / "heads"), heads, params, base=record, recipe={})
+    record = own_heads.base_record(LLAMA, base.fingerprint())
+    own_heads.save_heads(str(tmp_path / "heads"), heads, params, base=record, recipe={})
     want = our_logits(heads, jax.tree.map(np.float64, params))
     out = exported(open_heads(str(tmp_path / "heads")), base, "hydra", tmp_path / "out")
     logits = engines.hydra(out, facts[0], HIDDEN, EMBEDDED)
@@ -144,7 +143,7 @@ def test_random_round_trips_are_exact(base, tmp_path):
         fields = {"n_heads": rng.randint(1, 6), "lm_head": lm_head}
         fields["n_layers"] = 1 if lm_head == "shared" else rng.randint(1, 4)
         fields["dtype"] = rng.choice(["float32", "bfloat16", "float16"])
-        stored = own_heads(tmp_path / f"{n}", base, n, **fields)
+        stored = random_heads(tmp_path / f"{n}", base, n, **fields)
         out = exported(stored, base, target, tmp_path / f"{n}-out")
         theirs = open_heads(str(out))
         # A full model's own fingerprint is that of the model that it came from.
@@ -165,7 +164,7 @@ def test_a_fingerprint_needs_no_model(base):
 
 def test_the_engines_of_these_tests_are_strict(base, facts, tmp_path):
     """What they refuse is what the real ones pass over."""
-    stored = own_heads(tmp_path / "heads", base)
+    stored = random_heads(tmp_path / "heads", base)
     out = exported(stored, base, "tgi", tmp_path / "tgi")
     name = out / "medusa_lm_head.safetensors"
     state = load_file(name)
@@ -300,14 +299,14 @@ SHARED = {"lm_head": "shared"}
     ],
 )
 def test_what_a_layout_cannot_express(target, fields, match, base, tmp_path):
-    stored = own_heads(tmp_path / "heads", base, **fields)
+    stored = random_heads(tmp_path / "heads", base, **fields)
     with pytest.raises(UserError, match=match) as info:
         exported(stored, base, target, tmp_path / "out")
     assert "\n" not in str(info.value)
 
 
 def test_heads_of_another_model_and_a_directory_in_use(base, tmp_path):
-    own_heads(tmp_path / "heads", base)
+    random_heads(tmp_path / "heads", base)
     file = tmp_path / "heads" / "heads.json"
     meta = json.loads(file.read_text())
     meta["base"]["fingerprint"] = "0123"
@@ -341,7 +340,7 @@ def test_mixed_types_are_stored_in_one_that_holds_them(base, tmp_path):
 
 
 def test_the_card_gives_what_was_measured_or_says_that_nothing_was(base, tmp_path):
-    stored = own_heads(tmp_path / "heads", base)
+    stored = random_heads(tmp_path / "heads", base)
     nothing = exported(stored, base, "vllm", tmp_path / "a") / "README.md"
     text = nothing.read_text()
     assert text.startswith("---\nbase_model: owner/base\n") and "Nothing yet" in text
@@ -407,7 +406,7 @@ def test_eagle3_round_trip_from_published_files(narrow, newer, base, facts, tmp_
 
 def test_our_own_eagle3_heads_are_written_for_other_engines(base, facts, tmp_path):
     """Sized and rotated as the backbone, which the file then says."""
-    stored = own_heads(tmp_path / "own", base, drafter="eagle3", lm_head="own")
+    stored = random_heads(tmp_path / "own", base, drafter="eagle3", lm_head="own")
     out = exported(stored, base, "eagle3", tmp_path / "out")
     logits = engines.eagle3(out, facts[0], STREAMS, FOLLOWING)
     heads, params, _ = load(tmp_path / "own")

@@ -35,13 +35,14 @@ from safetensors.numpy import load_file
 from tiny import random_params, write_tokenizer
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.chat import render_prompt, shipped_template
-from medusa_jax.interop.export_heads import Export, to_merged
 from medusa_jax.interop.gguf.convert import _convert
+from medusa_jax.interop.merge import to_merged
 from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.stored_heads import Export
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree, load_tree_file
@@ -156,7 +157,7 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     stored = open_heads(str(root / "medusa-pt"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
     tree = tensor_files.unflatten(stored.read(LLAMA))
-    heads_io.save_heads(str(own), stored.heads, tree, base=record, recipe={"steps": 1})
+    own_heads.save_heads(str(own), stored.heads, tree, base=record, recipe={"steps": 1})
     add("own", own / "heads.safetensors", read_heads(own), weights=True)
     add("own-json", own / "heads.json", read_heads(own), same=False)
 

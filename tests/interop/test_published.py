@@ -40,7 +40,7 @@ from our_heads import (
 from safetensors.numpy import load_file, save_file
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.torch_writer import save_torch
 from medusa_jax.sharding import make_mesh
@@ -454,7 +454,7 @@ def test_our_own_by_directory_and_by_file(tmp_path):
     write(path, state, "medusa_lm_head.pt", V13)
     heads, params, _ = load(path)
     base = {"d_model": D, "vocab_size": V, "fingerprint": "x"}
-    heads_io.save_heads(str(tmp_path / "own"), heads, params, base=base, recipe={})
+    own_heads.save_heads(str(tmp_path / "own"), heads, params, base=base, recipe={})
     for file in ("", "heads.json", "heads.safetensors"):
         again, loaded, _ = load(tmp_path / "own" / file)
         assert again == heads
