@@ -16,6 +16,8 @@ from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import device_tree
 from medusa_jax.api.device_tree import fastest, figures
 from medusa_jax.measured import anew
+from medusa_jax.serving import row_sizes
+from medusa_jax.serving.trees import trees_by_rows
 
 GROWTH = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [3]]
 LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
@@ -164,8 +166,8 @@ def test_many_numbers_of_rows_share_the_time(directory, stuck, monkeypatch):
     monkeypatch.delenv(device_tree.VARIABLE)
     monkeypatch.setattr(device_tree, "TREES", 0.1)
     for _ in range(2):
-        ladder = device_tree.measured_ladder(model, model.calibrated, [1, 2, 4])
-        assert [tree.n_nodes for tree in ladder.rungs.values()] == [2, 2, 2]
+        trees = trees_by_rows(model, row_sizes(4), True)
+        assert {rows: tree.n_nodes for rows, tree in trees.items()} == {1: 2, 2: 2, 4: 2}
     assert measured == [(1, 1)]
 
 

@@ -2,12 +2,11 @@
 
 import json
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
-from children import devices, ended, environment, two
+from children import devices, ended, output_of, two
 from tiny import write_model
 
 pytestmark = pytest.mark.slow
@@ -27,10 +26,7 @@ def module(*args):
 
 def alone(*args):
     """The same command in one process, which has one device."""
-    env = environment(devices(1))
-    done = subprocess.run(args, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return output_of(*args, command=(), xla_flags=devices(1))
 
 
 def results(printed):

@@ -169,13 +169,6 @@ def test_rows_ended_by_the_caller_stop_and_do_not_disturb_the_others():
     assert (np.asarray(seen[-1].status_B)[wanted] == loop.STOPPED).all()
 
 
-def test_a_row_that_has_ended_keeps_its_reason():
-    engine, _ = all_accepted()
-    status_B = jnp.array([loop.RUNNING, loop.LIMIT, loop.STOPPED, loop.RUNNING])
-    ended = loop.end_rows(engine, status_B, jnp.array([True, True, True, False]))
-    assert ended.tolist() == [loop.STOPPED, loop.LIMIT, loop.STOPPED, loop.RUNNING]
-
-
 def test_when_all_rows_are_ended_the_stream_ends():
     engine, variables = all_accepted()
     chunks = loop.stream(engine, variables, request_of([NEW] * ROWS), chunk_steps=1)

@@ -132,21 +132,6 @@ def test_steps_are_dispatched_in_one_go_and_one_by_one(monkeypatch):
     assert asked == [3, 1, 1, 1] * 2  # to compile, and timed
 
 
-@pytest.mark.parametrize(
-    "flags, sentence",
-    [
-        (["--shape=llama-8b"], "none of the shapes llama-7b"),
-        (
-            ["--shape=llama-7b", "--drafters=medusae"],
-            "unknown drafter 'medusae'",
-        ),
-    ],
-)
-def test_bad_input(flags, sentence, tmp_path, capsys):
-    assert bench.main([*flags, f"--out={tmp_path}"]) == 2
-    assert sentence in capsys.readouterr().err
-
-
 def lowered(config, name, tree, dtype):
     """(the loop of steps for shapes alone, bytes of the backbone without its embedding table)."""
     drafter = drafter_of(name, config)

@@ -43,7 +43,6 @@ def test_what_a_question_is_scored_by(turns, references, kind):
 
 
 def test_rouge_by_hand():
-    pytest.importorskip("rouge_score")
     # 3 of 4 words of the answer, 3 of the reference's 6; pairs: 1 of 3 and 1 of 5.
     found = scores.score("rouge", "the cat runs home", ["the cat has a home today"])
     assert found["rouge1"] == pytest.approx(100 * 2 * 3 / (4 + 6))

@@ -18,18 +18,13 @@ from tiny import random_params, tiny_arch
 from trees import WILD
 
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding import ranks as decoding_ranks
-from medusa_jax.decoding.repeats import without_repeats
-from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Backbone, make_drafter, vocabulary
-from medusa_jax.heads.drafter import TextRows
 from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.interop.published import open_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree
-from medusa_jax.tree.growth import MISS
 
 pytestmark = pytest.mark.usefixtures("x64")
 NAMES = sorted(DRAFTERS)
@@ -132,50 +127,6 @@ def test_the_text_is_that_of_plain_decoding(name, lm_head, acceptance, tied, n_g
     assert (np.asarray(progress.histogram_BL).sum(0)[:2] > 0).all()
     drafted = np.asarray(progress.tokens_BO)[np.asarray(progress.depth_BO) > 0]
     assert len(drafted) > 5 and np.isin(drafted, FOUR).all()
-
-
-@pytest.mark.parametrize("n_gram", [2, *wide(0)])
-@pytest.mark.parametrize("temperature", [*wide(None), (0.7, 1.0)])
-def test_ranks_count_the_chosen_tokens_that_are_preferred(temperature, n_gram):
-    """From the logits of all tokens by hand; a token outside is a miss, whatever its logit."""
-    config, params, llama, prepared = seven()
-    stored = Backbone(Llama(config, jnp.float64), params)
-    (whole, of_all), (narrow, cut) = pair_of("medusa", "shared", stored, FOUR, seed=3)
-    B, T, K = 2, 40, 4
-    tokens = np.random.default_rng(0).integers(0, 7, (B, T), np.int32)
-    length = np.array([40, 33])
-    keys = jax.vmap(jax.random.key)(jnp.arange(B))
-    noise = None if temperature is None else (keys, jnp.array(temperature))
-    ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=(0, 6))(
-        narrow, cut, Backbone(llama, prepared), tokens, length, noise, n_gram
-    )
-    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    rows = (tokens, positions, (positions < length[:, None]).astype(np.int32))
-
-    @jax.jit
-    def all_scores(of_all):
-        features = whole.features(of_all, stored, TextRows(stored.forward(*rows), *rows))
-        found = []
-        for k in range(K):
-            scores = whole.head_logits(of_all, stored, k, features[k])
-            if n_gram and k == 0:
-                text, last = np.broadcast_to(tokens[:, None, :], (B, T, T)), positions + 1
-                scores = without_repeats(scores, text, np.minimum(last, T - 1), n_gram)
-            if temperature:
-                g = gumbel(keys, positions + k + 2, 7, jnp.float64)
-                scores = scores + np.array(temperature)[:, None, None] * g
-            found.append(scores)
-        return jnp.stack(found)
-
-    for k, scores in enumerate(np.asarray(all_scores(of_all))):
-        for b in range(B):
-            for t in range(length[b] - k - 2):
-                label = tokens[b, t + k + 2]
-                expected = MISS
-                if label in FOUR:
-                    expected = (scores[b, t, FOUR] > scores[b, t, label]).sum()
-                assert ranks[b, t, k] == expected
-    assert (np.asarray(ranks) < MISS).sum() > 20
 
 
 @pytest.mark.parametrize("n_gram", [2, *wide(0)])

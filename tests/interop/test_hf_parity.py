@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -144,25 +143,6 @@ def test_config_survives_the_way_out_and_back(case, models, tmp_path):
     tokens = torch.arange(30)[None]
     with torch.no_grad():
         assert torch.equal(reread(tokens).logits, model(tokens).logits)
-
-
-def test_old_and_new_rope_spelling_are_the_same(models):
-    """transformers 5 writes rope_parameters; published checkpoints have the older fields."""
-    for case in ("llama_linear_rope", "llama_llama3_rope"):
-        _, directory = models(case)
-        new = hf.read_config(directory)
-        with open(f"{directory}/config.json") as f:
-            raw = json.load(f)
-        rope = raw.pop("rope_parameters")
-        raw["rope_theta"] = rope.pop("rope_theta")
-        rope["type"] = rope.pop("rope_type")
-        raw["rope_scaling"] = rope
-        old_directory = f"{directory}/old"
-        os.makedirs(old_directory, exist_ok=True)
-        with open(f"{old_directory}/config.json", "w") as f:
-            json.dump(raw, f)
-        assert hf.read_config(old_directory) == new
-        assert new.rope_scaling in case
 
 
 def test_bin_and_sharded_directories(models, tmp_path):

@@ -6,7 +6,6 @@ import json
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -16,13 +15,12 @@ import children
 import clients
 import jax
 import pytest
-from served import NAME, TREE, Port, alone
+from served import TREE, alone, listening
 from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree
 from medusa_jax.serving import Request, Server
-from medusa_jax.serving.http import make_app
 from medusa_jax.serving.job import Job
 
 PROMPTS = ["in", "the cat and", "abcab, a hat.\n", "in the hat, the cat", "a", "hat " * 9]
@@ -165,12 +163,8 @@ def test_rate_of_static_batches(n_clients, capsys):
 @contextlib.contextmanager
 def serving(model, **fields):
     """A server of as many slots at a port."""
-    with Server(model, slots=SLOTS, **fields) as server:
-        port = Port(server, make_app(server, name=NAME, template="plain"))
-        try:
-            yield port
-        finally:
-            port.close()
+    with Server(model, slots=SLOTS, **fields) as server, listening(server, "plain") as port:
+        yield port
 
 
 def alive():
@@ -188,12 +182,8 @@ def resident():
 def apart(url, n_clients, n_calls, asked, pause):
     """`clients.attack` from a process of its own."""
     given = json.dumps([url, n_clients, n_calls, asked, pause])
-    command = [sys.executable, str(Path(clients.__file__))]
-    done = subprocess.run(
-        command, input=given, capture_output=True, text=True, env=children.environment()
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    command = (sys.executable, clients.__file__)
+    return json.loads(children.output_of(command=command, stdin=given))
 
 
 def static_rate(model, asked):

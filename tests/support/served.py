@@ -83,14 +83,22 @@ class Port:
 
 
 @contextlib.contextmanager
-def port_of(model, **fields):
-    """A server of three rows on a port of its own."""
-    with Server(model, slots=3, trees={3: TREE}, queue=QUEUE, chunk_steps=3) as server:
-        port = Port(server, make_app(server, name=NAME, template="", **fields))
-        try:
-            yield port
-        finally:
-            port.close()
+def listening(server, template="", limits=None, app=None):
+    """The server, or another application, at a port with these settings."""
+    app = app or make_app(server, name=NAME, template=template, limits=limits)
+    port = Port(server, app, limits)
+    try:
+        yield port
+    finally:
+        port.close()
+
+
+@contextlib.contextmanager
+def port_of(model):
+    """A server of three rows at a new port."""
+    fields = {"trees": {3: TREE}, "queue": QUEUE, "chunk_steps": 3}
+    with Server(model, slots=3, **fields) as server, listening(server) as port:
+        yield port
 
 
 def alone(model, prompt, **options):
