@@ -148,6 +148,22 @@ def test_the_last_piece_ends_with_the_slots(batch, pieces):
     assert piece.tokens_BT[0, :9].tolist() == prompt[-9:]
 
 
+def test_a_text_is_not_reused_after_other_heads(batch, pieces, monkeypatch):
+    """What the drafter of a row holds is of the heads that its rule reads; so is its first token."""
+    monkeypatch.setattr(rows, "insert_row", lambda engine, state, row, at: state)
+    monkeypatch.setattr(batches, "progress_of", lambda row: None)
+    known = {}
+    for rule in ("auto", "typical", "rejection", "greedy"):
+        prompt = Row([list(range(1, 122))], [9], None, *ONE)
+        reading = batch.begin(prompt, 1, 101, Group(True, rule))
+        known[rule] = reading.position
+        batch.read(reading)
+        batch.insert(reading, 1)
+    assert known == {"auto": 100, "typical": 0, "rejection": 100, "greedy": 0}
+    drawn_by = [engine.acceptance for engine, _ in pieces]
+    assert drawn_by == ["sampled", "typical", "rejection", "greedy"]
+
+
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_chunk_has_its_rule_tree_and_drafter(batch, monkeypatch, drafts):
     seen = []
