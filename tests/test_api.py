@@ -250,9 +250,7 @@ def test_a_limit_in_steps(model):
     for result in results:
         assert whole.token_ids[: result.new_tokens] == result.token_ids
         check_result(model, result)
-    with pytest.raises(
-        UserError, match="max_steps would end the drafted and the plain text"
-    ):
+    with pytest.raises(UserError, match="max_steps would end the drafted and the plain"):
         compare(model, ["in"], rows[0])
 
 

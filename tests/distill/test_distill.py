@@ -379,9 +379,7 @@ def test_damaged_files_are_named(tmp_path):
         files.check_settings(tmp_path, {})
     (tmp_path / "samples.jsonl").write_text("{}\nx\n5\n")
     three = [Seed(i) for i in range(3)]
-    with pytest.raises(
-        UserError, match=r"samples\.jsonl is damaged: line 2 .* first 1 lines"
-    ):
+    with pytest.raises(UserError, match=r"samples\.jsonl is damaged: line 2 .* first 1"):
         files.finished_lines(tmp_path / "samples.jsonl", 1, three, lambda *_: True)
 
 
