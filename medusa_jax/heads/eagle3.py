@@ -187,6 +187,11 @@ class Eagle3(Autoregressive):
     def taps(self) -> tuple[int, ...]:
         if self.heads.tap_layers:
             return tuple(int(x) for x in self.heads.tap_layers.split(","))
+        return self.paper_taps
+
+    @property
+    def paper_taps(self) -> tuple[int, ...]:
+        """The layers of the paper."""
         L = self.llama.n_layers  # fewer than five: the nearest that exist
         return tuple(sorted(min(max(i, 0), L) for i in (2, L // 2, L - 3)))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.eagle3_files import to_eagle3
+from medusa_jax.interop.eagle3_files import to_eagle3, to_speculators
 from medusa_jax.interop.eagle_files import to_eagle
 from medusa_jax.interop.heads_io import check_base
 from medusa_jax.interop.hydra_files import to_hydra
@@ -67,7 +67,7 @@ TARGETS = {
     ),
     "vllm": Target(
         to_vllm,
-        "any vLLM that has Medusa",
+        "any vLLM that has Medusa; EAGLE-3 heads as in speculators",
         '`speculative_config={{"method": "medusa", "model": "{out}", '
         '"num_speculative_tokens": {heads}}}`. With more tokens than heads, random weights '
         "would draft the rest without a warning",
@@ -94,10 +94,16 @@ TARGETS = {
     ),
     "eagle3": Target(
         to_eagle3,
-        "EAGLE-3 in vLLM, SGLang and EAGLE's own code",
+        "EAGLE-3 in SGLang, vLLM and EAGLE's own code",
         'vLLM: `speculative_config={{"method": "eagle3", "model": "{out}", '
         '"num_speculative_tokens": 4}}`; SGLang: `--speculative-algorithm EAGLE3 '
         "--speculative-draft-model-path {out}`",
+        draft_vocab=True,
+    ),
+    "speculators": Target(
+        to_speculators,
+        "EAGLE-3 in vLLM and speculators",
+        "`vllm serve {out}`, which serves the base model with these heads",
         draft_vocab=True,
     ),
 }
@@ -122,6 +128,8 @@ def convert(
       UserError: `out` is not empty; heads that the target does not support or that belong to another backbone;
         unreadable or unwritable files.
     """
+    if target == "vllm" and export.stored.heads.drafter == "eagle3":
+        target = "speculators"
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
         # Engines load every file of weights in the directory.
         raise UserError(f"{out} is not empty: give --out a new directory")

@@ -21,6 +21,7 @@ from head_files import (
     eagle_state,
     medusa_state,
     normal,
+    renamed,
     write,
 )
 from our_heads import BASE, EMBEDDED, FOLLOWING, HIDDEN, STREAMS, load, our_logits
@@ -58,7 +59,9 @@ def facts(base):
 
 def random_heads(path, base, seed=0, dtype="float32", **fields):
     """Random heads in the project's own format."""
-    heads = whole_config(HeadsConfig(**({"n_heads": 3, "rank": 5} | fields)))
+    general = {f.name for f in dataclasses.fields(HeadsConfig)} & fields.keys()
+    heads = HeadsConfig(**({"n_heads": 3, "rank": 5} | {f: fields[f] for f in general}))
+    heads = dataclasses.replace(whole_config(heads), **fields)
     rng = np.random.default_rng(seed)
     shapes = abstract_heads(heads, LLAMA)
     params = jax.tree.map(lambda x: 2 * normal(rng, *x.shape), shapes)
@@ -260,7 +263,12 @@ SHARED = {"lm_head": "shared"}
         ("eagle", {"drafter": "eagle", "lm_head": "own"}, "eagle heads with LM head 'own'"),
         ("eagle", {"drafter": "hydra"} | SHARED, "hydra heads with LM head 'shared'"),
         ("eagle3", {"drafter": "eagle3"} | SHARED, "with LM head 'shared'"),
-        ("eagle3", {"drafter": "eagle3", "n_layers": 2}, "eagle3 heads of 2"),
+        ("eagle3", {"drafter": "eagle3", "n_layers": 2}, "have 2 layers and read"),
+        (
+            "eagle3",
+            {"drafter": "eagle3", "tap_layers": "1,0"},
+            r"read \(1, 0\): .* paper's",
+        ),
     ],
 )
 def test_what_a_layout_cannot_express(target, fields, match, base, tmp_path):
@@ -378,3 +386,35 @@ def test_our_own_eagle3_heads_are_written_for_other_engines(base, facts, tmp_pat
     assert_close(our_logits(heads, params), logits[:3], dtype="float32")
     again, params, _ = load(out)
     assert_close(our_logits(again, params)[:3], logits[:3], dtype="float32")
+
+
+@pytest.mark.parametrize(("narrow", "newer"), [(True, False), (False, True)])
+@pytest.mark.parametrize("target", ["speculators", "vllm"])
+def test_eagle3_for_speculators(target, narrow, newer, base, facts, tmp_path):
+    """From SpecForge's layout to speculators' and back: the same tensors, logits by vLLM's rules."""
+    state, flags = eagle3_state(narrow, newer), {"fc_norm": True, "norm_output": True}
+    more = {"draft_vocab_size": len(IDS) if narrow else V} | (flags if newer else {})
+    write(tmp_path / "a", state, "model.safetensors", EAGLE3 | more)
+    out = exported(open_heads(str(tmp_path / "a")), base, target, tmp_path / "b")
+    found = load_file(out / "model.safetensors")
+    embedding = found.pop("embed_tokens.weight")
+    np.testing.assert_array_equal(embedding, np.float32(BASE["embed_tokens"]["embedding"]))
+    jax.tree.map(np.testing.assert_array_equal, found, renamed(state))
+    logits = engines.speculators(out, facts[0], STREAMS, FOLLOWING)
+    heads, params, _ = load(out)
+    assert_close(our_logits(heads, params)[:4], logits, dtype="float32")
+    again = exported(open_heads(str(out)), base, "eagle3", tmp_path / "c")
+    jax.tree.map(
+        np.testing.assert_array_equal, load_file(again / "model.safetensors"), state
+    )
+
+
+def test_what_only_speculators_can_say(base, tmp_path):
+    """Two layers and other tapped layers, there and back."""
+    fields = {"drafter": "eagle3", "lm_head": "own", "n_layers": 2, "tap_layers": "1,0"}
+    stored = random_heads(tmp_path / "own", base, **fields)
+    out = exported(stored, base, "speculators", tmp_path / "out")
+    assert engines.config_of(out)["eagle_aux_hidden_state_layer_ids"] == [1, 0]
+    again = open_heads(str(out))
+    assert (again.heads.n_layers, again.heads.tap_layers) == (2, "1,0")
+    jax.tree.map(np.testing.assert_array_equal, again.read(LLAMA), stored.read(LLAMA))

@@ -25,10 +25,12 @@ from head_files import (
     EAGLE,
     EAGLE3,
     LLAMA,
+    SPECULATORS,
     eagle3_state,
     eagle_state,
     hydra_state,
     medusa_state,
+    renamed,
     write,
 )
 from safetensors.numpy import load_file
@@ -153,6 +155,9 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     add_heads("hydra", hydra_state(2, plus=True, tied=False), "hydra_lm_head.pt", hydra)
     add_heads("eagle", eagle_state(), "pytorch_model.bin", EAGLE)
     add_heads("eagle3", eagle3_state(), "model.safetensors", EAGLE3, same=False)
+    state = renamed(eagle3_state())
+    folder = write(root / "speculators", state, "model.safetensors", SPECULATORS)
+    add("speculators-config", folder / "config.json", read_heads(folder), same=False)
 
     stored = open_heads(str(root / "medusa-pt"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
