@@ -4,6 +4,7 @@ import itertools
 import sys
 import types
 from typing import ClassVar
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -139,25 +140,15 @@ def fake_torch_and_transformers(asked):
             streamer.end()
             return Numbers([[*ids.rows[0], *[9] * n]])
 
-    class Inference:
-        def __enter__(self):
-            return self
+    torch = MagicMock(float32="float32", tensor=Numbers, ones_like=lambda x: x)
+    torch.set_num_threads = asked.append
+    transformers = MagicMock(GenerationConfig=lambda **fields: fields)
 
-        def __exit__(self, *_):
-            return False
+    def from_pretrained(path, dtype, trust_remote_code):
+        asked.append((path, dtype, trust_remote_code))
+        return Model()
 
-    torch = types.SimpleNamespace(
-        float32="float32", tensor=Numbers, ones_like=lambda x: x, inference_mode=Inference,
-        set_num_threads=asked.append,
-    )  # fmt: skip
-    transformers = types.SimpleNamespace(
-        AutoModelForCausalLM=types.SimpleNamespace(
-            from_pretrained=lambda path, dtype, trust_remote_code: (
-                asked.append((path, dtype, trust_remote_code)) or Model()
-            )
-        ),
-        GenerationConfig=lambda **fields: fields,
-    )
+    transformers.AutoModelForCausalLM.from_pretrained = from_pretrained
     return {"torch": torch, "transformers": transformers}
 
 

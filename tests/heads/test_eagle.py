@@ -61,14 +61,7 @@ def test_features_and_logits_are_those_of_the_paper(fields):
     backbone, drafter, params = problem(**fields)
     assert ("bias" in params["heads_0"]["fc"]) == fields.get("fc_bias", True)
     rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0), B=1)
-
-    @jax.jit
-    def both(params):
-        features = drafter.features(params, backbone, TextRows(*rows))
-        logits = [drafter.head_logits(params, backbone, k, features[k]) for k in range(4)]
-        return features, logits
-
-    features, logits = both(params)
+    features, logits = family.features_and_logits(drafter, params, backbone, rows)
     for t in (0, 3, 7):
         read = numpy_reader(params, backbone, hidden[0, : t + 1], tokens[0, : t + 1])
         for k in range(4):

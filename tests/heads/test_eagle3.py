@@ -15,7 +15,6 @@ from tiny import tiny_arch
 from trees import WILD
 
 from medusa_jax.heads import autoregressive, make_drafter, vocabulary
-from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.levels import Level, inner_nodes
 from medusa_jax.training import losses
@@ -111,15 +110,7 @@ def test_features_and_logits_of_every_level(fields, monkeypatch):
     backbone, drafter, params = of(fields)
     rng = np.random.default_rng(0)
     rows = hidden, tokens, *_ = family.random_rows(rng, B=1, E=family.width(drafter))
-
-    @jax.jit
-    def both(params):
-        features = drafter.features(params, backbone, TextRows(*rows))
-        return features, [
-            drafter.head_logits(params, backbone, k, features[k]) for k in range(4)
-        ]
-
-    features, logits = both(params)
+    features, logits = family.features_and_logits(drafter, params, backbone, rows)
     for t in (0, 4, 7):
         out, scores = numpy_reader(
             params, drafter, backbone, hidden[0, : t + 1], tokens[0, : t + 1]

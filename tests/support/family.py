@@ -15,7 +15,7 @@ from tiny import decoder, random_heads, random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import BASELINES, Backbone, make_drafter, vocabulary
-from medusa_jax.heads.drafter import Committed, DraftRequest
+from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
 
@@ -75,6 +75,20 @@ def random_rows(rng, B=2, T=12, E=D):
     tokens = rng.integers(0, V, (B, T), np.int32)
     positions = np.broadcast_to(np.arange(T, dtype=np.int32)[None], (B, T))
     return hidden, tokens, positions, np.ones((B, T), np.int32)
+
+
+def features_and_logits(drafter, params, backbone, rows):
+    """What training computes of these rows: features [K, B, T, D], and every head's logits."""
+
+    @jax.jit
+    def run(params):
+        features = drafter.features(params, backbone, TextRows(*rows))
+        heads = range(drafter.n_heads)
+        return features, [
+            drafter.head_logits(params, backbone, k, features[k]) for k in heads
+        ]
+
+    return run(params)
 
 
 def numpy_lm_head(head, backbone, x):
