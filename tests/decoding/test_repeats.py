@@ -10,7 +10,17 @@ import pytest
 from cases import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import Planted, planted, planted_params, texts_of
+from planted import (
+    LIMITS,
+    PROMPTS,
+    SAMPLED,
+    Planted,
+    plain_texts,
+    planted,
+    planted_params,
+    random_model,
+    texts_of,
+)
 from tiny import decoder, forward_logits, random_params, tiny_arch
 from trees import TreeArrays, trees
 
@@ -23,16 +33,19 @@ from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
-NEW = 40
 N = 3
-# Few tokens, so that bars matter; rows with short and long prompts.
+# Few tokens, so that bars matter.
 CONFIG = tiny_arch(vocab_size=11, n_layers=1)
-PROMPTS = [[4], [1, 2, 3, 1, 2, 3, 1, 2], [0, 0, 0, 0, 0]]
-LIMITS = [NEW, 17, 29]
 
 
 def grams(text, n):
     return [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
+
+
+def check_no_repeats(prompt, text):
+    old = grams(prompt, N)
+    new = grams([*prompt, *text], N)[len(old) :]
+    assert len(set(new)) == len(new) and not set(new) & set(old)
 
 
 @given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 4))
@@ -66,27 +79,15 @@ def test_every_node_has_the_bars_of_its_path(tree, seed, n):
 
 
 @cache
-def model(seed):
-    params = random_params(CONFIG, seed)
-    return (params, *decoder(CONFIG, params))
-
-
-def fields(acceptance):
-    sampled = {"temperature": [1.0, 0.0, 0.7], "top_k": [0, 0, 5], "top_p": [1.0, 1.0, 0.9]}
-    return sampled if acceptance == "sampled" else {}
-
-
-@cache
 def reference(seed, acceptance, n=N):
     """What the plain loop emits, n-grams of size n barred."""
-    request = loop.Request(PROMPTS, LIMITS, **fields(acceptance))
-    _, llama, backbone = model(seed)
-    plain = loop.Engine(
-        llama, planted(CONFIG), Tree.none(), acceptance, no_repeat_ngram_size=n
+    sampled = SAMPLED if acceptance == "sampled" else {}
+    request, model = (
+        loop.Request(PROMPTS, LIMITS, **sampled),
+        random_model(CONFIG, seed)[1:],
     )
-    return request, texts_of(
-        loop.generate(plain, {"backbone": backbone, "heads": {}}, request)
-    )
+    bars = {"no_repeat_ngram_size": n}
+    return request, plain_texts(CONFIG, *model, request, acceptance, **bars)
 
 
 @pytest.mark.parametrize("acceptance", ["sampled", *wide("greedy")])
@@ -96,14 +97,12 @@ def test_no_ngram_occurs_twice(acceptance):
         free = reference(seed, acceptance, 0)[1]
         assert texts != free
         for prompt, text in zip(PROMPTS, texts):
-            old = grams(prompt, N)
-            new = grams([*prompt, *text], N)[len(old) :]
-            assert len(set(new)) == len(new) and not set(new) & set(old)
+            check_no_repeats(prompt, text)
 
 
 def test_the_plain_loop_takes_the_best_token_that_is_not_barred():
     for seed in range(2):
-        params, *_ = model(seed)
+        params, *_ = random_model(CONFIG, seed)
         _, texts = reference(seed, "greedy")
         for prompt, text, limit in zip(PROMPTS, texts, LIMITS):
             assert len(text) == limit
@@ -145,7 +144,7 @@ def test_the_text_grows_with_the_cache():
 @pytest.mark.wide
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])
 def test_other_rules_never_give_a_barred_token(acceptance):
-    params, llama, backbone = model(0)
+    params, llama, backbone = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
     engine = loop.Engine(
         llama, drafter, Tree.cartesian([2, 2]), acceptance, no_repeat_ngram_size=N
@@ -154,9 +153,7 @@ def test_other_rules_never_give_a_barred_token(acceptance):
     heads = drafter.init(jax.random.key(0), Backbone(Llama(CONFIG, jnp.float64), params))
     progress = loop.generate(engine, {"backbone": backbone, "heads": heads}, request)
     for prompt, text in zip(PROMPTS, texts_of(progress)):
-        old = grams(prompt, N)
-        new = grams([*prompt, *text], N)[len(old) :]
-        assert len(set(new)) == len(new) and not set(new) & set(old)
+        check_no_repeats(prompt, text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +175,7 @@ class Tempted(Planted):
 
 
 def test_what_is_barred_after_the_root_is_not_drafted():
-    _, llama, backbone = model(0)
+    _, llama, backbone = random_model(CONFIG, 0)
     request, expected = reference(0, "greedy")
     known = [p + t for p, t in zip(PROMPTS, expected)]
     barred = np.full((len(known), 256), -1)
@@ -197,7 +194,7 @@ def test_what_is_barred_after_the_root_is_not_drafted():
 
 
 def test_without_bars_nothing_is_carried():
-    _, llama, backbone = model(0)
+    _, llama, backbone = random_model(CONFIG, 0)
     engine = loop.Engine(llama, planted(CONFIG), Tree.none())
     state, _ = loop.begin(
         engine, {"backbone": backbone, "heads": {}}, loop.Request([[1]], [4])
