@@ -198,6 +198,9 @@ def test_a_batch_takes_its_own_rung(directory, machine):
     del measured[:]
     model = load(directory, batch=4, all_heads=False)  # the rung of one row needs two heads
     assert [model.tree_at(rows).n_nodes for rows in (1, 2, 4, 16)] == [3, 1, 1, 1]
+    for measuring in (True, False):  # as a server asks
+        trees = trees_by_rows(model, [1, 4], measuring)
+        assert {rows: tree.n_nodes for rows, tree in trees.items()} == {1: 3, 4: 1}
     assert not measured and model.tree == Tree.none()
     made = [len(model.generate([[4]] * n, Options(max_new_tokens=2))) for n in (1, 4)]
     assert made == [1, 4]
