@@ -18,6 +18,7 @@ from medusa_jax.api.device_tree import fastest, figures
 from medusa_jax.measured import anew
 from medusa_jax.serving import row_sizes
 from medusa_jax.serving.trees import trees_by_rows
+from medusa_jax.tree.ladder import Ladder
 
 GROWTH = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [3]]
 LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
@@ -171,6 +172,18 @@ def test_many_numbers_of_rows_share_the_time(directory, stuck, monkeypatch):
     assert measured == [(1, 1)]
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_server_has_a_tree_for_each_number_of_rows(directory, monkeypatch, measured):
+    """Measured, or the file's."""
+    monkeypatch.setenv(device_tree.VARIABLE, "bundled")
+    model = load(directory)
+    monkeypatch.delenv(device_tree.VARIABLE)
+    ladder = Ladder({rows: Tree.chain(rows) for rows in (1, 2)})
+    monkeypatch.setattr(device_tree, "measured_ladder", lambda *_: ladder)
+    trees = trees_by_rows(model, [1, 2], measured)
+    assert [tree.n_nodes for tree in trees.values()] == ([2, 3] if measured else [2, 2])
+
+
 def test_figures_are_of_the_quieter_half_of_the_rounds():
     """Ratios 1.0, 1.1, ..., 1.4 in it, 3 in the others."""
     quiet = [(1.0, 1 + 0.1 * i) for i in range(5)]
@@ -198,9 +211,6 @@ def test_a_batch_takes_its_own_rung(directory, machine):
     del measured[:]
     model = load(directory, batch=4, all_heads=False)  # the rung of one row needs two heads
     assert [model.tree_at(rows).n_nodes for rows in (1, 2, 4, 16)] == [3, 1, 1, 1]
-    for measuring in (True, False):  # as a server asks
-        trees = trees_by_rows(model, [1, 4], measuring)
-        assert {rows: tree.n_nodes for rows, tree in trees.items()} == {1: 3, 4: 1}
     assert not measured and model.tree == Tree.none()
     made = [len(model.generate([[4]] * n, Options(max_new_tokens=2))) for n in (1, 4)]
     assert made == [1, 4]

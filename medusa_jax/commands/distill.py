@@ -172,9 +172,10 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
     from medusa_jax import hosts
     from medusa_jax.api import Options
     from medusa_jax.distill import files
-    from medusa_jax.distill.writer import Progress, Writer, prompt_of, write_all
+    from medusa_jax.distill.writer import Writer, prompt_of, write_all
     from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.interop.chat import stop_ids, template_source
+    from medusa_jax.training.log.progress import Progress
 
     temperature = flags.temperature
     if temperature is None:
@@ -208,7 +209,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
         if lines:
             inform(f"{len(lines)} of {len(seeds)} seeds are answered already")
     start, before = time.perf_counter(), int(hosts.broadcast_from_first(len(lines)))
-    progress = Progress(len(seeds), before)
+    progress = Progress("answers", len(seeds), "seed", before, hosts.first())
     made = write_all(Writer(model, flags, mode, options, progress), path, seeds[before:])
     stopped = before + len(made) < len(seeds)
     if not hosts.first():

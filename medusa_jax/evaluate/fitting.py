@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from medusa_jax.api import Model, Options, device_tree
-from medusa_jax.evaluate.progress import Progress
 from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
+from medusa_jax.training.log.progress import Progress
 from medusa_jax.tree import Choice, Tree, growth
 from medusa_jax.tree.growth import Recorded
 

@@ -23,9 +23,8 @@ def curve(run: Path) -> list[Json]:
 
     trained_top1 is the mean over training batches logged since the previous record.
     """
-    file = run / "log.jsonl"
     found, trained = [], []
-    for record in read_log(file) if file.exists() else []:
+    for record in read_log(run / "log.jsonl"):
         if record.get("kind") == "train":
             trained.append(record["top1"])
         elif record.get("kind") == "eval":

@@ -24,9 +24,9 @@ from medusa_jax.commands import (
 from medusa_jax.commands.flags import typed
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate import progress
 from medusa_jax.interop.hf import read_config
 from medusa_jax.training.data.rows import TokenRows
+from medusa_jax.training.log import progress
 from medusa_jax.tree import Tree
 from research.__main__ import COMMANDS as RESEARCH
 

@@ -193,7 +193,7 @@ def test_of_two_runs_one_writes_and_the_other_waits(
     directory, files = expected.directory, files_of(expected)
     last = expected.path(expected.shards[-1])
     os.rename(last, last + ".kept")
-    other = FileLock(directory + ".lock")
+    other = FileLock(directory + "/.lock")
     with other:
         run = threading.Thread(target=lambda: found.append(cache(cfg, setup)))
         run.start()
