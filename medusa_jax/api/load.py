@@ -131,8 +131,8 @@ def load(
     read_wide: Callable[[], Any] | None = None
     if baseline is not None:
         heads, head_params = load_baseline(baseline, text_to_ids, number, devices, storage)
-        own = make_drafter(heads, config).default_tree
-        chosen = tree_choice.without_tree_file(tree, own)
+        default = make_drafter(heads, config).default_tree
+        chosen = tree_choice.TreeChoice(default if tree == "auto" else tree)
     elif stored is None:
         chosen = tree_choice.TreeChoice(Tree.none() if tree == "auto" else tree)
     else:

@@ -1,21 +1,18 @@
 """`bench shape`: what a published shape costs on this device, with random weights."""
 
-import argparse
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from medusa_jax.commands.bench_race import out_directory
 from medusa_jax.commands.flags import (
     DRAFT_WEIGHTS,
     DTYPES,
     WEIGHTS,
+    Program,
     at_least,
-    command,
-    run_command,
+    flag,
 )
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.tables import Cell, device_facts, write_report
+from medusa_jax.evaluate.tables import Cell, Row, device_facts, write_report
 
 EXAMPLES = """examples:
   python -m medusa_jax bench shape --shape llama-7b
@@ -24,34 +21,15 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Flags of `bench shape`."""
+    """Time steps of a published shape, or of a config.json, with random weights."""
 
-    shape: str
-    drafters: str | None
-    dtype: str | None
-    weights: str | None
-    draft_weights: str | None
-    repeats: int
-    out: str
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m medusa_jax bench shape",
-        "Time steps of a published shape, or of a config.json, with random weights.",
-        EXAMPLES,
-    )
-    p.add_argument("--shape", required=True, help="llama-7b, ..., or a directory")
-    p.add_argument("--drafters", help="comma-separated names (default: all)")
-    p.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, else bfloat16")
-    p.add_argument("--weights", choices=WEIGHTS, help="type to store kernels in")
-    p.add_argument("--draft_weights", choices=DRAFT_WEIGHTS, help="that of draft heads")
-    p.add_argument(
-        "--repeats", type=at_least(1), default=3, help="timed rounds (default: 3)"
-    )
-    p.add_argument("--out", default="work/bench", help="directory for results")
-    return p
+    shape: str = flag("llama-7b, ..., or a directory")
+    drafters: str | None = flag("comma-separated names (default: all)", None)
+    dtype: str | None = flag("default: float32 on CPU, else bfloat16", None, choices=DTYPES)
+    weights: str | None = flag("type to store kernels in", None, choices=WEIGHTS)
+    draft_weights: str | None = flag("that of draft heads", None, choices=DRAFT_WEIGHTS)
+    repeats: int = flag("timed rounds", 3, type=at_least(1))
+    out: str = flag("directory for results", "work/bench")
 
 
 def run(flags: Flags) -> int:
@@ -83,31 +61,23 @@ def run(flags: Flags) -> int:
         "heads, GB": lambda r: f"{r['head_bytes'] / 1e9:.2f}",
         **{f"{n} nodes": f"{{step_latency_ratios[{i}]:.2f}}x" for i, n in enumerate(sizes)},
         f"step, {sizes[-1]} nodes": lambda r: f"{1e3 * r['step_seconds']:.2f} ms",
-        "host time": "{host_share:.0%}",
-        "bytes read / needed": "{read_against_needed:.2f}x",
     }
     write_report(out, "shape", facts, rows, columns, plain_line(facts))
     return 0
 
 
-def plain_line(facts: Mapping[str, Any]) -> str:
+def plain_line(facts: Row) -> str:
     """What is printed below the table."""
-    plain, peak, read = facts["plain"], facts["peak_bytes"], facts["plain"]["read_against_needed"]  # fmt: skip
-    speed = facts["read_bandwidth_bytes_per_second"]
+    plain, speed = facts["plain"], facts["read_bandwidth_bytes_per_second"]
     return (
         f"plain decoding: {1e3 * plain['step_seconds']:.2f} ms a token, which needs "
         f"{plain['bytes_needed'] / 1e9:.2f} GB: {plain['bandwidth_share']:.0%} of the "
-        f"measured {speed / 1e9:.1f} GB/s; host time {plain['host_share']:.0%}; the "
-        f"compiled step reads {'-' if read is None else f'{read:.2f}x'} what it needs (XLA's count)\n"
-        f"peak memory: {'not told by this device' if peak is None else f'{peak / 2**30:.1f} GiB'}\n"
+        f"measured {speed / 1e9:.1f} GB/s\n"
         "columns of nodes: latency of a step against a plain one, interleaved; trees: first nodes of "
-        "the demo's Hydra growth order, four deep; host time: what a step takes longer when it is "
-        "dispatched by itself\n"
+        "the demo's Hydra growth order, four deep\n"
         f"{facts['shape']} with random weights in {facts['weights']}, {facts['dtype']} "
         f"arithmetic, {facts['products']} products, batch 1 ({facts['device']}, {facts['date']})"
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
+main = Program("python -m medusa_jax bench shape", Flags, run, EXAMPLES)

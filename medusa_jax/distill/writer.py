@@ -27,7 +27,7 @@ class Writer:
     def __init__(
         self,
         model: "Model",
-        asked: TextOptions,
+        given: TextOptions,
         mode: str,
         options: "Options",
         progress: Progress,
@@ -36,13 +36,13 @@ class Writer:
         self.start = time.perf_counter()
         # New tokens of finished decode calls.
         self.tokens = 0
-        self.batch_size = asked.batch_size
+        self.batch_size = given.batch_size
         self.converse = Converse(
-            model.tokenizer, model.config.max_position, self.decode, asked.chat_template,
-            mode == "self_talk", asked.max_turns,
+            model.tokenizer, model.config.max_position, self.decode, given.chat_template,
+            mode == "self_talk", given.max_turns,
         )  # fmt: skip
         self.user_options = dataclasses.replace(
-            options, temperature=asked.user_temperature, max_new_tokens=asked.user_tokens
+            options, temperature=given.user_temperature, max_new_tokens=given.user_tokens
         )
 
     def decode(

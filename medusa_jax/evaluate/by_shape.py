@@ -7,25 +7,24 @@ not on how many drafts are accepted.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import DEMO, Model
-from medusa_jax.api.weightless import abstract_state, random_backbone, random_heads
+from medusa_jax.api.weightless import random_backbone, random_heads
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import announced
-from medusa_jax.decoding.generate import decode_loop
-from medusa_jax.decoding.timing import engine_seconds
 from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
+from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.heads import drafter_class, make_drafter
 from medusa_jax.interop.tokenizer import NoTokenizer
 from medusa_jax.model.forms import choose_storage
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree, load_tree_file
 from medusa_jax.tree.files import tree_of_size
+from medusa_jax.whole_files import Json
 
 SIZES = (8, 16, 32, 64)
 GROWTH = DEMO / "hydra" / "tree.json"
@@ -43,46 +42,43 @@ def measure(
     weights: str | None = None,
     draft_weights: str | None = None,
     rounds: int = 7,
-) -> dict[str, Any]:
+) -> Json:
     """Figures of plain decoding and one row for each drafter, all on one backbone.
 
     Args:
       names: drafters.
-      weights, draft_weights: what kernels are stored in, as for `load`.
+      weights, draft_weights: types that kernels are stored in, as for `load`.
     """
     number, mesh = jnp.dtype(dtype), make_mesh((1, 1, 1))
     storage = choose_storage(config, number, mesh, weights, draft_weights)
     growth = load_tree_file(GROWTH)["growth"]
-    trees = [tree_of_size(growth, size) for size in SIZES]
+    trees = [Tree.none(), *(tree_of_size(growth, size) for size in SIZES)]
     drafters = [
         make_drafter(drafter_class(n).Config(drafter=n, n_heads=N_HEADS), config)
         for n in names
     ]
     with announced("making random weights"):
         backbone = random_backbone(config, number, storage, mesh)
-
-    def model_of(drafter: Any) -> Model:
-        heads = random_heads(drafter, number, storage)
-        variables = {"backbone": backbone, "heads": heads}
-        stand_in = NoTokenizer("a shape")
-        return Model(
-            config, variables, stand_in, drafter, dtype=number, mesh=mesh, storage=storage,
-            tree=trees[-1], eos_ids=(),
-        )  # fmt: skip
-
-    rows, plain, model = [], [], None
+    rows, plain = [], []
     for name, drafter in zip(names, drafters):
-        model = None  # frees the previous heads
-        model = model_of(drafter)
+        heads = random_heads(drafter, number, storage)
+        model = Model(
+            config, {"backbone": backbone, "heads": heads}, NoTokenizer("a shape"), drafter,
+            dtype=number, mesh=mesh, storage=storage, tree=trees[-1], eos_ids=(),
+        )  # fmt: skip
         with announced(f"timing {name}"):
-            row = drafter_row(model, trees, rounds)
-        plain.append(row.pop("plain"))
-        rows.append({"drafter": name} | row)
-    assert model is not None
+            first, *others = step_seconds(model, trees, [1] * PROMPT, rounds=rounds)
+        plain.append(first)
+        rows.append({
+            "drafter": name,
+            "head_bytes": sum(x.nbytes for x in jax.tree.leaves(heads)),
+            "step_latency_ratios": [seconds / first for seconds in others],
+            "step_seconds": others[-1],
+        })  # fmt: skip
+        del heads  # before the next
     needed = bytes_per_token(model, PROMPT)
     bandwidth = read_bandwidth(needed)
-    seconds = float(np.median([p["step_seconds"] for p in plain]))
-    memory = jax.devices()[0].memory_stats() or {}
+    seconds = float(np.median(plain))
     return {
         "dtype": dtype,
         "weights": storage.weights or dtype,
@@ -94,50 +90,6 @@ def measure(
             "step_seconds": seconds,
             "bytes_needed": needed,
             "bandwidth_share": needed / seconds / bandwidth,
-            "host_share": float(np.median([p["host_share"] for p in plain])),
-            "read_against_needed": read_against_needed(model, Tree.none()),
         },
         "drafters": rows,
-        "peak_bytes": memory.get("peak_bytes_in_use"),
     }
-
-
-def drafter_row(model: Model, trees: Sequence[Tree], rounds: int) -> dict[str, Any]:
-    """Latency of steps with these trees against plain ones; also dispatched one by one, for the
-    plain step and the last tree's."""
-    engines = [model.engine(Tree.none()), *(model.engine(tree) for tree in trees)]
-    apart = [engines[0], engines[-1]]
-    *together, plain_apart, last_apart = engine_seconds(
-        [*engines, *apart], model.variables, [1] * PROMPT, rounds=rounds,
-        one_by_one=[False] * len(engines) + [True] * len(apart),
-    )  # fmt: skip
-    plain, last = together[0], together[-1]
-    return {
-        "head_bytes": head_bytes(model),
-        "step_latency_ratios": [seconds / plain for seconds in together[1:]],
-        "step_seconds": last,
-        "host_share": 1 - last / last_apart,
-        "read_against_needed": read_against_needed(model, trees[-1]),
-        "plain": {"step_seconds": plain, "host_share": 1 - plain / plain_apart},
-    }
-
-
-def head_bytes(model: Model) -> int:
-    """Bytes of the heads' parameters."""
-    return sum(x.nbytes for x in jax.tree.leaves(model.variables["heads"]))
-
-
-def read_against_needed(model: Model, tree: Tree) -> float | None:
-    """Bytes that the compiled step accesses by XLA's cost analysis, over the bytes that it needs.
-
-    Needed are one read of the backbone's weights, of the cache and, if there are drafts, of the
-    heads' weights. XLA counts the body of the step loop once. None if the backend has no cost
-    analysis.
-    """
-    engine = model.engine(tree)
-    state = abstract_state(engine, model.variables, PROMPT)
-    lowered = decode_loop.lower(engine, model.variables, state, np.int32(1))
-    counted = (lowered.compile().cost_analysis() or {}).get("bytes accessed")
-    needed = bytes_per_token(model, state.cache.slots)
-    needed += head_bytes(model) if tree.depth else 0
-    return None if counted is None else float(counted) / needed

@@ -115,13 +115,13 @@ def all_turns(
     questions: Sequence[dict[str, Any]],
     template: str,
     room: int,
-    ask: Callable[[list[list[int]], list[int]], Iterable[tuple[Outcome, str]]],
+    ask: Callable[[list[list[int]]], Iterable[tuple[Outcome, str]]],
 ) -> list[Turn[Outcome]]:
     """Ask all questions turn by turn; each turn sees the earlier answers.
 
     Args:
       template, room: as for `turn_prompt`.
-      ask: (prompts, numbers of their questions) -> an outcome and an answer for each.
+      ask: prompts -> an outcome and an answer for each.
 
     Returns: all first turns before the second ones.
     """
@@ -133,7 +133,7 @@ def all_turns(
         prompts = [
             turn_prompt(model, questions[i], answers[i], template, room) for i in left
         ]
-        outcomes = ask([ids for ids, _ in prompts], left)
+        outcomes = ask([ids for ids, _ in prompts])
         for i, prompt, (outcome, answer) in zip(left, prompts, outcomes, strict=True):
             answers[i].append(answer)
             found.append(Turn(i, turn, *prompt, outcome))

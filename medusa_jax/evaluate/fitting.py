@@ -55,9 +55,8 @@ def fit_tree(
     n_runs = len(nested) * (1 + rounds)
     with Progress(f"timing {len(nested)} trees", n_runs, "run") as bar:
         seconds = dict(zip(nested, step_seconds(
-            model, nested, model.encode(prompts[0]), batch=batches[0], acceptance=acceptance,
-            temperature=options.temperature, rounds=rounds,
-            watch=bar.update,
+            model, nested, model.encode(prompts[0]), batch=batches[0],
+            temperature=options.temperature, rounds=rounds, watch=bar.update,
         )))  # fmt: skip
     tokens = growth.held_out_tokens(texts, grow, sizes)
     row = partial(figures, texts, seconds)
@@ -82,7 +81,7 @@ def fit_tree(
     return with_rungs(model, found, batches)
 
 
-def grown(recorded: Recorded, *, worth: str, copies: bool) -> list[Choice]:
+def grown(recorded: Recorded, *, copies: bool, worth: str = "joint") -> list[Choice]:
     """The best `GROWTH` choices in order of worth."""
     if worth == "product":
         accuracies = growth.head_accuracies(recorded.ranks_PK)

@@ -23,7 +23,7 @@ import jax
 from medusa_jax import hosts
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError, first_line
-from medusa_jax.sharding import PyTree
+from medusa_jax.sharding import PyTree, shapes_with
 from medusa_jax.whole_files import checksum, write_json
 
 SUMS = "checksums.json"
@@ -205,9 +205,7 @@ class Checkpoints:
         args = self.ocp.args
 
         def spec(tree: PyTree) -> PyTree:
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
-            )
+            return shapes_with(tree, jax.tree.map(lambda x: x.sharding, tree))
 
         out = self.manager.restore(
             step,

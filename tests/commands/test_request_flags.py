@@ -5,7 +5,7 @@ import json
 import pytest
 
 from medusa_jax import Options
-from medusa_jax.commands.decode import parser
+from medusa_jax.commands.decode import main
 from medusa_jax.commands.requests import read_requests, shared_options
 
 
@@ -28,7 +28,7 @@ from medusa_jax.commands.requests import read_requests, shared_options
     ],
 )
 def test_flags(flags, options):
-    parsed = parser().parse_args(["--prompt", "a", *flags.split()])
+    parsed = main.parse(["--prompt", "a", *flags.split()])
     assert Options(**shared_options(parsed)) == Options(**options)
 
 
@@ -36,7 +36,7 @@ def test_constraints_from_files(tmp_path):
     for kind, text in (("json_schema", '{"type": "null"}'), ("grammar", 'start: "a"')):
         (tmp_path / "file").write_text(text)
         flags = ["--prompt", "a", "--constraint", f"{kind}:{tmp_path}/file"]
-        found = Options(**shared_options(parser().parse_args(flags)))
+        found = Options(**shared_options(main.parse(flags)))
         assert found == Options(constraint={kind: text})
 
 
@@ -46,7 +46,7 @@ def test_lines_of_a_file(tmp_path):
     own = {"constraint": {"choice": ["a"]}, "logit_bias": {"3": 1}, "presence_penalty": 1}
     own |= {"eos_ids": [5], "stop_sequences": [[4, 6], [0]], "logprobs": 2, "max_steps": 3}
     file.write_text(json.dumps({"prompt": "x"} | own) + '\n{"prompt": "y"}\n')
-    flags = parser().parse_args(["--prompts_file", str(file), "--constraint", "regex:b"])
+    flags = main.parse(["--prompts_file", str(file), "--constraint", "regex:b"])
     _, [first, second] = read_requests(flags)
     own |= {"logit_bias": {3: 1.0}, "eos_ids": (5,), "stop_sequences": ((4, 6), (0,))}
     assert first == Options(**own)

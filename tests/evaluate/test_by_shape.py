@@ -13,7 +13,6 @@ from tiny import tiny_arch
 
 from medusa_jax.api import weightless
 from medusa_jax.commands import bench_shape as bench
-from medusa_jax.decoding import timing
 from medusa_jax.decoding.generate import Engine, decode_loop
 from medusa_jax.evaluate import by_shape
 from medusa_jax.heads import DRAFTERS, make_drafter
@@ -98,7 +97,6 @@ def test_the_command_measures_a_small_shape(tmp_path, monkeypatch, capsys):
     [row] = facts["drafters"]
     assert row["drafter"] == "medusa" and len(row["step_latency_ratios"]) == 2
     assert all(ratio > 0 for ratio in row["step_latency_ratios"])
-    assert row["host_share"] < 1 and facts["plain"]["host_share"] < 1
     # Four heads in float32: a residual block with its bias and an LM head each.
     D, V = TINY.d_model, TINY.vocab_size
     assert row["head_bytes"] == 4 * 4 * (D * D + D + D * V)
@@ -106,30 +104,8 @@ def test_the_command_measures_a_small_shape(tmp_path, monkeypatch, capsys):
     assert plain["bandwidth_share"] == pytest.approx(
         plain["bytes_needed"] / plain["step_seconds"] / 1e9
     )
-    # A step of a tiny model is mostly activations; it reads at least its weights.
-    assert plain["read_against_needed"] > 0.9 and row["read_against_needed"] > 0.9
     printed = capsys.readouterr().out
     assert "| drafter | heads, GB | 8 nodes | 16 nodes |" in printed
-    assert "peak memory: not told by this device" in printed
-
-
-def test_steps_are_dispatched_in_one_go_and_one_by_one(monkeypatch):
-    """The same number of steps either way; what the host adds is in the second alone."""
-    drafter, asked, loop = drafter_of("medusa", TINY), [], timing.decode_loop
-
-    def watched(engine, variables, state, max_steps):
-        asked.extend([int(max_steps)] if max_steps else [])  # none: to compile
-        return loop(engine, variables, state, max_steps)
-
-    monkeypatch.setattr(timing, "decode_loop", watched)
-    backbone = weightless.random_backbone(TINY, jnp.float32, Storage())
-    llama = Llama(decoding_config(TINY), jnp.float32, shards=1)
-    engines = [Engine(llama, drafter, Tree.none())] * 2
-    timing.engine_seconds(
-        engines, {"backbone": backbone, "heads": {}}, [1] * 8, n_steps=3, rounds=1,
-        one_by_one=[False, True],
-    )  # fmt: skip
-    assert asked == [3, 1, 1, 1] * 2  # to compile, and timed
 
 
 def lowered(config, name, tree, dtype):
