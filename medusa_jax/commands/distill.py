@@ -15,8 +15,8 @@ are prompts to go on with, or conversations whose user turns are asked again (se
     provenance.json   settings, sizes and speed, written when all is done
 
 A run that was stopped, even killed, resumes after its last whole batch and ends with the same
-files, byte for byte. Over several hosts rows lie on the devices of all of them, process 0 writes, and
-SIGTERM to any ends all after the same batch.
+files, byte for byte. Over several hosts rows are on the devices of all, process 0 writes, and SIGTERM to any
+ends all after the same batch.
 """
 
 import dataclasses
@@ -27,7 +27,6 @@ import time
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from medusa_jax.commands.flags import (
     HostFlags,
@@ -41,8 +40,9 @@ from medusa_jax.commands.flags import (
 )
 from medusa_jax.console import inform
 from medusa_jax.distill.files import TextOptions
+from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import write_array, write_json
+from medusa_jax.whole_files import Json, write_array, write_json
 
 EXAMPLES = """examples:
   python -m medusa_jax distill --prompts seeds.jsonl --out work/answers
@@ -106,7 +106,7 @@ def warn_if_quantised(model: str | None) -> None:
     """The paper advises against a quantised teacher: its answers are not the model's own."""
     if not model or not os.path.isdir(model):
         return
-    found: Any = None
+    found: str | None = None
     for name in ("config.json", "recipe.json"):
         try:
             content = json.loads((Path(model) / name).read_text())
@@ -125,7 +125,7 @@ def warn_if_quantised(model: str | None) -> None:
 
 
 def run(flags: Flags) -> int:
-    """Answer all seeds that are not answered yet."""
+    """Answer the seeds without an answer."""
     from medusa_jax import hosts
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.distill.compose import composed_seeds
@@ -153,8 +153,8 @@ def run(flags: Flags) -> int:
         return answer(flags, mode, seeds)
 
 
-def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
-    """Go on after the seeds that are answered; returns the exit status."""
+def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
+    """Continue after the answered seeds; returns the exit status."""
     from medusa_jax import hosts
     from medusa_jax.api import Options
     from medusa_jax.distill import files
@@ -184,7 +184,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
     settings = files.settings_of(flags, mode, seeds, model)
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
 
-    def answers(line: dict[str, Any], seed: Any) -> bool:
+    def answers(line: Json, seed: Seed) -> bool:
         if mode == "continue":
             return bool(line.get("prompt_ids") == prompt_of(model, seed))
         return bool(line.get("seed") == seed.number)
@@ -218,7 +218,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
     provenance = settings | engine | found | {"date": date.today().isoformat()}
     write_json(out / "provenance.json", provenance)
     inform(
-        f"{found['samples']} samples, {found['answer_tokens']} tokens of the model's own, "
+        f"{found['samples']} samples, {found['answer_tokens']} tokens of the model's own text, "
         f"{speed:.0f} tokens/s; in {path}"
     )
     inform(f"{files.coverage(counts_V)}; counts in {out / COUNTS}")

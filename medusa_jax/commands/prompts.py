@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from medusa_jax.commands.flags import at_least, flag
 from medusa_jax.errors import UserError
@@ -12,6 +12,10 @@ from medusa_jax.evaluate.questions import (
     read_questions,
     spread,
 )
+from medusa_jax.whole_files import Json
+
+if TYPE_CHECKING:
+    from medusa_jax.api import Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ class PromptFlags(TemplateFlags):
     limit: int = flag("most prompts to use; 0 is all", 50, type=at_least(0))
 
 
-def questions_of(flags: PromptFlags, model: str | None = None) -> list[dict[str, Any]]:
+def questions_of(flags: PromptFlags, model: str | None = None) -> list[Json]:
     """--limit of --questions, from all categories alike; else the first of --prompts.
 
     Args:
@@ -66,7 +70,7 @@ def questions_of(flags: PromptFlags, model: str | None = None) -> list[dict[str,
 
 
 def first_prompts(
-    flags: PromptFlags, model: Any, questions: Sequence[dict[str, Any]], new_tokens: int
+    flags: PromptFlags, model: "Model", questions: Sequence[Json], new_tokens: int
 ) -> list[list[int]]:
     """Ids of what is asked first: --questions through the chat template, --prompts unchanged."""
     from medusa_jax.evaluate.conversation import find_template, turn_prompt

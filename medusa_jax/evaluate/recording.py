@@ -6,13 +6,14 @@ of any tree (`tree/growth.py: replay`), without decoding again.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model, Options
+from medusa_jax.api.asking import Prompt
 from medusa_jax.api.batching import equal_batches
 from medusa_jax.decoding.copying import copied_lengths
 from medusa_jax.decoding.generate import power_of_two
@@ -36,19 +37,19 @@ class Text(NamedTuple):
     Attributes:
       ids: all tokens.
       n_prompt: number of prompt tokens among them.
-      said: the answer as text.
+      answer_text: the answer as text.
     """
 
     ids: list[int]
     n_prompt: int
-    said: str
+    answer_text: str
 
     @property
     def answer(self) -> list[int]:
         return self.ids[self.n_prompt :]
 
 
-def own_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Text]:
+def own_texts(model: Model, prompts: Sequence[Prompt], options: Options) -> list[Text]:
     """Answer each prompt by plain decoding, each as request 0."""
     texts = []
     with Progress("writing", len(prompts), "prompt") as bar:
@@ -67,7 +68,7 @@ def answered_turns(
     """Answer every turn of every question by plain decoding; arguments as of `all_turns`."""
 
     def ask(prompts: list[list[int]]) -> list[tuple[Text, str]]:
-        return [(text, text.said) for text in own_texts(model, prompts, options)]
+        return [(text, text.answer_text) for text in own_texts(model, prompts, options)]
 
     return all_turns(model, questions, template, room, ask)
 
@@ -110,7 +111,7 @@ def record(model: Model, texts: Sequence[Text], options: Options) -> list[Record
     return found
 
 
-def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Recorded]:
+def rank_texts(model: Model, prompts: Sequence[Prompt], options: Options) -> list[Recorded]:
     """`record` the model's own answers to the prompts; too short ones are skipped.
 
     Raises:
