@@ -18,7 +18,7 @@ from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone, Committed
 from medusa_jax.model.cache import KVCache
-from medusa_jax.sharding import pin_state
+from medusa_jax.sharding import Params, PyTree, pin_state
 
 # Prompt tokens per piece: enough to be bound by arithmetic and not by reading weights on any device, few
 # enough for activations that are small compared with the weights.
@@ -41,7 +41,7 @@ class PrefillState(NamedTuple):
     """
 
     cache: KVCache
-    drafter: Any
+    drafter: PyTree
     root_B: jax.Array
     logprobs: Logprobs | None
 
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
 
 def nothing_read(
-    engine: Engine, cache: KVCache, drafter: Any, like_B: jax.Array
+    engine: Engine, cache: KVCache, drafter: PyTree, like_B: jax.Array
 ) -> PrefillState:
     """The state before any piece has been read."""
     zero_B = jnp.zeros_like(like_B)
@@ -72,7 +72,7 @@ def nothing_read(
 
 def read_piece(
     engine: Engine,
-    variables: dict[str, Any],
+    variables: Params,
     sampling: Sampling,
     text_BS: jax.Array | None,
     read: PrefillState,
@@ -135,7 +135,7 @@ def read_piece(
 def prefill(
     engine: Engine,
     slots: int,
-    variables: dict[str, Any],
+    variables: Params,
     prompt_BT: jax.Array,
     prompt_length_B: jax.Array,
     limit_B: jax.Array,
@@ -213,7 +213,7 @@ def prefill(
     return pin_state(engine.llama.mesh, state)
 
 
-def where_rows(rows_B: jax.Array, new: Any, old: Any) -> Any:
+def where_rows(rows_B: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Select per row from trees of arrays [B, ...]: `new` where rows_B is True, else `old`."""
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ Every function is compiled once per number of rows, slots and tokens read.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import rewound
 from medusa_jax.model.cache import KVCache
-from medusa_jax.sharding import pin_state
+from medusa_jax.sharding import Params, PyTree, pin_state
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def resized(
 
 
 @program(static_argnums=0)
-def take_row(engine: Engine, state: Any, source: jax.Array) -> Any:
+def take_row(engine: Engine, state: PyTree, source: jax.Array) -> PyTree:
     """A copy of row `source` of a state, or of any tree of arrays [B, ...]; B = 1."""
     row = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, source, 1), state)
     return pin_state(engine.llama.mesh, row)
@@ -145,7 +145,7 @@ def begin_row(
 
 @program(static_argnums=0, donate_argnums=2)
 def read_row(
-    engine: Engine, variables: dict[str, Any], row: DecodeState, piece: Piece
+    engine: Engine, variables: Params, row: DecodeState, piece: Piece
 ) -> DecodeState:
     """Read a piece of the prompt; the last piece emits the first token.
 
@@ -177,7 +177,7 @@ def read_row(
 
 
 @program(static_argnums=0, donate_argnums=1)
-def insert_row(engine: Engine, state: Any, row: Any, at: jax.Array) -> Any:
+def insert_row(engine: Engine, state: PyTree, row: PyTree, at: jax.Array) -> PyTree:
     """A state, or any tree of arrays [B, ...], with a row in place `at`; of the same slots."""
 
     def put(x: jax.Array, one: jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """The engine, which is fixed at compile time, and the state of the rows being decoded."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
-from medusa_jax.sharding import on_all
+from medusa_jax.sharding import PyTree, on_all
 from medusa_jax.tree import Tree, stand_in
 
 
@@ -102,7 +101,7 @@ class DecodeState(struct.PyTreeNode):
     """
 
     cache: KVCache
-    drafter: Any
+    drafter: PyTree
     sampling: Sampling
     tokens_BO: jax.Array
     depth_BO: jax.Array

@@ -23,6 +23,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
@@ -81,7 +82,7 @@ class HeadAttention(nn.Module):
     """x + O(MHA(RMSNorm(x))) over the K heads of a position, unmasked; initially O = 0."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     plain: bool
 
     @nn.compact
@@ -195,7 +196,7 @@ class Amphista(Drafter):
         self,
         params: Params,
         contexts: list[jax.Array],
-        dtype: Any,
+        dtype: DTypeLike,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Equations 2 to 5: outputs of the stages, each [B, D] -> features of all heads [B, K, D]."""
@@ -236,7 +237,7 @@ class Amphista(Drafter):
     ) -> jax.Array:
         return lm_head_logits(self.heads, params[f"heads_{k}"], backbone, features)
 
-    def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
         return LayerState.zeros(self.llama, self.heads.stages, batch, slots, dtype)
 
     def commit(

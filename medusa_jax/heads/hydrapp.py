@@ -7,13 +7,14 @@ once per decoding step.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from medusa_jax.heads.drafter import Backbone, Committed, Params, TextRows
 from medusa_jax.heads.hydra import Hydra, HydraConfig
 from medusa_jax.heads.layers import CausalLayer, LayerState
+from medusa_jax.sharding import PyTree
 
 
 @dataclass(unsafe_hash=True)
@@ -40,7 +41,9 @@ class HydraPP(Hydra):
         prefix = CausalLayer.start(prefix_key, self.llama, backbone)
         return super().init(heads_key, backbone) | {"prefix": prefix}
 
-    def _prefix(self, params: Params, backbone: Backbone, method: str, *args: Any) -> Any:
+    def _prefix(
+        self, params: Params, backbone: Backbone, method: str, *args: PyTree
+    ) -> PyTree:
         layer = CausalLayer(self.llama, backbone.llama.dtype)
         return layer.apply({"params": params["prefix"]}, *args, method=method)
 
@@ -49,7 +52,7 @@ class HydraPP(Hydra):
         context_BTD = self._prefix(params, backbone, "forward", *given)
         return super().features(params, backbone, rows._replace(hidden_BTE=context_BTD))
 
-    def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
         return LayerState.zeros(self.llama, 1, batch, slots, dtype)
 
     def commit(

@@ -6,6 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.drafter import Backbone, Drafter, Params
@@ -23,7 +24,7 @@ from medusa_jax.model.stored import multiply
 class ResBlock(nn.Module):
     """x + SiLU(x W + b), initially the identity: W = 0 and b = 0."""
 
-    dtype: Any
+    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -129,7 +130,7 @@ class CausalLayer(nn.Module):
     """
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     out_norm: bool = True
 
     def setup(self) -> None:
@@ -196,7 +197,7 @@ class LayerState(PositionState):
 
     @classmethod
     def zeros(
-        cls, config: LlamaConfig, n_layers: int, batch: int, slots: int, dtype: Any
+        cls, config: LlamaConfig, n_layers: int, batch: int, slots: int, dtype: DTypeLike
     ) -> "LayerState":
         """The state before any text. Without layers there is one context: the backbone's hidden state."""
         cache = KVCache.zeros(

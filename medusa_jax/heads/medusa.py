@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
@@ -50,7 +51,9 @@ class Medusa(Drafter):
         layers = {f"layers_{j}": block for j in range(self.heads.n_layers)}
         return {f"heads_{k}": layers | start for k in range(self.n_heads)}
 
-    def _features(self, params: Params, k: int, hidden: jax.Array, dtype: Any) -> jax.Array:
+    def _features(
+        self, params: Params, k: int, hidden: jax.Array, dtype: DTypeLike
+    ) -> jax.Array:
         """[..., D] -> [..., D]."""
         x: Any = hidden.astype(dtype)
         for j in range(self.heads.n_layers):
@@ -67,7 +70,7 @@ class Medusa(Drafter):
     ) -> jax.Array:
         return lm_head_logits(self.heads, params[f"heads_{k}"], backbone, features)
 
-    def start(self, batch: int, slots: int, dtype: Any) -> jax.Array:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> jax.Array:
         """The last accepted hidden state [B, D]."""
         return jnp.zeros((batch, self.llama.d_model), dtype)
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
@@ -47,7 +48,7 @@ ROUNDS = 32
 
 def choose_storage(
     config: LlamaConfig,
-    dtype: Any,
+    dtype: DTypeLike,
     mesh: Mesh,
     weights: str | None = None,
     draft_weights: str | None = None,
@@ -96,7 +97,7 @@ def choose_storage(
     return plain
 
 
-def reads_blocks(dtype: Any, mesh: Mesh) -> bool:
+def reads_blocks(dtype: DTypeLike, mesh: Mesh) -> bool:
     """Whether weights can be read here in the blocks of a GGUF file."""
     on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
     native = on_cpu and dtype == jnp.float32 and os.environ.get(VARIABLE) != "plain"
@@ -107,7 +108,7 @@ def reads_blocks(dtype: Any, mesh: Mesh) -> bool:
 Times = dict[tuple[str, int], list[float]]
 
 
-def _faster(config: LlamaConfig, dtype: Any, panels: Storage, kernels: str) -> str:
+def _faster(config: LlamaConfig, dtype: DTypeLike, panels: Storage, kernels: str) -> str:
     """The name of the faster form, from the user's cache or measured now."""
     shapes, weights = layer_shapes(config), panels.weights
     marks = (Path(kernels).name, config.n_layers, shapes, str(dtype), weights)
@@ -151,7 +152,7 @@ def layer_shapes(config: LlamaConfig) -> list[tuple[int, int]]:
 
 def time_products(
     config: LlamaConfig,
-    dtype: Any,
+    dtype: DTypeLike,
     forms: Mapping[str, Storage],
     times: Times,
     over: threading.Event,
@@ -189,7 +190,10 @@ def time_products(
 
 
 def _products(
-    layers: list[Any], x_RD: jax.Array, dtype: Any, shapes: tuple[tuple[int, int], ...]
+    layers: list[Any],
+    x_RD: jax.Array,
+    dtype: DTypeLike,
+    shapes: tuple[tuple[int, int], ...],
 ) -> jax.Array:
     """The products of all layers, one after another; each takes the first of what came before."""
 

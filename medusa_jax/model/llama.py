@@ -27,7 +27,7 @@ from medusa_jax.model.lora import Adapter
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.remat import rematerialised
 from medusa_jax.model.rope import rope_tables
-from medusa_jax.sharding import Params, split_embedded, split_rows
+from medusa_jax.sharding import Params, PyTree, split_embedded, split_rows
 
 
 class Mlp(nn.Module):
@@ -85,7 +85,7 @@ class Block(nn.Module):
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(block: Block, variables: Params, *args: Any) -> Any:
+def _run_layer(block: Block, variables: Params, *args: PyTree) -> PyTree:
     """Apply an unbound `Block`.
 
     Under `jit`, so that a program traces and lowers one layer instead of each; XLA inlines the calls.
@@ -265,7 +265,7 @@ class Llama(nn.Module):
         """Run a block whose activations the backward pass recomputes."""
         unbound, variables = block.unbind()
 
-        def run(variables: Params, *args: Any) -> jax.Array:
+        def run(variables: Params, *args: PyTree) -> jax.Array:
             return _run_layer(unbound, variables, *args)[0]
 
         trained = "lora" if "lora" in variables else "params"

@@ -18,12 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from medusa_jax.model.product import product
 from medusa_jax.model.quantise import quantise
 from medusa_jax.native import Parts, in_panels, panel_product, panel_scales
-
-Params = dict[str, Any]
+from medusa_jax.sharding import Params, PyTree
 
 # What `--weights` may say; by default what a GGUF file stores, else the type that the model computes in.
 STORED = "stored"
@@ -98,7 +98,7 @@ class Codes(struct.PyTreeNode):
     scales: jax.Array
 
 
-def multiply(x: jax.Array, kernel: Any, dtype: Any) -> jax.Array:
+def multiply(x: jax.Array, kernel: Any, dtype: DTypeLike) -> jax.Array:
     """x [..., inputs] times a kernel in any form, computed in `dtype`, float32 or wider sums."""
     if isinstance(kernel, Panels):
         k = kernel
@@ -110,7 +110,7 @@ def multiply(x: jax.Array, kernel: Any, dtype: Any) -> jax.Array:
     return product(x, kernel.astype(dtype))
 
 
-def store(params: Any, storage: Storage) -> Any:
+def store(params: Params, storage: Storage) -> PyTree:
     """The same tree with its kernels in the form of `storage`; all else stays as it is."""
     if not isinstance(params, dict):
         return params
