@@ -11,7 +11,7 @@ from medusa_jax.decoding.copying import with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.masks import members, only
 from medusa_jax.decoding.penalties import counted, counts_down_paths, penalised
-from medusa_jax.decoding.repeats import texts_behind, without_repeats
+from medusa_jax.decoding.repeats import node_texts, without_repeats
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.stopping import (
     LIMIT,
@@ -63,10 +63,10 @@ def settle(
       allowed_BMW: bits of the tokens that may follow each node (`masks`); None: all.
     """
     backbone, heads = Backbone(engine.llama, variables["backbone"]), variables["heads"]
-    judged = with_penalties(verified)
-    judged = judged._replace(logits_BMV=only(judged.logits_BMV, allowed_BMW))
+    scored = with_penalties(verified)
+    scored = scored._replace(logits_BMV=only(scored.logits_BMV, allowed_BMW))
     with jax.named_scope("accept"):
-        accepted = engine.rule.accept(judged)
+        accepted = engine.rule.accept(scored)
         emitted_BL = emitted_tokens(verified, accepted)
     logprobs = None
     if engine.logprobs is not None:  # a token's logits are those of the node before it
@@ -80,7 +80,7 @@ def settle(
 
 
 def with_penalties(verified: Verified) -> Verified:
-    """The tree as rules judge it: its logits with the penalties of each node's own path."""
+    """The verified tree for the acceptance rule: logits with the penalties of each node's path."""
     penalties = verified.sampling.penalties
     if penalties is None:
         return verified
@@ -187,7 +187,7 @@ def verify(
         logits_BRV = backbone.lm_head(scored_BRE)
     logits_BMV = logits_BRV[:, :M]
     if engine.no_repeat_ngram_size and state.text_BS is not None:
-        texts = texts_behind(state.text_BS, state.length_B, drafts.nodes_BM, tree)
+        texts = node_texts(state.text_BS, state.length_B, drafts.nodes_BM, tree)
         n_gram, barred_B = engine.no_repeat_ngram_size, state.sampling.barred_B
         logits_BMV = without_repeats(logits_BMV, *texts, n_gram, barred_B=barred_B)
     return Verified(

@@ -144,7 +144,7 @@ class Autoregressive(Drafter):
         features_BTD, layers = self._run(
             params, backbone, *rows, state.cache.layers, state.length_B
         )
-        return state.taken(list(layers), [features_BTD], new.n_B)
+        return state.extended(list(layers), [features_BTD], new.n_B)
 
     def propose(
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest

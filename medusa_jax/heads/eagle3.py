@@ -140,7 +140,9 @@ class Layers(nn.Module):
             caches.append(layer_cache)
         return (self.norm(x_BTD) if self.heads.norm_output else x_BTD), tuple(caches)
 
-    def all(self, streams: jax.Array, next_BTD: jax.Array, positions_BT: jax.Array) -> Any:
+    def all(
+        self, streams: jax.Array, next_BTD: jax.Array, positions_BT: jax.Array
+    ) -> jax.Array:
         """Run every part once, to initialise all parameters."""
         x_BTD, _ = self(self.fuse(streams), next_BTD, positions_BT, CausalMask())
         return self.normed(x_BTD)

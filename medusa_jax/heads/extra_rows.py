@@ -1,4 +1,4 @@
-"""Drafters that have the backbone run rows of their own along with every tree.
+"""Drafters that have the backbone run additional rows with every tree.
 
 `Engine.extra` is the one place that asks whether a drafter is of this kind; other drafters need not
 know about it.

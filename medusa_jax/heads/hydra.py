@@ -11,7 +11,6 @@ have children.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -30,6 +29,7 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.layers import (
     ResBlock,
+    applied,
     lm_head_logits,
     lm_head_start,
     shift_left,
@@ -130,8 +130,7 @@ class Hydra(Drafter):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, j)
             layer = head[f"layers_{min(j, self.stored_counts[1] - 1)}"]
             block = ResBlock(dtype) if j else self._first(dtype)
-            out: Any = block.apply({"params": layer}, dropout(x.astype(dtype), rate, key))
-            x = out
+            x = applied(block, layer, dropout(x.astype(dtype), rate, key))
         return dropout(x, rate, dropout_key)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:

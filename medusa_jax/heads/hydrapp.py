@@ -60,7 +60,7 @@ class HydraPP(Hydra):
     ) -> LayerState:
         rows = (new.hidden_BTE, new.positions_BT, state.cache.layers[0], state.length_B)
         context_BTD, layer = self._prefix(params, backbone, "decode", *rows)
-        return state.taken([layer], [context_BTD], new.n_B)
+        return state.extended([layer], [context_BTD], new.n_B)
 
     def context(self, state: LayerState) -> jax.Array:
         return state.context_BSD[:, 0]

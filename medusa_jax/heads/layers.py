@@ -35,6 +35,12 @@ class ResBlock(nn.Module):
         return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
 
 
+def applied(module: nn.Module, params: Params, *args: jax.Array) -> jax.Array:
+    """The output of a module with these parameters."""
+    out: Any = module.apply({"params": params}, *args)
+    return out
+
+
 def shift_left(x: jax.Array, ahead: int) -> jax.Array:
     """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
     kept = x[:, ahead:]
@@ -92,8 +98,7 @@ def lm_head_logits(
     if heads.lm_head == "own":
         outputs = heads.draft_vocab or backbone.llama.config.vocab_size
         linear = Linear(outputs, "bias" in own, dtype)
-        out: Any = linear.apply({"params": own}, features)
-        return out.astype(wide)
+        return applied(linear, own, features).astype(wide)
 
     low_rank = multiply(features, own["down"], dtype).astype(dtype)
     logits = multiply(low_rank, own["up"], dtype)
@@ -206,7 +211,9 @@ class LayerState(PositionState):
         context = jnp.zeros((batch, max(n_layers, 1), config.d_model), dtype)
         return cls(jnp.zeros((batch,), jnp.int32), cache, context)
 
-    def taken(self, layers: list[Any], contexts: list[jax.Array], n_B: Any) -> "LayerState":
+    def extended(
+        self, layers: Sequence[Pair], contexts: list[jax.Array], n_B: jax.Array
+    ) -> "LayerState":
         """The state after n more positions, with all T candidates written to the cache.
 
         Candidates after the n-th are invisible from now on; the next call overwrites them.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +56,7 @@ class Level:
 
 # (depth, constants, tokens of its parents [B, P], carry) -> (logits of their children [B, P, O], new
 # carry).
-LogitsOf = Callable[[int, Level, jax.Array, Any], tuple[jax.Array, PyTree]]
+LogitsOf = Callable[[int, Level, jax.Array, PyTree], tuple[jax.Array, PyTree]]
 
 
 def fill_by_level(

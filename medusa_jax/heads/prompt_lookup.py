@@ -70,7 +70,7 @@ class PromptLookup(Untrained):
     def commit(
         self, params: Params, backbone: Backbone, state: TextState, new: Committed
     ) -> TextState:
-        return state.taken(new)
+        return state.extended(new)
 
     def propose(
         self, params: Params, backbone: Backbone, state: TextState, request: DraftRequest

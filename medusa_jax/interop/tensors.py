@@ -18,7 +18,7 @@ from medusa_jax.model.block_rows import BlockRows
 from medusa_jax.sharding import Params, PyTree, param_shardings, path_string
 from medusa_jax.whole_files import Json, replacing, write_text
 
-# In a directory that stands for a GGUF file: a link to it.
+# A link to the GGUF file in the directory that `resolve` makes for it.
 GGUF_LINK = "model.gguf"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 # Converts an entry of a parameter tree, such as {"layers_3": ...}, after it was read.

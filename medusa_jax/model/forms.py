@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from medusa_jax.model.stored import (
     STORED,
     WEIGHTS,
     Storage,
+    StoredKernel,
     multiply,
     store,
 )
@@ -170,7 +170,7 @@ def time_products(
     n_layers = min(config.n_layers, max(1, BYTES // sum(k.nbytes for k in kernels)))
     place = jax.jit(store, static_argnums=1)
     products = jax.jit(_products, static_argnums=(2, 3))
-    layers: dict[str, list[Any]] = {name: [] for name in forms}
+    layers: dict[str, list[list[StoredKernel]]] = {name: [] for name in forms}
     for name in n_layers * list(forms):
         if over.is_set():
             return
@@ -190,7 +190,7 @@ def time_products(
 
 
 def _products(
-    layers: list[Any],
+    layers: list[list[StoredKernel]],
     x_RD: jax.Array,
     dtype: DTypeLike,
     shapes: tuple[tuple[int, int], ...],
@@ -198,7 +198,7 @@ def _products(
     """The products of all layers, one after another; each takes the first of what came before."""
 
     @jax.jit
-    def layer(kernels: list[Any], x_RD: jax.Array) -> jax.Array:
+    def layer(kernels: list[StoredKernel], x_RD: jax.Array) -> jax.Array:
         y = x_RD
         for kernel, (inputs, _) in zip(kernels, shapes):
             y = multiply(y[:, :inputs], kernel, dtype).astype(dtype)

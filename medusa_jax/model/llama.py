@@ -7,7 +7,6 @@ a draft tree, or causally in a prompt).
 
 import dataclasses
 from functools import lru_cache, partial
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,7 +17,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.model.attention import FEW, Attention, Mask, PathMask, tree_mask
+from medusa_jax.model.attention import (
+    MAX_MASKED,
+    Attention,
+    Mask,
+    Pair,
+    PathMask,
+    tree_mask,
+)
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.fused_layer import fused_layer
@@ -200,7 +206,7 @@ class Llama(nn.Module):
     ) -> tuple[Mask, Mask]:
         """What new tokens see in layers without and with the sliding window."""
         T, window = positions_BT.shape[1], self.config.sliding_window
-        if self_mask_TR is None and T > FEW:
+        if self_mask_TR is None and T > MAX_MASKED:
             return CausalMask(), CausalMask(window=window)
         if self_mask_TR is None:
             self_mask_TR = jnp.asarray(np.tri(T, dtype=bool))
@@ -233,7 +239,7 @@ class Llama(nn.Module):
         c = self.config
         rope = rope_tables(c, positions_BT, self.dtype)
         x_BTD = self.embed(tokens_BT)
-        layers: list[Any] = []
+        layers: list[Pair] = []
         streams = []
         for i, block in enumerate(self.layers):
             x_BTD = split_rows(self.mesh, x_BTD)

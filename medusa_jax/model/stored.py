@@ -13,7 +13,6 @@ int8 has one scale for each output, as in `model/quantise.py`.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,7 @@ class Storage:
 
     panel: int = 0
     weights: str = ""
-    # Measurements are kept under what this has for a form, and under `of_drafts`, which tells it.
+    # Left out of the key of measurements, which contains `of_drafts`.
     draft_weights: str = field(default="", repr=False)
 
     @property
@@ -98,7 +97,11 @@ class Codes(struct.PyTreeNode):
     scales: jax.Array
 
 
-def multiply(x: jax.Array, kernel: Any, dtype: DTypeLike) -> jax.Array:
+# A kernel in any of the forms.
+StoredKernel = jax.Array | Panels | Codes
+
+
+def multiply(x: jax.Array, kernel: StoredKernel, dtype: DTypeLike) -> jax.Array:
     """x [..., inputs] times a kernel in any form, computed in `dtype`, float32 or wider sums."""
     if isinstance(kernel, Panels):
         k = kernel
@@ -122,7 +125,7 @@ def store(params: Params, storage: Storage) -> PyTree:
     }
 
 
-def _stored(kernel: jax.Array, storage: Storage) -> Any:
+def _stored(kernel: jax.Array, storage: Storage) -> StoredKernel:
     flat = kernel.reshape(kernel.shape[0], -1)  # a fused kernel [inputs, 1, outputs], too
     scales = None
     if storage.converted == "int8":

@@ -22,7 +22,7 @@ from medusa_jax.heads.drafter import TextRows
 from medusa_jax.interop import hf
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.export_heads import convert
-from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.stored_heads import Export
 from medusa_jax.interop.tensors import unflatten
 from medusa_jax.model.llama import Llama
