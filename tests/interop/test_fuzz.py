@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from gguf_files import byte_level_metadata, llama_tensors, shape_metadata
 from gguf_files import write as write_gguf
 from head_files import (
@@ -169,7 +170,7 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
 
     stored = open_heads(str(root / "medusa-pt"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
-    tree = tensor_files.unflatten(stored.read(LLAMA))
+    tree = unflatten_dict(stored.read(LLAMA), sep="/")
     own_heads.save_heads(str(own), stored.heads, tree, base=record, recipe={"steps": 1})
     add("own", own / "heads.safetensors", read_heads(own), weights=True)
     add("own-json", own / "heads.json", read_heads(own), same=False)
