@@ -125,7 +125,6 @@ def run(args: Sequence[str]) -> int:
     given = dict(a[2:].split("=", 1) for a in args if a.startswith("--steps="))
     rest = [a for a in args if not a.startswith("--steps=")]
     cfg = cli.parse([*rest, f"--workdir={os.devnull}"])
-    checks.check_choices(cfg)
     tokens = cfg.train.batch_size * cfg.data.seq_len
     print(f"stage {cfg.train.stage}, {cfg.heads.n_heads} heads, "
           f"{cfg.train.batch_size} x {cfg.data.seq_len} tokens in {cfg.train.dtype}, "

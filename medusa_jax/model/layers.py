@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from medusa_jax.model.lora import add_adapter
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.quantise import quantised_product
-from medusa_jax.model.stored import Panels, StoredKernel, multiply
+from medusa_jax.model.stored import Kernel, Panels, multiply
 from medusa_jax.native import norm_native, unpacked_rows
 
 
@@ -67,7 +67,7 @@ class Embed(nn.Embed):
 
 def kernel_of(
     module: nn.Module, init: nn.initializers.Initializer, shape: tuple[int, ...]
-) -> StoredKernel:
+) -> Kernel:
     """The module's `kernel`, in whatever form it is stored; made by `init` if there is none."""
     if module.has_variable("params", "kernel"):
         return module.get_variable("params", "kernel")

@@ -13,6 +13,7 @@ int8 has one scale for each output, as in `model/quantise.py`.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ from jax.typing import DTypeLike
 from medusa_jax.model.product import product
 from medusa_jax.model.quantise import quantise
 from medusa_jax.native import Parts, in_panels, panel_product, panel_scales
-from medusa_jax.sharding import Params, PyTree
+
+Params = dict[str, Any]
 
 # What `--weights` may say; by default what a GGUF file stores, else the type that the model computes in.
 STORED = "stored"
@@ -46,7 +48,7 @@ class Storage:
 
     panel: int = 0
     weights: str = ""
-    # Left out of the key of measurements, which contains `of_drafts`.
+    # Measurements are kept under what this has for a form, and under `of_drafts`, which tells it.
     draft_weights: str = field(default="", repr=False)
 
     @property
@@ -97,11 +99,11 @@ class Codes(struct.PyTreeNode):
     scales: jax.Array
 
 
-# A kernel in any of the forms.
-StoredKernel = jax.Array | Panels | Codes
+# A kernel in any form.
+Kernel = jax.Array | Panels | Codes
 
 
-def multiply(x: jax.Array, kernel: StoredKernel, dtype: DTypeLike) -> jax.Array:
+def multiply(x: jax.Array, kernel: Kernel, dtype: DTypeLike) -> jax.Array:
     """x [..., inputs] times a kernel in any form, computed in `dtype`, float32 or wider sums."""
     if isinstance(kernel, Panels):
         k = kernel
@@ -113,7 +115,7 @@ def multiply(x: jax.Array, kernel: StoredKernel, dtype: DTypeLike) -> jax.Array:
     return product(x, kernel.astype(dtype))
 
 
-def store(params: Params, storage: Storage) -> PyTree:
+def store(params: Any, storage: Storage) -> Any:
     """The same tree with its kernels in the form of `storage`; all else stays as it is."""
     if not isinstance(params, dict):
         return params
@@ -125,7 +127,7 @@ def store(params: Params, storage: Storage) -> PyTree:
     }
 
 
-def _stored(kernel: jax.Array, storage: Storage) -> StoredKernel:
+def _stored(kernel: jax.Array, storage: Storage) -> Any:
     flat = kernel.reshape(kernel.shape[0], -1)  # a fused kernel [inputs, 1, outputs], too
     scales = None
     if storage.converted == "int8":

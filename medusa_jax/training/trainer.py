@@ -119,7 +119,6 @@ def _train(cfg: Config) -> Json:
     cfg.model.arch = setup.arch
     checks.fit_accumulation(cfg, mesh)
     checks.check(cfg, mesh)
-    features.check(cfg)
     texts, held_out_text = prepare.texts(cfg), prepare.held_out_text(cfg)
     rows: Rows = mixed(texts)
     held_out: Rows | None = held_out_text

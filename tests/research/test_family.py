@@ -11,7 +11,7 @@ from tiny import write_model
 from medusa_jax.commands import train
 from medusa_jax.errors import UserError
 from medusa_jax.native.library import library
-from research.family import picture, report
+from research.family import report
 from research.family.command import main, refuse_other
 
 PROJECT = Path(__file__).parents[2]
@@ -127,7 +127,7 @@ def test_convergence():
 
 def test_plot(tmp_path):
     curves = {"medusa": [[{"step": 2, "top1": [0.1, 0.2]}]]}
-    path = picture.draw_drafters(RUNS, SPEEDS, curves, tmp_path / "family.svg")
+    path = report.draw(RUNS, SPEEDS, curves, tmp_path / "family.svg")
     text = path.read_text()
     assert all(
         word in text for word in ("mean accepted length", "amphista", "training step")

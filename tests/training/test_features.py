@@ -22,7 +22,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import hidden_store, trainer
+from medusa_jax.training import checks, hidden_store, trainer
 from medusa_jax.training.data import features, prepare
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.stage import make_stage
@@ -214,7 +214,7 @@ def test_of_two_runs_one_writes_and_the_other_waits(
     directory, files = expected.directory, files_of(expected)
     last = expected.path(expected.shards[-1])
     os.rename(last, last + ".kept")
-    other = FileLock(directory + ".lock")
+    other = FileLock(directory + "/.lock")
     with other:
         run = threading.Thread(target=lambda: found.append(cache(cfg, setup)))
         run.start()
@@ -256,7 +256,7 @@ def test_another_backbone_or_text_has_its_own_files(tokens, tmp_path, setup):
 @pytest.mark.parametrize(
     ("room", "field", "value", "words"),
     [
-        ("data", "cache_features", "float16", "is float32, bfloat16, float8 or empty"),
+        ("data", "cache_features", "float16", "is empty or float32 or bfloat16 or float8"),
         ("train", "stage", "medusa2", "a backbone that does not change"),
         ("data", "packing", "concat", "needs data.packing first_fit"),
     ],
@@ -265,7 +265,7 @@ def test_what_cannot_be_cached(tokens, tmp_path, room, field, value, words):
     cfg = config(tokens, tmp_path)
     setattr(getattr(cfg, room), field, value)
     with pytest.raises(UserError, match=words):
-        features.check(cfg)
+        checks.check(cfg, make_mesh())
 
 
 def test_runs_of_other_seeds_share_the_files_but_not_the_order(tokens, tmp_path):

@@ -97,7 +97,7 @@ def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch, left, capsys):
     assert not asked  # no launcher, no TPU
     monkeypatch.setattr(hosts, "TPU_DEVICES", (str(tmp_path),))
     hosts.join({})
-    assert asked == [((None,), {})]
+    assert asked == [((None, None, None), {})]
     answer = RuntimeError("nobody answers\nstack")
     hosts.join({})
     assert capsys.readouterr().err.endswith("did not meet: nobody answers\n")
@@ -106,7 +106,7 @@ def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch, left, capsys):
     answer = ValueError("no address")
     with pytest.raises(UserError, match="no address"):
         hosts.join(given)
-    assert asked[-1] == (("a:1",), {"num_processes": 2, "process_id": 1})
+    assert asked[-1] == (("a:1", 2, 1), {})
     monkeypatch.setattr(hosts, "TPU_DEVICES", ())
     monkeypatch.setattr(hosts, "launched", lambda environment: True)
     with pytest.raises(UserError, match="no address"):  # one that was launched is not alone

@@ -1,4 +1,4 @@
-"""What a run tells: durations, the log after a resume, its clock."""
+"""What a run tells: the log after a resume, its clock."""
 
 import json
 import sys
@@ -11,11 +11,7 @@ import pytest
 from medusa_jax.errors import UserError
 from medusa_jax.training.log import curves, run_log
 from medusa_jax.training.log.curves import read_log, series
-from medusa_jax.training.log.run_log import RunLog, duration
-
-
-def test_durations():
-    assert [duration(s) for s in (-1, 59, 61, 4000)] == ["0s", "59s", "1m01s", "1h06m"]
+from medusa_jax.training.log.run_log import RunLog
 
 
 def test_a_resumed_log_drops_what_came_after_the_checkpoint(tmp_path):

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from medusa_jax.config import Config, DataConfig
 from medusa_jax.console import announced, inform
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, first_line
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.repetition import repeated_ngram_share
@@ -156,13 +155,13 @@ def text_files(directory: str) -> list[Path]:
     return sorted(path for path in files if path.is_file() and path.stat().st_size)
 
 
-def read_records(source: str, pack: DataConfig) -> Sequence[Any]:
+def read_records(source: str, pack: DataConfig) -> Sequence[object]:
     """The samples of a source; those of a directory are its text files.
 
     Lines of .jsonl files are not parsed here, so that a bad line fails alone.
     """
     if os.path.isdir(source):
-        records: Any = text_files(source)
+        records: Sequence[object] = text_files(source)
     elif os.path.isfile(source):
         try:
             with open(source, encoding="utf-8", errors="replace") as file:
@@ -179,18 +178,13 @@ def read_records(source: str, pack: DataConfig) -> Sequence[Any]:
         if not isinstance(records, list):
             raise UserError(f"{source} must hold a JSON list of samples")
     else:
-        records = hub_records(source, pack.split)
-    if pack.max_samples:
-        take = range(min(pack.max_samples, len(records)))
-        records = (
-            records[: len(take)] if isinstance(records, list) else records.select(take)
-        )
-    if not len(records):
+        return hub_records(source, pack)
+    if not records:
         raise UserError(f"{source} has no samples")
-    return records
+    return records[: pack.max_samples or None]
 
 
-def hub_records(source: str, split: str) -> Any:
+def hub_records(source: str, pack: DataConfig) -> Sequence[object]:
     """A Hugging Face dataset by id."""
     is_path = source.startswith((".", "/")) or source.endswith((".jsonl", ".json", ".txt"))
     if is_path or source.count("/") > 1:
@@ -198,13 +192,13 @@ def hub_records(source: str, split: str) -> Any:
     import datasets
 
     try:
-        return datasets.load_dataset(source, split=split)
+        records = datasets.load_dataset(source, split=pack.split)
     except Exception as error:  # the library raises many types for missing, gated, offline
-        reason = str(error).strip().splitlines()[0][:200] if str(error) else repr(error)
         raise UserError(
-            f"{source} is neither a file nor a dataset that can be loaded ({reason}); give a "
-            f"path, check the id and split {split!r}, or log in with `hf auth login`"
+            f"{source} is neither a file nor a dataset that can be loaded ({first_line(error)}); give a "
+            f"path, check the id and split {pack.split!r}, or log in with `hf auth login`"
         ) from error
+    return records.select(range(min(pack.max_samples or len(records), len(records))))
 
 
 # (reason to skip a sample or "", [(token ids, counted), ...])
@@ -226,11 +220,11 @@ class Encoder:
             # Raises for an unknown name.
             chat.template_source(tokenizer, pack.chat_template)
 
-    def __call__(self, record: Any) -> Encoded:
+    def __call__(self, record: object) -> Encoded:
         try:
             if isinstance(record, Path):
                 record = record.read_text(encoding="utf-8", errors="replace")
-            elif self.lines:
+            elif self.lines and isinstance(record, str):
                 record = json.loads(record)
             return self.encode(record)
         except (ValueError, RecursionError):
@@ -238,7 +232,7 @@ class Encoder:
         except (UserError, OSError) as error:
             return str(error), []
 
-    def encode(self, record: Any) -> Encoded:
+    def encode(self, record: object) -> Encoded:
         """Encode a parsed sample."""
         kind = self.kind
         if kind == "auto":
@@ -260,7 +254,7 @@ class Encoder:
         targets = [i for i, counts in zip(ids, counted) if counts]
         return repeated_ngram_share(targets) > self.pack.max_repeats
 
-    def text(self, record: Any) -> Encoded:
+    def text(self, record: object) -> Encoded:
         """Encode plain text: every token counts; long texts are cut into pieces of one row each."""
         text = record.get("text") if isinstance(record, dict) else record
         if not isinstance(text, str) or not text.strip():
@@ -271,14 +265,16 @@ class Encoder:
         pieces = [ids[i : i + T] for i in range(0, len(ids), T)]
         return "", [(piece, [1] * len(piece)) for piece in pieces]
 
-    def conversation(self, record: Any, kind: str) -> Encoded:
+    def conversation(self, record: object, kind: str) -> Encoded:
         """Encode a conversation: only the assistant's tokens count."""
         parse = chat.parse_sharegpt if kind == "sharegpt" else chat.parse_messages
         messages, problem = parse(record)
         if problem:
             return problem, []
         try:
-            cut = bool(record.get("cut"))  # as `distill` marks it
+            cut = isinstance(record, dict) and bool(
+                record.get("cut")
+            )  # as `distill` marks it
             ids, counted = chat.encode_conversation(
                 self.tokenizer, messages, self.pack.chat_template, cut
             )
