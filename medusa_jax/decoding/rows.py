@@ -74,9 +74,9 @@ def resized(
         shared = tuple(map(min, new.shape, old.shape))
         return lax.dynamic_update_slice(new, lax.slice(old, first, shared), first)
 
-    kept = jax.tree.map(keep, idle(engine, sizes, rows, slots), state)
-    kept = kept.replace(length_B=jnp.minimum(kept.length_B, slots))
-    return pin_state(engine.llama.mesh, kept)
+    new = jax.tree.map(keep, idle(engine, sizes, rows, slots), state)
+    new = new.replace(length_B=jnp.minimum(new.length_B, slots))
+    return pin_state(engine.llama.mesh, new)
 
 
 @program(static_argnums=0)

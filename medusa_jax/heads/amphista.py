@@ -233,8 +233,8 @@ class Amphista(Drafter):
             return out, None
 
         next_BTD = shift_left(backbone.embed(tokens_BT), 1)
-        given = self._stages(params, backbone, hidden_BTD, next_BTD, run)
-        contexts = [context for context, _ in given] or [hidden_BTD]
+        stages = self._stages(params, backbone, hidden_BTD, next_BTD, run)
+        contexts = [context for context, _ in stages] or [hidden_BTD]
         B, T, D = hidden_BTD.shape
         flat = [x.reshape(B * T, D) for x in contexts]
         mixed = self.mix(params, flat, backbone.llama.dtype, dropout_key)
@@ -259,9 +259,9 @@ class Amphista(Drafter):
             return out
 
         next_BTD = backbone.embed(new.next_tokens_BT)
-        given = self._stages(params, backbone, new.hidden_BTE, next_BTD, run)
-        contexts = [context for context, _ in given] or [new.hidden_BTE]
-        return state.extended([cache for _, cache in given], contexts, new.n_B)
+        stages = self._stages(params, backbone, new.hidden_BTE, next_BTD, run)
+        contexts = [context for context, _ in stages] or [new.hidden_BTE]
+        return state.extended([cache for _, cache in stages], contexts, new.n_B)
 
     def propose(
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest

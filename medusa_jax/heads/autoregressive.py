@@ -109,16 +109,16 @@ class Autoregressive(Drafter):
 
             seen_BCT = CausalMask(segment_ids_BT).visible(begin, size, 0, T)
 
-            def level(above: PyTree, given: PyTree) -> tuple[PyTree, jax.Array]:
-                (features_BCD, cache), (k, next_BCD) = above, given
+            def level(carry: PyTree, inputs: PyTree) -> tuple[PyTree, jax.Array]:
+                (features_BCD, cache), (k, next_BCD) = carry, inputs
                 so_far_CR = own_CR & (slot_R < k * size)[None, :]
                 own_BCR = jnp.broadcast_to(so_far_CR, (B, *own_CR.shape))
-                found = self._run(
+                deeper_BCD, cache = self._run(
                     params, backbone, features_BCD, next_BCD, here(positions_BT) + k,
                     jnp.concatenate([seen_BCT, own_BCR], axis=-1),
                     cache, jnp.broadcast_to(T + (k - 1) * size, (B,)),
                 )  # fmt: skip
-                return found, found[0]
+                return (deeper_BCD, cache), deeper_BCD
 
             levels = (jnp.arange(1, K), here(jnp.stack(ahead), axis=2))
             return lax.scan(level, (here(first_BTD), text), levels)[1]
@@ -126,8 +126,8 @@ class Autoregressive(Drafter):
         # The backward pass recomputes each chunk: storing the scores of all would take too much
         # memory. Inside a loop common subexpressions need no barrier.
         once_more = jax.checkpoint(deeper, prevent_cse=False)
-        found = lax.map(once_more, jnp.arange(0, first_BTD.shape[1], size))
-        deep_KBTD = jnp.moveaxis(found, 0, 2).reshape(K - 1, *first_BTD.shape)
+        deep = lax.map(once_more, jnp.arange(0, first_BTD.shape[1], size))
+        deep_KBTD = jnp.moveaxis(deep, 0, 2).reshape(K - 1, *first_BTD.shape)
         return jnp.concatenate([first_BTD[None], deep_KBTD])[:, :, :T]
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:

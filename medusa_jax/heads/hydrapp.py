@@ -48,8 +48,8 @@ class HydraPP(Hydra):
         return layer.apply({"params": params["prefix"]}, *args, method=method)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
-        given = (rows.hidden_BTE, rows.positions_BT, rows.segment_ids_BT)
-        context_BTD = self._prefix(params, backbone, "forward", *given)
+        inputs = (rows.hidden_BTE, rows.positions_BT, rows.segment_ids_BT)
+        context_BTD = self._prefix(params, backbone, "forward", *inputs)
         return super().features(params, backbone, rows._replace(hidden_BTE=context_BTD))
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:

@@ -43,9 +43,9 @@ def applied(module: nn.Module, params: Params, *args: jax.Array) -> jax.Array:
 
 def shift_left(x: jax.Array, ahead: int) -> jax.Array:
     """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
-    kept = x[:, ahead:]
-    pad = ((0, 0), (0, x.shape[1] - kept.shape[1])) + ((0, 0),) * (x.ndim - 2)
-    return jnp.pad(kept, pad)
+    rest = x[:, ahead:]
+    pad = ((0, 0), (0, x.shape[1] - rest.shape[1])) + ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(rest, pad)
 
 
 def take_last(rows_BTD: jax.Array, n_B: jax.Array, old_BD: jax.Array) -> jax.Array:

@@ -84,18 +84,20 @@ def _first(folder: str, names: list[str]) -> str:
     return next((path for path in paths if os.path.isfile(path)), "")
 
 
-def _open_directory(asked: str, folder: str) -> StoredHeads:
+def _open_directory(path_or_id: str, folder: str) -> StoredHeads:
     if _first(folder, [DESCRIPTION, OWN_WEIGHTS]):
         return open_own(folder)
     if path := _first(folder, SAFE + TORCH):
-        return _open_published(asked, path, folder, tensor_files.open_weights(path))
+        return _open_published(path_or_id, path, folder, tensor_files.open_weights(path))
     if path := _first(folder, MODEL):
         tensors = tensor_files.open_checkpoint(folder)
-        return _open_published(asked, path, folder, tensors)
-    raise _no_heads(asked, folder)
+        return _open_published(path_or_id, path, folder, tensors)
+    raise _no_heads(path_or_id, folder)
 
 
-def _open_published(asked: str, path: str, folder: str, tensors: Tensors) -> StoredHeads:
+def _open_published(
+    path_or_id: str, path: str, folder: str, tensors: Tensors
+) -> StoredHeads:
     config = optional_json(os.path.join(folder, "config.json"))
     if is_hydra(tensors):
         return open_hydra(path, folder, tensors, config)
@@ -104,7 +106,7 @@ def _open_published(asked: str, path: str, folder: str, tensors: Tensors) -> Sto
     if is_eagle(tensors):
         return open_eagle(path, folder, tensors, config)
     if not is_medusa(tensors):
-        raise _no_heads(asked, folder)
+        raise _no_heads(path_or_id, folder)
     stored = open_medusa(path, folder, tensors, config)
     if stored.layout == FULL_MODEL and "model.embed_tokens.weight" in tensors:
         # These heads were trained with their backbone and fit no other.
@@ -114,15 +116,17 @@ def _open_published(asked: str, path: str, folder: str, tensors: Tensors) -> Sto
     return stored
 
 
-def _no_heads(asked: str, folder: str) -> UserError:
+def _no_heads(path_or_id: str, folder: str) -> UserError:
     inside = os.path.join(folder, "heads")
     if os.path.isfile(os.path.join(inside, DESCRIPTION)):
-        return UserError(f"{asked} holds a model with its heads: give --drafter {inside}")
+        return UserError(
+            f"{path_or_id} holds a model with its heads: give --drafter {inside}"
+        )
     if os.path.isfile(os.path.join(folder, "config.json")):
         return UserError(
-            f"{asked} holds a model, not draft heads: give it to --model, and --drafter {KNOWN}"
+            f"{path_or_id} holds a model, not draft heads: give it to --model, and --drafter {KNOWN}"
         )
-    return UserError(f"{asked} holds no draft heads: --drafter takes {KNOWN}")
+    return UserError(f"{path_or_id} holds no draft heads: --drafter takes {KNOWN}")
 
 
 def load_heads(
@@ -189,12 +193,15 @@ def check_base(
     Raises:
       UserError: names the difference.
     """
-    theirs, ours = stored.base, {"d_model": llama.d_model, "vocab_size": llama.vocab_size}
-    if stored.layout == OWN and {name: theirs.get(name) for name in ours} != ours:
+    recorded, sizes = (
+        stored.base,
+        {"d_model": llama.d_model, "vocab_size": llama.vocab_size},
+    )
+    if stored.layout == OWN and {name: recorded.get(name) for name in sizes} != sizes:
         raise UserError(
-            f"the heads in {stored.directory} were made for width {theirs.get('d_model')} and "
-            f"vocabulary {theirs.get('vocab_size')}, the model has width {ours['d_model']} and "
-            f"vocabulary {ours['vocab_size']}"
+            f"the heads in {stored.directory} were made for width {recorded.get('d_model')} and "
+            f"vocabulary {recorded.get('vocab_size')}, the model has width {sizes['d_model']} and "
+            f"vocabulary {sizes['vocab_size']}"
         )
     for name, value in stored.layers.items():
         if (expected := getattr(llama, name)) != value:
@@ -210,7 +217,7 @@ def check_base(
             f"{stored.source} holds heads and {stored.needs}: merge both into a model with "
             f"`python -m medusa_jax convert --to merged`; {way_out}"
         )
-    trained_on = theirs.get("fingerprint")
+    trained_on = recorded.get("fingerprint")
     unknown = trained_on is None and stored.layout != OWN
     if fingerprint is not None and fingerprint != trained_on and not unknown:
         raise UserError(

@@ -70,25 +70,25 @@ def encode_with_tools(
     turns = [_turn(turn) for turn in messages]
     if turns[-1]["role"] not in ("user", "tool"):
         raise UserError("messages: the last turn has to be the user's, or a tool's")
-    literal, given = literal_text(tokenizer), {"messages": turns, "tools": list(tools)}
+    literal, fields = literal_text(tokenizer), {"messages": turns, "tools": list(tools)}
     texts: list[str] = []
 
     def note(text: str) -> str:
         texts.append(text)
         return text
 
-    _mapped(given, note)
+    _mapped(fields, note)
     hidden = literal.hide([{"content": text} for text in texts])
     if hidden:
         stand_ins = iter(hidden)
-        given = _mapped(given, lambda text: next(stand_ins)["content"])
+        fields = _mapped(fields, lambda text: next(stand_ins)["content"])
     source = template_source(tokenizer, template_name)
     text, _ = render(
         source,
-        given["messages"],
+        fields["messages"],
         tokenizer.special_texts,
         add_generation_prompt=True,
-        tools=given["tools"] or None,
+        tools=fields["tools"] or None,
     )
     check(literal.show(text) if hidden else text)
     return tokenize(tokenizer, text, hidden is not None)[0]

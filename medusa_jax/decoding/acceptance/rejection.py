@@ -78,12 +78,12 @@ def accept_rejection(
     # For temperature 0 only p matters, so any positive scale of q will do.
     scale_B1 = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1)[:, None]
     node_B = jnp.zeros((B,), jnp.int32)
-    going_B = jnp.ones((B,), bool)
+    active_B = jnp.ones((B,), bool)
     log_g_BV = jnp.zeros((B, V), logits_BMV.dtype)
 
     for depth in range(tree.path_length):
         log_p_BV = log_target_probs(logits_BMV[row_B, node_B][:, None], sampling)[:, 0]
-        log_g_BV = jnp.where(going_B[:, None], log_p_BV, log_g_BV)
+        log_g_BV = jnp.where(active_B[:, None], log_p_BV, log_g_BV)
         width = tree.width(depth)
         if width == 0:
             break
@@ -96,7 +96,7 @@ def accept_rejection(
         u_BC = u_BC.astype(log_p_BV.dtype)
         children_BC = children_MC[node_B]
 
-        def test_child(j, carry, u_BC=u_BC, children_BC=children_BC, before_B=going_B):
+        def test_child(j, carry, u_BC=u_BC, children_BC=children_BC, before_B=active_B):
             log_g_BV, log_q_BV, accepted_B = carry
             child_B = jnp.take(children_BC, j, axis=1)
             x_B = nodes_BM[row_B, child_B]
@@ -117,8 +117,8 @@ def accept_rejection(
 
         start = (log_g_BV, log_q_BV, jnp.zeros((B,), jnp.int32))
         log_g_BV, _, accepted_B = lax.fori_loop(0, width, test_child, start)
-        going_B &= accepted_B > 0
-        node_B = jnp.where(going_B, accepted_B, node_B)
+        active_B &= accepted_B > 0
+        node_B = jnp.where(active_B, accepted_B, node_B)
 
     n_B = jnp.take(jnp.asarray(tree.depth_M), node_B)
     path_BL = jnp.take(jnp.asarray(tree.ancestors_ML), node_B, axis=0)
