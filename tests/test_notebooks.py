@@ -12,6 +12,7 @@ SHOWS = {
     "quickstart": (["mean accepted length", "T=0.8"], {PNG, SVG}),
     "tree_attention": (["11 passes compute, identical: True", "2 drafts accepted"], {PNG}),
     "train_heads": (["training went well: True", "learnt something: True"], {PNG}),
+    "foreign_loop": (["the loss fell: True", "learnt something: True"], set()),
     "family": (["hydrapp    24 nodes: mean accepted length"], {PNG, SVG}),
     "fit_a_tree": (["best size here:", "mean accepted length"], {PNG}),
     "to_vllm": (["head 3: both layouts agree on 100%", "vllm serve"], {"text/markdown"}),

@@ -38,9 +38,7 @@ class Flags:
         "",
         choices=DTYPES,
     )
-    base_name: str | None = flag(
-        "what the files call the model (default: what --model says)", None
-    )
+    base_name: str | None = flag("what the files call the model (default: --model)", None)
     bench: str | None = flag("race.json of `bench race`, for the model card", None)
     push: str | None = flag("upload the result to the hub", None, metavar="OWNER/NAME")
     allow_other_base: bool = flag(

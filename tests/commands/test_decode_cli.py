@@ -147,7 +147,7 @@ def test_rejection_is_labelled_lossless_in_distribution(decode):
     assert facts["tree_nodes"] == 4
     _, _, err = decode(*flags, "--compare", "--repeats", 1)
     assert "rejection, lossless in distribution" in err
-    assert "other draws of the same law" in err
+    assert "other draws from the same distribution" in err
 
 
 def test_show_drafts_colours_accepted_drafts_only(decode):
