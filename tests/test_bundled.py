@@ -12,8 +12,8 @@ from medusa_jax import Options
 from medusa_jax.api import DEMO, device_tree
 from medusa_jax.api.finding import MODELS, bundled_heads
 from medusa_jax.config import LlamaConfig
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.names import NAMES
-from medusa_jax.interop.published import open_heads
 from medusa_jax.tree import Tree
 from medusa_jax.tree.files import load_tree_file
 

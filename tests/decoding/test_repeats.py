@@ -26,7 +26,7 @@ from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.repeats import barred_tokens, texts_behind, without_repeats
+from medusa_jax.decoding.repeats import barred_tokens, node_texts, without_repeats
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
@@ -57,7 +57,7 @@ def test_a_token_is_barred_if_it_completes_an_old_ngram(text, n):
 @partial(jax.jit, static_argnums=4)
 def flat_logits_barred(text_BS, length_B, nodes_BM, tree, n):
     """Zeros [B, M, V = 3] with the bars after every node."""
-    texts = texts_behind(text_BS, length_B, nodes_BM, tree)
+    texts = node_texts(text_BS, length_B, nodes_BM, tree)
     return without_repeats(jnp.zeros((*nodes_BM.shape, 3)), *texts, n)
 
 

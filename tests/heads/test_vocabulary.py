@@ -21,7 +21,7 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Backbone, make_drafter, vocabulary
 from medusa_jax.interop import heads_io, own_heads
-from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree

@@ -34,7 +34,7 @@ from medusa_jax.heads import whole_config
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.export_heads import convert
-from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.stored_heads import Export, abstract_heads
 from medusa_jax.sharding import make_mesh
 

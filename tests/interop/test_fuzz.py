@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from gguf_files import byte_level_metadata, llama_tensors, shape_metadata
 from gguf_files import write as write_gguf
 from head_files import (
@@ -42,8 +43,8 @@ from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.chat import render_prompt, shipped_template
 from medusa_jax.interop.gguf.convert import _convert
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.merge import to_merged
-from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.stored_heads import Export
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
@@ -161,7 +162,7 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
 
     stored = open_heads(str(root / "medusa-pt"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
-    tree = tensor_files.unflatten(stored.read(LLAMA))
+    tree = unflatten_dict(stored.read(LLAMA), sep="/")
     own_heads.save_heads(str(own), stored.heads, tree, base=record, recipe={"steps": 1})
     add("own", own / "heads.safetensors", read_heads(own), weights=True)
     add("own-json", own / "heads.json", read_heads(own), same=False)

@@ -238,7 +238,7 @@ PLACED = r"""
 import sys
 import numpy as np
 from medusa_jax import hosts
-from medusa_jax.interop.tensors import sample_bytes
+from medusa_jax.interop.fingerprint import sample_bytes
 from medusa_jax.sharding import make_mesh, local_rows
 from medusa_jax.training.step import microbatches, local_numbers
 
