@@ -12,12 +12,12 @@ at position t + k. It sees the first level of rows up to t and levels 1 to k of 
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
@@ -33,6 +33,7 @@ from medusa_jax.heads.layers import LayerState, shift_left
 from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
 from medusa_jax.model.attention import LevelCache, cached_mask
 from medusa_jax.model.causal import CausalMask
+from medusa_jax.sharding import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +57,13 @@ class Autoregressive(Drafter):
         """The shape of the layers."""
         return self.llama
 
-    def layers(self, dtype: Any) -> nn.Module:
+    def layers(self, dtype: DTypeLike) -> nn.Module:
         """The module: (a, e, positions, mask, cache, start) -> a' [B, T, D], keys and values by layer."""
         raise NotImplementedError
 
     def _run(
-        self, params: Params, backbone: Backbone, *args: Any, method: str = "__call__"
-    ) -> Any:
+        self, params: Params, backbone: Backbone, *args: PyTree, method: str = "__call__"
+    ) -> PyTree:
         module = self.layers(backbone.llama.dtype)
         return module.apply({"params": params["heads_0"]}, *args, method=method)
 
@@ -78,7 +79,7 @@ class Autoregressive(Drafter):
         embedded_BTD = backbone.embed(tokens_BT)
         mask = CausalMask(segment_ids_BT)
 
-        def level(k: int, above_BTD: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
+        def level(k: int, above_BTD: jax.Array, caches: PyTree) -> PyTree:
             next_BTD = shift_left(embedded_BTD, k + 1)
             return self._run(
                 params, backbone, above_BTD, next_BTD, positions_BT + k, mask, caches
@@ -94,7 +95,7 @@ class Autoregressive(Drafter):
             features.append(feature_BTD)
         return jnp.stack(features)
 
-    def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
         state = LayerState.zeros(self.shape, self.heads.n_layers, batch, slots, dtype)
         return state.replace(context_BSD=state.context_BSD[:, :1])  # the last layer's alone
 
@@ -108,7 +109,7 @@ class Autoregressive(Drafter):
         features_BTD, layers = self._run(
             params, backbone, *rows, state.cache.layers, state.length_B
         )
-        return state.taken(list(layers), [features_BTD], new.n_B)
+        return state.extended(list(layers), [features_BTD], new.n_B)
 
     def propose(
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest
@@ -118,8 +119,8 @@ class Autoregressive(Drafter):
         inner = inner_nodes(Level.of(tree), tree)
 
         def logits_of(
-            depth: int, level: Level, tokens_BP: jax.Array, carry: Any
-        ) -> tuple[jax.Array, Any]:
+            depth: int, level: Level, tokens_BP: jax.Array, carry: PyTree
+        ) -> tuple[jax.Array, PyTree]:
             features_BPD, cache, done = carry
             if depth:
                 done = np.concatenate([done, inner[depth]])
