@@ -3,6 +3,8 @@
 from importlib.util import find_spec
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
@@ -41,10 +43,6 @@ def test_the_quick_start_with_a_real_model(monkeypatch: pytest.MonkeyPatch) -> N
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]) -> str:
     """Execute a notebook with other words in it, check what it shows, return what it prints."""
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    pytest.importorskip("matplotlib")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), (

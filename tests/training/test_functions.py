@@ -16,7 +16,7 @@ from medusa_jax.config import TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS
 from medusa_jax.interop import hf
-from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.training import losses
 from medusa_jax.training.functions import HeadFunctions
 from medusa_jax.training.stage import make_stage
