@@ -26,11 +26,6 @@ COMMANDS = {
     "prefill_cost": Command(
         "costs", "research.prefill_cost", "memory of reading a prompt, on published shapes"
     ),
-    "cache_cost": Command(
-        "costs",
-        "research.cache_cost",
-        "a step at a short text, by the size the cache may have",
-    ),
     "scaling": Command(
         "costs", "research.scaling", "memory, traffic and time on many devices"
     ),
@@ -38,11 +33,6 @@ COMMANDS = {
         "demo", "research.demo.build", "rebuild the bundled demo from nothing"
     ),
     "demo_corpus": Command("demo", "research.demo.corpus", "the demo's text and tokenizer"),
-    "ngrams": Command(
-        "demo",
-        "research.demo.ngrams",
-        "the n-gram model that the demo's backbone must beat",
-    ),
 }
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from medusa_jax import plots
+from medusa_jax.api import Model
 from medusa_jax.commands.flags import (
     GenerationFlags,
     ModelFlags,
@@ -33,7 +34,7 @@ from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.tree import Choice, Tree, growth
-from medusa_jax.whole_files import write_json
+from medusa_jax.whole_files import Json, write_json
 
 EXAMPLES = """examples:
   python -m research tree_shapes --drafter hydra --prompts work/demo/calibration.jsonl
@@ -150,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def measure(flags: Flags, model: Any, prompts: Sequence[Any]) -> dict[str, Any]:
+def measure(flags: Flags, model: Model, prompts: Sequence[str | list[int]]) -> Json:
     """Figures of all trees by kind, and the widths of the dense ones."""
     options = generation_options(flags)
     texts = rank_texts(model, prompts, options)
@@ -181,9 +182,8 @@ def measure(flags: Flags, model: Any, prompts: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
+def draw(found: Json, path: Path) -> None:
     """Medusa's figure 4: (a) accepted length and (b) speed, both against plain decoding."""
-    from medusa_jax import plots
 
     def chart(title: str, field: str) -> plots.Chart:
         lines, points = (

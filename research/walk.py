@@ -7,11 +7,10 @@ in float64; `--pictures` draws the pictures of `docs/concepts.md`.
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from medusa_jax.api import Model
 from medusa_jax.api.one_step import take_steps, token_labels
 from medusa_jax.commands.flags import (
     ModelFlags,
@@ -22,6 +21,7 @@ from medusa_jax.commands.flags import (
 )
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.plots import draw_mask, draw_step, draw_tree
 
 EXAMPLES = """examples:
   python -m research walk --dtype float64
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def describe(model: Any, prompt: str, n: int) -> str:
+def describe(model: Model, prompt: str, n: int) -> str:
     """The step as Markdown."""
     found, tree = take_steps(model, prompt, n), model.tree
     M, accepted = tree.n_nodes, int(found["n"])
@@ -62,7 +62,7 @@ def describe(model: Any, prompt: str, n: int) -> str:
     path = found["path"][: accepted + 1].tolist()
     backend = model.tokenizer.backend
 
-    def show(token: Any) -> str:
+    def show(token: int) -> str:
         """A token as written in the vocabulary, followed by its id."""
         return f"`{backend.id_to_token(int(token))}` ({int(token)})"
 
@@ -159,10 +159,8 @@ bonus token is the next root.
 """
 
 
-def draw(model: Any, prompt: str, n: int, directory: Path) -> None:
+def draw(model: Model, prompt: str, n: int, directory: Path) -> None:
     """The n-th step as tree.svg, mask.svg and step.svg."""
-    from medusa_jax.plots import draw_mask, draw_step, draw_tree
-
     found, tree = take_steps(model, prompt, n), model.tree
     labels = token_labels(model, found["nodes"])
     kept = found["path"][: int(found["n"]) + 1].tolist()
@@ -187,7 +185,3 @@ def run(flags: Flags) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     return run_command(parser(), Flags, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

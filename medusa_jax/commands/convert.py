@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from medusa_jax.commands.flags import command, run_command
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.interop.export_heads import TARGETS
+from medusa_jax.interop.export_heads import TARGETS, convert
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 EXAMPLES = """examples:
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     p = command(
         "python -m medusa_jax convert",
         "Draft heads from one layout to another. Layouts to write:\n"
-        + "\n".join(f"  {name:13} {what}" for name, (_, what) in TARGETS.items()),
+        + "\n".join(f"  {name:13} {target.purpose}" for name, target in TARGETS.items()),
         EXAMPLES,
     )
     p.add_argument("--model", help="directory or hub id of their model (default: the demo)")
@@ -78,9 +78,8 @@ def run(flags: Flags) -> int:
     """Convert, and upload if asked to."""
     from medusa_jax.api import find_heads, find_model
     from medusa_jax.interop.base_files import BaseFiles
-    from medusa_jax.interop.convert import convert
-    from medusa_jax.interop.export_heads import Export
     from medusa_jax.interop.hub import push
+    from medusa_jax.interop.stored_heads import Export
     from medusa_jax.interop.tensors import read_json
 
     if flags.dtype == "int8" and flags.to != "native":
@@ -98,7 +97,7 @@ def run(flags: Flags) -> int:
     convert(
         export, flags.to, flags.out, bench=bench, allow_other_base=flags.allow_other_base
     )
-    inform(f"wrote {flags.out}: {TARGETS[flags.to][1]}")
+    inform(f"wrote {flags.out}: {TARGETS[flags.to].purpose}")
     if flags.push:
         push(flags.out, flags.push)
         inform(f"uploaded to https://huggingface.co/{flags.push}")

@@ -29,9 +29,10 @@ from medusa_jax.heads.drafter import (
     Params,
     TextRows,
 )
-from medusa_jax.heads.layers import LayerState, sees_behind, shift_left
+from medusa_jax.heads.layers import LayerState, shift_left
 from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
-from medusa_jax.model.online_softmax import Causal
+from medusa_jax.model.attention import cached_mask
+from medusa_jax.model.causal import CausalMask
 
 # Teacher-forced positions per chunk of deeper levels; limits the memory of their attention scores.
 CHUNK = 64
@@ -59,7 +60,7 @@ class Autoregressive(Drafter):
         return self.llama
 
     def layers(self, dtype: Any) -> nn.Module:
-        """The module: (a, e, positions, sees, cache, start) -> a' [B, T, D], keys and values by layer."""
+        """The module: (a, e, positions, mask, cache, start) -> a' [B, T, D], keys and values by layer."""
         raise NotImplementedError
 
     def _run(
@@ -81,10 +82,10 @@ class Autoregressive(Drafter):
             shift_left(backbone.embed(tokens_BT), k + 1).astype(backbone.llama.dtype)
             for k in range(self.n_heads)
         ]
-        sees = Causal(segment_ids_BT)
+        mask = CausalMask(segment_ids_BT)
         read_BTD = self._first_input(params, backbone, hidden_BTE)
         first_BTD, text = self._run(
-            params, backbone, read_BTD, ahead[0], positions_BT, sees
+            params, backbone, read_BTD, ahead[0], positions_BT, mask
         )
         if self.n_heads == 1:
             return first_BTD[None]
@@ -105,7 +106,7 @@ class Autoregressive(Drafter):
             def here(x: jax.Array, axis: int = 1) -> jax.Array:
                 return lax.dynamic_slice_in_dim(x, begin, size, axis=axis)
 
-            seen_BCT = Causal(segment_ids_BT).visible(begin, size, 0, T)
+            seen_BCT = CausalMask(segment_ids_BT).visible(begin, size, 0, T)
 
             def level(above: Any, given: Any) -> tuple[Any, jax.Array]:
                 (features_BCD, cache), (k, next_BCD) = above, given
@@ -136,9 +137,9 @@ class Autoregressive(Drafter):
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
-        sees = sees_behind(next_BTD.shape[1], state.cache.slots, state.length_B)
+        mask = cached_mask(next_BTD.shape[1], state.cache.slots, state.length_B)
         read_BTD = self._first_input(params, backbone, new.hidden_BTE)
-        rows = (read_BTD, next_BTD, new.positions_BT, sees)
+        rows = (read_BTD, next_BTD, new.positions_BT, mask)
         features_BTD, layers = self._run(
             params, backbone, *rows, state.cache.layers, state.length_B
         )
@@ -160,11 +161,11 @@ class Autoregressive(Drafter):
                 mask_PR = jnp.asarray(tree.mask_MM[inner[depth]][:, done])
                 P, R = mask_PR.shape
                 start_B = state.length_B
-                sees = sees_behind(P, state.cache.slots, start_B, mask_PR)
+                mask = cached_mask(P, state.cache.slots, start_B, mask_PR)
                 positions_BP = jnp.tile(start_B[:, None] + depth - 1, (1, P))
                 features_BPD, cache = self._run(
                     params, backbone, features_BPD[:, level.rows_P],
-                    backbone.embed(tokens_BP), positions_BP, sees, cache, start_B + R - P,
+                    backbone.embed(tokens_BP), positions_BP, mask, cache, start_B + R - P,
                 )  # fmt: skip
             logits = self.head_logits(params, backbone, depth, features_BPD)
             return logits, (features_BPD, cache, done)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.drafter import Backbone, Drafter, Params
 from medusa_jax.heads.state import PositionState
-from medusa_jax.model.attention import FEW, Sees, tree_mask
+from medusa_jax.model.attention import Pair, cached_mask
 from medusa_jax.model.cache import KVCache
+from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.layers import Linear, RMSNorm, kernel_of
 from medusa_jax.model.llama import Block
-from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.stored import multiply
@@ -114,18 +114,6 @@ def logits_of_first(
 # Decoder layers of drafters.
 
 
-def sees_behind(
-    T: int, slots: int, start_B: jax.Array, self_mask_TR: jax.Array | None = None
-) -> Sees:
-    """Visibility for T rows after a cached text: all of the text, and each other as in `Llama.decode`."""
-    if self_mask_TR is not None:
-        return tree_mask(slots, start_B, self_mask_TR)
-    if T > FEW:
-        return Causal()
-    offset_BS = jnp.arange(slots)[None, :] - start_B[:, None]
-    return offset_BS[:, None, :] <= jnp.arange(T)[None, :, None]
-
-
 def zero_output(layer: Params) -> Params:
     """Make a decoder layer the identity: zero the last kernels of its attention and its MLP."""
     out = dict(layer)
@@ -154,20 +142,20 @@ class CausalLayer(nn.Module):
     ) -> jax.Array:
         """Packed rows: a position sees itself and the earlier ones of its segment."""
         rope = rope_tables(self.config, positions_BT, self.dtype)
-        sees = Causal(segment_ids_BT)
-        return self._out(self.layers_0(x_BTD.astype(self.dtype), rope, sees)[0])
+        mask = CausalMask(segment_ids_BT)
+        return self._out(self.layers_0(x_BTD.astype(self.dtype), rope, mask)[0])
 
     def decode(
         self,
         x_BTD: jax.Array,
         positions_BT: jax.Array,
-        cache: tuple[jax.Array, jax.Array],
+        cache: Pair,
         start_B: jax.Array,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Pair]:
         """T rows after the `start` cached ones, each seeing itself and all earlier ones."""
-        sees = sees_behind(x_BTD.shape[1], cache[0].shape[2], start_B)
+        mask = cached_mask(x_BTD.shape[1], cache[0].shape[2], start_B)
         rope = rope_tables(self.config, positions_BT, self.dtype)
-        x_BTD, new = self.layers_0(x_BTD.astype(self.dtype), rope, sees, cache, start_B)
+        x_BTD, new = self.layers_0(x_BTD.astype(self.dtype), rope, mask, cache, start_B)
         return self._out(x_BTD), new
 
     def _out(self, x_BTD: jax.Array) -> jax.Array:

@@ -1,98 +1,20 @@
-"""Draft heads on disk: written in this project's format, read in any known layout.
-
-This project's format is a directory with two files.
-
-`heads.safetensors` has the parameters under their tree paths ("heads_0/layers_0/kernel"), shaped as in the tree
-(kernels perhaps as int8, `codes.py`), and the ids of a draft vocabulary as int32 under "draft_vocab/ids".
-`heads.json` describes them: {"format": 1, "heads": {the fields of the drafter's Config}, "base": {"d_model",
-"vocab_size", "fingerprint"}, "recipe": {anything}}.
-"""
+"""Load draft heads of any layout for a backbone."""
 
 import dataclasses
-import os
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import make_drafter, vocabulary
-from medusa_jax.interop import codes, hf
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.own_heads import DESCRIPTION, FORMAT, IDS, OWN, WEIGHTS
+from medusa_jax.interop.own_heads import OWN
 from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.stored_heads import StoredHeads, abstract_heads
 from medusa_jax.sharding import Params, replicated
 from medusa_jax.whole_files import Json
-
-
-def describe_base(config: LlamaConfig, params: Params) -> Json:
-    """The `base` record of `save_heads` for a backbone (stored, unfused parameters)."""
-    return base_record(config, hf.fingerprint(config, params))
-
-
-def base_record(config: LlamaConfig, fingerprint: str) -> Json:
-    """The `base` record for a fingerprint taken while the backbone was read."""
-    return {
-        "d_model": config.d_model,
-        "vocab_size": config.vocab_size,
-        "fingerprint": fingerprint,
-    }
-
-
-def save_heads(
-    directory: str,
-    heads: HeadsConfig,
-    params: Params,
-    *,
-    base: Json,
-    recipe: Json,
-    dtype: DTypeLike | None = None,
-    write: bool = True,
-) -> None:
-    """Write heads, each of the two files atomically.
-
-    Args:
-      base: `describe_base` of the backbone that the heads were trained on.
-      recipe: how the heads were trained; JSON values.
-      params: with the ids of a draft vocabulary, if any, under "draft_vocab".
-      dtype: stored type; None keeps that of `params`; "int8" is for kernels, the rest is bfloat16 then
-        (`codes.py`).
-      write: False on processes that only take part in gathering the arrays.
-
-    Raises:
-      UserError: the directory cannot be written.
-    """
-    for name in ("d_model", "vocab_size", "fingerprint"):
-        if name not in base:
-            raise ValueError(f"base lacks {name!r}")
-    flat = tensor_files.flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
-    quantised = np.dtype(dtype or "float32") == np.int8
-    kind = "float32" if quantised else dtype
-    arrays = {name: tensor_files.host_array(leaf, kind) for name, leaf in flat.items()}
-    if quantised:
-        arrays = codes.encode(arrays)
-    if heads.draft_vocab:
-        ids = tensor_files.host_array(params[vocabulary.GROUP]["ids"], "int32")
-        vocabulary.check_ids(ids, heads, base["vocab_size"], directory)
-        arrays[IDS] = ids
-    if not write:
-        return
-    description = {
-        "format": FORMAT,
-        "heads": dataclasses.asdict(heads),
-        "base": base,
-        "recipe": recipe,
-    }
-    try:
-        os.makedirs(directory, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{directory} cannot be created: {error.strerror}") from error
-    weights = os.path.join(directory, WEIGHTS)
-    tensor_files.save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
-    tensor_files.save_json(os.path.join(directory, DESCRIPTION), description)
 
 
 def load_heads(
@@ -109,7 +31,7 @@ def load_heads(
     """Read heads for a backbone of shape `llama`, placed on the mesh.
 
     Args:
-      path: a directory written by `save_heads`, published heads (`published.py`), the hub id of either, or the
+      path: a directory written by `own_heads.save_heads`, published heads (`published.py`), the hub id of either, or the
         result of `open_heads`.
       n_heads: read only the first `n_heads` heads, if heads can be dropped (`Drafter.separable`).
       fingerprint: of the current backbone (`hf.fingerprint`); None compares sizes only.

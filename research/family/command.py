@@ -17,16 +17,16 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from medusa_jax.commands.flags import typed
-from medusa_jax.console import inform, run_main
+from medusa_jax.commands import train
+from medusa_jax.commands.flags import numbers, typed
+from medusa_jax.console import inform, run_main, use_compilation_cache
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
-from medusa_jax.whole_files import write_json, write_text
+from medusa_jax.whole_files import Json, write_json, write_text
 from research.family.measure import Study, measure_one, race_first_seeds
+from research.family.picture import draw_drafters
 from research.family.report import (
-    claim,
     convergence,
     curve,
     family_table,
@@ -113,8 +113,6 @@ def train_one(flags: Flags, extra: Sequence[str], name: str, seed: int) -> Path:
     Raises:
       UserError: the training ended without a result, or the existing one was trained differently.
     """
-    from medusa_jax.commands import train
-
     run = Path(flags.out) / f"{name}-s{seed}"
     done = run / "export" / "heads.safetensors"
     weights = zip(("label_weight", "teacher_weight"), LOSSES.get(name, ()))
@@ -146,7 +144,7 @@ def train_one(flags: Flags, extra: Sequence[str], name: str, seed: int) -> Path:
     return run
 
 
-def refuse_other(run: Path, asked: dict[str, Any]) -> None:
+def refuse_other(run: Path, asked: Json) -> None:
     """Refuse a finished training whose heads, data, optimizer or losses differ from the requested ones.
 
     Raises:
@@ -172,17 +170,11 @@ def refuse_other(run: Path, asked: dict[str, Any]) -> None:
 
 def run(flags: Flags, extra: Sequence[str]) -> int:
     """Train, measure, write."""
-    from medusa_jax.console import use_compilation_cache
-    from research.family.picture import draw_drafters
-
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")
-    try:
-        sizes = [int(n) for n in flags.nodes.split(",")]
-    except ValueError as error:
-        raise UserError(f"--nodes is a list like 8,64, not {flags.nodes!r}") from error
-    if min(sizes) < 2 or flags.seeds < 1:
-        raise UserError("--nodes must be at least 2 and --seeds at least 1")
+    numbers(flags.nodes, "--nodes", least=2)
+    if flags.seeds < 1:
+        raise UserError("--seeds must be at least 1")
     use_compilation_cache()
     names = flags.drafters.split(",")
     if "eagle" in names and flags.lm_head != "shared":
@@ -203,8 +195,9 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
     runs = {name: [measure_one(flags, path) for path in where[name]] for name in names}
     curves = {name: [curve(path) for path in where[name]] for name in names}
     speeds = race_first_seeds(flags, where, runs)
-    verdict = f"{orders(runs)}\n{claim(runs, speeds)}\n"
-    text = "\n\n".join((family_table(runs, speeds), convergence(curves), verdict))
+    text = "\n\n".join(
+        (family_table(runs, speeds), convergence(curves), orders(runs) + "\n")
+    )
     out = Path(flags.out)
     facts = {"runs": runs, "speeds": speeds, "curves": curves}
     write_json(

@@ -239,9 +239,9 @@ ROWS = {
     ],
     "family": [
         ("--drafters=medusa,hydro", "there is no configs/demo_hydro.py"),
-        ("--nodes=8,many", "--nodes is a list like 8,64, not '8,many'"),
+        ("--nodes=8,many", "--nodes is a list like 1,4,8, not '8,many'"),
         ("--drafters=hydra,eagle", "it needs --lm_head shared, not low_rank"),
-        ("--seeds=0", "--seeds at least 1"),
+        ("--seeds=0", "--seeds must be at least 1"),
         ("--speed=9", "unknown flag --speed=9"),
     ],
     "prefill_cost": [

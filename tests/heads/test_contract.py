@@ -32,7 +32,7 @@ from medusa_jax.heads.draft_model import DraftState
 from medusa_jax.heads.drafter import Committed, Drafter, TextRows
 from medusa_jax.heads.state import grown, rewound
 from medusa_jax.heads.text import TextState
-from medusa_jax.interop import heads_io
+from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree
@@ -209,7 +209,7 @@ def test_files_are_strict(name, tmp_path):
     params = jax.tree.map(np.float32, params)
     config, path = backbone.llama.config, str(tmp_path)
     record = {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
-    heads_io.save_heads(path, drafter.heads, params, base=record, recipe={})
+    own_heads.save_heads(path, drafter.heads, params, base=record, recipe={})
     heads, loaded, _ = heads_io.load_heads(path, config, make_mesh())
     assert heads == drafter.heads
     jax.tree.map(np.testing.assert_array_equal, params, loaded)

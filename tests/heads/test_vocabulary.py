@@ -26,7 +26,7 @@ from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Backbone, make_drafter, vocabulary
 from medusa_jax.heads.drafter import TextRows
-from medusa_jax.interop import heads_io
+from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.interop.published import open_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -253,12 +253,12 @@ def saved(path, kind="low_rank", ids=IDS):
     backbone = family.stored_base()
     _, (drafter, params) = pair_of("medusa", kind, backbone, IDS)
     record = {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
-    heads_io.save_heads(
+    own_heads.save_heads(
         str(path), drafter.heads, params, base=record, recipe={}, dtype="bfloat16"
     )
     file = path / "heads.safetensors"
     if ids is not IDS:
-        save_file(load_file(file) | {heads_io.IDS: ids}, file)
+        save_file(load_file(file) | {own_heads.IDS: ids}, file)
     return file, drafter, backbone.llama.config
 
 
@@ -273,7 +273,7 @@ def test_ids_lie_beside_the_heads(kind, tmp_path):
     ids = params[vocabulary.GROUP]["ids"]
     assert ids.dtype == jnp.int32 and open_heads(str(tmp_path)).ids.dtype == ids.dtype
     np.testing.assert_array_equal(ids, IDS)
-    assert load_file(file)[heads_io.IDS].dtype == np.int32
+    assert load_file(file)[own_heads.IDS].dtype == np.int32
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_bad_ids(ids, problem, tmp_path):
 
 def test_ids_that_are_missing_or_not_wanted(tmp_path):
     file, drafter, config = saved(tmp_path)
-    without = {k: v for k, v in load_file(file).items() if k != heads_io.IDS}
+    without = {k: v for k, v in load_file(file).items() if k != own_heads.IDS}
     kept = load_file(file)
     save_file(without, file)
     with pytest.raises(UserError, match=r"'draft_vocab/ids' is missing .* score 11 tokens"):

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from medusa_jax.commands import convert as command
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.interop import codes, heads_io
+from medusa_jax.interop import codes, heads_io, own_heads
 from medusa_jax.interop.stored_heads import abstract_heads
 from medusa_jax.sharding import make_mesh
 
@@ -23,7 +23,7 @@ def saved(tmp_path):
     params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), shapes)
     base = {"d_model": 32, "vocab_size": 64, "fingerprint": "00"}
     args = (HEADS, params)
-    heads_io.save_heads(str(tmp_path), *args, base=base, recipe={}, dtype="int8")
+    own_heads.save_heads(str(tmp_path), *args, base=base, recipe={}, dtype="int8")
     return tmp_path, params
 
 

@@ -25,23 +25,26 @@ from head_files import (
     EAGLE,
     EAGLE3,
     LLAMA,
+    SPECULATORS,
     eagle3_state,
     eagle_state,
     hydra_state,
     medusa_state,
+    renamed,
     write,
 )
 from safetensors.numpy import load_file
 from tiny import random_params, write_tokenizer
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.chat import render_prompt, shipped_template
-from medusa_jax.interop.export_heads import Export, to_merged
 from medusa_jax.interop.gguf.convert import _convert
+from medusa_jax.interop.merge import to_merged
 from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.stored_heads import Export
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree, load_tree_file
@@ -160,11 +163,14 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     folder = write(root / "eagle3", eagle3_state(), "model.safetensors", EAGLE3)
     add("eagle3", folder / "model.safetensors", read_heads(folder), weights=True)
     add("eagle3-config", folder / "config.json", read_heads(folder), same=False)
+    state = renamed(eagle3_state())
+    folder = write(root / "speculators", state, "model.safetensors", SPECULATORS)
+    add("speculators-config", folder / "config.json", read_heads(folder), same=False)
 
     stored = open_heads(str(root / "medusa-pt"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
     tree = tensor_files.unflatten(stored.read(LLAMA))
-    heads_io.save_heads(str(own), stored.heads, tree, base=record, recipe={"steps": 1})
+    own_heads.save_heads(str(own), stored.heads, tree, base=record, recipe={"steps": 1})
     add("own", own / "heads.safetensors", read_heads(own), weights=True)
     add("own-json", own / "heads.json", read_heads(own), same=False)
 

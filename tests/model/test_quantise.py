@@ -8,8 +8,8 @@ from cases import wide
 from closeness import assert_close
 
 from medusa_jax.config import LlamaConfig
+from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.llama import Llama, init_params
-from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.quantise import (
     dequantise,
     dequantise_backbone,
@@ -137,7 +137,7 @@ def test_the_float_kernels_of_all_layers_never_exist_at_once():
             def blocks(module, x):
                 rope = (jnp.ones((1, 8, 1, 64)), jnp.zeros((1, 8, 1, 64)))
                 for block in module.layers:
-                    x, _ = block(x, rope, Causal())
+                    x, _ = block(x, rope, CausalMask())
                 return x
 
             return jnp.sum(Llama(CONFIG).apply({"params": p}, x, method=blocks) ** 2)

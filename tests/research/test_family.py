@@ -66,18 +66,6 @@ def test_orders():
     assert "- hydrapp < eagle with 8 nodes: holds, 0.100 in 1 seed" in report.orders(both)
 
 
-def test_claim():
-    """Less accepted and yet faster, as fast."""
-    both = {"hydrapp": [found((2.0, 2.5))], "amphista": [found((1.9, 2.5))]}
-    speeds = {name: [dict(row) for row in SPEEDS["medusa"]] for name in both}
-    assert report.claim({"hydrapp": both["hydrapp"]}, speeds) == ""
-    first, second = report.claim(both, speeds).splitlines()
-    assert "8 nodes: -5.0% in accepted length, +0.0% in speed" in first
-    assert "does not hold" in first and "does not hold" in second
-    speeds["amphista"][0]["speedup"] = 1.5
-    assert "+20.0% in speed: that it is faster holds" in report.claim(both, speeds)
-
-
 def test_sigterm_ends_it_behind_the_training_that_it_hit(tmp_path, monkeypatch):
     """With the exit status of one who was stopped, and no word of a failure."""
     trained = []

@@ -3,7 +3,8 @@
 import pytest
 
 from medusa_jax.interop.shapes import SHAPES
-from research.scaling import extrapolated, mesh_for
+from research.layers import extrapolated
+from research.scaling import mesh_for
 
 
 def of_layers(n):
@@ -14,7 +15,7 @@ def of_layers(n):
 
 def test_figures_lie_on_a_line():
     asked = []
-    found = extrapolated(lambda n: asked.append(n) or of_layers(n), 32)
+    found = extrapolated(lambda n: asked.append(n) or of_layers(n), 32, (2, 3))
     assert asked == [2, 3] and found["total_bytes"] == of_layers(32)["total_bytes"]
     assert found["sent_bytes"] == {"all-gather": 8.0 * 32, "all-reduce": 90.0}
     assert found["stage"] == "medusa1"
@@ -22,7 +23,7 @@ def test_figures_lie_on_a_line():
 
 def test_all_layers_are_measured_where_that_is_asked():
     asked = []
-    found = extrapolated(lambda n: asked.append(n) or of_layers(n), 32, all_layers=True)
+    found = extrapolated(lambda n: asked.append(n) or of_layers(n), 32, None)
     assert asked == [32] and found == of_layers(32)
 
 

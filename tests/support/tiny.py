@@ -14,7 +14,7 @@ from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.vocabulary import GROUP
-from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop import hf, own_heads
 from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
 
 
@@ -137,8 +137,8 @@ def write_heads(directory: Path, config, params, ids=()):
     head_params = make_drafter(heads, config).init(jax.random.key(0), backbone)
     if len(ids):
         head_params[GROUP] = {"ids": np.array(ids, np.int32)}
-    record = heads_io.describe_base(config, params)
-    heads_io.save_heads(str(directory), heads, head_params, base=record, recipe={})
+    record = own_heads.base_record(config, hf.fingerprint(config, params))
+    own_heads.save_heads(str(directory), heads, head_params, base=record, recipe={})
 
 
 TEMPLATE = (

@@ -20,7 +20,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.repetition import repeated_ngram_share
-from medusa_jax.training.data.rows import ARRAYS, REPORT, TokenRows
+from medusa_jax.training.data.rows import ARRAYS, REPORT, TokenRows, write_tokens
 from medusa_jax.whole_files import checksum, replacing, write_json
 
 # Suffixes of the files of a directory that are read as text.
@@ -111,7 +111,8 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
     pipeline = grain.MapDataset.source(records).map(encode).to_iter_dataset(options)
     skipped: collections.Counter[str] = collections.Counter()
     first: dict[str, int] = {}
-    ids, counted, lengths = [], [], []
+    ids: list[np.ndarray] = []
+    counted: list[np.ndarray] = []
     with announced(f"tokenising {source}"):
         for i, (problem, pieces) in enumerate(pipeline):
             if problem:
@@ -120,7 +121,6 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
             for piece_ids, piece_counted in pieces:
                 ids.append(np.asarray(piece_ids, np.int32))
                 counted.append(np.asarray(piece_counted, bool))
-                lengths.append(len(piece_ids))
     reasons = "; ".join(
         f"{n} x {why}, first in {place(source, records[first[why]], first[why])}"
         for why, n in skipped.most_common()
@@ -132,13 +132,9 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
     inform(f"{source}: {len(records) - skipped.total()} of {len(records)} samples used")
     if skipped:
         inform(f"{source}: {skipped.total()} samples skipped ({reasons})")
-    starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-    arrays: list[np.ndarray] = [np.concatenate(ids), np.concatenate(counted), starts]
     report = {"source": source, "samples": len(records), "skipped": dict(skipped)}
     with replacing(directory) as new:
-        os.makedirs(new)
-        for name, array in zip(ARRAYS, arrays):
-            np.save(os.path.join(new, name), array)
+        write_tokens(new, ids, counted)
         sums = {name: checksum(os.path.join(new, name)) for name in ARRAYS}
         write_json(os.path.join(new, REPORT), report | {"crc32": sums})
 
