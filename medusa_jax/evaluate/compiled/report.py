@@ -33,6 +33,7 @@ def as_json(case: Case, plain: Step, step: Step) -> dict[str, Any]:
             "stages": step.stages,
         },
         "kernels": step.kernels,
+        "read_bytes": step.read or None,
         "memory_bytes": step.memory,
         "warnings": defects(case, plain, step),
     }
@@ -67,6 +68,11 @@ def as_text(case: Case, plain: Step, step: Step) -> str:
     kind = "kernels" if target.chip.clock == 0 else "operations"
     lines.append(f"memory per device  {_gigabytes(step.memory, target)}")
     lines.append(f"{kind + ' a step':18} {step.kernels:,}")
+    if step.read:
+        lines.append(
+            f"read a step        {step.read / 1e9:.2f} GB, {step.read / step.weights:.2f} of "
+            "the weights"
+        )
     sent = ", ".join(f"{k} {v / 1e6:,.1f} MB" for k, v in step.sent.items())
     lines.append(f"sent a step        {sent or 'nothing'}")
     lines += [f"warning: {line}" for line in defects(case, plain, step)]
