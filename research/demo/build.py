@@ -31,9 +31,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from medusa_jax.commands.flags import typed
+from medusa_jax.commands.flags import command, run_command
 from medusa_jax.config import LlamaConfig
-from medusa_jax.console import inform, run_main
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop import heads_io, hf, own_heads
 from medusa_jax.sharding import make_mesh
@@ -98,9 +98,10 @@ class Flags:
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
-    p = argparse.ArgumentParser(
-        prog="python -m research demo_build",
-        description="Rebuild the bundled demo model and heads (run from the project's root).",
+    p = command(
+        "python -m research demo_build",
+        "Rebuild the bundled demo model and heads (run from the project's root).",
+        "",
     )
     p.add_argument(
         "--work", default="work/demo", help="directory for everything on the way"
@@ -337,5 +338,4 @@ def relative(record: Json) -> Json:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    flags = parser().parse_args(argv)
-    return run_main(lambda: run(typed(Flags, flags)))
+    return run_command(parser(), Flags, run, argv)

@@ -19,16 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_jax.commands import train
-from medusa_jax.commands.flags import numbers, typed
+from medusa_jax.commands.flags import command, numbers, typed
 from medusa_jax.console import inform, run_main, use_compilation_cache
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.whole_files import Json, write_json, write_text
 from research.family.measure import Study, measure_one, race_first_seeds
-from research.family.picture import draw_drafters
 from research.family.report import (
     convergence,
     curve,
+    draw,
     family_table,
     orders,
 )
@@ -73,11 +73,10 @@ class Flags(Study):
 
 def parser() -> argparse.ArgumentParser:
     """All flags; flags of the form --config.field=value are passed to every training."""
-    p = argparse.ArgumentParser(
-        prog="python -m research family",
-        description="Train and measure drafters under identical conditions on one backbone.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    p = command(
+        "python -m research family",
+        "Train and measure drafters under identical conditions on one backbone.",
+        EXAMPLES,
     )
     p.add_argument("--model", required=True, help="directory of the backbone")
     p.add_argument("--data", required=True, help="training text (data.source)")
@@ -206,7 +205,7 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
     )
     write_text(out / "family.md", text)
     print(text)
-    draw_drafters(runs, speeds, curves, out / "family.png")
+    draw(runs, speeds, curves, out / "family.png")
     inform(f"wrote {out}/family.md, family.json and family.png")
     return 0
 
