@@ -119,15 +119,14 @@ def test_what_was_timed_in_time_decides(directory, machine, monkeypatch):
 
 def test_sizes_between_those_timed_are_interpolated(directory, machine, monkeypatch):
     """Only 8 nodes are timed in time: a step over 3 takes 1 + 2 x 1.6 / 7 = 1.46 plain ones."""
-    timed = [{"nodes": 8, "step_latency_ratio": 2.6, "speedup": 2.2 / 2.6}]
+    rounds = [(1, 1.0), (8, 2.6)] * 3
+    timed = figures(rounds, LADDER)
     found = {row["nodes"]: row for row in device_tree.interpolated(timed, LADDER)}
     assert sorted(found) == [2, 3, 4, 6]
     assert found[3]["step_latency_ratio"] == pytest.approx(1.457, abs=1e-3)
     assert device_tree.fastest([*timed, *found.values()]) == 3
     model = load(directory)
-    monkeypatch.setattr(
-        device_tree, "measure_rung", lambda *_, out, over: out.extend(timed)
-    )
+    monkeypatch.setattr(device_tree, "timings", lambda *_: rounds)
     with anew("trees"):
         assert device_tree.measured_ladder(model, model.calibrated, [1]).at(1).n_nodes == 3
 
@@ -171,8 +170,9 @@ def test_many_numbers_of_rows_share_the_time(directory, stuck, monkeypatch):
 
 def test_figures_are_of_the_quieter_half_of_the_rounds():
     """Ratios 1.0, 1.1, ..., 1.4 in it, 3 in the others."""
-    quiet = [(1.0, 1 + 0.1 * i) for i in range(5)]
-    row = figures(2, 1.8, [*quiet, *[(9.0, 27.0)] * 5])
+    quiet = [one for i in range(5) for one in ((1, 1.0), (2, 1 + 0.1 * i))]
+    timed = [*quiet, *[(1, 9.0), (2, 27.0)] * 5, (1, 1.0), (3, 1.0)]
+    [row] = figures(timed, {2: 1.8, 3: 2.0})  # 3 nodes were timed once
     assert row["step_latency_ratio"] == 1.2 and row["speedup"] == 1.5
     assert row["spread"] == pytest.approx(0.2 / 1.2, abs=1e-4)
 
@@ -278,7 +278,10 @@ def test_steps_are_really_timed(directory, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = device_tree.measure_and_keep(model, model.calibrated, 1)
     assert found["rows"] and all(row["step_latency_ratio"] > 0 for row in found["rows"])
-    kept = device_tree.kept_for(model, model.calibrated, 1)
-    assert kept.read("nodes", int) == found["nodes"]
-    kept.file.write_text("{")
-    assert kept.read("nodes", int) is None
+    kept = device_tree.kept_for(model, model.calibrated)
+    for content in (None, {"1": {"nodes": 99}}, {"1": 7, "x": {"nodes": 2}}, [], "{"):
+        if content is not None:
+            kept.file.write_text(content if content == "{" else json.dumps(content))
+        trees = device_tree.kept_trees(kept, model.calibrated)
+        nodes = {rows: tree.n_nodes for rows, tree in trees.items()}
+        assert nodes == ({1: found["nodes"]} if content is None else {})

@@ -186,5 +186,5 @@ def test_the_repository_has_one_address():
 def test_acceptance_rules_are_those_of_the_package():
     from medusa_jax.decoding.acceptance import RULES
 
-    choices = decode_command.parser().format_help()
+    choices = decode_command.main.parser().format_help()
     assert all(rule in choices for rule in RULES)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.api import tree_choice
@@ -36,7 +37,7 @@ from medusa_jax.model.block_rows import BlockRows
 from medusa_jax.model.forms import choose_storage, reads_blocks
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.model.stored import STORED, Storage, store
-from medusa_jax.sharding import make_mesh, param_shardings
+from medusa_jax.sharding import Params, make_mesh, param_shardings
 from medusa_jax.tree import Tree
 
 # Each n-gram token adds one comparison per position to a step.
@@ -119,7 +120,7 @@ def load(
     )
     marks, drafting = hf.Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
 
-    def place(config: LlamaConfig, part: Any) -> Any:
+    def place(config: LlamaConfig, part: Params) -> Params:
         marks.update(config, part)
         drafting.see(config, part)
         return place_part(config, part, number, devices, storage)
@@ -127,12 +128,12 @@ def load(
     in_blocks = storage.weights == STORED
     config, backbone = hf.load_backbone(directory, devices, kind, place, in_blocks)
     heads = HeadsConfig(n_heads=1, lm_head="shared")
-    head_params: Any = {}
-    read_wide: Callable[[], Any] | None = None
+    head_params: Params = {}
+    read_wide: Callable[[], Params] | None = None
     if baseline is not None:
         heads, head_params = load_baseline(baseline, text_to_ids, number, devices, storage)
-        own = make_drafter(heads, config).default_tree
-        chosen = tree_choice.without_tree_file(tree, own)
+        default = make_drafter(heads, config).default_tree
+        chosen = tree_choice.TreeChoice(default if tree == "auto" else tree)
     elif stored is None:
         chosen = tree_choice.TreeChoice(Tree.none() if tree == "auto" else tree)
     else:
@@ -211,7 +212,7 @@ def _forms(
     mesh: Mesh,
     weights: str | None,
     draft_weights: str | None,
-) -> tuple[Any, Storage]:
+) -> tuple[np.dtype, Storage]:
     """What to compute in, and how kernels are stored (`model/forms.py`)."""
     number = jnp.dtype(dtype)
     storage = choose_storage(config, number, mesh, weights, draft_weights)
@@ -225,7 +226,7 @@ def _forms(
 
 def _read_wide(
     read: Callable[..., Any], drafting: "_DraftHead", directory: str, dtype: str
-) -> Any:
+) -> Params:
     """The draft heads once more, as wide as the weights, and the LM head that they share."""
     _, params, _ = read(convert=partial(place_head, form=drafting.form))
     if drafting.ids_O is not None:
@@ -246,12 +247,12 @@ class _DraftHead:
 
     def __init__(self, stored: StoredHeads | None, mesh: Mesh, form: Storage) -> None:
         self.mesh, self.form = mesh, form
-        self.part: Any = {}
+        self.part: Params = {}
         self.ids_O = None
         if stored is not None and stored.heads.lm_head == "shared":
             self.ids_O = stored.ids
 
-    def see(self, config: LlamaConfig, part: Any) -> None:
+    def see(self, config: LlamaConfig, part: Params) -> None:
         """Look at a part of the backbone as it passes."""
         entry = vocabulary.lm_head_entry(config)
         if self.ids_O is None or entry not in part:
@@ -263,7 +264,7 @@ class _DraftHead:
         else:
             self.part = _scored(config, part, self.ids_O, self.mesh, self.form)
 
-    def beside(self, heads: Any) -> Any:
+    def beside(self, heads: Params) -> Params:
         """The parameters of the heads, with the LM head that they share."""
         if self.ids_O is None:
             return heads
@@ -275,8 +276,8 @@ _in_form = jax.jit(store, static_argnums=1)
 
 @partial(jax.jit, static_argnums=(0, 3, 4))
 def _scored(
-    config: LlamaConfig, part: Any, ids_O: Any, mesh: Mesh, storage: Storage
-) -> Any:
+    config: LlamaConfig, part: Params, ids_O: np.ndarray, mesh: Mesh, storage: Storage
+) -> Params:
     """The LM head's columns of these tokens in a form: one program, not one for each operation."""
     kernel_DO = vocabulary.scored_columns(config, part, ids_O)
     found = {"lm_head": {"kernel": kernel_DO}}

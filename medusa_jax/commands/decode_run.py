@@ -11,6 +11,7 @@ import jax
 
 from medusa_jax import hosts
 from medusa_jax.api import Model, Options, Result
+from medusa_jax.api.asking import Prompt
 from medusa_jax.api.batching import equal_batches
 from medusa_jax.commands.chat import Chat
 from medusa_jax.commands.decode_flags import Flags
@@ -112,7 +113,7 @@ def give_way_to_demo(flags: Flags) -> Flags:
 
 def run_one(
     model: Model,
-    prompts: list[Any],
+    prompts: list[Prompt],
     options: list[Options],
     acceptance: str,
     flags: Flags,
@@ -145,7 +146,7 @@ def run_one(
 
 def run_file(
     model: Model,
-    prompts: list[Any],
+    prompts: list[Prompt],
     options: list[Options],
     acceptance: str,
     flags: Flags,
@@ -160,7 +161,7 @@ def run_file(
             with announced("compiling"):
                 compile_seconds = model.compile(*batch, acceptance=acceptance)
             results = model.generate(*batch, acceptance=acceptance)
-            compared: list[Any] = [None] * len(rows)
+            compared: Sequence[Comparison | None] = [None] * len(rows)
             if flags.compare:
                 compared = compare(
                     model,
@@ -198,7 +199,7 @@ def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | Sequen
 
 def stream_to_terminal(
     model: Model,
-    prompts: list[Any],
+    prompts: list[Prompt],
     options: list[Options],
     acceptance: str,
     flags: Flags,

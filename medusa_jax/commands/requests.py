@@ -13,12 +13,13 @@ from medusa_jax.commands.flags import token_ids
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.names import named
+from medusa_jax.whole_files import Json
 
 # What a request continues or answers, one of these.
 PROMPTS = ("prompt", "prompt_ids", "messages")
 
 
-def shared_options(flags: Flags) -> dict[str, Any]:
+def shared_options(flags: Flags) -> Json:
     """The options that the flags, and the model's name where they are silent, set for every
     request.
     """
@@ -69,7 +70,7 @@ def _constraint(text: str) -> Constraint | None:
             value = Path(value).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--constraint: cannot read {value!r}: {error}") from error
-    made: dict[str, Any] = {"json_object": True, "choice": value.split("|")}
+    made: Json = {"json_object": True, "choice": value.split("|")}
     return constraint_of({kind: made.get(kind, value)})
 
 
@@ -129,7 +130,7 @@ def read_stdin() -> str:
         raise UserError(f"cannot read standard input: {why}") from error
 
 
-def check_fields(record: dict[str, Any], options: Collection[str]) -> None:
+def check_fields(record: Json, options: Collection[str]) -> None:
     """Refuse fields of a request that nobody would read.
 
     Raises:
@@ -159,7 +160,7 @@ def _prompt(record: Any) -> str | tuple[int, ...] | list[Any]:
     return value
 
 
-def own_options(record: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+def own_options(record: Json, shared: Json) -> Json:
     """The options that one request sets itself, each of the type of the flag it replaces."""
     own = {name: record[name] for name in shared if name in record}
     if "stop" in own:

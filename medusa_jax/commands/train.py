@@ -1,6 +1,5 @@
 """`python train.py --config=FILE --workdir=DIR [--config.field=value ...]`."""
 
-import argparse
 import dataclasses
 import importlib.util
 import os
@@ -10,7 +9,7 @@ import sys
 import typing
 from typing import Any
 
-from medusa_jax.commands.flags import HostFlags, add_hosts, command, given_hosts, typed
+from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, parser_of, typed
 from medusa_jax.config import Config
 from medusa_jax.console import (
     inform,
@@ -49,11 +48,13 @@ ALIASES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(HostFlags):
-    """The flags that are not fields of the configuration."""
+    """Train what a configuration says."""
 
-    config: str | None
-    workdir: str | None
-    devices: str | None
+    config: str | None = flag("a file with get_config() -> medusa_jax.config.Config", None)
+    workdir: str | None = flag(
+        "checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there", None
+    )
+    devices: str | None = flag("simulated devices of a dry run", None, metavar="N")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,18 +87,11 @@ def main(argv: list[str] | None = None) -> int:
     return run_main(go)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """All flags but `--config.FIELD=VALUE`, which the configuration's fields define."""
-    p = command("train.py", "Train what a configuration says.", EXAMPLES)
-    p.usage = "train.py --config=FILE.py --workdir=DIR [--config.FIELD=VALUE ...]"
-    p.add_argument("--config", help="a file with get_config() -> medusa_jax.config.Config")
-    p.add_argument(
-        "--workdir",
-        help="checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there",
-    )
-    p.add_argument("--devices", metavar="N", help="simulated devices of a dry run")
-    add_hosts(p)
-    return p
+    found = parser_of(Flags, "train.py", EXAMPLES)
+    found.usage = "train.py --config=FILE.py --workdir=DIR [--config.FIELD=VALUE ...]"
+    return found
 
 
 def simulate(devices: str, cfg: Config) -> None:

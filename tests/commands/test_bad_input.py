@@ -35,7 +35,7 @@ STARTS = {
     " --nodes 6 --chat_template plain --out {t}",
     "convert": "convert --out {t}/out --drafter medusa --to tgi",
     "serve": "serve --port 0",
-    "shape": "bench shape --out {t} --shape llama-7b",
+    "step_cost": "step_cost --out {t} --shape llama-7b",
     "roofline": "roofline --out {t}",
     "family": "family --model m --data d --calibration c",
     "prefill_cost": "prefill_cost",
@@ -222,7 +222,7 @@ ROWS = {
         ("--api_key_file {f}", "holds no key", " \n"),
         ("--chat vicnua --drafter none", "there are: vicuna"),
     ],
-    "shape": [
+    "step_cost": [
         ("--shape llama-8b", "none of the shapes llama-7b"),
         ("--drafters medusae", "unknown drafter 'medusae'"),
     ],

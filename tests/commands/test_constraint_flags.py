@@ -5,12 +5,12 @@ import json
 import pytest
 
 from medusa_jax import Options, UserError
-from medusa_jax.commands.decode import main, parser
+from medusa_jax.commands.decode import main
 from medusa_jax.commands.requests import read_requests, shared_options
 
 
 def asked(*flags):
-    return Options(**shared_options(parser().parse_args(["--prompt", "a", *flags])))
+    return Options(**shared_options(main.parse(["--prompt", "a", *flags])))
 
 
 def test_flags(tmp_path):
@@ -40,7 +40,7 @@ def test_lines_of_a_file(tmp_path):
     file = tmp_path / "requests.jsonl"
     own = {"constraint": {"choice": ["a"]}, "logit_bias": {"3": 1}, "presence_penalty": 1}
     file.write_text(json.dumps({"prompt": "x"} | own) + '\n{"prompt": "y"}\n')
-    flags = parser().parse_args(["--prompts_file", str(file), "--constraint", "regex:b"])
+    flags = main.parse(["--prompts_file", str(file), "--constraint", "regex:b"])
     _, [first, second] = read_requests(flags)
     assert first == Options(
         constraint={"choice": ["a"]}, logit_bias={3: 1.0}, presence_penalty=1
@@ -48,10 +48,10 @@ def test_lines_of_a_file(tmp_path):
     assert second == Options(constraint={"regex": "b"})
     file.write_text('{"prompt": "x", "constraint": {"regx": "a"}}')
     with pytest.raises(UserError, match=r"line 1: .* did you mean 'regex'"):
-        read_requests(parser().parse_args(["--prompts_file", str(file)]))
+        read_requests(main.parse(["--prompts_file", str(file)]))
     file.write_text('{"prompt": "x", "logit_bias": [3]}')
     with pytest.raises(UserError, match="line 1: 'logit_bias' must be numbers"):
-        read_requests(parser().parse_args(["--prompts_file", str(file)]))
+        read_requests(main.parse(["--prompts_file", str(file)]))
 
 
 @pytest.mark.parametrize(

@@ -345,7 +345,7 @@ def test_help_is_quick_and_imports_no_jax():
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert spent < 1
-    code = "import sys, medusa_jax.commands.decode as d; d.parser(); print('jax' in sys.modules)"
+    code = "import sys, medusa_jax.commands.decode as d; d.main.parser(); print('jax' in sys.modules)"
     assert output_of(code).strip() == "False"
 
 
