@@ -5,7 +5,6 @@ arithmetic are affine in their number: models of two and three layers are compil
 c(2) + (L - 2) (c(3) - c(2)). --all_layers compiles all layers instead, to check this extrapolation.
 """
 
-import argparse
 import copy
 import dataclasses
 import json
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from medusa_jax.commands.flags import command, run_command
+from medusa_jax.commands.flags import Program, flag
 from medusa_jax.commands.train import load_config
 from medusa_jax.config import Config, HeadsConfig, LlamaConfig
 from medusa_jax.console import announced
@@ -45,7 +44,7 @@ from medusa_jax.whole_files import Json
 from research.draft_cost import paper_tree
 from research.layers import extrapolated
 
-DEVICES = (1, 8, 64)
+DEVICES = [1, 8, 64]
 # Layers of the compiled models.
 FEW = (2, 3)
 # (name, recipe, shape if not the recipe's).
@@ -72,34 +71,16 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Flags of `scaling`."""
+    """Memory, traffic and time of recipes and decoding on many devices."""
 
-    devices: list[int]
-    only: str
-    all_layers: bool
-    chip: str
-    configs: str
-    json: bool
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m research scaling",
-        "Memory, traffic and time of recipes and decoding on many devices.",
-        EXAMPLES,
+    devices: list[int] = flag(
+        "numbers of devices", DEVICES, action="store", type=int, nargs="+"
     )
-    p.add_argument("--devices", type=int, nargs="+", default=list(DEVICES))
-    p.add_argument("--only", default="", help="only rows whose name contains this")
-    p.add_argument(
-        "--all_layers", action="store_true", help="compile all layers, not two and three"
-    )
-    p.add_argument("--chip", default="a100-sxm", help="chip whose peaks predict times")
-    p.add_argument("--configs", default="configs", help="directory of the recipes")
-    p.add_argument(
-        "--json", action="store_true", help="print a JSON object for each row at once"
-    )
-    return p
+    only: str = flag("only rows whose name contains this", "")
+    all_layers: bool = flag("compile all layers, not two and three", False)
+    chip: str = flag("chip whose peaks predict times", "a100-sxm")
+    configs: str = flag("directory of the recipes", "configs")
+    json: bool = flag("print a JSON object for each row at once", False)
 
 
 def training(cfg: Config, devices: int, all_layers: bool = False) -> Json:
@@ -255,6 +236,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
+main = Program("python -m research scaling", Flags, run, EXAMPLES)
