@@ -74,7 +74,7 @@ def load(
       drafter: a name from the registry (the heads of that kind that come with the demo or with
         a model called by name); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
-        default what `default_drafter` says.
+        default the result of `default_drafter`.
       tree: the default tree, as for `--tree`. "auto" is a ladder: what is fastest for `batch` rows,
         and for another number what is known to pay there, from this device (`calibrate`) or the
         tree file.
@@ -150,7 +150,7 @@ def load(
             allow_other_base=allow_other_base,
         )
         heads, head_params, _ = read(convert=partial(place_head, form=storage.of_drafts))
-        head_params = drafting.beside(head_params)
+        head_params = drafting.with_lm_head(head_params)
         if storage.of_drafts != storage.of_deciding_drafts:
             wide = _DraftHead(stored, devices, storage.of_deciding_drafts)
             read_wide = partial(_read_wide, read, wide, directory, kind)
@@ -187,10 +187,10 @@ def _checked_dtype(dtype: str) -> str:
 
 
 def _weights(asked: str | None, directory: str, dtype: str, mesh: Mesh) -> str | None:
-    """How weights are to be stored: the blocks of a GGUF file as they are, where that can be.
+    """How weights are stored: by default the blocks of a GGUF file unchanged, if that is possible.
 
     Raises:
-      UserError: that was asked for, of a file without blocks or in another type than float32.
+      UserError: "stored" was requested for a file without blocks or another type than float32.
     """
     blocks = stands_for_gguf(directory)
     if asked == STORED and not (blocks and dtype == "float32"):
@@ -227,7 +227,7 @@ def _forms(
 def _read_wide(
     read: Callable[..., Any], drafting: "_DraftHead", directory: str, dtype: str
 ) -> Params:
-    """The draft heads once more, as wide as the weights, and the LM head that they share."""
+    """Read the draft heads again, as wide as the weights, with the LM head that they share."""
     _, params, _ = read(convert=partial(place_head, form=drafting.form))
     if drafting.ids_O is not None:
         base = BaseFiles.open(directory)
@@ -235,14 +235,14 @@ def _read_wide(
         leaf = "embedding" if base.config.tie_embeddings else "kernel"
         part = {entry: {leaf: base.array(f"{entry}/{leaf}").astype(dtype)}}
         drafting.see(base.config, part)
-    return drafting.beside(params)
+    return drafting.with_lm_head(params)
 
 
 class _DraftHead:
     """The backbone's LM head for the tokens of a draft vocabulary, where heads share it.
 
-    Its columns are picked while the backbone is read, before kernels get the form in which they are
-    decoded, and get that form themselves: a smaller kernel, not a product with all columns.
+    Its columns are selected while the backbone is read, before kernels are converted to their decoding
+    form, and converted themselves: a smaller kernel, not a product with all columns.
     """
 
     def __init__(self, stored: StoredHeads | None, mesh: Mesh, form: Storage) -> None:
@@ -253,7 +253,7 @@ class _DraftHead:
             self.ids_O = stored.ids
 
     def see(self, config: LlamaConfig, part: Params) -> None:
-        """Look at a part of the backbone as it passes."""
+        """Select the columns if this part of the backbone has the LM head."""
         entry = vocabulary.lm_head_entry(config)
         if self.ids_O is None or entry not in part:
             return
@@ -264,7 +264,7 @@ class _DraftHead:
         else:
             self.part = _scored(config, part, self.ids_O, self.mesh, self.form)
 
-    def beside(self, heads: Params) -> Params:
+    def with_lm_head(self, heads: Params) -> Params:
         """The parameters of the heads, with the LM head that they share."""
         if self.ids_O is None:
             return heads
@@ -278,7 +278,7 @@ _in_form = jax.jit(store, static_argnums=1)
 def _scored(
     config: LlamaConfig, part: Params, ids_O: np.ndarray, mesh: Mesh, storage: Storage
 ) -> Params:
-    """The LM head's columns of these tokens in a form: one program, not one for each operation."""
+    """The LM head's columns of these tokens in a form, as one program."""
     kernel_DO = vocabulary.scored_columns(config, part, ids_O)
     found = {"lm_head": {"kernel": kernel_DO}}
     found = jax.lax.with_sharding_constraint(found, param_shardings(mesh, found))

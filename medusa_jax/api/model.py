@@ -106,7 +106,7 @@ class Model:
         """`variables` as decoding by this rule reads them.
 
         Where the rule's text depends on the drafts and the heads are stored narrower than the
-        weights, though nobody asked for it, they are read once more, as wide, and kept as well.
+        weights, by default, they are read again, as wide, and kept as well.
         """
         if self._read_wide is None or not RULES[acceptance].by_drafts:
             return self.variables

@@ -243,7 +243,7 @@ class Piece:
 
 
 def accepted_lengths(draft_depths: Sequence[int]) -> list[int]:
-    """Tokens that each step appended, told from the depths of a text.
+    """Tokens that each step appended, computed from the depths of a text.
 
     Every step ends with a token of depth 0, the verifier's own; the first token is prefill's.
 

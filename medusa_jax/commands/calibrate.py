@@ -1,6 +1,6 @@
 """`python -m medusa_jax calibrate`: fit the draft tree to the heads and to this device.
 
-Writes a tree file with its evidence (`evaluate/fitting.py` says what is measured) and a rung for each
+Writes a tree file with its evidence (measured by `evaluate/fitting.py`) and a rung for each
 number of rows; decoding uses the one next to the heads.
 """
 
@@ -140,7 +140,7 @@ def print_rung(rung: Row) -> None:
 
 
 def measure_steps(flags: Flags, batches: Sequence[int]) -> int:
-    """Choose anew what `--tree auto` takes on this device, and show why."""
+    """Measure the choice of `--tree auto` on this device again, and print it."""
     from medusa_jax.api import device_tree
     from medusa_jax.measured import anew
 
@@ -155,7 +155,7 @@ def measure_steps(flags: Flags, batches: Sequence[int]) -> int:
     for rows in batches:
         found = device_tree.measure_and_keep(model, calibrated, rows)
         print_rung(found)
-        inform(f"--tree auto takes {found['nodes']} nodes at batch {rows} from now on")
+        inform(f"--tree auto uses {found['nodes']} nodes at batch {rows} from now on")
     return 0
 
 

@@ -1,6 +1,6 @@
 """`python -m medusa_jax convert`: draft heads from one layout to another.
 
-Reads heads of this project and published ones (`interop/published.py`), writes what other engines
+Reads heads of this project and published ones (`interop/heads_io.py`), writes what other engines
 load (`interop/export_heads.py`); docs/formats.md has the keys of each layout.
 """
 
@@ -38,9 +38,7 @@ class Flags:
         "",
         choices=DTYPES,
     )
-    base_name: str | None = flag(
-        "what the files call the model (default: what --model says)", None
-    )
+    base_name: str | None = flag("what the files call the model (default: --model)", None)
     bench: str | None = flag("race.json of `bench race`, for the model card", None)
     push: str | None = flag("upload the result to the hub", None, metavar="OWNER/NAME")
     allow_other_base: bool = flag(

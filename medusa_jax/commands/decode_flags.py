@@ -1,4 +1,4 @@
-"""The flags of decode.py."""
+"""Flags of decode.py."""
 
 import dataclasses
 
@@ -100,7 +100,7 @@ class Flags(HostFlags, GenerationFlags, ModelFlags):
     mesh: str = flag("devices along data,fsdp,tensor", "1,1,1")
     chat: str | None = flag(
         "wrap the prompt in the tokenizer's chat template (or a shipped one by name); without a prompt: "
-        "talk, Ctrl-C stops a reply, Ctrl-D ends; the default for a model whose name says instruct, "
+        "talk, Ctrl-C stops a reply, Ctrl-D ends; the default for a model with instruct in its name, "
         "which 'none' turns off",
         None,
         nargs="?",

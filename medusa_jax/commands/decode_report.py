@@ -1,4 +1,4 @@
-"""What decode.py says of a text: the object that --json prints, and the line below the text."""
+"""Reports of decode.py: the object of --json, and the line below the text."""
 
 import dataclasses
 
@@ -105,7 +105,7 @@ def summary(facts: Json) -> str:
 
 
 def precision(facts: Json) -> str:
-    """What is computed in, and how weights are stored if otherwise."""
+    """The type of arithmetic, and that of weights if it differs."""
     same = facts["weights"] == facts["dtype"]
     return facts["dtype"] if same else f"{facts['dtype']}, {facts['weights']} weights"
 
@@ -115,6 +115,6 @@ def _difference(facts: Json) -> str:
     if not facts["lossless"]:
         return f"other text from token {first['position']} on (lossy acceptance)"
     if facts["acceptance"] == "rejection":
-        return f"other draws of the same law from token {first['position']} on"
+        return f"other draws from the same distribution from token {first['position']} on"
     gap = "one text ends" if first["gap"] is None else f"score gap {first['gap']:.2g}"
     return f"first difference at token {first['position']} ({gap})"

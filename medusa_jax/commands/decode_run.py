@@ -1,4 +1,4 @@
-"""What decode.py does once its flags are parsed."""
+"""decode.py after its flags are parsed: load, decode, report."""
 
 import dataclasses
 import signal
@@ -36,7 +36,7 @@ from medusa_jax.serving import Server
 
 
 def run(flags: Flags) -> int:
-    """Decode what the flags ask for; returns the exit status."""
+    """Decode the requested prompts; returns the exit status."""
     flags = give_way_to_demo(flags)
     template = chosen_template(flags)
     talking = template is not None and flags.prompt is None and flags.prompts_file is None
@@ -77,7 +77,7 @@ def run(flags: Flags) -> int:
 
 
 def check_flags(flags: Flags, talking: bool) -> None:
-    """Refuse what cannot be, before a model is loaded."""
+    """Refuse impossible combinations before a model is loaded."""
     if flags.acceptance not in ("auto", *RULES):
         known = ["auto", *RULES]
         near = did_you_mean(flags.acceptance, known)
@@ -95,10 +95,10 @@ def check_flags(flags: Flags, talking: bool) -> None:
 
 
 def give_way_to_demo(flags: Flags) -> Flags:
-    """The flags; where a model by name is not installed, a question at a terminal goes to the demo.
+    """The flags, with the demo instead of a model by name that is not installed.
 
-    Said in a sentence. What a program reads (--json, --prompts_file), a chat, and heads that were
-    asked for get the error.
+    Prints one line. Output for programs (--json, --prompts_file), a chat and named heads get the error
+    instead.
     """
     asked = flags.prompt is not None and not (flags.json or flags.drafter or flags.chat)
     if not asked or flags.model is None or named(flags.model) is None:

@@ -15,8 +15,8 @@ are prompts to go on with, or conversations whose user turns are asked again (se
     provenance.json   settings, sizes and speed, written when all is done
 
 A run that was stopped, even killed, resumes after its last whole batch and ends with the same
-files, byte for byte. Over several hosts rows lie on the devices of all of them, process 0 writes, and
-SIGTERM to any ends all after the same batch.
+files, byte for byte. Over several hosts rows are on the devices of all, process 0 writes, and SIGTERM to any
+ends all after the same batch.
 """
 
 import dataclasses
@@ -125,7 +125,7 @@ def warn_if_quantised(model: str | None) -> None:
 
 
 def run(flags: Flags) -> int:
-    """Answer all seeds that are not answered yet."""
+    """Answer the seeds without an answer."""
     from medusa_jax import hosts
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.distill.compose import composed_seeds
@@ -154,7 +154,7 @@ def run(flags: Flags) -> int:
 
 
 def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
-    """Go on after the seeds that are answered; returns the exit status."""
+    """Continue after the answered seeds; returns the exit status."""
     from medusa_jax import hosts
     from medusa_jax.api import Options
     from medusa_jax.distill import files
@@ -218,7 +218,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     provenance = settings | engine | found | {"date": date.today().isoformat()}
     write_json(out / "provenance.json", provenance)
     inform(
-        f"{found['samples']} samples, {found['answer_tokens']} tokens of the model's own, "
+        f"{found['samples']} samples, {found['answer_tokens']} tokens of the model's own text, "
         f"{speed:.0f} tokens/s; in {path}"
     )
     inform(f"{files.coverage(counts_V)}; counts in {out / COUNTS}")

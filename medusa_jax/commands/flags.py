@@ -91,8 +91,8 @@ def flag(help: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
     Its type is the field's: a bool needs no value, a list may be given several times.
 
     Args:
-      help: what --help says; the default is added unless it is None, empty or mentioned.
-      how: what else argparse's `add_argument` takes, and `group`, a heading in the help.
+      help: text for --help; the default is added unless it is None, empty or mentioned.
+      how: further arguments of argparse's `add_argument`, and `group`, a heading in the help.
     """
     if isinstance(default, list):
         return dataclasses.field(
@@ -262,7 +262,7 @@ def load_model(
 
     Args:
       needs_heads: refuse plain decoding, which the command could do nothing with.
-      more: what else `load` takes, such as `tree`.
+      more: further arguments of `load`, such as `tree`.
     """
     import jax  # here, not for --help
 

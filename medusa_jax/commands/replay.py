@@ -1,7 +1,6 @@
 """`python -m medusa_jax replay`: accepted lengths on a question file, for many drafters and trees.
 
-The model answers every turn once, plainly; then `evaluate/recording.py` says what each drafter would have
-guessed. No step is timed, so the figures are the same on every machine, and a drafter takes one pass
+The model answers every turn once, plainly; then `evaluate/recording.py` records the guesses of each drafter. No step is timed, so the figures are the same on every machine, and a drafter takes one pass
 over the answers. What drafts cost and how fast they are: `bench questions`.
 """
 

@@ -1,4 +1,4 @@
-"""What decode.py is asked for: one prompt, or a file of requests with options of their own."""
+"""Requests of decode.py: one prompt, or a file of requests with separate options."""
 
 import json
 import sys
@@ -20,9 +20,7 @@ PROMPTS = ("prompt", "prompt_ids", "messages")
 
 
 def shared_options(flags: Flags) -> Json:
-    """The options that the flags, and the model's name where they are silent, set for every
-    request.
-    """
+    """The options of every request: from the flags, else from the model's name."""
     row = named(flags.model)
     brought = row.sampling if row else {}
     return {
@@ -61,7 +59,7 @@ def _biases(text: str) -> tuple[tuple[int, float], ...]:
 
 
 def _constraint(text: str) -> Constraint | None:
-    """What --constraint asks for: "choice:yes|no" are two choices."""
+    """The constraint of --constraint; "choice:yes|no" has two choices."""
     if not text:
         return None
     kind, _, value = text.partition(":")
@@ -75,7 +73,7 @@ def _constraint(text: str) -> Constraint | None:
 
 
 def _first(*values: float | None) -> float:
-    """The first that is said at all."""
+    """The first value that is not None."""
     return next(value for value in values if value is not None)
 
 
@@ -131,7 +129,7 @@ def read_stdin() -> str:
 
 
 def check_fields(record: Json, options: Collection[str]) -> None:
-    """Refuse fields of a request that nobody would read.
+    """Refuse unknown fields of a request.
 
     Raises:
       UserError: one that is unknown, or a second prompt.

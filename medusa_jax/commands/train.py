@@ -48,7 +48,7 @@ ALIASES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(HostFlags):
-    """Train what a configuration says."""
+    """Train by a configuration."""
 
     config: str | None = flag("a file with get_config() -> medusa_jax.config.Config", None)
     workdir: str | None = flag(
@@ -95,7 +95,7 @@ def parser() -> Parser:
 
 
 def simulate(devices: str, cfg: Config) -> None:
-    """As many CPU devices as a dry run asks for.
+    """Simulate the CPU devices of a dry run.
 
     Raises:
       UserError: it is no dry run, or no number.
@@ -130,7 +130,7 @@ def run(cfg: Config) -> int:
         use_compilation_cache()  # a resumed run starts at once
         stopped = train(cfg).get("stopped")
         return 128 + stopped if stopped else 0
-    except UserError:  # TensorStore says RESOURCE_EXHAUSTED of a disk
+    except UserError:  # TensorStore reports a full disk as RESOURCE_EXHAUSTED
         raise
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
@@ -144,7 +144,7 @@ def run(cfg: Config) -> int:
 
 
 def last_checkpoint(workdir: str) -> str:
-    """What a run goes on from that could not save: "the last checkpoint is of step 40"."""
+    """The checkpoint that a resumed run starts from: "the last checkpoint is of step 40"."""
     directory = os.path.join(workdir, "checkpoints")
     names = os.listdir(directory) if os.path.isdir(directory) else []
     steps = [int(name) for name in names if name.isdigit()]

@@ -75,7 +75,7 @@ class Contender:
     Attributes:
       decode: prompt ids -> decoded once.
       weights: type that weights are stored in.
-      facts: what else its row holds.
+      facts: further fields of its row.
       against: number of the contender that it is compared with.
     """
 

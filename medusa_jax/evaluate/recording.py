@@ -37,12 +37,12 @@ class Text(NamedTuple):
     Attributes:
       ids: all tokens.
       n_prompt: number of prompt tokens among them.
-      said: the answer as text.
+      answer_text: the answer as text.
     """
 
     ids: list[int]
     n_prompt: int
-    said: str
+    answer_text: str
 
     @property
     def answer(self) -> list[int]:
@@ -68,7 +68,7 @@ def answered_turns(
     """Answer every turn of every question by plain decoding; arguments as of `all_turns`."""
 
     def ask(prompts: list[list[int]]) -> list[tuple[Text, str]]:
-        return [(text, text.said) for text in own_texts(model, prompts, options)]
+        return [(text, text.answer_text) for text in own_texts(model, prompts, options)]
 
     return all_turns(model, questions, template, room, ask)
 
