@@ -73,7 +73,7 @@ EXAMPLES = """examples:
 class Flags:
     """Memory, traffic and time of recipes and decoding on many devices."""
 
-    devices: list[int] = flag(
+    devices: list[int] = flag(  # noqa: RUF009
         "numbers of devices", DEVICES, action="store", type=int, nargs="+"
     )
     only: str = flag("only rows whose name contains this", "")
