@@ -16,6 +16,9 @@ from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import device_tree
 from medusa_jax.api.device_tree import fastest, figures
 from medusa_jax.measured import anew
+from medusa_jax.serving import row_sizes
+from medusa_jax.serving.trees import trees_by_rows
+from medusa_jax.tree.ladder import Ladder
 
 GROWTH = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [3]]
 LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
@@ -163,9 +166,21 @@ def test_many_numbers_of_rows_share_the_time(directory, stuck, monkeypatch):
     monkeypatch.delenv(device_tree.VARIABLE)
     monkeypatch.setattr(device_tree, "TREES", 0.1)
     for _ in range(2):
-        ladder = device_tree.measured_ladder(model, model.calibrated, [1, 2, 4])
-        assert [tree.n_nodes for tree in ladder.rungs.values()] == [2, 2, 2]
+        trees = trees_by_rows(model, row_sizes(4), True)
+        assert {rows: tree.n_nodes for rows, tree in trees.items()} == {1: 2, 2: 2, 4: 2}
     assert measured == [(1, 1)]
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_server_has_a_tree_for_each_number_of_rows(directory, monkeypatch, measured):
+    """Measured, or the file's."""
+    monkeypatch.setenv(device_tree.VARIABLE, "bundled")
+    model = load(directory)
+    monkeypatch.delenv(device_tree.VARIABLE)
+    ladder = Ladder({rows: Tree.chain(rows) for rows in (1, 2)})
+    monkeypatch.setattr(device_tree, "measured_ladder", lambda *_: ladder)
+    trees = trees_by_rows(model, [1, 2], measured)
+    assert [tree.n_nodes for tree in trees.values()] == ([2, 3] if measured else [2, 2])
 
 
 def test_figures_are_of_the_quieter_half_of_the_rounds():
@@ -234,12 +249,6 @@ def test_where_no_tree_pays_none_is_used(directory, machine):
     for _ in range(2):  # measured, and kept
         model = load(directory)
         assert model.tree == Tree.none() and model.variables["heads"]
-
-
-def test_a_gain_within_the_spread_is_none(directory, machine):
-    cost, _ = machine
-    cost |= {2: 1.0, 3: 1.9 / 1.5 / 1.01, 4: 9.0, 6: 9.0}
-    assert load(directory).tree.n_nodes == 2
 
 
 def test_bundled_is_the_files_own_choice(directory, machine, monkeypatch):

@@ -6,9 +6,9 @@ from pathlib import Path
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import BASELINES, DRAFTERS
 from medusa_jax.heads.draft_model import DraftModel
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.names import named
-from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.stored_heads import StoredHeads
 
 DEMO = Path(__file__).parents[1] / "demo"

@@ -1,6 +1,6 @@
 """`python -m medusa_jax convert`: draft heads from one layout to another.
 
-Reads heads of this project and published ones (`interop/published.py`), writes what other engines
+Reads heads of this project and published ones (`interop/heads_io.py`), writes what other engines
 load (`interop/export_heads.py`); docs/formats.md has the keys of each layout.
 """
 

@@ -16,11 +16,11 @@ arXiv 2503.01840), with gradients through all levels.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.autoregressive import Autoregressive
@@ -47,7 +47,7 @@ class Layers(nn.Module):
     """FC and the decoder layers, of the backbone's shape."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     n_layers: int
     fc_bias: bool
 
@@ -87,7 +87,7 @@ class Eagle(Autoregressive):
     name = "eagle"
     Config = EagleConfig
 
-    def layers(self, dtype: Any) -> nn.Module:
+    def layers(self, dtype: DTypeLike) -> nn.Module:
         return Layers(self.llama, dtype, self.heads.n_layers, self.heads.fc_bias)
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:

@@ -27,6 +27,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
@@ -66,7 +67,7 @@ class WideBlock(nn.Module):
     """A decoder layer whose attention reads [norm(e) ; norm(a)], 2 D wide."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     norm_before_residual: bool
 
     @nn.compact
@@ -95,7 +96,7 @@ class Layers(nn.Module):
     """FC, the decoder layers and the norm before the LM head, of the backbone's shape."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     heads: Eagle3Config
     n_taps: int
 
@@ -139,7 +140,9 @@ class Layers(nn.Module):
             caches.append(layer_cache)
         return (self.norm(x_BTD) if self.heads.norm_output else x_BTD), tuple(caches)
 
-    def all(self, streams: jax.Array, next_BTD: jax.Array, positions_BT: jax.Array) -> Any:
+    def all(
+        self, streams: jax.Array, next_BTD: jax.Array, positions_BT: jax.Array
+    ) -> jax.Array:
         """Run every part once, to initialise all parameters."""
         x_BTD, _ = self(self.fuse(streams), next_BTD, positions_BT, CausalMask())
         return self.normed(x_BTD)
@@ -195,7 +198,7 @@ class Eagle3(Autoregressive):
         L = self.llama.n_layers  # fewer than five: the nearest that exist
         return tuple(sorted(min(max(i, 0), L) for i in (2, L // 2, L - 3)))
 
-    def layers(self, dtype: Any) -> nn.Module:
+    def layers(self, dtype: DTypeLike) -> nn.Module:
         return Layers(self.shape, dtype, self.heads, len(self.taps))
 
     def _first_input(

@@ -96,7 +96,7 @@ class PathMask(struct.PyTreeNode):
     """Visibility in layers that `native` computes whole: the cached text and the path to the token itself.
 
     Attributes:
-      mask_TT: [t, s] is True where new token s lies on the path to t, itself included.
+      mask_TT: [t, s] is True where new token s is on the path to t, itself included.
       window: of these positions, only the last `window`; 0: all.
     """
 
@@ -110,7 +110,7 @@ Mask = jax.Array | PathMask | CausalMask
 
 # Up to this many tokens of a text (an accepted path) are scored against all slots of a cache at once, as the
 # nodes of a tree are; longer texts (prompts) against the slots in use.
-FEW = 16
+MAX_MASKED = 16
 
 
 def write_both(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
@@ -150,7 +150,7 @@ def cached_mask(
     """What T tokens after a cached text see: the text, and each other by `self_mask` (None: causally)."""
     if self_mask_TR is not None:
         return tree_mask(slots, start_B, self_mask_TR)
-    if T > FEW:
+    if T > MAX_MASKED:
         return CausalMask()
     return tree_mask(slots, start_B, jnp.asarray(np.tri(T, dtype=bool)))
 

@@ -7,7 +7,6 @@ a draft tree, or causally in a prompt).
 
 import dataclasses
 from functools import lru_cache, partial
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,7 +17,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.model.attention import FEW, Attention, Mask, PathMask, tree_mask
+from medusa_jax.model.attention import (
+    MAX_MASKED,
+    Attention,
+    Mask,
+    Pair,
+    PathMask,
+    tree_mask,
+)
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.fused_layer import fused_layer
@@ -27,7 +33,7 @@ from medusa_jax.model.lora import Adapter
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.remat import rematerialised
 from medusa_jax.model.rope import rope_tables
-from medusa_jax.sharding import Params, split_embedded, split_rows
+from medusa_jax.sharding import Params, PyTree, split_embedded, split_rows
 
 
 class Mlp(nn.Module):
@@ -85,7 +91,7 @@ class Block(nn.Module):
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(block: Block, variables: Params, *args: Any) -> Any:
+def _run_layer(block: Block, variables: Params, *args: PyTree) -> PyTree:
     """Apply an unbound `Block`.
 
     Under `jit`, so that a program traces and lowers one layer instead of each; XLA inlines the calls.
@@ -200,7 +206,7 @@ class Llama(nn.Module):
     ) -> tuple[Mask, Mask]:
         """What new tokens see in layers without and with the sliding window."""
         T, window = positions_BT.shape[1], self.config.sliding_window
-        if self_mask_TR is None and T > FEW:
+        if self_mask_TR is None and T > MAX_MASKED:
             return CausalMask(), CausalMask(window=window)
         if self_mask_TR is None:
             self_mask_TR = jnp.asarray(np.tri(T, dtype=bool))
@@ -233,7 +239,7 @@ class Llama(nn.Module):
         c = self.config
         rope = rope_tables(c, positions_BT, self.dtype)
         x_BTD = self.embed(tokens_BT)
-        layers: list[Any] = []
+        layers: list[Pair] = []
         streams = []
         for i, block in enumerate(self.layers):
             x_BTD = split_rows(self.mesh, x_BTD)
@@ -265,7 +271,7 @@ class Llama(nn.Module):
         """Run a block whose activations the backward pass recomputes."""
         unbound, variables = block.unbind()
 
-        def run(variables: Params, *args: Any) -> jax.Array:
+        def run(variables: Params, *args: PyTree) -> jax.Array:
             return _run_layer(unbound, variables, *args)[0]
 
         trained = "lora" if "lora" in variables else "params"

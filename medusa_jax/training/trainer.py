@@ -118,6 +118,7 @@ def _train(cfg: Config) -> Json:
     setup = load_setup(cfg, mesh)
     cfg.model.arch = setup.arch
     checks.fit_accumulation(cfg, mesh)
+    prepare.choose_features(cfg)
     checks.check(cfg, mesh)
     texts, held_out_text = prepare.texts(cfg), prepare.held_out_text(cfg)
     rows: Rows = mixed(texts)

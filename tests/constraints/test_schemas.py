@@ -9,9 +9,6 @@ from schemas import is_valid, random_schema
 import medusa_jax
 from medusa_jax import Options
 
-pytest.importorskip("llguidance")
-pytest.importorskip("jsonschema")
-
 PROMPTS = ["def parse(", "import json\n\nrow = ", "{", "# a list of numbers\n", "class A:"]
 MANY = int(os.environ.get("SCHEMAS", "2000"))
 

@@ -141,7 +141,7 @@ def test_self_talk_writes_the_user_s_turns_too(tokenizer):
     assert [m["role"] for m in records[0]["messages"]] == ["user", "assistant"] * 3
     assert contents(records[1]) == ["hi", "yes"]
     assert "no further user turn" in records[1]["problem"]
-    # The model goes on right behind the words that open a user's turn.
+    # The model goes on right after the words that open a user's turn.
     assert script.asked[2] == (0, "<s>u hi\na yes</s>u", "a")
 
 
@@ -380,9 +380,7 @@ def test_damaged_files_are_named(tmp_path):
         files.check_settings(tmp_path, {})
     (tmp_path / "samples.jsonl").write_text("{}\nx\n5\n")
     three = [Seed(i) for i in range(3)]
-    with pytest.raises(
-        UserError, match=r"samples\.jsonl is damaged: line 2 .* first 1 lines"
-    ):
+    with pytest.raises(UserError, match=r"samples\.jsonl is damaged: line 2 .* first 1"):
         files.finished_lines(tmp_path / "samples.jsonl", 1, three, lambda *_: True)
 
 

@@ -1,4 +1,4 @@
-"""Memory of compiled programs beside sums by hand, on eight simulated devices in a child process."""
+"""Memory of compiled programs compared with sums by hand, on eight simulated devices in a child process."""
 
 import json
 import os

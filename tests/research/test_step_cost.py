@@ -67,11 +67,11 @@ def test_an_entry_is_made_and_placed_before_the_next(monkeypatch):
     """Eight layers: while one is placed, the device holds what is done and that layer, no more."""
     config = replace(TINY, n_layers=8)
     place = weightless.place_part
-    before, done, beside = 0, [], []
+    before, done, extra = 0, [], []
 
     def watched(config, part, *rest):
         own = sum(x.nbytes for x in jax.tree.leaves(part))
-        beside.append(live_bytes() - before - own - sum(done))
+        extra.append(live_bytes() - before - own - sum(done))
         placed = place(config, part, *rest)
         done.append(sum(x.nbytes for x in jax.tree.leaves(placed)))
         return placed
@@ -82,7 +82,7 @@ def test_an_entry_is_made_and_placed_before_the_next(monkeypatch):
     monkeypatch.setattr(weightless, "place_part", watched)
     before = live_bytes()
     weightless.random_backbone(config, jnp.float32, Storage())
-    assert len(beside) == 8 + 3 and max(beside) < 1000 < min(sorted(done)[-8:])
+    assert len(extra) == 8 + 3 and max(extra) < 1000 < min(sorted(done)[-8:])
 
 
 @pytest.mark.wide

@@ -35,6 +35,7 @@ from medusa_jax.config import Config
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import PyTree, local_rows
+from medusa_jax.training.data.given_states import GivenRows
 from medusa_jax.training.data.rows import Rows, TokenRows
 from medusa_jax.training.hidden_store import STORED, encode, stored_width
 from medusa_jax.training.log.progress import Progress
@@ -161,8 +162,8 @@ class CachedRows(Rows):
 def cached(
     cfg: Config, mesh: Mesh, rows: TokenRows, hidden: Hidden, frozen: PyTree, fingerprint: str,
     limit: int | None = None,
-) -> CachedRows:  # fmt: skip
-    """Rows with hidden states; computes those that are not on disk.
+) -> Rows:  # fmt: skip
+    """Rows with hidden states; computes those that are neither given nor on disk.
 
     Args:
       limit: use only the first `limit` rows (of text that is not shuffled).
@@ -171,6 +172,9 @@ def cached(
     Raises:
       UserError: the disk is too small; gives the required size.
     """
+    if rows.states:
+        norm_D = np.asarray(hosts.on_host(frozen["backbone"]["norm"]["scale"]), np.float32)
+        return GivenRows(rows, norm_D, cfg.model.arch.rms_eps, hidden_width(cfg))
     count = min(rows.rows, limit or rows.rows)
     cfg_bytes = json.dumps([*key_of(cfg, rows, fingerprint), count]).encode()
     digest = hashlib.sha256(cfg_bytes).hexdigest()[:12]

@@ -19,8 +19,9 @@ from medusa_jax.errors import UserError, first_line
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.repetition import repeated_ngram_share
+from medusa_jax.training.data import given_states
 from medusa_jax.training.data.rows import ARRAYS, REPORT, TokenRows, write_tokens
-from medusa_jax.whole_files import checksum, replacing, write_json
+from medusa_jax.whole_files import Json, checksum, replacing, write_json
 
 # Suffixes of the files of a directory that are read as text.
 TEXT_FILES = (".txt", ".md", ".py")
@@ -28,9 +29,7 @@ TEXT_FILES = (".txt", ".md", ".py")
 
 def texts(cfg: Config) -> list[TokenRows]:
     """Rows of each text of `data.source`."""
-    directories = [token_directory(cfg, name, cfg.data) for name in sources(cfg)]
-    vocab_size = cfg.model.arch.vocab_size
-    return [TokenRows(path, cfg.data, vocab_size) for path in directories]
+    return [text_rows(cfg, name, cfg.data) for name in sources(cfg)]
 
 
 def held_out_text(cfg: Config) -> TokenRows | None:
@@ -38,8 +37,22 @@ def held_out_text(cfg: Config) -> TokenRows | None:
     if not cfg.data.eval_source:
         return None
     limit = dataclasses.replace(cfg.data, max_samples=cfg.data.eval_samples)
-    path = token_directory(cfg, cfg.data.eval_source, limit)
-    return TokenRows(path, cfg.data, cfg.model.arch.vocab_size, shuffle=False)
+    return text_rows(cfg, cfg.data.eval_source, limit, shuffle=False)
+
+
+def text_rows(
+    cfg: Config, source: str, pack: DataConfig, shuffle: bool = True
+) -> TokenRows:
+    """Rows of a source."""
+    path = token_directory(cfg, source, pack)
+    states = list(states_of(source, pack).values())
+    return TokenRows(path, cfg.data, cfg.model.arch.vocab_size, shuffle, states)
+
+
+def choose_features(cfg: Config) -> None:
+    """Set `data.cache_features` to the type of given hidden states, if the sources hold any."""
+    held_out = [cfg.data.eval_source] if cfg.data.eval_source else []
+    given_states.choose_type(cfg, [*sources(cfg), *held_out])
 
 
 def sources(cfg: Config) -> list[str]:
@@ -59,18 +72,30 @@ def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
         return source
     if pack.format == "tokens":
         raise UserError(f"data.format is tokens, but {source} has no tokens.npy")
-    path = tokenizer_path(cfg, source)
+    states = states_of(source, pack)
+    path = "" if states else tokenizer_path(cfg, source)
     key = [
         source, stamps(source), path, cfg.train.stage, pack.split, pack.format, pack.chat_template,
         pack.max_samples, pack.seq_len, pack.packing, pack.max_repeats,
+        *([(name, os.stat(name).st_mtime_ns) for name in states.values()]),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     directory = os.path.join(cfg.workdir, "tokens", digest)
     if jax.process_index() == 0 and not os.path.isdir(directory):
-        tokenise(source, load_tokenizer(path), pack, directory)
+        if states:
+            texts = given_states.texts_in(source, states)
+            write_directory(directory, *texts, {"source": source, "samples": len(states)})
+        else:
+            tokenise(source, load_tokenizer(path), pack, directory)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"tokens {digest}")
     return directory
+
+
+def states_of(source: str, pack: DataConfig) -> dict[int, str]:
+    """The first `max_samples` files of hidden states of a source, {} if it holds none."""
+    files = list(given_states.files_in(source).items())
+    return dict(files[: pack.max_samples or None])
 
 
 def stamps(source: str) -> object:
@@ -132,6 +157,13 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
     if skipped:
         inform(f"{source}: {skipped.total()} samples skipped ({reasons})")
     report = {"source": source, "samples": len(records), "skipped": dict(skipped)}
+    write_directory(directory, ids, counted, report)
+
+
+def write_directory(
+    directory: str, ids: list[np.ndarray], counted: list[np.ndarray], report: Json
+) -> None:
+    """Write a token directory with its checksums."""
     with replacing(directory) as new:
         write_tokens(new, ids, counted)
         sums = {name: checksum(os.path.join(new, name)) for name in ARRAYS}
