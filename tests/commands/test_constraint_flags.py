@@ -57,6 +57,7 @@ def test_lines_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "about"),
     [
+        (["--constraint", "regex:a", "--no_repeat_ngram_size", "3"], "give one of them"),
         (["--constraint", "json_schema:/nowhere.json"], "cannot read"),
         (["--constraint", "regx:a"], "did you mean 'regex'"),
         (["--constraint", "choice:"], "choice should be"),
