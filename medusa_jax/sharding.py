@@ -49,7 +49,7 @@ RULES: tuple[tuple[str, P], ...] = (
 
 
 def make_mesh(
-    shape: Sequence[int] = (1, 1, 1), devices: Sequence[Any] | None = None
+    shape: Sequence[int] = (1, 1, 1), devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
     """Make a mesh over (data, fsdp, tensor); one axis may be -1 and takes the remaining devices.
 
@@ -232,6 +232,22 @@ def param_shardings(mesh: Mesh, tree: PyTree) -> PyTree:
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(place_leaf, tree)
+
+
+def shapes_with(tree: PyTree, shardings: PyTree) -> PyTree:
+    """The shapes of a tree of arrays or shapes, with these shardings."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+    )
+
+
+def bytes_on_device(tree: PyTree) -> int:
+    """Bytes on one device of arrays, or of shapes with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
 
 
 def init_sharded(mesh: Mesh, init: Callable[[jax.Array], PyTree], key: jax.Array) -> PyTree:

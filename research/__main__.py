@@ -20,16 +20,14 @@ COMMANDS = {
     "train_cost": Command(
         "costs", "research.train_cost", "seconds and memory of a training step"
     ),
+    "step_cost": Command(
+        "costs", "research.step_cost", "steps of a published shape, with random weights"
+    ),
     "draft_cost": Command(
         "costs", "research.draft_cost", "bytes that drafting reads, on published shapes"
     ),
     "prefill_cost": Command(
         "costs", "research.prefill_cost", "memory of reading a prompt, on published shapes"
-    ),
-    "cache_cost": Command(
-        "costs",
-        "research.cache_cost",
-        "a step at a short text, by the size the cache may have",
     ),
     "scaling": Command(
         "costs", "research.scaling", "memory, traffic and time on many devices"
@@ -38,11 +36,6 @@ COMMANDS = {
         "demo", "research.demo.build", "rebuild the bundled demo from nothing"
     ),
     "demo_corpus": Command("demo", "research.demo.corpus", "the demo's text and tokenizer"),
-    "ngrams": Command(
-        "demo",
-        "research.demo.ngrams",
-        "the n-gram model that the demo's backbone must beat",
-    ),
 }
 
 if __name__ == "__main__":

@@ -7,16 +7,33 @@ that it fills, and the temporaries of the compiled program.
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
-from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from medusa_jax.api.weightless import abstract_variables, prefill_arguments
 from medusa_jax.commands.flags import command, numbers, run_command
-from medusa_jax.console import announced
+from medusa_jax.config import LlamaConfig
+from medusa_jax.console import announced, use_compilation_cache
+from medusa_jax.decoding.generate import Engine, prefill
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.evaluate.tables import Cell, table_of
+from medusa_jax.heads import DRAFTERS, make_drafter
 from medusa_jax.interop.shapes import SHAPES
+from medusa_jax.model.llama import Llama, decoding_config
+from medusa_jax.sharding import Params
+from medusa_jax.training.dry import GIB, memory_of, stored_bytes
+from medusa_jax.tree import Tree
+from medusa_jax.whole_files import Json
 
+PARTS = ("weights", "caches", "temporaries", "total")
+COLUMNS: dict[str, Cell] = {
+    "tokens": "{tokens:,}",
+    "cache slots": "{slots:,}",
+    **{part: f"{{{part}_gib:.2f}}" for part in PARTS},
+}
 EXAMPLES = """examples:
   python -m research prefill_cost
   python -m research prefill_cost --shape llama3.1-8b --tokens 131072
@@ -49,14 +66,10 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def engine_of(arch: Any, drafter_name: str, dtype: Any) -> tuple[Any, Any]:
+def engine_of(
+    arch: LlamaConfig, drafter_name: str, dtype: DTypeLike
+) -> tuple[Engine, Params]:
     """The engine with a chain of all heads, and the shapes of its variables in `dtype`."""
-    from medusa_jax.api.weightless import abstract_variables
-    from medusa_jax.decoding.generate import Engine
-    from medusa_jax.heads import DRAFTERS, make_drafter
-    from medusa_jax.model.llama import Llama, decoding_config
-    from medusa_jax.tree import Tree
-
     if drafter_name not in DRAFTERS:
         raise UserError(f"unknown drafter {drafter_name!r}: there are {sorted(DRAFTERS)}")
     drafter = make_drafter(DRAFTERS[drafter_name].Config(drafter=drafter_name), arch)
@@ -65,79 +78,54 @@ def engine_of(arch: Any, drafter_name: str, dtype: Any) -> tuple[Any, Any]:
     return engine, abstract_variables(arch, drafter, dtype)
 
 
-def temporary_bytes(arch: Any, drafter: str, batch: int, tokens: int) -> int:
+def temporary_bytes(arch: LlamaConfig, drafter: str, batch: int, tokens: int) -> int:
     """Temporaries of the compiled `prefill`.
 
     Compiled in float32, which every backend supports directly: in bfloat16 an accelerator needs at
     most as many bytes, but XLA for CPU would convert the weights.
     """
-    import jax.numpy as jnp
-
-    from medusa_jax.api.weightless import prefill_arguments
-    from medusa_jax.decoding.generate import prefill
-
     shapes = prefill_arguments(*engine_of(arch, drafter, jnp.float32), batch, tokens)
-    memory = prefill.lower(*shapes).compile().memory_analysis()
-    if memory is None:
-        raise UserError("this backend does not report the memory of a compiled program")
-    return int(memory.temp_size_in_bytes)
+    return memory_of(prefill.lower(*shapes).compile())["temporary_bytes"]
 
 
 def measure(
     shape: str, lengths: Sequence[int], batch: int = 1, drafter: str = "hydra"
-) -> dict[str, Any]:
+) -> Json:
     """Bytes for prompts of these lengths: weights and caches in bfloat16, and temporaries."""
-    import jax
-    import jax.numpy as jnp
-
-    from medusa_jax.api.weightless import prefill_arguments
-    from medusa_jax.decoding.generate import prefill
-
     if batch < 1 or min(lengths) < 1:
         raise UserError("--batch and --tokens are 1 or more")
     arch, rows = SHAPES[shape], []
     for tokens in lengths:
-        shapes = prefill_arguments(*engine_of(arch, drafter, jnp.bfloat16), batch, tokens)
-        state = jax.eval_shape(lambda *rest, s=shapes: prefill(*s[:2], *rest), *shapes[2:])
+        engine, slots, variables, *rest = prefill_arguments(
+            *engine_of(arch, drafter, jnp.bfloat16), batch, tokens
+        )
+        state = jax.eval_shape(
+            lambda *rest, e=engine, s=slots: prefill(e, s, *rest), variables, *rest
+        )
         with announced(f"compiling prefill of {tokens:,} tokens"):
             temporaries = temporary_bytes(arch, drafter, batch, tokens)
         found = {
-            "weights": _size(shapes[2]),
-            "caches": _size((state.cache, state.drafter)),
+            "weights": stored_bytes(variables),
+            "caches": stored_bytes((state.cache, state.drafter)),
             "temporaries": temporaries,
         }
         total = {"total": sum(found.values())}
-        rows.append({"tokens": tokens, "slots": shapes[1]} | found | total)
+        rows.append({"tokens": tokens, "slots": slots} | found | total)
     return {"shape": shape, "batch": batch, "drafter": drafter, "rows": rows}
-
-
-def _size(tree: Any) -> int:
-    import jax
-
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def memory_table(found: dict[str, Any]) -> str:
-    """The rows as a Markdown table, in GiB."""
-    header = ("tokens", "cache slots", "weights", "caches", "temporaries", "total")
-    cells = []
-    for r in found["rows"]:
-        sizes = (r[name] / 2**30 for name in ("weights", "caches", "temporaries", "total"))
-        cells.append((f"{r['tokens']:,}", f"{r['slots']:,}", *(f"{x:.2f}" for x in sizes)))
-    return markdown_table(header, cells)
 
 
 def run(flags: Flags) -> int:
     """Measure and print."""
-    from medusa_jax.console import use_compilation_cache
-
     lengths = numbers(flags.tokens, "--tokens")
     use_compilation_cache()
     found = measure(flags.shape, lengths, flags.batch, flags.drafter)
     if flags.json:
         print(json.dumps(found))
         return 0
-    print(memory_table(found))
+    gib = [
+        row | {f"{part}_gib": row[part] / GIB for part in PARTS} for row in found["rows"]
+    ]
+    print(table_of(gib, COLUMNS))
     print(
         f"\nGiB; {found['shape']} with {found['drafter']} heads, batch {found['batch']}; weights "
         f"and caches in bfloat16, temporaries as compiled in float32"
@@ -148,7 +136,3 @@ def run(flags: Flags) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     return run_command(parser(), Flags, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

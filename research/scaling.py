@@ -9,17 +9,47 @@ import argparse
 import copy
 import dataclasses
 import json
-import math
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Compiled
+from jax.typing import DTypeLike
+
+from medusa_jax.api.weightless import abstract_state, abstract_variables
 from medusa_jax.commands.flags import command, run_command
 from medusa_jax.commands.train import load_config
+from medusa_jax.config import Config, HeadsConfig, LlamaConfig
 from medusa_jax.console import announced
-from medusa_jax.errors import UserError
+from medusa_jax.decoding.generate import DecodeState, Engine, decode_loop
+from medusa_jax.devices.chips import Chip, find_chip
+from medusa_jax.devices.collectives import collectives, sent_by_kind
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.heads import make_drafter
 from medusa_jax.interop.shapes import SHAPES
+from medusa_jax.model.llama import Llama, decoding_config
+from medusa_jax.sharding import (
+    Params,
+    bytes_on_device,
+    decode_shardings,
+    make_mesh,
+    param_shardings,
+    shapes_with,
+    simulate_devices,
+)
+from medusa_jax.training import dry, planning
+from medusa_jax.training.counted import (
+    COPIES,
+    F32,
+    narrow_elements,
+    shard_of,
+    training_bytes,
+)
+from medusa_jax.tree import Tree
+from medusa_jax.whole_files import Json
+from research.draft_cost import paper_tree
+from research.layers import extrapolated
 
 DEVICES = (1, 8, 64)
 # Layers of the compiled models.
@@ -78,45 +108,22 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def extrapolated(
-    measure: Callable[[int], dict[str, Any]], n_layers: int, all_layers: bool = False
-) -> dict[str, Any]:
-    """Extrapolate figures (numbers, and dictionaries of them) to `n_layers` layers.
-
-    Args:
-      all_layers: measure all layers instead.
-    """
-    if all_layers:
-        return measure(n_layers)
-    few, more = (measure(n) for n in FEW)
-
-    def line(a: Any, b: Any) -> Any:
-        if isinstance(a, dict):
-            return {k: line(a.get(k, 0), b.get(k, 0)) for k in a | b}
-        if isinstance(a, (int, float)):
-            return a + (n_layers - FEW[0]) / (FEW[1] - FEW[0]) * (b - a)
-        return b
-
-    return line(few, more)
-
-
-def training(cfg: Any, devices: int, all_layers: bool = False) -> dict[str, Any]:
+def training(cfg: Config, devices: int, all_layers: bool = False) -> Json:
     """Dry run of a recipe on a mesh (1, devices, 1), with `counted`, bytes summed up by hand."""
-    from medusa_jax.training import dry
-    from medusa_jax.training.counted import training_bytes
 
-    def of(n_layers: int) -> tuple[Any, dry.Shapes]:
+    def of(n_layers: int) -> tuple[Config, dry.Shapes]:
         few = copy.deepcopy(cfg)
         few.model.arch = dataclasses.replace(cfg.model.arch, n_layers=n_layers)
         few.mesh, few.dry_run = (1, devices, 1), True
         return few, dry.step_shapes(few)
 
     n_layers = cfg.model.arch.n_layers
-    report = extrapolated(lambda n: dry.measure(*of(n)), n_layers, all_layers)
+    few = None if all_layers else FEW
+    report = extrapolated(lambda n: dry.measure(*of(n)), n_layers, few)
     return report | {"counted": training_bytes(*of(n_layers))}
 
 
-def mesh_for(arch: Any, devices: int) -> tuple[int, int, int]:
+def mesh_for(arch: LlamaConfig, devices: int) -> tuple[int, int, int]:
     """Mesh (data, 1, tensor): tensor is the largest of 8, 4, 2, 1 that divides heads and kernels."""
     sizes = (arch.n_heads, arch.n_kv_heads, arch.d_model, arch.d_ff, arch.vocab_size)
     tensor = max(
@@ -126,91 +133,86 @@ def mesh_for(arch: Any, devices: int) -> tuple[int, int, int]:
 
 
 def decoding(
-    arch: Any, mesh_shape: Sequence[int], rows: int, dtype: Any, all_layers: bool = False
-) -> dict[str, Any]:
-    """One step of Medusa with a tree of 64 nodes, for `rows` rows after 512 tokens each.
+    arch: LlamaConfig, mesh_shape: Sequence[int], dtype: DTypeLike, all_layers: bool = False
+) -> Json:
+    """One step of Medusa with a tree of 64 nodes, a row per group of devices after 512 tokens.
 
     Returns: per device, bytes of arguments and in total, bytes sent per step, bytes of weights read;
       `counted`, its bytes summed up by hand.
     """
-    import jax
+    mesh, tree, heads = make_mesh(mesh_shape), paper_tree(), HeadsConfig(n_heads=4)
 
-    from medusa_jax.config import HeadsConfig
-    from medusa_jax.devices.collectives import collectives, sent_by_kind
-    from medusa_jax.sharding import make_mesh
-    from research.draft_cost import paper_tree
-    from research.memory import decoding_bytes
-
-    mesh = make_mesh(mesh_shape)
-
-    def measure(n_layers: int) -> dict[str, Any]:
+    def measure(n_layers: int) -> Json:
         config = dataclasses.replace(arch, n_layers=n_layers)
-        tree = paper_tree()
+        rows = mesh_shape[0]
         program, variables, state = compiled_loop(
-            config, HeadsConfig(n_heads=4), tree, mesh, rows, 512, dtype
+            config, heads, tree, mesh, rows, 512, dtype
         )
-        memory = program.memory_analysis()
-        if memory is None:
-            raise UserError("this backend does not report the memory of a compiled program")
         counted = decoding_bytes(variables, state, tree.n_nodes, config.vocab_size)
         del variables["backbone"]["embed_tokens"]  # looked up, not read
-        read = sum(
-            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            for x in jax.tree.leaves(variables)
-        )
-        return {
-            "argument_bytes": memory.argument_size_in_bytes,
-            "total_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
-            "weight_bytes": read,
-            "sent_bytes": sent_by_kind(collectives(program.as_text())),
+        return dry.memory_of(program) | {
+            "weight_bytes": bytes_on_device(variables),
+            "sent_bytes": sent_by_kind(collectives(program.as_text() or "")),
             "counted": counted,
         }
 
-    return extrapolated(measure, arch.n_layers, all_layers)
+    return extrapolated(measure, arch.n_layers, None if all_layers else FEW)
+
+
+def decoding_bytes(
+    variables: Params, state: DecodeState, nodes: int, vocab_size: int
+) -> dict[str, int]:
+    """Bytes by purpose for decoding, from shapes with shardings: the check on the compiler's figure.
+
+    Logits are in float32, each device has those of its columns of the LM head. On a CPU, products of
+    16-bit kernels with several rows stay in 16 bits; before the loop XLA makes float32 copies of the
+    embedding table and of kernels multiplied with a single row, those of the draft heads. An
+    accelerator makes no copies.
+    """
+    cache = (state.cache, state.drafter)
+    rows = shard_of(state.status_B).size
+    copied = [
+        variables["backbone"]["embed_tokens"],
+        variables["heads"] if rows == 1 else {},
+    ]
+    sharding = state.status_B.sharding
+    assert isinstance(sharding, NamedSharding)
+    columns = vocab_size // sharding.mesh.shape["tensor"]
+    return {
+        "parameters": bytes_on_device(variables),
+        "caches": bytes_on_device(cache),
+        "other state": bytes_on_device(state) - bytes_on_device(cache),
+        "logits": rows * nodes * columns * F32,
+        COPIES: narrow_elements(copied) * F32,
+    }
 
 
 def compiled_loop(
-    config: Any, heads: Any, tree: Any, mesh: Any, rows: int, tokens: int, dtype: Any
-) -> tuple[Any, Any, Any]:
+    config: LlamaConfig, heads: HeadsConfig, tree: Tree, mesh: Mesh, rows: int, tokens: int,
+    dtype: DTypeLike,
+) -> tuple[Compiled, Params, DecodeState]:  # fmt: skip
     """Compile the loop of decode steps on a mesh from shapes; also returns its variables and state.
 
     Args:
       tokens: tokens of the prompts, which determine the number of cache slots.
     """
-    import jax
-    import numpy as np
-
-    from medusa_jax.api.weightless import abstract_state, abstract_variables
-    from medusa_jax.decoding.generate import Engine, decode_loop
-    from medusa_jax.heads import make_drafter
-    from medusa_jax.model.llama import Llama, decoding_config
-    from medusa_jax.sharding import decode_shardings, param_shardings
-
-    def placed(tree: Any, shardings: Any) -> Any:
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
-        )
-
     shards = mesh.shape["tensor"]
     llama = Llama(decoding_config(config), dtype, shards=shards, mesh=mesh)
     drafter = make_drafter(heads, decoding_config(config))
     engine = Engine(llama, drafter, tree)
     variables = abstract_variables(config, drafter, dtype, shards=shards)
-    variables = placed(variables, param_shardings(mesh, variables))
+    variables = shapes_with(variables, param_shardings(mesh, variables))
     state = abstract_state(engine, variables, tokens, rows)
-    state = placed(state, decode_shardings(mesh, state))
+    state = shapes_with(state, decode_shardings(mesh, state))
     program = decode_loop.lower(engine, variables, state, np.int32(1)).compile()
     return program, variables, state
 
 
-def training_row(name: str, report: dict[str, Any], chip: Any) -> dict[str, Any]:
+def training_row(name: str, report: Json, chip: Chip) -> Json:
     """Cells of the table: memory and traffic of a device, and times at the chip's peak.
 
     Both memory figures include what only a CPU needs.
     """
-    from medusa_jax.training import planning
-    from medusa_jax.training.counted import COPIES
-
     p = planning.predict(report, chip)
     accumulation, rows, _ = report["batch"]
     updates = EPOCHS * SAMPLES / (accumulation * rows)
@@ -229,18 +231,14 @@ def training_row(name: str, report: dict[str, Any], chip: Any) -> dict[str, Any]
     }
 
 
-def decoding_row(
-    name: str, mesh: Sequence[int], rows: int, found: dict[str, Any], chip: Any
-) -> dict[str, Any]:
+def decoding_row(name: str, mesh: Sequence[int], found: Json, chip: Chip) -> Json:
     """The same of decoding."""
-    from medusa_jax.training.counted import COPIES
-
     read, sent = found["weight_bytes"], sum(found["sent_bytes"].values())
     return {
         "run": f"decode {name}",
         "devices": mesh[0] * mesh[1] * mesh[2],
         "mesh": ",".join(map(str, mesh)),
-        "rows": rows,
+        "rows": mesh[0],
         "GB": round(found["total_bytes"] / 1e9, 1),
         "GB counted": round(sum(found["counted"].values()) / 1e9, 1),
         "of a CPU only": round(found["counted"][COPIES] / 1e9, 1),
@@ -252,16 +250,12 @@ def decoding_row(
 
 def run(flags: Flags) -> int:
     """Compile, and print each row when it is ready (--json) or tables at the end."""
-    import jax.numpy as jnp
-
-    from medusa_jax.devices.chips import find_chip
-    from medusa_jax.sharding import simulate_devices
-
     simulate_devices(max(flags.devices))
     chip = find_chip(flags.chip)
-    tables: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    trained: list[Json] = []
+    decoded: list[Json] = []
 
-    def add(table: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    def add(table: list[Json], row: Json) -> None:
         table.append(row)
         if flags.json:
             print(json.dumps(row), flush=True)
@@ -274,16 +268,14 @@ def run(flags: Flags) -> int:
                 cfg.model.arch = SHAPES[shape]
             with announced(f"compiling {name} for {devices}"):
                 report = training(cfg, devices, flags.all_layers)
-                add(tables[0], training_row(name, report, chip))
+                add(trained, training_row(name, report, chip))
     for shape in DECODING:
         for devices in flags.devices if flags.only in shape else ():
             mesh = mesh_for(SHAPES[shape], devices)
             with announced(f"compiling decoding of {shape} for {devices}"):
-                found = decoding(
-                    SHAPES[shape], mesh, mesh[0], jnp.bfloat16, flags.all_layers
-                )
-                add(tables[1], decoding_row(shape, mesh, mesh[0], found, chip))
-    for table in tables:
+                found = decoding(SHAPES[shape], mesh, jnp.bfloat16, flags.all_layers)
+                add(decoded, decoding_row(shape, mesh, found, chip))
+    for table in (trained, decoded):
         if table and not flags.json:
             names = [name for name in table[0] if name != "sent"]
             print(markdown_table(names, [[str(row[n]) for n in names] for row in table]))
@@ -293,7 +285,3 @@ def run(flags: Flags) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     return run_command(parser(), Flags, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

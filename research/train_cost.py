@@ -5,13 +5,14 @@
 
 The shape is that of the directory `model.path`, or `model.arch`. The step is the one that training
 runs, on random weights and random tokens, all of which are targets. "naive" is Medusa-1 with
-equation 1 as written: the logits of all heads and positions at once (K x B x T x V).
+equation 1 as written: the logits of all heads and positions at once (K x B x T x V), and EAGLE's
+levels unrolled over whole rows (`equation_1.py`).
 """
 
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +22,16 @@ from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.interop import hf
 from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import Llama
-from medusa_jax.sharding import make_mesh
-from medusa_jax.training import checks, losses
+from medusa_jax.sharding import PyTree, make_mesh
+from medusa_jax.training import checks, dry, losses
+from medusa_jax.training.hidden_store import encode
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
-from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.partition import hidden_width, trained_groups
 from medusa_jax.training.setup import load_setup, with_draft_vocab
 from medusa_jax.training.stage import Stage, head_objective, make_stage
 from medusa_jax.training.step import (
@@ -40,16 +43,23 @@ from medusa_jax.training.step import (
 )
 from research.equation_1 import equation_1
 
+MEMORY = ("temporary_bytes", "argument_bytes", "peak_bytes")
+HEADER = (
+    "loss", "s per step", "tokens/s", "temporaries MiB", "arguments MiB", "peak MiB"
+)  # fmt: skip
+
 
 def naive_stage(stage: Stage, cfg: Config) -> Stage:
     """Medusa-1 with `equation_1`; its sums are zero, since nothing logs them."""
     drafter = make_drafter(cfg.heads, cfg.model.arch)
-    llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype))
+    llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype), taps=drafter.taps)
     objective = head_objective(cfg, drafter)
     zeros = jnp.zeros((len(stage.offsets),))
     empty = losses.Sums(*[zeros] * len(losses.Sums._fields))
 
-    def loss(params: Any, frozen: Any, inputs: losses.StepInputs) -> tuple[jax.Array, Any]:
+    def loss(
+        params: PyTree, frozen: PyTree, inputs: losses.StepInputs
+    ) -> tuple[jax.Array, losses.Sums]:
         backbone = Backbone(llama, frozen["backbone"])
         return equation_1(params["heads"], backbone, objective, inputs.batch), empty
 
@@ -90,15 +100,10 @@ def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
         seconds.append(time.perf_counter() - begin)
     if bool(np.asarray(metrics["skipped"])):
         raise UserError("the measured step was skipped: its loss is not finite")
-    memory = compiled.memory_analysis()
-    assert memory is not None
     stats = jax.local_devices()[0].memory_stats() or {}
-    return {
-        "seconds": float(np.median(seconds[1:])),
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "argument_bytes": memory.argument_size_in_bytes,
-        "peak_bytes": stats.get("peak_bytes_in_use", 0),
-    }
+    measured = {"seconds": float(np.median(seconds[1:]))}
+    peak = {"peak_bytes": stats.get("peak_bytes_in_use", 0)}
+    return measured | dry.memory_of(compiled) | peak
 
 
 def random_rows(cfg: Config) -> dict[str, np.ndarray]:
@@ -112,9 +117,36 @@ def random_rows(cfg: Config) -> dict[str, np.ndarray]:
         "counted": np.ones((B, T), bool),
     }
     if kind := cfg.data.cache_features:
-        hidden = rng.standard_normal((B, T, cfg.model.arch.d_model))
-        batch["hidden"] = hidden.astype(jnp.dtype(kind))
+        hidden = rng.standard_normal((B, T, hidden_width(cfg))).astype(np.float32)
+        batch["hidden"] = np.asarray(
+            encode(kind, jnp.asarray(hidden), cfg.model.arch.d_model)
+        )
     return batch
+
+
+def run(args: Sequence[str]) -> int:
+    """Measure both losses, if the stage has both, and print the table."""
+    given = dict(a[2:].split("=", 1) for a in args if a.startswith("--steps="))
+    rest = [a for a in args if not a.startswith("--steps=")]
+    cfg = cli.parse([*rest, f"--workdir={os.devnull}"])
+    tokens = cfg.train.batch_size * cfg.data.seq_len
+    print(f"stage {cfg.train.stage}, {cfg.heads.n_heads} heads, "
+          f"{cfg.train.batch_size} x {cfg.data.seq_len} tokens in {cfg.train.dtype}, "
+          f"{jax.default_backend()}")  # fmt: skip
+    rows = []
+    for kind in ("chunked", "naive") if cfg.train.stage == "medusa1" else ("chunked",):
+        try:
+            found = measure(cfg, int(given.get("steps", "10")), kind == "naive")
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            inform(f"{kind}: out of device memory")
+            continue
+        seconds = found["seconds"]
+        mib = (f"{found[name] / 2**20:,.0f}" for name in MEMORY)
+        rows.append((kind, f"{seconds:.4f}", f"{tokens / seconds:,.0f}", *mib))
+    print(markdown_table(HEADER, rows))
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,37 +155,4 @@ def main(argv: list[str] | None = None) -> int:
     if not args or "--help" in args:
         print(__doc__)
         return 0
-
-    def go() -> int:
-        given = dict(a[2:].split("=", 1) for a in args if a.startswith("--steps="))
-        rest = [a for a in args if not a.startswith("--steps=")]
-        cfg = cli.parse([*rest, f"--workdir={os.devnull}"])
-        checks.check_choices(cfg)
-        steps = int(given.get("steps", "10"))
-        tokens = cfg.train.batch_size * cfg.data.seq_len
-        kinds = ("chunked", "naive") if cfg.train.stage == "medusa1" else ("chunked",)
-        print(f"stage {cfg.train.stage}, {cfg.heads.n_heads} heads, "
-              f"{cfg.train.batch_size} x {cfg.data.seq_len} tokens in {cfg.train.dtype}, "
-              f"{jax.default_backend()}")  # fmt: skip
-        print(
-            "| loss | s per step | tokens/s | temporaries MiB | arguments MiB | peak MiB |"
-        )
-        print("|---|---|---|---|---|---|")
-        for kind in kinds:
-            try:
-                r = measure(cfg, steps, kind == "naive")
-            except Exception as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                inform(f"{kind}: out of device memory")
-                continue
-            mib = [r[f"{x}_bytes"] / 2**20 for x in ("temporary", "argument", "peak")]
-            print(f"| {kind} | {r['seconds']:.4f} | {tokens / r['seconds']:,.0f} | "
-                  + " | ".join(f"{x:,.0f}" for x in mib) + " |", flush=True)  # fmt: skip
-        return 0
-
-    return run_main(go)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_main(lambda: run(args))

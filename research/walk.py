@@ -5,23 +5,15 @@ accepted path, the cache's rows and the appended tokens. `docs/one_step.md` is t
 in float64; `--pictures` draws the pictures of `docs/concepts.md`.
 """
 
-import argparse
 import dataclasses
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from medusa_jax.api import Model
 from medusa_jax.api.one_step import take_steps, token_labels
-from medusa_jax.commands.flags import (
-    ModelFlags,
-    add_model,
-    command,
-    load_model,
-    run_command,
-)
+from medusa_jax.commands.flags import ModelFlags, Program, flag, load_model
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.plots import draw_mask, draw_step, draw_tree
 
 EXAMPLES = """examples:
   python -m research walk --dtype float64
@@ -32,29 +24,18 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(ModelFlags):
-    """Flags of `walk`."""
+    """One decode step, part by part."""
 
-    prompt: str
-    tree: str
-    step: int
-    pictures: str | None
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command("python -m research walk", "One decode step, part by part.", EXAMPLES)
-    add_model(p)
-    p.add_argument("--prompt", default="def parse(")
-    p.add_argument("--tree", default="cartesian:2,2,1", help="as for decode.py")
-    p.add_argument("--step", type=int, default=2, help="step to show (default: 2)")
-    p.add_argument(
-        "--pictures", metavar="DIR", help="also draw tree, mask and step to this directory"
+    no_repeat_ngram_size: int | None = 0
+    prompt: str = flag("text to continue", "def parse(")
+    tree: str = flag("as for decode.py", "cartesian:2,2,1")
+    step: int = flag("step to show", 2)
+    pictures: str | None = flag(
+        "also draw tree, mask and step to this directory", None, metavar="DIR"
     )
-    p.set_defaults(no_repeat_ngram_size=0)
-    return p
 
 
-def describe(model: Any, prompt: str, n: int) -> str:
+def describe(model: Model, prompt: str, n: int) -> str:
     """The step as Markdown."""
     found, tree = take_steps(model, prompt, n), model.tree
     M, accepted = tree.n_nodes, int(found["n"])
@@ -62,7 +43,7 @@ def describe(model: Any, prompt: str, n: int) -> str:
     path = found["path"][: accepted + 1].tolist()
     backend = model.tokenizer.backend
 
-    def show(token: Any) -> str:
+    def show(token: int) -> str:
         """A token as written in the vocabulary, followed by its id."""
         return f"`{backend.id_to_token(int(token))}` ({int(token)})"
 
@@ -159,10 +140,8 @@ bonus token is the next root.
 """
 
 
-def draw(model: Any, prompt: str, n: int, directory: Path) -> None:
+def draw(model: Model, prompt: str, n: int, directory: Path) -> None:
     """The n-th step as tree.svg, mask.svg and step.svg."""
-    from medusa_jax.plots import draw_mask, draw_step, draw_tree
-
     found, tree = take_steps(model, prompt, n), model.tree
     labels = token_labels(model, found["nodes"])
     kept = found["path"][: int(found["n"]) + 1].tolist()
@@ -184,10 +163,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Program("python -m research walk", Flags, run, EXAMPLES)

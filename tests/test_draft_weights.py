@@ -11,7 +11,7 @@ from medusa_jax import Options
 from medusa_jax.commands.decode_report import describe
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, drafter_class, make_drafter
-from medusa_jax.interop import heads_io
+from medusa_jax.interop import hf, own_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.model.stored import Codes, Panels
 from medusa_jax.native import library
@@ -33,8 +33,8 @@ def directory(tmp_path_factory):
     tree = jax.tree.map(
         np.float32, random_heads(drafter, Backbone(Llama(config), params), 1)
     )
-    base = heads_io.describe_base(config, params)
-    heads_io.save_heads(str(path / "heads"), heads, tree, base=base, recipe={})
+    base = own_heads.base_record(config, hf.fingerprint(config, params))
+    own_heads.save_heads(str(path / "heads"), heads, tree, base=base, recipe={})
     return path
 
 

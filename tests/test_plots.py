@@ -67,7 +67,7 @@ def test_draw_curves_marks_the_best_size(tmp_path):
         path=tmp_path / "curves.svg",
         measured_tokens={8: 1.9},
     )
-    # Matplotlib writes each drawn string as a comment beside its outline.
+    # Matplotlib writes each drawn string as a comment next to its outline.
     text = path.read_text()
     assert "2.00 at 8" in text and "1818 at 8" in text and "measured" in text
 

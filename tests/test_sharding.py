@@ -167,7 +167,7 @@ def test_rows_and_key_value_heads_lie_over_the_devices(report):
 
 
 def test_loading_onto_a_mesh_takes_the_shards_and_one_layer(report):
-    """Half a model more would be one of its two layers and all that lies beside them."""
+    """Half a model more would be one of its two layers and all other parts."""
     for shape, (most, held) in report["loaded"].items():
         assert 0.7 * held < most < 1.5 * held, shape
 

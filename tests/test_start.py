@@ -19,7 +19,7 @@ N_LAYERS = 5
 def traced(monkeypatch):
     """How often a layer's attention was traced."""
     calls = []
-    for name in ("attend_rows", "attend_behind", "attend"):
+    for name in ("attend_rows", "attend_cached", "attend"):
         real = getattr(attention, name)
 
         def counted(*args, real=real):
@@ -54,7 +54,7 @@ def test_a_program_traces_its_layers_once(traced):
         lambda p: model.apply(p, tokens_BT, tokens_BT, cache, start_B, method="decode"),
         params,
     )
-    assert traced == ["attend_behind"]
+    assert traced == ["attend_cached"]
 
 
 def test_shapes_of_parameters_come_from_one_layer(traced):

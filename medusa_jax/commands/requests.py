@@ -1,4 +1,4 @@
-"""What decode.py is asked for: one prompt, or a file of requests with options of their own."""
+"""Requests of decode.py: one prompt, or a file of requests with separate options."""
 
 import json
 import sys
@@ -13,15 +13,14 @@ from medusa_jax.commands.flags import token_ids
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.names import named
+from medusa_jax.whole_files import Json
 
 # What a request continues or answers, one of these.
 PROMPTS = ("prompt", "prompt_ids", "messages")
 
 
-def shared_options(flags: Flags) -> dict[str, Any]:
-    """The options that the flags, and the model's name where they are silent, set for every
-    request.
-    """
+def shared_options(flags: Flags) -> Json:
+    """The options of every request: from the flags, else from the model's name."""
     row = named(flags.model)
     brought = row.sampling if row else {}
     return {
@@ -60,7 +59,7 @@ def _biases(text: str) -> tuple[tuple[int, float], ...]:
 
 
 def _constraint(text: str) -> Constraint | None:
-    """What --constraint asks for: "choice:yes|no" are two choices."""
+    """The constraint of --constraint; "choice:yes|no" has two choices."""
     if not text:
         return None
     kind, _, value = text.partition(":")
@@ -69,12 +68,12 @@ def _constraint(text: str) -> Constraint | None:
             value = Path(value).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--constraint: cannot read {value!r}: {error}") from error
-    made: dict[str, Any] = {"json_object": True, "choice": value.split("|")}
+    made: Json = {"json_object": True, "choice": value.split("|")}
     return constraint_of({kind: made.get(kind, value)})
 
 
 def _first(*values: float | None) -> float:
-    """The first that is said at all."""
+    """The first value that is not None."""
     return next(value for value in values if value is not None)
 
 
@@ -139,8 +138,8 @@ def read_stdin() -> str:
         raise UserError(f"cannot read standard input: {why}") from error
 
 
-def check_fields(record: dict[str, Any], options: Collection[str]) -> None:
-    """Refuse fields of a request that nobody would read.
+def check_fields(record: Json, options: Collection[str]) -> None:
+    """Refuse unknown fields of a request.
 
     Raises:
       UserError: one that is unknown, or a second prompt.
@@ -169,7 +168,7 @@ def _prompt(record: Any) -> str | tuple[int, ...] | list[Any]:
     return value
 
 
-def own_options(record: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+def own_options(record: Json, shared: Json) -> Json:
     """The options that one request sets itself, each of the type of the flag it replaces."""
     own = {name: record[name] for name in shared if name in record}
     if "stop" in own:

@@ -28,7 +28,7 @@ from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.levels import Level, inner_nodes
 from medusa_jax.heads.vocabulary import for_drafting
-from medusa_jax.sharding import on_all, pin_state
+from medusa_jax.sharding import Params, on_all, pin_state
 from medusa_jax.tree import Tree
 
 # Guesses after each node, from which the host chooses where a draft is forbidden.
@@ -78,7 +78,7 @@ class Ahead(NamedTuple):
     guesses_BMK: jax.Array
 
 
-def look_ahead(engine: Engine, variables: dict[str, Any], state: DecodeState) -> Ahead:
+def look_ahead(engine: Engine, variables: Params, state: DecodeState) -> Ahead:
     """Draft the next tree; does not wait for it."""
     progress = copied_progress(engine.depth_only, state)
     drafted = draft_nodes(engine, variables, state.replace(cache=None))
@@ -87,7 +87,7 @@ def look_ahead(engine: Engine, variables: dict[str, Any], state: DecodeState) ->
 
 @program(static_argnums=0)
 def draft_nodes(
-    engine: Engine, variables: dict[str, Any], state: DecodeState
+    engine: Engine, variables: Params, state: DecodeState
 ) -> tuple[Drafts, jax.Array]:
     """Draft a tree; also guesses [B, M, K] for the host, as in `Ahead`."""
     tree, backbone = engine.tree, Backbone(engine.llama, variables["backbone"])
@@ -127,7 +127,7 @@ def guesses_after(tree: Tree, drafts: Drafts) -> jax.Array:
 
 @program(static_argnums=0, donate_argnums=2)
 def verify_nodes(
-    engine: Engine, variables: dict[str, Any], cache: Any, rest: DecodeState, drafts: Drafts
+    engine: Engine, variables: Params, cache: Any, rest: DecodeState, drafts: Drafts
 ) -> tuple[Verified, Any]:
     """The backbone's pass, and the cache after it. Donates the cache, which the state lacks."""
     backbone = Backbone(engine.llama, variables["backbone"])
@@ -140,7 +140,7 @@ def verify_nodes(
 @program(static_argnums=0, donate_argnums=(2, 3))
 def judge(
     engine: Engine,
-    variables: dict[str, Any],
+    variables: Params,
     rest: DecodeState,
     cache: Any,
     verified: Verified,
@@ -167,7 +167,7 @@ def judge(
 
 def step(
     engine: Engine,
-    variables: dict[str, Any],
+    variables: Params,
     state: DecodeState,
     guides: Mapping[int, Guide],
     ahead: Ahead,

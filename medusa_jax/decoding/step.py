@@ -1,6 +1,6 @@
 """One decode step: draft, verify, accept, commit, append; on the device, with static shapes."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from medusa_jax.decoding.copying import with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.masks import only
 from medusa_jax.decoding.penalties import counted, counts_down_paths, penalised
-from medusa_jax.decoding.repeats import texts_behind, without_repeats
+from medusa_jax.decoding.repeats import node_texts, without_repeats
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.stopping import (
     LIMIT,
@@ -25,11 +25,12 @@ from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest
 from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.sharding import on_all, pin_state
+from medusa_jax.sharding import Params, PyTree, on_all, pin_state
+from medusa_jax.tree import Tree
 
 
 def decode_step(
-    engine: Engine, variables: dict[str, Any], state: DecodeState, tree: Any = None
+    engine: Engine, variables: Params, state: DecodeState, tree: Tree | None = None
 ) -> DecodeState:
     """Draft a tree, verify it in one backbone pass, keep the accepted path (Medusa 2.1).
 
@@ -51,7 +52,7 @@ def decode_step(
 
 def settle(
     engine: Engine,
-    variables: dict[str, Any],
+    variables: Params,
     state: DecodeState,
     verified: Verified,
     allowed_BMW: jax.Array | None = None,
@@ -62,10 +63,10 @@ def settle(
       allowed_BMW: bits of the tokens that may follow each node (`masks`); None: all.
     """
     backbone, heads = Backbone(engine.llama, variables["backbone"]), variables["heads"]
-    judged = with_penalties(verified)
-    judged = judged._replace(logits_BMV=only(judged.logits_BMV, allowed_BMW))
+    scored = with_penalties(verified)
+    scored = scored._replace(logits_BMV=only(scored.logits_BMV, allowed_BMW))
     with jax.named_scope("accept"):
-        accepted = engine.rule.accept(judged)
+        accepted = engine.rule.accept(scored)
         emitted_BL = emitted_tokens(verified, accepted)
     logprobs = None
     if engine.logprobs is not None:  # a token's logits are those of the node before it
@@ -79,7 +80,7 @@ def settle(
 
 
 def with_penalties(verified: Verified) -> Verified:
-    """The tree as rules judge it: its logits with the penalties of each node's own path."""
+    """The verified tree for the acceptance rule: logits with the penalties of each node's path."""
     penalties = verified.sampling.penalties
     if penalties is None:
         return verified
@@ -107,7 +108,7 @@ class Drafts(NamedTuple):
 
 
 def draft(
-    engine: Engine, heads: Any, backbone: Backbone, state: DecodeState, tree: Any
+    engine: Engine, heads: Params, backbone: Backbone, state: DecodeState, tree: Tree
 ) -> Drafts:
     """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token."""
     backbone = for_drafting(backbone, heads)
@@ -157,7 +158,7 @@ def draft(
 
 
 def verify(
-    engine: Engine, backbone: Backbone, state: DecodeState, tree: Any, drafts: Drafts
+    engine: Engine, backbone: Backbone, state: DecodeState, tree: Tree, drafts: Drafts
 ) -> Verified:
     """One backbone pass over all nodes under the tree's mask (Medusa 2.1.2, figure 2)."""
     M = tree.n_nodes
@@ -177,7 +178,7 @@ def verify(
         logits_BRV = backbone.lm_head(scored_BRE)
     logits_BMV = logits_BRV[:, :M]
     if engine.no_repeat_ngram_size and state.text_BS is not None:
-        texts = texts_behind(state.text_BS, state.length_B, drafts.nodes_BM, tree)
+        texts = node_texts(state.text_BS, state.length_B, drafts.nodes_BM, tree)
         n_gram, barred_B = engine.no_repeat_ngram_size, state.sampling.barred_B
         logits_BMV = without_repeats(logits_BMV, *texts, n_gram, barred_B=barred_B)
     return Verified(
@@ -197,7 +198,7 @@ def verify(
 
 
 def rows_of_pass(
-    extra: WithExtraRows | None, state: Any, tree: Any, nodes_BM: jax.Array
+    extra: WithExtraRows | None, state: PyTree, tree: Tree, nodes_BM: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens, depths and mask of all rows of a pass: tree nodes, then the drafter's extra rows.
 
@@ -233,7 +234,7 @@ def emitted_tokens(verified: Verified, accepted: Accepted) -> jax.Array:
 
 def commit(
     engine: Engine,
-    heads: Any,
+    heads: Params,
     backbone: Backbone,
     state: DecodeState,
     verified: Verified,
@@ -341,7 +342,7 @@ def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.A
 @program(static_argnums=(0, 4), donate_argnums=2)
 def decode_loop(
     engine: Engine,
-    variables: dict[str, Any],
+    variables: Params,
     state: DecodeState,
     max_steps: jax.Array,
     until_one_ends: bool = False,

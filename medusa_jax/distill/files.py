@@ -13,7 +13,8 @@ from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import covered
 from medusa_jax.interop import chat
-from medusa_jax.whole_files import Json, write_array, write_json
+from medusa_jax.training.data.rows import write_tokens
+from medusa_jax.whole_files import Json, write_json
 
 if TYPE_CHECKING:
     from medusa_jax.api.model import Model
@@ -52,7 +53,7 @@ class TextOptions:
 
 
 def settings_of(
-    asked: TextOptions, mode: str, seeds: Sequence[Seed], model: "Model"
+    given: TextOptions, mode: str, seeds: Sequence[Seed], model: "Model"
 ) -> Json:
     """Everything that the text depends on. Not the drafter: acceptance is lossless here, so a resumed run
     may use other heads."""
@@ -62,11 +63,11 @@ def settings_of(
              "max_new_tokens", "batch_size", "mesh")  # fmt: skip
     digest = hashlib.sha256(repr(seeds).encode()).hexdigest()[:16]
     return {
-        "model": asked.model or "demo",
+        "model": given.model or "demo",
         "mode": mode,
-        **{name: getattr(asked, name) for name in names},
-        "max_turns": asked.max_turns if mode != "continue" else None,
-        **({n: getattr(asked, n) for n in USER_TURNS} if mode == "self_talk" else {}),
+        **{name: getattr(given, name) for name in names},
+        "max_turns": given.max_turns if mode != "continue" else None,
+        **({n: getattr(given, n) for n in USER_TURNS} if mode == "self_talk" else {}),
         "seeds": len(seeds),
         "seeds_sha256": digest,
         "no_repeat_ngram_size": model.no_repeat_ngram_size,
@@ -142,22 +143,11 @@ def finished_lines(
 
 
 def write_token_directory(directory: Path, samples: Sequence[Json]) -> int:
-    """Write tokens.npy, doc_starts.npy and counted.npy; return the number of counted tokens."""
-    tokens: list[int] = []
-    starts: list[int] = []
-    counted: list[bool] = []
-    for sample in samples:
-        starts.append(len(tokens))
-        tokens += sample["prompt_ids"] + sample["token_ids"]
-        counted += [False] * len(sample["prompt_ids"]) + [True] * len(sample["token_ids"])
-    arrays: dict[str, np.ndarray] = {
-        "tokens": np.array(tokens, np.int32),
-        "doc_starts": np.array(starts, np.int64),
-        "counted": np.array(counted, bool),
-    }
-    for name, array in arrays.items():
-        write_array(directory / f"{name}.npy", array)
-    return int(arrays["counted"].sum())
+    """Write samples as a token directory; return the number of counted tokens."""
+    pairs = [(sample["prompt_ids"], sample["token_ids"]) for sample in samples]
+    counted = [np.arange(len(p) + len(new)) >= len(p) for p, new in pairs]
+    write_tokens(directory, [np.array(p + new, np.int32) for p, new in pairs], counted)
+    return int(np.concatenate(counted).sum())
 
 
 def vocab_counts(

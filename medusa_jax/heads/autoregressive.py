@@ -11,13 +11,13 @@ at position t + k. It sees the first level of rows up to t and levels 1 to k of 
 """
 
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
@@ -29,9 +29,11 @@ from medusa_jax.heads.drafter import (
     Params,
     TextRows,
 )
-from medusa_jax.heads.layers import LayerState, sees_behind, shift_left
+from medusa_jax.heads.layers import LayerState, shift_left
 from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
-from medusa_jax.model.online_softmax import Causal
+from medusa_jax.model.attention import cached_mask
+from medusa_jax.model.causal import CausalMask
+from medusa_jax.sharding import PyTree
 
 # Teacher-forced positions per chunk of deeper levels; limits the memory of their attention scores.
 CHUNK = 64
@@ -58,13 +60,13 @@ class Autoregressive(Drafter):
         """The shape of the layers."""
         return self.llama
 
-    def layers(self, dtype: Any) -> nn.Module:
-        """The module: (a, e, positions, sees, cache, start) -> a' [B, T, D], keys and values by layer."""
+    def layers(self, dtype: DTypeLike) -> nn.Module:
+        """The module: (a, e, positions, mask, cache, start) -> a' [B, T, D], keys and values by layer."""
         raise NotImplementedError
 
     def _run(
-        self, params: Params, backbone: Backbone, *args: Any, method: str = "__call__"
-    ) -> Any:
+        self, params: Params, backbone: Backbone, *args: PyTree, method: str = "__call__"
+    ) -> PyTree:
         module = self.layers(backbone.llama.dtype)
         return module.apply({"params": params["heads_0"]}, *args, method=method)
 
@@ -81,10 +83,10 @@ class Autoregressive(Drafter):
             shift_left(backbone.embed(tokens_BT), k + 1).astype(backbone.llama.dtype)
             for k in range(self.n_heads)
         ]
-        sees = Causal(segment_ids_BT)
+        mask = CausalMask(segment_ids_BT)
         read_BTD = self._first_input(params, backbone, hidden_BTE)
         first_BTD, text = self._run(
-            params, backbone, read_BTD, ahead[0], positions_BT, sees
+            params, backbone, read_BTD, ahead[0], positions_BT, mask
         )
         if self.n_heads == 1:
             return first_BTD[None]
@@ -105,18 +107,18 @@ class Autoregressive(Drafter):
             def here(x: jax.Array, axis: int = 1) -> jax.Array:
                 return lax.dynamic_slice_in_dim(x, begin, size, axis=axis)
 
-            seen_BCT = Causal(segment_ids_BT).visible(begin, size, 0, T)
+            seen_BCT = CausalMask(segment_ids_BT).visible(begin, size, 0, T)
 
-            def level(above: Any, given: Any) -> tuple[Any, jax.Array]:
-                (features_BCD, cache), (k, next_BCD) = above, given
+            def level(carry: PyTree, inputs: PyTree) -> tuple[PyTree, jax.Array]:
+                (features_BCD, cache), (k, next_BCD) = carry, inputs
                 so_far_CR = own_CR & (slot_R < k * size)[None, :]
                 own_BCR = jnp.broadcast_to(so_far_CR, (B, *own_CR.shape))
-                found = self._run(
+                deeper_BCD, cache = self._run(
                     params, backbone, features_BCD, next_BCD, here(positions_BT) + k,
                     jnp.concatenate([seen_BCT, own_BCR], axis=-1),
                     cache, jnp.broadcast_to(T + (k - 1) * size, (B,)),
                 )  # fmt: skip
-                return found, found[0]
+                return (deeper_BCD, cache), deeper_BCD
 
             levels = (jnp.arange(1, K), here(jnp.stack(ahead), axis=2))
             return lax.scan(level, (here(first_BTD), text), levels)[1]
@@ -124,11 +126,11 @@ class Autoregressive(Drafter):
         # The backward pass recomputes each chunk: storing the scores of all would take too much
         # memory. Inside a loop common subexpressions need no barrier.
         once_more = jax.checkpoint(deeper, prevent_cse=False)
-        found = lax.map(once_more, jnp.arange(0, first_BTD.shape[1], size))
-        deep_KBTD = jnp.moveaxis(found, 0, 2).reshape(K - 1, *first_BTD.shape)
+        deep = lax.map(once_more, jnp.arange(0, first_BTD.shape[1], size))
+        deep_KBTD = jnp.moveaxis(deep, 0, 2).reshape(K - 1, *first_BTD.shape)
         return jnp.concatenate([first_BTD[None], deep_KBTD])[:, :, :T]
 
-    def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
         state = LayerState.zeros(self.shape, self.heads.n_layers, batch, slots, dtype)
         return state.replace(context_BSD=state.context_BSD[:, :1])  # the last layer's alone
 
@@ -136,13 +138,13 @@ class Autoregressive(Drafter):
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
-        sees = sees_behind(next_BTD.shape[1], state.cache.slots, state.length_B)
+        mask = cached_mask(next_BTD.shape[1], state.cache.slots, state.length_B)
         read_BTD = self._first_input(params, backbone, new.hidden_BTE)
-        rows = (read_BTD, next_BTD, new.positions_BT, sees)
+        rows = (read_BTD, next_BTD, new.positions_BT, mask)
         features_BTD, layers = self._run(
             params, backbone, *rows, state.cache.layers, state.length_B
         )
-        return state.taken(list(layers), [features_BTD], new.n_B)
+        return state.extended(list(layers), [features_BTD], new.n_B)
 
     def propose(
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest
@@ -152,19 +154,19 @@ class Autoregressive(Drafter):
         inner = inner_nodes(Level.of(tree), tree)
 
         def logits_of(
-            depth: int, level: Level, tokens_BP: jax.Array, carry: Any
-        ) -> tuple[jax.Array, Any]:
+            depth: int, level: Level, tokens_BP: jax.Array, carry: PyTree
+        ) -> tuple[jax.Array, PyTree]:
             features_BPD, cache, done = carry
             if depth:
                 done = np.concatenate([done, inner[depth]])
                 mask_PR = jnp.asarray(tree.mask_MM[inner[depth]][:, done])
                 P, R = mask_PR.shape
                 start_B = state.length_B
-                sees = sees_behind(P, state.cache.slots, start_B, mask_PR)
+                mask = cached_mask(P, state.cache.slots, start_B, mask_PR)
                 positions_BP = jnp.tile(start_B[:, None] + depth - 1, (1, P))
                 features_BPD, cache = self._run(
                     params, backbone, features_BPD[:, level.rows_P],
-                    backbone.embed(tokens_BP), positions_BP, sees, cache, start_B + R - P,
+                    backbone.embed(tokens_BP), positions_BP, mask, cache, start_B + R - P,
                 )  # fmt: skip
             logits = self.head_logits(params, backbone, depth, features_BPD)
             return logits, (features_BPD, cache, done)

@@ -16,20 +16,20 @@ arXiv 2503.01840), with gradients through all levels.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.layers import lm_head_logits, lm_head_start, zero_output
-from medusa_jax.model.attention import Pair, Sees
+from medusa_jax.model.attention import Mask, Pair
+from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.layers import Linear
 from medusa_jax.model.llama import Block
-from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.rope import rope_tables
 
 
@@ -47,7 +47,7 @@ class Layers(nn.Module):
     """FC and the decoder layers, of the backbone's shape."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     n_layers: int
     fc_bias: bool
 
@@ -62,7 +62,7 @@ class Layers(nn.Module):
         hidden_BTD: jax.Array,
         next_BTD: jax.Array,
         positions_BT: jax.Array,
-        sees: Sees,
+        mask: Mask,
         cache: tuple[Pair, ...] | None = None,
         start_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Pair, ...]]:
@@ -70,12 +70,12 @@ class Layers(nn.Module):
         both = [next_BTD.astype(self.dtype), hidden_BTD.astype(self.dtype)]
         x_BTD = self.fc(jnp.concatenate(both, axis=-1))
         rope = rope_tables(self.config, positions_BT, self.dtype)
-        kept = []
+        caches = []
         for j, block in enumerate(self.layers):
-            mine = None if cache is None else cache[j]
-            x_BTD, pair = block(x_BTD, rope, sees, mine, start_B)
-            kept.append(pair)
-        return x_BTD, tuple(kept)
+            layer_cache = None if cache is None else cache[j]
+            x_BTD, layer_cache = block(x_BTD, rope, mask, layer_cache, start_B)
+            caches.append(layer_cache)
+        return x_BTD, tuple(caches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Eagle(Autoregressive):
     name = "eagle"
     Config = EagleConfig
 
-    def layers(self, dtype: Any) -> nn.Module:
+    def layers(self, dtype: DTypeLike) -> nn.Module:
         return Layers(self.llama, dtype, self.heads.n_layers, self.heads.fc_bias)
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
@@ -95,7 +95,7 @@ class Eagle(Autoregressive):
         D = self.llama.d_model
         probe, one = jnp.zeros((1, 1, D)), jnp.ones((1, 1), jnp.int32)
         module = self.layers(jnp.float32)
-        params: Params = dict(module.init(key, probe, probe, one, Causal())["params"])
+        params: Params = dict(module.init(key, probe, probe, one, CausalMask())["params"])
         params["fc"] = params["fc"] | {"kernel": jnp.eye(2 * D, D, -D)}  # [0 ; I]
         for j in range(self.heads.n_layers):
             params[f"layers_{j}"] = zero_output(params[f"layers_{j}"])

@@ -27,16 +27,17 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.layers import lm_head_logits, lm_head_start, zero_output
-from medusa_jax.model.attention import Attention, Pair, Sees
+from medusa_jax.model.attention import Attention, Mask, Pair
+from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.llama import Block, Mlp
-from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.rope import rope_tables
 
 
@@ -66,7 +67,7 @@ class WideBlock(nn.Module):
     """A decoder layer whose attention reads [norm(e) ; norm(a)], 2 D wide."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     norm_before_residual: bool
 
     @nn.compact
@@ -75,7 +76,7 @@ class WideBlock(nn.Module):
         x_BTD: jax.Array,
         next_BTD: jax.Array,
         rope: Pair,
-        sees: Sees,
+        mask: Mask,
         cache: Pair | None,
         start_B: jax.Array | None,
     ) -> tuple[jax.Array, Pair]:
@@ -83,19 +84,19 @@ class WideBlock(nn.Module):
         normed_BTD = norm(name="hidden_norm")(x_BTD)
         both = [norm(name="input_layernorm")(next_BTD), normed_BTD]
         attention = Attention(self.config, self.dtype, 0, name="self_attn")
-        out_BTD, kept = attention(
-            jnp.concatenate(both, axis=-1), rope, sees, cache, start_B
+        out_BTD, cache = attention(
+            jnp.concatenate(both, axis=-1), rope, mask, cache, start_B
         )
         x_BTD = (normed_BTD if self.norm_before_residual else x_BTD) + out_BTD
         normed_BTD = norm(name="post_attention_layernorm")(x_BTD)
-        return x_BTD + Mlp(self.config, self.dtype, 0, name="mlp")(normed_BTD), kept
+        return x_BTD + Mlp(self.config, self.dtype, 0, name="mlp")(normed_BTD), cache
 
 
 class Layers(nn.Module):
     """FC, the decoder layers and the norm before the LM head, of the backbone's shape."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     heads: Eagle3Config
     n_taps: int
 
@@ -124,24 +125,26 @@ class Layers(nn.Module):
         x_BTD: jax.Array,
         next_BTD: jax.Array,
         positions_BT: jax.Array,
-        sees: Sees,
+        mask: Mask,
         cache: tuple[Pair, ...] | None = None,
         start_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Pair, ...]]:
         """a and e -> a', and the keys and values of every layer as `Attention` returns them."""
         rope = rope_tables(self.config, positions_BT, self.dtype)
         x_BTD, next_BTD = x_BTD.astype(self.dtype), next_BTD.astype(self.dtype)
-        kept = []
+        caches = []
         for j, block in enumerate(self.layers):
             given = (x_BTD, next_BTD) if j == 0 else (x_BTD,)
-            mine = None if cache is None else cache[j]
-            x_BTD, pair = block(*given, rope, sees, mine, start_B)
-            kept.append(pair)
-        return (self.norm(x_BTD) if self.heads.norm_output else x_BTD), tuple(kept)
+            layer_cache = None if cache is None else cache[j]
+            x_BTD, layer_cache = block(*given, rope, mask, layer_cache, start_B)
+            caches.append(layer_cache)
+        return (self.norm(x_BTD) if self.heads.norm_output else x_BTD), tuple(caches)
 
-    def all(self, streams: jax.Array, next_BTD: jax.Array, positions_BT: jax.Array) -> Any:
+    def all(
+        self, streams: jax.Array, next_BTD: jax.Array, positions_BT: jax.Array
+    ) -> jax.Array:
         """Run every part once, to initialise all parameters."""
-        x_BTD, _ = self(self.fuse(streams), next_BTD, positions_BT, Causal())
+        x_BTD, _ = self(self.fuse(streams), next_BTD, positions_BT, CausalMask())
         return self.normed(x_BTD)
 
 
@@ -187,10 +190,15 @@ class Eagle3(Autoregressive):
     def taps(self) -> tuple[int, ...]:
         if self.heads.tap_layers:
             return tuple(int(x) for x in self.heads.tap_layers.split(","))
+        return self.paper_taps
+
+    @property
+    def paper_taps(self) -> tuple[int, ...]:
+        """The layers of the paper."""
         L = self.llama.n_layers  # fewer than five: the nearest that exist
         return tuple(sorted(min(max(i, 0), L) for i in (2, L // 2, L - 3)))
 
-    def layers(self, dtype: Any) -> nn.Module:
+    def layers(self, dtype: DTypeLike) -> nn.Module:
         return Layers(self.shape, dtype, self.heads, len(self.taps))
 
     def _first_input(

@@ -1,36 +1,44 @@
-"""EAGLE-3 heads as EAGLE's authors and SpecForge write them, told by their keys.
+"""EAGLE-3 heads as EAGLE's authors, SpecForge and speculators write them, told by their keys.
 
   midlayer.self_attn.{q,k,v}_proj.weight   [., 2 D]: embedding first; o_proj, mlp.* as in a Llama model
   midlayer.{hidden_norm,input_layernorm,post_attention_layernorm}.weight, norm.weight
-  fc.weight                                [D, 3 D]: the lowest stream first; fc_norm.{a}.weight (3.1)
+  fc.weight                                [D, A D] for A streams, lowest first; fc_norm.{a}.weight (3.1)
   lm_head.weight                           [O, D], O tokens
   d2t [O] int64, t2d [V] bool              token id - place among the O; which of V tokens they are
   embed_tokens.weight                      a copy of the backbone's, not read
 
-`model.safetensors` or `pytorch_model.bin`, next to a `config.json` of the layer: its sizes, its
-rotation (without `rope_theta` 10,000 and not the backbone's) and 3.1's flags. Engines drop flags that
-they do not know; here an unknown one is refused.
+speculators calls the layer `layers.0` and may have more. `model.safetensors` or `pytorch_model.bin` is
+next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and not the
+backbone's) and 3.1's flags. speculators has the layer's fields in a table of their own, flags and tapped
+layers next to it (`speculators_config.py`). Engines drop flags that they do not know; here an unknown one
+is refused.
 """
 
 import os
 import re
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
+from medusa_jax.config import LlamaConfig
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.heads.eagle3 import Eagle3Config
-from medusa_jax.interop.hf import HARMLESS, read_config
+from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
+from medusa_jax.interop import speculators_config
+from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.hf_config import config_to_hf, parse_config
+from medusa_jax.interop.stored_heads import Arrays, Export, StoredHeads
 from medusa_jax.interop.tensor import Tensors, whole
+from medusa_jax.whole_files import Json
 
-EMBEDDING, D2T, T2D = "embed_tokens.weight", "d2t", "t2d"
-LAYER = "midlayer"
-# How speculators calls the layer; its config.json has another form.
-SPECULATORS = "layers.0"
+_EMBEDDING, _D2T, _T2D = "embed_tokens.weight", "d2t", "t2d"
+# The first layer, in files of EAGLE and SpecForge and of speculators.
+_LAYER, _SPECULATORS = "midlayer.", "layers.0."
+_FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
 
-# Fields of config.json that are read here or by `read_config`.
+# Fields of a layer that are read here or by `parse_config`.
 READ = {
     "model_type", "hidden_act", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
@@ -47,7 +55,7 @@ UNUSED = {
 }  # fmt: skip
 # What another value of a field would change.
 EXPECTED = {
-    "num_hidden_layers": 1, "norm_before_fc": False, "attention_bias": False, "mlp_bias": False,
+    "norm_before_fc": False, "attention_bias": False, "mlp_bias": False,
     "use_sliding_window": False,
 }  # fmt: skip
 ROPE = (
@@ -62,88 +70,103 @@ ROPE = (
 
 def is_eagle3(tensors: Tensors) -> bool:
     """Whether a file holds EAGLE-3 heads."""
-    stems = (LAYER, SPECULATORS)
+    stems = (_LAYER, _SPECULATORS)
     return "fc.weight" in tensors and any(
-        f"{s}.hidden_norm.weight" in tensors for s in stems
+        f"{s}hidden_norm.weight" in tensors for s in stems
     )
 
 
-def open_eagle3(
-    source: str, directory: str, tensors: Tensors, config: dict[str, Any]
-) -> StoredHeads:
+def open_eagle3(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     """Describe the EAGLE-3 heads of a file.
 
     Args: as for `open_medusa`.
 
     Raises:
-      UserError: fields that are unknown or say what is not supported, a vocabulary that contradicts
-        itself, a directory of speculators.
+      UserError: fields that are unknown, ambiguous or say what is not supported, a vocabulary that
+        contradicts itself.
     """
     file = os.path.join(directory, "config.json")
-    if "speculators_model_type" in config or f"{LAYER}.hidden_norm.weight" not in tensors:
+    fields, taps, depth = config, "", {}
+    if speculators_config.is_speculators(config):
+        fields, taps = speculators_config.read(file, config)
+    else:
+        _expect(file, config, {"num_hidden_layers": 1})
+        depth = _depth(file, config)
+    _check_fields(file, fields)
+    layer = parse_config(file, fields)
+    _expect(file, fields, {"target_hidden_size": layer.d_model})
+    if layer.qk_norm or layer.qkv_bias:
         raise UserError(
-            f"{directory} is in the layout of speculators, which is not supported; EAGLE's and "
-            "SpecForge's are"
+            f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
         )
-    _check_fields(file, config)
-    said = read_config(directory)
-    expected = config.get("target_hidden_size", said.d_model)
-    if expected != said.d_model:
-        raise UserError(
-            f"{file}: target_hidden_size {expected} with hidden_size {said.d_model} is not supported"
+    if fields.get("norm_output") and not speculators_config.is_speculators(config):
+        inform(
+            f"{file}: norm_output is read as EAGLE-3.1's, as engines do; heads that SpecForge "
+            "trained before its pull request 879 (September 2026) are other heads under this name"
         )
-    layers = {"d_model": said.d_model, "rms_eps": said.rms_eps} | _depth(file, config)
-    theta = said.rope_theta
-    if said.rope_scaling != "none":  # then it has to be the backbone's
-        layers, theta = layers | {name: getattr(said, name) for name in ROPE}, 0.0
-    ids = _take_ids(source, tensors, said.vocab_size)
-    outputs = said.vocab_size if ids is None else len(ids)
-    if (told := config.get("draft_vocab_size") or said.vocab_size) != outputs:
+    shape, rotation = _shape(layer)
+    ids = _take_ids(source, tensors, layer.vocab_size)
+    outputs = layer.vocab_size if ids is None else len(ids)
+    if (told := fields.get("draft_vocab_size") or layer.vocab_size) != outputs:
         raise UserError(f"{file}: draft_vocab_size {told!r}, {source} has {outputs} tokens")
     heads = Eagle3Config(
+        n_layers=layer.n_layers,
+        tap_layers=taps,
         draft_vocab=0 if ids is None else len(ids),
-        fc_norm=config.get("fc_norm", False),
-        norm_output=config.get("norm_output", False),
-        norm_before_residual=config.get("norm_before_residual", False),
-        attention_heads=said.n_heads,
-        kv_heads=said.n_kv_heads,
-        head_dim=said.head_dim,
-        d_ff=said.d_ff,
-        rope_theta=theta,
+        **{flag: fields.get(flag, False) for flag in _FLAGS},
+        attention_heads=layer.n_heads,
+        kv_heads=layer.n_kv_heads,
+        head_dim=layer.head_dim,
+        d_ff=layer.d_ff,
+        rope_theta=rotation,
     )
+    stem = _LAYER if f"{_LAYER}hidden_norm.weight" in tensors else _SPECULATORS
 
     def ignore(key: str) -> bool:
-        return key == EMBEDDING or bool(HARMLESS.search(key))
+        return key == _EMBEDDING or bool(HARMLESS.search(key))
 
     return StoredHeads(
-        source, directory, "EAGLE-3 heads", heads, tensors, locate, ignore, meta=config,
-        layers=layers, ids=ids,
+        source, directory, "EAGLE-3 heads", heads, tensors, partial(_locate, stem=stem),
+        ignore, meta=config, layers=shape | depth, ids=ids,
     )  # fmt: skip
 
 
-def locate(path: str) -> tuple[str, bool]:
+def _locate(path: str, stem: str) -> tuple[str, bool]:
     """A path of `heads/eagle3.py` -> (key, whether it is stored transposed)."""
     key, transposed = locate_in_llama(path.removeprefix("heads_0/"))
-    key = key.removeprefix("model.").replace("layers.0.", f"{LAYER}.")
+    key = key.removeprefix("model.").replace(_SPECULATORS, stem)
     return re.sub(r"^fc_norms_(\d+)\.", r"fc_norm.\1.", key), transposed
 
 
-def _check_fields(file: str, config: dict[str, Any]) -> None:
-    for name in sorted(config.keys() - READ - UNUSED):
+def _shape(layer: LlamaConfig) -> tuple[Json, float]:
+    """What the backbone's shape must be, and the base of the layer's rotation (0: the backbone's)."""
+    shape = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
+    if layer.rope_scaling == "none":
+        return shape, layer.rope_theta
+    return shape | {name: getattr(layer, name) for name in ROPE}, 0.0
+
+
+def _expect(file: str, fields: Json, expected: Json) -> None:
+    """Refuse another value than these; absent and null are none."""
+    for name, value in expected.items():
+        if fields.get(name) not in (None, value):
+            raise UserError(
+                f"{file}: {name} {fields[name]!r} is not supported (only {value!r})"
+            )
+
+
+def _check_fields(file: str, fields: Json) -> None:
+    for name in sorted(fields.keys() - READ - UNUSED):
         raise UserError(
             f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
         )
-    for name, value in EXPECTED.items():
-        if config.get(name, value) != value:
-            raise UserError(
-                f"{file}: {name} {config[name]!r} is not supported (only {value!r})"
-            )
-    for name in ("fc_norm", "norm_output", "norm_before_residual"):
-        if type(config.get(name, False)) is not bool:
-            raise UserError(f"{file}: {name} should be true or false, not {config[name]!r}")
+    _expect(file, fields, EXPECTED)
+    for name in _FLAGS:
+        if type(fields.get(name, False)) is not bool:
+            raise UserError(f"{file}: {name} should be true or false, not {fields[name]!r}")
 
 
-def _depth(file: str, config: dict[str, Any]) -> dict[str, int]:
+def _depth(file: str, config: Json) -> dict[str, int]:
     """The number of layers of the backbone that the numbers of the tapped layers tell, if any.
 
     Files name the layers that streams enter (2, L / 2, L - 3) or those that they leave (one less). Other
@@ -171,17 +194,79 @@ def _depth(file: str, config: dict[str, Any]) -> dict[str, int]:
 
 def _take_ids(source: str, tensors: Tensors, vocab_size: int) -> np.ndarray | None:
     """Takes the draft vocabulary out of the tensors of a file; it is no parameter."""
-    offsets, member = tensors.pop(D2T, None), tensors.pop(T2D, None)
+    offsets, member = tensors.pop(_D2T, None), tensors.pop(_T2D, None)
     if offsets is None and member is None:
         return None
     if offsets is None or member is None:
-        raise UserError(f"{source} has only one of the keys {D2T!r} and {T2D!r}")
+        raise UserError(f"{source} has only one of the keys {_D2T!r} and {_T2D!r}")
     offset_O, member_V = whole(offsets), whole(member)
     if offset_O.ndim != 1 or offset_O.dtype != np.int64:
         raise UserError(
-            f"key {D2T!r} in {source} is {offset_O.dtype}{list(offset_O.shape)}"
+            f"key {_D2T!r} in {source} is {offset_O.dtype}{list(offset_O.shape)}"
         )
     ids = (np.arange(len(offset_O)) + offset_O).astype(np.int32)
     if member_V.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(member_V), ids):
-        raise UserError(f"keys {D2T!r} and {T2D!r} in {source} name different tokens")
+        raise UserError(f"keys {_D2T!r} and {_T2D!r} in {source} name different tokens")
     return None if len(ids) == vocab_size else ids
+
+
+def to_eagle3(export: Export, out: str) -> None:
+    """Write SpecForge's layout of EAGLE-3, which vLLM and SGLang read: `model.safetensors`."""
+    drafter = _drafter(export, "EAGLE-3's layout")
+    if drafter.heads.n_layers != 1 or drafter.taps != drafter.paper_taps:
+        raise UserError(
+            f"the heads in {export.stored.source} have {drafter.heads.n_layers} layers and read "
+            f"{drafter.taps}: EAGLE-3's layout is for one layer and the paper's {drafter.paper_taps}, "
+            "since engines do not agree on how it would say others; --to speculators"
+        )
+    layers, fields = _config(export, drafter)
+    raw = layers | fields | {"architectures": ["LlamaForCausalLMEagle3"]}
+    export.write(out, "model.safetensors", _arrays(export, _LAYER), raw)
+
+
+def to_speculators(export: Export, out: str) -> None:
+    """Write speculators' layout of EAGLE-3, which vLLM reads, too: `model.safetensors`."""
+    drafter = _drafter(export, "speculators' layout")
+    layers, fields = _config(export, drafter)
+    architectures = config_to_hf(export.base.config)["architectures"]
+    verifier = {"name_or_path": export.base_name, "architectures": architectures}
+    raw = speculators_config.write(layers, fields, drafter.taps, drafter.n_heads, verifier)
+    # Without it speculators computes with uninitialised memory (c05b95b looks for NaN there).
+    arrays = _arrays(export, _SPECULATORS) | {_EMBEDDING: export.embedding()}
+    export.write(out, "model.safetensors", arrays, raw)
+
+
+def _drafter(export: Export, layout: str) -> Eagle3:
+    """The drafter of EAGLE-3 heads that have an LM head.
+
+    Raises:
+      UserError: other heads.
+    """
+    heads = export.stored.heads
+    if not isinstance(heads, Eagle3Config) or heads.lm_head != "own":
+        raise UserError(
+            f"{layout} is for eagle3 heads with an LM head of their own, {export.stored.source} "
+            f"holds {heads.drafter} heads with LM head {heads.lm_head!r}"
+        )
+    return Eagle3(heads, export.base.config)
+
+
+def _arrays(export: Export, stem: str) -> Arrays:
+    arrays, ids = export.arrays(partial(_locate, stem=stem)), export.stored.ids
+    if ids is not None:
+        arrays[_D2T] = ids.astype(np.int64) - np.arange(len(ids))
+        arrays[_T2D] = np.isin(np.arange(export.base.config.vocab_size), ids)
+    return arrays
+
+
+def _config(export: Export, drafter: Eagle3) -> tuple[Json, Json]:
+    """config.json of the layers, and the fields that EAGLE-3 adds."""
+    heads, vocab_size = drafter.heads, export.base.config.vocab_size
+    layers = replace(
+        drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
+    )
+    return config_to_hf(layers), {
+        "draft_vocab_size": heads.draft_vocab or vocab_size,
+        "torch_dtype": export.kind.name,
+        **{flag: True for flag in _FLAGS if getattr(heads, flag)},
+    }

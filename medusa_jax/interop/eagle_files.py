@@ -1,4 +1,4 @@
-"""EAGLE-1 heads in their authors' layout, recognised by their keys.
+"""EAGLE-1 heads in their authors' layout: read (recognised by their keys) and written.
 
   fc.weight, fc.bias                                  [D, 2 D]: embedding first; some have no bias
   layers.{j}.self_attn.*, mlp.*, *_layernorm.weight   as in a Llama model; layer 0 has no input_layernorm
@@ -9,19 +9,21 @@ same layers draft all depths.
 """
 
 import re
+from dataclasses import replace
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.interop.hf import HARMLESS, read_config
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.hf_config import config_to_hf
+from medusa_jax.interop.stored_heads import Export, StoredHeads
 from medusa_jax.interop.tensor import Tensors
 from medusa_jax.whole_files import Json
 
-EMBEDDING = "embed_tokens.weight"
+_EMBEDDING = "embed_tokens.weight"
 _LAYER = re.compile(r"layers\.(\d+)\.")
 # Fields that the layers depend on and that tensors do not show.
-LAYER_FIELDS = (
+_LAYER_FIELDS = (
     "n_heads",
     "n_kv_heads",
     "rms_eps",
@@ -54,16 +56,31 @@ def open_eagle(source: str, directory: str, tensors: Tensors, config: Json) -> S
     heads = EagleConfig(n_layers=len(found), fc_bias="fc.bias" in tensors)
 
     def ignore(key: str) -> bool:
-        return key == EMBEDDING or bool(HARMLESS.search(key))
+        return key == _EMBEDDING or bool(HARMLESS.search(key))
 
-    layers = {name: getattr(llama, name) for name in LAYER_FIELDS}
+    layers = {name: getattr(llama, name) for name in _LAYER_FIELDS}
     return StoredHeads(
-        source, directory, "EAGLE-1 heads", heads, tensors, locate, ignore, meta=config,
+        source, directory, "EAGLE-1 heads", heads, tensors, _locate, ignore, meta=config,
         layers=layers,
     )  # fmt: skip
 
 
-def locate(path: str) -> tuple[str, bool]:
+def _locate(path: str) -> tuple[str, bool]:
     """A path of `heads/eagle.py` -> (key, whether it is stored transposed)."""
     key, transposed = locate_in_llama(path.removeprefix("heads_0/"))
     return key.removeprefix("model."), transposed
+
+
+def to_eagle(export: Export, out: str) -> None:
+    """Write `pytorch_model.bin`, with a copy of the backbone's embedding."""
+    heads = export.stored.heads
+    if not isinstance(heads, EagleConfig) or heads.lm_head != "shared":
+        raise UserError(
+            "EAGLE's layout is for eagle heads that share the model's LM head, "
+            f"{export.stored.source} holds {heads.drafter} heads with LM head {heads.lm_head!r}"
+        )
+    arrays = export.arrays(_locate) | {_EMBEDDING: export.embedding()}
+    # Its layers attend to the whole text.
+    config = replace(export.base.config, n_layers=heads.n_layers, sliding_window=0)
+    raw = config_to_hf(config) | {"bias": heads.fc_bias, "torch_dtype": export.kind.name}
+    export.write(out, "pytorch_model.bin", arrays, raw)

@@ -1,359 +1,150 @@
-"""Draft heads for other engines: one directory in the layout that each of them loads.
+"""Draft heads for other engines: one directory in the layout that each of them loads, with a model card.
 
-Engines fail silently where a key or a field is off (they drop what they do not know and leave
-the rest random), so every layout here is read back in the tests by a strict re-implementation
-of its loader. docs/formats.md lists keys, fields and known pitfalls.
+Engines fail silently where a key or a field is wrong (they drop unknown keys and leave the rest random), so
+the tests read every layout back by a strict re-implementation of its loader. docs/formats.md lists keys, fields
+and known pitfalls.
 """
 
 import os
-import re
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
-
-import numpy as np
+from typing import NamedTuple
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads import make_drafter, vocabulary
-from medusa_jax.interop import eagle3_files, eagle_files, heads_io, hydra_files
-from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.hf_config import config_to_hf
-from medusa_jax.interop.stored_heads import StoredHeads
-from medusa_jax.interop.tokenizer_files import copy_tokenizer
-from medusa_jax.interop.torch_writer import save_torch
+from medusa_jax.interop.eagle3_files import to_eagle3, to_speculators
+from medusa_jax.interop.eagle_files import to_eagle
+from medusa_jax.interop.heads_io import check_base
+from medusa_jax.interop.hydra_files import to_hydra
+from medusa_jax.interop.medusa_files import (
+    ADAPTER,
+    to_tensorrt_llm,
+    to_tgi,
+    to_tgi_shared,
+    to_vllm,
+)
+from medusa_jax.interop.merge import to_merged
+from medusa_jax.interop.model_card import model_card
+from medusa_jax.interop.own_heads import to_native
+from medusa_jax.interop.stored_heads import Export
+from medusa_jax.interop.tensors import optional_json
+from medusa_jax.whole_files import Json, write_text
 
-Arrays = dict[str, np.ndarray]
 
-
-@dataclass(frozen=True)
-class Export:
-    """Heads on their way out.
+class Target(NamedTuple):
+    """A layout to write.
 
     Attributes:
-      stored: the heads, not yet read.
-      base: their backbone.
-      base_name: what the files call it: a hub id or a path.
-      dtype: what tensors are stored in; "" keeps the heads' own type, the wider where they mix;
-        "int8" is for our own layout alone.
+      write: (heads, new directory) writes it.
+      purpose: who reads it.
+      loading: how to load the directory {out}, with {heads} heads of {layers} layers, for the model {base}.
+      draft_vocab: the layout can say which tokens the heads score.
     """
 
-    stored: StoredHeads
-    base: BaseFiles
-    base_name: str
-    dtype: str = ""
-
-    @cached_property
-    def params(self) -> Arrays:
-        """Parameter path -> array in our orientation, all of one type."""
-        arrays = self.stored.read(self.base.config)
-        # A byte a weight is a way to store them, from what they are (`to_native`).
-        kind = np.dtype(self.dtype) if self.dtype not in ("", "int8") else widest(arrays)
-        return {path: array.astype(kind) for path, array in arrays.items()}
-
-    @property
-    def kind(self) -> np.dtype:
-        """The type of every tensor."""
-        return next(iter(self.params.values())).dtype
-
-    def medusa(self, target: str) -> None:
-        """Refuse all but Medusa heads.
-
-        Raises:
-          UserError: names the target.
-        """
-        drafter = self.stored.heads.drafter
-        if drafter != "medusa":
-            raise UserError(
-                f"{target} loads Medusa heads only, {self.stored.source} holds {drafter} heads: "
-                "no other engine runs them (--to native keeps them in this project's format)"
-            )
-
-    def lm_head(self, k: int) -> np.ndarray:
-        """The LM head of head k [D, V]: its own, the product of its factors, or the backbone's."""
-        name, kind = f"heads_{k}/lm_head", self.stored.heads.lm_head
-        if kind == "own":
-            return self.params[f"{name}/kernel"]
-        if kind == "shared":
-            return self.base.lm_head().astype(self.kind)
-        down, up = (
-            self.params[f"{name}/{part}"].astype(np.float32) for part in ("down", "up")
-        )
-        return (down @ up).astype(self.kind)
-
-    def blocks(self, name: str) -> Arrays:
-        """The residual blocks as torch's Linear stores them, under `name` with {k}, {j}, {leaf}."""
-        heads, out = self.stored.heads, {}
-        for k in range(heads.n_heads):
-            for j in range(heads.n_layers):
-                path = f"heads_{k}/layers_{j}"
-                out[name.format(k=k, j=j, leaf="weight")] = self.params[f"{path}/kernel"].T
-                out[name.format(k=k, j=j, leaf="bias")] = self.params[f"{path}/bias"]
-        return out
-
-    def medusa_arrays(self, prefix: str = "") -> Arrays:
-        """{prefix}{k}.{j}.linear.weight, .bias and {prefix}{k}.{L}.weight."""
-        heads = self.stored.heads
-        out = self.blocks(f"{prefix}{{k}}.{{j}}.linear.{{leaf}}")
-        for k in range(heads.n_heads):
-            out[f"{prefix}{k}.{heads.n_layers}.weight"] = self.lm_head(k).T
-        return out
+    write: Callable[[Export, str], None]
+    purpose: str
+    loading: str
+    draft_vocab: bool = False
 
 
-def widest(arrays: Arrays) -> np.dtype:
-    """The type of the arrays; of several, one that holds all their values."""
-    kinds = {array.dtype for array in arrays.values()}
-    if len(kinds) == 1:
-        return kinds.pop()
-    return np.dtype(np.float64 if np.dtype(np.float64) in kinds else np.float32)
-
-
-def to_native(export: Export, out: str) -> None:
-    """This project's own format, with the fingerprint of the backbone and the tree, if any."""
-    stored = export.stored
-    record = heads_io.base_record(export.base.config, export.base.fingerprint())
-    recipe = stored.meta.get("recipe")
-    if not isinstance(recipe, dict):
-        recipe = {"converted_from": stored.layout, "config": stored.meta}
-    tree = os.path.join(stored.directory, "tree.json")
-    params = tensor_files.unflatten(export.params)
-    if stored.ids is not None:
-        params[vocabulary.GROUP] = {"ids": stored.ids}
-    dtype = export.dtype or None
-    heads_io.save_heads(out, stored.heads, params, base=record, recipe=recipe, dtype=dtype)
-    if os.path.isfile(tree):
-        shutil.copy(tree, out)
-
-
-def to_tgi(export: Export, out: str) -> None:
-    """What TGI reads, and vLLM from 0.28 on: `medusa_lm_head.safetensors`, LM heads of their own."""
-    export.medusa("TGI")
-    _save(out, "medusa_lm_head.safetensors", export.medusa_arrays())
-    tensor_files.save_json(os.path.join(out, "config.json"), _tgi_config(export))
-    copy_tokenizer("", export.base.directory, out)
-
-
-def to_tgi_shared(export: Export, out: str) -> None:
-    """TGI's second layout: one block a head, logits by the backbone's LM head."""
-    export.medusa("TGI")
-    heads = export.stored.heads
-    if heads.lm_head != "shared" or heads.n_layers != 1:
-        raise UserError(
-            f"the shared-head layout is for heads with one layer and the backbone's LM head; "
-            f"those in {export.stored.source} have {heads.n_layers} and LM head "
-            f"{heads.lm_head!r}: --to tgi"
-        )
-    _save(out, "medusa_lm_head.safetensors", export.blocks("{k}.{j}.linear.{leaf}"))
-    config = _tgi_config(export) | {"version": "2"}
-    tensor_files.save_json(os.path.join(out, "config.json"), config)
-    copy_tokenizer("", export.base.directory, out)
-
-
-def to_vllm(export: Export, out: str) -> None:
-    """What every vLLM with Medusa reads: `model.safetensors` under its own names."""
-    export.medusa("vLLM")
-    heads, llama = export.stored.heads, export.base.config
-    arrays = export.blocks("blocks.{k}.layers.{j}.{leaf}")
-    shared = heads.lm_head == "shared"
-    for k in range(1 if shared else heads.n_heads):
-        arrays[f"lm_heads.{k}.weight"] = export.lm_head(k).T
-    _save(out, "model.safetensors", arrays)
-    config = {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "base_model_name_or_path": export.base_name,
-        "num_heads": heads.n_heads,
-        "num_hidden_layers": heads.n_layers,
-        "hidden_size": llama.d_model,
-        "vocab_size": llama.vocab_size,
-        "truncated_vocab_size": llama.vocab_size,
-        # Without it vLLM drops the biases and says nothing.
-        "medusa_fc_bias": True,
-        "original_lm_head": shared,
-        "torch_dtype": export.kind.name,
-    }
-    tensor_files.save_json(os.path.join(out, "config.json"), config)
-
-
-def to_tensorrt_llm(export: Export, out: str) -> None:
-    """What TensorRT-LLM's TensorRT backend (up to 1.1) and the authors' code read: a .pt file."""
-    export.medusa("TensorRT-LLM")
-    heads = export.stored.heads
-    save_torch(os.path.join(_made(out), "medusa_lm_head.pt"), export.medusa_arrays())
-    config = {
-        "base_model_name_or_path": export.base_name,
-        "medusa_num_heads": heads.n_heads,
-        "medusa_num_layers": heads.n_layers,
-        # The names that its Python interface asks for.
-        "num_medusa_heads": heads.n_heads,
-        "num_medusa_layers": heads.n_layers,
-        "torch_dtype": export.kind.name,
-    }
-    tensor_files.save_json(os.path.join(out, "config.json"), config)
-
-
-def to_hydra(export: Export, out: str) -> None:
-    """The layout of Hydra's authors: `hydra_lm_head.pt`."""
-    heads: Any = export.stored.heads
-    if heads.drafter not in ("hydra", "hydrapp"):
-        raise UserError(
-            f"Hydra's layout is for hydra and hydrapp heads, {export.stored.source} holds "
-            f"{heads.drafter} heads"
-        )
-    if heads.n_layers > 2 and not heads.tie_layers:
-        raise UserError(
-            f"Hydra's code runs one layer for layers 2 to n; those in {export.stored.source} "
-            "differ (heads.tie_layers is false)"
-        )
-    if heads.lm_head == "shared" or heads.skip == "fixed" or not heads.lm_bias:
-        raise UserError(
-            "Hydra's code wants heads with LM heads and biases of their own and a learned skip "
-            f"connection; those in {export.stored.source} have lm_head {heads.lm_head!r}, "
-            f"lm_bias {heads.lm_bias}, skip {heads.skip!r}"
-        )
-    plus = heads.drafter == "hydrapp"
-    arrays: Arrays = {}
-    for path, array in export.params.items():
-        if not re.search(r"/lm_head/(down|up)$", path):
-            for key in hydra_files.keys_of(path, heads.n_layers, plus):
-                arrays[key] = array.T if path.endswith("/kernel") else array
-    for k in range(heads.n_heads):
-        [key] = hydra_files.keys_of(f"heads_{k}/lm_head/kernel", heads.n_layers, plus)
-        arrays[key] = export.lm_head(k).T
-    embedding = export.base.array("embed_tokens/embedding").astype(export.kind)
-    for key in hydra_files.UNUSED if plus else hydra_files.UNUSED[:1]:
-        arrays[key] = embedding
-    save_torch(os.path.join(_made(out), "hydra_lm_head.pt"), arrays)
-    config = {
-        "base_model_name_or_path": export.base_name,
-        "hydra_num_heads": heads.n_heads,
-        "hydra_num_layers": heads.n_layers,
-        "hydra_head_arch": "prefix-mlp" if plus else "mlp",
-        "grounded_heads": True,
-        "hidden_state_offset": 0,
-    }
-    tensor_files.save_json(os.path.join(out, "config.json"), config)
-
-
-def to_eagle(export: Export, out: str) -> None:
-    """The layout of EAGLE-1's authors: `pytorch_model.bin`."""
-    heads: Any = export.stored.heads
-    if heads.drafter != "eagle" or heads.lm_head != "shared":
-        raise UserError(
-            "EAGLE's layout is for eagle heads that share the model's LM head, "
-            f"{export.stored.source} holds {heads.drafter} heads with LM head {heads.lm_head!r}"
-        )
-    arrays: Arrays = {}
-    for path, array in export.params.items():
-        key, transposed = eagle_files.locate(path)
-        arrays[key] = array.T if transposed else array
-    embedding = export.base.array("embed_tokens/embedding").astype(export.kind)
-    arrays[eagle_files.EMBEDDING] = embedding
-    save_torch(os.path.join(_made(out), "pytorch_model.bin"), arrays)
-    # Its layers reach back over the whole text.
-    config = replace(export.base.config, n_layers=heads.n_layers, sliding_window=0)
-    raw = config_to_hf(config) | {"bias": heads.fc_bias, "torch_dtype": export.kind.name}
-    tensor_files.save_json(os.path.join(out, "config.json"), raw)
-
-
-def to_eagle3(export: Export, out: str) -> None:
-    """SpecForge's layout of EAGLE-3, which vLLM and SGLang read: `model.safetensors`."""
-    stored, config = export.stored, export.base.config
-    heads: Any = stored.heads
-    if heads.drafter != "eagle3" or heads.lm_head != "own" or heads.n_layers != 1:
-        raise UserError(
-            "EAGLE-3's layout is for eagle3 heads of one layer with an LM head of their own, "
-            f"{stored.source} holds {heads.drafter} heads of {heads.n_layers} with LM head "
-            f"{heads.lm_head!r}"
-        )
-    if heads.tap_layers:
-        raise UserError(
-            f"the heads in {stored.source} read layers {heads.tap_layers}: engines do not agree on "
-            "how a file would say that; only the paper's layers can be written"
-        )
-    arrays: Arrays = {}
-    for path, array in export.params.items():
-        key, transposed = eagle3_files.locate(path)
-        arrays[key] = array.T if transposed else array
-    if stored.ids is not None:
-        ids = stored.ids.astype(np.int64)
-        arrays[eagle3_files.D2T] = ids - np.arange(len(ids))
-        arrays[eagle3_files.T2D] = np.isin(np.arange(config.vocab_size), ids)
-    _save(out, "model.safetensors", arrays)
-    drafter: Any = make_drafter(heads, config)
-    shape = replace(drafter.shape, n_layers=1, sliding_window=0, tie_embeddings=False)
-    flags = ("fc_norm", "norm_output", "norm_before_residual")
-    raw = config_to_hf(shape) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": heads.draft_vocab or config.vocab_size,
-        "torch_dtype": export.kind.name,
-        **{flag: True for flag in flags if getattr(heads, flag)},
-    }
-    tensor_files.save_json(os.path.join(out, "config.json"), raw)
-
-
-def to_merged(export: Export, out: str) -> None:
-    """A full model in Hugging Face format with its heads in it (Medusa v1.0)."""
-    from medusa_jax.interop.merge import save_merged
-
-    export.medusa("the full-model layout")
-    heads, base = export.stored.heads, export.base
-    save_merged(
-        _made(out), base, export.medusa_arrays("medusa_head."), export.stored, export.dtype
-    )
-    raw = tensor_files.read_json(os.path.join(base.directory, "config.json"))
-    raw |= {"medusa_num_heads": heads.n_heads, "medusa_num_layers": heads.n_layers}
-    if export.dtype:
-        raw |= {"torch_dtype": export.dtype, "dtype": export.dtype}
-    copy_tokenizer("", base.directory, out)
-    tensor_files.save_json(os.path.join(out, "config.json"), raw)
-
-
-# --to -> (what writes it, what it is for).
-TARGETS: dict[str, tuple[Callable[[Export, str], None], str]] = {
-    "native": (to_native, "this project's format, bound to the model by its fingerprint"),
-    "tgi": (to_tgi, "TGI, and vLLM from 0.28 on"),
-    "tgi_shared": (to_tgi_shared, "TGI, heads that share the model's LM head"),
-    "vllm": (to_vllm, "any vLLM that has Medusa"),
-    "tensorrt_llm": (to_tensorrt_llm, "TensorRT-LLM up to 1.1, and Medusa's own code"),
-    "merged": (to_merged, "model and heads as one Hugging Face model (Medusa v1.0)"),
-    "hydra": (to_hydra, "Hydra's own code"),
-    "eagle": (to_eagle, "EAGLE's own code"),
-    "eagle3": (to_eagle3, "EAGLE-3 in vLLM, SGLang and EAGLE's own code"),
+# By the value of --to.
+TARGETS = {
+    "native": Target(
+        to_native,
+        "this project's format, bound to the model by its fingerprint",
+        "`python decode.py --model {base} --drafter {out}`",
+        draft_vocab=True,
+    ),
+    "tgi": Target(
+        to_tgi,
+        "TGI, and vLLM from 0.28 on",
+        "TGI: `--model-id {out} --speculate {heads}` (the base model must be in the cache or "
+        'a local directory). vLLM from 0.28 on: `speculative_config={{"method": "medusa", "model": '
+        '"{out}", "num_speculative_tokens": {heads}}}`',
+    ),
+    "tgi_shared": Target(
+        to_tgi_shared,
+        "TGI, heads that share the model's LM head",
+        "TGI: `--model-id {out} --speculate {heads}`",
+    ),
+    "vllm": Target(
+        to_vllm,
+        "any vLLM that has Medusa; EAGLE-3 heads as in speculators",
+        '`speculative_config={{"method": "medusa", "model": "{out}", '
+        '"num_speculative_tokens": {heads}}}`. With more tokens than heads, random weights '
+        "would draft the rest without a warning",
+    ),
+    "tensorrt_llm": Target(
+        to_tensorrt_llm,
+        "TensorRT-LLM up to 1.1, and Medusa's own code",
+        "TensorRT-LLM up to 1.1: `--medusa_model_dir {out} --num_medusa_heads {heads} "
+        "--num_medusa_layers {layers}`",
+    ),
+    "merged": Target(
+        to_merged,
+        "model and heads as one Hugging Face model (Medusa v1.0)",
+        "`python decode.py --model {out} --drafter {out}`; the repository of Medusa's "
+        "authors loads it by path",
+    ),
+    "hydra": Target(
+        to_hydra, "Hydra's own code", "`HydraModel.from_pretrained` of the authors' code"
+    ),
+    "eagle": Target(
+        to_eagle,
+        "EAGLE's own code",
+        "`EaModel.from_pretrained` of the authors' code, as its `ea_model_path`",
+    ),
+    "eagle3": Target(
+        to_eagle3,
+        "EAGLE-3 in SGLang, vLLM and EAGLE's own code",
+        'vLLM: `speculative_config={{"method": "eagle3", "model": "{out}", '
+        '"num_speculative_tokens": 4}}`; SGLang: `--speculative-algorithm EAGLE3 '
+        "--speculative-draft-model-path {out}`",
+        draft_vocab=True,
+    ),
+    "speculators": Target(
+        to_speculators,
+        "EAGLE-3 in vLLM and speculators",
+        "`vllm serve {out}`, which serves the base model with these heads",
+        draft_vocab=True,
+    ),
 }
-# Of these, layouts that can say which tokens heads score.
-WITH_DRAFT_VOCAB = ("native", "eagle3")
 
 
-def _tgi_config(export: Export) -> dict[str, Any]:
-    """Fields of both engines; no `architectures`, at which TGI gives the heads up, and no
-    `num_attention_heads` or `num_hidden_layers`, which vLLM would take for those of the heads.
+def convert(
+    export: Export,
+    target: str,
+    out: str,
+    *,
+    bench: Json | None = None,
+    allow_other_base: bool = False,
+) -> None:
+    """Write heads in the layout of `target` into the new directory `out`.
+
+    Args:
+      target: a key of `TARGETS`.
+      bench: the race.json of `bench race`, for the model card.
+      allow_other_base: as for `load_heads`.
+
+    Raises:
+      UserError: `out` is not empty; heads that the target does not support or that belong to another backbone;
+        unreadable or unwritable files.
     """
-    heads, llama = export.stored.heads, export.base.config
-    return {
-        "model_type": "medusa",
-        "base_model_name_or_path": export.base_name,
-        "medusa_num_heads": heads.n_heads,
-        "medusa_num_layers": heads.n_layers,
-        "hidden_size": llama.d_model,
-        "vocab_size": llama.vocab_size,
-        "truncated_vocab_size": llama.vocab_size,
-        "medusa_fc_bias": True,
-        "head_dim": llama.head_dim,
-        "torch_dtype": export.kind.name,
-    }
-
-
-def _made(out: str) -> str:
-    try:
-        os.makedirs(out, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out} cannot be created: {error.strerror}") from error
-    return out
-
-
-def _save(out: str, name: str, arrays: Arrays) -> None:
-    path = os.path.join(_made(out), name)
-    tensor_files.save_safetensors(path, arrays, {"format": "pt"})
+    if target == "vllm" and export.stored.heads.drafter == "eagle3":
+        target = "speculators"
+    if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
+        # Engines load every file of weights in the directory.
+        raise UserError(f"{out} is not empty: give --out a new directory")
+    stored, row = export.stored, TARGETS[target]
+    if not (target == "merged" and stored.layout == ADAPTER):
+        fingerprint = None if allow_other_base else export.base.fingerprint()
+        check_base(stored, export.base.config, fingerprint, allow_other_base)
+    if stored.heads.draft_vocab and not row.draft_vocab:
+        able = " and ".join(name for name, row in TARGETS.items() if row.draft_vocab)
+        raise UserError(
+            f"{stored.source} scores a draft vocabulary of {stored.heads.draft_vocab} tokens, "
+            f"which only --to {able} can say"
+        )
+    row.write(export, out)
+    tree = optional_json(os.path.join(stored.directory, "tree.json"))
+    name = os.path.basename(os.path.normpath(out))
+    card = model_card(export, row.loading, name, tree, bench)
+    write_text(os.path.join(out, "README.md"), card)

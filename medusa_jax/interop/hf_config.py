@@ -36,7 +36,11 @@ def read_config(path: str) -> LlamaConfig:
       UserError: no such file, or an unsupported feature.
     """
     file = os.path.join(path, "config.json")
-    raw = read_json(file)
+    return parse_config(file, read_json(file))
+
+
+def parse_config(file: str, raw: Json) -> LlamaConfig:
+    """`read_config` of fields that were read from `file`."""
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Hydra and Hydra++ heads in their authors' layout, recognised by their keys.
+"""Hydra and Hydra++ heads in their authors' layout: read (recognised by their keys) and written.
 
   hydra_mlp.{k}.{i}.linear.weight, .bias     hidden layers; the first reads (k + 2) D
   hydra_mlp.{k}.{i}.res_connection.*         the first layer's skip connection
@@ -15,18 +15,18 @@ import re
 
 import numpy as np
 
-from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import drafter_class
+from medusa_jax.heads.hydra import HydraConfig
+from medusa_jax.heads.hydrapp import HydraPPConfig
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.stored_heads import Arrays, Export, StoredHeads
 from medusa_jax.interop.tensor import Tensors, whole
 from medusa_jax.whole_files import Json
 
 _MLP = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(?:linear|res_connection)\.(?:weight|bias)")
-PREFIX = "prefix_embeding_layer."
-UNUSED = ("input_embed_fn.weight", f"{PREFIX}embed_tokens.weight")
+_PREFIX = "prefix_embeding_layer."
+_UNUSED = ("input_embed_fn.weight", f"{_PREFIX}embed_tokens.weight")
 
 
 def is_hydra(tensors: Tensors) -> bool:
@@ -75,16 +75,16 @@ def open_hydra(source: str, directory: str, tensors: Tensors, config: Json) -> S
             f"{source} holds {len(layers)} layers per head, its config.json says {n_layers}"
         )
     tied = dropped or _same_weights(tensors, layers, n_heads)
-    name = "hydrapp" if any(key.startswith(PREFIX) for key in tensors) else "hydra"
+    plus = any(key.startswith(_PREFIX) for key in tensors)
     between = ".1" if "hydra_lm_head.0.1.weight" in tensors else ""
-    heads: HeadsConfig = drafter_class(name).Config(
+    heads = (HydraPPConfig if plus else HydraConfig)(
         n_heads=n_heads,
         n_layers=n_layers,
         tie_layers=tied,
         lm_bias=f"hydra_lm_head.0{between}.bias" in tensors,
         skip="random",
         dropout=0.0,
-    )  # type: ignore[call-arg]
+    )
 
     def locate(path: str) -> tuple[str, bool]:
         return _key(path, layers, between), path.endswith("/kernel")
@@ -94,15 +94,15 @@ def open_hydra(source: str, directory: str, tensors: Tensors, config: Json) -> S
     def ignore(key: str) -> bool:
         match = _MLP.fullmatch(key)
         copy = match is not None and match[2] in copies
-        return copy or key in UNUSED or bool(HARMLESS.search(key))
+        return copy or key in _UNUSED or bool(HARMLESS.search(key))
 
-    layout = f"{'Hydra++' if name == 'hydrapp' else 'Hydra'} heads"
+    layout = "Hydra++ heads" if plus else "Hydra heads"
     return StoredHeads(
         source, directory, layout, heads, tensors, locate, ignore, meta=config
     )
 
 
-def keys_of(path: str, n_layers: int, plus: bool) -> list[str]:
+def _keys_of(path: str, n_layers: int, plus: bool) -> list[str]:
     """The keys of all copies of a parameter of tied heads in the authors' code."""
     numbers = [2 * j + 1 if plus else j for j in range(n_layers)]
     between = ".1" if plus else ""
@@ -120,7 +120,7 @@ def _key(path: str, layers: list[int], between: str) -> str:
     """
     if path.startswith("prefix/"):
         inner, _ = locate_in_llama(path.removeprefix("prefix/"))
-        return f"{PREFIX}{inner.removeprefix('model.')}"
+        return f"{_PREFIX}{inner.removeprefix('model.')}"
     match = re.fullmatch(
         r"heads_(\d+)/(?:layers_(\d+)(?:/(linear|skip))?|lm_head)/(kernel|bias)", path
     )
@@ -148,3 +148,43 @@ def _same_weights(tensors: Tensors, layers: list[int], n_heads: int) -> bool:
             if not all(np.array_equal(first, other) for other in others):
                 return False
     return True
+
+
+def to_hydra(export: Export, out: str) -> None:
+    """Write `hydra_lm_head.pt`, with copies of the shared layer and of the backbone's embedding."""
+    heads = export.stored.heads
+    if not isinstance(heads, HydraConfig):
+        raise UserError(
+            f"Hydra's layout is for hydra and hydrapp heads, {export.stored.source} holds "
+            f"{heads.drafter} heads"
+        )
+    if heads.n_layers > 2 and not heads.tie_layers:
+        raise UserError(
+            f"Hydra's code runs one layer for layers 2 to n; those in {export.stored.source} "
+            "differ (heads.tie_layers is false)"
+        )
+    if heads.lm_head == "shared" or heads.skip == "fixed" or not heads.lm_bias:
+        raise UserError(
+            "Hydra's code needs heads with separate LM heads and biases and a learned skip "
+            f"connection; those in {export.stored.source} have lm_head {heads.lm_head!r}, "
+            f"lm_bias {heads.lm_bias}, skip {heads.skip!r}"
+        )
+    plus = heads.drafter == "hydrapp"
+    arrays: Arrays = {}
+    for path, array in export.params.items():
+        if not re.search(r"/lm_head/(down|up)$", path):
+            for key in _keys_of(path, heads.n_layers, plus):
+                arrays[key] = array.T if path.endswith("/kernel") else array
+    for k in range(heads.n_heads):
+        [key] = _keys_of(f"heads_{k}/lm_head/kernel", heads.n_layers, plus)
+        arrays[key] = export.lm_head(k).T
+    arrays |= dict.fromkeys(_UNUSED if plus else _UNUSED[:1], export.embedding())
+    config = {
+        "base_model_name_or_path": export.base_name,
+        "hydra_num_heads": heads.n_heads,
+        "hydra_num_layers": heads.n_layers,
+        "hydra_head_arch": "prefix-mlp" if plus else "mlp",
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+    }
+    export.write(out, "hydra_lm_head.pt", arrays, config)

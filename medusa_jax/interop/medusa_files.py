@@ -1,4 +1,4 @@
-"""Medusa heads in published layouts, recognised by their keys.
+"""Medusa heads in published layouts: read (recognised by their keys) and written.
 
 Head k, layer j, L layers (docs/formats.md):
 
@@ -8,7 +8,7 @@ Head k, layer j, L layers (docs/formats.md):
   vLLM             blocks.{k}.layers.{j}.weight, .bias, lm_heads.{k}.weight
 
 Heads and layers are counted in the keys, since published configurations give wrong numbers (two heads instead
-of five), so that readers that trust them drop or invent heads.
+of five), so that readers that trust them drop or invent heads. `merge.py` writes the full model.
 """
 
 import dataclasses
@@ -19,8 +19,9 @@ import numpy as np
 from medusa_jax.config import HeadsConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.stored_heads import Arrays, Export, StoredHeads
 from medusa_jax.interop.tensor import Index, Tensor, Tensors
+from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.whole_files import Json
 
 # `StoredHeads.layout`.
@@ -229,3 +230,120 @@ def _check_heads(
         f"key {key!r}{shape} is missing from {source}: it holds {found} heads, its config.json "
         f"says {declared}"
     )
+
+
+def only_medusa(export: Export, target: str) -> None:
+    """Refuse all but Medusa heads.
+
+    Raises:
+      UserError: names the target.
+    """
+    drafter = export.stored.heads.drafter
+    if drafter != "medusa":
+        raise UserError(
+            f"{target} loads Medusa heads only, {export.stored.source} holds {drafter} heads: "
+            "no other engine runs them (--to native keeps them in this project's format)"
+        )
+
+
+def _blocks(export: Export, name: str) -> Arrays:
+    """The residual blocks as torch's Linear stores them, under `name` with {k}, {j}, {leaf}."""
+    heads, out = export.stored.heads, {}
+    for k in range(heads.n_heads):
+        for j in range(heads.n_layers):
+            path = f"heads_{k}/layers_{j}"
+            out[name.format(k=k, j=j, leaf="weight")] = export.params[f"{path}/kernel"].T
+            out[name.format(k=k, j=j, leaf="bias")] = export.params[f"{path}/bias"]
+    return out
+
+
+def medusa_arrays(export: Export, prefix: str = "") -> Arrays:
+    """{prefix}{k}.{j}.linear.weight, .bias and {prefix}{k}.{L}.weight."""
+    heads = export.stored.heads
+    out = _blocks(export, f"{prefix}{{k}}.{{j}}.linear.{{leaf}}")
+    for k in range(heads.n_heads):
+        out[f"{prefix}{k}.{heads.n_layers}.weight"] = export.lm_head(k).T
+    return out
+
+
+def to_tgi(export: Export, out: str) -> None:
+    """The layout of TGI, and of vLLM from 0.28 on: `medusa_lm_head.safetensors`, separate LM heads."""
+    only_medusa(export, "TGI")
+    _write_tgi(export, out, medusa_arrays(export), {})
+
+
+def to_tgi_shared(export: Export, out: str) -> None:
+    """TGI's second layout: one block per head, logits by the backbone's LM head."""
+    only_medusa(export, "TGI")
+    heads = export.stored.heads
+    if heads.lm_head != "shared" or heads.n_layers != 1:
+        raise UserError(
+            f"the shared-head layout is for heads with one layer and the backbone's LM head; "
+            f"those in {export.stored.source} have {heads.n_layers} and LM head "
+            f"{heads.lm_head!r}: --to tgi"
+        )
+    _write_tgi(export, out, _blocks(export, "{k}.{j}.linear.{leaf}"), {"version": "2"})
+
+
+def _write_tgi(export: Export, out: str, arrays: Arrays, version: Json) -> None:
+    """Write fields for both engines.
+
+    Not `architectures`, with which TGI does not load the heads, nor `num_attention_heads` and
+    `num_hidden_layers`, which vLLM would take for those of the heads.
+    """
+    heads, llama = export.stored.heads, export.base.config
+    config = {
+        "model_type": "medusa",
+        "base_model_name_or_path": export.base_name,
+        "medusa_num_heads": heads.n_heads,
+        "medusa_num_layers": heads.n_layers,
+        "hidden_size": llama.d_model,
+        "vocab_size": llama.vocab_size,
+        "truncated_vocab_size": llama.vocab_size,
+        "medusa_fc_bias": True,
+        "head_dim": llama.head_dim,
+        "torch_dtype": export.kind.name,
+    }
+    export.write(out, "medusa_lm_head.safetensors", arrays, config | version)
+    copy_tokenizer("", export.base.directory, out)
+
+
+def to_vllm(export: Export, out: str) -> None:
+    """The layout of every vLLM with Medusa: `model.safetensors` with vLLM's names."""
+    only_medusa(export, "vLLM")
+    heads, llama = export.stored.heads, export.base.config
+    arrays = _blocks(export, "blocks.{k}.layers.{j}.{leaf}")
+    shared = heads.lm_head == "shared"
+    for k in range(1 if shared else heads.n_heads):
+        arrays[f"lm_heads.{k}.weight"] = export.lm_head(k).T
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "base_model_name_or_path": export.base_name,
+        "num_heads": heads.n_heads,
+        "num_hidden_layers": heads.n_layers,
+        "hidden_size": llama.d_model,
+        "vocab_size": llama.vocab_size,
+        "truncated_vocab_size": llama.vocab_size,
+        # Without it vLLM drops the biases silently.
+        "medusa_fc_bias": True,
+        "original_lm_head": shared,
+        "torch_dtype": export.kind.name,
+    }
+    export.write(out, "model.safetensors", arrays, config)
+
+
+def to_tensorrt_llm(export: Export, out: str) -> None:
+    """The layout of TensorRT-LLM's TensorRT backend (up to 1.1) and of the authors' code: a .pt file."""
+    only_medusa(export, "TensorRT-LLM")
+    heads = export.stored.heads
+    config = {
+        "base_model_name_or_path": export.base_name,
+        "medusa_num_heads": heads.n_heads,
+        "medusa_num_layers": heads.n_layers,
+        # The names in its Python interface.
+        "num_medusa_heads": heads.n_heads,
+        "num_medusa_layers": heads.n_layers,
+        "torch_dtype": export.kind.name,
+    }
+    export.write(out, "medusa_lm_head.pt", medusa_arrays(export), config)

@@ -11,12 +11,17 @@ from collections.abc import Callable
 import numpy as np
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.medusa_files import ADAPTER, is_head_key
+from medusa_jax.interop.medusa_files import (
+    ADAPTER,
+    is_head_key,
+    medusa_arrays,
+    only_medusa,
+)
 from medusa_jax.interop.shards import save_weights
-from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.stored_heads import Export, StoredHeads, made_directory
 from medusa_jax.interop.tensor import Tensor, Tensors, whole
-from medusa_jax.interop.tensors import read_json
+from medusa_jax.interop.tensors import read_json, save_json
+from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.whole_files import Json
 
 PEFT = "base_model.model."
@@ -24,23 +29,18 @@ PEFT = "base_model.model."
 UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "lora_bias")
 
 
-def save_merged(
-    out: str, base: BaseFiles, heads: dict[str, np.ndarray], stored: StoredHeads, dtype: str
-) -> None:
-    """Write the weights.
-
-    Args:
-      heads: tensors of the heads by their keys in the full model.
-      stored: the source of the heads; the rest of an adapter is merged into the backbone.
-      dtype: stored type; "" keeps that of every tensor.
+def to_merged(export: Export, out: str) -> None:
+    """Write a full model in Hugging Face format with its heads in it (Medusa v1.0).
 
     Raises:
       UserError: the adapter is not plain LoRA, does not fit or results in weights that are not finite; the disk
         is full.
     """
+    only_medusa(export, "the full-model layout")
+    stored, base, dtype = export.stored, export.base, export.dtype
+    heads = medusa_arrays(export, "medusa_head.")
     backbone = {key: t for key, t in base.tensors.items() if not is_head_key(key)}
     changed = _merge_adapter(backbone, stored, dtype) if stored.layout == ADAPTER else {}
-    leaves: dict[str, Tensor | np.ndarray] = {**backbone, **heads}
 
     def read(key: str) -> np.ndarray:
         if key in heads:
@@ -52,7 +52,17 @@ def save_merged(
         return array.astype(np.dtype(dtype)) if dtype else array
 
     first = next(iter(backbone.values()))
-    save_weights(out, leaves, read, np.dtype(dtype or first.dtype))
+    kind = np.dtype(dtype or first.dtype)
+    shapes = {key: tensor.shape for key, tensor in backbone.items()}
+    shapes |= {key: array.shape for key, array in heads.items()}
+    save_weights(made_directory(out), shapes, read, kind)
+    raw = read_json(os.path.join(base.directory, "config.json"))
+    raw["medusa_num_heads"] = stored.heads.n_heads
+    raw["medusa_num_layers"] = stored.heads.n_layers
+    if dtype:
+        raw |= {"torch_dtype": dtype, "dtype": dtype}
+    copy_tokenizer("", base.directory, out)
+    save_json(os.path.join(out, "config.json"), raw)
 
 
 def _merge_adapter(

@@ -2,34 +2,13 @@
 
 import numpy as np
 
-from medusa_jax.interop.export_heads import Export
+from medusa_jax.interop.stored_heads import Export
 from medusa_jax.whole_files import Json
-
-# How to load the directory with each target. {out} is its name, {base} the model's.
-LOADING = {
-    "native": "`python decode.py --model {base} --drafter {out}`",
-    "tgi": "TGI: `--model-id {out} --speculate {heads}` (the base model must be in the cache or "
-    'a local directory). vLLM from 0.28 on: `speculative_config={{"method": "medusa", "model": '
-    '"{out}", "num_speculative_tokens": {heads}}}`',
-    "tgi_shared": "TGI: `--model-id {out} --speculate {heads}`",
-    "vllm": '`speculative_config={{"method": "medusa", "model": "{out}", '
-    '"num_speculative_tokens": {heads}}}`. With more tokens than heads, random weights '
-    "would draft the rest without a warning",
-    "tensorrt_llm": "TensorRT-LLM up to 1.1: `--medusa_model_dir {out} --num_medusa_heads {heads} "
-    "--num_medusa_layers {layers}`",
-    "merged": "`python decode.py --model {out} --drafter {out}`; the repository of Medusa's "
-    "authors loads it by path",
-    "hydra": "`HydraModel.from_pretrained` of the authors' code",
-    "eagle": "`EaModel.from_pretrained` of the authors' code, as its `ea_model_path`",
-    "eagle3": 'vLLM: `speculative_config={{"method": "eagle3", "model": "{out}", '
-    '"num_speculative_tokens": 4}}`; SGLang: `--speculative-algorithm EAGLE3 '
-    "--speculative-draft-model-path {out}`",
-}
 
 
 def model_card(
     export: Export,
-    target: str,
+    loading: str,
     out: str,
     tree: Json | None,
     bench: Json | None,
@@ -37,7 +16,8 @@ def model_card(
     """The text of README.md.
 
     Args:
-      target: a key of `TARGETS`.
+      loading: how to load the directory, with places for `base`, `out`, `heads` and `layers`.
+      out: its name.
       tree: the tree file of the heads, with its evidence.
       bench: the output of `python -m medusa_jax bench`.
     """
@@ -53,7 +33,7 @@ def model_card(
         "backbone": export.base_name,
         "read from": stored.layout,
     }
-    loading = LOADING[target].format(
+    loading = loading.format(
         base=export.base_name, out=out, heads=heads.n_heads, layers=heads.n_layers
     )
     lines = [

@@ -1,23 +1,29 @@
-"""Read this project's format of heads: `heads.json` and `heads.safetensors`.
+"""Draft heads in this project's format, a directory with two files: read and written.
 
-`heads_io.py` writes it; docs/formats.md lists its fields and keys.
+`heads.safetensors` has the parameters under their tree paths ("heads_0/layers_0/kernel"), shaped as in the tree
+(kernels perhaps as int8, `codes.py`), and the ids of a draft vocabulary as int32 under "draft_vocab/ids".
+`heads.json` describes them: {"format": 1, "heads": {the fields of the drafter's Config}, "base": {"d_model",
+"vocab_size", "fingerprint"}, "recipe": {anything}}. docs/formats.md lists fields and keys.
 """
 
 import dataclasses
 import os
 import re
-from typing import Any
+import shutil
 
 import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import drafter_class, vocabulary
 from medusa_jax.interop import codes
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.stored_heads import Export, StoredHeads, made_directory
 from medusa_jax.interop.tensor import Tensors, whole
 from medusa_jax.interop.tensors import read_json
+from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
 # `StoredHeads.layout`.
@@ -29,7 +35,7 @@ IDS = f"{vocabulary.GROUP}/ids"
 
 
 def open_own(directory: str) -> StoredHeads:
-    """Open heads that `heads_io.save_heads` wrote.
+    """Open heads that `save_heads` wrote.
 
     Raises:
       UserError: unreadable; another format; the numbers of heads or layers contradict heads.json.
@@ -86,14 +92,13 @@ def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
     if not isinstance(fields, dict) or not isinstance(base, dict):
         raise UserError(f'{file} needs the objects "heads" and "base"')
     kind_of_heads = drafter_class(str(fields.get("drafter"))).Config
-    known: dict[str, Any] = {
-        field.name: field.type for field in dataclasses.fields(kind_of_heads)
-    }
+    known = {field.name: field.type for field in dataclasses.fields(kind_of_heads)}
     for name, value in fields.items():
         if name not in known:
             near = did_you_mean(name, known)
             raise UserError(f"{file} has an unknown field {name!r} under heads{near}")
         kind = known[name]
+        assert isinstance(kind, type)
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise UserError(
                 f"{file}: heads.{name} should be {kind.__name__}, not {value!r}"
@@ -116,3 +121,78 @@ def _check_counts(weights: str, tensors: Tensors, stored: HeadsConfig) -> None:
         raise UserError(
             f"{weights} holds {len(layers)} layers per head, {DESCRIPTION} says {n_layers}"
         )
+
+
+def base_record(config: LlamaConfig, fingerprint: str) -> Json:
+    """The `base` record of `save_heads`, for a backbone with this `hf.fingerprint`."""
+    return {
+        "d_model": config.d_model,
+        "vocab_size": config.vocab_size,
+        "fingerprint": fingerprint,
+    }
+
+
+def save_heads(
+    directory: str,
+    heads: HeadsConfig,
+    params: Params,
+    *,
+    base: Json,
+    recipe: Json,
+    dtype: DTypeLike | None = None,
+    write: bool = True,
+) -> None:
+    """Write heads, each of the two files atomically.
+
+    Args:
+      base: `base_record` of the backbone that the heads were trained on.
+      recipe: how the heads were trained; JSON values.
+      params: with the ids of a draft vocabulary, if any, under "draft_vocab".
+      dtype: stored type; None keeps that of `params`; "int8" is for kernels, the rest is bfloat16 then
+        (`codes.py`).
+      write: False on processes that only take part in gathering the arrays.
+
+    Raises:
+      UserError: the directory cannot be written.
+    """
+    for name in ("d_model", "vocab_size", "fingerprint"):
+        if name not in base:
+            raise ValueError(f"base lacks {name!r}")
+    flat = tensor_files.flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
+    quantised = np.dtype(dtype or "float32") == np.int8
+    kind = "float32" if quantised else dtype
+    arrays = {name: tensor_files.host_array(leaf, kind) for name, leaf in flat.items()}
+    if quantised:
+        arrays = codes.encode(arrays)
+    if heads.draft_vocab:
+        ids = tensor_files.host_array(params[vocabulary.GROUP]["ids"], "int32")
+        vocabulary.check_ids(ids, heads, base["vocab_size"], directory)
+        arrays[IDS] = ids
+    if not write:
+        return
+    description = {
+        "format": FORMAT,
+        "heads": dataclasses.asdict(heads),
+        "base": base,
+        "recipe": recipe,
+    }
+    weights = os.path.join(made_directory(directory), WEIGHTS)
+    tensor_files.save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
+    tensor_files.save_json(os.path.join(directory, DESCRIPTION), description)
+
+
+def to_native(export: Export, out: str) -> None:
+    """Write this project's format, with the fingerprint of the backbone and the tree, if any."""
+    stored = export.stored
+    base = base_record(export.base.config, export.base.fingerprint())
+    recipe = stored.meta.get("recipe")
+    if not isinstance(recipe, dict):
+        recipe = {"converted_from": stored.layout, "config": stored.meta}
+    tree = os.path.join(stored.directory, "tree.json")
+    params = unflatten_dict(export.params, sep="/")
+    if stored.ids is not None:
+        params[vocabulary.GROUP] = {"ids": stored.ids}
+    dtype = export.dtype or None
+    save_heads(out, stored.heads, params, base=base, recipe=recipe, dtype=dtype)
+    if os.path.isfile(tree):
+        shutil.copy(tree, out)

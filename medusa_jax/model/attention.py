@@ -1,22 +1,27 @@
-"""Grouped-query attention under a mask, for one new token, and the layer around them all."""
+"""Grouped-query attention of new tokens under a mask, and the layer around it."""
 
 import functools
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
+from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model import tree_kernel
 from medusa_jax.model.cache import write_rows
-from medusa_jax.model.causal import attend_behind
+from medusa_jax.model.causal import (
+    CausalMask,
+    attend_cached,
+    dot,
+    flat,
+    folded,
+    grouped,
+)
 from medusa_jax.model.kernels import attend_rows
 from medusa_jax.model.layers import Linear, RMSNorm
-from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rotate
 from medusa_jax.native import rotate_native
@@ -32,32 +37,18 @@ def attend(
 
     Returns: [B, T, N * H].
     """
-    B, T, N, H = q_BTNH.shape
+    B, T, _, H = q_BTNH.shape
     G, S = k_BGSH.shape[1], k_BGSH.shape[2]
-    R = N // G
-    wide = at_least_f32(q_BTNH.dtype)
+    dtype, wide = q_BTNH.dtype, at_least_f32(q_BTNH.dtype)
     # Scaling the queries instead of the scores saves a pass over [.., T, S].
-    q_BTNH = (q_BTNH.astype(wide) * H**-0.5).astype(q_BTNH.dtype)
-    q_BGQH = q_BTNH.reshape(B, T, G, R, H).transpose(0, 2, 1, 3, 4).reshape(B, G, T * R, H)
+    q_BGTRH = grouped((q_BTNH.astype(wide) * H**-0.5).astype(dtype), G)
     # Keys times queries: the other way round a CPU transposes all keys first.
-    score_BGSQ = lax.dot_general(
-        k_BGSH.astype(q_BTNH.dtype),
-        q_BGQH,
-        (((3,), (3,)), ((0, 1), (0, 1))),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=wide,
-    )
-    score = jnp.swapaxes(score_BGSQ, 2, 3).reshape(B, G, T, R, S)
-    score = jnp.where(mask_BTS[:, None, :, None, :], score, jnp.finfo(wide).min)
-    weight = jax.nn.softmax(score, axis=-1).astype(q_BTNH.dtype)
-    out_BGQH = lax.dot_general(
-        weight.reshape(B, G, T * R, S),
-        v_BGSH.astype(q_BTNH.dtype),
-        (((3,), (2,)), ((0, 1), (0, 1))),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=wide,
-    ).astype(q_BTNH.dtype)
-    return out_BGQH.reshape(B, G, T, R, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N * H)
+    score_BGSQ = dot(k_BGSH.astype(dtype), folded(q_BGTRH), 3, 3)
+    score_BGTRS = jnp.swapaxes(score_BGSQ, 2, 3).reshape(B, G, T, -1, S)
+    score_BGTRS = jnp.where(mask_BTS[:, None, :, None], score_BGTRS, jnp.finfo(wide).min)
+    weight_BGTRS = jax.nn.softmax(score_BGTRS, axis=-1).astype(dtype)
+    out_BGQH = dot(folded(weight_BGTRS), v_BGSH.astype(dtype), 3, 2).astype(dtype)
+    return flat(out_BGQH.reshape(q_BGTRH.shape))
 
 
 def attend_one(
@@ -70,7 +61,7 @@ def attend_one(
     """`attend` for one new token per row, whose key and value are not in the cache yet.
 
     Reading them from the cache that they are written to makes XLA write every cache twice and
-    copy it twice on a CPU, whole: with the text, that soon costs more than the weights.
+    copy it twice on a CPU, which for longer texts costs more than reading the weights.
 
     Args:
       new: key and value of the new token, each [B, G, 1, H]; they belong to slot `start_B`.
@@ -81,22 +72,19 @@ def attend_one(
     B, _, N, H = q_B1NH.shape
     G, S = cache[0].shape[1], cache[0].shape[2]
     dtype, wide = q_B1NH.dtype, at_least_f32(q_B1NH.dtype)
-    dot = functools.partial(
-        lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=wide
-    )
     q_BGRH = (q_B1NH.astype(wide) * H**-0.5).astype(dtype).reshape(B, G, N // G, H)
     k_BGSH, v_BGSH = (x.astype(dtype) for x in cache)
     k_BG1H, v_BG1H = (x.astype(dtype) for x in new)
     # Keys times queries, as in `attend`.
-    score_BGRS = jnp.swapaxes(dot(k_BGSH, q_BGRH, (((3,), (3,)), ((0, 1), (0, 1)))), 2, 3)
-    own_BGR1 = dot(q_BGRH, k_BG1H, (((3,), (3,)), ((0, 1), (0, 1))))
+    score_BGRS = jnp.swapaxes(dot(k_BGSH, q_BGRH, 3, 3), 2, 3)
+    own_BGR1 = dot(q_BGRH, k_BG1H, 3, 3)
     own_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
     score_BGRS = jnp.where(own_B11S, own_BGR1, score_BGRS)
     score_BGRS = jnp.where(mask_B1S[:, None], score_BGRS, jnp.finfo(wide).min)
     weight_BGRS = jax.nn.softmax(score_BGRS, axis=-1)
     own_weight_BGR1 = jnp.sum(jnp.where(own_B11S, weight_BGRS, 0), axis=-1, keepdims=True)
     weight_BGRS = jnp.where(own_B11S, 0, weight_BGRS)
-    out_BGRH = dot(weight_BGRS.astype(dtype), v_BGSH, (((3,), (2,)), ((0, 1), (0, 1))))
+    out_BGRH = dot(weight_BGRS.astype(dtype), v_BGSH, 3, 2)
     out_BGRH += own_weight_BGR1 * v_BG1H.astype(wide)
     return out_BGRH.astype(dtype).reshape(B, 1, N * H)
 
@@ -104,11 +92,11 @@ def attend_one(
 Pair = tuple[jax.Array, jax.Array]
 
 
-class Paths(struct.PyTreeNode):
-    """What a new token sees in layers that `native` computes whole: the cached text, the path to itself.
+class PathMask(struct.PyTreeNode):
+    """Visibility in layers that `native` computes whole: the cached text and the path to the token itself.
 
     Attributes:
-      mask_TT: [t, s] is True where new token s lies on the path to t, itself included.
+      mask_TT: [t, s] is True where new token s is on the path to t, itself included.
       window: of these positions, only the last `window`; 0: all.
     """
 
@@ -116,21 +104,21 @@ class Paths(struct.PyTreeNode):
     window: int = struct.field(pytree_node=False, default=0)
 
 
-# Who sees what: a mask [B, T, S] over the slots of a cache, paths through the new tokens after it,
-# or the order of a text.
-Sees = jax.Array | Paths | Causal
+# What each token sees: [B, T, S] over the slots of a cache, the cached text and a path of new tokens, or
+# the text before it.
+Mask = jax.Array | PathMask | CausalMask
 
-# At most this many tokens of a text, an accepted path, are scored against all slots of a cache at once, as
-# the nodes of a tree are; more, those of a prompt, against the slots that count.
-FEW = 16
+# Up to this many tokens of a text (an accepted path) are scored against all slots of a cache at once, as the
+# nodes of a tree are; longer texts (prompts) against the slots in use.
+MAX_MASKED = 16
 
 
 def write_both(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
-    """Keys and values of new tokens in their slots."""
+    """Write keys and values of new tokens to their slots."""
     return write_rows(cache[0], new[0], start_B), write_rows(cache[1], new[1], start_B)
 
 
-def write_behind(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array) -> Pair:
+def write_after(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array) -> Pair:
     """`write_both`, ordered after the reads from the same cache.
 
     Written after it was read, the cache changes in place instead of being copied whole; XLA
@@ -156,39 +144,52 @@ def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Ar
     return (offset_BS < 0)[:, None, :] | own_BTS
 
 
+def cached_mask(
+    T: int, slots: int, start_B: jax.Array, self_mask_TR: jax.Array | None = None
+) -> Mask:
+    """What T tokens after a cached text see: the text, and each other by `self_mask` (None: causally)."""
+    if self_mask_TR is not None:
+        return tree_mask(slots, start_B, self_mask_TR)
+    if T > MAX_MASKED:
+        return CausalMask()
+    return tree_mask(slots, start_B, jnp.asarray(np.tri(T, dtype=bool)))
+
+
 @jax.named_scope("attention")
 def attention_of(
     q_BTNH: jax.Array,
     new: Pair,
-    sees: Sees,
+    mask: Mask,
     cache: Pair | None,
     start_B: jax.Array | None,
 ) -> tuple[jax.Array, Pair]:
-    """The output [B, T, N * H], and the cache with the new keys and values (these alone without one)."""
+    """The output [B, T, N * H], and the cache with the new keys and values (only these without a cache)."""
     if cache is None:
-        assert isinstance(sees, Causal)
-        return attend_rows(q_BTNH, *new, sees), new
-    assert start_B is not None and not isinstance(sees, Paths)
-    if isinstance(sees, Causal):
-        out_BTD = attend_behind(q_BTNH, new, cache, start_B, sees.window)
-        return out_BTD, write_behind(cache, new, start_B, out_BTD)
+        assert isinstance(mask, CausalMask)
+        return attend_rows(q_BTNH, *new, mask), new
+    assert start_B is not None and not isinstance(mask, PathMask)
+    if isinstance(mask, CausalMask):
+        out_BTD = attend_cached(q_BTNH, new, cache, start_B, mask.window)
+        return out_BTD, write_after(cache, new, start_B, out_BTD)
     if q_BTNH.shape[1] == 1:
-        out_BTD = attend_one(q_BTNH, new, cache, start_B, sees)
-        return out_BTD, write_behind(cache, new, start_B, out_BTD)
-    kept = write_both(cache, new, start_B)
-    if tree_kernel.fits(q_BTNH, kept[0]):
-        return tree_kernel.attend_tree(q_BTNH, *kept, sees, start_B + q_BTNH.shape[1]), kept
-    return attend(q_BTNH, *kept, sees), kept
+        out_BTD = attend_one(q_BTNH, new, cache, start_B, mask)
+        return out_BTD, write_after(cache, new, start_B, out_BTD)
+    cache = write_both(cache, new, start_B)
+    if tree_kernel.fits(q_BTNH, cache[0]):
+        return tree_kernel.attend_tree(
+            q_BTNH, *cache, mask, start_B + q_BTNH.shape[1]
+        ), cache
+    return attend(q_BTNH, *cache, mask), cache
 
 
 class Attention(nn.Module):
-    """Self-attention; the caller passes the rotation, who sees what and (decoding) the cache.
+    """Self-attention; the caller passes the rotation, the mask and (in decoding) the cache.
 
-    With the output it gives the cache with the new keys and values, or these alone if there is none.
+    Returns the output, and the cache with the new keys and values (only these without a cache).
     """
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     shards: int
     native: bool = False
 
@@ -197,7 +198,7 @@ class Attention(nn.Module):
         self,
         x_BTD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
-        sees: Sees,
+        mask: Mask,
         cache: Pair | None = None,
         start_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Pair]:
@@ -229,5 +230,5 @@ class Attention(nn.Module):
         k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         new = (k_BGTH, v_BGTH)
-        out_BTD, kept = attention_of(q_BTNH, new, sees, cache, start_B)
-        return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), kept
+        out_BTD, cache = attention_of(q_BTNH, new, mask, cache, start_B)
+        return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), cache

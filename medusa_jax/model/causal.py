@@ -1,25 +1,23 @@
-"""Causal attention within a text and after a cached one; memory is linear in its length."""
+"""CausalMask attention within a text and after a cached one; memory is linear in its length.
+
+Attention over many keys is merged from attention over blocks of them, with the running softmax of Milakov and
+Gimelshein (2018), as in FlashAttention (Dao et al. 2022): a part keeps the largest score, the sum of the
+exponentials and the output before division by that sum, and two parts merge into one. So no array has both all
+queries and all keys.
+"""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 
 from medusa_jax.devices.platforms import platform
-from medusa_jax.model.online_softmax import (
-    Causal,
-    Part,
-    attend_part,
-    dot,
-    finished,
-    flat,
-    folded,
-    grouped,
-    merged,
-    scores,
-)
+from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree
 
 # Queries and keys of a text that are scored at a time; these fit into a CPU's cache.
@@ -28,17 +26,125 @@ BLOCK = 128
 SLOTS = 512
 
 
+class CausalMask(struct.PyTreeNode):
+    """Causal visibility: a token sees itself and earlier tokens of its row.
+
+    Attributes:
+      segment_ids_BT: segments of packed rows; only tokens of the same segment are visible. None: all.
+      window: only the last `window` tokens are visible, itself included; 0: all.
+    """
+
+    segment_ids_BT: jax.Array | None = None
+    window: int = struct.field(pytree_node=False, default=0)
+
+    def visible(
+        self, begin: jax.Array | int, T: int, first: jax.Array | int, S: int
+    ) -> jax.Array:
+        """Which of the tokens from `first` on each token from `begin` on sees: [B or 1, T, S]."""
+        distance_TS = (begin + jnp.arange(T))[:, None] - (first + jnp.arange(S))[None, :]
+        visible_TS = distance_TS >= 0
+        if self.window:
+            visible_TS &= distance_TS < self.window
+        if self.segment_ids_BT is None:
+            return visible_TS[None]
+        query_BT, key_BS = (
+            lax.dynamic_slice_in_dim(self.segment_ids_BT, at, size, axis=1)
+            for at, size in ((begin, T), (first, S))
+        )
+        return visible_TS[None] & (query_BT[:, :, None] == key_BS[:, None, :])
+
+
+class Part(NamedTuple):
+    """Attention of queries over some of their keys; all in float32 or wider.
+
+    Attributes:
+      out_BGTRH: the values weighted by exp(score - top), not yet divided by `total`.
+      top_BGTR1: the largest score.
+      total_BGTR1: the sum of exp(score - top).
+    """
+
+    out_BGTRH: jax.Array
+    top_BGTR1: jax.Array
+    total_BGTR1: jax.Array
+
+
+def scores(q_BGTRH: jax.Array, k_BGSH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
+    """Scaled products [B, G, T, R, S] in float32 or wider; invisible keys get the type's minimum."""
+    B, G, T, R, H = q_BGTRH.shape
+    q_BGQH = q_BGTRH.reshape(B, G, T * R, H)
+    score = dot(q_BGQH, k_BGSH.astype(q_BGQH.dtype), 3, 3).reshape(B, G, T, R, -1)
+    score = score * (H**-0.5)
+    return jnp.where(visible_BTS[:, None, :, None, :], score, jnp.finfo(score.dtype).min)
+
+
+def attend_part(
+    q_BGTRH: jax.Array, k_BGSH: jax.Array, v_BGSH: jax.Array, visible_BTS: jax.Array
+) -> Part:
+    """Attention of T queries over S keys; the R queries of a group share its keys.
+
+    Division by the sum of the weights comes after the product with the values, the smaller array.
+    """
+    dtype = q_BGTRH.dtype
+    score = scores(q_BGTRH, k_BGSH, visible_BTS)
+    top = lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
+    weight = jnp.exp(score - top)
+    total = jnp.sum(weight, axis=-1, keepdims=True)
+    out = dot(folded(weight.astype(dtype)), v_BGSH.astype(dtype), 3, 2)
+    return Part(out.reshape(q_BGTRH.shape), top, total)
+
+
+def merged(a: Part, b: Part) -> Part:
+    """Attention over the keys of both; every query must see a key of a."""
+    top = jnp.maximum(a.top_BGTR1, b.top_BGTR1)
+    scale_a, scale_b = jnp.exp(a.top_BGTR1 - top), jnp.exp(b.top_BGTR1 - top)
+    out_BGTRH = a.out_BGTRH * scale_a + b.out_BGTRH * scale_b
+    return Part(out_BGTRH, top, a.total_BGTR1 * scale_a + b.total_BGTR1 * scale_b)
+
+
+def finished(part: Part, dtype: DTypeLike) -> jax.Array:
+    """The output [B, G, T, R, H] of attention over all keys."""
+    return (part.out_BGTRH / part.total_BGTR1).astype(dtype)
+
+
+def dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+    """Product over an axis of each, batched over [B, G], in float32 or wider."""
+    return lax.dot_general(
+        a,
+        b,
+        (((axis_a,), (axis_b,)), ((0, 1), (0, 1))),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=at_least_f32(a.dtype),
+    )
+
+
+def folded(x_BGTRX: jax.Array) -> jax.Array:
+    """The queries of a group as rows: [B, G, T * R, X]."""
+    return x_BGTRX.reshape(*x_BGTRX.shape[:2], -1, x_BGTRX.shape[-1])
+
+
+def grouped(q_BTNH: jax.Array, G: int) -> jax.Array:
+    """Group queries by their key/value head: [B, G, T, R, H]."""
+    B, T, N, H = q_BTNH.shape
+    return q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 1, 3, 4)
+
+
+def flat(out_BGTRH: jax.Array) -> jax.Array:
+    """[B, G, T, R, H] -> [B, T, N * H]."""
+    B, _, T = out_BGTRH.shape[:3]
+    return out_BGTRH.transpose(0, 2, 1, 3, 4).reshape(B, T, -1)
+
+
 def attend_causal(
-    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
+    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
 ) -> jax.Array:
     """Attention within whole rows: [B, T, N * H]."""
     q_BGTRH = grouped(q_BTNH, k_BGTH.shape[1])
     if q_BTNH.shape[1] <= 2 * BLOCK:
-        return flat(finished(short_part(q_BGTRH, k_BGTH, v_BGTH, sees), q_BTNH.dtype))
-    return flat(attend_long(q_BGTRH, k_BGTH, v_BGTH, sees))
+        return flat(finished(short_part(q_BGTRH, k_BGTH, v_BGTH, mask), q_BTNH.dtype))
+    return flat(attend_long(q_BGTRH, k_BGTH, v_BGTH, mask))
 
 
-def attend_behind(
+def attend_cached(
     q_BTNH: jax.Array,
     new: tuple[jax.Array, jax.Array],
     cache: tuple[jax.Array, jax.Array],
@@ -52,7 +158,7 @@ def attend_behind(
     Args:
       new: keys and values of the tokens, each [B, G, T, H], for the slots from `start_B` on.
       cache: keys and values [B, G, S, H] without the new ones; slots [0, start) are visible.
-      window: as in `Causal`.
+      window: as in `CausalMask`.
 
     Returns: [B, T, N * H].
     """
@@ -73,34 +179,27 @@ def attend_behind(
         return merged(part, attend_part(q_BGTRH, k_BGSH, v_BGSH, seen_BTS))
 
     # The new keys come first: every token sees itself, so each starts with a score.
-    part_of_new = short_part if T <= 2 * BLOCK else long_part
+    mask = CausalMask(window=window)
     if (
         platform() != "cpu"
     ):  # blocks are for a CPU's caches; elsewhere their loop costs more
-        part_of_new = whole_part
-    part = part_of_new(q_BGTRH, *new, Causal(window=window))
+        part = attend_part(q_BGTRH, *new, mask.visible(0, T, 0, T))
+    else:
+        part = (short_part if T <= 2 * BLOCK else long_part)(q_BGTRH, *new, mask)
     oldest = jnp.maximum(jnp.min(start_B) - window + 1, 0) if window else 0
     blocks = oldest // size, -(-jnp.max(start_B) // size)
     return flat(finished(lax.fori_loop(*blocks, with_block, part), q_BTNH.dtype))
 
 
-def whole_part(
-    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
-) -> Part:
-    """All queries over all keys at once."""
-    T = q_BGTRH.shape[2]
-    return attend_part(q_BGTRH, k_BGTH, v_BGTH, sees.visible(0, T, 0, T))
-
-
 def short_part(
-    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
 ) -> Part:
     """Attention of spans of queries over the keys up to their end, which halves the work."""
     T, span = q_BGTRH.shape[2], BLOCK // 2
     parts = []
     for begin in range(0, T, span):
         end = min(begin + span, T)
-        visible_BQS = sees.visible(begin, end - begin, 0, end)
+        visible_BQS = mask.visible(begin, end - begin, 0, end)
         q_BGQRH = q_BGTRH[:, :, begin:end]
         parts.append(
             attend_part(q_BGQRH, k_BGTH[:, :, :end], v_BGTH[:, :, :end], visible_BQS)
@@ -112,7 +211,7 @@ def long_part(
     q_BGTRH: jax.Array,
     k_BGTH: jax.Array,
     v_BGTH: jax.Array,
-    sees: Causal,
+    mask: CausalMask,
     finish_block: Callable[[Part], PyTree] = lambda part: part,
 ) -> PyTree:
     """Blocks of queries over blocks of keys, one pair at a time (Dao et al. 2022, algorithm 1).
@@ -120,17 +219,17 @@ def long_part(
     Returns: the results of `finish_block` for all blocks of queries, concatenated.
     """
     T = q_BGTRH.shape[2]
-    q_BGTRH, k_BGTH, v_BGTH, sees = whole_blocks(q_BGTRH, k_BGTH, v_BGTH, sees)
+    q_BGTRH, k_BGTH, v_BGTH, mask = whole_blocks(q_BGTRH, k_BGTH, v_BGTH, mask)
 
     def row(i: jax.Array) -> PyTree:
         q_BGQRH = block(q_BGTRH, i)
 
         def pair(j: jax.Array) -> Part:
-            visible_BQS = sees.visible(i * BLOCK, BLOCK, j * BLOCK, BLOCK)
+            visible_BQS = mask.visible(i * BLOCK, BLOCK, j * BLOCK, BLOCK)
             return attend_part(q_BGQRH, block(k_BGTH, j), block(v_BGTH, j), visible_BQS)
 
         # The diagonal block first, so that every query starts with a score.
-        first = oldest_block(i, sees)
+        first = oldest_block(i, mask)
         part = lax.fori_loop(first, i, lambda j, part: merged(part, pair(j)), pair(i))
         return finish_block(part)
 
@@ -140,18 +239,18 @@ def long_part(
 
 @jax.custom_vjp
 def attend_long(
-    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
 ) -> jax.Array:
     """The output of `long_part`, with a gradient: [B, G, T, R, H].
 
     The backward pass recomputes the scores of every pair, so only the output and one number per query are
     kept for it (Dao et al. 2022, algorithm 4).
     """
-    return attend_long_forward(q_BGTRH, k_BGTH, v_BGTH, sees)[0]
+    return attend_long_forward(q_BGTRH, k_BGTH, v_BGTH, mask)[0]
 
 
 def attend_long_forward(
-    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
 ) -> tuple[jax.Array, PyTree]:
     """The output, and the residuals for the backward pass."""
 
@@ -159,20 +258,20 @@ def attend_long_forward(
         norm_BGQR1 = part.top_BGTR1 + jnp.log(part.total_BGTR1)
         return finished(part, q_BGTRH.dtype), norm_BGQR1
 
-    out_BGTRH, norm_BGTR1 = long_part(q_BGTRH, k_BGTH, v_BGTH, sees, finish_block)
-    return out_BGTRH, (q_BGTRH, k_BGTH, v_BGTH, sees, out_BGTRH, norm_BGTR1)
+    out_BGTRH, norm_BGTR1 = long_part(q_BGTRH, k_BGTH, v_BGTH, mask, finish_block)
+    return out_BGTRH, (q_BGTRH, k_BGTH, v_BGTH, mask, out_BGTRH, norm_BGTR1)
 
 
 def attend_long_backward(residuals: PyTree, d_out_BGTRH: jax.Array) -> tuple[PyTree, ...]:
-    """Cotangents of queries, keys and values; `sees` has none."""
-    q_BGTRH, k_BGTH, v_BGTH, sees, out_BGTRH, norm_BGTR1 = residuals
+    """Cotangents of queries, keys and values; the mask has none."""
+    q_BGTRH, k_BGTH, v_BGTH, mask, out_BGTRH, norm_BGTR1 = residuals
     T, scale = q_BGTRH.shape[2], q_BGTRH.shape[-1] ** -0.5
     dtype, wide = q_BGTRH.dtype, norm_BGTR1.dtype
-    d_sees = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), sees)
+    d_mask = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), mask)
     # The mean of d_weight under the weights, computed without the weights (Dao et al. 2022, equation 4).
     mean_BGTR1 = jnp.sum(d_out_BGTRH.astype(wide) * out_BGTRH, axis=-1, keepdims=True)
-    q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, mean_BGTR1 = whole_blocks(
-        q_BGTRH, k_BGTH, v_BGTH, sees, d_out_BGTRH, norm_BGTR1, mean_BGTR1
+    q_BGTRH, k_BGTH, v_BGTH, mask, d_out_BGTRH, norm_BGTR1, mean_BGTR1 = whole_blocks(
+        q_BGTRH, k_BGTH, v_BGTH, mask, d_out_BGTRH, norm_BGTR1, mean_BGTR1
     )
 
     def row(d_kv: PyTree, i: jax.Array) -> tuple[PyTree, jax.Array]:
@@ -183,7 +282,7 @@ def attend_long_backward(residuals: PyTree, d_out_BGTRH: jax.Array) -> tuple[PyT
         def pair(j: jax.Array, carry: PyTree) -> PyTree:
             d_q, d_k_BGTH, d_v_BGTH = carry
             k, v = block(k_BGTH, j), block(v_BGTH, j)
-            visible_BQS = sees.visible(i * BLOCK, BLOCK, j * BLOCK, BLOCK)
+            visible_BQS = mask.visible(i * BLOCK, BLOCK, j * BLOCK, BLOCK)
             weight = jnp.exp(scores(q, k, visible_BQS) - norm)
             d_weight = dot(folded(d_out), v, 3, 3).reshape(weight.shape)
             d_score = folded((weight * (d_weight - mean) * scale).astype(dtype))
@@ -193,22 +292,22 @@ def attend_long_backward(residuals: PyTree, d_out_BGTRH: jax.Array) -> tuple[PyT
             return d_q, added(d_k_BGTH, j, d_k), added(d_v_BGTH, j, d_v)
 
         zero = jnp.zeros(q.shape, wide)
-        d_q, *d_kv = lax.fori_loop(oldest_block(i, sees), i + 1, pair, (zero, *d_kv))
+        d_q, *d_kv = lax.fori_loop(oldest_block(i, mask), i + 1, pair, (zero, *d_kv))
         return tuple(d_kv), d_q.astype(dtype)
 
     zeros = jnp.zeros(k_BGTH.shape, wide)
     n = k_BGTH.shape[2] // BLOCK
     (d_k, d_v), d_q = lax.scan(row, (zeros, zeros), jnp.arange(n))
     d_q, d_k, d_v = (x[:, :, :T].astype(dtype) for x in (joined(d_q), d_k, d_v))
-    return d_q, d_k, d_v, d_sees
+    return d_q, d_k, d_v, d_mask
 
 
 attend_long.defvjp(attend_long_forward, attend_long_backward)
 
 
-def oldest_block(i: jax.Array, sees: Causal) -> jax.Array | int:
+def oldest_block(i: jax.Array, mask: CausalMask) -> jax.Array | int:
     """The first block of keys that a query of block i can see."""
-    return jnp.maximum(i * BLOCK - sees.window + 1, 0) // BLOCK if sees.window else 0
+    return jnp.maximum(i * BLOCK - mask.window + 1, 0) // BLOCK if mask.window else 0
 
 
 def whole_blocks(*trees: PyTree) -> tuple[PyTree, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.model.attention import Pair, Paths
+from medusa_jax.model.attention import Pair, PathMask
 from medusa_jax.native import Kernel, layer_native
 
 
@@ -15,7 +15,7 @@ def fused_layer(
     layer: Mapping[str, Any],
     x_BTD: jax.Array,
     rope: Pair,
-    sees: Paths,
+    mask: PathMask,
     cache: Pair,
     start_B: jax.Array,
 ) -> tuple[jax.Array, Pair]:
@@ -41,7 +41,7 @@ def fused_layer(
         rope,
         cache,
         start_B,
-        sees.mask_TT,
+        mask.mask_TT,
         [norm and norm["scale"] for norm in norms],
         [
             Kernel(k.panels, k.parts, k.scales, linear.get("bias"))
@@ -49,6 +49,6 @@ def fused_layer(
         ],
         n_heads=config.n_heads,
         d_ff=config.d_ff,
-        window=sees.window,
+        window=mask.window,
         eps=config.rms_eps,
     )

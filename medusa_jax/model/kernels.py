@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from medusa_jax.devices.platforms import platform
-from medusa_jax.model.causal import attend_causal
-from medusa_jax.model.online_softmax import Causal
+from medusa_jax.model.causal import CausalMask, attend_causal
 from medusa_jax.sharding import ROWS
 
 Kernel = Literal["cudnn", "splash", "own"]
@@ -49,7 +48,7 @@ def kernel_for(platform: str, dtype: DTypeLike, T: int, H: int) -> Kernel:
 
 
 def attend_rows(
-    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, sees: Causal
+    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
 ) -> jax.Array:
     """Attention within whole rows: [B, T, N * H]; on a mesh every device computes its rows."""
     B, T, _, H = q_BTNH.shape
@@ -58,9 +57,9 @@ def attend_rows(
     # XLA cannot partition a kernel, and without a mesh the placement of rows is unknown.
     n_rows = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
     if kernel == "own" or (mesh.empty and jax.device_count() > 1) or B % n_rows:
-        return attend_causal(q_BTNH, k_BGTH, v_BGTH, sees)
+        return attend_causal(q_BTNH, k_BGTH, v_BGTH, mask)
     run = cudnn if kernel == "cudnn" else splash
-    args = (q_BTNH, k_BGTH.swapaxes(1, 2), v_BGTH.swapaxes(1, 2), sees)
+    args = (q_BTNH, k_BGTH.swapaxes(1, 2), v_BGTH.swapaxes(1, 2), mask)
     out_BTNH = run(*args) if mesh.empty else on_mesh(run, mesh)(*args)
     return out_BTNH.reshape(B, T, -1)
 
@@ -69,7 +68,7 @@ def on_mesh(run: Callable[..., jax.Array], mesh: AbstractMesh) -> Callable[..., 
     """`run` on each device's rows, and on its heads if the tensor axis divides them."""
 
     def sharded(
-        q_BTNH: jax.Array, k_BTGH: jax.Array, v_BTGH: jax.Array, sees: Causal
+        q_BTNH: jax.Array, k_BTGH: jax.Array, v_BTGH: jax.Array, mask: CausalMask
     ) -> jax.Array:
         heads = None if k_BTGH.shape[2] % mesh.shape["tensor"] else "tensor"
         by_head, by_row = P(ROWS, None, heads), P(ROWS)
@@ -80,7 +79,7 @@ def on_mesh(run: Callable[..., jax.Array], mesh: AbstractMesh) -> Callable[..., 
             out_specs=by_head,
             check_vma=False,  # kernels do not declare how their results vary
         )
-        return split(q_BTNH, k_BTGH, v_BTGH, sees)
+        return split(q_BTNH, k_BTGH, v_BTGH, mask)
 
     return sharded
 
@@ -89,13 +88,13 @@ def cudnn(
     q_BTNH: jax.Array,
     k_BTGH: jax.Array,
     v_BTGH: jax.Array,
-    sees: Causal,
+    mask: CausalMask,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
     """cuDNN's flash attention, [B, T, N, H]; tests pass "xla"."""
     same_B1TT = None
-    if sees.segment_ids_BT is not None:
-        segment_BT = sees.segment_ids_BT
+    if mask.segment_ids_BT is not None:
+        segment_BT = mask.segment_ids_BT
         same_B1TT = (segment_BT[:, :, None] == segment_BT[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
         q_BTNH,
@@ -103,7 +102,7 @@ def cudnn(
         v_BTGH,
         mask=same_B1TT,
         is_causal=True,
-        local_window_size=(sees.window - 1, 0) if sees.window else None,
+        local_window_size=(mask.window - 1, 0) if mask.window else None,
         implementation=implementation,
     )
 
@@ -112,7 +111,7 @@ def splash(
     q_BTNH: jax.Array,
     k_BTGH: jax.Array,
     v_BTGH: jax.Array,
-    sees: Causal,
+    mask: CausalMask,
     interpret: bool = False,
 ) -> jax.Array:
     """Splash attention, JAX's kernel for TPUs, [B, T, N, H]; `interpret` runs it on any device."""
@@ -125,8 +124,8 @@ def splash(
 
     _, T, N, H = q_BTNH.shape
     causal: Any = masks.CausalMask((T, T))
-    if sees.window:
-        causal = masks.LocalMask((T, T), (sees.window - 1, 0), 0)
+    if mask.window:
+        causal = masks.LocalMask((T, T), (mask.window - 1, 0), 0)
     size = next(size for size in (512, 256, 128) if T % size == 0)
     sizes: dict[str, Any] = {
         f"block_{side}{pass_}": size
@@ -152,4 +151,4 @@ def splash(
 
     q_BTNH = (q_BTNH * H**-0.5).astype(q_BTNH.dtype)
     q_BNTH, k_BGTH, v_BGTH = (x.swapaxes(1, 2) for x in (q_BTNH, k_BTGH, v_BTGH))
-    return jax.vmap(row)(q_BNTH, k_BGTH, v_BGTH, sees.segment_ids_BT).swapaxes(1, 2)
+    return jax.vmap(row)(q_BNTH, k_BGTH, v_BGTH, mask.segment_ids_BT).swapaxes(1, 2)

@@ -7,7 +7,6 @@ a draft tree, or causally in a prompt).
 
 import dataclasses
 from functools import lru_cache, partial
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,16 +17,23 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.model.attention import FEW, Attention, Paths, Sees, tree_mask
+from medusa_jax.model.attention import (
+    MAX_MASKED,
+    Attention,
+    Mask,
+    Pair,
+    PathMask,
+    tree_mask,
+)
 from medusa_jax.model.cache import KVCache
+from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.fused_layer import fused_layer
 from medusa_jax.model.layers import Embed, Linear, RMSNorm
 from medusa_jax.model.lora import Adapter
-from medusa_jax.model.online_softmax import Causal
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.remat import rematerialised
 from medusa_jax.model.rope import rope_tables
-from medusa_jax.sharding import Params, split_embedded, split_rows
+from medusa_jax.sharding import Params, PyTree, split_embedded, split_rows
 
 
 class Mlp(nn.Module):
@@ -66,26 +72,26 @@ class Block(nn.Module):
         self,
         x_BTD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
-        sees: Sees,
+        mask: Mask,
         cache: tuple[jax.Array, jax.Array] | None = None,
         start_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         c = self.config
-        if isinstance(sees, Paths):
+        if isinstance(mask, PathMask):
             assert cache is not None and start_B is not None
             layer = self.variables["params"]
-            return fused_layer(c, layer, x_BTD, rope, sees, cache, start_B)
+            return fused_layer(c, layer, x_BTD, rope, mask, cache, start_B)
         norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
         normed = norm(name="input_layernorm")(x_BTD) if self.input_norm else x_BTD
         attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")
-        out, kept = attention(normed, rope, sees, cache, start_B)
+        out, cache = attention(normed, rope, mask, cache, start_B)
         x_BTD = x_BTD + out
         normed = norm(name="post_attention_layernorm")(x_BTD)
-        return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), kept
+        return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), cache
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(block: Block, variables: Params, *args: Any) -> Any:
+def _run_layer(block: Block, variables: Params, *args: PyTree) -> PyTree:
     """Apply an unbound `Block`.
 
     Under `jit`, so that a program traces and lowers one layer instead of each; XLA inlines the calls.
@@ -143,8 +149,6 @@ class Llama(nn.Module):
         """Hidden states [..., D] or [..., E] -> logits [..., V], float32 or wider."""
         if hidden.shape[-1] > self.config.d_model:  # with taps
             hidden = hidden[..., : self.config.d_model]
-        if not self.config.tie_embeddings:
-            return self.head(hidden).astype(at_least_f32(self.dtype))
         wide = at_least_f32(self.dtype)
         if not self.config.tie_embeddings:
             return self.head(hidden).astype(wide)
@@ -164,8 +168,8 @@ class Llama(nn.Module):
 
         A token sees itself and the earlier tokens of its segment. Segment 0 is padding.
         """
-        near = Causal(segment_ids_BT, self.config.sliding_window)
-        return self._run(tokens_BT, positions_BT, (Causal(segment_ids_BT), near))[0]
+        near = CausalMask(segment_ids_BT, self.config.sliding_window)
+        return self._run(tokens_BT, positions_BT, (CausalMask(segment_ids_BT), near))[0]
 
     def decode(
         self,
@@ -187,27 +191,27 @@ class Llama(nn.Module):
 
         Returns: hidden states after the final norm [B, T, E], and the cache with the new rows.
         """
-        sees = self._seen(positions_BT, cache.slots, start_B, self_mask_TR)
+        masks = self._masks(positions_BT, cache.slots, start_B, self_mask_TR)
         if self_mask_TR is not None:
             start_B = start_B + (self_mask_TR.shape[1] - tokens_BT.shape[1])
-        hidden_BTE, layers = self._run(tokens_BT, positions_BT, sees, cache, start_B)
+        hidden_BTE, layers = self._run(tokens_BT, positions_BT, masks, cache, start_B)
         return hidden_BTE, KVCache(layers=tuple(layers))
 
-    def _seen(
+    def _masks(
         self,
         positions_BT: jax.Array,
         slots: int,
         start_B: jax.Array,
         self_mask_TR: jax.Array | None,
-    ) -> tuple[Sees, Sees]:
-        """Visibility for new tokens in layers without and with the sliding window."""
+    ) -> tuple[Mask, Mask]:
+        """What new tokens see in layers without and with the sliding window."""
         T, window = positions_BT.shape[1], self.config.sliding_window
-        if self_mask_TR is None and T > FEW:
-            return Causal(), Causal(window=window)
+        if self_mask_TR is None and T > MAX_MASKED:
+            return CausalMask(), CausalMask(window=window)
         if self_mask_TR is None:
-            self_mask_TR = jnp.asarray(np.tril(np.ones((T, T), bool)))
+            self_mask_TR = jnp.asarray(np.tri(T, dtype=bool))
         if self.native:
-            return Paths(self_mask_TR), Paths(self_mask_TR, window)
+            return PathMask(self_mask_TR), PathMask(self_mask_TR, window)
         mask_BTS = near_BTS = tree_mask(slots, start_B, self_mask_TR)
         if window:
             R, slot_S = self_mask_TR.shape[1], jnp.arange(slots)
@@ -227,27 +231,27 @@ class Llama(nn.Module):
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        sees: tuple[Sees, Sees],
+        masks: tuple[Mask, Mask],
         cache: KVCache | None = None,
         start_B: jax.Array | None = None,
     ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-        """Run all layers; `sees` is for layers without and with the sliding window."""
+        """Run all layers; `masks` are for layers without and with the sliding window."""
         c = self.config
         rope = rope_tables(c, positions_BT, self.dtype)
         x_BTD = self.embed(tokens_BT)
-        layers: list[Any] = []
+        layers: list[Pair] = []
         streams = []
         for i, block in enumerate(self.layers):
             x_BTD = split_rows(self.mesh, x_BTD)
             streams.append(x_BTD)
-            layer_sees = sees[1] if i >= c.sliding_window_start_layer else sees[0]
+            mask = masks[i >= c.sliding_window_start_layer]
             if self.remat and not self.is_initializing():
-                x_BTD = self._run_rematerialised(block, x_BTD, rope, layer_sees)
+                x_BTD = self._run_rematerialised(block, x_BTD, rope, mask)
                 continue
             layer_cache = cache.layers[i] if cache is not None else None
             # Initialisation needs the bound layer, to create its parameters.
             run = block if self.is_initializing() else partial(_run_layer, *block.unbind())
-            x_BTD, layer_cache = run(x_BTD, rope, layer_sees, layer_cache, start_B)
+            x_BTD, layer_cache = run(x_BTD, rope, mask, layer_cache, start_B)
             layers.append(layer_cache)
         x_BTD = split_rows(self.mesh, x_BTD)
         streams.append(x_BTD)
@@ -262,16 +266,16 @@ class Llama(nn.Module):
         block: Block,
         x_BTD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
-        sees: Sees,
+        mask: Mask,
     ) -> jax.Array:
         """Run a block whose activations the backward pass recomputes."""
         unbound, variables = block.unbind()
 
-        def run(variables: Params, *args: Any) -> jax.Array:
+        def run(variables: Params, *args: PyTree) -> jax.Array:
             return _run_layer(unbound, variables, *args)[0]
 
         trained = "lora" if "lora" in variables else "params"
-        return rematerialised(run, trained)(variables, x_BTD, rope, sees)
+        return rematerialised(run, trained)(variables, x_BTD, rope, mask)
 
 
 @partial(jax.jit, static_argnums=(0, 2))

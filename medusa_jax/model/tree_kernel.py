@@ -2,7 +2,7 @@
 
 XLA writes the scores of long caches to memory, in float32: at batch 8, 4,096 slots and 64 nodes that
 takes longer than the weights. Here a block of scores lives in vector memory, with the running softmax
-of `online_softmax`, and blocks after the last used slot are neither read nor scored.
+of `causal`, and blocks after the last used slot are neither read nor scored.
 
 The kernel has not run on a TPU yet. MEDUSA_JAX_ATTENTION=own goes without it.
 """
@@ -124,7 +124,7 @@ def _block(
 ) -> None:  # fmt: skip
     """One block of slots for some heads of a row.
 
-    `sums`, `top` and `total` are those of `online_softmax.Part`.
+    `sums`, `top` and `total` are those of `causal.Part`.
     """
     from jax.experimental import pallas as pl
 

@@ -95,7 +95,7 @@ LINE_STYLES = (
 
 
 # Most names in a legend inside the chart; most characters of a name on a line by itself (longer ones lose
-# their start, since the end of a path says most), and of one that shares its line with another.
+# their start, since the end of a path is most specific), and of one that shares its line with another.
 MANY, LONGEST, SHORT = 4, 40, 25
 
 

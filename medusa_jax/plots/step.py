@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from medusa_jax.errors import UserError
 from medusa_jax.plots.style import ACCENT, INK, new_figure, save_figure
@@ -12,7 +13,7 @@ KEPT, BONUS = ACCENT, "#3f9b58"
 
 
 def draw_mask(
-    mask_MM: Any, labels: Sequence[str], *, path: str | Path, title: str = ""
+    mask_MM: np.ndarray, labels: Sequence[str], *, path: str | Path, title: str = ""
 ) -> Path:
     """Draw a tree's attention mask: a row per node, a column per slot that it may see.
 

@@ -6,28 +6,17 @@ and keeps a transposed copy of kernels that it multiplies both ways. Only the tr
 which the loop reads repeatedly, are counted.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from medusa_jax.config import Config
-from medusa_jax.sharding import PyTree, row_shards
+from medusa_jax.sharding import PyTree, bytes_on_device, row_shards
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.step import Shapes
 
 F32 = 4
 # Key of the float32 copies that only a CPU makes of 16-bit kernels.
 COPIES = "float32 copies"
-
-
-def bytes_on_device(tree: PyTree) -> int:
-    """Bytes on one device of arrays, or of shapes with shardings."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    )
 
 
 def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:

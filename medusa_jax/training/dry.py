@@ -3,10 +3,10 @@
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.stages import Compiled
 
 from medusa_jax.config import Config
 from medusa_jax.devices.collectives import collectives, sent_by_kind
@@ -15,10 +15,9 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
-from medusa_jax.sharding import PyTree, make_mesh, param_shardings
+from medusa_jax.sharding import PyTree, make_mesh, param_shardings, shapes_with
 from medusa_jax.training import checks, planning
 from medusa_jax.training.counted import COPIES, has_temporaries, training_bytes
-from medusa_jax.training.data import features
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
@@ -57,7 +56,7 @@ def dry_run(cfg: Config) -> Json:
     return report
 
 
-def step_shapes(cfg: Config, devices: Sequence[Any] | None = None) -> Shapes:
+def step_shapes(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Shapes:
     """The step of a run, nothing read and nothing computed.
 
     Args:
@@ -69,24 +68,17 @@ def step_shapes(cfg: Config, devices: Sequence[Any] | None = None) -> Shapes:
     mesh = make_mesh(cfg.mesh, devices)
     checks.fit_accumulation(cfg, mesh)
     checks.check(cfg, mesh)
-    features.check(cfg)
     steps = cfg.train.steps or 1000
     stage = make_stage(cfg, steps, mesh)
     schedule = make_schedule(cfg.optim, steps)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
-
-    def with_shardings(tree: PyTree, shardings: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
-        )
-
     key = jax.eval_shape(lambda: jax.random.key(0))
     frozen = frozen_shapes(cfg, key)
-    frozen = with_shardings(frozen, param_shardings(mesh, frozen))
+    frozen = shapes_with(frozen, param_shardings(mesh, frozen))
     params = jax.eval_shape(stage.init, key, frozen)
-    counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    counter = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
     abstract = TrainState(counter, counter, params, jax.eval_shape(optimizer.init, params))
-    state = with_shardings(abstract, state_shardings(mesh, abstract))
+    state = shapes_with(abstract, state_shardings(mesh, abstract))
     step = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
     return Shapes(step, state, frozen, abstract_batch(cfg, mesh), mesh)
 
@@ -121,11 +113,19 @@ def measure(cfg: Config, shapes: Shapes) -> Json:
     return sizes(cfg, shapes) | figures(cfg, compiled) | {"compile_seconds": seconds}
 
 
-def figures(cfg: Config, compiled: Any) -> dict[str, Any]:
-    """Memory and traffic of each device, from the compiled step.
+def figures(cfg: Config, compiled: Compiled) -> Json:
+    """Memory and traffic of each device, from the compiled step."""
+    # Loops of unknown length are those over chunks of the loss; assume that all tokens count.
+    chunks = -(-cfg.data.seq_len // cfg.train.loss_chunk)
+    sent = sent_by_kind(collectives(compiled.as_text() or ""), chunks)
+    return memory_of(compiled) | {"sent_bytes": sent}
+
+
+def memory_of(compiled: Compiled) -> Json:
+    """Bytes of a compiled program on each device: arguments, temporaries, total.
 
     Raises:
-      UserError: the backend says nothing about memory.
+      UserError: the backend does not report them.
     """
     memory = compiled.memory_analysis()
     if memory is None:
@@ -133,13 +133,10 @@ def figures(cfg: Config, compiled: Any) -> dict[str, Any]:
     # Donated buffers are counted as arguments and as output, but exist once.
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    # Loops of unknown length are those over chunks of the loss; assume that all tokens count.
-    chunks = -(-cfg.data.seq_len // cfg.train.loss_chunk)
     return {
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "total_bytes": total,
-        "sent_bytes": sent_by_kind(collectives(compiled.as_text()), chunks),
     }
 
 

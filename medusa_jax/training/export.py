@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.heads import vocabulary
 from medusa_jax.hosts import first
-from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.model import lora
 from medusa_jax.model.quantise import dequantise_backbone
@@ -30,7 +30,7 @@ def result(cfg: Config, setup: Setup, params: PyTree, name: str, recipe: Json) -
     trained = trained_backbone(cfg, setup, params)
     if trained is not None:
         arch, backbone = trained
-        base = heads_io.describe_base(arch, backbone)
+        base = own_heads.base_record(arch, hf.fingerprint(arch, backbone))
         dtype = jax.tree.leaves(backbone)[0].dtype
         if write:
             ids = copy_tokenizer(cfg.model.tokenizer, cfg.model.path, directory)
@@ -42,7 +42,7 @@ def result(cfg: Config, setup: Setup, params: PyTree, name: str, recipe: Json) -
         assert base is not None
         chosen = {k: setup.frozen[k] for k in (vocabulary.GROUP,) if k in setup.frozen}
         heads = params["heads"] | chosen
-        heads_io.save_heads(
+        own_heads.save_heads(
             heads_directory, cfg.heads, heads, base=base, recipe=recipe, write=write
         )
 

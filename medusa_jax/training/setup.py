@@ -14,7 +14,7 @@ from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary, whole_config
-from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop import heads_io, hf, own_heads
 from medusa_jax.interop.base_files import fingerprint_as_read
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
@@ -72,7 +72,7 @@ def load_setup(cfg: Config, mesh: Mesh) -> Setup:
     base = None
     if params is not None:
         fingerprint = fingerprint_as_read(cfg.model.path, seen, arch, dtype)
-        base = heads_io.base_record(arch, fingerprint)
+        base = own_heads.base_record(arch, fingerprint)
     start: PyTree = {}
     recipe: Json | None = None
     if cfg.train.heads_path:

@@ -1,1 +1,1 @@
-"""Build of the bundled demo: corpus and tokenizer, the n-gram baseline, all stages."""
+"""Build of the bundled demo: corpus and tokenizer, all stages."""

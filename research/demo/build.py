@@ -30,13 +30,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from medusa_jax.commands.flags import typed
+from medusa_jax.commands.flags import command, run_command
 from medusa_jax.config import LlamaConfig
-from medusa_jax.console import inform, run_main
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import write_json, write_text
+from medusa_jax.interop import heads_io, hf, own_heads
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training.log.curves import read_log
+from medusa_jax.whole_files import Json, write_json, write_text
 
 DRAFT_MODEL = "draft_model"
 # Number of seed prompts reserved for calibration.
@@ -46,38 +48,38 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 GENERATION_FILE, RECIPE_FILE = "generation_config.json", "recipe.json"
 GENERATION = {"no_repeat_ngram_size": 5}
 
+
+def fields(text: str) -> list[str]:
+    """Flags that set fields of a training: "train.steps=4" -> ["--config.train.steps=4"]."""
+    return [f"--config.{field}" for field in text.split()]
+
+
 # Flags of --tiny: seconds instead of minutes, for a model that learns almost nothing.
+_SHORT = fields(
+    "data.seq_len=64 data.eval_samples=4 train.loss_chunk=64 optim.warmup_steps=1"
+)
 TINY = {
     "corpus": ["--limit_mb=0.5", "--heldout=0.2", "--vocab=512"],
     "backbone": [
-        "--config.model.arch.vocab_size=512", "--config.model.arch.d_model=32",
-        "--config.model.arch.n_layers=2", "--config.model.arch.n_heads=2",
-        "--config.model.arch.n_kv_heads=1", "--config.model.arch.head_dim=16",
-        "--config.model.arch.d_ff=48", "--config.data.seq_len=64",
-        "--config.data.eval_samples=4", "--config.train.batch_size=4",
-        "--config.train.steps=6", "--config.optim.warmup_steps=2",
-        "--config.train.loss_chunk=64",
+        *_SHORT,
+        *fields("model.arch.vocab_size=512 model.arch.d_model=32 model.arch.n_layers=2"),
+        *fields("model.arch.n_heads=2 model.arch.n_kv_heads=1 model.arch.head_dim=16"),
+        *fields("model.arch.d_ff=48 train.batch_size=4 train.steps=6 optim.warmup_steps=2"),
     ],
-    "native": [
-        "--config.heads.rank=8", "--config.data.seq_len=64", "--config.data.eval_samples=4",
-        "--config.train.batch_size=2", "--config.train.steps=3",
-        "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
-    ],
+    "native": [*_SHORT, *fields("heads.rank=8 train.batch_size=2 train.steps=3")],
     "answers": ["--limit=8", "--batch_size=4", "--max_new_tokens=24"],
     "heads": [
-        "--config.heads.rank=8", "--config.data.seq_len=128", "--config.data.eval_samples=4",
-        "--config.train.batch_size=2", "--config.train.steps=4",
-        "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
+        *_SHORT,
+        *fields("heads.rank=8 data.seq_len=128 train.batch_size=2 train.steps=4"),
     ],
     "tree": [
         "--limit=2", "--max_new_tokens=16", "--sizes=1,2,4", "--rounds=1", "--batches=1",
     ],
     "draft_model": [
-        "--config.model.arch.vocab_size=512", "--config.model.arch.d_model=16",
-        "--config.model.arch.n_heads=2", "--config.model.arch.n_kv_heads=1",
-        "--config.model.arch.head_dim=8", "--config.model.arch.d_ff=24",
-        "--config.data.seq_len=64", "--config.data.eval_samples=4", "--config.train.steps=4",
-        "--config.optim.warmup_steps=1", "--config.train.loss_chunk=64",
+        *_SHORT,
+        *fields("model.arch.vocab_size=512 model.arch.d_model=16 model.arch.n_heads=2"),
+        *fields("model.arch.n_kv_heads=1 model.arch.head_dim=8 model.arch.d_ff=24"),
+        *fields("train.steps=4"),
     ],
 }  # fmt: skip
 
@@ -96,9 +98,10 @@ class Flags:
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
-    p = argparse.ArgumentParser(
-        prog="python -m research demo_build",
-        description="Rebuild the bundled demo model and heads (run from the project's root).",
+    p = command(
+        "python -m research demo_build",
+        "Rebuild the bundled demo model and heads (run from the project's root).",
+        "",
     )
     p.add_argument(
         "--work", default="work/demo", help="directory for everything on the way"
@@ -245,12 +248,12 @@ def split_seeds(work: Path) -> Path:
     return path
 
 
-def spread(records: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
+def spread(records: list[Json], n: int) -> list[Json]:
     """Select n records round-robin over `file`, so that no long file dominates."""
-    by_file: dict[str, list[dict[str, Any]]] = {}
+    by_file: dict[str, list[Json]] = {}
     for record in records:
         by_file.setdefault(record["file"], []).append(record)
-    chosen: list[dict[str, Any]] = []
+    chosen: list[Json] = []
     turn = 0
     while len(chosen) < n and any(len(group) > turn for group in by_file.values()):
         chosen += [group[turn] for group in by_file.values() if len(group) > turn]
@@ -260,9 +263,6 @@ def spread(records: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
 
 def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> None:
     """Install what the package ships: backbone and heads in bfloat16, their trees, prompts."""
-    from medusa_jax.interop import hf
-    from medusa_jax.sharding import make_mesh
-
     mesh = make_mesh()
     config, params = hf.load_backbone(str(source), mesh)
     fields = json.loads((source / "config.json").read_text())
@@ -297,11 +297,8 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
 
 def install_heads(trained: Path, out: Path, config: LlamaConfig) -> None:
     """Install heads in bfloat16 and their tree."""
-    from medusa_jax.interop import heads_io
-    from medusa_jax.sharding import make_mesh
-
     heads, params, described = heads_io.load_heads(str(trained), config, make_mesh())
-    heads_io.save_heads(
+    own_heads.save_heads(
         str(out), heads, params, base=described["base"],
         recipe=relative(described["recipe"]), dtype="bfloat16",
     )  # fmt: skip
@@ -310,9 +307,6 @@ def install_heads(trained: Path, out: Path, config: LlamaConfig) -> None:
 
 def install_draft_model(trained: Path, out: Path) -> None:
     """Install the draft model in bfloat16 and its training record; its tokenizer is the backbone's."""
-    from medusa_jax.interop import hf
-    from medusa_jax.sharding import make_mesh
-
     config, params = hf.load_backbone(str(trained), make_mesh())
     hf.save_backbone(str(out), config, params, "bfloat16")
     recipe = json.loads((trained / RECIPE_FILE).read_text())
@@ -328,28 +322,20 @@ def compact(text: str) -> str:
     return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
 
 
-def last_record(workdir: Path) -> dict[str, Any]:
+def last_record(workdir: Path) -> Json:
     """The configuration of a training run and the last lines of its log."""
-    records = [
-        json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()
-    ]
-    last = {record["kind"]: record for record in records}
+    last = {record["kind"]: record for record in read_log(workdir / "log.jsonl")}
     config = json.loads((workdir / "config.json").read_text())
     return relative({"config": config, "last": last})
 
 
-def relative(record: dict[str, Any]) -> dict[str, Any]:
+def relative(record: Json) -> Json:
     """The record with paths relative to the project's root."""
     root = json.dumps(f"{os.getcwd()}/")[1:-1]
-    found: dict[str, Any] = json.loads(json.dumps(record).replace(root, ""))
+    found: Json = json.loads(json.dumps(record).replace(root, ""))
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    flags = parser().parse_args(argv)
-    return run_main(lambda: run(typed(Flags, flags)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_command(parser(), Flags, run, argv)

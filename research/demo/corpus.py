@@ -18,19 +18,20 @@ A document is `<|endoftext|>` + its tokens + `<|endoftext|>`, so that the model 
 as a prompt. The same Python version gives the same bytes.
 """
 
-import argparse
 import hashlib
 import json
 import platform
-import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from medusa_jax.commands.flags import command
+from medusa_jax.console import run_main
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import write_json, write_text
+from medusa_jax.training.data.rows import write_tokens
+from medusa_jax.whole_files import Json, write_json, write_text
 from research.demo.sources import SourceFile, limit_files, read_sources, split_files
 
 END_OF_TEXT = "<|endoftext|>"
@@ -54,11 +55,6 @@ CONTINUATION = 256
 PROMPT_TOKENS = (64, 192)
 SEED_TOKENS = (64, 128)
 _OUTPUTS = ("tokenizer", "train", "heldout", "seeds.jsonl")
-
-
-# --------------------------------------------------------------------------------------
-# Tokenizer
-# --------------------------------------------------------------------------------------
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, split: str = SPLIT):
@@ -110,11 +106,6 @@ def save_tokenizer(tokenizer, folder: Path, max_length: int = 2048) -> None:
     write_json(folder / "special_tokens_map.json", specials)
 
 
-# --------------------------------------------------------------------------------------
-# Streams and prompts
-# --------------------------------------------------------------------------------------
-
-
 def encode_files(tokenizer, files: list[SourceFile], progress: str) -> list[np.ndarray]:
     """One uint16 array per file, without the end tokens."""
     from tqdm import tqdm
@@ -136,13 +127,11 @@ def write_stream(folder: Path, documents: list[np.ndarray], end: int, seed: int)
 
     documents [[5, 6], [7]], end 9, in this order: tokens 9 5 6 9 9 7 9, doc_starts 0 4.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     order = np.random.default_rng(seed).permutation(len(documents))
     parts = [np.concatenate([[end], documents[i], [end]]) for i in order]
-    starts = np.cumsum([0] + [len(p) for p in parts])
-    np.save(folder / "tokens.npy", np.concatenate(parts).astype(np.uint16))
-    np.save(folder / "doc_starts.npy", starts[:-1].astype(np.int64))
-    return int(starts[-1])
+    parts = [part.astype(np.uint16) for part in parts]
+    write_tokens(folder, parts)
+    return sum(map(len, parts))
 
 
 def cut_prompts(
@@ -153,7 +142,7 @@ def cut_prompts(
     length: tuple[int, int],
     continuation: int,
     seed: int,
-) -> Iterator[dict]:
+) -> Iterator[Json]:
     """Up to `count` non-overlapping prompts of `length` (min, max) tokens.
 
     Every document is divided into slots of max + continuation tokens, and each chosen slot is cut at a
@@ -200,15 +189,10 @@ def cut_prompts(
         yield row
 
 
-# --------------------------------------------------------------------------------------
-# The command
-# --------------------------------------------------------------------------------------
-
-
-def _write_jsonl(path: Path, rows: list[dict]) -> int:
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    write_text(path, text)
-    return len(rows)
+def _write_jsonl(path: Path, rows: Iterable[Json]) -> int:
+    lines = [json.dumps(row) + "\n" for row in rows]
+    write_text(path, "".join(lines))
+    return len(lines)
 
 
 def build(
@@ -220,7 +204,7 @@ def build(
     prompts: int = 320,
     seeds: int = 20000,
     seed: int = 0,
-) -> dict:
+) -> Json:
     """Build the whole corpus below `out` and return the content of corpus.json.
 
     root: standard library to read (default: that of the running Python). limit_mb: budget in
@@ -254,11 +238,11 @@ def build(
             rows = cut_prompts(
                 tokenizer, part, documents, prompts, PROMPT_TOKENS, CONTINUATION, seed + 1
             )
-            n_prompts = _write_jsonl(out / "heldout" / "prompts.jsonl", list(rows))
+            n_prompts = _write_jsonl(out / "heldout" / "prompts.jsonl", rows)
         else:
             rows = cut_prompts(tokenizer, part, documents, seeds, SEED_TOKENS, 0, seed + 2)
             bar = tqdm(rows, desc="cutting seeds", unit="prompt", disable=None)
-            n_seeds = _write_jsonl(out / "seeds.jsonl", list(bar))
+            n_seeds = _write_jsonl(out / "seeds.jsonl", bar)
 
     outputs = [p for p in sorted(out.rglob("*")) if p.is_file() and p.name != "corpus.json"]
     outputs = [p for p in outputs if p.relative_to(out).parts[0] in _OUTPUTS]
@@ -287,9 +271,10 @@ def build(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m research demo_corpus",
-        description="Build the demo's training text from Python's standard library.",
+    parser = command(
+        "python -m research demo_corpus",
+        "Build the demo's training text from Python's standard library.",
+        "",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument(
@@ -302,22 +287,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=20000, help="seed prompts at most")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     args = parser.parse_args(argv)
-    try:
-        report = build(**vars(args))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return run_main(lambda: show(build(**vars(args)), args.out))
+
+
+def show(report: Json, out: Path) -> int:
+    """Print the sizes of a corpus."""
     for name, part in report["splits"].items():
         print(
             f"{name}: {part['files']} files, {part['bytes'] / 1e6:.2f} MB, "
             f"{part['stream_tokens']:,} tokens, "
             f"{part['characters_per_token']:.2f} characters per token"
         )
-    print(
-        f"{report['heldout_prompts']} held-out prompts, {report['seeds']} seeds in {args.out}"
-    )
+    print(f"{report['heldout_prompts']} held-out prompts, {report['seeds']} seeds in {out}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,18 +17,18 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from medusa_jax.commands.flags import typed
-from medusa_jax.console import inform, run_main
+from medusa_jax.commands import train
+from medusa_jax.commands.flags import command, numbers, typed
+from medusa_jax.console import inform, run_main, use_compilation_cache
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
-from medusa_jax.whole_files import write_json, write_text
+from medusa_jax.whole_files import Json, write_json, write_text
 from research.family.measure import Study, measure_one, race_first_seeds
 from research.family.report import (
-    claim,
     convergence,
     curve,
+    draw,
     family_table,
     orders,
 )
@@ -73,11 +73,10 @@ class Flags(Study):
 
 def parser() -> argparse.ArgumentParser:
     """All flags; flags of the form --config.field=value are passed to every training."""
-    p = argparse.ArgumentParser(
-        prog="python -m research family",
-        description="Train and measure drafters under identical conditions on one backbone.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    p = command(
+        "python -m research family",
+        "Train and measure drafters under identical conditions on one backbone.",
+        EXAMPLES,
     )
     p.add_argument("--model", required=True, help="directory of the backbone")
     p.add_argument("--data", required=True, help="training text (data.source)")
@@ -113,8 +112,6 @@ def train_one(flags: Flags, extra: Sequence[str], name: str, seed: int) -> Path:
     Raises:
       UserError: the training ended without a result, or the existing one was trained differently.
     """
-    from medusa_jax.commands import train
-
     run = Path(flags.out) / f"{name}-s{seed}"
     done = run / "export" / "heads.safetensors"
     weights = zip(("label_weight", "teacher_weight"), LOSSES.get(name, ()))
@@ -146,7 +143,7 @@ def train_one(flags: Flags, extra: Sequence[str], name: str, seed: int) -> Path:
     return run
 
 
-def refuse_other(run: Path, asked: dict[str, Any]) -> None:
+def refuse_other(run: Path, asked: Json) -> None:
     """Refuse a finished training whose heads, data, optimizer or losses differ from the requested ones.
 
     Raises:
@@ -172,17 +169,11 @@ def refuse_other(run: Path, asked: dict[str, Any]) -> None:
 
 def run(flags: Flags, extra: Sequence[str]) -> int:
     """Train, measure, write."""
-    from medusa_jax.console import use_compilation_cache
-    from research.family.picture import draw_drafters
-
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")
-    try:
-        sizes = [int(n) for n in flags.nodes.split(",")]
-    except ValueError as error:
-        raise UserError(f"--nodes is a list like 8,64, not {flags.nodes!r}") from error
-    if min(sizes) < 2 or flags.seeds < 1:
-        raise UserError("--nodes must be at least 2 and --seeds at least 1")
+    numbers(flags.nodes, "--nodes", least=2)
+    if flags.seeds < 1:
+        raise UserError("--seeds must be at least 1")
     use_compilation_cache()
     names = flags.drafters.split(",")
     if "eagle" in names and flags.lm_head != "shared":
@@ -203,8 +194,9 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
     runs = {name: [measure_one(flags, path) for path in where[name]] for name in names}
     curves = {name: [curve(path) for path in where[name]] for name in names}
     speeds = race_first_seeds(flags, where, runs)
-    verdict = f"{orders(runs)}\n{claim(runs, speeds)}\n"
-    text = "\n\n".join((family_table(runs, speeds), convergence(curves), verdict))
+    text = "\n\n".join(
+        (family_table(runs, speeds), convergence(curves), orders(runs) + "\n")
+    )
     out = Path(flags.out)
     facts = {"runs": runs, "speeds": speeds, "curves": curves}
     write_json(
@@ -213,7 +205,7 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
     )
     write_text(out / "family.md", text)
     print(text)
-    draw_drafters(runs, speeds, curves, out / "family.png")
+    draw(runs, speeds, curves, out / "family.png")
     inform(f"wrote {out}/family.md, family.json and family.png")
     return 0
 

@@ -6,38 +6,42 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from medusa_jax.api import Model, Options, load
+from medusa_jax.api.weightless import trained_shapes
 from medusa_jax.console import inform
-from medusa_jax.heads.drafter import DraftRequest
-from medusa_jax.whole_files import write_json
+from medusa_jax.evaluate.questions import prompt_of, read_questions
+from medusa_jax.evaluate.race import Contender, ourselves, race, step_seconds
+from medusa_jax.evaluate.recording import rank_texts
+from medusa_jax.evaluate.tables import device_facts
+from medusa_jax.heads import Backbone
+from medusa_jax.heads.drafter import Committed, DraftRequest
+from medusa_jax.heads.vocabulary import for_drafting
+from medusa_jax.sharding import Params, PyTree
+from medusa_jax.tree import Tree, growth
+from medusa_jax.whole_files import Json, write_json
 
 
-def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> float:
+def draft_seconds(model: Model, tree: Tree, n_steps: int = 50, rounds: int = 7) -> float:
     """Median seconds of one commit and propose, all on the device, batch 1.
 
     Every iteration reads the drafts of the previous one, so that XLA cannot hoist work out of the loop.
     """
-    import jax
-    import jax.numpy as jnp
-    from jax import lax
-
     drafter, dtype, L = model.drafter, model.dtype, tree.path_length
     V = model.config.vocab_size
 
     @jax.jit
-    def many(variables: Any, hidden_1LD: jax.Array) -> jax.Array:
-        from medusa_jax.heads import Backbone
-        from medusa_jax.heads.drafter import Committed
-        from medusa_jax.heads.vocabulary import for_drafting
-
+    def many(variables: Params, hidden_1LD: jax.Array) -> jax.Array:
         backbone = for_drafting(
             Backbone(model.llama, variables["backbone"]), variables["heads"]
         )
 
-        def one(i: jax.Array, carry: Any) -> Any:
+        def one(i: jax.Array, carry: PyTree) -> PyTree:
             state, nodes_1M = carry
             ids_1L = jnp.broadcast_to(nodes_1M[:, -1:], (1, L)) % V
             moved = hidden_1LD * (1 + 1e-6 * ids_1L[..., None].astype(dtype))
@@ -45,12 +49,8 @@ def draft_seconds(model: Any, tree: Any, n_steps: int = 50, rounds: int = 7) -> 
             n_1 = jnp.ones((1,), jnp.int32)
             new = Committed(moved.astype(dtype), ids_1L, ids_1L, position_1L, n_1)
             state = drafter.commit(variables["heads"], backbone, state, new)
-            nodes = drafter.propose(
-                variables["heads"],
-                backbone,
-                state,
-                DraftRequest(ids_1L[:, 0], tree, lambda depth, x: x),
-            )
+            request = DraftRequest(ids_1L[:, 0], tree, lambda depth, x: x)
+            nodes = drafter.propose(variables["heads"], backbone, state, request)
             return state, nodes.astype(jnp.int32)
 
         start = drafter.start(1, 2 * n_steps + L, dtype)
@@ -82,17 +82,8 @@ class Study:
     repeats: int
 
 
-def measure_one(study: Study, run: Path) -> dict[str, Any]:
+def measure_one(study: Study, run: Path) -> Json:
     """Accuracies, accepted lengths and times of one trained drafter, kept in measured.json."""
-    import jax
-
-    from medusa_jax.api import Options, load
-    from medusa_jax.api.weightless import trained_shapes
-    from medusa_jax.evaluate.questions import prompt_of, read_questions
-    from medusa_jax.evaluate.race import ourselves, race, step_seconds
-    from medusa_jax.evaluate.recording import rank_texts
-    from medusa_jax.tree import Tree, growth
-
     heads = (run / "export" / "heads.safetensors").read_bytes()
     names = (
         "model", "calibration", "calibration_limit", "prompts", "limit", "nodes", "max_new_tokens",
@@ -101,7 +92,7 @@ def measure_one(study: Study, run: Path) -> dict[str, Any]:
     settings["heads"] = hashlib.sha256(heads).hexdigest()
     kept = run / "measured.json"
     if kept.exists():
-        found: dict[str, Any] = json.loads(kept.read_text())
+        found: Json = json.loads(kept.read_text())
         if found["settings"] == settings:
             inform(f"{kept} exists, not measured again")
             return found
@@ -137,23 +128,18 @@ def measure_one(study: Study, run: Path) -> dict[str, Any]:
         "chain": growth.chain_length(tuples_PK),
         "positions": len(tuples_PK),
         "decoded": decoded,
-        "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
+        "device": device_facts()["device"],
     }
     write_json(kept, found)
     return found
 
 
 def race_first_seeds(
-    study: Study, where: dict[str, list[Path]], runs: dict[str, list[Any]]
+    study: Study, where: dict[str, list[Path]], runs: dict[str, list[Json]]
 ) -> dict[str, list[dict[str, float]]]:
     """Speed of every drafter's first seed per tree size, in one race (`evaluate/race.py`)."""
-    from medusa_jax.api import Options, load
-    from medusa_jax.evaluate.questions import prompt_of, read_questions
-    from medusa_jax.evaluate.race import ourselves, race
-    from medusa_jax.tree import Tree
-
     options = Options(max_new_tokens=study.max_new_tokens)
-    contenders: list[Any] = []
+    contenders: list[Contender] = []
     for name, paths in where.items():
         model = load(study.model, str(paths[0] / "export"), tree="none")
         if not contenders:

@@ -1,15 +1,16 @@
-"""Report of the measured runs: tables, the papers' orders, Amphista's claim, curves."""
+"""Report of the measured runs: tables, the papers' orders, curves."""
 
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.plots import Chart, draw_lines
+from medusa_jax.training.log.curves import read_log
+from medusa_jax.whole_files import Json
 
 # Orders of mean accepted length in the papers; EAGLE's place is from Amphista's table 9.
 ORDERS = (
@@ -18,15 +19,13 @@ ORDERS = (
 )
 
 
-def curve(run: Path) -> list[dict[str, Any]]:
+def curve(run: Path) -> list[Json]:
     """Held-out records of a training, in order: step, top1 and trained_top1, both per head.
 
     trained_top1 is the mean over training batches logged since the previous record.
     """
-    file = run / "log.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
     found, trained = [], []
-    for record in map(json.loads, lines):
+    for record in read_log(run / "log.jsonl"):
         if record.get("kind") == "train":
             trained.append(record["top1"])
         elif record.get("kind") == "eval":
@@ -44,7 +43,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def family_table(
-    runs: dict[str, list[dict[str, Any]]], speeds: dict[str, list[dict[str, float]]]
+    runs: dict[str, list[Json]], speeds: dict[str, list[dict[str, float]]]
 ) -> str:
     """All runs as Markdown: tables of heads, of decoding per tree size, of speed.
 
@@ -94,7 +93,7 @@ def family_table(
     return "\n\n".join(markdown_table(header, rows) for header, rows in tables)
 
 
-def convergence(curves: dict[str, list[list[dict[str, Any]]]]) -> str:
+def convergence(curves: dict[str, list[list[Json]]]) -> str:
     """Top-1 accuracy over training as Markdown, means over heads and seeds; "" without curves.
 
     Columns: held-out accuracy at every evaluation, the gain since the previous one at the end (over the
@@ -123,7 +122,7 @@ def convergence(curves: dict[str, list[list[dict[str, Any]]]]) -> str:
 
 
 def differences(
-    runs: dict[str, list[dict[str, Any]]], first: str, second: str, i: int
+    runs: dict[str, list[Json]], first: str, second: str, i: int
 ) -> list[float]:
     """Difference in mean accepted length of the i-th tree, `second` minus `first`, per seed."""
     pairs = zip(runs[first], runs[second], strict=True)
@@ -131,7 +130,7 @@ def differences(
     return [b["decoded"][i][name] - a["decoded"][i][name] for a, b in pairs]
 
 
-def orders(runs: dict[str, list[dict[str, Any]]]) -> str:
+def orders(runs: dict[str, list[Json]]) -> str:
     """Check the papers' orders of mean accepted length per tree size, as Markdown.
 
     A comparison holds or fails if all seeds agree, else it is undecided.
@@ -151,25 +150,28 @@ def orders(runs: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def claim(
-    runs: dict[str, list[dict[str, Any]]], speeds: dict[str, list[dict[str, float]]]
-) -> str:
-    """Amphista's central claim (its tables 4, 5 and 9): not longer than Hydra++, yet faster.
+def draw(
+    runs: dict[str, list[Json]],
+    speeds: dict[str, list[dict[str, float]]],
+    curves: dict[str, list[list[Json]]],
+    path: Path,
+) -> Path:
+    """Draw accuracy by head, speed-up over accepted length, and held-out accuracy over training.
 
-    Lengths are means over seeds; speeds are those of the first seeds, from interleaved runs.
+    Accuracies are means over the seeds; lengths, speeds and curves are of the first seed.
     """
-    if not {"amphista", "hydrapp"} <= runs.keys():
-        return ""
-    lines = []
-    for i, row in enumerate(runs["amphista"][0]["decoded"]):
-        ours, theirs = (
-            statistics.mean(f["decoded"][i]["mean_accepted_length"] for f in runs[name])
-            for name in ("amphista", "hydrapp")
-        )
-        faster = speeds["amphista"][i]["speedup"] / speeds["hydrapp"][i]["speedup"]
-        holds = "holds" if faster > 1 else "does not hold"
-        lines.append(
-            f"- amphista against hydrapp with {row['nodes']} nodes: {ours / theirs - 1:+.1%} in "
-            f"accepted length, {faster - 1:+.1%} in speed: that it is faster {holds} here"
-        )
-    return "\n".join(lines)
+    accuracy, lengths, training = {}, {}, {}
+    for name, found in runs.items():
+        top1 = np.mean([seed["top1"] for seed in found], axis=0).tolist()
+        accuracy[name] = (list(range(1, len(top1) + 1)), top1)
+        accepted = [row["mean_accepted_length"] for row in found[0]["decoded"]]
+        lengths[name] = (accepted, [row["speedup"] for row in speeds[name]])
+        records = curves[name][0] if curves.get(name) else []
+        mean = [statistics.mean(record["top1"]) for record in records]
+        training[name] = ([record["step"] for record in records], mean)
+    charts = [
+        Chart("top-1 accuracy", "head", accuracy),
+        Chart("speed-up", "mean accepted length", lengths),
+        Chart("held-out top-1, mean of the heads", "training step", training),
+    ]
+    return draw_lines(charts, path=path)

@@ -21,17 +21,19 @@ from pathlib import Path
 
 import numpy as np
 
-import medusa_jax
+from medusa_jax.api import DEMO, load
 from medusa_jax.commands.flags import command, run_command
 from medusa_jax.config import DataConfig
 from medusa_jax.console import inform, use_compilation_cache
 from medusa_jax.errors import UserError
+from medusa_jax.interop import hf
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.whole_files import write_json, write_text
 from research.recipes.figures import accepted, draw, make_judge, recipe_table
 from research.recipes.text import old_prompts, prepare_text
 from research.recipes.variants import Study, train_variant, variants
 
-DEMO = Path(medusa_jax.__file__).parent / "demo" / "backbone"
 EXAMPLES = """examples:
   python -m research recipes --original work/demo/heldout --out work/study
   python -m research recipes --original work/demo/heldout --out work/study \\
@@ -41,9 +43,6 @@ EXAMPLES = """examples:
 
 def run_study(flags: Study) -> dict[str, list[dict[str, float]]]:
     """Run all variants and seeds; returns their figures, which are also in the result files."""
-    from medusa_jax.api.load import load
-    from medusa_jax.training.data.rows import TokenRows
-
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
     names = flags.variants.split(",") if flags.variants else list(variants())
@@ -57,8 +56,6 @@ def run_study(flags: Study) -> dict[str, list[dict[str, float]]]:
     new = prepare_text(flags, original, out)
     old = old_prompts(rows, flags.prompts)
     judge = make_judge(rows, flags.rows)
-    from medusa_jax.interop import hf
-    from medusa_jax.sharding import make_mesh
 
     def quality(path: str) -> tuple[float, np.ndarray]:
         return judge(*hf.load_backbone(path, make_mesh()))
@@ -99,7 +96,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--original", required=True,
                    help="token directory of held-out text of the backbone's own kind")  # fmt: skip
     p.add_argument("--out", required=True, help="results, runs and table.md go there")
-    p.add_argument("--model", default=str(DEMO), help="backbone (default: the demo's)")
+    p.add_argument(
+        "--model", default=str(DEMO / "backbone"), help="backbone (default: the demo's)"
+    )
     p.add_argument("--variants", default="", help=f"default all: {','.join(variants())}")
     p.add_argument("--steps", type=int, default=300, help="per variant (default: 300)")
     p.add_argument("--seeds", type=int, default=3)

@@ -1,34 +1,40 @@
 """The study's figures: quality, agreement, accepted length; the table and the curves."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from medusa_jax.api import Model, Options
+from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.race import Run
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.heads import Backbone
 from medusa_jax.heads.layers import shift_left
+from medusa_jax.model.llama import Llama
+from medusa_jax.plots import Chart, draw_lines
+from medusa_jax.sharding import Params, PyTree
+from medusa_jax.training import losses
+from medusa_jax.training.data.rows import Rows
+from medusa_jax.training.log.curves import read_log
 from research.recipes.variants import Study, variants
 
+# (configuration, parameters) -> (perplexity, most likely next tokens).
+Judge = Callable[[LlamaConfig, Params], tuple[float, np.ndarray]]
 
-def make_judge(rows: Any, limit: int) -> Callable[[Any, Any], tuple[float, np.ndarray]]:
-    """Return (configuration, parameters) -> (perplexity, most likely next tokens) on held-out rows."""
-    import jax
-    import jax.numpy as jnp
 
-    from medusa_jax.heads import Backbone
-    from medusa_jax.model.llama import Llama
-    from medusa_jax.training import losses
-
+def make_judge(rows: Rows, limit: int) -> Judge:
+    """The judge of a backbone on held-out rows."""
     batches = [rows.batch(i, 8) for i in range(0, min(limit, rows.rows) - 7, 8)]
     if not batches:
         raise UserError("the held-out text has fewer than 8 rows")
 
-    def judge(config: Any, params: Any) -> tuple[float, np.ndarray]:
+    def judge(config: LlamaConfig, params: Params) -> tuple[float, np.ndarray]:
         @jax.jit
-        def one(params: Any, batch: Any) -> Any:
+        def one(params: Params, batch: losses.Batch) -> PyTree:
             backbone = Backbone(Llama(config), params)
             logits = backbone.lm_head(backbone.forward(*losses.rows(batch)))
             mask = losses.pair_mask(batch["counted"], batch["segment_ids"], 1)
@@ -46,18 +52,12 @@ def make_judge(rows: Any, limit: int) -> Callable[[Any, Any], tuple[float, np.nd
     return judge
 
 
-def accepted(model: Any, prompts: list[list[int]], tree: str, n_new: int) -> float:
+def accepted(model: Model, prompts: list[list[int]], tree: str, n_new: int) -> float:
     """Tokens appended per step over all prompts, greedy, in batches of 8."""
-    from medusa_jax.api.results import Options
-
-    appended = steps = 0
-    for first in range(0, len(prompts), 8):
-        part = prompts[first : first + 8]
-        for result in model.generate(part, Options(max_new_tokens=n_new), tree=tree):
-            steps += result.steps
-            histogram = result.acceptance_histogram
-            appended += sum((i + 1) * n for i, n in enumerate(histogram))
-    return appended / max(steps, 1)
+    options = Options(max_new_tokens=n_new)
+    parts = [prompts[i : i + 8] for i in range(0, len(prompts), 8)]
+    runs = [Run.of(model.generate(part, options, tree=tree)) for part in parts]
+    return sum(run.appended for run in runs) / max(sum(run.steps for run in runs), 1)
 
 
 def recipe_table(study: Study, figures: dict[str, list[dict[str, float]]]) -> str:
@@ -90,8 +90,8 @@ def loss_curve(out: Path, variant: str, seeds: int) -> tuple[list[int], list[flo
     """Steps and training losses (mean over heads and seeds) of a variant of one run."""
     runs = []
     for seed in range(seeds):
-        lines = (out / f"{variant}-{seed}" / "run0" / "log.jsonl").read_text().splitlines()
-        kept = [r for r in map(json.loads, lines) if r["kind"] == "train"]
+        log = read_log(out / f"{variant}-{seed}" / "run0" / "log.jsonl")
+        kept = [r for r in log if r["kind"] == "train"]
         runs.append({r["step"]: float(np.mean(r["loss"])) for r in kept})
     steps = sorted(set.intersection(*[set(run) for run in runs]))
     return steps, [float(np.mean([run[step] for run in runs])) for step in steps]
@@ -99,8 +99,6 @@ def loss_curve(out: Path, variant: str, seeds: int) -> tuple[list[int], list[flo
 
 def draw(out: Path, names: Sequence[str], seeds: int) -> None:
     """Draw curves.png: the losses of variants that train only heads on the new text."""
-    from medusa_jax.plots import Chart, draw_lines
-
     alike = [n for n in names if [r.get("share") for r in variants()[n][1]] == [1.0]]
     alike = [n for n in alike if n.startswith("medusa1") and "self" not in n]
     if alike:

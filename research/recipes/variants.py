@@ -3,10 +3,10 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from medusa_jax.commands.train import override
 from medusa_jax.config import (
     Config,
     DataConfig,
@@ -16,6 +16,8 @@ from medusa_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from medusa_jax.training import trainer
+from medusa_jax.whole_files import Json
 
 HEADS_RATE, BACKBONE_RATE = 2e-3, 5e-4  # the paper's two-stage recipe
 
@@ -41,7 +43,7 @@ class Study:
     dtype: str
 
 
-def variants() -> dict[str, tuple[str, list[dict[str, Any]]]]:
+def variants() -> dict[str, tuple[str, list[Json]]]:
     """Name -> (description, runs in order, as the fields that differ from `recipe`).
 
     A run's "share" is its share of all steps; "heads" is the run whose heads it starts from.
@@ -101,16 +103,13 @@ def recipe(study: Study, seed: int, data: Path) -> Config:
 def train_variant(
     study: Study,
     seed: int,
-    runs: list[dict[str, Any]],
+    runs: list[Json],
     folder: Path,
     out: Path,
 ) -> tuple[str, str, float]:
     """Run one variant; returns (model directory, heads directory, last mean loss of the heads)."""
-    from medusa_jax.commands.train import override
-    from medusa_jax.training.trainer import train
-
     done: list[tuple[str, str]] = []
-    last: dict[str, Any] = {}
+    last: Json = {}
     for number, fields in enumerate(runs):
         cfg = recipe(study, seed, out / fields.get("data", "new"))
         cfg.workdir = str(folder / f"run{number}")
@@ -125,7 +124,7 @@ def train_variant(
         if "heads" in fields:
             cfg.train.heads_path = done[fields["heads"]][1]
         os.makedirs(cfg.workdir, exist_ok=True)
-        last = train(cfg) or last
+        last = trainer.train(cfg) or last
         if last.get("stopped"):
             raise SystemExit(
                 128 + last["stopped"]

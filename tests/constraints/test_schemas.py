@@ -20,8 +20,6 @@ from medusa_jax import Options, Tree, UserError
 from medusa_jax.constraints import constraint_of
 from medusa_jax.serving import Request, Server
 
-pytest.importorskip("llguidance")
-pytest.importorskip("jsonschema")
 pytestmark = pytest.mark.usefixtures("x64")
 
 PROMPTS = ["def parse(", "row = ", "{", "# a list of numbers\n", "class A:" * 9]
@@ -34,10 +32,7 @@ TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0], [-1], [-1, -1]])
 def model(tmp_path_factory):
     """A tiny one in float64 whose vocabulary can write JSON."""
     path = tmp_path_factory.mktemp("constrained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "CHARACTERS", "".join(map(chr, range(32, 127))) + "\n\té")
-        patch.setattr(tiny, "CONTEXT", 512)
-        tiny.write_model(path)
+    tiny.write_model(path, characters=tiny.PRINTABLE + "\té", max_position=512)
     jax.config.update("jax_enable_x64", True)  # `x64` of a test comes too late
     return load_model(path, dtype="float64")
 

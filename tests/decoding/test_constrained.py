@@ -1,7 +1,5 @@
 """Constraints in the step: drafted text is plain constrained decoding's, whatever the constraint is."""
 
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +7,22 @@ import pytest
 from cases import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import check_counts, planted, planted_params, texts_of
-from tiny import decoder, forward_logits, random_params, tiny_arch
+from planted import (
+    LIMITS,
+    PROMPTS,
+    SAMPLED,
+    check_counts,
+    planted,
+    planted_params,
+    random_model,
+    texts_of,
+)
+from tiny import forward_logits, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.constrained import look_ahead
-from medusa_jax.decoding.masks import ALL, NO_TOKEN, members, only, words
+from medusa_jax.decoding.masks import NO_TOKEN, words
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.stopping import STOPPED, STUCK
 from medusa_jax.heads import Backbone, make_drafter
@@ -25,8 +32,6 @@ from medusa_jax.tree import Tree
 pytestmark = pytest.mark.usefixtures("x64")
 NEW, V, EOS = 40, 41, 7
 CONFIG = tiny_arch(vocab_size=V, n_layers=1)
-PROMPTS = [[4], [1, 2, 3, 1, 2, 3, 1, 2], [0, 0, 0, 0, 0]]
-LIMITS = [NEW, 17, 29]
 TREES = [
     Tree.none(),
     Tree.chain(3),
@@ -94,16 +99,9 @@ class Rule:
         visit(0, self.text)
 
 
-@cache
-def model(seed):
-    params = random_params(CONFIG, seed)
-    return (params, *decoder(CONFIG, params))
-
-
 def request_of(acceptance, seed, dead=False, penalties=None):
     """The middle row has no constraint."""
-    sampled = {"temperature": [1.0, 0.0, 0.7], "top_k": [0, 0, 5], "top_p": [1.0, 1.0, 0.9]}
-    fields = sampled if acceptance != "greedy" else {}
+    fields = SAMPLED if acceptance != "greedy" else {}
     guides = [Rule(seed, dead), None, Rule(seed + 1, dead)]
     stops = [((EOS,),)] * 3
     more = {"guides": guides, "penalties": penalties, "stops": stops}
@@ -111,7 +109,7 @@ def request_of(acceptance, seed, dead=False, penalties=None):
 
 
 def decode(tree, heads, acceptance, seed, drafter=None, **more):
-    _, llama, backbone = model(seed % 3)
+    _, llama, backbone = random_model(CONFIG, seed % 3)
     engine = loop.Engine(llama, drafter or planted(CONFIG), tree, acceptance)
     variables = {"backbone": backbone, "heads": heads}
     return loop.generate(engine, variables, request_of(acceptance, seed, **more))
@@ -121,15 +119,8 @@ def allowed_everywhere(rule, text):
     return all(token in rule.tokens(text[:t]) for t, token in enumerate(text))
 
 
-def test_bits():
-    assert members(np.array([5], np.uint32), 4).tolist() == [True, False, True, False]
-    assert only(jnp.zeros((1, 3)), None).tolist() == [[0, 0, 0]]
-    got = only(jnp.zeros((1, 40)), np.array([[ALL, 1]], np.uint32))[0]
-    assert np.isfinite(np.asarray(got)).tolist() == [True] * 33 + [False] * 7
-
-
 def test_the_plain_loop_takes_the_best_allowed_token():
-    params, *_ = model(0)
+    params, *_ = random_model(CONFIG, 0)
     progress = decode(Tree.none(), {}, "greedy", 0)
     for row, text in enumerate(texts_of(progress)):
         rule = request_of("greedy", 0).guides[row]
@@ -166,7 +157,7 @@ def test_any_tree_gives_the_text_of_plain_decoding(acceptance):
 
 def test_a_text_that_is_forced_is_drafted():
     """Untrained heads know nothing: what is accepted is what the constraint leaves alone."""
-    params, llama, backbone = model(0)
+    params, llama, backbone = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=3), CONFIG)
     heads = drafter.init(jax.random.key(0), Backbone(Llama(CONFIG, jnp.float64), params))
 
@@ -182,7 +173,7 @@ def test_a_text_that_is_forced_is_drafted():
 
 @pytest.mark.parametrize("acceptance", ["rejection", *wide("typical")])
 def test_other_rules_obey(acceptance):
-    params, *_ = model(0)
+    params, *_ = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
     heads = drafter.init(jax.random.key(0), Backbone(Llama(CONFIG, jnp.float64), params))
     for dead in (False, True):
@@ -195,7 +186,7 @@ def test_other_rules_obey(acceptance):
 
 
 def test_the_text_outgrows_the_cache():
-    _, llama, backbone = model(1)
+    _, llama, backbone = random_model(CONFIG, 1)
     request = loop.Request([[1] * 100], [80], guides=[Rule(8)])
     engine = loop.Engine(llama, planted(CONFIG), Tree.none())
     [text] = texts_of(loop.generate(engine, {"backbone": backbone, "heads": {}}, request))
@@ -204,7 +195,7 @@ def test_the_text_outgrows_the_cache():
 
 def test_guesses_after_each_node():
     """Those of the scores that rank its children; of copied nodes those of their depth."""
-    params, llama, backbone = model(0)
+    params, llama, backbone = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
     heads = drafter.init(jax.random.key(0), Backbone(Llama(CONFIG, jnp.float64), params))
     tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [-1], [-1, -1]])

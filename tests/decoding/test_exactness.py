@@ -68,7 +68,7 @@ def sampling_fields(rows, seed):
 
 @cache
 def reference(shape, seed, acceptance, ngram=0):
-    """Prompts, and what the plain loop emits behind them; n-grams of size `ngram` barred."""
+    """Prompts, and what the plain loop emits after them; n-grams of size `ngram` barred."""
     vocab, rows, _ = shape
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, vocab, n).tolist() for n in rng.integers(1, 12, rows)]

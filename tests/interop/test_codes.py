@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from medusa_jax.commands import convert as command
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.interop import codes, heads_io
+from medusa_jax.interop import codes, heads_io, own_heads
 from medusa_jax.interop.stored_heads import abstract_heads
 from medusa_jax.sharding import make_mesh
 
@@ -23,18 +23,12 @@ def saved(tmp_path):
     params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), shapes)
     base = {"d_model": 32, "vocab_size": 64, "fingerprint": "00"}
     args = (HEADS, params)
-    heads_io.save_heads(str(tmp_path), *args, base=base, recipe={}, dtype="int8")
+    own_heads.save_heads(str(tmp_path), *args, base=base, recipe={}, dtype="int8")
     return tmp_path, params
 
 
 def load(path):
     return heads_io.load_heads(str(path), LLAMA, make_mesh())[1]
-
-
-def test_the_example():
-    coded = codes.encode({"lin/kernel": np.array([[1.0, -4], [-2, 1]], np.float32)})
-    assert coded["lin/kernel/scales"].tolist() == [[2, 4]]
-    assert coded["lin/kernel/codes"].tolist() == [[64, -127], [-127, 32]]
 
 
 def test_kernels_come_back_within_half_a_step(saved):
@@ -79,7 +73,7 @@ def test_damaged_pairs(saved, change, match):
 
 
 def test_the_demo_s_heads_in_a_byte_a_weight(tmp_path, capsys):
-    """By command, with the tree beside them; and back to a type that holds all values."""
+    """By command, with the tree next to them; and back to a type that holds all values."""
     small, wide = str(tmp_path / "small"), str(tmp_path / "wide")
     flags = ["--drafter=medusa", "--dtype=int8"]
     assert command.main([*flags, "--to=tgi", f"--out={small}"]) == 2

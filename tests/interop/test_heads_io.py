@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter
-from medusa_jax.interop import heads_io, hf, tensors
+from medusa_jax.interop import heads_io, hf, own_heads, tensors
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 
@@ -29,8 +29,8 @@ def make(base, **fields):
 @pytest.fixture
 def saved(base, tmp_path):
     heads, params = make(base)
-    record = heads_io.describe_base(LLAMA, base.params)
-    heads_io.save_heads(str(tmp_path), heads, params, base=record, recipe={"steps": 7})
+    record = own_heads.base_record(LLAMA, hf.fingerprint(LLAMA, base.params))
+    own_heads.save_heads(str(tmp_path), heads, params, base=record, recipe={"steps": 7})
     return tmp_path, heads, params
 
 
@@ -47,8 +47,8 @@ def fails(match, path, *args, **options):
 @pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
 def test_round_trip(lm_head, base, tmp_path):
     heads, params = make(base, lm_head=lm_head)
-    record = heads_io.describe_base(LLAMA, base.params)
-    heads_io.save_heads(str(tmp_path), heads, params, base=record, recipe={"a": [1, "é"]})
+    record = own_heads.base_record(LLAMA, hf.fingerprint(LLAMA, base.params))
+    own_heads.save_heads(str(tmp_path), heads, params, base=record, recipe={"a": [1, "é"]})
     mark = hf.fingerprint(LLAMA, base.params)
     again, loaded, meta = load(tmp_path, fingerprint=mark)
     assert again == heads
@@ -59,8 +59,8 @@ def test_round_trip(lm_head, base, tmp_path):
 
 def test_stored_and_loaded_types(base, tmp_path):
     heads, params = make(base)
-    record = heads_io.describe_base(LLAMA, base.params)
-    heads_io.save_heads(
+    record = own_heads.base_record(LLAMA, hf.fingerprint(LLAMA, base.params))
+    own_heads.save_heads(
         str(tmp_path), heads, params, base=record, recipe={}, dtype="bfloat16"
     )
     assert {x.dtype.name for x in load_file(tmp_path / "heads.safetensors").values()} == {

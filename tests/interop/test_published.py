@@ -13,6 +13,7 @@ from head_files import (
     EAGLE3,
     IDS,
     LLAMA,
+    SPECULATORS,
     D,
     V,
     eagle3_logits,
@@ -24,6 +25,7 @@ from head_files import (
     medusa_logits,
     medusa_state,
     normal,
+    renamed,
     write,
 )
 from our_heads import (
@@ -40,8 +42,8 @@ from our_heads import (
 from safetensors.numpy import load_file, save_file
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop import heads_io, hf
-from medusa_jax.interop.published import open_heads
+from medusa_jax.interop import hf, own_heads
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.torch_writer import save_torch
 from medusa_jax.sharding import make_mesh
 
@@ -121,7 +123,7 @@ ADAPTER = "base_model.model.medusa_head."
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_adapter(kind, tmp_path):
-    """PEFT's directory: heads that it saves whole, beside LoRA weights of the backbone."""
+    """PEFT's directory: heads that it saves whole, alongside LoRA weights of the backbone."""
     state = medusa_state(2, prefix=ADAPTER)
     name = f"adapter_model.{kind}"
     folder = write(tmp_path, state, name)
@@ -328,7 +330,7 @@ def test_eagle3_that_is_not_supported(tmp_path):
         "norm_before_fc True is not supported": {"norm_before_fc": True},
         "attention_bias True is not supported": {"attention_bias": True},
         "fc_norm should be true or false, not 1": {"fc_norm": 1},
-        "target_hidden_size 64 with hidden_size 16": {"target_hidden_size": 64},
+        "target_hidden_size 64 is not supported": {"target_hidden_size": 64},
         r"\[3, 9, 20\] are not the layers of the paper": layers,
         "ids .* are not the layers of": {
             "eagle_config": {next(iter(layers["eagle_config"])): [1, "x"]}
@@ -336,7 +338,7 @@ def test_eagle3_that_is_not_supported(tmp_path):
         "unknown field 'x' under eagle_config": {"eagle_config": {"x": 1}},
         "rope_theta 500.0, the model has 10000.0": {"rope_scaling": scaled},
         "rms_eps 1e-06, the model has 1e-05": {"rms_norm_eps": 1e-6},
-        "is in the layout of speculators": {"speculators_model_type": "eagle3"},
+        "layers of qwen3 are not supported": {"model_type": "qwen3"},
         r"'midlayer.mlp.down_proj.weight' .* \[16, 28\]": {"intermediate_size": 20},
     }.items():
         fails(match, write(tmp_path, state, name, EAGLE3 | changes))
@@ -351,53 +353,104 @@ def test_eagle3_that_is_not_supported(tmp_path):
         "'norm.weight'.*missing": {k: x for k, x in state.items() if k != "norm.weight"},
     }.items():
         fails(match, write(tmp_path, changed, name, EAGLE3))
-    renamed = {k.replace("midlayer.", "layers.0."): x for k, x in state.items()}
-    fails("is in the layout of speculators", write(tmp_path, renamed, name, EAGLE3))
 
 
-# The traps: right, or a sentence with the file, the key and both shapes.
+@pytest.mark.parametrize(
+    ("narrow", "more"), [(True, {}), (False, NEWER), (True, {"norm_before_residual": True})]
+)
+def test_eagle3_of_speculators(narrow, more, tmp_path):
+    """The same heads as speculators writes them, its tapped layers in the configuration."""
+    state = eagle3_state(narrow, "fc_norm" in more)
+    copied = {"embed_tokens.weight": normal(np.random.default_rng(0), V, D)}
+    config = SPECULATORS | more | {"draft_vocab_size": len(IDS) if narrow else V}
+    folder = write(tmp_path, renamed(state) | copied, "model.safetensors", config)
+    heads, params, _ = load(folder)
+    assert (heads.tap_layers, heads.draft_vocab) == ("0,0,1", len(IDS) if narrow else 0)
+    depth = len(TOKENS) - T
+    want = eagle3_logits(state, STREAMS, FOLLOWING, EAGLE3 | more, depth)
+    assert_close(our_logits(heads, params)[:depth], want, 512)
+    layers = dict(config["transformer_layer_config"])
+    del layers["rope_parameters"]
+    config["transformer_layer_config"] = layers
+    heads, _, _ = load(write(tmp_path, renamed(state), "model.safetensors", config))
+    assert heads.rope_theta == 10000.0
 
 
-def spoilt(state):
-    """(what the sentence says, the state spoilt, changes of config.json)."""
-    name, block = r".*medusa_lm_head\.pt", "1.0.linear.weight"
-    less = {key: x for key, x in state.items() if key != block}
-    yield (
-        rf"key '1\.0\.linear\.weight' of shape \[16, 16\] is missing from {name}",
-        less,
-        {},
+def test_tapped_layers_that_may_be_counted_from_their_end(tmp_path, capsys):
+    """Of 32 layers as SpecForge numbers them; read as vLLM does, with a note."""
+    for ids, noted in (([1, 15, 28], True), ([2, 16, 29], False)):
+        config = SPECULATORS | {"eagle_aux_hidden_state_layer_ids": ids}
+        folder = write(tmp_path, renamed(eagle3_state()), "model.safetensors", config)
+        assert open_heads(str(folder)).heads.tap_layers == ",".join(map(str, ids))
+        assert ("paper's would be [2, 16, 29]" in capsys.readouterr().err) == noted
+
+
+def test_speculators_that_is_not_supported(tmp_path):
+    state, name = renamed(eagle3_state()), "model.safetensors"
+    layers, parts = (
+        SPECULATORS[n] for n in ("transformer_layer_config", "speculators_config")
     )
-    wrong = state | {"1.1.weight": np.zeros((V + 1, D), np.float32)}
-    text = rf"'1\.1\.weight' in {name} has shape \[24, 16\], the configuration asks for \[23, 16\]"
-    yield text, wrong, {}
-    wrong = state | {block: np.zeros((D, D + 1), np.float32)}
-    yield r"'1\.0\.linear\.weight' .* \[16, 17\], .* \[16, 16\]", wrong, {}
-    wrong = state | {"extra.weight": np.zeros(3, np.float32)}
-    yield (
-        rf"{name} has a key that .* no place for: 'extra\.weight' of shape \[3\]",
-        wrong,
-        {},
-    )
-    wrong = state | {block: np.zeros((D, D), np.int32)}
-    yield r"'1\.0\.linear\.weight' in .* stored as int32", wrong, {}
-    less = {key: x for key, x in state.items() if not key.startswith("1.")}
-    yield (
-        rf"key '1\.0\.linear\.weight' is missing from {name}, which has a head 2",
-        less,
-        {},
-    )
-    text = (
-        rf"key '3\.0\.linear\.weight' of shape \[16, 16\] is missing from {name}: .* says 5"
-    )
-    yield text, state, {"medusa_num_heads": 5}
-    yield "holds 1 layers per head, its config.json says 2", state, {"medusa_num_layers": 2}
-    less = {key: x for key, x in state.items() if key != "1.1.weight"}
-    yield r"key '1\.1\.weight' of shape \[23, 16\] is missing", less, {}
+    without = {k: x for k, x in SPECULATORS.items() if k != "norm_before_residual"}
+    fails("does not say norm_before_residual", write(tmp_path, state, name, without))
+    for match, changes in {
+        "only eagle3 is supported, not 'dflash'": {"speculators_model_type": "dflash"},
+        "with algorithm 'peagle'": {"speculators_config": parts | {"algorithm": "peagle"}},
+        "with algorithm None": {"speculators_config": None},
+        "transformer_layer_config should be an object": {"transformer_layer_config": 1},
+        "not known to write: 'mask_token_id'": {"mask_token_id": 1},
+        "unknown field 'verify' under spec": {"speculators_config": parts | {"verify": 1}},
+        "belongs above it: 'fc_norm'": {
+            "transformer_layer_config": layers | {"fc_norm": True}
+        },
+        "known to have: 'mrope'": {"transformer_layer_config": layers | {"mrope": 1}},
+        "layers of qwen3": {"transformer_layer_config": layers | {"model_type": "qwen3"}},
+        "with a trained embedding": {"embed_requires_grad": True},
+        "norm_before_fc True": {"norm_before_fc": True},
+        "norm_output should be true or false, not 1": {"norm_output": 1},
+        "target_hidden_size 64 is": {"target_hidden_size": 64},
+        r"should be a list of layers, not \[1.5\]": {
+            "eagle_aux_hidden_state_layer_ids": [1.5]
+        },
+        "numbers from 0 to 1": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]},
+        r"'fc.weight' .* \[16, 48\]": {"eagle_aux_hidden_state_layer_ids": [0, 1]},
+        "'layers.1.*missing": {
+            "transformer_layer_config": layers | {"num_hidden_layers": 2}
+        },
+    }.items():
+        fails(match, write(tmp_path, state, name, SPECULATORS | changes))
 
 
-@pytest.mark.parametrize(("match", "state", "changes"), spoilt(medusa_state(3)))
-def test_traps(match, state, changes, tmp_path):
-    fails(match, write(tmp_path, state, "medusa_lm_head.pt", V13 | changes))
+# The traps. What all layouts share, keys and shapes that contradict, is in test_heads_io.py.
+
+
+def without(state, start):
+    return {key: x for key, x in state.items() if not key.startswith(start)}
+
+
+NAME = r".*medusa_lm_head\.pt"
+MISSING = rf"of shape \[16, 16\] is missing from {NAME}"
+
+
+@pytest.mark.parametrize(
+    ("match", "change", "fields"),
+    [
+        (rf"key '1\.0\.linear\.weight' {MISSING}", "1.0.linear.weight", {}),
+        (r"key '1\.1\.weight' of shape \[23, 16\] is missing", "1.1.weight", {}),
+        (rf"'1\.0\.linear\.weight' is missing from {NAME}, which has a head 2", "1.", {}),
+        (rf"'3\.0\.linear\.weight' {MISSING}: .* says 5", "x", {"medusa_num_heads": 5}),
+        ("holds 1 layers per head, its config.json says 2", "x", {"medusa_num_layers": 2}),
+        (
+            r"'1\.1\.weight' in .* has shape \[24, 16\], .* asks for \[23, 16\]",
+            {"1.1.weight": np.zeros((V + 1, D), np.float32)},
+            {},
+        ),
+    ],
+)
+def test_traps(match, change, fields, tmp_path):
+    """The file, the key and both shapes are named."""
+    state = medusa_state(3)
+    spoilt = state | change if isinstance(change, dict) else without(state, change)
+    fails(match, write(tmp_path, spoilt, "medusa_lm_head.pt", V13 | fields))
 
 
 def test_mixed_types_are_read(tmp_path):
@@ -466,7 +519,7 @@ def test_our_own_by_directory_and_by_file(tmp_path):
     write(path, state, "medusa_lm_head.pt", V13)
     heads, params, _ = load(path)
     base = {"d_model": D, "vocab_size": V, "fingerprint": "x"}
-    heads_io.save_heads(str(tmp_path / "own"), heads, params, base=base, recipe={})
+    own_heads.save_heads(str(tmp_path / "own"), heads, params, base=base, recipe={})
     for file in ("", "heads.json", "heads.safetensors"):
         again, loaded, _ = load(tmp_path / "own" / file)
         assert again == heads

@@ -1,42 +1,85 @@
-"""EAGLE-3 heads against a recorded run of SpecForge's training model (sgl-project/SpecForge a6b6b02).
+"""EAGLE-3 heads against recorded runs of SpecForge (sgl-project/SpecForge a6b6b02) and speculators
+(vllm-project/speculators c05b95b).
 
-Weights, streams and teacher are random, made here from seeds. `OnlineEagle3Model` ran over them unmodified, four
-levels, in float64 with torch 2.13 on a CPU, with the loss of SpecForge's own reference of its Triton kernel.
+Weights, streams and teacher are random, made here from seeds. `OnlineEagle3Model` and `Eagle3DraftModel` ran over
+them unmodified, four levels, in float64 with torch 2.13 on a CPU: SpecForge with the loss of its own reference of
+its Triton kernel, speculators with its eager KL, on the directory that `convert --to speculators` wrote.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from flax.traverse_util import unflatten_dict
 from head_files import EAGLE3, IDS, LLAMA, V, eagle3_state, write
+from numpy_layers import numpy_norm
 from tiny import random_params
 
 from medusa_jax.heads import Backbone, make_drafter, vocabulary
 from medusa_jax.heads.drafter import TextRows
-from medusa_jax.interop.published import open_heads
-from medusa_jax.interop.tensors import unflatten
+from medusa_jax.interop import hf
+from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.export_heads import convert
+from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.interop.stored_heads import Export
 from medusa_jax.model.llama import Llama
 
 pytestmark = pytest.mark.usefixtures("x64")
 LEVELS, B, T, D = 4, 2, 12, LLAMA.d_model
 CONFIG = dataclasses.replace(LLAMA, n_layers=8)
-# By variant: the loss of each level, and its best draft token (as letters) after each position of row 0.
-RECORDED = {
-    "3.0": (
+
+
+class Recorded(NamedTuple):
+    """The loss of each level, its best draft token (as letters) after the positions of row 0, three logits."""
+
+    losses: list[float]
+    letters: list[str]
+    logits: list[list[float]]
+
+
+SPECFORGE = {
+    "3.0": Recorded(
         [1.784856, 1.44226, 1.133485, 1.115047],
         ["ghbgbbeac", "gjbbbbbac", "bbbbbcbbc", "bbbbbcbbi"],
         [[0.63265, 1.92216, -1.15365], [-0.1892, 2.84389, 0.43464],
          [-0.2404, 3.53466, 1.82183], [-0.01846, 3.57127, 2.52647]],
     ),
-    "3.1": (
+    "fc_norm": Recorded(
         [1.729832, 1.283968, 1.182915, 1.069404],
         ["ghagbhebd", "gjageeebd", "hjbggiecd", "gdbbciecd"],
         [[0.11176, -1.72407, -2.10377], [0.74591, -0.68887, -2.19439],
          [0.30923, 0.92402, -1.0615], [0.36057, 1.29473, -1.10985]],
     ),
 }  # fmt: skip
+SPECULATORS = {
+    "3.0": Recorded(
+        [2.496022, 2.344979, 2.251088, 2.696339],
+        ["ghbgbbea", "gjbbbbba", "bbbbbcbb", "bbbbbcbb"],
+        [[0.63265, 1.92216, -1.15365], [-0.1892, 2.84389, 0.43464],
+         [-0.2404, 3.53466, 1.82183], [-0.01846, 3.57127, 2.52647]],
+    ),
+    "3.1": Recorded(
+        [2.310455, 2.207841, 2.588362, 2.457433],
+        ["ghagbheb", "aaaagaei", "bbdijiik", "kajhiibh"],
+        [[0.11176, -1.72407, -2.10377], [0.38579, -1.38673, -0.61575],
+         [-2.02674, 1.69892, 1.85002], [1.08222, 2.24873, 1.73402]],
+    ),
+    "residual": Recorded(
+        [2.637741, 2.246476, 2.459565, 2.637923],
+        ["ghbgbbga", "bjgbbjbb", "biibjabb", "bbgiibki"],
+        [[0.61199, 1.88439, -1.17464], [0.88524, -0.78298, 0.82654],
+         [2.38882, -1.71, 0.59606], [1.04245, 1.61892, 1.93857]],
+    ),
+}  # fmt: skip
+FLAGS = {
+    "3.0": {},
+    "fc_norm": {"fc_norm": True},
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "residual": {"norm_before_residual": True},
+}
 
 
 def log_softmax(x):
@@ -44,9 +87,9 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum())
 
 
-@pytest.mark.parametrize("version", RECORDED)
-def test_levels_and_losses_are_specforge_s(version, tmp_path):
-    newer = version == "3.1"
+class Inputs:
+    """What both engines were given."""
+
     rng = np.random.default_rng(5)
     final_BTD, head_DV = rng.standard_normal((B, T + 1, D)), rng.standard_normal((D, V))
     tokens_BT = rng.integers(0, V, (B, T + 1))
@@ -54,32 +97,74 @@ def test_levels_and_losses_are_specforge_s(version, tmp_path):
     teacher_BTV = final_BTD @ head_DV / 2
     params = random_params(CONFIG, 0)
     params["embed_tokens"]["embedding"] = rng.standard_normal((V, D))
-    config = EAGLE3 | ({"fc_norm": True} if newer else {})
-    write(tmp_path, eagle3_state(newer=newer), "model.safetensors", config)
-    stored = open_heads(str(tmp_path))
-    heads = unflatten({k: np.float64(x) for k, x in stored.read(CONFIG).items()})
+
+
+def directory(version, path):
+    """The heads in SpecForge's layout."""
+    newer = "fc_norm" in FLAGS[version]
+    state = eagle3_state(newer=newer)
+    return write(path, state, "model.safetensors", EAGLE3 | FLAGS[version])
+
+
+def our_logits(path):
+    """Logits [levels, B, T, O] of the heads in a directory."""
+    stored = open_heads(str(path))
+    heads = unflatten_dict(
+        {k: np.float64(x) for k, x in stored.read(CONFIG).items()}, sep="/"
+    )
     backbone = vocabulary.narrowed(
-        Backbone(Llama(CONFIG, dtype=jnp.float64), params), jnp.asarray(IDS)
+        Backbone(Llama(CONFIG, dtype=jnp.float64), Inputs.params), jnp.asarray(IDS)
     )
     drafter = make_drafter(stored.heads, CONFIG).loss_view(LEVELS)
-    # SpecForge has no stream after the last token, whose level-0 row no other row here reads.
-    streams_BTE = np.concatenate([streams_BTE, np.zeros((B, 1, 3 * D))], axis=1)
-    hidden_BTE = np.concatenate([final_BTD, streams_BTE], axis=-1)
+    # The engines have no stream after the last token, whose level-0 row no other row here reads.
+    streams_BTE = np.concatenate([Inputs.streams_BTE, np.zeros((B, 1, 3 * D))], axis=1)
+    hidden_BTE = np.concatenate([Inputs.final_BTD, streams_BTE], axis=-1)
     positions_BT = np.broadcast_to(np.arange(T + 1), (B, T + 1))
-    rows = TextRows(hidden_BTE, tokens_BT, positions_BT, np.ones((B, T + 1), int))
+    rows = TextRows(hidden_BTE, Inputs.tokens_BT, positions_BT, np.ones((B, T + 1), int))
     features_KBTD = drafter.features(heads, backbone, rows)
-    losses, best, shown = RECORDED[version]
-    for k in range(LEVELS):
-        logits_BTO = np.asarray(
-            drafter.head_logits(heads, backbone, k, features_KBTD[k]), np.float64
-        )
-        letters = "".join(chr(97 + o) for o in logits_BTO[0, : T - 3].argmax(-1))
-        assert letters == best[k]
-        np.testing.assert_allclose(logits_BTO[1, 5, :3], shown[k], atol=2e-5)
+    logits = [
+        drafter.head_logits(heads, backbone, k, features_KBTD[k]) for k in range(LEVELS)
+    ]
+    return np.asarray(jnp.stack(logits), np.float64)
+
+
+def check(recorded, logits_KBTO, tolerance):
+    for k, logits_BTO in enumerate(logits_KBTO):
+        best = logits_BTO[0, : len(recorded.letters[k])].argmax(-1)
+        assert "".join(chr(97 + o) for o in best) == recorded.letters[k]
+        np.testing.assert_allclose(logits_BTO[1, 5, :3], recorded.logits[k], atol=tolerance)
+
+
+@pytest.mark.parametrize("version", SPECFORGE)
+def test_levels_and_losses_are_specforge_s(version, tmp_path):
+    recorded, logits_KBTO = SPECFORGE[version], our_logits(directory(version, tmp_path))
+    check(recorded, logits_KBTO, 2e-5)
+    for k, logits_BTO in enumerate(logits_KBTO):
         # Its mask: the position's token k before the last four, and the teacher's choice can be drafted.
         loss = 0.0
         for b, t in np.ndindex(B, T - 4 - k):
-            teacher_V = teacher_BTV[b, t + k + 1]
+            teacher_V = Inputs.teacher_BTV[b, t + k + 1]
             if teacher_V.argmax() in IDS:
                 loss -= np.exp(log_softmax(teacher_V[IDS])) @ log_softmax(logits_BTO[b, t])
-        assert_close(loss / (B * T), np.float64(losses[k]), dtype="float32")
+        assert_close(loss / (B * T), np.float64(recorded.losses[k]), dtype="float32")
+
+
+@pytest.mark.parametrize("version", SPECULATORS)
+def test_levels_and_losses_are_those_of_speculators(version, tmp_path):
+    """Of the directory that `convert` writes for it."""
+    hf.save_backbone(str(tmp_path / "base"), CONFIG, Inputs.params, "float64")
+    stored = open_heads(str(directory(version, tmp_path / "specforge")))
+    export = Export(stored, BaseFiles.open(str(tmp_path / "base")), "owner/base")
+    convert(export, "speculators", str(tmp_path / "out"))
+    recorded, logits_KBTO = SPECULATORS[version], our_logits(tmp_path / "out")
+    # Its teacher norms the last stream, which stands for `final_BTD`.
+    normed_BTD = numpy_norm(np.ones(D), Inputs.final_BTD, LLAMA.rms_eps)
+    teacher_BTO = (normed_BTD @ Inputs.head_DV / 2)[..., IDS]
+    check(recorded, logits_KBTO, 5e-5)  # its norms and rotation are in float32
+    for k, logits_BTO in enumerate(logits_KBTO):
+        losses = []
+        for b, t in np.ndindex(B, T - k):
+            teacher_O = log_softmax(teacher_BTO[b, t + k + 1])
+            divergence = teacher_O - log_softmax(logits_BTO[b, t])
+            losses.append(np.exp(teacher_O) @ divergence)
+        assert_close(np.mean(losses), np.float64(recorded.losses[k]), 64, dtype="float32")

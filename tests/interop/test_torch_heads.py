@@ -6,11 +6,11 @@ import pytest
 from head_files import LLAMA, medusa_state, write
 from our_heads import BASE, load
 
-from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.convert import convert
-from medusa_jax.interop.export_heads import Export
-from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.export_heads import convert
+from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.interop.stored_heads import Export
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -25,8 +25,8 @@ def test_our_files_are_torchs(dtype, tmp_path):
     heads, head_params, _ = load(
         write(tmp_path / "a", medusa_state(2), "medusa_lm_head.pt")
     )
-    record = heads_io.base_record(LLAMA, base.fingerprint())
-    heads_io.save_heads(str(tmp_path / "b"), heads, head_params, base=record, recipe={})
+    record = own_heads.base_record(LLAMA, base.fingerprint())
+    own_heads.save_heads(str(tmp_path / "b"), heads, head_params, base=record, recipe={})
     stored = open_heads(str(tmp_path / "b"))
     convert(Export(stored, base, "base", dtype), "tensorrt_llm", str(tmp_path / "out"))
     assert (

@@ -1,4 +1,4 @@
-"""Attention over whole rows in blocks, behind a cache and for one token equals the plain one."""
+"""Attention over whole rows in blocks, after a cache and for one token equals the plain one."""
 
 from functools import partial
 
@@ -12,8 +12,7 @@ from closeness import assert_close
 from medusa_jax.model import causal
 from medusa_jax.model.attention import attend, attend_one
 from medusa_jax.model.cache import write_rows
-from medusa_jax.model.causal import attend_behind, attend_causal
-from medusa_jax.model.online_softmax import Causal
+from medusa_jax.model.causal import CausalMask, attend_cached, attend_causal
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -35,13 +34,13 @@ def test_blocks_of_queries_give_what_one_attention_gives(T):
     mask = (mask & (row[:, None] - row[None] < 90))[None]
     weight = rng.standard_normal((1, T, 8))
 
-    def total(see, sees, *qkv):
-        out = see(*qkv, sees)
+    def total(attend, mask, *qkv):
+        out = attend(*qkv, mask)
         return (out * weight).sum(), out
 
     results = [
         jax.jit(jax.value_and_grad(partial(total, *see), (0, 1, 2), has_aux=True))(q, k, v)
-        for see in ((attend, mask), (attend_causal, Causal(segment[None], 90)))
+        for see in ((attend, mask), (attend_causal, CausalMask(segment[None], 90)))
     ]
     # All gradients as one array: those of a single token's query and key are zero but for rounding.
     assert_close(
@@ -63,7 +62,7 @@ def test_memory_of_a_gradient_grows_with_the_length_of_the_row():
         segments = jax.ShapeDtypeStruct((1, T), jnp.int32)
 
         def total(q, k, v, segments):
-            return attend_causal(q, k, v, Causal(segments)).sum()
+            return attend_causal(q, k, v, CausalMask(segments)).sum()
 
         run = jax.jit(jax.grad(total, (0, 1, 2)))
         memory = run.lower(*shapes, shapes[1], segments).compile().memory_analysis()
@@ -76,7 +75,7 @@ def test_memory_of_a_gradient_grows_with_the_length_of_the_row():
 
 @pytest.mark.parametrize("window, first", [(0, 0), (70, 0), (70, 190)])
 @pytest.mark.parametrize("T, platform", [(3, "cpu"), (300, "cpu"), (300, "tpu")])
-def test_a_text_behind_a_cache_sees_it_and_itself(T, platform, window, first, monkeypatch):
+def test_a_text_after_a_cache_sees_it_and_itself(T, platform, window, first, monkeypatch):
     """What `attend` gives over the written cache: ragged starts, a last block that overlaps.
 
     In the last case no row sees the first block of slots.
@@ -93,13 +92,13 @@ def test_a_text_behind_a_cache_sees_it_and_itself(T, platform, window, first, mo
     )
     mask_BTS = (behind_BTS >= 0) & (behind_BTS < (window or S))
     expected = attend_written(q, new, cache, start_B, mask_BTS)
-    got = jax.jit(partial(attend_behind, window=window))(q, new, cache, start_B)
+    got = jax.jit(partial(attend_cached, window=window))(q, new, cache, start_B)
     assert_close(got, expected)
 
 
 @pytest.mark.parametrize("start", [0, 3, 9])
-def test_one_token_behind_a_cache_sees_it_and_itself(start):
-    """What `attend` gives once the token's key and value are in the cache; slots behind are junk."""
+def test_one_token_after_a_cache_sees_it_and_itself(start):
+    """What `attend` gives once the token's key and value are in the cache; slots after are junk."""
     rng = np.random.default_rng(start)
     q = jnp.asarray(rng.standard_normal((2, 1, 4, 6)))
     cache = tuple(jnp.asarray(x) for x in rng.standard_normal((2, 2, 2, 10, 6)))

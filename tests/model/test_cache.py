@@ -38,18 +38,6 @@ def counting(batch, slots):
     return jax.tree.unflatten(structure, numbered)
 
 
-def test_worked_example_of_the_docstring():
-    for batch in (1, 2):
-        before = counting(batch, 16)
-        start, path = (np.array([x] * batch, np.int32) for x in (10, [0, 2, 3]))
-        after = commit(before, start, path, 4)
-        for old, new in zip(
-            *(map(np.asarray, jax.tree.leaves(c)) for c in (before, after))
-        ):
-            np.testing.assert_array_equal(new[:, :, :10], old[:, :, :10])
-            np.testing.assert_array_equal(new[:, :, 10:13], old[:, :, [10, 12, 13]])
-
-
 @SETTINGS
 @given(st.integers(0, 2**20), st.sampled_from([1, 3]))
 def test_commit_is_a_gather(seed, batch):

@@ -14,8 +14,7 @@ from cases import wide
 from children import devices, output_of
 
 from medusa_jax.model import attention, kernels
-from medusa_jax.model.causal import attend_causal
-from medusa_jax.model.online_softmax import Causal
+from medusa_jax.model.causal import CausalMask, attend_causal
 
 
 @pytest.mark.parametrize(
@@ -52,11 +51,11 @@ def rows(window, B=2, T=256, N=2, G=1, H=128):
     rng = np.random.default_rng(window)
     q, k, v = (rng.standard_normal((B, T, n, H), np.float32) for n in (N, G, G))
     segments = np.sort(rng.integers(0, 4, (B, T), np.int32), axis=1)[:, ::-1]
-    return (q, k, v), Causal(jnp.asarray(segments), window)
+    return (q, k, v), CausalMask(jnp.asarray(segments), window)
 
 
-def own(q, k, v, sees):
-    return attend_causal(q, k.swapaxes(1, 2), v.swapaxes(1, 2), sees).reshape(q.shape)
+def own(q, k, v, mask):
+    return attend_causal(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask).reshape(q.shape)
 
 
 @pytest.mark.parametrize("window", [20, *wide(0)])
@@ -71,11 +70,11 @@ def own(q, k, v, sees):
 )
 def test_values_and_gradients_are_our_own(run, window):
     """Packed rows with padding, two query heads on one key head."""
-    qkv, sees = rows(window)
+    qkv, mask = rows(window)
     weight = np.random.default_rng(9).standard_normal(qkv[0].shape).astype(np.float32)
 
     def total(f, *qkv):
-        out = f(*qkv, sees)
+        out = f(*qkv, mask)
         return (out * weight).sum(), out
 
     (_, *got), (_, *expected) = (
@@ -91,11 +90,11 @@ def test_values_and_gradients_are_our_own(run, window):
 def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
     """Forward and backward, by the layer's own way to it."""
     monkeypatch.setattr(kernels, "platform", lambda: "tpu")
-    qkv, sees = rows(100)
+    qkv, mask = rows(100)
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in qkv]
 
     def total(q, k, v):
-        out = attention.attend_rows(q, k.swapaxes(1, 2), v.swapaxes(1, 2), sees)
+        out = attention.attend_rows(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
         return out.astype(jnp.float32).sum()
 
     run = jax.jit(jax.grad(total, (0, 1, 2)))
@@ -111,13 +110,13 @@ from test_kernels import kernels, own, rows
 from medusa_jax.sharding import batch_sharding, make_mesh
 mesh = make_mesh((2, 1, 2))
 for G in (2, 1):
-    qkv, sees = rows(5, T=32, N=4, G=G, H=8)
-    placed = jax.device_put((*qkv, sees), batch_sharding(mesh))
+    qkv, mask = rows(5, T=32, N=4, G=G, H=8)
+    placed = jax.device_put((*qkv, mask), batch_sharding(mesh))
     run = jax.jit(kernels.on_mesh(partial(kernels.cudnn, implementation="xla"), mesh))
     with jax.set_mesh(mesh):
         text = run.lower(*placed).compile().as_text()
     assert "all-gather" not in text
-    assert_close(run(*placed), own(*qkv, sees))
+    assert_close(run(*placed), own(*qkv, mask))
 """
 
 

@@ -1,4 +1,4 @@
-"""Memory of compiled programs beside sums by hand, on eight simulated devices in a child process."""
+"""Memory of compiled programs compared with sums by hand, on eight simulated devices in a child process."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from medusa_jax.sharding import make_mesh, simulate_devices
 simulate_devices(8)
 from medusa_jax.commands.train import load_config
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from research import memory, scaling
+from research import scaling
 from medusa_jax.training import counted, dry
 from medusa_jax.tree import Tree
 
@@ -45,7 +45,7 @@ for dtype, rows in ((jnp.float32, 4), (jnp.bfloat16, 4), (jnp.bfloat16, 1)):
     found = program.memory_analysis()
     sizes = {"argument_bytes": found.argument_size_in_bytes}
     sizes["total_bytes"] = found.argument_size_in_bytes + found.temp_size_in_bytes
-    held = memory.decoding_bytes(variables, state, tree.n_nodes, arch.vocab_size)
+    held = scaling.decoding_bytes(variables, state, tree.n_nodes, arch.vocab_size)
     report[f"decoding of {rows} in {dtype.__name__}"] = [held, sizes, None]
 report["flags"] = os.environ["XLA_FLAGS"]
 print(json.dumps(report))

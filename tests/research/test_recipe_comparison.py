@@ -9,6 +9,7 @@ from tiny import write_model
 
 from medusa_jax.model import quantise
 from medusa_jax.training import trainer
+from medusa_jax.training.data.rows import write_tokens
 from research.recipes import command, figures, text, variants
 
 
@@ -20,7 +21,7 @@ def test_arms_end_in_a_table(tmp_path, monkeypatch, capsys):
     texts = ["".join(rng.choice(letters, 900)) for _ in range(3)]
     monkeypatch.setattr(text, "new_text", lambda: texts)
     pieces = [rng.integers(3, config.vocab_size, 400, dtype=np.int32) for _ in range(2)]
-    text.write_tokens(tmp_path / "old", pieces)
+    write_tokens(tmp_path / "old", pieces)
     args = [
         f"--original={tmp_path}/old", f"--model={tmp_path}/model", f"--out={tmp_path}/out",
         "--variants=baseline,medusa1,medusa2", "--steps=4", "--seeds=1",
@@ -91,6 +92,6 @@ def test_bad_input(tmp_path, capsys):
     args = [f"--original={tmp_path}", f"--out={tmp_path}/out"]
     assert command.main(args) == 2
     assert "no tokens.npy" in capsys.readouterr().err
-    text.write_tokens(tmp_path, [np.arange(9)])
+    write_tokens(tmp_path, [np.arange(9)])
     assert command.main([*args, "--variants=medusa3"]) == 2
     assert "unknown variant 'medusa3'" in capsys.readouterr().err

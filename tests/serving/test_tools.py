@@ -5,8 +5,8 @@ import json
 import jsonschema
 import openai
 import pytest
-import tiny
 from served import NAME, load_model, port_of
+from tiny import PRINTABLE, write_chat_model
 
 from medusa_jax.interop.tool_chat import FORMS
 from medusa_jax.serving.http.tools import CallReader
@@ -39,24 +39,11 @@ MESSAGES = [{"role": "user", "content": "Is it cold?"}]
 
 
 @pytest.fixture(scope="module")
-def tool_port(tmp_path_factory):
+def shared_port(tmp_path_factory):
     path = tmp_path_factory.mktemp("tools")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "CHARACTERS", "".join(map(chr, range(32, 127))) + "\n")
-        patch.setattr(tiny, "CONTEXT", 1024)
-        tiny.write_model(path)
-    file = path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    write_chat_model(path, TEMPLATE, characters=PRINTABLE, max_position=1024)
     with port_of(load_model(path)) as port:
         yield port
-        port.wait_idle()
-
-
-@pytest.fixture
-def client(tool_port):
-    url = tool_port.url + "/v1"
-    with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
-        yield client
 
 
 def ask(client, **fields):
@@ -116,11 +103,9 @@ def test_what_the_drafts_were_worth(client):
     assert usage.accepted_prediction_tokens > 20 and usage.rejected_prediction_tokens > 0
 
 
-def test_names_of_vllm(tool_port, client):
+def test_names_of_vllm(http, client):
     ask(client, tool_choice="required")
-    import httpx2 as httpx
-
-    said = httpx.get(tool_port.url + "/metrics").text
+    said = http.get("/metrics").text
     values = {
         line.split()[0]: float(line.split()[-1])
         for line in said.splitlines()
@@ -148,30 +133,17 @@ def test_names_of_vllm(tool_port, client):
         ({"tool_choice": {"function": {"name": "zoo"}}}, "names no tool"),
         ({"tools": [], "tool_choice": "required"}, "needs 'tools'"),
         ({"response_format": {"type": "json_object"}}, "not both"),
+        (
+            {"tools": [{"function": {"name": "a", "parameters": {"type": "x"}}}]},
+            "the tools cannot",
+        ),
         ({"messages": [{"role": "tool"}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages"),
-        (
-            {
-                "tools": [
-                    {"function": {"name": "a", "parameters": {"type": "x"}}},
-                ]
-            },
-            "the tools cannot be used",
-        ),
     ],
 )
 def test_what_is_refused(client, fields, about):
     with pytest.raises(openai.BadRequestError, match=about):
         ask(client, **fields)
-
-
-def test_a_template_that_knows_no_tools(port):
-    url = port.url + "/v1"
-    with (
-        openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client,
-        pytest.raises(openai.BadRequestError, match="chat template knows no tools"),
-    ):
-        ask(client)
 
 
 CALL = '{"name": "now", "arguments": {"a": ["}}", 1]}}'

@@ -9,7 +9,14 @@ import pickle
 import zipfile
 
 import numpy as np
-from head_files import eagle3_logits, eagle_logits, hydra_logits, medusa_logits, silu
+from head_files import (
+    eagle3_logits,
+    eagle_logits,
+    hydra_logits,
+    medusa_logits,
+    renamed,
+    silu,
+)
 from safetensors.numpy import load_file
 
 
@@ -244,6 +251,31 @@ def eagle3(path, base, streams, following):
     """
     config, state = config_of(path), load_file(path / "model.safetensors")
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    return eagle3_model(config, state, base, streams, following)
+
+
+def speculators(path, base, streams, following):
+    """vLLM: transformers_utils/configs/speculators, then its llama_eagle3.py; speculators' own keys.
+
+    speculators computes with uninitialised memory where `embed_tokens.weight` is missing, vLLM takes an
+    absent `norm_before_residual` for true.
+    """
+    config, state = config_of(path), load_file(path / "model.safetensors")
+    parts, layers = config["speculators_config"], config["transformer_layer_config"]
+    assert config["speculators_model_type"] == parts["algorithm"] == "eagle3"
+    assert parts["proposal_methods"][0]["speculative_tokens"] > 0
+    assert parts["verifier"]["name_or_path"] and layers["model_type"] == "llama"
+    embedding = state.pop("embed_tokens.weight")
+    assert embedding.shape == (base["vocab_size"], base["hidden_size"])
+    passed_on = ("draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output")
+    fields = layers | {name: config[name] for name in passed_on}
+    assert len(config["eagle_aux_hidden_state_layer_ids"]) == 3
+    state = renamed(state, "layers.0.", "midlayer.")
+    return eagle3_model(fields, state, base, streams, following)
+
+
+def eagle3_model(config, state, base, streams, following):
+    """Strict keys and shapes, then logits."""
     for field in ("hidden_size", "vocab_size", "rms_norm_eps"):
         assert config[field] == base[field]
     assert config["num_hidden_layers"] == 1 and "rope_theta" in config

@@ -137,6 +137,43 @@ EAGLE3 = {
 }
 
 
+# The same heads as speculators writes them (c05b95b, transformers 5.15): config.json, and `renamed` keys.
+SPECULATORS = {
+    "architectures": ["Eagle3DraftModel"],
+    "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+    "draft_vocab_size": len(IDS),
+    "dtype": "float32",
+    "eagle_aux_hidden_state_layer_ids": [0, 0, 1],
+    "embed_requires_grad": False,
+    "fc_norm": False,
+    "norm_before_fc": False,
+    "norm_before_residual": False,
+    "norm_output": False,
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "owner/base"},
+    },
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.7.0",
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "transformer_layer_config": {
+        name: x
+        for name, x in EAGLE3.items()
+        if name not in ("architectures", "draft_vocab_size", "rope_theta")
+    }
+    | {"rope_parameters": {"rope_theta": THETA3, "rope_type": "default"}},
+    "transformers_version": "5.15.1",
+}
+
+
+def renamed(state, old="midlayer.", new="layers.0."):
+    """The tensors under the other name of the layer."""
+    return {key.replace(old, new): x for key, x in state.items()}
+
+
 EAGLE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
 EAGLE |= {"hidden_size": D, "intermediate_size": LLAMA.d_ff, "vocab_size": V}
 EAGLE |= {"num_attention_heads": LLAMA.n_heads, "num_key_value_heads": LLAMA.n_kv_heads}
@@ -160,7 +197,7 @@ def wide(state):
 
 
 def medusa_logits(state, hidden, lm_head=None, prefix=""):
-    """[K, V] of every head behind one hidden state [D]; `lm_head` [V, D] if it is shared."""
+    """[K, V] of every head after one hidden state [D]; `lm_head` [V, D] if it is shared."""
     state, rows = wide(state), []
     n_heads = 1 + max(int(key.removeprefix(prefix).split(".")[0]) for key in state)
     for k in range(n_heads):
@@ -175,7 +212,7 @@ def medusa_logits(state, hidden, lm_head=None, prefix=""):
 
 
 def hydra_logits(state, hidden, embedded, n_heads=3, n_layers=3, plus=False):
-    """[K, V] behind the last of the hidden states [T, D]; `embedded` [K, D] of later tokens."""
+    """[K, V] after the last of the hidden states [T, D]; `embedded` [K, D] of later tokens."""
     state = wide(state)
     x, rows = (prefix_output(state, hidden) if plus else hidden)[-1], []
     for k in range(n_heads):
@@ -211,10 +248,10 @@ def prefix_output(state, x):
 
 
 def eagle_logits(state, hidden, following, lm_head, depth=4):
-    """[depth, V] behind the hidden states [T, D], every level fed back to the next.
+    """[depth, V] after the hidden states [T, D], every level fed back to the next.
 
     Args:
-      following: embeddings [T + depth - 1, D] of the tokens behind each position.
+      following: embeddings [T + depth - 1, D] of the tokens after each position.
     """
     state, rows, logits = wide(state), hidden, []
     for _ in range(depth):

@@ -20,7 +20,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.layers import shift_left
-from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop import heads_io, hf, own_heads
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import export, losses
@@ -161,9 +161,9 @@ def test_a_plain_description_of_heads_loads_their_first_stage(tokens, tmp_path):
     cfg.heads = HeadsConfig(drafter="hydra", n_heads=2)
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     heads = drafter.init(jax.random.key(4), Backbone(Llama(cfg.model.arch), params))
-    base = heads_io.describe_base(cfg.model.arch, params)
+    base = own_heads.base_record(cfg.model.arch, hf.fingerprint(cfg.model.arch, params))
     recipe = {"steps": 7}
-    heads_io.save_heads(str(tmp_path), drafter.heads, heads, base=base, recipe=recipe)
+    own_heads.save_heads(str(tmp_path), drafter.heads, heads, base=base, recipe=recipe)
     cfg.train.heads_path = str(tmp_path)
     loaded = load_heads(cfg, cfg.model.arch, base, make_mesh())
     jax.tree.map(np.testing.assert_array_equal, loaded[0], heads)

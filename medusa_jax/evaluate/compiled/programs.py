@@ -1,12 +1,11 @@
 """Compile the decode loop of a model of shapes only, for devices that are not here."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.api.weightless import abstract_state, abstract_variables
 from medusa_jax.config import LlamaConfig
@@ -18,11 +17,14 @@ from medusa_jax.evaluate.compiled.text import Program, read_program
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.sharding import (
+    bytes_on_device,
     decode_shardings,
     make_mesh,
     param_shardings,
     replicated,
+    shapes_with,
 )
+from medusa_jax.training.dry import memory_of
 from medusa_jax.tree import Tree
 
 
@@ -43,7 +45,7 @@ class Case:
     mesh: tuple[int, int, int] = (1, 1, 1)
     acceptance: str = "greedy"
     filters: tuple[str, ...] = ()
-    dtype: Any = jnp.bfloat16
+    dtype: DTypeLike = jnp.bfloat16
     layers: int = 2
 
 
@@ -96,46 +98,33 @@ def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
     of_heads = drafter if tree.depth else None
     shapes = abstract_variables(few, of_heads, case.dtype, shards=shards)
     state = abstract_state(engine, shapes, case.context, case.batch)
-    variables = _placed(shapes, {k: param_shardings(mesh, v) for k, v in shapes.items()})
-    state = _placed(state, decode_shardings(mesh, state))
+    variables = shapes_with(
+        shapes, {k: param_shardings(mesh, v) for k, v in shapes.items()}
+    )
+    state = shapes_with(state, decode_shardings(mesh, state))
     steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
     with jax.set_mesh(mesh):
         compiled = decode_loop.lower(engine, variables, state, steps).compile()
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+    text = compiled.as_text() or ""
     program = read_program(text)
     peaks = case.target.bytes_per_cycle, case.target.flops_per_cycle
     costs = step_costs(program, *peaks, case.filters)
     more = case.config.n_layers - few.n_layers
-    layer = _bytes((variables["backbone"]["layers_0"], state.cache.layers[0]))
-    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    layer = bytes_on_device((variables["backbone"]["layers_0"], state.cache.layers[0]))
     backbone = {k: v for k, v in variables["backbone"].items() if k != "embed_tokens"}
-    weights = _bytes((backbone, variables["heads"] if tree.depth else {}))
-    weights += more * _bytes(variables["backbone"]["layers_0"])
+    weights = bytes_on_device((backbone, variables["heads"] if tree.depth else {}))
+    weights += more * bytes_on_device(variables["backbone"]["layers_0"])
     sent = sent_by_kind(collectives(text))
     return Step(
         stages=of_all_layers(costs, few.n_layers, case.config.n_layers)
         if case.target.bytes_per_cycle
         else {},
         weights=weights,
-        memory=total + more * layer,
+        memory=memory_of(compiled)["total_bytes"] + more * layer,
         kernels=round(kernels(costs, few.n_layers, case.config.n_layers)),
         sent={k: v * case.config.n_layers / few.n_layers for k, v in sent.items()},
         program=program,
         costs=costs,
-        cache_numbers=_bytes(state.cache.layers[0][0]) // jnp.dtype(case.dtype).itemsize,
-    )
-
-
-def _placed(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
-
-
-def _bytes(tree: Any) -> int:
-    """Bytes of a tree of placed shapes on one device."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
+        cache_numbers=bytes_on_device(state.cache.layers[0][0])
+        // jnp.dtype(case.dtype).itemsize,
     )

@@ -17,12 +17,13 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import checksum, read_array
+from medusa_jax.whole_files import checksum, read_array, write_array
 
 ARRAYS = ("tokens.npy", "counted.npy", "doc_starts.npy")
 REPORT = "report.json"
@@ -99,18 +100,23 @@ def mixed(texts: Sequence[Rows]) -> Rows:
 
 
 class TokenRows(Rows):
-    """Rows of one text, packed from a token directory."""
+    """Rows of one text, packed from a token directory.
+
+    Attributes:
+      states: the file of each sample's hidden states, if they are given (`given_states.py`); else empty.
+    """
 
     def __init__(
-        self, directory: str, cfg: DataConfig, vocab_size: int, shuffle: bool = True
-    ):
+        self, directory: str, cfg: DataConfig, vocab_size: int, shuffle: bool = True,
+        states: Sequence[str] = (),
+    ):  # fmt: skip
         """Open the arrays and pack the rows.
 
         Raises:
           UserError: arrays are missing, inconsistent or exceed the vocabulary.
         """
         super().__init__(cfg, shuffle)
-        self.directory = directory
+        self.directory, self.states = directory, states
         arrays, self.crc = token_arrays(directory)
         tokens = arrays.get("tokens.npy")
         if tokens is None or not tokens.size:
@@ -249,6 +255,25 @@ def token_arrays(directory: str) -> tuple[dict[str, np.ndarray], int]:
             )
         arrays[name] = array
     return arrays, zlib.crc32(repr(found).encode())
+
+
+def write_tokens(
+    directory: str | Path,
+    samples: Sequence[np.ndarray],
+    counted: Sequence[np.ndarray] | None = None,
+) -> None:
+    """Write the arrays of a token directory: samples one after another.
+
+    Args:
+      counted: which tokens of each sample are targets; None: all, without a file.
+    """
+    starts = np.cumsum([0, *(len(sample) for sample in samples[:-1])], dtype=np.int64)
+    arrays = {"tokens.npy": np.concatenate(samples), "doc_starts.npy": starts}
+    if counted is not None:
+        arrays["counted.npy"] = np.concatenate(counted)
+    os.makedirs(directory, exist_ok=True)
+    for name, array in arrays.items():
+        write_array(os.path.join(directory, name), array)
 
 
 def stored_checksums(directory: str) -> dict[str, int]:
