@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.heads import Backbone, Drafter
-from medusa_jax.heads.autoregressive import Autoregressive, padded
+from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.causal import CausalMask
@@ -62,6 +62,10 @@ def unrolled(
     seen_BTT = CausalMask(segment_ids_BT)
     x_BTD, cache = drafter._first_input(params, backbone, hidden_BTE), None
     row_T, slot_R = np.arange(T), np.arange(T * (K - 1))
+
+    def with_room(x_BGTH: jax.Array) -> jax.Array:
+        return jnp.pad(x_BGTH, ((0, 0), (0, 0), (0, T * (K - 1)), (0, 0)))
+
     features = []
     for k in range(K):
         mask: jax.Array | CausalMask = seen_BTT
@@ -76,6 +80,6 @@ def unrolled(
             mask, cache, start_B,
         )  # fmt: skip
         if k == 0:
-            cache = jax.tree.map(lambda x: padded(x, 2, T * (K - 1)), cache)
+            cache = jax.tree.map(with_room, cache)
         features.append(x_BTD)
     return jnp.stack(features)

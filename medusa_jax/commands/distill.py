@@ -73,7 +73,7 @@ class Flags(TextOptions, HostFlags, ModelFlags):
         type=at_least(0),
     )
     compose: int = flag(
-        "instead of --prompts: number of questions put together from tasks and subjects",
+        "instead of --prompts: number of questions put together from tasks and subjects, each with a follow-up",
         0,
         type=at_least(0),
     )

@@ -17,33 +17,27 @@ from medusa_jax.whole_files import Json
 
 # What a request continues or answers, one of these.
 PROMPTS = ("prompt", "prompt_ids", "messages")
+# Options that have the flag's value.
+UNCHANGED = (
+    "max_new_tokens", "top_k", "min_p", "seed", "max_steps", "logprobs", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "epsilon", "delta",
+)  # fmt: skip
 
 
 def shared_options(flags: Flags) -> Json:
     """The options of every request: from the flags, else from the model's name."""
     row = named(flags.model)
     brought = row.sampling if row else {}
-    return {
-        "max_new_tokens": flags.max_new_tokens,
+    return {name: getattr(flags, name) for name in UNCHANGED} | {
         "temperature": _first(flags.temperature, brought.get("temperature"), 0.0),
-        "top_k": flags.top_k,
         "top_p": _first(flags.top_p, brought.get("top_p"), 1.0),
-        "min_p": flags.min_p,
-        "seed": flags.seed,
         "stop": tuple(flags.stop),
         "eos_ids": None if flags.eos_ids is None else token_ids(flags.eos_ids, "--eos_ids"),
         "stop_sequences": tuple(
             token_ids(text, "--stop_sequence") for text in flags.stop_sequence
         ),
-        "max_steps": flags.max_steps,
-        "logprobs": flags.logprobs,
-        "presence_penalty": flags.presence_penalty,
-        "frequency_penalty": flags.frequency_penalty,
-        "repetition_penalty": flags.repetition_penalty,
         "logit_bias": _biases(flags.logit_bias),
         "constraint": _constraint(flags.constraint),
-        "epsilon": flags.epsilon,
-        "delta": flags.delta,
     }
 
 

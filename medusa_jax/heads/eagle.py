@@ -26,7 +26,7 @@ from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.layers import lm_head_logits, lm_head_start, zero_output
-from medusa_jax.model.attention import Mask, Pair
+from medusa_jax.model.attention import LayerCache, Mask
 from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.layers import Linear
 from medusa_jax.model.llama import Block
@@ -63,9 +63,9 @@ class Layers(nn.Module):
         next_BTD: jax.Array,
         positions_BT: jax.Array,
         mask: Mask,
-        cache: tuple[Pair, ...] | None = None,
+        cache: tuple[LayerCache, ...] | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[Pair, ...]]:
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
         """f and e -> f^, and the keys and values of every layer as `Attention` returns them."""
         both = [next_BTD.astype(self.dtype), hidden_BTD.astype(self.dtype)]
         x_BTD = self.fc(jnp.concatenate(both, axis=-1))

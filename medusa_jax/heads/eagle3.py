@@ -34,7 +34,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.layers import lm_head_logits, lm_head_start, zero_output
-from medusa_jax.model.attention import Attention, Mask, Pair
+from medusa_jax.model.attention import Attention, LayerCache, Mask, Pair
 from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.llama import Block, Mlp
@@ -77,9 +77,9 @@ class WideBlock(nn.Module):
         next_BTD: jax.Array,
         rope: Pair,
         mask: Mask,
-        cache: Pair | None,
+        cache: LayerCache | None,
         start_B: jax.Array | None,
-    ) -> tuple[jax.Array, Pair]:
+    ) -> tuple[jax.Array, LayerCache]:
         norm = partial(RMSNorm, self.config.rms_eps, self.dtype)
         normed_BTD = norm(name="hidden_norm")(x_BTD)
         both = [norm(name="input_layernorm")(next_BTD), normed_BTD]
@@ -126,9 +126,9 @@ class Layers(nn.Module):
         next_BTD: jax.Array,
         positions_BT: jax.Array,
         mask: Mask,
-        cache: tuple[Pair, ...] | None = None,
+        cache: tuple[LayerCache, ...] | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[Pair, ...]]:
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
         """a and e -> a', and the keys and values of every layer as `Attention` returns them."""
         rope = rope_tables(self.config, positions_BT, self.dtype)
         x_BTD, next_BTD = x_BTD.astype(self.dtype), next_BTD.astype(self.dtype)

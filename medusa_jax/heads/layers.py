@@ -162,6 +162,7 @@ class CausalLayer(nn.Module):
         mask = cached_mask(x_BTD.shape[1], cache[0].shape[2], start_B)
         rope = rope_tables(self.config, positions_BT, self.dtype)
         x_BTD, new = self.layers_0(x_BTD.astype(self.dtype), rope, mask, cache, start_B)
+        assert isinstance(new, tuple)
         return self._out(x_BTD), new
 
     def _out(self, x_BTD: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from medusa_jax.model.cache import write_rows
 from medusa_jax.model.causal import (
     CausalMask,
     attend_cached,
+    attend_levels,
     dot,
     flat,
     folded,
@@ -104,6 +105,20 @@ class PathMask(struct.PyTreeNode):
     window: int = struct.field(pytree_node=False, default=0)
 
 
+class LevelCache(struct.PyTreeNode):
+    """What a level of drafts in training attends to, per layer (`heads/autoregressive.py`).
+
+    Attributes:
+      text: keys and values [B, G, T, H] of the first level; row t sees those of rows up to t.
+      levels: of the levels after it; row t sees row t.
+    """
+
+    text: Pair
+    levels: tuple[Pair, ...] = ()
+
+
+LayerCache = Pair | LevelCache
+
 # What each token sees: [B, T, S] over the slots of a cache, the cached text and a path of new tokens, or
 # the text before it.
 Mask = jax.Array | PathMask | CausalMask
@@ -160,13 +175,17 @@ def attention_of(
     q_BTNH: jax.Array,
     new: Pair,
     mask: Mask,
-    cache: Pair | None,
+    cache: LayerCache | None,
     start_B: jax.Array | None,
-) -> tuple[jax.Array, Pair]:
+) -> tuple[jax.Array, LayerCache]:
     """The output [B, T, N * H], and the cache with the new keys and values (only these without a cache)."""
     if cache is None:
         assert isinstance(mask, CausalMask)
         return attend_rows(q_BTNH, *new, mask), new
+    if isinstance(cache, LevelCache):
+        assert isinstance(mask, CausalMask)
+        levels = (*cache.levels, new)
+        return attend_levels(q_BTNH, cache.text, levels, mask), cache.replace(levels=levels)
     assert start_B is not None and not isinstance(mask, PathMask)
     if isinstance(mask, CausalMask):
         out_BTD = attend_cached(q_BTNH, new, cache, start_B, mask.window)
@@ -199,9 +218,9 @@ class Attention(nn.Module):
         x_BTD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         mask: Mask,
-        cache: Pair | None = None,
+        cache: LayerCache | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, Pair]:
+    ) -> tuple[jax.Array, LayerCache]:
         c = self.config
         B, T, _ = x_BTD.shape
         sizes = [
@@ -230,5 +249,5 @@ class Attention(nn.Module):
         k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         new = (k_BGTH, v_BGTH)
-        out_BTD, cache = attention_of(q_BTNH, new, mask, cache, start_B)
-        return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), cache
+        out_BTD, written = attention_of(q_BTNH, new, mask, cache, start_B)
+        return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), written

@@ -20,6 +20,7 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.model.attention import (
     MAX_MASKED,
     Attention,
+    LayerCache,
     Mask,
     Pair,
     PathMask,
@@ -73,12 +74,12 @@ class Block(nn.Module):
         x_BTD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         mask: Mask,
-        cache: tuple[jax.Array, jax.Array] | None = None,
+        cache: LayerCache | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    ) -> tuple[jax.Array, LayerCache]:
         c = self.config
         if isinstance(mask, PathMask):
-            assert cache is not None and start_B is not None
+            assert isinstance(cache, tuple) and start_B is not None
             layer = self.variables["params"]
             return fused_layer(c, layer, x_BTD, rope, mask, cache, start_B)
         norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
@@ -251,8 +252,9 @@ class Llama(nn.Module):
             layer_cache = cache.layers[i] if cache is not None else None
             # Initialisation needs the bound layer, to create its parameters.
             run = block if self.is_initializing() else partial(_run_layer, *block.unbind())
-            x_BTD, layer_cache = run(x_BTD, rope, mask, layer_cache, start_B)
-            layers.append(layer_cache)
+            x_BTD, written = run(x_BTD, rope, mask, layer_cache, start_B)
+            assert isinstance(written, tuple)
+            layers.append(written)
         x_BTD = split_rows(self.mesh, x_BTD)
         streams.append(x_BTD)
         hidden_BTD = self.norm(x_BTD)

@@ -35,10 +35,10 @@ from research.family.report import (
 
 DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
 # label_weight and teacher_weight of each paper's loss: Medusa equation 1; Hydra 3 and, for Hydra++,
-# 6.1; Amphista equations 7 to 9; EAGLE 3.2 (its regression and noise are in its configuration).
+# 6.1; Amphista equations 7 to 9; EAGLE 3.2 (its regression and noise are in its configuration); EAGLE-3 3.2.
 LOSSES = {"medusa": (1.0, 0.0), "hydra": (1.0, 0.0), "hydrapp": (0.0, 1.0),
           "amphista": (0.1, 1.0), "amphista_alpha": (0.1, 1.0),
-          "eagle": (0.0, 0.1)}  # fmt: skip
+          "eagle": (0.0, 0.1), "eagle3": (0.0, 1.0)}  # fmt: skip
 CURVE_POINTS = 8
 # Fields that may differ between a finished training and the requested one: logging, directories and
 # chunking.

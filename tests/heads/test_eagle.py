@@ -14,10 +14,11 @@ from trees import WILD
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import autoregressive, make_drafter
+from medusa_jax.heads import make_drafter
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.levels import Level, inner_nodes
+from medusa_jax.model import causal
 from medusa_jax.training import losses
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -93,15 +94,15 @@ def test_a_tree_is_drafted_along_its_paths():
             assert_close(logits[depth][b], np.stack(want))
 
 
-def test_chunks_of_positions_are_all_positions_at_once(monkeypatch):
-    """Three chunks, the last one partly beyond the rows, over two texts in a row."""
+def test_blocks_of_positions_are_all_positions_at_once(monkeypatch):
+    """Three blocks, the last one partly beyond the rows, over two texts in a row."""
     backbone, drafter, params = problem()
     hidden, tokens, positions, segments = family.random_rows(np.random.default_rng(2))
     segments = np.where(positions < 7, 1, 2).astype(np.int32)
     positions = np.where(positions < 7, positions, positions - 7).astype(np.int32)
     found = []
     for size in (64, 5):
-        monkeypatch.setattr(autoregressive, "CHUNK", size)
+        monkeypatch.setattr(causal, "BLOCK", size)
         run = jax.jit(lambda p, *rows: drafter.features(p, backbone, TextRows(*rows)))
         found.append(run(params, hidden, tokens, positions, segments))
     assert_close(*found)
@@ -118,7 +119,7 @@ def numpy_log_softmax(x):
 def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch):
     """sum_k decay^k (3 smooth L1 to the hidden state + CE / 4 with text + CE / 2 with the backbone),
     each level's mean over the pairs of its own distance; each level reads the one above."""
-    monkeypatch.setattr(autoregressive, "CHUNK", 4)
+    monkeypatch.setattr(causal, "BLOCK", 4)
     backbone, drafter, params = problem(n_layers=1)
     kernel = backbone.params["lm_head"]["kernel"]
 

@@ -14,9 +14,10 @@ from test_hydra import numpy_tree
 from tiny import tiny_arch
 from trees import WILD
 
-from medusa_jax.heads import autoregressive, make_drafter, vocabulary
+from medusa_jax.heads import make_drafter, vocabulary
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.levels import Level, inner_nodes
+from medusa_jax.model import causal
 from medusa_jax.training import losses
 from medusa_jax.tree import Tree
 
@@ -105,8 +106,8 @@ def numpy_reader(params, drafter, backbone, hidden_TE, tokens_T):
 
 @pytest.mark.parametrize("fields", [PAPER, NEWER, VARIANT])
 def test_features_and_logits_of_every_level(fields, monkeypatch):
-    """In training, over three chunks of positions."""
-    monkeypatch.setattr(autoregressive, "CHUNK", 5)
+    """In training, over several blocks of keys."""
+    monkeypatch.setattr(causal, "BLOCK", 5)
     backbone, drafter, params = of(fields)
     rng = np.random.default_rng(0)
     rows = hidden, tokens, *_ = family.random_rows(rng, B=1, E=family.width(drafter))
@@ -155,7 +156,7 @@ def test_drafts_of_a_chain_and_of_a_tree(fields, tree):
 def test_the_loss_of_every_level_and_its_gradient_through_them(fields, monkeypatch):
     """Of each level: the sum of -p log q over pairs that count, p the backbone's over IDS, over all
     pairs, those with another label included."""
-    monkeypatch.setattr(autoregressive, "CHUNK", 4)
+    monkeypatch.setattr(causal, "BLOCK", 4)
     whole, (backbone, drafter, params) = stored_base(), of(fields, len(IDS))
     kernel = np.asarray(whole.params["lm_head"]["kernel"])[:, IDS]
 

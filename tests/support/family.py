@@ -126,7 +126,7 @@ def level_pairs(rows, counted, levels):
 def check_levels_loss(drafter, params, backbone, targets, numpy_loss, levels, decay):
     """The loss over levels is `numpy_loss(params, rows, counted)`, and its gradient that slope.
 
-    Two texts in a row, chunks of positions, one token in between that does not count.
+    Two texts in a row, blocks of keys, one token in between that does not count.
     """
     rng = np.random.default_rng(3)
     hidden, tokens, _, segments = random_rows(rng, 1, 11, width(drafter))

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.stages import Compiled
 from jax.typing import DTypeLike
 
 from medusa_jax.api.weightless import abstract_state, abstract_variables
 from medusa_jax.config import LlamaConfig
-from medusa_jax.decoding.generate import Engine, decode_loop
+from medusa_jax.decoding.generate import DecodeState, Engine, decode_loop
 from medusa_jax.devices.collectives import collectives, sent_by_kind
 from medusa_jax.evaluate.compiled.cycles import Cost, kernels, of_all_layers, step_costs
 from medusa_jax.evaluate.compiled.targets import Target
@@ -17,6 +19,7 @@ from medusa_jax.evaluate.compiled.text import Program, read_program
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.sharding import (
+    Params,
     bytes_on_device,
     decode_shardings,
     make_mesh,
@@ -83,6 +86,32 @@ class Step:
         return self.weights / target.bytes_per_cycle / self.cycles
 
 
+def compiled_loop(
+    config: LlamaConfig, drafter: Drafter, tree: Tree, mesh: Mesh, rows: int, context: int,
+    dtype: DTypeLike, acceptance: str = "greedy",
+) -> tuple[Compiled, Params, DecodeState]:  # fmt: skip
+    """Compile the loop of decode steps on a mesh from shapes; also returns its variables and state.
+
+    Args:
+      context: tokens of each row before the step, which determine the number of cache slots.
+    """
+    several = mesh if mesh.size > 1 else None
+    shards = mesh.shape["tensor"]
+    llama = Llama(decoding_config(config), dtype, shards=shards, mesh=several)
+    engine = Engine(llama, drafter, tree, acceptance)
+    of_heads = drafter if tree.depth else None
+    shapes = abstract_variables(config, of_heads, dtype, shards=shards)
+    state = abstract_state(engine, shapes, context, rows)
+    variables = shapes_with(
+        shapes, {k: param_shardings(mesh, v) for k, v in shapes.items()}
+    )
+    state = shapes_with(state, decode_shardings(mesh, state))
+    steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+    with jax.set_mesh(mesh):
+        compiled = decode_loop.lower(engine, variables, state, steps).compile()
+    return compiled, variables, state
+
+
 def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
     """Compile `decode_loop` and read its figures.
 
@@ -91,20 +120,9 @@ def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
     """
     few = dataclasses.replace(case.config, n_layers=min(case.layers, case.config.n_layers))
     mesh = make_mesh(case.mesh, case.target.devices)
-    several = mesh if mesh.size > 1 else None
-    shards = mesh.shape["tensor"]
-    llama = Llama(decoding_config(few), case.dtype, shards=shards, mesh=several)
-    engine = Engine(llama, drafter, tree, case.acceptance)
-    of_heads = drafter if tree.depth else None
-    shapes = abstract_variables(few, of_heads, case.dtype, shards=shards)
-    state = abstract_state(engine, shapes, case.context, case.batch)
-    variables = shapes_with(
-        shapes, {k: param_shardings(mesh, v) for k, v in shapes.items()}
+    compiled, variables, state = compiled_loop(
+        few, drafter, tree, mesh, case.batch, case.context, case.dtype, case.acceptance
     )
-    state = shapes_with(state, decode_shardings(mesh, state))
-    steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    with jax.set_mesh(mesh):
-        compiled = decode_loop.lower(engine, variables, state, steps).compile()
     text = compiled.as_text() or ""
     program = read_program(text)
     peaks = case.target.bytes_per_cycle, case.target.flops_per_cycle
