@@ -255,7 +255,7 @@ def commit(
     drafter = engine.drafter.commit(heads, backbone, drafter, new)
     cache = verified.cache
     if path_BL.shape[1] > 1:
-        cache = cache.commit(state.length_B, path_BL, verified.tree.n_nodes)
+        cache = cache.commit(state.length_B, path_BL)
     text_BS = state.text_BS
     if text_BS is not None:
         text_BS = write_tokens(text_BS, emitted_BL, state.length_B + 1)

@@ -14,6 +14,7 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding.generate import DecodeState, Engine, decode_loop
 from medusa_jax.devices.collectives import collectives, sent_by_kind
 from medusa_jax.evaluate.compiled.cycles import Cost, kernels, of_all_layers, step_costs
+from medusa_jax.evaluate.compiled.reads import bytes_read
 from medusa_jax.evaluate.compiled.targets import Target
 from medusa_jax.evaluate.compiled.text import Program, read_program
 from medusa_jax.heads.drafter import Drafter
@@ -61,6 +62,7 @@ class Step:
       weights: bytes of weights that a step has to read (the embedding is looked up).
       memory: bytes of arguments, temporaries and results; temporaries are of the compiled layers.
       kernels: kernels of a step on a GPU, instructions that move or compute on a TPU.
+      read: bytes that the kernels of a step read on a GPU; 0 on a TPU.
       sent: bytes that a device sends in a step, by collective.
       program, costs: the compiled program of few layers.
     """
@@ -69,6 +71,7 @@ class Step:
     weights: int
     memory: int
     kernels: int
+    read: int
     sent: dict[str, float]
     program: Program
     costs: list[Cost]
@@ -140,6 +143,9 @@ def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
         weights=weights,
         memory=memory_of(compiled)["total_bytes"] + more * layer,
         kernels=round(kernels(costs, few.n_layers, case.config.n_layers)),
+        read=round(bytes_read(program, costs, few.n_layers, case.config.n_layers))
+        if not case.target.bytes_per_cycle
+        else 0,
         sent={k: v * case.config.n_layers / few.n_layers for k, v in sent.items()},
         program=program,
         costs=costs,
