@@ -81,7 +81,7 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
     shared = shared_options(flags)
     if path is None:
         text = read_stdin() if flags.prompt == "-" else flags.prompt
-        return [text], [Options(**shared)]
+        return [text], [_one(flags, shared)]
     try:
         # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -101,12 +101,22 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
         try:
             prompts.append(_prompt(record))
             check_fields(record, shared)
-            options.append(Options(**(shared | own_options(record, shared))))
+            options.append(_one(flags, shared | own_options(record, shared)))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
     if not prompts:
         raise UserError(f"{path} holds no requests")
     return prompts, options
+
+
+def _one(flags: Flags, fields: dict[str, Any]) -> Options:
+    """The options of one request."""
+    options = Options(**fields)
+    if options.constraint is not None and flags.no_repeat_ngram_size:
+        raise UserError(
+            "a constraint and --no_repeat_ngram_size may leave no token: give one of them"
+        )
+    return options
 
 
 def read_stdin() -> str:
