@@ -104,10 +104,9 @@ def run(flags: Flags) -> int:
 
 
 def processors() -> int:
-    """How many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Number of processors that this process may use."""
+    own = hasattr(os, "sched_getaffinity")  # not on every platform
+    return len(os.sched_getaffinity(0)) if own else os.cpu_count() or 1
 
 
 main = Program("python -m medusa_jax bench against", Flags, run, EXAMPLES)

@@ -10,6 +10,12 @@ from medusa_jax.evaluate.bandwidth import bytes_per_token, stored_as
 from medusa_jax.evaluate.compare import Comparison
 from medusa_jax.whole_files import Json
 
+# Fields of a result that --json prints first, in this order.
+RESULT = (
+    "text", "token_ids", "prompt_tokens", "new_tokens", "finish_reason", "steps",
+    "mean_accepted_length", "acceptance_histogram", "accepted_lengths", "prefill_seconds",
+    "decode_seconds", "compile_seconds", "tokens_per_second",
+)  # fmt: skip
 # Accepted drafts by depth: green, cyan, blue, magenta, yellow; the verifier's own tokens plain.
 COLOURS = (32, 36, 34, 35, 33)
 
@@ -43,20 +49,9 @@ def describe(
             decode_seconds=compared.drafted.decode_seconds,
         )
     device = jax.devices()[0]
-    facts: Json = {
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "prompt_tokens": result.prompt_tokens,
-        "new_tokens": result.new_tokens,
-        "finish_reason": result.finish_reason,
-        "steps": result.steps,
-        "mean_accepted_length": round(result.mean_accepted_length, 4),
-        "acceptance_histogram": result.acceptance_histogram,
-        "accepted_lengths": result.accepted_lengths,
-        "prefill_seconds": result.prefill_seconds,
-        "decode_seconds": result.decode_seconds,
-        "compile_seconds": result.compile_seconds,
-        "tokens_per_second": result.tokens_per_second,
+    facts: Json = {name: getattr(result, name) for name in RESULT}
+    facts["mean_accepted_length"] = round(result.mean_accepted_length, 4)
+    facts |= {
         "drafter": model.drafts_by(),
         "tree_nodes": model.tree.n_nodes,
         "acceptance": acceptance,

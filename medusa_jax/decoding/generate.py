@@ -264,10 +264,11 @@ def guided(
     """As `stream`, a step at a time: rows with constraints (`constrained.py`)."""
     state, ladder = begin(engine, variables, request)
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
-    progress = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
     while True:
+        ahead = constrained.look_ahead(engine, variables, state)
+        progress = ahead.progress
         wanted_B = yield progress
         state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
@@ -277,7 +278,7 @@ def guided(
         while longest + engine.n_rows > ladder[size]:
             size += 1
             state = grow(engine.depth_only, ladder[size], state)
-        state, progress = constrained.step(engine, variables, state, guides, progress)
+        state = constrained.step(engine, variables, state, guides, ahead)
 
 
 def end_wanted(
@@ -312,5 +313,7 @@ def warm_up(engine: Engine, variables: Params, request: Request) -> None:
         if request.guides is None:
             state, progress = decode_loop(engine, variables, state, np.int32(0))
         else:
-            state, progress = constrained.step(engine, variables, state, {})
+            ahead = constrained.look_ahead(engine, variables, state)
+            state = constrained.step(engine, variables, state, {}, ahead)
+            progress = ahead.progress
     jax.block_until_ready(progress)

@@ -9,7 +9,7 @@ from jax import lax
 from medusa_jax.decoding.acceptance import Accepted, Verified
 from medusa_jax.decoding.copying import with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
-from medusa_jax.decoding.masks import members, only
+from medusa_jax.decoding.masks import only
 from medusa_jax.decoding.penalties import counted, counts_down_paths, penalised
 from medusa_jax.decoding.repeats import node_texts, without_repeats
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
@@ -95,29 +95,22 @@ class Drafts(NamedTuple):
     Attributes:
       nodes_BM: token ids of all nodes, the root first.
       noise_BLV: the rule's noise by depth, or None.
-      logits: by depth, the heads' logits that ranked the drafts.
-      ids_O: token ids of these logits; None: all tokens.
+      logits: by depth, the heads' logits, with penalties.
+      scores: by depth, what ranked the drafts: these logits with the rule's noise.
+      ids_O: token ids of both; None: all tokens.
     """
 
     nodes_BM: jax.Array
     noise_BLV: jax.Array | None
     logits: dict[int, jax.Array]
+    scores: dict[int, jax.Array]
     ids_O: jax.Array | None
 
 
 def draft(
-    engine: Engine,
-    heads: Params,
-    backbone: Backbone,
-    state: DecodeState,
-    tree: Tree,
-    allowed_BW: jax.Array | None = None,
+    engine: Engine, heads: Params, backbone: Backbone, state: DecodeState, tree: Tree
 ) -> Drafts:
-    """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token.
-
-    Args:
-      allowed_BW: bits of the tokens that may follow the root (`masks`); None: all.
-    """
+    """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token."""
     backbone = for_drafting(backbone, heads)
     # g[pos] from the position after the root on: a child at depth d is at length + d, so
     # noise_BLV[:, d - 1] decides its target token and its rank as a draft.
@@ -128,6 +121,7 @@ def draft(
         with jax.named_scope("sampling"):
             noise_BLV = engine.rule.noise(state.sampling, position_BL, V, dtype)
     ranked: dict[int, jax.Array] = {}
+    scores: dict[int, jax.Array] = {}
     barring_BS = state.text_BS if engine.no_repeat_ngram_size else None
     penalties = state.sampling.penalties
     if penalties is not None:
@@ -146,24 +140,21 @@ def draft(
         if penalties is not None:  # of the text up to the root, at all depths
             logits_BPO = logits.reshape(logits.shape[0], -1, logits.shape[-1])
             logits = penalised(logits_BPO, penalties).reshape(logits.shape)
-        if depth == 1 and allowed_BW is not None:
-            allowed_BV = members(allowed_BW, engine.llama.config.vocab_size)
-            allowed_BO = backbone.of_scored(allowed_BV).reshape(logits.shape)
-            logits = jnp.where(allowed_BO, logits, -jnp.inf)
-        ranked[depth] = logits
-        if noise_BLV is None:
-            return logits
-        temperature_B1 = state.sampling.temperature_B[:, None].astype(logits.dtype)
-        scaled_BO = temperature_B1 * backbone.of_scored(noise_BLV[:, depth - 1])
-        middle = (1,) * (logits.ndim - 2)
-        return logits + scaled_BO.reshape(scaled_BO.shape[0], *middle, scaled_BO.shape[1])
+        ranked[depth] = scores[depth] = logits
+        if noise_BLV is not None:
+            temperature_B1 = state.sampling.temperature_B[:, None].astype(logits.dtype)
+            scaled_BO = temperature_B1 * backbone.of_scored(noise_BLV[:, depth - 1])
+            middle = (1,) * (logits.ndim - 2)
+            scaled = scaled_BO.reshape(scaled_BO.shape[0], *middle, scaled_BO.shape[1])
+            scores[depth] = logits + scaled
+        return scores[depth]
 
     request = DraftRequest(state.root_B, tree.drafted, rank_scores)
     nodes_BM = engine.drafter.propose(heads, backbone, state.drafter, request)
     if tree.copied_C.size:
         assert state.text_BS is not None  # `Engine.keeps_text`
         nodes_BM = with_copies(tree, nodes_BM, state.text_BS, state.length_B)
-    return Drafts(nodes_BM.astype(jnp.int32), noise_BLV, ranked, backbone.ids_O)
+    return Drafts(nodes_BM.astype(jnp.int32), noise_BLV, ranked, scores, backbone.ids_O)
 
 
 def verify(
@@ -264,7 +255,7 @@ def commit(
     drafter = engine.drafter.commit(heads, backbone, drafter, new)
     cache = verified.cache
     if path_BL.shape[1] > 1:
-        cache = cache.commit(state.length_B, path_BL, verified.tree.n_nodes)
+        cache = cache.commit(state.length_B, path_BL)
     text_BS = state.text_BS
     if text_BS is not None:
         text_BS = write_tokens(text_BS, emitted_BL, state.length_B + 1)

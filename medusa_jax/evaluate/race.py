@@ -182,15 +182,9 @@ def figures(own: Sequence[Run], plain: Sequence[Run]) -> Json:
             efficiency,
         )
     texts, base_texts = ([text for r in runs for text in r.texts] for runs in (own, plain))
-    each = [
-        (p.decode_seconds / p.tokens) / (o.decode_seconds / o.tokens)
-        for o, p in zip(own, plain)
-        if o.tokens and p.tokens
-    ]
     return dict(zip(names, per_step)) | {
         "tokens": tokens,
         "speedup": speedup,
-        "speedup_median_prompt": statistics.median(each or [0.0]),
         "end_to_end_speedup": end_to_end,
         "tokens_per_second": tokens / spent,
         "autoregressive_tokens_per_second": base_tokens / base_spent,

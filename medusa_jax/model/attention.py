@@ -231,7 +231,10 @@ class Attention(nn.Module):
         if self.shards:
             fused = Linear(sum(sizes), c.qkv_bias, self.dtype, self.shards, name="qkv_proj")
             cuts = np.cumsum(sizes)[:2] // self.shards
-            q, k, v = jnp.split(fused(x_BTD), cuts, axis=-1)
+            out = fused(x_BTD)
+            # Split without the axis of one shard, whose slices a TPU would lay out twice.
+            out = out.reshape(B, T, -1) if self.shards == 1 else out
+            q, k, v = jnp.split(out, cuts, axis=-1)
         else:
             q, k, v = (
                 Linear(size, c.qkv_bias, self.dtype, name=name)(x_BTD)

@@ -303,19 +303,20 @@ class Batch:
     ) -> tuple[DecodeState, Progress]:
         """Steps of rows with constraints, until one of them ends or lacks room; at least one is
         tried, so that its programs are compiled."""
-        progress = copied_progress(engine.depth_only, state)
         for n in range(max(1, steps)):
+            ahead = constrained.look_ahead(engine, variables, state)
             if n or guides:
                 status_B, length_B = (
-                    np.asarray(x) for x in (progress.status_B, progress.length_B)
+                    np.asarray(x)
+                    for x in (ahead.progress.status_B, ahead.progress.length_B)
                 )
                 alive_B = (status_B == RUNNING) | (status_B == PAUSED)
                 longest = length_B[alive_B].max(initial=0)
                 ended = any(status_B[row] != RUNNING for row in guides)
                 if (n and ended) or longest + engine.n_rows > state.cache.slots:
                     break
-            state, progress = constrained.step(engine, variables, state, guides, progress)
-        return state, progress
+            state = constrained.step(engine, variables, state, guides, ahead)
+        return state, copied_progress(engine.depth_only, state)
 
     @staticmethod
     def _of(group: Group, apart: rows.RowExtras) -> rows.RowExtras:

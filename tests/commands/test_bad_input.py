@@ -103,6 +103,7 @@ ROWS = {
         ("--chat", "no chat template"),
         ("--chat vicunha", "did you mean 'vicuna'"),
         ("--constraint json_schema:/nowhere.json", "cannot read"),
+        ("--constraint regex:a --no_repeat_ngram_size 3", "give one of them"),
         ("--constraint regx:a", "did you mean 'regex'"),
         ("--constraint choice:", "choice should be"),
         ("--logit_bias a=1", "--logit_bias is a list like"),

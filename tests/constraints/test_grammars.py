@@ -39,13 +39,34 @@ def test_a_guide_knows_what_may_follow(grammars):
     guide.advance(tokenizer.encode("the"))
     assert allowed(guide, tokenizer) == [" ", "r"]
     guide.advance(tokenizer.encode("r"))
-    assert guide.forced(5) == tokenizer.encode("e")
     guide.advance(tokenizer.encode("e"))
     assert allowed(guide, tokenizer) == ["</s>"] and guide.consumed == 3
     guide.advance([2])
     # Another text begins anew.
     again = made.guide(constraint_of({"choice": ["abc", "the end", "there"]}), [2])
     assert "abc" in allowed(again, tokenizer)
+
+
+def test_forbidden_drafts_are_replaced(grammars):
+    """By the forced token, by the best guess that is allowed, or not at all."""
+    pytest.importorskip("llguidance")
+    made, tokenizer = grammars
+    guide = made.guide(constraint_of({"choice": ["abc", "axx", "ayin"]}), [2])
+    a, b, x, y = (tokenizer.encode(t)[-1] for t in "abxy")
+    abc, inside, end = tokenizer.encode("abc")[-1], tokenizer.encode("in")[0], 2
+    guide.advance([a])
+    # The root's children: allowed, forbidden twice; then a chain after the first of them.
+    children = [[1, 2, 3], [4], [], [], [5], [6], []]
+    nodes = np.array([a, x, abc, 1, b, b, b])
+    guesses = np.full((7, 2), -1)
+    guesses[0] = x, y
+    guide.replace_forbidden(nodes, children, guesses)
+    assert nodes.tolist() == [a, x, y, 1, x, end, b]
+    # Nothing of the text has changed.
+    assert allowed(guide, tokenizer) == ["b", "x", "y"]
+    nodes = np.array([a, y, b, x, b, b, b])
+    guide.replace_forbidden(nodes, children, guesses)
+    assert nodes.tolist()[:4] == [a, y, b, x] and nodes[4] in (inside, inside - 1)
 
 
 def test_a_dead_end_in_a_tree_spoils_nothing_else(grammars):

@@ -21,7 +21,7 @@ from tiny import forward_logits, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.constrained import draft_nodes
+from medusa_jax.decoding.constrained import look_ahead
 from medusa_jax.decoding.masks import NO_TOKEN, words
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.stopping import STOPPED, STUCK
@@ -72,12 +72,18 @@ class Rule:
         self.text += tokens
         self.consumed += len(tokens)
 
-    def forced(self, most):
-        text, found = list(self.text), []
-        while len(found) < most and len(left := self.tokens(text)) == 1:
-            found += left
-            text += left
-        return found
+    def replace_forbidden(self, nodes_M, children, guesses_MK):
+        def visit(node, text):
+            allowed = self.tokens(text)
+            forced = allowed if len(allowed) == 1 else []
+            for child in children[node]:
+                if nodes_M[child] not in allowed:
+                    there = set(nodes_M[children[node]].tolist())
+                    others = (t for t in [*forced, *guesses_MK[node]] if t in allowed)
+                    nodes_M[child] = next((t for t in others if t not in there), 0)
+                visit(child, [*text, int(nodes_M[child])])
+
+        visit(0, self.text)
 
     def fill_tree(self, nodes_M, children, into_MW):
         def visit(node, text):
@@ -187,19 +193,22 @@ def test_the_text_outgrows_the_cache():
     assert len(text) == 80 and allowed_everywhere(Rule(8), text)
 
 
-def test_drafts_of_depth_one_are_ranked_among_allowed_tokens():
+def test_guesses_after_each_node():
+    """Those of the scores that rank its children; of copied nodes those of their depth."""
     params, llama, backbone = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
     heads = drafter.init(jax.random.key(0), Backbone(Llama(CONFIG, jnp.float64), params))
-    tree = Tree.from_choices([[0], [1], [2], [0, 0]])
-    engine = loop.Engine(llama, drafter, tree)
+    tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [-1], [-1, -1]])
+    engine = loop.Engine(llama, drafter, tree, "sampled")
     variables = {"backbone": backbone, "heads": heads}
-    state, _ = loop.begin(engine, variables, loop.Request([[4], [5]], [9, 9]))
-    bits_BW = np.array([[0b111 << 20, 0], [1, 3]], np.uint32)
-    forced_BL = np.array([[NO_TOKEN] * 3, [NO_TOKEN, 33, 9]], np.int32)
-    _, nodes = draft_nodes(engine, variables, state, bits_BW, forced_BL)
-    children = [i for i in range(5) if tree.depth_M[i] == 1]
-    [deepest] = [i for i in range(5) if tree.depth_M[i] == 2]
-    assert set(np.asarray(nodes)[0, children].tolist()) == {20, 21, 22}
-    assert nodes[1, tree.parent_M[deepest]] == 33 and nodes[1, deepest] == 9
-    assert {0, 32, 33} >= set(np.asarray(nodes)[1, children].tolist())
+    request = loop.Request([[4], [5]], [9, 9], temperature=[1.0, 0.5])
+    state, _ = loop.begin(engine, variables, request)
+    ahead = look_ahead(engine, variables, state)
+    nodes, guesses = np.asarray(ahead.drafts.nodes_BM), np.asarray(ahead.guesses_BMK)
+    for node in range(1, tree.n_nodes):
+        if tree.rank_M[node] >= 0:
+            best = guesses[:, tree.parent_M[node], tree.rank_M[node]]
+            assert best.tolist() == nodes[:, node].tolist()
+    copied, deepest = tree.copied_C
+    assert (guesses[:, copied] == guesses[:, 2]).all() and (guesses[:, 0] >= 0).all()
+    assert (guesses[:, deepest] == NO_TOKEN).all()

@@ -28,18 +28,6 @@ def contender(runs, **row):
     return Contender("x", lambda prompt: next(left), **row)
 
 
-def test_a_text_that_ends_at_once_is_no_prompt_of_the_median():
-    """Its two noises have a quotient, too: 9 here."""
-    own = [run(9, 4, 1.0), run(1, 0, 0.001), run(9, 2, 1.0)]
-    plain = [run(9, 8, 2.0), run(1, 0, 0.009), run(9, 8, 4.0)]
-    found = figures(own, plain)
-    assert found["speedup_median_prompt"] == pytest.approx(3.0)
-    assert found["mean_accepted_length"] == pytest.approx(16 / 6)
-    assert found["speedup"] == pytest.approx(6.009 / 2.001)
-    assert found["end_to_end_speedup"] == pytest.approx(6.309 / 2.301)
-    assert abs(found["difference"]) < 1e-9
-
-
 def test_a_token_that_no_step_made_shows_in_the_difference():
     own = [Run([[3] * 10], 0.1, 1.0, steps=4, appended=8)]
     assert figures(own, [run(9, 8, 1.0)])["difference"] == pytest.approx(1 / 8)

@@ -70,7 +70,7 @@ def test_calls_are_those_of_the_schemas(client, choice):
     [call] = whole.message.tool_calls
     check_call(call.function)
     assert choice == "required" or call.function.name == "weather"
-    streamed, reasons = {}, []
+    streamed, reasons, pieces = {}, [], 0
     for piece in ask(client, **fields, stream=True):
         [one] = piece.choices
         assert not one.delta.content
@@ -79,8 +79,9 @@ def test_calls_are_those_of_the_schemas(client, choice):
             seen = streamed.setdefault(part.index, ["", ""])
             seen[0] += part.function.name or ""
             seen[1] += part.function.arguments or ""
+            pieces += bool(part.function.arguments)
     assert streamed == {0: [call.function.name, call.function.arguments]}
-    assert reasons[-1] == "tool_calls"
+    assert reasons[-1] == "tool_calls" and (pieces > 1 or len(call.function.arguments) < 9)
     # The answer of the tool goes through the template, too.
     turns = [
         *MESSAGES,
@@ -145,12 +146,13 @@ def test_what_is_refused(client, fields, about):
         ask(client, **fields)
 
 
-CALL = '{"name": "now", "arguments": {"a": [1]}}'
+CALL = '{"name": "now", "arguments": {"a": ["}}", 1]}}'
 TEXTS = [
     ("just text <tool", "just text <tool", 0),
     (f"<tool_call>\n{CALL}\n</tool_call>", "", 1),
     (f"hm <tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", "hm ", 2),
-    (f"<tool_call>\n{CALL}", f"<tool_call>\n{CALL}", 0),
+    (f"<tool_call>\n{CALL}", "", 1),
+    ('<tool_call>\n{"name": "no', '<tool_call>\n{"name": "no', 0),
     ("<tool_call>\nno\n</tool_call>!", "<tool_call>\nno\n</tool_call>!", 0),
 ]
 
@@ -159,13 +161,28 @@ TEXTS = [
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_calls_are_told_from_text_that_grows(text, said, calls, size):
     reader = CallReader(FORMS["<tool_call>"])
-    shown = ""
-    for at in range(0, len(text), size):
-        shown += reader.push(text[at : at + size])[0]
-    shown += reader.push("", ended=True)[0]
+    shown, streamed = "", {}
+    for at in range(0, len(text) + size, size):
+        new, pieces = reader.push(text[at : at + size], ended=at >= len(text))
+        shown += new
+        for piece in pieces:
+            before = streamed.setdefault(piece["index"], piece)
+            if before is not piece:
+                assert set(piece) == {"index", "function"}
+                before["function"]["arguments"] += piece["function"]["arguments"]
     assert (shown, len(reader.calls)) == (said, calls)
-    for call in reader.calls:
-        assert call["function"] == {"name": "now", "arguments": '{"a": [1]}'}
+    for index, call in enumerate(reader.calls):
+        assert call["function"] == {"name": "now", "arguments": '{"a": ["}}", 1]}'}
+        assert streamed[index] == {"index": index, **call}
+
+
+def test_arguments_come_as_they_are_written():
+    reader = CallReader(FORMS["<tool_call>"])
+    _, [piece] = reader.push('<tool_call>\n{"name": "now", "arguments": {"a": ')
+    assert piece["function"] == {"name": "now", "arguments": '{"a": '}
+    assert reader.push("[1") == ("", [{"index": 0, "function": {"arguments": "[1"}}])
+    assert reader.push("", ended=True) == ("", [])
+    assert reader.calls[0]["function"]["arguments"] == '{"a": [1'
 
 
 def test_calls_without_a_mark():

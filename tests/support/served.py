@@ -21,9 +21,9 @@ QUEUE = 6
 ASKED = {"model": NAME, "prompt": "in the hat", "max_tokens": 60, "temperature": 0}
 
 
-def load_model(path):
+def load_model(path, **fields):
     """Its drafts are often right: heads that are not trained guess what the LM head says."""
-    return medusa_jax.load(str(path), str(path / "heads"), tree=TREE)
+    return medusa_jax.load(str(path), str(path / "heads"), tree=TREE, **fields)
 
 
 class Port:
