@@ -17,57 +17,26 @@ What to expect: the paper has no figure for this model. Compare `top1` and `acce
 log.jsonl between shared, low-rank and separate LM heads (`--config.heads.lm_head=own`).
 """
 
-from medusa_jax.config import (
-    Config,
-    DataConfig,
-    HeadsConfig,
-    LlamaConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from configs.vicuna7b_m1 import get_config as vicuna7b_config
+from medusa_jax.config import Config, LlamaConfig
 
 
 def get_config() -> Config:
-    """The recipe; `model.arch` is only for the dry run, training reads the model's."""
-    return Config(
-        model=ModelConfig(
-            path="meta-llama/Llama-3.1-8B-Instruct",
-            param_dtype="bfloat16",
-            arch=LlamaConfig(
-                vocab_size=128256,
-                d_model=4096,
-                n_layers=32,
-                n_heads=32,
-                n_kv_heads=8,
-                head_dim=128,
-                d_ff=14336,
-                max_position=131072,
-                rope_theta=500000.0,
-                rope_scaling="llama3",
-                rope_factor=8.0,
-            ),
-        ),
-        heads=HeadsConfig(drafter="medusa", n_heads=5, n_layers=2, lm_head="shared"),
-        data=DataConfig(
-            source="runs/llama31_8b_answers/messages.jsonl",
-            format="messages",
-            seq_len=2048,
-            packing="first_fit",
-            chat_template="llama3",
-        ),
-        optim=OptimConfig(name="adamw", lr=2e-3, warmup_steps=40, schedule="cosine"),
-        train=TrainConfig(
-            stage="medusa1",
-            batch_size=64,
-            accumulation=16,
-            epochs=2,
-            dtype="bfloat16",
-            remat=False,
-            loss_chunk=128,
-            lambda_decay=0.8,
-            log_every=5,
-            save_every=200,
-        ),
-        mesh=(1, -1, 1),
+    """The recipe of vicuna7b_m1.py on another model; `model.arch` is only for the dry run."""
+    cfg = vicuna7b_config()
+    cfg.model.path = "meta-llama/Llama-3.1-8B-Instruct"
+    cfg.model.arch = LlamaConfig(
+        vocab_size=128256,
+        n_kv_heads=8,
+        d_ff=14336,
+        max_position=131072,
+        rope_theta=500000.0,
+        rope_scaling="llama3",
+        rope_factor=8.0,
     )
+    cfg.heads.n_layers, cfg.heads.lm_head = 2, "shared"
+    cfg.data.source = "runs/llama31_8b_answers/messages.jsonl"
+    cfg.data.format, cfg.data.chat_template = "messages", "llama3"
+    cfg.train.accumulation = 16
+    cfg.train.loss_chunk = 128
+    return cfg

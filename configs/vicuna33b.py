@@ -18,66 +18,31 @@ times as long as a plain one), quality 7.18 (0.05 above the original model); Alp
 tokens per step, 2.26x.
 """
 
-from medusa_jax.config import (
-    Config,
-    DataConfig,
-    HeadsConfig,
-    LlamaConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+import dataclasses
+
+from configs.vicuna7b_m1 import get_config as vicuna7b_config
+from medusa_jax.config import Config, LoraConfig, OptimConfig
+from medusa_jax.interop.shapes import SHAPES
 
 
 def get_config() -> Config:
     """The recipe; `model.arch` is only for the dry run, training reads the model's."""
-    return Config(
-        model=ModelConfig(
-            path="lmsys/vicuna-33b-v1.3",
-            param_dtype="bfloat16",
-            arch=LlamaConfig(
-                vocab_size=32000,
-                d_model=6656,
-                n_layers=60,
-                n_heads=52,
-                n_kv_heads=52,
-                head_dim=128,
-                d_ff=17920,
-                max_position=2048,
-                rms_eps=1e-6,
-            ),
-        ),
-        heads=HeadsConfig(drafter="medusa", n_heads=5, n_layers=1, lm_head="own"),
-        data=DataConfig(
-            source="runs/vicuna33b_answers/messages.jsonl",
-            format="messages",
-            seq_len=2048,
-            packing="first_fit",
-            chat_template="vicuna",
-        ),
-        optim=OptimConfig(
-            name="adamw8bit",
-            lr=1e-4,
-            heads_lr_multiplier=4.0,
-            warmup_steps=20,
-            schedule="cosine",
-        ),
-        lora=LoraConfig(rank=32, alpha=16.0, dropout=0.05),
-        train=TrainConfig(
-            stage="medusa2",
-            backbone_loss="kl",
-            lambda_0=0.01,
-            lambda_0_schedule="sine",
-            lambda_decay=0.8,
-            batch_size=128,
-            accumulation=32,
-            epochs=2,
-            dtype="bfloat16",
-            remat=True,
-            loss_chunk=256,
-            log_every=5,
-            save_every=200,
-        ),
-        mesh=(1, -1, 1),
+    cfg = vicuna7b_config()
+    cfg.model.path = "lmsys/vicuna-33b-v1.3"
+    cfg.model.arch = dataclasses.replace(SHAPES["llama-33b"], rms_eps=1e-6)
+    cfg.data.source = "runs/vicuna33b_answers/messages.jsonl"
+    cfg.data.format = "messages"
+    cfg.optim = OptimConfig(
+        name="adamw8bit",
+        lr=1e-4,
+        heads_lr_multiplier=4.0,
+        warmup_steps=20,
+        schedule="cosine",
     )
+    cfg.lora = LoraConfig(rank=32, alpha=16.0, dropout=0.05)
+    cfg.train.stage = "medusa2"
+    cfg.train.backbone_loss = "kl"
+    cfg.train.lambda_0, cfg.train.lambda_0_schedule = 0.01, "sine"
+    cfg.train.batch_size, cfg.train.accumulation = 128, 32
+    cfg.train.remat = True
+    return cfg

@@ -11,46 +11,19 @@ What to expect: on MT-bench, greedy, the paper reports 3.04 tokens per step agai
 heads with the same recipe (2.36x and 2.13x the speed of plain decoding on an A100).
 """
 
-from medusa_jax.config import (
-    Config,
-    DataConfig,
-    LlamaConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from configs.vicuna7b_m1 import get_config as medusa_config
+from medusa_jax.config import Config
 from medusa_jax.heads.hydra import HydraConfig
 
 
 def get_config() -> Config:
     """The recipe; `model.arch` is only for the dry run, training reads the model's."""
-    return Config(
-        model=ModelConfig(
-            path="lmsys/vicuna-7b-v1.3",
-            param_dtype="bfloat16",
-            arch=LlamaConfig(max_position=2048, rms_eps=1e-6),
-        ),
-        heads=HydraConfig(n_heads=4, n_layers=1, lm_head="own"),
-        data=DataConfig(
-            source="Aeala/ShareGPT_Vicuna_unfiltered",
-            split="train",
-            format="sharegpt",
-            seq_len=2048,
-            packing="first_fit",
-            chat_template="vicuna",
-        ),
-        optim=OptimConfig(name="adamw", lr=1e-3, warmup_steps=40, schedule="cosine"),
-        train=TrainConfig(
-            stage="medusa1",
-            batch_size=128,
-            accumulation=16,
-            epochs=1,
-            dtype="bfloat16",
-            remat=False,
-            loss_chunk=256,
-            lambda_decay=1.0,
-            log_every=5,
-            save_every=200,
-        ),
-        mesh=(1, -1, 1),
-    )
+    cfg = medusa_config()
+    cfg.model.path = "lmsys/vicuna-7b-v1.3"
+    cfg.model.arch.max_position, cfg.model.arch.rms_eps = 2048, 1e-6
+    cfg.heads = HydraConfig(n_heads=4, n_layers=1, lm_head="own")
+    cfg.optim.lr = 1e-3
+    cfg.train.batch_size, cfg.train.accumulation = 128, 16
+    cfg.train.epochs = 1
+    cfg.train.lambda_decay = 1.0
+    return cfg

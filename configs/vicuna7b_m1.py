@@ -31,16 +31,7 @@ def get_config() -> Config:
         model=ModelConfig(
             path="lmsys/vicuna-7b-v1.5",
             param_dtype="bfloat16",
-            arch=LlamaConfig(
-                vocab_size=32000,
-                d_model=4096,
-                n_layers=32,
-                n_heads=32,
-                n_kv_heads=32,
-                head_dim=128,
-                d_ff=11008,
-                max_position=4096,
-            ),
+            arch=LlamaConfig(),  # the defaults are Vicuna-7B v1.5
         ),
         heads=HeadsConfig(drafter="medusa", n_heads=5, n_layers=1, lm_head="own"),
         data=DataConfig(

@@ -36,4 +36,7 @@ def get_config() -> Config:
     cfg.train.heads_path = "runs/vicuna7b_m1/export"
     cfg.train.lambda_0 = 0.2
     cfg.train.remat = True
+    cfg.train.accumulation = (
+        16  # eight v5e chips of 16 GB: 12.8 GB each by count, 16.7 with 8
+    )
     return cfg

@@ -27,15 +27,7 @@ def get_config() -> Config:
     cfg = vicuna33b_config()
     cfg.model.path = "HuggingFaceH4/zephyr-7b-beta"
     cfg.model.arch = LlamaConfig(
-        vocab_size=32000,
-        d_model=4096,
-        n_layers=32,
-        n_heads=32,
-        n_kv_heads=8,
-        head_dim=128,
-        d_ff=14336,
-        max_position=32768,
-        sliding_window=4096,
+        n_kv_heads=8, d_ff=14336, max_position=32768, sliding_window=4096
     )
     cfg.data.source = "runs/zephyr7b_answers/messages.jsonl"
     cfg.data.chat_template = "zephyr"

@@ -232,7 +232,7 @@ class Command(NamedTuple):
 def listing(prog: str, commands: Mapping[str, Command]) -> str:
     """All commands under the headings of their groups."""
     width = max(map(len, commands))
-    lines = [f"usage: {prog} COMMAND [flags]   (COMMAND --help says more)"]
+    lines = [f"usage: {prog} COMMAND [flags]   (COMMAND --help lists its flags)"]
     for group in dict.fromkeys(command.group for command in commands.values()):
         lines += ["", f"{group}:"]
         lines += [

@@ -31,3 +31,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def _plain(name: str) -> str:
     return name.lower().replace("-", "_")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error message, cut to 200 characters; without a message the error's name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

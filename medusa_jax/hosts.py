@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
 from medusa_jax.console import call_if_longer, inform
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, first_line
 from medusa_jax.sharding import PyTree
 
 # Command line flags, named as in `jax.distributed.initialize`.
@@ -51,21 +50,24 @@ def join(given: Mapping[str, str]) -> None:
     if undeclared and not any(os.path.exists(path) for path in TPU_DEVICES):
         return
     try:
-        numbers: dict[str, Any] = {name: int(given[name]) for name in FLAGS[1:] if given}
+        numbers = {name: int(given[name]) for name in FLAGS[1:] if given}
     except ValueError:
         raise UserError("--num_processes and --process_id are whole numbers") from None
     try:
         jax.distributed.initialize(
-            given.get("coordinator_address"), **numbers, heartbeat_timeout_seconds=HEARTBEAT
+            given.get("coordinator_address"),
+            numbers.get("num_processes"),
+            numbers.get("process_id"),
+            heartbeat_timeout_seconds=HEARTBEAT,
         )
     except RuntimeError as error:
         # The others may be late, for example on machines that are still starting.
-        _leave(LOST, f"the processes of this run did not meet: {_first_line(error)}")
+        _leave(LOST, f"the processes of this run did not meet: {first_line(error)}")
     except ValueError as error:
         if undeclared:
             return  # a single TPU machine
         raise UserError(
-            f"this process does not know the others: {_first_line(error)}"
+            f"this process does not know the others: {first_line(error)}"
         ) from error
 
 
@@ -100,10 +102,13 @@ def one_prints() -> Iterator[None]:
 
 
 @contextmanager
-def locked(directory: str | Path) -> Iterator[None]:
+def locked(directory: str | Path, waiting: str = "") -> Iterator[None]:
     """Lock `directory` against other programs during the block; process 0 holds the lock.
 
     The system releases the lock when its process ends, even by SIGKILL; the empty file may remain.
+
+    Args:
+      waiting: message while another program holds the lock; without one that is an error.
 
     Raises:
       UserError: another program holds the lock, or the directory is not writable.
@@ -118,9 +123,13 @@ def locked(directory: str | Path) -> Iterator[None]:
         os.makedirs(directory, exist_ok=True)
         lock.acquire(blocking=False)
     except filelock.Timeout:
-        raise UserError(
-            f"{directory} is in use by another process: wait until it ends or use another directory"
-        ) from None
+        if not waiting:
+            raise UserError(
+                f"{directory} is in use by another process: wait until it ends or use another "
+                "directory"
+            ) from None
+        inform(waiting)
+        lock.acquire()
     except NotImplementedError:
         inform(f"note: {directory} has no file locks: start no second program on it")
     except OSError as error:
@@ -177,7 +186,7 @@ def fail_together() -> Iterator[None]:
         if jax.process_count() == 1:
             raise
         if lost(error):
-            _leave(LOST, _lost_message(_first_line(error)))
+            _leave(LOST, _lost_message(first_line(error)))
         elif isinstance(error, UserError):
             _leave(2, str(error))
         else:
@@ -216,8 +225,3 @@ def _leave(status: int, message: str) -> None:
     inform(f"error: {message}")
     sys.stdout.flush()
     os._exit(status)
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error message, cut to 200 characters."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -20,6 +20,9 @@ COMMANDS = {
     "train_cost": Command(
         "costs", "research.train_cost", "seconds and memory of a training step"
     ),
+    "step_cost": Command(
+        "costs", "research.step_cost", "steps of a published shape, with random weights"
+    ),
     "draft_cost": Command(
         "costs", "research.draft_cost", "bytes that drafting reads, on published shapes"
     ),

@@ -6,7 +6,6 @@ gives their bytes by XLA's cost analysis as a share of one backbone pass over th
 share for the weights only, the least that must be read.
 """
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.api.weightless import trained_shapes
-from medusa_jax.commands.flags import command, run_command
+from medusa_jax.commands.flags import Program, flag
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.console import announced, use_compilation_cache
 from medusa_jax.errors import UserError
@@ -65,28 +64,12 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Flags of `draft_cost`."""
+    """Bytes read by drafting, as a share of one backbone pass."""
 
-    shape: str
-    slots: int
-    draft_vocab: int
-    json: bool
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m research draft_cost",
-        "Bytes read by drafting, as a share of one backbone pass.",
-        EXAMPLES,
-    )
-    p.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
-    p.add_argument("--slots", type=int, default=512, help="cache slots, text and tree")
-    p.add_argument(
-        "--draft_vocab", type=int, default=0, help="tokens that heads score, 0: all"
-    )
-    p.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    return p
+    shape: str = flag("shape of a published model", "llama-7b", choices=sorted(SHAPES))
+    slots: int = flag("cache slots, text and tree", 512)
+    draft_vocab: int = flag("tokens that heads score, 0: all", 0)
+    json: bool = flag("one JSON object instead of a table", False)
 
 
 def paper_tree() -> Tree:
@@ -222,6 +205,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
+main = Program("python -m research draft_cost", Flags, run, EXAMPLES)

@@ -4,7 +4,6 @@ Prefill is compiled for a published model shape without weights. Its memory is t
 that it fills, and the temporaries of the compiled program.
 """
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.api.weightless import abstract_variables, prefill_arguments
-from medusa_jax.commands.flags import command, numbers, run_command
+from medusa_jax.commands.flags import Program, flag, numbers
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import announced, use_compilation_cache
 from medusa_jax.decoding.generate import Engine, prefill
@@ -42,28 +41,13 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Flags of `prefill_cost`."""
+    """Memory of reading a prompt: weights, caches, temporaries."""
 
-    shape: str
-    tokens: str
-    batch: int
-    drafter: str
-    json: bool
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m research prefill_cost",
-        "Memory of reading a prompt: weights, caches, temporaries.",
-        EXAMPLES,
-    )
-    p.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
-    p.add_argument("--tokens", default="1024,2048,8192,32768", help="lengths of the prompt")
-    p.add_argument("--batch", type=int, default=1, help="rows")
-    p.add_argument("--drafter", default="hydra", help="drafter on the model")
-    p.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    return p
+    shape: str = flag("shape of a published model", "llama-7b", choices=sorted(SHAPES))
+    tokens: str = flag("lengths of the prompt", "1024,2048,8192,32768")
+    batch: int = flag("rows", 1)
+    drafter: str = flag("drafter on the model", "hydra")
+    json: bool = flag("one JSON object instead of a table", False)
 
 
 def engine_of(
@@ -133,6 +117,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
+main = Program("python -m research prefill_cost", Flags, run, EXAMPLES)

@@ -5,37 +5,31 @@ arithmetic are affine in their number: models of two and three layers are compil
 c(2) + (L - 2) (c(3) - c(2)). --all_layers compiles all layers instead, to check this extrapolation.
 """
 
-import argparse
 import copy
 import dataclasses
 import json
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.stages import Compiled
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from medusa_jax.api.weightless import abstract_state, abstract_variables
-from medusa_jax.commands.flags import command, run_command
+from medusa_jax.commands.flags import Program, flag
 from medusa_jax.commands.train import load_config
 from medusa_jax.config import Config, HeadsConfig, LlamaConfig
 from medusa_jax.console import announced
-from medusa_jax.decoding.generate import DecodeState, Engine, decode_loop
+from medusa_jax.decoding.generate import DecodeState
 from medusa_jax.devices.chips import Chip, find_chip
 from medusa_jax.devices.collectives import collectives, sent_by_kind
+from medusa_jax.evaluate.compiled.programs import compiled_loop
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads import make_drafter
 from medusa_jax.interop.shapes import SHAPES
-from medusa_jax.model.llama import Llama, decoding_config
+from medusa_jax.model.llama import decoding_config
 from medusa_jax.sharding import (
     Params,
     bytes_on_device,
-    decode_shardings,
     make_mesh,
-    param_shardings,
-    shapes_with,
     simulate_devices,
 )
 from medusa_jax.training import dry, planning
@@ -46,12 +40,11 @@ from medusa_jax.training.counted import (
     shard_of,
     training_bytes,
 )
-from medusa_jax.tree import Tree
 from medusa_jax.whole_files import Json
 from research.draft_cost import paper_tree
 from research.layers import extrapolated
 
-DEVICES = (1, 8, 64)
+DEVICES = [1, 8, 64]
 # Layers of the compiled models.
 FEW = (2, 3)
 # (name, recipe, shape if not the recipe's).
@@ -78,34 +71,16 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Flags of `scaling`."""
+    """Memory, traffic and time of recipes and decoding on many devices."""
 
-    devices: list[int]
-    only: str
-    all_layers: bool
-    chip: str
-    configs: str
-    json: bool
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m research scaling",
-        "Memory, traffic and time of recipes and decoding on many devices.",
-        EXAMPLES,
+    devices: list[int] = flag(  # noqa: RUF009
+        "numbers of devices", DEVICES, action="store", type=int, nargs="+"
     )
-    p.add_argument("--devices", type=int, nargs="+", default=list(DEVICES))
-    p.add_argument("--only", default="", help="only rows whose name contains this")
-    p.add_argument(
-        "--all_layers", action="store_true", help="compile all layers, not two and three"
-    )
-    p.add_argument("--chip", default="a100-sxm", help="chip whose peaks predict times")
-    p.add_argument("--configs", default="configs", help="directory of the recipes")
-    p.add_argument(
-        "--json", action="store_true", help="print a JSON object for each row at once"
-    )
-    return p
+    only: str = flag("only rows whose name contains this", "")
+    all_layers: bool = flag("compile all layers, not two and three", False)
+    chip: str = flag("chip whose peaks predict times", "a100-sxm")
+    configs: str = flag("directory of the recipes", "configs")
+    json: bool = flag("print a JSON object for each row at once", False)
 
 
 def training(cfg: Config, devices: int, all_layers: bool = False) -> Json:
@@ -140,13 +115,13 @@ def decoding(
     Returns: per device, bytes of arguments and in total, bytes sent per step, bytes of weights read;
       `counted`, its bytes summed up by hand.
     """
-    mesh, tree, heads = make_mesh(mesh_shape), paper_tree(), HeadsConfig(n_heads=4)
+    mesh, tree = make_mesh(mesh_shape), paper_tree()
+    drafter = make_drafter(HeadsConfig(n_heads=4), decoding_config(arch))
 
     def measure(n_layers: int) -> Json:
         config = dataclasses.replace(arch, n_layers=n_layers)
-        rows = mesh_shape[0]
         program, variables, state = compiled_loop(
-            config, heads, tree, mesh, rows, 512, dtype
+            config, drafter, tree, mesh, mesh_shape[0], 512, dtype
         )
         counted = decoding_bytes(variables, state, tree.n_nodes, config.vocab_size)
         del variables["backbone"]["embed_tokens"]  # looked up, not read
@@ -185,27 +160,6 @@ def decoding_bytes(
         "logits": rows * nodes * columns * F32,
         COPIES: narrow_elements(copied) * F32,
     }
-
-
-def compiled_loop(
-    config: LlamaConfig, heads: HeadsConfig, tree: Tree, mesh: Mesh, rows: int, tokens: int,
-    dtype: DTypeLike,
-) -> tuple[Compiled, Params, DecodeState]:  # fmt: skip
-    """Compile the loop of decode steps on a mesh from shapes; also returns its variables and state.
-
-    Args:
-      tokens: tokens of the prompts, which determine the number of cache slots.
-    """
-    shards = mesh.shape["tensor"]
-    llama = Llama(decoding_config(config), dtype, shards=shards, mesh=mesh)
-    drafter = make_drafter(heads, decoding_config(config))
-    engine = Engine(llama, drafter, tree)
-    variables = abstract_variables(config, drafter, dtype, shards=shards)
-    variables = shapes_with(variables, param_shardings(mesh, variables))
-    state = abstract_state(engine, variables, tokens, rows)
-    state = shapes_with(state, decode_shardings(mesh, state))
-    program = decode_loop.lower(engine, variables, state, np.int32(1)).compile()
-    return program, variables, state
 
 
 def training_row(name: str, report: Json, chip: Chip) -> Json:
@@ -282,6 +236,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
+main = Program("python -m research scaling", Flags, run, EXAMPLES)

@@ -5,7 +5,8 @@
 
 The shape is that of the directory `model.path`, or `model.arch`. The step is the one that training
 runs, on random weights and random tokens, all of which are targets. "naive" is Medusa-1 with
-equation 1 as written: the logits of all heads and positions at once (K x B x T x V).
+equation 1 as written: the logits of all heads and positions at once (K x B x T x V), and EAGLE's
+levels unrolled over whole rows (`equation_1.py`).
 """
 
 import os
@@ -28,8 +29,9 @@ from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree, make_mesh
 from medusa_jax.training import checks, dry, losses
+from medusa_jax.training.hidden_store import encode
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
-from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.partition import hidden_width, trained_groups
 from medusa_jax.training.setup import load_setup, with_draft_vocab
 from medusa_jax.training.stage import Stage, head_objective, make_stage
 from medusa_jax.training.step import (
@@ -50,7 +52,7 @@ HEADER = (
 def naive_stage(stage: Stage, cfg: Config) -> Stage:
     """Medusa-1 with `equation_1`; its sums are zero, since nothing logs them."""
     drafter = make_drafter(cfg.heads, cfg.model.arch)
-    llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype))
+    llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype), taps=drafter.taps)
     objective = head_objective(cfg, drafter)
     zeros = jnp.zeros((len(stage.offsets),))
     empty = losses.Sums(*[zeros] * len(losses.Sums._fields))
@@ -115,8 +117,10 @@ def random_rows(cfg: Config) -> dict[str, np.ndarray]:
         "counted": np.ones((B, T), bool),
     }
     if kind := cfg.data.cache_features:
-        hidden = rng.standard_normal((B, T, cfg.model.arch.d_model))
-        batch["hidden"] = hidden.astype(jnp.dtype(kind))
+        hidden = rng.standard_normal((B, T, hidden_width(cfg))).astype(np.float32)
+        batch["hidden"] = np.asarray(
+            encode(kind, jnp.asarray(hidden), cfg.model.arch.d_model)
+        )
     return batch
 
 
@@ -125,7 +129,6 @@ def run(args: Sequence[str]) -> int:
     given = dict(a[2:].split("=", 1) for a in args if a.startswith("--steps="))
     rest = [a for a in args if not a.startswith("--steps=")]
     cfg = cli.parse([*rest, f"--workdir={os.devnull}"])
-    checks.check_choices(cfg)
     tokens = cfg.train.batch_size * cfg.data.seq_len
     print(f"stage {cfg.train.stage}, {cfg.heads.n_heads} heads, "
           f"{cfg.train.batch_size} x {cfg.data.seq_len} tokens in {cfg.train.dtype}, "

@@ -4,7 +4,6 @@ Medusa's figure 4 and Amphista's table 7: tokens per step on held-out text from 
 timed on this device. Writes tree_shapes.json and dense.png.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,15 +16,12 @@ from medusa_jax.api import Model
 from medusa_jax.commands.flags import (
     GenerationFlags,
     ModelFlags,
-    add_generation,
-    add_model,
-    add_prompts,
+    Program,
     at_least,
-    command,
+    flag,
     generation_options,
     load_model,
     numbers,
-    run_command,
 )
 from medusa_jax.console import inform, use_compilation_cache
 from medusa_jax.evaluate.fitting import figures, grown
@@ -122,33 +118,20 @@ def with_latency(trees: Sequence[Tree], seconds: Mapping[Tree, float]) -> dict[T
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(GenerationFlags, ModelFlags):
-    """All flags."""
+    """Compare shapes of trees."""
 
-    prompts: str
-    limit: int
-    sizes: str
-    one_depth: str
-    dense: int
-    copies: bool
-    rounds: int
-    out: str
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command("python -m research tree_shapes", "Compare shapes of trees.", EXAMPLES)
-    add_prompts(p, 24)
-    add_model(p)
-    add_generation(p)
-    p.add_argument("--sizes", default="1,2,3,4,8,16,32,64", help="of fitted trees")
-    p.add_argument("--one_depth", default="22,35,45,64",
-                   help="sizes of trees of depth 4 at most (Amphista's table 7)")  # fmt: skip
-    p.add_argument("--dense", type=at_least(2), default=60,
-                   help="random dense trees of up to 256 nodes (Medusa's figure 4)")  # fmt: skip
-    p.add_argument("--copies", action="store_true", help="trees may hold a copied chain")
-    p.add_argument("--rounds", type=at_least(1), default=7, help="timed rounds")
-    p.add_argument("--out", default="work/tree_shapes", help="directory for results")
-    return p
+    prompts: str = flag("JSONL with prompt or prompt_ids")
+    limit: int = flag("most prompts to use; 0 is all", 24, type=at_least(0))
+    sizes: str = flag("of fitted trees", "1,2,3,4,8,16,32,64")
+    one_depth: str = flag(
+        "sizes of trees of depth 4 at most (Amphista's table 7)", "22,35,45,64"
+    )
+    dense: int = flag(
+        "random dense trees of up to 256 nodes (Medusa's figure 4)", 60, type=at_least(2)
+    )
+    copies: bool = flag("trees may hold a copied chain", False)
+    rounds: int = flag("timed rounds", 7, type=at_least(1))
+    out: str = flag("directory for results", "work/tree_shapes")
 
 
 def measure(flags: Flags, model: Model, prompts: Sequence[str | list[int]]) -> Json:
@@ -168,7 +151,6 @@ def measure(flags: Flags, model: Model, prompts: Sequence[str | list[int]]) -> J
     timed = list(dict.fromkeys([*fitted, *level, *to_time(dense)]))
     seconds = step_seconds(
         model, timed, model.encode(prompts[0]), rounds=flags.rounds,
-        acceptance="sampled" if options.temperature > 0 else "greedy",
         temperature=options.temperature,
     )  # fmt: skip
     trees = [tree for _, tree in dense]
@@ -218,6 +200,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
+main = Program("python -m research tree_shapes", Flags, run, EXAMPLES)

@@ -5,20 +5,12 @@ accepted path, the cache's rows and the appended tokens. `docs/one_step.md` is t
 in float64; `--pictures` draws the pictures of `docs/concepts.md`.
 """
 
-import argparse
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_jax.api import Model
 from medusa_jax.api.one_step import take_steps, token_labels
-from medusa_jax.commands.flags import (
-    ModelFlags,
-    add_model,
-    command,
-    load_model,
-    run_command,
-)
+from medusa_jax.commands.flags import ModelFlags, Program, flag, load_model
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.plots import draw_mask, draw_step, draw_tree
@@ -32,26 +24,15 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(ModelFlags):
-    """Flags of `walk`."""
+    """One decode step, part by part."""
 
-    prompt: str
-    tree: str
-    step: int
-    pictures: str | None
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command("python -m research walk", "One decode step, part by part.", EXAMPLES)
-    add_model(p)
-    p.add_argument("--prompt", default="def parse(")
-    p.add_argument("--tree", default="cartesian:2,2,1", help="as for decode.py")
-    p.add_argument("--step", type=int, default=2, help="step to show (default: 2)")
-    p.add_argument(
-        "--pictures", metavar="DIR", help="also draw tree, mask and step to this directory"
+    no_repeat_ngram_size: int | None = 0
+    prompt: str = flag("text to continue", "def parse(")
+    tree: str = flag("as for decode.py", "cartesian:2,2,1")
+    step: int = flag("step to show", 2)
+    pictures: str | None = flag(
+        "also draw tree, mask and step to this directory", None, metavar="DIR"
     )
-    p.set_defaults(no_repeat_ngram_size=0)
-    return p
 
 
 def describe(model: Model, prompt: str, n: int) -> str:
@@ -182,6 +163,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
+main = Program("python -m research walk", Flags, run, EXAMPLES)

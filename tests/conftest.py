@@ -58,8 +58,8 @@ _after_a_module = pytest.fixture(restored_x64, autouse=True, scope="module")
 def _drop_programs():
     """Let go of compiled programs where they have become many.
 
-    JAX keeps the last 2,048 lowered ones, each with an MLIR context of its own, and whoever makes
-    the next context looks at all of them: behind 2,000 programs one of a single addition takes
+    JAX keeps the last 2,048 lowered ones, each with an MLIR context of its own, and making
+    another looks at all of them: after 2,000 programs one of a single addition takes
     23 ms instead of 17. Every program keeps its code mapped as well, in about three pieces; at
     `vm.max_map_count` (often 65530) a process crashes.
     """

@@ -161,75 +161,37 @@ def test_a_model_without_a_template_does_not_chat(model):
     assert model.chat("in", Options(max_new_tokens=3), template="zephyr").new_tokens == 3
 
 
-SAID = {"role": "user", "content": "in"}
-NO_PROMPT = "a prompt is text or a list of token ids, not"
+@pytest.mark.parametrize("chunk_steps", [None, 1])
+def test_stop_strings_cut_the_text_even_across_tokens(model, monkeypatch, chunk_steps):
+    """Those that begin inside a token and end in a later one, in another step, in another chunk.
 
-
-@pytest.mark.parametrize(
-    ("prompts", "words"),
-    [
-        *((prompts, NO_PROMPT) for prompts in ([5, 6], [None], [["in"]], [[1.5]])),
-        *((p, r"these are messages: call model\.chat\(") for p in ([SAID], [[SAID]], SAID)),
-    ],
-)
-def test_prompts_that_are_neither_text_nor_ids(model, prompts, words):
-    with pytest.raises(UserError, match=words):
-        model.generate(prompts)
-
-
-def test_stop_strings_cut_the_text_even_across_tokens(model):
-    """Every substring of the text that begins inside one token and ends in a later one."""
-    [whole] = model.generate(
-        [PROMPTS[2]], Options(max_new_tokens=NEW, temperature=1.2, seed=2)
-    )
+    A row without a stop string goes on.
+    """
+    if chunk_steps:
+        by_step = partial(loop.stream, chunk_steps=chunk_steps)
+        monkeypatch.setattr(loop, "stream", by_step)
+    free = Options(max_new_tokens=NEW, temperature=1.2, seed=2)
+    [whole] = model.generate([PROMPTS[2]], free)
     pieces = [model.tokenizer.decode([i]) for i in whole.token_ids]
     assert "".join(pieces) == whole.text
-    for first, last in ((0, 1), (3, 4), (8, 10), (NEW - 2, NEW - 1)):
-        stop = "".join(pieces[first : last + 1])
-        options = Options(max_new_tokens=NEW, temperature=1.2, seed=2, stop=("\x00", stop))
-        shown = ""
-        final = []
-        for new, results in model.stream([PROMPTS[2]], options):
-            shown += "".join(p.text for p in new)
+    spans = [(0, 1), (3, 4), (8, 10), (NEW - 2, NEW - 1)]
+    stops = ["".join(pieces[first : last + 1]) for first, last in spans]
+    for stop in (*stops, whole.text[1:10], whole.text[4:16], whole.text[-9:]):
+        rows = [dataclasses.replace(free, stop=("\x00", stop)), free]
+        cut, shown, final = whole.text.index(stop), "", None
+        for new, results in model.stream([PROMPTS[2], "in"], rows):
+            shown += "".join(p.text for p in new if p.row == 0)
+            assert whole.text.startswith(shown) and len(shown) <= cut
             final = results or final
-        [again] = model.generate([PROMPTS[2]], options)
-        cut = whole.text.index(stop)
-        for result in (*final, again):
+        [again] = model.generate([PROMPTS[2]], rows[:1])
+        assert final[1].new_tokens == NEW and final[1].finish_reason == "length"
+        for result in (final[0], again):
             assert result.text == whole.text[:cut] == shown
             assert result.finish_reason == "stop"
             assert result.token_ids == whole.token_ids[: result.new_tokens]
             end = len("".join(pieces[: result.new_tokens]))
             assert end >= cut + len(stop) > end - len(pieces[result.new_tokens - 1])
             check_result(model, result)
-
-
-def test_stop_strings_over_the_border_of_a_chunk(model, monkeypatch):
-    """Chunks of one step: every stop string longer than a step's text lies over a border."""
-    by_step = partial(loop.stream, chunk_steps=1)
-    options = Options(max_new_tokens=NEW, temperature=1.2, seed=2)
-    [whole] = model.generate([PROMPTS[2]], options)
-    monkeypatch.setattr(loop, "stream", by_step)
-    for first, length in ((1, 9), (4, 12), (len(whole.text) - 9, 9)):
-        stop = whole.text[first : first + length]
-        cut = whole.text.index(stop)
-        rows = [dataclasses.replace(options, stop=(stop,)), options]
-        shown, results = ["", ""], None
-        for pieces, final in model.stream([PROMPTS[2], "in"], rows):
-            results = final or results
-            for piece in pieces:
-                shown[piece.row] += piece.text
-                assert whole.text.startswith(shown[0]) and len(shown[0]) <= cut
-        assert shown[0] == results[0].text == whole.text[:cut]
-        assert results[0].finish_reason == "stop" and results[1].new_tokens == NEW
-        check_result(model, results[0])
-
-
-def test_rows_with_and_without_stop_strings_do_not_mix(model):
-    rows = [Options(max_new_tokens=NEW), Options(max_new_tokens=NEW, stop=("zzzzzz",))]
-    plain = model.generate(PROMPTS[:2], Options(max_new_tokens=NEW))
-    got = model.generate(PROMPTS[:2], rows)
-    assert [r.text for r in got] == [r.text for r in plain]
-    assert [r.finish_reason for r in got] == ["length", "length"]
 
 
 def test_a_text_ends_where_its_request_says(model):
@@ -288,14 +250,12 @@ def test_a_limit_in_steps(model):
     for result in results:
         assert whole.token_ids[: result.new_tokens] == result.token_ids
         check_result(model, result)
-    with pytest.raises(
-        UserError, match="max_steps would end the drafted and the plain text"
-    ):
+    with pytest.raises(UserError, match="max_steps would end the drafted and the plain"):
         compare(model, ["in"], rows[0])
 
 
 def test_the_models_own_eos_outlives_another_tokenizer(directory, tmp_path):
-    """Ids from config.json and generation_config.json beside the weights, and the tokenizer's."""
+    """Ids from config.json and generation_config.json next to the weights, and the tokenizer's."""
     path = tmp_path / "model"
     shutil.copytree(directory[0], path)
     config = json.loads((path / "config.json").read_text())
@@ -465,32 +425,42 @@ def test_only_the_heads_of_the_tree_are_read_when_asked(directory):
     assert len(every.variables["heads"]) == 3 and every.tree == Tree.chain(2)
 
 
+SAID = {"role": "user", "content": "in"}
+NO_PROMPT = "a prompt is text or a list of token ids, not"
+TALK = r"these are messages: call model\.chat\("
+OUTSIDE = "outside the vocabulary"
+HOT = Options(temperature=1.0)
+
+
 @pytest.mark.parametrize(
-    ("prompts", "options", "words"),
+    ("prompts", "options", "fields", "words"),
     [
-        (["a" * CONTEXT], {}, f"the prompt has {CONTEXT + 1} tokens.*context is {CONTEXT}"),
-        ([[0, 40]], {}, "outside the vocabulary"),
-        ([[-1]], {}, "outside the vocabulary"),
-        (["a"], {"tree": "chain:4"}, "only 3 heads"),
-        (["a"], {"tree": Tree.from_choices([[99]])}, "rank 99 exceeds"),
-        (["a"], {"acceptance": "eager"}, "unknown acceptance 'eager'"),
-        ([], {}, "0 prompts"),
+        *(
+            (prompts, None, {}, NO_PROMPT)
+            for prompts in ([5, 6], [None], [["in"]], [[1.5]])
+        ),
+        *((prompts, None, {}, TALK) for prompts in ([SAID], [[SAID]], SAID)),
+        (["a" * CONTEXT], None, {}, f"{CONTEXT + 1} tokens.*context is {CONTEXT}"),
+        ([[0, 40]], None, {}, OUTSIDE),
+        ([[-1]], None, {}, OUTSIDE),
+        ([], None, {}, "0 prompts"),
+        (["a", "b"], [Options()], {}, "2 prompts but 1 options"),
+        (["a"], None, {"tree": "chain:4"}, "only 3 heads"),
+        (["a"], None, {"tree": Tree.from_choices([[99]])}, "rank 99 exceeds"),
+        (["a"], None, {"acceptance": "eager"}, "unknown acceptance 'eager'"),
+        (["a"], HOT, {"acceptance": "greedy"}, "needs temperature 0"),
+        (["a"], Options(logprobs=99), {}, "logprobs 99 exceeds the vocabulary"),
     ],
 )
-def test_requests_that_cannot_be(model, prompts, options, words):
-    with pytest.raises(UserError, match=words):
-        model.generate(prompts, Options(max_new_tokens=3), **options)
+def test_requests_that_cannot_be(model, prompts, options, fields, words):
+    for generate in (model.generate, partial(medusa_jax.generate, model)):
+        with pytest.raises(UserError, match=words):
+            generate(prompts, options or Options(max_new_tokens=3), **fields)
 
 
-def test_a_lone_string_and_greedy_with_temperature_are_mistakes(model):
+def test_a_lone_string_is_a_mistake(model):
     with pytest.raises(TypeError, match=r"\[prompt\]"):
         model.generate("the")
-    with pytest.raises(UserError, match="needs temperature 0"):
-        model.generate(["a"], Options(temperature=1.0), acceptance="greedy")
-    with pytest.raises(UserError, match="2 prompts but 1 options"):
-        model.generate(["a", "b"], [Options()])
-    with pytest.raises(UserError, match="logprobs 99 exceeds the vocabulary"):
-        model.generate(["a"], Options(logprobs=99))
 
 
 def test_limits_and_ends_beyond_any_text_are_none(model):
@@ -543,14 +513,9 @@ def test_steps_are_told_from_depths():
 
 def test_generate_is_the_models_own(model):
     options = Options(max_new_tokens=9, temperature=0.9)
-    for tree in (None, "none"):
-        got = medusa_jax.generate(model, PROMPTS[:1], options, tree=tree)
-        want = model.generate(PROMPTS[:1], options, tree=tree)
-        assert [(r.token_ids, r.steps) for r in got] == [
-            (r.token_ids, r.steps) for r in want
-        ]
-    with pytest.raises(UserError, match="needs temperature 0"):
-        medusa_jax.generate(model, PROMPTS[:1], options, acceptance="greedy")
+    [got] = medusa_jax.generate(model, PROMPTS[:1], options, tree="none")
+    [want] = model.generate(PROMPTS[:1], options, tree="none")
+    assert (got.token_ids, got.steps) == (want.token_ids, want.steps)
 
 
 def test_names_of_the_package():

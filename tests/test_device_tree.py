@@ -16,6 +16,9 @@ from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import device_tree
 from medusa_jax.api.device_tree import fastest, figures
 from medusa_jax.measured import anew
+from medusa_jax.serving import row_sizes
+from medusa_jax.serving.trees import trees_by_rows
+from medusa_jax.tree.ladder import Ladder
 
 GROWTH = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [3]]
 LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
@@ -119,15 +122,14 @@ def test_what_was_timed_in_time_decides(directory, machine, monkeypatch):
 
 def test_sizes_between_those_timed_are_interpolated(directory, machine, monkeypatch):
     """Only 8 nodes are timed in time: a step over 3 takes 1 + 2 x 1.6 / 7 = 1.46 plain ones."""
-    timed = [{"nodes": 8, "step_latency_ratio": 2.6, "speedup": 2.2 / 2.6}]
+    rounds = [(1, 1.0), (8, 2.6)] * 3
+    timed = figures(rounds, LADDER)
     found = {row["nodes"]: row for row in device_tree.interpolated(timed, LADDER)}
     assert sorted(found) == [2, 3, 4, 6]
     assert found[3]["step_latency_ratio"] == pytest.approx(1.457, abs=1e-3)
     assert device_tree.fastest([*timed, *found.values()]) == 3
     model = load(directory)
-    monkeypatch.setattr(
-        device_tree, "measure_rung", lambda *_, out, over: out.extend(timed)
-    )
+    monkeypatch.setattr(device_tree, "timings", lambda *_: rounds)
     with anew("trees"):
         assert device_tree.measured_ladder(model, model.calibrated, [1]).at(1).n_nodes == 3
 
@@ -164,15 +166,28 @@ def test_many_numbers_of_rows_share_the_time(directory, stuck, monkeypatch):
     monkeypatch.delenv(device_tree.VARIABLE)
     monkeypatch.setattr(device_tree, "TREES", 0.1)
     for _ in range(2):
-        ladder = device_tree.measured_ladder(model, model.calibrated, [1, 2, 4])
-        assert [tree.n_nodes for tree in ladder.rungs.values()] == [2, 2, 2]
+        trees = trees_by_rows(model, row_sizes(4), True)
+        assert {rows: tree.n_nodes for rows, tree in trees.items()} == {1: 2, 2: 2, 4: 2}
     assert measured == [(1, 1)]
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_server_has_a_tree_for_each_number_of_rows(directory, monkeypatch, measured):
+    """Measured, or the file's."""
+    monkeypatch.setenv(device_tree.VARIABLE, "bundled")
+    model = load(directory)
+    monkeypatch.delenv(device_tree.VARIABLE)
+    ladder = Ladder({rows: Tree.chain(rows) for rows in (1, 2)})
+    monkeypatch.setattr(device_tree, "measured_ladder", lambda *_: ladder)
+    trees = trees_by_rows(model, [1, 2], measured)
+    assert [tree.n_nodes for tree in trees.values()] == ([2, 3] if measured else [2, 2])
 
 
 def test_figures_are_of_the_quieter_half_of_the_rounds():
     """Ratios 1.0, 1.1, ..., 1.4 in it, 3 in the others."""
-    quiet = [(1.0, 1 + 0.1 * i) for i in range(5)]
-    row = figures(2, 1.8, [*quiet, *[(9.0, 27.0)] * 5])
+    quiet = [one for i in range(5) for one in ((1, 1.0), (2, 1 + 0.1 * i))]
+    timed = [*quiet, *[(1, 9.0), (2, 27.0)] * 5, (1, 1.0), (3, 1.0)]
+    [row] = figures(timed, {2: 1.8, 3: 2.0})  # 3 nodes were timed once
     assert row["step_latency_ratio"] == 1.2 and row["speedup"] == 1.5
     assert row["spread"] == pytest.approx(0.2 / 1.2, abs=1e-4)
 
@@ -236,12 +251,6 @@ def test_where_no_tree_pays_none_is_used(directory, machine):
         assert model.tree == Tree.none() and model.variables["heads"]
 
 
-def test_a_gain_within_the_spread_is_none(directory, machine):
-    cost, _ = machine
-    cost |= {2: 1.0, 3: 1.9 / 1.5 / 1.01, 4: 9.0, 6: 9.0}
-    assert load(directory).tree.n_nodes == 2
-
-
 def test_bundled_is_the_files_own_choice(directory, machine, monkeypatch):
     _, measured = machine
     assert load(directory, tree="bundled").tree.n_nodes == 2
@@ -278,7 +287,10 @@ def test_steps_are_really_timed(directory, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = device_tree.measure_and_keep(model, model.calibrated, 1)
     assert found["rows"] and all(row["step_latency_ratio"] > 0 for row in found["rows"])
-    kept = device_tree.kept_for(model, model.calibrated, 1)
-    assert kept.read("nodes", int) == found["nodes"]
-    kept.file.write_text("{")
-    assert kept.read("nodes", int) is None
+    kept = device_tree.kept_for(model, model.calibrated)
+    for content in (None, {"1": {"nodes": 99}}, {"1": 7, "x": {"nodes": 2}}, [], "{"):
+        if content is not None:
+            kept.file.write_text(content if content == "{" else json.dumps(content))
+        trees = device_tree.kept_trees(kept, model.calibrated)
+        nodes = {rows: tree.n_nodes for rows, tree in trees.items()}
+        assert nodes == ({1: found["nodes"]} if content is None else {})

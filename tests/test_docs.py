@@ -1,8 +1,8 @@
 """Documents name commands, flags and files that exist."""
 
-import importlib
 import inspect
 import json
+import pkgutil
 import re
 import tomllib
 from pathlib import Path
@@ -147,8 +147,7 @@ DOCUMENTED = re.findall(r"^::: (medusa_jax\.\S+)", (ROOT / "docs/api.md").read_t
 
 def documented_functions(name):
     """An object of the API page with the methods shown there: (its name, the object)."""
-    module, _, attribute = name.rpartition(".")
-    thing = getattr(importlib.import_module(module), attribute)
+    thing = pkgutil.resolve_name(name)
     yield name, thing
     if inspect.isclass(thing):
         for member, method in inspect.getmembers(thing, inspect.isroutine):
@@ -186,5 +185,5 @@ def test_the_repository_has_one_address():
 def test_acceptance_rules_are_those_of_the_package():
     from medusa_jax.decoding.acceptance import RULES
 
-    choices = decode_command.parser().format_help()
+    choices = decode_command.main.parser().format_help()
     assert all(rule in choices for rule in RULES)

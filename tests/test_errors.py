@@ -3,27 +3,11 @@
 import pytest
 
 from medusa_jax import Options, UserError, load
-from medusa_jax.__main__ import main
 from medusa_jax.api.baselines import find_baseline
 from medusa_jax.api.finding import find_heads
-from medusa_jax.commands import train
-from medusa_jax.commands.requests import check_fields
-from medusa_jax.config import Config
 from medusa_jax.devices.chips import find_chip
 from medusa_jax.errors import did_you_mean
-from medusa_jax.training.checks import check_choices
 from medusa_jax.tree import parse_tree
-
-
-def choices(path, value):
-    cfg = Config()
-    group, name = path.split(".")
-    setattr(getattr(cfg, group), name, value)
-    check_choices(cfg)
-
-
-def trained(flag):
-    train.parse(["--config=configs/demo_backbone.py", "--workdir=w", flag])
 
 
 @pytest.mark.parametrize(
@@ -41,14 +25,6 @@ def trained(flag):
         (lambda: Options(max_tokens=3), "max_new_tokens"),
         (lambda: Options(stop_strings=("a",)), "stop"),
         (lambda: Options(temprature=1), "temperature"),
-        (lambda: check_fields({"promt": "a"}, ("seed",)), "prompt"),
-        (lambda: check_fields({"prompt": "a", "max_tokens": 2}, ()), "max_new_tokens"),
-        (lambda: choices("data.format", "chat"), "messages"),
-        (lambda: choices("optim.name", "adam"), "adamw"),
-        (lambda: trained("--config.learning_rate=1"), "--config.optim.lr"),
-        (lambda: trained("--config.optim.lrr=1"), "--config.optim.lr"),
-        (lambda: trained("--config.lr=1"), "--config.optim.lr"),
-        (lambda: trained("--batch_size=1"), "--config.train.batch_size"),
         (lambda: find_chip("tpuv5p"), "tpu-v5p"),
     ],
 )
@@ -65,19 +41,12 @@ def test_the_nearest_name_is_named(call, name):
         (lambda: parse_tree("banana"), "chain:4, copy:4, cartesian:2,3"),
         (lambda: Options(banana=1), "max_new_tokens, temperature"),
         (lambda: load(drafter="banana"), "medusa"),
-        (lambda: trained("--config.banana=1"), "config has model, heads"),
     ],
 )
 def test_what_is_like_no_name_gets_the_list(call, known):
     with pytest.raises(UserError) as error:
         call()
     assert known in str(error.value) and "did you mean" not in str(error.value)
-
-
-def test_commands(capsys):
-    assert main(["trian"]) == 2 and main(["zzz"]) == 2
-    said = capsys.readouterr().err
-    assert "did you mean 'train'?" in said and said.count("did you mean") == 1
 
 
 def test_spelling_like_that_of_other_shells_and_languages():

@@ -63,7 +63,7 @@ def files():
             yield room, file
 
 
-def test_every_file_stands_in_a_room():
+def test_every_file_is_in_a_room():
     assert {room for room, _ in files()} == set().union(*FLOORS)
 
 
@@ -125,7 +125,7 @@ LOADERS = {"from_pretrained", "from_config", "pipeline", "get_class_from_dynamic
 
 
 def untrusting(call):
-    """Whether a call gives `trust_remote_code=False` in so many words."""
+    """Whether a call gives `trust_remote_code=False` literally."""
     given = {word.arg: word.value for word in call.keywords}
     value = given.get("trust_remote_code")
     return isinstance(value, ast.Constant) and value.value is False

@@ -71,9 +71,7 @@ def test_the_training_step_lowers(name):
         train=TrainConfig(batch_size=2, loss_chunk=16, remat=False, steps=2),
         mesh=(1, 1, 1),
     )
-    if (
-        name == "medusa"
-    ):  # the whole: adapters beside heads, recomputed, against the teacher
+    if name == "medusa":  # the whole: adapters with heads, recomputed, against the teacher
         cfg.train.stage, cfg.train.backbone_loss, cfg.train.remat = "medusa2", "kl", True
         cfg.lora.rank, cfg.dry_run = 4, True
     shapes = dry.step_shapes(cfg)

@@ -61,7 +61,7 @@ def configurations(tokens):
 
 
 def run(cfg, shape, dtype, steps):
-    # Losses of each step, the state behind the last, microbatches.
+    # Losses of each step, the state after the last, microbatches.
     rng = np.random.default_rng(0)
 
     def moved(x):

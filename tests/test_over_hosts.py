@@ -2,12 +2,11 @@
 
 import json
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
-from children import devices, ended, environment, two
+from children import devices, ended, output_of, two
 from tiny import write_model
 
 pytestmark = pytest.mark.slow
@@ -27,10 +26,7 @@ def module(*args):
 
 def alone(*args):
     """The same command in one process, which has one device."""
-    env = environment(devices(1))
-    done = subprocess.run(args, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return output_of(*args, command=(), xla_flags=devices(1))
 
 
 def results(printed):
@@ -64,8 +60,8 @@ def test_decoded_tokens_are_those_of_one_device(model, tmp_path, mesh):
     assert tokens(printed[0][0]) == tokens(alone(*args))
 
 
-def test_decoding_that_is_stopped_ends_behind_a_batch(model, tmp_path):
-    """SIGTERM to process 1 alone: both end behind the same one, whose answers are there."""
+def test_decoding_that_is_stopped_ends_after_a_batch(model, tmp_path):
+    """SIGTERM to process 1 alone: both end after the same one, whose answers are there."""
     file = tmp_path / "requests.jsonl"
     lines = [json.dumps({"prompt": TEXTS[i % 8]}) + "\n" for i in range(400)]
     file.write_text("".join(lines))
@@ -92,7 +88,7 @@ def written(out):
 
 
 def test_what_is_distilled_is_that_of_one_host(model, tmp_path):
-    """One process is sent SIGTERM and both end behind the same batch; both again; the same files."""
+    """One process is sent SIGTERM and both end after the same batch; both again; the same files."""
     seeds, out = tmp_path / "seeds.jsonl", tmp_path / "out"
     lines = [json.dumps({"prompt": TEXTS[i % 8] + " ab" * (i // 8)}) for i in range(80)]
     seeds.write_text("\n".join(lines))

@@ -28,7 +28,7 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model import placing
 from medusa_jax.model.llama import Llama, init_params
-from research import scaling
+from medusa_jax.evaluate.compiled.programs import compiled_loop
 from medusa_jax.tree import Tree
 from medusa_jax.sharding import (
     ROWS, init_sharded, make_mesh, param_shardings, path_string, spec_for,
@@ -104,8 +104,8 @@ for shape in ((1, 1, 1), (2, 2, 2), (1, 8, 1)):
 # What a decode step sends where everything lies over the tensor axis.
 tree = Tree.cartesian([4, 3])
 arch = tiny_arch(vocab_size=128, d_model=64, n_heads=8, n_kv_heads=8, d_ff=64)
-loop_of = scaling.compiled_loop(
-    arch, HeadsConfig(n_heads=2), tree, make_mesh((1, 1, 8)), 2, 16, np.float32
+loop_of = compiled_loop(
+    arch, make_drafter(HeadsConfig(n_heads=2), arch), tree, make_mesh((1, 1, 8)), 2, 16, np.float32
 )[0]
 in_the_loop = [c for c in collectives(loop_of.as_text()) if c.trips]
 report["sent"] = [sum(c.sent for c in in_the_loop), tree.n_nodes]
@@ -167,7 +167,7 @@ def test_rows_and_key_value_heads_lie_over_the_devices(report):
 
 
 def test_loading_onto_a_mesh_takes_the_shards_and_one_layer(report):
-    """Half a model more would be one of its two layers and all that lies beside them."""
+    """Half a model more would be one of its two layers and all other parts."""
     for shape, (most, held) in report["loaded"].items():
         assert 0.7 * held < most < 1.5 * held, shape
 

@@ -88,9 +88,7 @@ def test_a_link_stays_one_and_a_device_is_written_itself(tmp_path):
 
 
 def test_a_directory_that_is_not_there_is_a_sentence(tmp_path):
-    with pytest.raises(
-        UserError, match=r"nowhere/a.txt could not be written: .*No such file"
-    ):
+    with pytest.raises(UserError, match=r"nowhere/a.txt could not be written: .*No such"):
         write_text(tmp_path / "nowhere" / "a.txt", "x")
 
 

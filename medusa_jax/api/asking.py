@@ -9,19 +9,21 @@ from medusa_jax.api.results import Options
 from medusa_jax.config import LlamaConfig
 from medusa_jax.constraints import Grammars, constraint_of
 from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.constrained import Guide
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import Message, encode_prompt, stop_ids
 from medusa_jax.interop.tokenizer import Tokenizer
 
+# A prompt: text or token ids.
+Prompt = str | Sequence[int]
 
-def is_message(value: Any) -> bool:
+
+def is_message(value: object) -> bool:
     """Whether this is one turn of a conversation, such as {"role": "user", "content": "Hi"}."""
     return isinstance(value, Mapping)
 
 
-def prompt_ids(
-    tokenizer: Tokenizer, prompt: str | Sequence[int], vocab_size: int
-) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, vocab_size: int) -> list[int]:
     """Token ids of a prompt, BOS first where the tokenizer puts one.
 
     Raises:
@@ -144,13 +146,13 @@ def request_of(
 
 def _guides(
     options: Sequence[Options], eos_ids: Sequence[int], grammars: Grammars | None
-) -> list[Any] | None:
+) -> list[Guide | None] | None:
     """What knows the constraint of each row; None where none has one."""
     asked = [constraint_of(o.constraint) if o.constraint else None for o in options]
     if grammars is None or not any(asked):
         return None
     ends = [eos_ids if o.eos_ids is None else o.eos_ids for o in options]
-    return [one and grammars.guide(one, end) for one, end in zip(asked, ends)]
+    return [grammars.guide(one, end) if one else None for one, end in zip(asked, ends)]
 
 
 def _stops(

@@ -8,9 +8,9 @@ draft_model                        the one that comes with the model, as with th
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
@@ -26,6 +26,8 @@ from medusa_jax.interop.tokenizer import (
 )
 from medusa_jax.model.placing import place_part
 from medusa_jax.model.stored import STORED, Storage
+from medusa_jax.sharding import Params
+from medusa_jax.whole_files import Json
 
 # Two tokenizers that agree on this are taken for one.
 PROBE = "def f(x):\n    return 'The 17 naïve foxes' + x  # [[0.5, -1]]\n"
@@ -66,7 +68,7 @@ def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
     kind = BASELINES[name].Config
     shared = {f.name for f in dataclasses.fields(HeadsConfig)}
     own = {f.name for f in dataclasses.fields(kind)} - shared
-    fields: dict[str, Any] = {}
+    fields: Json = {}
     for part in rest.split(":") if rest else ():
         field, _, value = part.partition("=")
         if field not in own or not value.isdecimal():
@@ -80,8 +82,8 @@ def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
 
 
 def load_baseline(
-    found: Baseline, tokenizer: Tokenizer, dtype: Any, mesh: Mesh, storage: Storage
-) -> tuple[HeadsConfig, dict[str, Any]]:
+    found: Baseline, tokenizer: Tokenizer, dtype: DTypeLike, mesh: Mesh, storage: Storage
+) -> tuple[HeadsConfig, Params]:
     """Its configuration, and its parameters as decoding reads them; {} if it has none.
 
     Args:

@@ -1,4 +1,4 @@
-"""Where a model and its heads lie: names, directories, files, hub ids, and what comes with the package."""
+"""Locate a model and its heads: names, directories, files, hub ids and files of the package."""
 
 import os
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import BASELINES, DRAFTERS
 from medusa_jax.heads.draft_model import DraftModel
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.names import named
-from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.stored_heads import StoredHeads
 
 DEMO = Path(__file__).parents[1] / "demo"
@@ -39,13 +39,13 @@ def bundled_draft_model(model: str | None) -> str:
 
 
 def _bundle(model: str | None) -> Path | None:
-    """Where that lies which comes with the demo (None) or a model called by name."""
+    """The directory of heads bundled with the demo (None) or with a model by name."""
     row = named(model)
     return MODELS / row.heads if row else None if model else DEMO
 
 
 def find_model(model: str | None) -> str:
-    """Where the backbone lies, before anything else is looked for; None is the demo's.
+    """The directory of the backbone; None is the demo's.
 
     Raises:
       UserError: nowhere.

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.api import tree_choice
@@ -36,7 +37,7 @@ from medusa_jax.model.block_rows import BlockRows
 from medusa_jax.model.forms import choose_storage, reads_blocks
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.model.stored import STORED, Storage, store
-from medusa_jax.sharding import make_mesh, param_shardings
+from medusa_jax.sharding import Params, make_mesh, param_shardings
 from medusa_jax.tree import Tree
 
 # Each n-gram token adds one comparison per position to a step.
@@ -73,7 +74,7 @@ def load(
       drafter: a name from the registry (the heads of that kind that come with the demo or with
         a model called by name); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
-        default what `default_drafter` says.
+        default the result of `default_drafter`.
       tree: the default tree, as for `--tree`. "auto" is a ladder: what is fastest for `batch` rows,
         and for another number what is known to pay there, from this device (`calibrate`) or the
         tree file.
@@ -119,7 +120,7 @@ def load(
     )
     marks, drafting = hf.Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
 
-    def place(config: LlamaConfig, part: Any) -> Any:
+    def place(config: LlamaConfig, part: Params) -> Params:
         marks.update(config, part)
         drafting.see(config, part)
         return place_part(config, part, number, devices, storage)
@@ -127,12 +128,12 @@ def load(
     in_blocks = storage.weights == STORED
     config, backbone = hf.load_backbone(directory, devices, kind, place, in_blocks)
     heads = HeadsConfig(n_heads=1, lm_head="shared")
-    head_params: Any = {}
-    read_wide: Callable[[], Any] | None = None
+    head_params: Params = {}
+    read_wide: Callable[[], Params] | None = None
     if baseline is not None:
         heads, head_params = load_baseline(baseline, text_to_ids, number, devices, storage)
-        own = make_drafter(heads, config).default_tree
-        chosen = tree_choice.without_tree_file(tree, own)
+        default = make_drafter(heads, config).default_tree
+        chosen = tree_choice.TreeChoice(default if tree == "auto" else tree)
     elif stored is None:
         chosen = tree_choice.TreeChoice(Tree.none() if tree == "auto" else tree)
     else:
@@ -149,7 +150,7 @@ def load(
             allow_other_base=allow_other_base,
         )
         heads, head_params, _ = read(convert=partial(place_head, form=storage.of_drafts))
-        head_params = drafting.beside(head_params)
+        head_params = drafting.with_lm_head(head_params)
         if storage.of_drafts != storage.of_deciding_drafts:
             wide = _DraftHead(stored, devices, storage.of_deciding_drafts)
             read_wide = partial(_read_wide, read, wide, directory, kind)
@@ -186,10 +187,10 @@ def _checked_dtype(dtype: str) -> str:
 
 
 def _weights(asked: str | None, directory: str, dtype: str, mesh: Mesh) -> str | None:
-    """How weights are to be stored: the blocks of a GGUF file as they are, where that can be.
+    """How weights are stored: by default the blocks of a GGUF file unchanged, if that is possible.
 
     Raises:
-      UserError: that was asked for, of a file without blocks or in another type than float32.
+      UserError: "stored" was requested for a file without blocks or another type than float32.
     """
     blocks = stands_for_gguf(directory)
     if asked == STORED and not (blocks and dtype == "float32"):
@@ -211,7 +212,7 @@ def _forms(
     mesh: Mesh,
     weights: str | None,
     draft_weights: str | None,
-) -> tuple[Any, Storage]:
+) -> tuple[np.dtype, Storage]:
     """What to compute in, and how kernels are stored (`model/forms.py`)."""
     number = jnp.dtype(dtype)
     storage = choose_storage(config, number, mesh, weights, draft_weights)
@@ -225,8 +226,8 @@ def _forms(
 
 def _read_wide(
     read: Callable[..., Any], drafting: "_DraftHead", directory: str, dtype: str
-) -> Any:
-    """The draft heads once more, as wide as the weights, and the LM head that they share."""
+) -> Params:
+    """Read the draft heads again, as wide as the weights, with the LM head that they share."""
     _, params, _ = read(convert=partial(place_head, form=drafting.form))
     if drafting.ids_O is not None:
         base = BaseFiles.open(directory)
@@ -234,25 +235,25 @@ def _read_wide(
         leaf = "embedding" if base.config.tie_embeddings else "kernel"
         part = {entry: {leaf: base.array(f"{entry}/{leaf}").astype(dtype)}}
         drafting.see(base.config, part)
-    return drafting.beside(params)
+    return drafting.with_lm_head(params)
 
 
 class _DraftHead:
     """The backbone's LM head for the tokens of a draft vocabulary, where heads share it.
 
-    Its columns are picked while the backbone is read, before kernels get the form in which they are
-    decoded, and get that form themselves: a smaller kernel, not a product with all columns.
+    Its columns are selected while the backbone is read, before kernels are converted to their decoding
+    form, and converted themselves: a smaller kernel, not a product with all columns.
     """
 
     def __init__(self, stored: StoredHeads | None, mesh: Mesh, form: Storage) -> None:
         self.mesh, self.form = mesh, form
-        self.part: Any = {}
+        self.part: Params = {}
         self.ids_O = None
         if stored is not None and stored.heads.lm_head == "shared":
             self.ids_O = stored.ids
 
-    def see(self, config: LlamaConfig, part: Any) -> None:
-        """Look at a part of the backbone as it passes."""
+    def see(self, config: LlamaConfig, part: Params) -> None:
+        """Select the columns if this part of the backbone has the LM head."""
         entry = vocabulary.lm_head_entry(config)
         if self.ids_O is None or entry not in part:
             return
@@ -263,7 +264,7 @@ class _DraftHead:
         else:
             self.part = _scored(config, part, self.ids_O, self.mesh, self.form)
 
-    def beside(self, heads: Any) -> Any:
+    def with_lm_head(self, heads: Params) -> Params:
         """The parameters of the heads, with the LM head that they share."""
         if self.ids_O is None:
             return heads
@@ -275,9 +276,9 @@ _in_form = jax.jit(store, static_argnums=1)
 
 @partial(jax.jit, static_argnums=(0, 3, 4))
 def _scored(
-    config: LlamaConfig, part: Any, ids_O: Any, mesh: Mesh, storage: Storage
-) -> Any:
-    """The LM head's columns of these tokens in a form: one program, not one for each operation."""
+    config: LlamaConfig, part: Params, ids_O: np.ndarray, mesh: Mesh, storage: Storage
+) -> Params:
+    """The LM head's columns of these tokens in a form, as one program."""
     kernel_DO = vocabulary.scored_columns(config, part, ids_O)
     found = {"lm_head": {"kernel": kernel_DO}}
     found = jax.lax.with_sharding_constraint(found, param_shardings(mesh, found))

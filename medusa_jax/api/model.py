@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import jax
+import numpy as np
 
-from medusa_jax.api.asking import conversation, is_message, prompt_ids, request_of
+from medusa_jax.api.asking import Prompt, conversation, is_message, prompt_ids, request_of
 from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
 from medusa_jax.api.streaming import Chunk, TextStream, Watch, stream_rows
 from medusa_jax.config import LlamaConfig
@@ -21,7 +22,9 @@ from medusa_jax.interop.chat import Message
 from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.model.placing import decoder
 from medusa_jax.model.stored import Storage
+from medusa_jax.sharding import Params
 from medusa_jax.tree import Ladder, Tree, parse_tree
+from medusa_jax.whole_files import Json
 
 
 class Model:
@@ -44,18 +47,18 @@ class Model:
     def __init__(
         self,
         config: LlamaConfig,
-        variables: dict[str, Any],
+        variables: Params,
         tokenizer: Tokenizer,
         drafter: Drafter,
         *,
-        dtype: Any,
+        dtype: np.dtype,
         mesh: jax.sharding.Mesh,
         storage: Storage | None = None,
         tree: str | Tree | None = None,
-        calibrated: dict | None = None,
+        calibrated: Json | None = None,
         eos_ids: Sequence[int] | None = None,
         no_repeat_ngram_size: int = 0,
-        read_wide: Callable[[], Any] | None = None,
+        read_wide: Callable[[], Params] | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -72,8 +75,8 @@ class Model:
         self.ladder: Ladder | None = None
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self._read_wide = read_wide
-        self._wide: Any = None
-        self._warm: set[Any] = set()
+        self._wide: Params | None = None
+        self._warm: set[tuple[object, ...]] = set()
         self._grammars = Grammars(tokenizer, config.vocab_size)
 
     @property
@@ -99,11 +102,11 @@ class Model:
             return False
         return "bitwise" if self.llama.native and not rule.by_drafts else True
 
-    def variables_by(self, acceptance: str) -> dict[str, Any]:
+    def variables_by(self, acceptance: str) -> Params:
         """`variables` as decoding by this rule reads them.
 
         Where the rule's text depends on the drafts and the heads are stored narrower than the
-        weights, though nobody asked for it, they are read once more, as wide, and kept as well.
+        weights, by default, they are read again, as wide, and kept as well.
         """
         if self._read_wide is None or not RULES[acceptance].by_drafts:
             return self.variables
@@ -200,7 +203,7 @@ class Model:
 
     def request(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         options: Sequence[Options],
         ids: Sequence[int] | None = None,
     ) -> loop.Request:
@@ -241,7 +244,7 @@ class Model:
 
     def compile(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         options: Options | Sequence[Options] = DEFAULTS,
         ids: Sequence[int] | None = None,
         **engine_options: Any,
@@ -252,7 +255,7 @@ class Model:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         options: Options | Sequence[Options] = DEFAULTS,
         ids: Sequence[int] | None = None,
         watch: Watch | None = None,
@@ -304,7 +307,7 @@ class Model:
     @overload
     def stream(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         options: Options | Sequence[Options] = DEFAULTS,
         ids: Sequence[int] | None = None,
         **engine_options: Any,
@@ -333,7 +336,7 @@ class Model:
           print(stream.result.mean_accepted_length)
         """
         if isinstance(prompts, str):
-            one: Any = prompts
+            one: Prompt = prompts
         elif not is_message(prompts) and any(map(is_message, prompts)):
             one, options = conversation(self.tokenizer, self.eos_ids, prompts, options)
         else:
@@ -368,7 +371,7 @@ class Model:
         return self.generate([prompt], options, **engine_options)[0]
 
     def _stream(
-        self, prompts: Any, options: Any, ids: Any, engine_options: dict[str, Any]
+        self, prompts: Any, options: Any, ids: Any, engine_options: Json
     ) -> Iterator[Chunk]:
         """Compile and decode once the first chunk is asked for."""
         rows, engine, request = self._plan(prompts, options, ids, engine_options)
@@ -381,7 +384,7 @@ class Model:
         prompts: Any,
         options: Options | Sequence[Options],
         ids: Sequence[int] | None,
-        engine_options: dict[str, Any],
+        engine_options: Json,
     ) -> tuple[list[Options], loop.Engine, loop.Request]:
         if isinstance(prompts, str):
             raise TypeError("prompts is a list; give [prompt] for a single one")

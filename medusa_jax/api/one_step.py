@@ -1,19 +1,21 @@
 """The intermediate results of one decode step, on the host."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
+from medusa_jax.api.model import Model
 from medusa_jax.api.results import Options
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import step as parts
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone
+from medusa_jax.sharding import Params
+from medusa_jax.whole_files import Json
 
 
-def take_steps(model: Any, prompt: str, n: int) -> dict[str, Any]:
+def take_steps(model: Model, prompt: str, n: int) -> Json:
     """Decode n - 1 steps greedily, then run the n-th part by part.
 
     Returns: NumPy values of that step: nodes, positions, targets, each [M]; path (node numbers) with
@@ -30,7 +32,7 @@ def take_steps(model: Any, prompt: str, n: int) -> dict[str, Any]:
     state, _ = loop.decode_loop(engine, model.variables, state, np.int32(n - 1))
 
     @jax.jit
-    def one(variables: Any, state: loop.DecodeState) -> dict[str, Any]:
+    def one(variables: Params, state: loop.DecodeState) -> Json:
         backbone, heads, tree = (
             Backbone(engine.llama, variables["backbone"]),
             variables["heads"],
@@ -61,7 +63,7 @@ def take_steps(model: Any, prompt: str, n: int) -> dict[str, Any]:
     return found
 
 
-def token_labels(model: Any, ids: Sequence[int]) -> list[str]:
+def token_labels(model: Model, ids: Sequence[int]) -> list[str]:
     """Tokens as labels for pictures, with visible line breaks and blanks."""
     texts = (model.tokenizer.decode([int(i)]) for i in ids)
     return [

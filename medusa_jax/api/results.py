@@ -14,6 +14,7 @@ from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.stopping import STOPPED, STUCK
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.whole_files import Json
 
 # What other libraries call options that exist here.
 ALIASES = {
@@ -80,11 +81,11 @@ class Options:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    constraint: Constraint | Mapping[str, Any] | None = None
+    constraint: Constraint | Json | None = None
 
     if not TYPE_CHECKING:  # type checkers know the fields
 
-        def __new__(cls, *_: Any, **given: Any) -> "Options":
+        def __new__(cls, *_: object, **given: Any) -> "Options":
             known = [field.name for field in dataclasses.fields(cls)]
             if wrong := next((name for name in given if name not in known), ""):
                 near = did_you_mean(wrong, known, ALIASES)
@@ -148,7 +149,7 @@ class Options:
 DEFAULTS = Options()
 
 
-def bias_of(value: Any) -> tuple[tuple[int, float], ...]:
+def bias_of(value: object) -> tuple[tuple[int, float], ...]:
     """A JSON object of biases by token id, {"15": -100}.
 
     Raises:
@@ -242,7 +243,7 @@ class Piece:
 
 
 def accepted_lengths(draft_depths: Sequence[int]) -> list[int]:
-    """Tokens that each step appended, told from the depths of a text.
+    """Tokens that each step appended, computed from the depths of a text.
 
     Every step ends with a token of depth 0, the verifier's own; the first token is prefill's.
 
@@ -311,9 +312,7 @@ def results_of(
     return results
 
 
-def logprobs_of_row(
-    progress: Progress, row: int, places: slice, n: int | None
-) -> dict[str, Any]:
+def logprobs_of_row(progress: Progress, row: int, places: slice, n: int | None) -> Json:
     """The fields of a result that hold log-probabilities, with `n` alternatives, of some tokens."""
     if n is None or progress.logprobs is None:
         return {}

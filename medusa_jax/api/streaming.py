@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.interop.tokenizer import StreamDecoder, Tokenizer
+from medusa_jax.sharding import Params
 
 # New pieces of all rows; at the end none, and the results.
 Chunk = tuple[list[Piece], list[Result] | None]
@@ -117,7 +117,7 @@ def stream_rows(
     tokenizer: Tokenizer,
     rows: Sequence[Options],
     engine: loop.Engine,
-    variables: dict[str, Any],
+    variables: Params,
     request: loop.Request,
     compile_seconds: float,
     watch: Watch | None = None,

@@ -5,11 +5,11 @@ compile a program; random weights, created in the form that decoding reads, are 
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding.generate import DecodeState, Engine, power_of_two, slot_ladder
@@ -19,9 +19,7 @@ from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.model.llama import Llama, abstract_params, prepare
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.model.stored import Storage, store
-from medusa_jax.sharding import make_mesh
-
-Params = dict[str, Any]
+from medusa_jax.sharding import Params, PyTree, make_mesh
 
 
 def trained_shapes(config: LlamaConfig, drafter: Drafter | None = None) -> Params:
@@ -40,7 +38,7 @@ def trained_shapes(config: LlamaConfig, drafter: Drafter | None = None) -> Param
 def abstract_variables(
     config: LlamaConfig,
     drafter: Drafter | None,
-    dtype: Any,
+    dtype: DTypeLike,
     storage: Storage | None = None,
     shards: int = 1,
 ) -> Params:
@@ -57,10 +55,10 @@ def abstract_variables(
 
 def prefill_arguments(
     engine: Engine, variables: Params, batch: int, tokens: int
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     """The arguments of `prefill` for `batch` prompts of `tokens` tokens, as shapes."""
 
-    def per_row(dtype: Any, *more: int) -> Any:
+    def per_row(dtype: DTypeLike, *more: int) -> PyTree:
         return jax.ShapeDtypeStruct((batch, *more), dtype)
 
     keys = jax.eval_shape(row_keys, per_row(jnp.uint32), per_row(jnp.int32))
@@ -83,7 +81,7 @@ def abstract_state(
 
 
 def random_backbone(
-    config: LlamaConfig, dtype: Any, storage: Storage, mesh: Mesh | None = None
+    config: LlamaConfig, dtype: DTypeLike, storage: Storage, mesh: Mesh | None = None
 ) -> Params:
     """Random parameters of the backbone in decoding form.
 
@@ -98,7 +96,7 @@ def random_backbone(
     return placed
 
 
-def random_heads(drafter: Drafter, dtype: Any, storage: Storage) -> Params:
+def random_heads(drafter: Drafter, dtype: DTypeLike, storage: Storage) -> Params:
     """Random parameters of draft heads in decoding form, created one entry at a time."""
     placed: Params = {}
     for name, shapes in trained_shapes(drafter.llama, drafter)["heads"].items():
@@ -106,7 +104,7 @@ def random_heads(drafter: Drafter, dtype: Any, storage: Storage) -> Params:
     return placed
 
 
-def _random(shapes: Any, dtype: Any, seed: int) -> Any:
+def _random(shapes: Params, dtype: DTypeLike, seed: int) -> Params:
     leaves, kind = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return jax.tree.unflatten(
@@ -115,7 +113,7 @@ def _random(shapes: Any, dtype: Any, seed: int) -> Any:
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _leaf(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _leaf(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """A norm-preserving random kernel; ones for scales and biases."""
     if len(shape) < 2:
         return jnp.ones(shape, dtype)

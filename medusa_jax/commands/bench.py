@@ -15,7 +15,6 @@ COMMANDS: dict[str, Command] = {
     **_table("one race", "batches", "batch sizes, the tree fitted to each"),
     **_table("one race", "against", "other engines on the same weights"),
     **_table("files", "questions", "a published question file, all turns, by category"),
-    **_table("shapes", "shape", "steps of a published shape, with random weights"),
 }
 
 

@@ -1,19 +1,11 @@
 """`bench against`: other engines on the same weights and prompts, interleaved with this one."""
 
-import argparse
 import importlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medusa_jax.commands.bench_race import (
-    RaceFlags,
-    add_trees,
-    load_entrants,
-    out_directory,
-    race_parser,
-)
-from medusa_jax.commands.flags import at_least, run_command
+from medusa_jax.commands.bench_race import TreeFlags, load_entrants, names_of, out_directory
+from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.commands.prompts import first_prompts, questions_of
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
@@ -36,32 +28,26 @@ COLUMNS: dict[str, Cell] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(RaceFlags):
-    """Flags of `bench against`."""
+class Flags(TreeFlags):
+    """Compare engines."""
 
-    trees: str
-    peers: str
-    threads: int
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = race_parser("against", "Compare engines.", EXAMPLES, "the model's own heads")
-    add_trees(p)
-    p.add_argument("--peers", default="transformers",
-                   help="transformers (needs torch), llama.cpp (needs llama-cpp-python and a GGUF "
-                   "file) (default: transformers)")  # fmt: skip
-    p.add_argument("--threads", type=at_least(0), default=0,
-                   help="threads of the peers (default: as many as there are processors for this "
-                   "process; this engine always takes them all)")  # fmt: skip
-    return p
+    peers: str = flag(
+        "transformers (needs torch), llama.cpp (needs llama-cpp-python and a GGUF file)",
+        "transformers",
+    )
+    threads: int = flag(
+        "threads of the peers (default: as many as there are processors for this process; this "
+        "engine always takes them all)",
+        0,
+        type=at_least(0),
+    )
 
 
 def run(flags: Flags) -> int:
     """Decode the prompts with all engines, print the table, write the files."""
     import jax
 
-    from medusa_jax.api import Options, default_drafter
+    from medusa_jax.api import Options
     from medusa_jax.evaluate.peers import Setting
     from medusa_jax.evaluate.race import Contender, ourselves, race
 
@@ -76,8 +62,7 @@ def run(flags: Flags) -> int:
     if jax.default_backend() != "cpu":
         raise UserError("engines are compared on the CPU: set JAX_PLATFORMS=cpu")
     questions, out = questions_of(flags, flags.model), out_directory(flags.out)
-    names = (flags.drafters or default_drafter(flags.model)).split(",")
-    entrants = list(load_entrants(flags, names, flags.trees))
+    entrants = list(load_entrants(flags, names_of(flags), flags.trees))
     model, threads = entrants[0].model, flags.threads or processors()
     prompts = first_prompts(flags, model, questions, flags.max_new_tokens)
     context = max(map(len, prompts)) + flags.max_new_tokens
@@ -119,12 +104,9 @@ def run(flags: Flags) -> int:
 
 
 def processors() -> int:
-    """How many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Number of processors that this process may use."""
+    own = hasattr(os, "sched_getaffinity")  # not on every platform
+    return len(os.sched_getaffinity(0)) if own else os.cpu_count() or 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
+main = Program("python -m medusa_jax bench against", Flags, run, EXAMPLES)

@@ -1,16 +1,15 @@
 """`bench batches`: decoding B rows at a time, drafted and plain, the tree fitted to each B."""
 
-import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medusa_jax.commands.bench_race import RaceFlags, out_directory, race_parser
+from medusa_jax.commands.bench_race import RaceFlags, names_of, out_directory
 from medusa_jax.commands.flags import (
+    Program,
     at_least,
+    flag,
     generation_options,
     load_model,
     numbers,
-    run_command,
 )
 from medusa_jax.commands.prompts import first_prompts, questions_of
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
@@ -31,42 +30,27 @@ COLUMNS: dict[str, Cell] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(RaceFlags):
-    """Flags of `bench batches`."""
+    """Compare batch sizes."""
 
-    sizes: str
-    most_nodes: int
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = race_parser("batches", "Compare batch sizes.", EXAMPLES, "the model's own heads")
-    p.add_argument("--sizes", default="1,2,4,8", help="batch sizes (default: 1,2,4,8)")
-    p.add_argument("--most_nodes", type=at_least(1), default=16,
-                   help="largest tree to try (default: 16)")  # fmt: skip
-    return p
+    sizes: str = flag("batch sizes", "1,2,4,8")
+    most_nodes: int = flag("largest tree to try", 16, type=at_least(1))
 
 
 def run(flags: Flags) -> int:
     """One table for every drafter."""
-    from medusa_jax.api import default_drafter
     from medusa_jax.evaluate.batches import batch_rows
 
     sizes, options = numbers(flags.sizes, "--sizes", least=1), generation_options(flags)
     questions, out = questions_of(flags, flags.model), out_directory(flags.out)
-    for name in (flags.drafters or default_drafter(flags.model)).split(","):
+    for name in names_of(flags):
         model = load_model(flags, name)
         prompts = first_prompts(flags, model, questions, flags.max_new_tokens)
         rows = batch_rows(model, prompts, options, sizes, flags.repeats, flags.most_nodes)
         drafter = model.drafter.heads.drafter
-        facts = device_facts() | {
-            "drafter": drafter,
-            "dtype": str(model.dtype),
-            "rows": rows,
-        }
+        facts = {"drafter": drafter, "dtype": str(model.dtype), "rows": rows}
+        facts |= device_facts()
         write_report(out, f"batches-{drafter}", facts, rows, COLUMNS, drafter)
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
+main = Program("python -m medusa_jax bench batches", Flags, run, EXAMPLES)

@@ -5,34 +5,30 @@ autoregressive loop, divergences, memory and training cost, and how much its tex
 that runs in circles is easy to guess).
 """
 
-import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from medusa_jax.commands.flags import (
     BaseFlags,
     GenerationFlags,
-    add_base,
-    add_generation,
+    Program,
     at_least,
-    command,
+    flag,
     generation_options,
     load_model,
-    run_command,
 )
-from medusa_jax.commands.prompts import (
-    PromptFlags,
-    add_prompt_files,
-    first_prompts,
-    questions_of,
-)
-from medusa_jax.evaluate.tables import Cell, device_facts, write_report
+from medusa_jax.commands.prompts import PromptFlags, first_prompts, questions_of
+from medusa_jax.evaluate.tables import Cell, Row, device_facts, write_report
 from medusa_jax.repetition import mean_repeated_ngram_share
 from medusa_jax.tree import Tree
+
+if TYPE_CHECKING:
+    from medusa_jax.api import Model, Options
+    from medusa_jax.evaluate.race import Contender
 
 EXAMPLES = """examples:
   python -m medusa_jax bench race
@@ -58,27 +54,35 @@ COLUMNS: dict[str, Cell] = {
     "trained on, M tokens": lambda r: f"{r['trained_tokens'] / 1e6:.1f}",
 }
 
-TITLES = {
-    "mean_accepted_length": "mean accepted length",
-    "step_latency_ratio": "step latency against plain decoding",
-    "speedup": "speed-up against plain decoding",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class RaceFlags(PromptFlags, GenerationFlags, BaseFlags):
-    """Flags of every race."""
+    """What every race takes."""
 
-    drafters: str | None
-    repeats: int
-    out: str
+    drafters: str | None = flag(
+        "comma-separated names, directories, files or hub ids, none for plain decoding (default: the "
+        "model's own heads)",
+        None,
+    )
+    repeats: int = flag("timed rounds; medians count", 3, type=at_least(1))
+    out: str = flag("directory for results", "work/bench")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(RaceFlags):
-    """Flags of `bench race`."""
+class TreeFlags(RaceFlags):
+    """What a race of trees takes."""
 
-    trees: str
+    trees: str = flag(
+        "comma-separated --tree values (cartesian widths with x: cartesian:2x3)", "auto"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(TreeFlags):
+    """Compare drafters and trees with the autoregressive loop.
+
+    By default: all heads that come with the model, prompt_lookup and lookahead; NAME@TREE gives one a tree.
+    """
 
 
 @dataclass(frozen=True)
@@ -93,46 +97,9 @@ class Entrant:
     """
 
     name: str
-    model: Any
+    model: "Model"
     trees: dict[str, Tree]
     trained_tokens: int | None
-
-
-def race_parser(
-    name: str, what: str, examples: str, drafters: str
-) -> argparse.ArgumentParser:
-    """The flags of `RaceFlags`; `drafters` says what the default is."""
-    p = command(f"python -m medusa_jax bench {name}", what, examples)
-    add_prompt_files(p, 50)
-    p.add_argument(
-        "--model", help="directory, .gguf file, hub id or name (default: the demo)"
-    )
-    add_base(p)
-    p.add_argument("--drafters", help="comma-separated names, directories, files or hub ids, "
-                   f"none for plain decoding (default: {drafters})")  # fmt: skip
-    add_generation(p)
-    p.add_argument("--repeats", type=at_least(1), default=3,
-                   help="timed rounds; medians count (default: 3)")  # fmt: skip
-    p.add_argument("--out", default="work/bench", help="directory for results")
-    return p
-
-
-def add_trees(p: argparse.ArgumentParser) -> None:
-    """--trees."""
-    p.add_argument("--trees", default="auto", help="comma-separated --tree values (cartesian "
-                   "widths with x: cartesian:2x3)")  # fmt: skip
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = race_parser(
-        "race",
-        "Compare drafters and trees with the autoregressive loop.",
-        EXAMPLES,
-        "all heads that come with the model, prompt_lookup and lookahead; NAME@TREE gives one a tree",
-    )
-    add_trees(p)
-    return p
 
 
 def tree_specs(text: str) -> list[str]:
@@ -148,18 +115,40 @@ def default_names(model: str | None) -> list[str]:
     return [*bundled_heads(model), *draft_model, "prompt_lookup", "lookahead"]
 
 
+def names_of(flags: RaceFlags) -> list[str]:
+    """--drafters, or the model's own heads."""
+    from medusa_jax.api import default_drafter
+
+    return (flags.drafters or default_drafter(flags.model)).split(",")
+
+
 def load_entrants(flags: RaceFlags, names: Sequence[str], trees: str) -> Iterator[Entrant]:
     """The drafters, all on one copy of the backbone; `trees` for those named without one."""
-    backbone: Any = None
+    first: Model | None = None
     for each in names:
         name, _, own = each.partition("@")
         specs = tree_specs(own or trees)
         spec = "auto" if "auto" in specs else specs[0]
         model = load_model(flags, name, tree=spec)
-        backbone = backbone or model.variables["backbone"]
-        model.variables = model.variables | {"backbone": backbone}
+        first = first or model
+        model.variables = model.variables | {"backbone": first.variables["backbone"]}
         found = {s: model.tree if s == spec else model.parse_tree(s) for s in specs}
         yield Entrant(name, model, found, training_of(flags.model, name))
+
+
+def contenders_of(entrants: Sequence[Entrant], options: "Options") -> "list[Contender]":
+    """Plain decoding, and every entrant with each of its trees."""
+    from medusa_jax.evaluate.race import ourselves
+
+    facts: dict[str, int | None] = {"trained_tokens": 0}
+    found = [ourselves(entrants[0].model, Tree.none(), options, facts=facts)]
+    for e in entrants:
+        for spec, tree in e.trees.items():
+            label = e.model.drafts_by(tree) if tree.depth else e.name
+            label += "" if spec == "auto" or spec.isdecimal() else f", {spec}"
+            facts = {"trained_tokens": e.trained_tokens}
+            found.append(ourselves(e.model, tree, options, label=label, facts=facts))
+    return found
 
 
 def training_of(model: str | None, name: str) -> int | None:
@@ -177,7 +166,7 @@ def training_of(model: str | None, name: str) -> int | None:
     return trained_tokens(json.loads(recipe.read_text()) if recipe.is_file() else {})
 
 
-def trained_tokens(recipe: Mapping[str, Any]) -> int | None:
+def trained_tokens(recipe: Row) -> int | None:
     """Training tokens according to the saved recipe; None if unknown.
 
     Includes the training of the heads that the run started from.
@@ -195,24 +184,17 @@ def run(flags: Flags) -> int:
     """Race all drafters, all their trees and plain decoding; print the table, write the files."""
     from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
     from medusa_jax.evaluate.conversation import ending_turns, find_template
-    from medusa_jax.evaluate.race import TEXT, ourselves, race
+    from medusa_jax.evaluate.race import TEXT, race
 
     questions = questions_of(flags, flags.model)
     out, options = out_directory(flags.out), generation_options(flags)
-    names = flags.drafters.split(",") if flags.drafters else default_names(flags.model)
+    names = names_of(flags) if flags.drafters else default_names(flags.model)
     entrants = list(load_entrants(flags, names, flags.trees))
     model = entrants[0].model
     if flags.questions:
         options = ending_turns(model, options, find_template(model, flags.chat_template))
     prompts = first_prompts(flags, model, questions, flags.max_new_tokens)
-    contenders = [ourselves(model, Tree.none(), options, facts={"trained_tokens": 0})]
-    for e in entrants:
-        for spec, tree in e.trees.items():
-            label = e.model.drafts_by(tree) if tree.depth else e.name
-            label += "" if spec == "auto" or spec.isdecimal() else f", {spec}"
-            facts = {"trained_tokens": e.trained_tokens}
-            contenders.append(ourselves(e.model, tree, options, label=label, facts=facts))
-    rows = race(contenders, prompts, flags.repeats)
+    rows = race(contenders_of(entrants, options), prompts, flags.repeats)
     real = [q["continuation_ids"][: flags.max_new_tokens] for q in questions if "continuation_ids" in q]  # fmt: skip
     needed = bytes_per_token(model, 256)
     bandwidth, speed = read_bandwidth(needed), rows[0]["tokens_per_second"]
@@ -237,12 +219,12 @@ def run(flags: Flags) -> int:
     if real:
         notes += f"\nrepeated 4-grams of the real text: {facts['repeated_4grams_real']:.2f}"
     write_report(out, "race", facts, rows, COLUMNS, notes)
-    draw(rows, out / "race.png", TITLES, "", "{label}, {tree_nodes}")
+    draw(rows, out / "race.png")
     return 0
 
 
 def out_directory(path: str) -> Path:
-    """--out, made; compiled programs are kept on disk."""
+    """--out, created; compiled programs are kept on disk."""
     from medusa_jax.console import use_compilation_cache
 
     use_compilation_cache()
@@ -251,27 +233,18 @@ def out_directory(path: str) -> Path:
     return out
 
 
-def draw(
-    rows: Sequence[Mapping[str, Any]], path: Path, titles: Mapping[str, str], series: str, bar: str
-) -> None:  # fmt: skip
-    """One chart of bars for each field.
-
-    Args:
-      titles: field -> title of its chart.
-      series, bar: format strings of a row: what a colour and what a bar stands for.
-    """
+def draw(rows: Sequence[Mapping[str, float]], path: Path) -> None:
+    """A chart of bars for each of three figures, a bar per row."""
     from medusa_jax.plots import draw_bars
 
-    charts: dict[str, dict[str, dict[str, float]]] = {}
-    for field, title in titles.items():
-        for row in rows:
-            own = charts.setdefault(title, {}).setdefault(
-                series.format_map(row) or title, {}
-            )
-            own[bar.format_map(row)] = row[field]
+    titles = {
+        "mean accepted length": "mean_accepted_length",
+        "step latency against plain decoding": "step_latency_ratio",
+        "speed-up against plain decoding": "speedup",
+    }
+    bars = ["{label}, {tree_nodes}".format_map(row) for row in rows]
+    charts = {t: {t: dict(zip(bars, (r[f] for r in rows)))} for t, f in titles.items()}
     draw_bars(charts, path=path, level=1.0)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
+main = Program("python -m medusa_jax bench race", Flags, run, EXAMPLES)

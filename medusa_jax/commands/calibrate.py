@@ -1,37 +1,30 @@
 """`python -m medusa_jax calibrate`: fit the draft tree to the heads and to this device.
 
-Writes a tree file with its evidence (`evaluate/fitting.py` says what is measured) and a rung for each
+Writes a tree file with its evidence (measured by `evaluate/fitting.py`) and a rung for each
 number of rows; decoding uses the one next to the heads.
 """
 
-import argparse
 import dataclasses
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from medusa_jax.commands.flags import (
     GenerationFlags,
     ModelFlags,
-    add_generation,
-    add_limit,
-    add_model,
+    Program,
     at_least,
-    command,
     file_to_write,
+    flag,
     generation_options,
     load_model,
     numbers,
     parse_mesh,
-    run_command,
 )
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.tables import Row
 from medusa_jax.whole_files import write_json
 
-SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
-BATCHES = (1, 2, 4, 8, 16)
 EXAMPLES = """examples:
   python -m medusa_jax calibrate --prompts prompts.jsonl --out tree.json
   python -m medusa_jax calibrate --latency_only --batches 1,4
@@ -42,55 +35,37 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(GenerationFlags, ModelFlags):
-    """Flags of `calibrate`."""
+    """Fit the draft tree to the heads and to this device."""
 
-    prompts: str | None
-    limit: int
-    out: str | None
-    latency_only: bool
-    mesh: str
-    batches: str
-    sizes: str
-    rounds: int
-    values: str
-    no_copies: bool
-    plots: str | None
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m medusa_jax calibrate",
-        "Fit the draft tree to the heads and to this device.",
-        EXAMPLES,
+    prompts: str | None = flag(
+        "JSONL with prompt or prompt_ids, or with messages (as distill writes them), whose last "
+        "question is answered",
+        None,
     )
-    p.add_argument("--prompts", help="JSONL with prompt or prompt_ids, or with messages (as distill writes "
-                   "them), whose last question is answered")  # fmt: skip
-    add_limit(p, 64)
-    p.add_argument("--out", help="tree file to write (JSON)")
-    p.add_argument(
-        "--latency_only",
-        action="store_true",
-        help="instead: measure again which sizes of the tree file next to the heads are fastest on this "
+    limit: int = flag("most prompts to use; 0 is all", 64, type=at_least(0))
+    out: str | None = flag("tree file to write (JSON)", None)
+    latency_only: bool = flag(
+        "instead: measure again which sizes of the tree file next to the heads are fastest on this "
         "device, for --tree auto",
+        False,
     )
-    add_model(p)
-    p.add_argument("--mesh", default="1,1,1", help="devices along data,fsdp,tensor")
-    add_generation(p)
-    p.add_argument("--batches", default=",".join(map(str, BATCHES)),
-                   help="numbers of rows that get a tree each, down to plain decoding; the evidence is "
-                   "timed at the first")  # fmt: skip
-    p.add_argument("--sizes", default=",".join(map(str, SIZES)), help="tree sizes to time")
-    p.add_argument(
-        "--rounds", type=at_least(1), default=7, help="timed rounds over all sizes"
+    mesh: str = flag("devices along data,fsdp,tensor", "1,1,1")
+    batches: str = flag(
+        "numbers of rows that get a tree each, down to plain decoding; the evidence is timed at the "
+        "first",
+        "1,2,4,8,16",
     )
-    p.add_argument("--values", choices=["joint", "product"], default="joint",
-                   help="worth of a node: measured frequency of its path, or the paper's "
-                   "product of head accuracies")  # fmt: skip
-    p.add_argument("--no_copies", action="store_true",
-                   help="trees of the heads' guesses alone, without a chain copied from the text")  # fmt: skip
-    p.add_argument("--plots", help="directory for PNG plots (needs matplotlib)")
-    return p
+    sizes: str = flag("tree sizes to time", "1,2,3,4,5,6,8,10,12,16,24,32,48,64")
+    rounds: int = flag("timed rounds over all sizes", 7, type=at_least(1))
+    values: str = flag(
+        "value of a node: measured frequency of its path, or the paper's product of head accuracies",
+        "joint",
+        choices=("joint", "product"),
+    )
+    no_copies: bool = flag(
+        "trees of the heads' guesses alone, without a chain copied from the text", False
+    )
+    plots: str | None = flag("directory for PNG plots (needs matplotlib)", None)
 
 
 def run(flags: Flags) -> int:
@@ -139,7 +114,7 @@ def run(flags: Flags) -> int:
     return 0
 
 
-def print_sizes(rows: Sequence[Mapping[str, Any]]) -> None:
+def print_sizes(rows: Sequence[Row]) -> None:
     """What trees give by the evidence: counted on held-out texts, timed here."""
     print("nodes  depth  copied  tokens/step  step latency  speed-up (predicted)")
     for row in rows:
@@ -149,7 +124,7 @@ def print_sizes(rows: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def print_rung(rung: Mapping[str, Any]) -> None:
+def print_rung(rung: Row) -> None:
     """Print the best tree for this batch size and its measurements."""
     print(f"\n{rung['batch']} at a time")
     print("nodes  tokens/step  step latency  speed-up  spread of the rounds")
@@ -165,7 +140,7 @@ def print_rung(rung: Mapping[str, Any]) -> None:
 
 
 def measure_steps(flags: Flags, batches: Sequence[int]) -> int:
-    """Choose anew what `--tree auto` takes on this device, and show why."""
+    """Measure the choice of `--tree auto` on this device again, and print it."""
     from medusa_jax.api import device_tree
     from medusa_jax.measured import anew
 
@@ -180,11 +155,11 @@ def measure_steps(flags: Flags, batches: Sequence[int]) -> int:
     for rows in batches:
         found = device_tree.measure_and_keep(model, calibrated, rows)
         print_rung(found)
-        inform(f"--tree auto takes {found['nodes']} nodes at batch {rows} from now on")
+        inform(f"--tree auto uses {found['nodes']} nodes at batch {rows} from now on")
     return 0
 
 
-def draw(found: Mapping[str, Any], directory: Path) -> None:
+def draw(found: Row, directory: Path) -> None:
     """The tree, and tokens per step and latency over its size, as PNG."""
     from medusa_jax import plots
 
@@ -200,10 +175,4 @@ def draw(found: Mapping[str, Any], directory: Path) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Program("python -m medusa_jax calibrate", Flags, run, EXAMPLES)

@@ -21,15 +21,15 @@ COMMANDS = {
     "/exit": "end the chat (also /quit)",
 }
 ALIASES = {"/new": "/reset", "/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}
-# Tokens that a turn of the user has room for in what is compiled ahead.
+# Tokens of a user turn for which programs are compiled ahead.
 TURN_TOKENS = 64
 
 
 class Chat:
     """Turns of user and assistant, rendered by a chat template before every reply.
 
-    A server of one slot keeps what the turns before came to: only what is new is read. What longer
-    conversations need is compiled while the user reads and types.
+    A server of one slot keeps the cache of earlier turns, so only new tokens are read. Programs for longer
+    conversations are compiled while the user reads and types.
 
     Args:
       show_drafts: colour accepted drafts by their tree depth.
@@ -160,7 +160,7 @@ class Chat:
         return shown
 
     def compile_ahead(self, tokens: int) -> None:
-        """Compile, while the user types, what the next two turns need.
+        """Compile the programs of the next two turns while the user types.
 
         Args:
           tokens: those of the conversation so far.

@@ -4,14 +4,11 @@ TPUs and GPUs need not be here: their compilers run anywhere. A model of shapes 
 the compiler's own estimates are added up by stage. Nothing is run, so these are estimates.
 """
 
-import argparse
 import dataclasses
 import json
-import sys
-from collections.abc import Sequence
 from typing import Any
 
-from medusa_jax.commands.flags import at_least, command, parse_mesh, run_command
+from medusa_jax.commands.flags import Program, at_least, flag, parse_mesh
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.interop.shapes import SHAPES, find_shape
@@ -26,50 +23,34 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """All flags."""
+    """Memory, cycles by stage and defects of a decode step, by an accelerator's compiler."""
 
-    target: str
-    shape: str
-    drafter: str
-    tree: int
-    batch: int
-    context: int
-    mesh: tuple[int, int, int] | None
-    acceptance: str
-    top_p: float
-    layers: int
-    train: str | None
-    json: bool
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m medusa_jax compile",
-        "Memory, cycles by stage and defects of a decode step, by an accelerator's compiler.",
-        EXAMPLES,
+    target: str = flag(
+        "v4, v5e, v5p or v6e, with a topology such as v5e:2x4; or h100",
+        name="--for",
+        metavar="DEVICES",
     )
-    p.add_argument("--for", dest="target", required=True, metavar="DEVICES",
-                   help="v4, v5e, v5p or v6e, with a topology such as v5e:2x4; or h100")  # fmt: skip
-    p.add_argument("--shape", default="llama-7b",
-                   help=f"{', '.join(SHAPES)}, or a config.json or its directory")  # fmt: skip
-    p.add_argument("--drafter", default="medusa", help="medusa, hydra, hydrapp, amphista, "
-                   "amphista_alpha, eagle, or none")  # fmt: skip
-    p.add_argument("--tree", type=at_least(1), default=64, help="nodes, root included")
-    p.add_argument("--batch", type=at_least(1), default=1, help="rows")
-    p.add_argument("--context", type=at_least(1), default=900, help="tokens of each row")
-    p.add_argument("--mesh", type=parse_mesh, help="data,fsdp,tensor (default: 1,1,1; of a "
-                   "recipe: its own)")  # fmt: skip
-    p.add_argument("--acceptance", default="greedy",
-                   help="greedy, sampled, rejection or typical")  # fmt: skip
-    p.add_argument("--top_p", type=float, default=1.0,
-                   help="below 1: the filter runs (its cost does not depend on the value)")  # fmt: skip
-    p.add_argument("--layers", type=at_least(2), default=8,
-                   help="layers to compile; figures are for all layers of the shape")  # fmt: skip
-    p.add_argument("--train", metavar="CONFIG",
-                   help="instead: the training step of a recipe")  # fmt: skip
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-    return p
+    shape: str = flag(f"{', '.join(SHAPES)}, or a config.json or its directory", "llama-7b")
+    drafter: str = flag(
+        "medusa, hydra, hydrapp, amphista, amphista_alpha, eagle, or none", "medusa"
+    )
+    tree: int = flag("nodes, root included", 64, type=at_least(1))
+    batch: int = flag("rows", 1, type=at_least(1))
+    context: int = flag("tokens of each row", 900, type=at_least(1))
+    mesh: tuple[int, int, int] | None = flag(
+        "data,fsdp,tensor (default: 1,1,1; of a recipe: its own)", None, type=parse_mesh
+    )
+    acceptance: str = flag("greedy, sampled, rejection or typical", "greedy")
+    top_p: float = flag(
+        "below 1: the filter runs (its cost does not depend on the value)", 1.0
+    )
+    layers: int = flag(
+        "layers to compile; figures are for all layers of the shape", 8, type=at_least(2)
+    )
+    train: str | None = flag(
+        "instead: the training step of a recipe", None, metavar="CONFIG"
+    )
+    json: bool = flag("print one JSON object", False)
 
 
 def run(flags: Flags) -> int:
@@ -143,10 +124,4 @@ def train(flags: Flags, target: Any) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Program("python -m medusa_jax compile", Flags, run, EXAMPLES)

@@ -1,21 +1,22 @@
 """`python -m medusa_jax convert`: draft heads from one layout to another.
 
-Reads heads of this project and published ones (`interop/published.py`), writes what other engines
+Reads heads of this project and published ones (`interop/heads_io.py`), writes what other engines
 load (`interop/export_heads.py`); docs/formats.md has the keys of each layout.
 """
 
-import argparse
 import dataclasses
-import sys
-from collections.abc import Sequence
 
-from medusa_jax.commands.flags import command, run_command
+from medusa_jax.commands.flags import Program, flag
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop.export_heads import TARGETS, convert
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
-EXAMPLES = """examples:
+LAYOUTS = "\n".join(f"  {name:13} {t.purpose}" for name, t in TARGETS.items())
+EXAMPLES = f"""layouts to write:
+{LAYOUTS}
+
+examples:
   python -m medusa_jax convert --drafter medusa --to tgi --out work/heads_tgi    # the demo's
   python -m medusa_jax convert --model lmsys/vicuna-7b-v1.3 \\
       --drafter FasterDecoding/medusa-vicuna-7b-v1.3 --to native --out heads
@@ -26,52 +27,23 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """All flags."""
+    """Draft heads from one layout to another."""
 
-    model: str | None
-    drafter: str
-    to: str
-    out: str
-    dtype: str
-    base_name: str | None
-    bench: str | None
-    push: str | None
-    allow_other_base: bool
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m medusa_jax convert",
-        "Draft heads from one layout to another. Layouts to write:\n"
-        + "\n".join(f"  {name:13} {target.purpose}" for name, target in TARGETS.items()),
-        EXAMPLES,
-    )
-    p.add_argument("--model", help="directory or hub id of their model (default: the demo)")
-    p.add_argument(
-        "--drafter",
-        required=True,
-        help="heads: a name (the demo's), a directory, a file or a hub id",
-    )
-    p.add_argument("--to", required=True, choices=list(TARGETS), help="the layout to write")
-    p.add_argument("--out", required=True, help="new directory")
-    p.add_argument(
-        "--dtype",
+    model: str | None = flag("directory or hub id of their model (default: the demo)", None)
+    drafter: str = flag("heads: a name (the demo's), a directory, a file or a hub id")
+    to: str = flag("the layout to write, of those below", choices=list(TARGETS))
+    out: str = flag("new directory")
+    dtype: str = flag(
+        "default: as they are stored; int8 (a byte a weight) for --to native",
+        "",
         choices=DTYPES,
-        default="",
-        help="default: as they are stored; int8 (a byte a weight) for --to native",
     )
-    p.add_argument(
-        "--base_name", help="what the files call the model (default: what --model says)"
+    base_name: str | None = flag("what the files call the model (default: --model)", None)
+    bench: str | None = flag("race.json of `bench race`, for the model card", None)
+    push: str | None = flag("upload the result to the hub", None, metavar="OWNER/NAME")
+    allow_other_base: bool = flag(
+        "take heads that were trained on another model of the same sizes", False
     )
-    p.add_argument("--bench", help="race.json of `bench race`, for the model card")
-    p.add_argument("--push", metavar="OWNER/NAME", help="upload the result to the hub")
-    p.add_argument(
-        "--allow_other_base",
-        action="store_true",
-        help="take heads that were trained on another model of the same sizes",
-    )
-    return p
 
 
 def run(flags: Flags) -> int:
@@ -104,10 +76,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Program("python -m medusa_jax convert", Flags, run, EXAMPLES)

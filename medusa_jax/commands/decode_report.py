@@ -1,7 +1,6 @@
-"""What decode.py says of a text: the object that --json prints, and the line below the text."""
+"""Reports of decode.py: the object of --json, and the line below the text."""
 
 import dataclasses
-from typing import Any
 
 import jax
 
@@ -9,7 +8,14 @@ from medusa_jax.api import Model, Options, Result
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.evaluate.bandwidth import bytes_per_token, stored_as
 from medusa_jax.evaluate.compare import Comparison
+from medusa_jax.whole_files import Json
 
+# Fields of a result that --json prints first, in this order.
+RESULT = (
+    "text", "token_ids", "prompt_tokens", "new_tokens", "finish_reason", "steps",
+    "mean_accepted_length", "acceptance_histogram", "accepted_lengths", "prefill_seconds",
+    "decode_seconds", "compile_seconds", "tokens_per_second",
+)  # fmt: skip
 # Accepted drafts by depth: green, cyan, blue, magenta, yellow; the verifier's own tokens plain.
 COLOURS = (32, 36, 34, 35, 33)
 
@@ -31,7 +37,7 @@ def describe(
     acceptance: str,
     options: Options,
     compared: Comparison | None,
-) -> dict[str, Any]:
+) -> Json:
     """The object that --json prints.
 
     With a comparison all times are its medians: rates and the speed-up come from the same runs.
@@ -43,20 +49,9 @@ def describe(
             decode_seconds=compared.drafted.decode_seconds,
         )
     device = jax.devices()[0]
-    facts: dict[str, Any] = {
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "prompt_tokens": result.prompt_tokens,
-        "new_tokens": result.new_tokens,
-        "finish_reason": result.finish_reason,
-        "steps": result.steps,
-        "mean_accepted_length": round(result.mean_accepted_length, 4),
-        "acceptance_histogram": result.acceptance_histogram,
-        "accepted_lengths": result.accepted_lengths,
-        "prefill_seconds": result.prefill_seconds,
-        "decode_seconds": result.decode_seconds,
-        "compile_seconds": result.compile_seconds,
-        "tokens_per_second": result.tokens_per_second,
+    facts: Json = {name: getattr(result, name) for name in RESULT}
+    facts["mean_accepted_length"] = round(result.mean_accepted_length, 4)
+    facts |= {
         "drafter": model.drafts_by(),
         "tree_nodes": model.tree.n_nodes,
         "acceptance": acceptance,
@@ -78,7 +73,7 @@ def describe(
     return facts
 
 
-def summary(facts: dict[str, Any]) -> str:
+def summary(facts: Json) -> str:
     """One line of measurements."""
     line = (
         f"{facts['new_tokens']} tokens in {facts['steps']} steps, mean accepted length "
@@ -104,17 +99,17 @@ def summary(facts: dict[str, Any]) -> str:
     return line + ("identical text" if facts["identical"] else _difference(facts))
 
 
-def precision(facts: dict[str, Any]) -> str:
-    """What is computed in, and how weights are stored if otherwise."""
+def precision(facts: Json) -> str:
+    """The type of arithmetic, and that of weights if it differs."""
     same = facts["weights"] == facts["dtype"]
     return facts["dtype"] if same else f"{facts['dtype']}, {facts['weights']} weights"
 
 
-def _difference(facts: dict[str, Any]) -> str:
+def _difference(facts: Json) -> str:
     first = facts["first_divergence"]
     if not facts["lossless"]:
         return f"other text from token {first['position']} on (lossy acceptance)"
     if facts["acceptance"] == "rejection":
-        return f"other draws of the same law from token {first['position']} on"
+        return f"other draws from the same distribution from token {first['position']} on"
     gap = "one text ends" if first["gap"] is None else f"score gap {first['gap']:.2g}"
     return f"first difference at token {first['position']} ({gap})"

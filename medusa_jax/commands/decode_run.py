@@ -1,4 +1,4 @@
-"""What decode.py does once its flags are parsed."""
+"""decode.py after its flags are parsed: load, decode, report."""
 
 import dataclasses
 import signal
@@ -11,6 +11,7 @@ import jax
 
 from medusa_jax import hosts
 from medusa_jax.api import Model, Options, Result
+from medusa_jax.api.asking import Prompt
 from medusa_jax.api.batching import equal_batches
 from medusa_jax.commands.chat import Chat
 from medusa_jax.commands.decode_flags import Flags
@@ -35,7 +36,7 @@ from medusa_jax.serving import Server
 
 
 def run(flags: Flags) -> int:
-    """Decode what the flags ask for; returns the exit status."""
+    """Decode the requested prompts; returns the exit status."""
     flags = give_way_to_demo(flags)
     template = chosen_template(flags)
     talking = template is not None and flags.prompt is None and flags.prompts_file is None
@@ -76,7 +77,7 @@ def run(flags: Flags) -> int:
 
 
 def check_flags(flags: Flags, talking: bool) -> None:
-    """Refuse what cannot be, before a model is loaded."""
+    """Refuse impossible combinations before a model is loaded."""
     if flags.acceptance not in ("auto", *RULES):
         known = ["auto", *RULES]
         near = did_you_mean(flags.acceptance, known)
@@ -94,10 +95,10 @@ def check_flags(flags: Flags, talking: bool) -> None:
 
 
 def give_way_to_demo(flags: Flags) -> Flags:
-    """The flags; where a model by name is not installed, a question at a terminal goes to the demo.
+    """The flags, with the demo instead of a model by name that is not installed.
 
-    Said in a sentence. What a program reads (--json, --prompts_file), a chat, and heads that were
-    asked for get the error.
+    Prints one line. Output for programs (--json, --prompts_file), a chat and named heads get the error
+    instead.
     """
     asked = flags.prompt is not None and not (flags.json or flags.drafter or flags.chat)
     if not asked or flags.model is None or named(flags.model) is None:
@@ -112,7 +113,7 @@ def give_way_to_demo(flags: Flags) -> Flags:
 
 def run_one(
     model: Model,
-    prompts: list[Any],
+    prompts: list[Prompt],
     options: list[Options],
     acceptance: str,
     flags: Flags,
@@ -145,7 +146,7 @@ def run_one(
 
 def run_file(
     model: Model,
-    prompts: list[Any],
+    prompts: list[Prompt],
     options: list[Options],
     acceptance: str,
     flags: Flags,
@@ -160,7 +161,7 @@ def run_file(
             with announced("compiling"):
                 compile_seconds = model.compile(*batch, acceptance=acceptance)
             results = model.generate(*batch, acceptance=acceptance)
-            compared: list[Any] = [None] * len(rows)
+            compared: Sequence[Comparison | None] = [None] * len(rows)
             if flags.compare:
                 compared = compare(
                     model,
@@ -198,7 +199,7 @@ def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | Sequen
 
 def stream_to_terminal(
     model: Model,
-    prompts: list[Any],
+    prompts: list[Prompt],
     options: list[Options],
     acceptance: str,
     flags: Flags,

@@ -15,40 +15,34 @@ are prompts to go on with, or conversations whose user turns are asked again (se
     provenance.json   settings, sizes and speed, written when all is done
 
 A run that was stopped, even killed, resumes after its last whole batch and ends with the same
-files, byte for byte. Over several hosts rows lie on the devices of all of them, process 0 writes, and
-SIGTERM to any ends all after the same batch.
+files, byte for byte. Over several hosts rows are on the devices of all, process 0 writes, and SIGTERM to any
+ends all after the same batch.
 """
 
-import argparse
 import dataclasses
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from medusa_jax.commands.flags import (
     HostFlags,
     ModelFlags,
-    add_hosts,
-    add_model,
-    add_no_repeat,
-    add_prompts,
+    Program,
     at_least,
-    command,
+    flag,
     load_model,
     on_hosts,
     parse_mesh,
-    run_command,
 )
 from medusa_jax.console import inform
 from medusa_jax.distill.files import TextOptions
+from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import write_array, write_json
+from medusa_jax.whole_files import Json, write_array, write_json
 
 EXAMPLES = """examples:
   python -m medusa_jax distill --prompts seeds.jsonl --out work/answers
@@ -64,63 +58,55 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(TextOptions, HostFlags, ModelFlags):
-    """All flags; a temperature of None is chosen by the mode."""
+    """Let a model answer seed prompts and write a training set of its own text."""
 
-    temperature: float | None  # type: ignore[assignment]
-    compose: int
-    out: str
-    mode: str
-    tree: str
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m medusa_jax distill",
-        "Let a model answer seed prompts and write a training set of its own text.",
-        EXAMPLES,
+    model: str | None = None
+    drafter: str | None = "none"
+    prompts: str | None = flag(
+        "seeds: .jsonl, .json or a hub dataset, with prompt, prompt_ids, turns, messages or conversations",
+        None,
     )
-    add = p.add_argument
-    add_prompts(
-        p,
-        limit=0,
-        what="seeds: .jsonl, .json or a hub dataset, with prompt, prompt_ids, turns, messages "
-        "or conversations",
-        required=False,
+    limit: int = flag("most seeds to use; 0 is all", 0, type=at_least(0))
+    ask: int = flag(
+        "instead of --prompts: number of conversations whose user the model plays from the start",
+        0,
+        type=at_least(0),
     )
-    add("--ask", type=at_least(0), default=0,
-        help="instead of --prompts: number of conversations whose user the model plays from the start")  # fmt: skip
-    add("--compose", type=at_least(0), default=0,
-        help="instead of --prompts: number of questions put together from tasks and subjects")  # fmt: skip
-    add("--out", required=True, help="directory to write")
-    add("--mode", default="auto",
-        help="continue, multi_turn or self_talk; auto: continue for prompts, else multi_turn")  # fmt: skip
-    add_model(p, drafter="none")
-    add("--tree", default="auto", help="as for decode.py")
-    add("--chat_template", default="", help="a shipped one; default: the tokenizer's own")
-    add("--mesh", default="1,1,1", help="devices along data, fsdp, tensor")
-    add("--temperature", type=float,
-        help="default: 0.3 in the chat modes (the paper's), 0 in mode continue")  # fmt: skip
-    add("--user_temperature", type=float, default=0.8,
-        help="of user turns that the model writes (default: 0.8)")  # fmt: skip
-    add("--user_tokens", type=at_least(1), default=80,
-        help="most tokens of such a turn; one that is longer ends the conversation (default: 80)")  # fmt: skip
-    add("--top_p", type=float, default=1.0)
-    add("--seed", type=int, default=0)
-    add_no_repeat(p)
-    add("--max_new_tokens", type=int, default=200, help="per answer")
-    add("--max_turns", type=at_least(1), default=4, help="most answers in a conversation")
-    add("--batch_size", type=at_least(1), default=32)
-    add("--split", default="train", help="of a hub dataset")
-    add_hosts(p)
-    return p
+    compose: int = flag(
+        "instead of --prompts: number of questions put together from tasks and subjects, each with a follow-up",
+        0,
+        type=at_least(0),
+    )
+    out: str = flag("directory to write")
+    mode: str = flag(
+        "continue, multi_turn or self_talk; auto: continue for prompts, else multi_turn",
+        "auto",
+    )
+    tree: str = flag("as for decode.py", "auto")
+    chat_template: str = flag("a shipped one; default: the tokenizer's own", "")
+    mesh: str = flag("devices along data, fsdp, tensor", "1,1,1")
+    temperature: float | None = flag(  # type: ignore[assignment]
+        "default: 0.3 in the chat modes (the paper's), 0 in mode continue", None
+    )
+    user_temperature: float = flag("of user turns that the model writes", 0.8)
+    user_tokens: int = flag(
+        "most tokens of such a turn; one that is longer ends the conversation",
+        80,
+        type=at_least(1),
+    )
+    top_p: float = flag("keep the likeliest tokens up to this mass", 1.0)
+    seed: int = flag("of the draws", 0)
+    max_new_tokens: int = flag("per answer", 200)
+    max_turns: int = flag("most answers in a conversation", 4, type=at_least(1))
+    batch_size: int = flag("conversations answered at a time", 32, type=at_least(1))
+    split: str = flag("of a hub dataset", "train")
 
 
 def warn_if_quantised(model: str | None) -> None:
     """The paper advises against a quantised teacher: its answers are not the model's own."""
     if not model or not os.path.isdir(model):
         return
-    found: Any = None
+    found: str | None = None
     for name in ("config.json", "recipe.json"):
         try:
             content = json.loads((Path(model) / name).read_text())
@@ -139,7 +125,7 @@ def warn_if_quantised(model: str | None) -> None:
 
 
 def run(flags: Flags) -> int:
-    """Answer all seeds that are not answered yet."""
+    """Answer the seeds without an answer."""
     from medusa_jax import hosts
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.distill.compose import composed_seeds
@@ -167,14 +153,15 @@ def run(flags: Flags) -> int:
         return answer(flags, mode, seeds)
 
 
-def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
-    """Go on after the seeds that are answered; returns the exit status."""
+def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
+    """Continue after the answered seeds; returns the exit status."""
     from medusa_jax import hosts
     from medusa_jax.api import Options
     from medusa_jax.distill import files
-    from medusa_jax.distill.writer import Progress, Writer, prompt_of, write_all
+    from medusa_jax.distill.writer import Writer, prompt_of, write_all
     from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.interop.chat import stop_ids, template_source
+    from medusa_jax.training.log.progress import Progress
 
     temperature = flags.temperature
     if temperature is None:
@@ -197,7 +184,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
     settings = files.settings_of(flags, mode, seeds, model)
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
 
-    def answers(line: dict[str, Any], seed: Any) -> bool:
+    def answers(line: Json, seed: Seed) -> bool:
         if mode == "continue":
             return bool(line.get("prompt_ids") == prompt_of(model, seed))
         return bool(line.get("seed") == seed.number)
@@ -208,7 +195,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
         if lines:
             inform(f"{len(lines)} of {len(seeds)} seeds are answered already")
     start, before = time.perf_counter(), int(hosts.broadcast_from_first(len(lines)))
-    progress = Progress(len(seeds), before)
+    progress = Progress("answers", len(seeds), "seed", before, hosts.first())
     made = write_all(Writer(model, flags, mode, options, progress), path, seeds[before:])
     stopped = before + len(made) < len(seeds)
     if not hosts.first():
@@ -231,7 +218,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
     provenance = settings | engine | found | {"date": date.today().isoformat()}
     write_json(out / "provenance.json", provenance)
     inform(
-        f"{found['samples']} samples, {found['answer_tokens']} tokens of the model's own, "
+        f"{found['samples']} samples, {found['answer_tokens']} tokens of the model's own text, "
         f"{speed:.0f} tokens/s; in {path}"
     )
     inform(f"{files.coverage(counts_V)}; counts in {out / COUNTS}")
@@ -240,10 +227,4 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Any]) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, on_hosts(run), argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Program("python -m medusa_jax distill", Flags, on_hosts(run), EXAMPLES)

@@ -1,19 +1,30 @@
-"""Flags that several commands share, said once."""
+"""Flags of commands: each is a field of a frozen dataclass, declared once with its help.
+
+`class Flags(GenerationFlags, ModelFlags)` has the flags of both and adds its own by `flag`. A field that is
+only given another default keeps its help.
+"""
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError, did_you_mean
 
+if TYPE_CHECKING:  # JAX is imported by what runs, not for --help
+    from medusa_jax.api import Model, Options
+
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 WEIGHTS = ("stored", "float32", "bfloat16", "int8")
 DRAFT_WEIGHTS = WEIGHTS[1:]
-
-
+SEVERAL_HOSTS = (
+    "several hosts: the same command on each; SLURM, Open MPI, Cloud TPU and GKE say who they are, "
+    "elsewhere give all three"
+)
 # What other programs call flags that exist here.
 ALIASES = {
     "--max_tokens": "--max_new_tokens",
@@ -46,10 +57,12 @@ class Parser(argparse.ArgumentParser):
             )
         return found
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
-            problem = f"{value!r} is none of {', '.join(known)}{did_you_mean(value, known)}"
+            problem = (
+                f"{value!r} is none of {', '.join(known)}{did_you_mean(str(value), known)}"
+            )
             raise argparse.ArgumentError(action, problem)
 
     def print_help(self, file: Any = None) -> None:
@@ -62,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2)
 
 
-def command(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+def command(name: str, description: str, examples: str) -> Parser:
     """A parser whose help ends with examples to copy."""
     return Parser(
         prog=name,
@@ -72,82 +85,170 @@ def command(name: str, description: str, examples: str) -> argparse.ArgumentPars
     )
 
 
-def add_model(p: argparse.ArgumentParser, drafter: str = "") -> None:
-    """--model, --drafter, whose default may be given, and the flags of `add_base`."""
-    p.add_argument(
-        "--model",
-        help="directory, .gguf file, hub id or name (smollm2) of a model (default: the demo)",
-    )
-    default = drafter or "hydra for the demo, what a name brings, none for another model"
-    p.add_argument(
-        "--drafter",
-        default=drafter or None,
-        help="a name, a directory, file or hub id with heads, prompt_lookup, lookahead, "
-        f"draft_model or draft_model:PATH, or none (default: {default})",
-    )
-    add_base(p)
+def flag(help: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
+    """A field of a command's flags; without a default it must be given.
+
+    Its type is the field's: a bool needs no value, a list may be given several times.
+
+    Args:
+      help: text for --help; the default is added unless it is None, empty or mentioned.
+      how: further arguments of argparse's `add_argument`, and `group`, a heading in the help.
+    """
+    if isinstance(default, list):
+        return dataclasses.field(
+            default_factory=default.copy, metadata={"help": help} | how
+        )
+    return dataclasses.field(default=default, metadata={"help": help} | how)
 
 
-def add_base(p: argparse.ArgumentParser) -> None:
-    """--dtype, --weights, --draft_weights and --allow_other_base."""
-    p.add_argument(
-        "--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere"
-    )
-    p.add_argument(
-        "--weights",
-        choices=WEIGHTS,
-        help="type to read kernels in: those of a GGUF file as stored, which changes no bit of the "
-        "text, or unpacked to float32; bfloat16 and int8 round the model (default: stored for a GGUF "
-        "file on a CPU with native products, else the dtype)",
-    )
-    p.add_argument(
-        "--draft_weights",
-        choices=DRAFT_WEIGHTS,
-        help="type to store kernels of draft heads in (default: int8 on a CPU with native "
-        "products while only speed depends on it; else, and for typical and rejection, as --weights)",
-    )
-    p.add_argument(
-        "--allow_other_base",
-        action="store_true",
-        help="use heads that were trained on another model of the same sizes",
-    )
+def parser_of(kind: type, name: str, examples: str = "") -> Parser:
+    """A parser with a flag for each field of a dataclass, which its docstring describes."""
+    parser = command(name, inspect.cleandoc(kind.__doc__ or ""), examples)
+    add_fields(parser, kind)
+    return parser
+
+
+def add_fields(parser: argparse.ArgumentParser, kind: type) -> None:
+    """Add a flag for each field of a dataclass."""
+    described: dict[str, Mapping[str, Any]] = {}
+    for base in reversed(kind.__mro__):
+        fields = vars(base).get("__dataclass_fields__", {}).values()
+        described |= {field.name: field.metadata for field in fields if field.metadata}
+    kinds, groups = typing.get_type_hints(kind), {"": parser}
+    for field in dataclasses.fields(kind):
+        how = _kind_of_flag(kinds[field.name]) | dict(described[field.name])
+        if (group := how.pop("group", "")) not in groups:
+            title, _, what = group.partition(": ")
+            groups[group] = parser.add_argument_group(title, what)  # type: ignore[assignment]
+        if field.default_factory is not dataclasses.MISSING:
+            how["default"] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            how["default"] = field.default
+        else:
+            how["required"] = True
+        if how.get("default") not in (None, "", False, []) and "default" not in how["help"]:
+            how["help"] += " (default: %(default)s)"
+        groups[group].add_argument(
+            how.pop("name", f"--{field.name}"), dest=field.name, **how
+        )
+
+
+def _kind_of_flag(kind: Any) -> dict[str, Any]:
+    """What `add_argument` takes for a field of this type."""
+    if kind is bool:
+        return {"action": "store_true"}
+    if typing.get_origin(kind) is list:
+        return {"action": "append"}
+    [kind, *_] = typing.get_args(kind) or [kind]  # of X | None the first
+    return {} if kind is str else {"type": kind}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program(Generic[Parsed]):
+    """A command: call it with arguments, and it returns the exit status.
+
+    Attributes:
+      name: as it is typed.
+      kind: its flags, a dataclass whose docstring describes the command.
+      run: what it does with them.
+      examples: calls to copy, for the end of its help.
+    """
+
+    name: str
+    kind: type[Parsed]
+    run: Callable[[Parsed], int]
+    examples: str = ""
+
+    def parser(self) -> Parser:
+        """All flags."""
+        return parser_of(self.kind, self.name, self.examples)
+
+    def parse(self, argv: Sequence[str] | None = None) -> Parsed:
+        """The flags of a command line."""
+        return typed(self.kind, self.parser().parse_args(argv))
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        """Parse, and run; bad input is one line and exit status 2."""
+        return run_main(lambda: self.run(self.parse(argv)))
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of a flag of whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        if (given := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{least} or more, not {given}")
+        return given
+
+    number.__name__ = "int"  # what argparse calls it where the text is no number
+    return number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseFlags:
-    """--model, the flags of `add_base`, and --no_repeat_ngram_size."""
+    """A model, and how it is loaded."""
 
-    model: str | None
-    dtype: str | None
-    weights: str | None
-    draft_weights: str | None
-    allow_other_base: bool
-    no_repeat_ngram_size: int | None
+    model: str | None = flag(
+        "directory, .gguf file, hub id or name (smollm2) of a model (default: the demo)",
+        None,
+    )
+    dtype: str | None = flag(
+        "default: float32 on CPU, bfloat16 elsewhere", None, choices=DTYPES
+    )
+    weights: str | None = flag(
+        "type to read kernels in: those of a GGUF file as stored, which changes no bit of the text, or "
+        "unpacked to float32; bfloat16 and int8 round the model (default: stored for a GGUF file on a "
+        "CPU with native products, else the dtype)",
+        None,
+        choices=WEIGHTS,
+    )
+    draft_weights: str | None = flag(
+        "type to store kernels of draft heads in (default: int8 on a CPU with native products while "
+        "only speed depends on it; else, and for typical and rejection, as --weights)",
+        None,
+        choices=DRAFT_WEIGHTS,
+    )
+    allow_other_base: bool = flag(
+        "use heads that were trained on another model of the same sizes", False
+    )
+    no_repeat_ngram_size: int | None = flag(
+        "no N tokens in a row twice in prompt and text; 0 is off (default: that of the model's "
+        "generation_config.json)",
+        None,
+        metavar="N",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFlags(BaseFlags):
-    """The flags of `add_model`."""
+    """A model with its drafter."""
 
-    drafter: str | None
+    drafter: str | None = flag(
+        "a name, a directory, file or hub id with heads, prompt_lookup, lookahead, draft_model or "
+        "draft_model:PATH, or none (default: hydra for the demo, what a name brings, none for another "
+        "model)",
+        None,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationFlags:
-    """The flags of `add_generation`, less --no_repeat_ngram_size."""
+    """How long a text is, and how it is drawn."""
 
-    max_new_tokens: int
-    temperature: float
-    seed: int
+    max_new_tokens: int = flag("most tokens of a text", 200)
+    temperature: float = flag("0 is greedy", 0.0)
+    seed: int = flag("of the draws", 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostFlags:
-    """The flags of `add_hosts`."""
+    """A run over several hosts."""
 
-    coordinator_address: str | None
-    num_processes: str | None
-    process_id: str | None
+    coordinator_address: str | None = flag(
+        "process 0's", None, metavar="HOST:PORT", group=SEVERAL_HOSTS
+    )
+    num_processes: str | None = flag("of all hosts", None, metavar="N", group=SEVERAL_HOSTS)
+    process_id: str | None = flag("from 0", None, metavar="I", group=SEVERAL_HOSTS)
 
 
 def load_model(
@@ -156,12 +257,12 @@ def load_model(
     *,
     needs_heads: bool = False,
     **more: Any,
-) -> Any:
+) -> "Model":
     """The model that the flags ask for, with --drafter if no other is given.
 
     Args:
       needs_heads: refuse plain decoding, which the command could do nothing with.
-      more: what else `load` takes, such as `tree`.
+      more: further arguments of `load`, such as `tree`.
     """
     import jax  # here, not for --help
 
@@ -183,79 +284,16 @@ def load_model(
     return model
 
 
-def add_prompts(
-    p: argparse.ArgumentParser, limit: int, what: str = "", required: bool = True
-) -> None:
-    """--prompts and --limit."""
-    p.add_argument(
-        "--prompts", required=required, help=what or "JSONL with prompt or prompt_ids"
-    )
-    add_limit(p, limit)
-
-
-def add_limit(p: argparse.ArgumentParser, limit: int) -> None:
-    """--limit: how many prompts of the file to use."""
-    shown = f"default: {limit}" if limit else "default: all"
-    p.add_argument(
-        "--limit", type=at_least(0), default=limit, help=f"most prompts to use ({shown})"
-    )
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of a flag of whole numbers from `least` on."""
-
-    def number(text: str) -> int:
-        if (given := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"{least} or more, not {given}")
-        return given
-
-    number.__name__ = "int"  # what argparse calls it where the text is no number
-    return number
-
-
-def add_generation(p: argparse.ArgumentParser, temperature: float | None = 0.0) -> None:
-    """--max_new_tokens, --temperature, --seed and --no_repeat_ngram_size.
-
-    Args:
-      temperature: the default; None leaves it to the model's name.
-    """
-    default = "what a model's name brings, else 0" if temperature is None else temperature
-    p.add_argument("--max_new_tokens", type=int, default=200)
-    p.add_argument(
-        "--temperature",
-        type=float,
-        default=temperature,
-        help=f"0 is greedy (default: {default})",
-    )
-    p.add_argument("--seed", type=int, default=0)
-    add_no_repeat(p)
-
-
-def generation_options(flags: GenerationFlags, **more: Any) -> Any:
-    """The `Options` that the flags of `add_generation` ask for, and `more` of its fields."""
+def generation_options(flags: GenerationFlags, **more: Any) -> "Options":
+    """The `Options` that the flags ask for, and `more` of its fields."""
     from medusa_jax.api import Options
 
-    return Options(
-        max_new_tokens=flags.max_new_tokens,
-        temperature=flags.temperature,
-        seed=flags.seed,
-        **more,
-    )
-
-
-def add_no_repeat(p: argparse.ArgumentParser) -> None:
-    """--no_repeat_ngram_size."""
-    p.add_argument(
-        "--no_repeat_ngram_size",
-        type=int,
-        metavar="N",
-        help="no N tokens in a row twice in prompt and text; 0 is off (default: what the "
-        "model's generation_config.json says)",
-    )
+    names = (field.name for field in dataclasses.fields(GenerationFlags))
+    return Options(**{name: getattr(flags, name) for name in names}, **more)
 
 
 def file_to_write(path: str, flag: str) -> Path:
-    """Where a result goes, made sure of before the work that leads to it.
+    """A result's file, checked before the work that leads to it.
 
     Raises:
       UserError: it is a directory.
@@ -267,7 +305,12 @@ def file_to_write(path: str, flag: str) -> Path:
     return file
 
 
-def numbers(text: str, flag: str, kind: Callable = int, least: float | None = None) -> list:
+Number = TypeVar("Number", int, float)
+
+
+def numbers(
+    text: str, flag: str, kind: type[Number] = int, least: float | None = None
+) -> list[Number]:
     """ "1,4,8" -> [1, 4, 8].
 
     Raises:
@@ -299,20 +342,8 @@ def parse_mesh(text: str) -> tuple[int, ...]:
         raise UserError(f"--mesh is three numbers like 1,2,4, not {text!r}") from error
 
 
-def add_hosts(p: argparse.ArgumentParser) -> None:
-    """--coordinator_address, --num_processes and --process_id."""
-    several = p.add_argument_group(
-        "several hosts",
-        "the same command on each; SLURM, Open MPI, Cloud TPU and GKE say who they are, elsewhere "
-        "give all three",
-    )
-    several.add_argument("--coordinator_address", metavar="HOST:PORT", help="process 0's")
-    several.add_argument("--num_processes", metavar="N")
-    several.add_argument("--process_id", metavar="I", help="from 0")
-
-
 def given_hosts(flags: HostFlags) -> dict[str, str]:
-    """The flags of `add_hosts` that were given."""
+    """The `HostFlags` that were given."""
     values = {f.name: getattr(flags, f.name) for f in dataclasses.fields(HostFlags)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -337,6 +368,9 @@ def typed(kind: type[Parsed], flags: argparse.Namespace) -> Parsed:
     """The dataclass `kind` with the values of the flags that have its fields' names."""
     names = (field.name for field in dataclasses.fields(kind) if field.init)  # type: ignore[arg-type]
     return kind(**{name: getattr(flags, name) for name in names})
+
+
+# For commands that build their parsers by hand.
 
 
 def run_command(

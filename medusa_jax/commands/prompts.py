@@ -1,11 +1,10 @@
 """Which prompts a measuring command decodes: a file of prompts, or a published question file."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from medusa_jax.commands.flags import add_limit
+from medusa_jax.commands.flags import at_least, flag
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import (
     DEMO_PROMPTS,
@@ -13,48 +12,47 @@ from medusa_jax.evaluate.questions import (
     read_questions,
     spread,
 )
+from medusa_jax.whole_files import Json
+
+if TYPE_CHECKING:
+    from medusa_jax.api import Model
 
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateFlags:
-    """How a model is flags a question file."""
+    """How a question becomes a prompt."""
 
-    chat_template: str
-    max_prompt_tokens: int
+    chat_template: str = flag(
+        "for --questions: a shipped template, plain (none), or auto: the tokenizer's own if it has "
+        "one, else plain",
+        "auto",
+    )
+    max_prompt_tokens: int = flag(
+        "for --questions: longer prompts are cut (default: 2048, or what the context leaves next to "
+        "the answer)",
+        0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFlags(TemplateFlags):
-    """--prompts or --questions, and --limit."""
+    """Which prompts are decoded."""
 
-    prompts: str
-    questions: str | None
-    limit: int
-
-
-def add_prompt_files(p: argparse.ArgumentParser, limit: int) -> None:
-    """The flags of `PromptFlags`."""
-    p.add_argument("--prompts", default=str(DEMO_PROMPTS),
-                   help="JSONL: prompt/prompt_ids, or Spec-Bench questions with turns (first "
-                   "turn); an optional 'continuation_ids' is the real text")  # fmt: skip
-    p.add_argument("--questions", metavar="FILE",
-                   help="instead: a question file as published (Spec-Bench, MT-bench, AlpacaEval, "
-                   "HumanEval, GSM8K, XSUM, CNN/DM), through the chat template")  # fmt: skip
-    add_limit(p, limit)
-    add_template(p)
+    prompts: str = flag(
+        "JSONL: prompt/prompt_ids, or Spec-Bench questions with turns (first turn); an optional "
+        "'continuation_ids' is the real text (default: the demo's)",
+        str(DEMO_PROMPTS),
+    )
+    questions: str | None = flag(
+        "instead: a question file as published (Spec-Bench, MT-bench, AlpacaEval, HumanEval, GSM8K, "
+        "XSUM, CNN/DM), through the chat template",
+        None,
+        metavar="FILE",
+    )
+    limit: int = flag("most prompts to use; 0 is all", 50, type=at_least(0))
 
 
-def add_template(p: argparse.ArgumentParser) -> None:
-    """The flags of `TemplateFlags`."""
-    p.add_argument("--chat_template", default="auto",
-                   help="for --questions: a shipped template, plain (none), or auto: the "
-                   "tokenizer's own if it has one, else plain (default)")  # fmt: skip
-    p.add_argument("--max_prompt_tokens", type=int, default=0,
-                   help="for --questions: longer prompts are cut (default: 2048, or what the "
-                   "context leaves next to the answer)")  # fmt: skip
-
-
-def questions_of(flags: PromptFlags, model: str | None = None) -> list[dict[str, Any]]:
+def questions_of(flags: PromptFlags, model: str | None = None) -> list[Json]:
     """--limit of --questions, from all categories alike; else the first of --prompts.
 
     Args:
@@ -72,7 +70,7 @@ def questions_of(flags: PromptFlags, model: str | None = None) -> list[dict[str,
 
 
 def first_prompts(
-    flags: PromptFlags, model: Any, questions: Sequence[dict[str, Any]], new_tokens: int
+    flags: PromptFlags, model: "Model", questions: Sequence[Json], new_tokens: int
 ) -> list[list[int]]:
     """Ids of what is asked first: --questions through the chat template, --prompts unchanged."""
     from medusa_jax.evaluate.conversation import find_template, turn_prompt

@@ -1,48 +1,40 @@
 """`python -m medusa_jax replay`: accepted lengths on a question file, for many drafters and trees.
 
-The model answers every turn once, plainly; then `evaluate/recording.py` says what each drafter would have
-guessed. No step is timed, so the figures are the same on every machine, and a drafter takes one pass
+The model answers every turn once, plainly; then `evaluate/recording.py` records the guesses of each drafter. No step is timed, so the figures are the same on every machine, and a drafter takes one pass
 over the answers. What drafts cost and how fast they are: `bench questions`.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from medusa_jax.commands.flags import (
     BaseFlags,
     GenerationFlags,
-    add_base,
-    add_generation,
-    add_limit,
+    Program,
     at_least,
-    command,
+    flag,
     generation_options,
     load_model,
     numbers,
-    run_command,
 )
-from medusa_jax.commands.prompts import TemplateFlags, add_template, prompt_room
+from medusa_jax.commands.prompts import TemplateFlags, prompt_room
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import grouped, read_prompts, read_questions, spread
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.repetition import mean_repeated_ngram_share
-from medusa_jax.tree import Tree
 from medusa_jax.tree.files import tree_of_size
-from medusa_jax.tree.growth import (
-    Recorded,
-    growth_with_copies,
-    joint_growth,
-    replayed_tokens,
-)
+from medusa_jax.tree.growth import Recorded, replayed_tokens
 from medusa_jax.tree.tree import COPIED
-from medusa_jax.whole_files import write_json, write_text
+from medusa_jax.whole_files import Json, write_json, write_text
+
+if TYPE_CHECKING:
+    from medusa_jax.api import Model, Options
+    from medusa_jax.evaluate.recording import Text
 
 EXAMPLES = """examples:
   python -m medusa_jax replay --model smollm2 --questions mt_bench.jsonl
@@ -53,52 +45,35 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(TemplateFlags, GenerationFlags, BaseFlags):
-    """Flags of `replay`."""
+    """Mean accepted lengths on a question file, without timings."""
 
-    questions: str
-    limit: int
-    drafters: str
-    nodes: str
-    fit: str | None
-    fit_limit: int
-    no_copies: bool
-    out: str
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m medusa_jax replay",
-        "Mean accepted lengths on a question file, without timings.",
-        EXAMPLES,
+    questions: str = flag(
+        "a question file as for bench: Spec-Bench, MT-bench, GSM8K, ..., all turns",
+        metavar="FILE",
     )
-    p.add_argument("--questions", required=True, metavar="FILE",
-                   help="a question file as for bench: Spec-Bench, MT-bench, GSM8K, ..., all turns")  # fmt: skip
-    add_limit(p, 0)
-    p.add_argument("--model", help="as for decode.py (default: the demo)")
-    p.add_argument("--drafters", default="",
-                   help="comma-separated names or directories of heads (default: the model's own)")  # fmt: skip
-    p.add_argument("--nodes", default="8,64", help="sizes of trees (default: 8,64)")
-    p.add_argument("--fit", metavar="FILE",
-                   help="JSONL of other prompts or conversations to grow the trees on (default: the order in "
-                   "the tree file next to the heads)")  # fmt: skip
-    p.add_argument(
-        "--fit_limit", type=at_least(1), default=64, help="most of them (default: 64)"
+    limit: int = flag("most questions to use; 0 is all", 0, type=at_least(0))
+    drafters: str = flag(
+        "comma-separated names or directories of heads (default: the model's own)", ""
     )
-    p.add_argument("--no_copies", action="store_true",
-                   help="trees of the heads' guesses alone, without a chain copied from the text")  # fmt: skip
-    add_base(p)
-    add_generation(p)
-    add_template(p)
-    p.add_argument("--out", default="work/replay", help="directory for results")
-    return p
+    nodes: str = flag("sizes of trees", "8,64")
+    fit: str | None = flag(
+        "JSONL of other prompts or conversations to grow the trees on (default: the order in the tree "
+        "file next to the heads)",
+        None,
+        metavar="FILE",
+    )
+    fit_limit: int = flag("most of them", 64, type=at_least(1))
+    no_copies: bool = flag(
+        "trees of the heads' guesses alone, without a chain copied from the text", False
+    )
+    out: str = flag("directory for results", "work/replay")
 
 
 def run(flags: Flags) -> int:
     """Write the answers, or read them; replay every drafter on them; print the table."""
     from medusa_jax.api import default_drafter
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.evaluate.conversation import asked, ending_turns, find_template
+    from medusa_jax.evaluate.conversation import ending_turns, find_template
     from medusa_jax.evaluate.fitting import GROWTH
     from medusa_jax.evaluate.recording import record
 
@@ -110,21 +85,21 @@ def run(flags: Flags) -> int:
     fitted = read_prompts(flags.fit, flags.fit_limit, messages=True) if flags.fit else []
     options = generation_options(flags)
     Path(flags.out).mkdir(parents=True, exist_ok=True)
-    texts: list[Any] = []
+    texts: list[Text] = []
     columns: dict[str, list[float]] = {}
     for name in (flags.drafters or default_drafter(flags.model)).split(","):
         model = load_model(flags, name, needs_heads=True, tree="none")
         if not model.drafter.trained:
             raise UserError(f"{name} has no heads whose guesses could be ranked: see bench")
         template = find_template(model, flags.chat_template)
-        own = ending_turns(model, options, template)
+        ending = ending_turns(model, options, template)
         if not texts:
-            categories, texts = answers_to(model, questions, own, template, flags)
-        recorded = record(model, texts, own)
+            categories, texts = answers_to(model, questions, ending, template, flags)
+        recorded = record(model, texts, ending)
         how = "growing trees and " if fitted else ""
         inform(f"{name}: {how}walking through {len(texts)} texts ...")
-        records = [asked(model, one) for one in fitted]
-        for tree in trees_for(model, records, own, sizes, copies=not flags.no_copies):
+        growth = growth_for(model, fitted, ending, copies=not flags.no_copies)
+        for tree in (tree_of_size(growth, size) for size in sizes):
             columns[f"{name}, {tree.n_nodes}"] = [
                 replayed_tokens([recorded[i] for i in group], tree)
                 for group in grouped(categories).values()
@@ -142,15 +117,14 @@ def run(flags: Flags) -> int:
 
 
 def answers_to(
-    model: Any,
-    questions: Sequence[dict[str, Any]],
-    options: Any,
+    model: "Model",
+    questions: Sequence[Json],
+    options: "Options",
     template: str,
     flags: Flags,
-) -> tuple[list[str], list[Any]]:
+) -> "tuple[list[str], list[Text]]":
     """Categories, and the model's text of every turn; kept in texts.json for the next call."""
-    from medusa_jax.evaluate.conversation import all_turns
-    from medusa_jax.evaluate.recording import Text, own_texts
+    from medusa_jax.evaluate.recording import Text, answered_turns
 
     file = Path(flags.out) / "texts.json"
     names = (
@@ -163,11 +137,7 @@ def answers_to(
         inform(f"{file} has the answers")
         return kept["categories"], [Text(*one) for one in kept["texts"]]
     room = prompt_room(flags, model.config.max_position, flags.max_new_tokens)
-
-    def ask(prompts: list[list[int]], _: list[int]) -> list[tuple[Text, str]]:
-        return [(text, text.said) for text in own_texts(model, prompts, options)]
-
-    found = all_turns(model, questions, template, room, ask)
+    found = answered_turns(model, questions, template, room, options)
     categories = [questions[turn.number]["category"] for turn in found]
     texts = [turn.outcome for turn in found]
     content = {"settings": settings, "categories": categories, "texts": texts}
@@ -175,30 +145,27 @@ def answers_to(
     return categories, texts
 
 
-def trees_for(
-    model: Any, prompts: Sequence[Any], options: Any, sizes: Sequence[int], *, copies: bool
-) -> list[Tree]:
-    """Trees of these sizes: grown on other texts of the model, or cut from the heads' tree file."""
-    from medusa_jax.evaluate.fitting import GROWTH
+def growth_for(
+    model: "Model", fitted: Sequence[Json], options: "Options", *, copies: bool
+) -> Sequence[Sequence[int]]:
+    """The best nodes first: measured on other texts of the model, or from the heads' tree file."""
+    from medusa_jax.evaluate.conversation import asked
+    from medusa_jax.evaluate.fitting import grown
     from medusa_jax.evaluate.recording import rank_texts
 
-    if prompts:
-        recorded = Recorded.joined(rank_texts(model, prompts, options))
-        if copies:
-            growth = growth_with_copies(recorded, GROWTH)
-        else:
-            growth = joint_growth(recorded.ranks_PK, GROWTH)
-    elif model.calibrated is None:
+    if fitted:
+        texts = rank_texts(model, [asked(model, one) for one in fitted], options)
+        return grown(Recorded.joined(texts), copies=copies)
+    if model.calibrated is None:
         raise UserError("no tree file is next to the heads: give --fit")
-    else:
-        growth = model.calibrated["growth"]
-        if not copies:
-            growth = [choice for choice in growth if COPIED not in choice]
-    return [tree_of_size(growth, size) for size in sizes]
+    growth = model.calibrated["growth"]
+    return growth if copies else [choice for choice in growth if COPIED not in choice]
 
 
 def replay_table(
-    categories: Sequence[str], texts: Sequence[Any], columns: Mapping[str, Sequence[float]]
+    categories: Sequence[str],
+    texts: "Sequence[Text]",
+    columns: Mapping[str, Sequence[float]],
 ) -> str:
     """A row per category, a column per drafter and tree."""
     rows = []
@@ -209,10 +176,4 @@ def replay_table(
     return markdown_table(("category", "turns", "repeated 4-grams", *columns), rows)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Program("python -m medusa_jax replay", Flags, run, EXAMPLES)

@@ -1,4 +1,4 @@
-"""What decode.py is asked for: one prompt, or a file of requests with options of their own."""
+"""Requests of decode.py: one prompt, or a file of requests with separate options."""
 
 import json
 import sys
@@ -13,38 +13,31 @@ from medusa_jax.commands.flags import token_ids
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.names import named
+from medusa_jax.whole_files import Json
 
 # What a request continues or answers, one of these.
 PROMPTS = ("prompt", "prompt_ids", "messages")
+# Options that have the flag's value.
+UNCHANGED = (
+    "max_new_tokens", "top_k", "min_p", "seed", "max_steps", "logprobs", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "epsilon", "delta",
+)  # fmt: skip
 
 
-def shared_options(flags: Flags) -> dict[str, Any]:
-    """The options that the flags, and the model's name where they are silent, set for every
-    request.
-    """
+def shared_options(flags: Flags) -> Json:
+    """The options of every request: from the flags, else from the model's name."""
     row = named(flags.model)
     brought = row.sampling if row else {}
-    return {
-        "max_new_tokens": flags.max_new_tokens,
+    return {name: getattr(flags, name) for name in UNCHANGED} | {
         "temperature": _first(flags.temperature, brought.get("temperature"), 0.0),
-        "top_k": flags.top_k,
         "top_p": _first(flags.top_p, brought.get("top_p"), 1.0),
-        "min_p": flags.min_p,
-        "seed": flags.seed,
         "stop": tuple(flags.stop),
         "eos_ids": None if flags.eos_ids is None else token_ids(flags.eos_ids, "--eos_ids"),
         "stop_sequences": tuple(
             token_ids(text, "--stop_sequence") for text in flags.stop_sequence
         ),
-        "max_steps": flags.max_steps,
-        "logprobs": flags.logprobs,
-        "presence_penalty": flags.presence_penalty,
-        "frequency_penalty": flags.frequency_penalty,
-        "repetition_penalty": flags.repetition_penalty,
         "logit_bias": _biases(flags.logit_bias),
         "constraint": _constraint(flags.constraint),
-        "epsilon": flags.epsilon,
-        "delta": flags.delta,
     }
 
 
@@ -60,7 +53,7 @@ def _biases(text: str) -> tuple[tuple[int, float], ...]:
 
 
 def _constraint(text: str) -> Constraint | None:
-    """What --constraint asks for: "choice:yes|no" are two choices."""
+    """The constraint of --constraint; "choice:yes|no" has two choices."""
     if not text:
         return None
     kind, _, value = text.partition(":")
@@ -69,12 +62,12 @@ def _constraint(text: str) -> Constraint | None:
             value = Path(value).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--constraint: cannot read {value!r}: {error}") from error
-    made: dict[str, Any] = {"json_object": True, "choice": value.split("|")}
+    made: Json = {"json_object": True, "choice": value.split("|")}
     return constraint_of({kind: made.get(kind, value)})
 
 
 def _first(*values: float | None) -> float:
-    """The first that is said at all."""
+    """The first value that is not None."""
     return next(value for value in values if value is not None)
 
 
@@ -88,7 +81,7 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
     shared = shared_options(flags)
     if path is None:
         text = read_stdin() if flags.prompt == "-" else flags.prompt
-        return [text], [Options(**shared)]
+        return [text], [_one(flags, shared)]
     try:
         # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -108,12 +101,22 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
         try:
             prompts.append(_prompt(record))
             check_fields(record, shared)
-            options.append(Options(**(shared | own_options(record, shared))))
+            options.append(_one(flags, shared | own_options(record, shared)))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
     if not prompts:
         raise UserError(f"{path} holds no requests")
     return prompts, options
+
+
+def _one(flags: Flags, fields: dict[str, Any]) -> Options:
+    """The options of one request."""
+    options = Options(**fields)
+    if options.constraint is not None and flags.no_repeat_ngram_size:
+        raise UserError(
+            "a constraint and --no_repeat_ngram_size may leave no token: give one of them"
+        )
+    return options
 
 
 def read_stdin() -> str:
@@ -129,8 +132,8 @@ def read_stdin() -> str:
         raise UserError(f"cannot read standard input: {why}") from error
 
 
-def check_fields(record: dict[str, Any], options: Collection[str]) -> None:
-    """Refuse fields of a request that nobody would read.
+def check_fields(record: Json, options: Collection[str]) -> None:
+    """Refuse unknown fields of a request.
 
     Raises:
       UserError: one that is unknown, or a second prompt.
@@ -159,7 +162,7 @@ def _prompt(record: Any) -> str | tuple[int, ...] | list[Any]:
     return value
 
 
-def own_options(record: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+def own_options(record: Json, shared: Json) -> Json:
     """The options that one request sets itself, each of the type of the flag it replaces."""
     own = {name: record[name] for name in shared if name in record}
     if "stop" in own:

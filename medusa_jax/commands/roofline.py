@@ -7,23 +7,19 @@ upper bounds. `--measure` times the products on this device, fits the same model
 and predicts with that.
 """
 
-import argparse
 import dataclasses
-import sys
-from collections.abc import Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from medusa_jax.commands.flags import DTYPES, at_least, command, numbers, run_command
+from medusa_jax.commands.flags import DTYPES, Program, at_least, flag, numbers
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.devices.chips import CHIPS, Chip, find_chip
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.roofline import operators, predict, report
 from medusa_jax.interop.shapes import SHAPES, find_shape
-from medusa_jax.whole_files import write_json
+from medusa_jax.whole_files import Json, write_json
 
 EXAMPLES = """examples:
   python -m medusa_jax roofline
@@ -36,77 +32,45 @@ SHOWN = (1, 8, 16, 32, 48, 64, 80, 96, 128, 192, 256, 512)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """All flags."""
+    """Latency, tokens per step and speed-up that the roofline predicts.
 
-    chip: str
-    shape: str
-    batch: int
-    length: int
-    nodes: int
-    most_nodes: int
-    batches: str
-    lengths: str
-    length_batch: int
-    curve: str
-    whole_step: bool
-    heads: int
-    measure: bool
-    measure_batches: str
-    measure_lengths: str
-    measure_trees: str
-    most_gflop: float
-    most_gbyte: float
-    dtype: str | None
-    rounds: int
-    out: str
+    The defaults are those of the paper's figures 21 to 23.
+    """
 
-
-def parser() -> argparse.ArgumentParser:
-    """All flags; the defaults are the paper's figures 21 to 23."""
-    p = command(
-        "python -m medusa_jax roofline",
-        "Latency, tokens per step and speed-up that the roofline predicts.",
-        EXAMPLES,
+    chip: str = flag(f"one of {', '.join(CHIPS)}", "a100")
+    shape: str = flag(f"{', '.join(SHAPES)}, or a config.json or its directory", "llama-7b")
+    batch: int = flag("rows (figure 21)", 1, type=at_least(1))
+    length: int = flag("cached tokens", 1024, type=at_least(1))
+    nodes: int = flag("size of the tree whose products are listed", 64, type=at_least(1))
+    most_nodes: int = flag("largest tree to predict", 512, type=at_least(64))
+    batches: str = flag("rows (figure 22)", "1,2,4,8,16,32,64")
+    lengths: str = flag("cached tokens (figure 23)", "128,512,1024,2048,4096,8192")
+    length_batch: int = flag("rows of figure 23", 4, type=at_least(1))
+    curve: str = flag(
+        "tokens per step over nodes: the paper's fit, or a tree file that calibrate wrote",
+        "paper",
     )
-    p.add_argument("--chip", default="a100", help=f"one of {', '.join(CHIPS)}")
-    p.add_argument("--shape", default="llama-7b",
-                   help=f"{', '.join(SHAPES)}, or a config.json or its directory")  # fmt: skip
-    p.add_argument("--batch", type=at_least(1), default=1, help="rows (figure 21)")
-    p.add_argument("--length", type=at_least(1), default=1024, help="cached tokens")
-    p.add_argument("--nodes", type=at_least(1), default=64,
-                   help="size of the tree whose products are listed")  # fmt: skip
-    p.add_argument(
-        "--most_nodes", type=at_least(64), default=512, help="largest tree to predict"
+    whole_step: bool = flag(
+        "all layers, the LM head and the draft heads, not one block", False
     )
-    p.add_argument("--batches", default="1,2,4,8,16,32,64", help="rows (figure 22)")
-    p.add_argument("--lengths", default="128,512,1024,2048,4096,8192",
-                   help="cached tokens (figure 23)")  # fmt: skip
-    p.add_argument("--length_batch", type=at_least(1), default=4, help="rows of figure 23")
-    p.add_argument("--curve", default="paper",
-                   help="tokens per step over nodes: the paper's fit, or a tree file that "
-                   "calibrate wrote")  # fmt: skip
-    p.add_argument("--whole_step", action="store_true",
-                   help="all layers, the LM head and the draft heads, not one block")  # fmt: skip
-    p.add_argument(
-        "--heads", type=at_least(0), default=4, help="Medusa heads of a whole step"
+    heads: int = flag("Medusa heads of a whole step", 4, type=at_least(0))
+    measure: bool = flag("time the products on this device", False)
+    measure_batches: str = flag("rows", "1,4,16")
+    measure_lengths: str = flag("cached tokens", "128,512,2048")
+    measure_trees: str = flag("nodes", "4,16,32,64,80,128")
+    most_gflop: float = flag(
+        "leave larger products out (default: 100 on a CPU, 20,000 elsewhere)", 0.0
     )
-    p.add_argument(
-        "--measure", action="store_true", help="time the products on this device"
+    most_gbyte: float = flag(
+        "likewise, by bytes moved (default: 1 on a CPU, 8 elsewhere)", 0.0
     )
-    p.add_argument("--measure_batches", default="1,4,16")
-    p.add_argument("--measure_lengths", default="128,512,2048")
-    p.add_argument("--measure_trees", default="4,16,32,64,80,128")
-    p.add_argument("--most_gflop", type=float, default=0,
-                   help="leave larger products out (default: 100 on a CPU, 20,000 elsewhere)")  # fmt: skip
-    p.add_argument("--most_gbyte", type=float, default=0,
-                   help="likewise, by bytes moved (default: 1 on a CPU, 8 elsewhere)")  # fmt: skip
-    p.add_argument("--dtype", choices=DTYPES[1:],
-                   help="of what is timed (default: float32 on CPU, bfloat16 elsewhere)")  # fmt: skip
-    p.add_argument(
-        "--rounds", type=at_least(1), default=5, help="stretches a timing is the median of"
+    dtype: str | None = flag(
+        "of what is timed (default: float32 on CPU, bfloat16 elsewhere)",
+        None,
+        choices=DTYPES[1:],
     )
-    p.add_argument("--out", default="work/roofline", help="directory for results")
-    return p
+    rounds: int = flag("stretches a timing is the median of", 5, type=at_least(1))
+    out: str = flag("directory for results", "work/roofline")
 
 
 def run(flags: Flags) -> int:
@@ -130,9 +94,7 @@ def run(flags: Flags) -> int:
         nodes = range(1, flags.most_nodes + 1)
         return predict.speedups(roofs, partial(step, batch, length, size), curve, nodes)
 
-    def predictions(
-        title: str, roofs: predict.Roofs, size: int, out: Path
-    ) -> dict[str, Any]:
+    def predictions(title: str, roofs: predict.Roofs, size: int, out: Path) -> Json:
         one = rows(roofs, flags.batch, flags.length, size)
         by_batch = {b: rows(roofs, b, flags.length, size) for b in batches}
         by_length = {n: rows(roofs, flags.length_batch, n, size) for n in lengths}
@@ -158,7 +120,7 @@ def run(flags: Flags) -> int:
 
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
-    facts: dict[str, Any] = {
+    facts: Json = {
         "date": date.today().isoformat(),
         "shape": flags.shape,
         "chip": flags.chip,
@@ -185,7 +147,7 @@ def run(flags: Flags) -> int:
 
 def measure(
     flags: Flags, config: LlamaConfig, out: Path
-) -> tuple[dict[str, Any], dict[str, predict.Fit]]:
+) -> tuple[Json, dict[str, predict.Fit]]:
     """Time the products and fit: (what is to be kept, fits by group).
 
     Draws measured.png and prints the fits.
@@ -230,10 +192,4 @@ def measure(
     return kept, fits
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Program("python -m medusa_jax roofline", Flags, run, EXAMPLES)

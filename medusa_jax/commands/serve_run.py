@@ -6,8 +6,8 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
+from medusa_jax.api import Model
 from medusa_jax.commands.flags import load_model, parse_mesh
 from medusa_jax.commands.serve_flags import Flags
 from medusa_jax.console import (
@@ -102,7 +102,7 @@ def answer_calls(
     http.run([listener])
 
 
-def chosen_template(model: Any, asked: str | None) -> str:
+def chosen_template(model: Model, asked: str | None) -> str:
     """The chat template: what was asked for, the tokenizer's own (""), or "plain".
 
     Raises:

@@ -7,79 +7,59 @@ step of sampled, rejection and typical acceptance. `sampled` and `rejection` are
 `typical` is lossy. Writes sweep.json and two pictures.
 """
 
-import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from medusa_jax.commands.flags import (
     GenerationFlags,
     ModelFlags,
-    add_generation,
-    add_limit,
-    add_model,
+    Program,
     at_least,
-    command,
+    flag,
     load_model,
     numbers,
-    run_command,
 )
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
-from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.whole_files import write_json
+from medusa_jax.evaluate.tables import Cell, markdown_table, table_of
+from medusa_jax.whole_files import Json, write_json
+
+if TYPE_CHECKING:
+    from medusa_jax.api import Model
 
 EXAMPLES = """examples:
   python -m medusa_jax sweep
-  python -m medusa_jax sweep --small
   python -m medusa_jax sweep --drafter medusa,hydrapp --tree 64
   python -m medusa_jax sweep --model path/to/model --drafter path/to/heads --tree 64 \\
       --prompts questions.jsonl --limit 64 --dtype bfloat16
 """
-EPSILONS = tuple(round(0.01 * i, 2) for i in range(1, 26))
-TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 RULES = ("sampled", "rejection", "typical")
+# Of the table of thresholds.
+COLUMNS: dict[str, Cell] = {
+    "drafter": "{drafter}",
+    "acceptance": "{acceptance}, T {temperature:g}",
+    "epsilon": "{epsilon:.2f}",
+    "delta": "{delta:.2f}",
+    "mean accepted length": "{mean_accepted_length:.3f}",
+    "mean log-probability": "{mean_log_probability:.3f}",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(GenerationFlags, ModelFlags):
-    """Flags of `sweep`."""
+    """Tokens per step and quality of acceptance rules over their parameters."""
 
-    prompts: str
-    limit: int
-    tree: str
-    epsilons: str
-    temperatures: str
-    batch_size: int
-    small: bool
-    out: str
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m medusa_jax sweep",
-        "Tokens per step and quality of acceptance rules over their parameters.",
-        EXAMPLES,
-    )
-    p.add_argument("--prompts", default=str(DEMO_PROMPTS), help="questions, as for bench")
-    add_limit(p, 32)
-    add_model(p)
-    p.add_argument("--tree", default="8", help="as for decode.py (default: 8 nodes)")
-    add_generation(p, temperature=0.7)
-    p.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
-    p.add_argument("--temperatures", default=",".join(map(str, TEMPERATURES)))
-    p.add_argument(
-        "--batch_size", type=at_least(1), default=16, help="prompts decoded at a time"
-    )
-    p.add_argument(
-        "--small", action="store_true", help="8 prompts, 60 tokens, every fifth epsilon"
-    )
-    p.add_argument("--out", default="work/sweep", help="directory for results")
-    return p
+    prompts: str = flag("questions, as for bench (default: the demo's)", str(DEMO_PROMPTS))
+    limit: int = flag("most prompts to use; 0 is all", 32, type=at_least(0))
+    tree: str = flag("as for decode.py", "8")
+    temperature: float = 0.7
+    epsilons: str = flag("thresholds", ",".join(f"{0.01 * i:g}" for i in range(1, 26)))
+    temperatures: str = flag("of the second sweep", "0,0.25,0.5,0.75,1,1.25,1.5")
+    batch_size: int = flag("prompts decoded at a time", 16, type=at_least(1))
+    out: str = flag("directory for results", "work/sweep")
 
 
 def run(flags: Flags) -> int:
@@ -89,10 +69,6 @@ def run(flags: Flags) -> int:
 
     epsilons = numbers(flags.epsilons, "--epsilons", float)
     temperatures = numbers(flags.temperatures, "--temperatures", float)
-    if flags.small:
-        most = min(60, flags.max_new_tokens)
-        flags = dataclasses.replace(flags, limit=8, max_new_tokens=most)
-        epsilons = epsilons[::5]
     if flags.temperature <= 0:
         raise UserError("the threshold sweep needs --temperature above 0")
     use_compilation_cache()
@@ -101,10 +77,9 @@ def run(flags: Flags) -> int:
     swept = []
     for name in flags.drafter.split(",") if flags.drafter else [None]:
         model = load_model(flags, name, needs_heads=True, tree=flags.tree, batch=batch)
-        label = name or model.drafter.heads.drafter
-        swept.append(
-            {"drafter": label} | sweep_one(flags, model, questions, epsilons, temperatures)
-        )
+        label = {"drafter": name or model.drafter.heads.drafter}
+        prompts = [model.encode(prompt_of(question)) for question in questions]
+        swept.append(label | sweep_one(flags, model, prompts, epsilons, temperatures))
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
     facts = {
@@ -115,9 +90,12 @@ def run(flags: Flags) -> int:
         "drafters": swept,
     }
     write_json(out / "sweep.json", facts)
-    print(threshold_table(swept))
-    print()
-    print(temperature_table(swept))
+    rows = [
+        {"drafter": one["drafter"]} | row
+        for one in swept
+        for row in (one["greedy"], one["plain_sampling"], *one["thresholds"])
+    ]
+    print(f"{table_of(rows, COLUMNS)}\n\n{temperature_table(swept)}")
     draw(swept, out)
     inform(f"wrote {out}/sweep.json, thresholds.png and temperatures.png")
     return 0
@@ -125,30 +103,31 @@ def run(flags: Flags) -> int:
 
 def sweep_one(
     flags: Flags,
-    model: Any,
-    questions: Sequence[dict[str, Any]],
+    model: "Model",
+    prompts: Sequence[list[int]],
     epsilons: Sequence[float],
     temperatures: Sequence[float],
-) -> dict[str, Any]:
+) -> Json:
     """Both sweeps of one drafter with its tree."""
     from tqdm import tqdm
 
     from medusa_jax.api import Options
     from medusa_jax.evaluate.rules import measure_rule
 
-    T = flags.temperature
-    prompts = [model.encode(prompt_of(question)) for question in questions]
-    plan: list[tuple[str, float, float, float]] = [
-        ("greedy", 0.0, 0.09, 0.3),
-        ("sampled", T, 0.09, 0.3),
-        *(("typical", T, e, e**0.5) for e in epsilons),
+    plan: list[tuple[str, float, Json]] = [
+        ("greedy", 0.0, {}),
+        ("sampled", flags.temperature, {}),
+        *(
+            ("typical", flags.temperature, {"epsilon": e, "delta": e**0.5})
+            for e in epsilons
+        ),
+        *((rule, t, {}) for rule in RULES for t in temperatures),
     ]
-    plan += [(rule, t, 0.09, 0.3) for rule in RULES for t in temperatures]
     rows = []
     with announced("compiling"):
-        for rule, t, epsilon, delta in tqdm(plan, unit="run", disable=None):
+        for rule, temperature, thresholds in tqdm(plan, unit="run", disable=None):
             options = Options(
-                flags.max_new_tokens, t, seed=flags.seed, epsilon=epsilon, delta=delta
+                flags.max_new_tokens, temperature, seed=flags.seed, **thresholds
             )
             rows.append(measure_rule(model, prompts, rule, options, flags.batch_size))
     greedy, plain, *rest = rows
@@ -161,55 +140,31 @@ def sweep_one(
     }
 
 
-def threshold_table(swept: Sequence[dict[str, Any]]) -> str:
-    """Figure 5 as a Markdown table."""
-    header = (
-        "drafter",
-        "acceptance",
-        "epsilon",
-        "delta",
-        "mean accepted length",
-        "mean log-probability",
-    )
-    cells = []
-    for one in swept:
-        for row in (one["greedy"], one["plain_sampling"], *one["thresholds"]):
-            epsilon, delta = row["epsilon"], row["delta"]
-            cells.append(
-                (
-                    one["drafter"],
-                    f"{row['acceptance']}, T {row['temperature']:g}",
-                    "-" if epsilon is None else f"{epsilon:.2f}",
-                    "-" if delta is None else f"{delta:.2f}",
-                    f"{row['mean_accepted_length']:.3f}",
-                    f"{row['mean_log_probability']:.3f}",
-                )
-            )
-    return markdown_table(header, cells)
-
-
-def by_rule(one: dict[str, Any]) -> dict[str, dict[float, float]]:
-    """Mean accepted length over temperature of every rule, by its name in tables and pictures."""
+def by_rule(swept: Sequence[Json]) -> dict[str, dict[float, float]]:
+    """Mean accepted length over temperature of every drafter and rule, by label."""
     found: dict[str, dict[float, float]] = {}
-    for row in one["temperatures"]:
-        lossy = " (lossy)" if row["acceptance"] == "typical" else ""
-        label = f"{one['drafter']}, {row['acceptance']}{lossy}"
-        found.setdefault(label, {})[row["temperature"]] = row["mean_accepted_length"]
+    for one in swept:
+        for row in one["temperatures"]:
+            lossy = " (lossy)" if row["acceptance"] == "typical" else ""
+            line = found.setdefault(f"{one['drafter']}, {row['acceptance']}{lossy}", {})
+            line[row["temperature"]] = row["mean_accepted_length"]
     return found
 
 
-def temperature_table(swept: Sequence[dict[str, Any]]) -> str:
+def temperature_table(swept: Sequence[Json]) -> str:
     """Mean accepted length of every rule over temperature, as a Markdown table."""
-    lines = {label: own for one in swept for label, own in by_rule(one).items()}
-    temperatures = sorted({t for own in lines.values() for t in own})
+    lines = by_rule(swept)
+    temperatures = list(next(iter(lines.values())))
     cells = [
-        (label, *(f"{own[t]:.3f}" for t in temperatures)) for label, own in lines.items()
+        (label, *(f"{lengths[t]:.3f}" for t in temperatures))
+        for label, lengths in lines.items()
     ]
-    header = ("mean accepted length at T", *(f"{t:g}" for t in temperatures))
-    return markdown_table(header, cells)
+    return markdown_table(
+        ("mean accepted length at T", *(f"{t:g}" for t in temperatures)), cells
+    )
 
 
-def draw(swept: Sequence[dict[str, Any]], out: Path) -> None:
+def draw(swept: Sequence[Json], out: Path) -> None:
     """thresholds.png (Medusa's figure 5, with several drafters Hydra's figure 6) and temperatures.png."""
     from medusa_jax.plots import Chart, draw_lines
 
@@ -225,30 +180,21 @@ def draw(swept: Sequence[dict[str, Any]], out: Path) -> None:
             label = f"{one['drafter']}, typical (lossy)"
             lines[label] = ([r["epsilon"] for r in rows], [r[name] for r in rows])
             # The lossless rules write the same text with every drafter.
-            own = name == "mean_accepted_length"
-            whose = f"{one['drafter']}, " if own else ""
+            by_drafter = name == "mean_accepted_length"
+            prefix = f"{one['drafter']}, " if by_drafter else ""
             for how, row in (
                 ("greedy", one["greedy"]),
                 (f"sampling, T {plain['temperature']:g}", plain),
             ):
-                levels[f"{whose}{how}"] = row[name]
-                belongs |= {f"{whose}{how}": label} if own else {}
+                levels[f"{prefix}{how}"] = row[name]
+                belongs |= {f"{prefix}{how}": label} if by_drafter else {}
         axis = "epsilon (delta = sqrt epsilon)"
         charts.append(Chart(title, axis, lines, levels, belongs=belongs))
     draw_lines(charts, path=out / "thresholds.png")
-    over = {
-        label: (list(own), list(own.values()))
-        for one in swept
-        for label, own in by_rule(one).items()
-    }
+    lengths = by_rule(swept).items()
+    over = {label: (list(line), list(line.values())) for label, line in lengths}
     chart = Chart("mean accepted length", "temperature", over)
     draw_lines([chart], path=out / "temperatures.png")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Program("python -m medusa_jax sweep", Flags, run, EXAMPLES)

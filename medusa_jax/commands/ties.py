@@ -6,34 +6,27 @@ noise band measured at that position, and whether the one explains the other. A 
 rounding does not explain would be a defect; the exit status is then 1.
 """
 
-import argparse
 import dataclasses
-import sys
-from collections.abc import Sequence
-from typing import Any
 
 from medusa_jax.commands.flags import (
     GenerationFlags,
     ModelFlags,
-    add_generation,
-    add_model,
+    Program,
     at_least,
-    command,
     file_to_write,
+    flag,
     generation_options,
     load_model,
-    run_command,
 )
 from medusa_jax.commands.prompts import (
     PromptFlags,
-    add_prompt_files,
     first_prompts,
     prompt_room,
     questions_of,
 )
 from medusa_jax.console import inform
-from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.whole_files import write_json
+from medusa_jax.evaluate.tables import Cell, table_of
+from medusa_jax.whole_files import Json, write_json
 
 EXAMPLES = """examples:
   python -m medusa_jax ties
@@ -46,44 +39,29 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(PromptFlags, GenerationFlags, ModelFlags):
-    """Flags of `ties`."""
+    """Where drafted text leaves plain text in low precision, and whether it is a tie."""
 
-    tree: str
-    top_p: float
-    batch_size: int
-    out: str
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command(
-        "python -m medusa_jax ties",
-        "Where drafted text leaves plain text in low precision, and whether it is a tie.",
-        EXAMPLES,
-    )
-    add_prompt_files(p, 50)
-    add_model(p)
-    p.set_defaults(dtype="bfloat16")
-    p.add_argument("--tree", default="64", help="as for decode.py (default: 64 nodes)")
-    add_generation(p)
-    p.add_argument("--top_p", type=float, default=1.0)
-    p.add_argument(
-        "--batch_size", type=at_least(1), default=1, help="prompts decoded at a time"
-    )
-    p.add_argument("--out", default="work/ties.json", help="file for all figures")
-    return p
+    dtype: str | None = "bfloat16"
+    tree: str = flag("as for decode.py", "64")
+    top_p: float = flag("keep the likeliest tokens up to this mass", 1.0)
+    batch_size: int = flag("prompts decoded at a time", 1, type=at_least(1))
+    out: str = flag("file for all figures", "work/ties.json")
 
 
-def divergence_table(facts: dict[str, Any]) -> str:
-    """The divergences as a Markdown table, and one line that sums them up."""
-    cells = []
-    for one in facts["divergences"]:
-        why = "at a filter's cut" if one["at_cut"] else "tie" if one["is_tie"] else "NO"
-        gap, band = f"{one['gap']:.3g}", f"{one['noise_band']:.3g}"
-        cells.append((one["prompt"], one["position"], gap, band, why))
-    header = ("prompt", "token", "gap of the two best scores", "noise band", "explained")
+COLUMNS: dict[str, Cell] = {
+    "prompt": "{prompt}",
+    "token": "{position}",
+    "gap of the two best scores": "{gap:.3g}",
+    "noise band": "{noise_band:.3g}",
+    "explained": lambda r: (
+        "at a filter's cut" if r["at_cut"] else "tie" if r["is_tie"] else "NO"
+    ),
+}
+
+
+def summary(facts: Json) -> str:
+    """One line that sums up the table."""
     return (
-        f"{markdown_table(header, cells)}\n\n"
         f"{facts['dtype']}, {facts['tree_nodes']} nodes, T {facts['temperature']:g}: "
         f"{len(facts['divergences'])} of {facts['prompts']} texts diverge, "
         f"{facts['divergences_per_token']:.1e} per token over {facts['tokens_compared']} tokens; "
@@ -109,7 +87,7 @@ def run(flags: Flags) -> int:
         options = ending_turns(model, options, template)
         room = prompt_room(flags, model.config.max_position, flags.max_new_tokens)
 
-        def ask(prompts: list[list[int]], _: list[int]) -> list[tuple[Comparison, str]]:
+        def ask(prompts: list[list[int]]) -> list[tuple[Comparison, str]]:
             found = compare_batches(model, prompts, options, flags.batch_size)
             return [(one, one.autoregressive.text) for one in found]
 
@@ -124,15 +102,9 @@ def run(flags: Flags) -> int:
         found = [(str(i), one) for i, one in enumerate(compared)]
     facts = tie_report(model, options, found)
     write_json(out, facts)
-    print(divergence_table(facts))
+    print(f"{table_of(facts['divergences'], COLUMNS)}\n\n{summary(facts)}")
     inform(f"wrote {out}")
     return 1 if facts["not_explained"] else 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    return run_command(parser(), Flags, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Program("python -m medusa_jax ties", Flags, run, EXAMPLES)

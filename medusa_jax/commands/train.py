@@ -1,6 +1,5 @@
 """`python train.py --config=FILE --workdir=DIR [--config.field=value ...]`."""
 
-import argparse
 import dataclasses
 import importlib.util
 import os
@@ -10,7 +9,7 @@ import sys
 import typing
 from typing import Any
 
-from medusa_jax.commands.flags import HostFlags, add_hosts, command, given_hosts, typed
+from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, parser_of, typed
 from medusa_jax.config import Config
 from medusa_jax.console import (
     inform,
@@ -49,11 +48,13 @@ ALIASES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(HostFlags):
-    """The flags that are not fields of the configuration."""
+    """Train by a configuration."""
 
-    config: str | None
-    workdir: str | None
-    devices: str | None
+    config: str | None = flag("a file with get_config() -> medusa_jax.config.Config", None)
+    workdir: str | None = flag(
+        "checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there", None
+    )
+    devices: str | None = flag("simulated devices of a dry run", None, metavar="N")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,22 +87,15 @@ def main(argv: list[str] | None = None) -> int:
     return run_main(go)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """All flags but `--config.FIELD=VALUE`, which the configuration's fields define."""
-    p = command("train.py", "Train what a configuration says.", EXAMPLES)
-    p.usage = "train.py --config=FILE.py --workdir=DIR [--config.FIELD=VALUE ...]"
-    p.add_argument("--config", help="a file with get_config() -> medusa_jax.config.Config")
-    p.add_argument(
-        "--workdir",
-        help="checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there",
-    )
-    p.add_argument("--devices", metavar="N", help="simulated devices of a dry run")
-    add_hosts(p)
-    return p
+    found = parser_of(Flags, "train.py", EXAMPLES)
+    found.usage = "train.py --config=FILE.py --workdir=DIR [--config.FIELD=VALUE ...]"
+    return found
 
 
 def simulate(devices: str, cfg: Config) -> None:
-    """As many CPU devices as a dry run asks for.
+    """Simulate the CPU devices of a dry run.
 
     Raises:
       UserError: it is no dry run, or no number.
@@ -136,7 +130,7 @@ def run(cfg: Config) -> int:
         use_compilation_cache()  # a resumed run starts at once
         stopped = train(cfg).get("stopped")
         return 128 + stopped if stopped else 0
-    except UserError:  # TensorStore says RESOURCE_EXHAUSTED of a disk
+    except UserError:  # TensorStore reports a full disk as RESOURCE_EXHAUSTED
         raise
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
@@ -150,7 +144,7 @@ def run(cfg: Config) -> int:
 
 
 def last_checkpoint(workdir: str) -> str:
-    """What a run goes on from that could not save: "the last checkpoint is of step 40"."""
+    """The checkpoint that a resumed run starts from: "the last checkpoint is of step 40"."""
     directory = os.path.join(workdir, "checkpoints")
     names = os.listdir(directory) if os.path.isdir(directory) else []
     steps = [int(name) for name in names if name.isdigit()]

@@ -12,7 +12,7 @@ from medusa_jax.errors import UserError
 
 # Lines of history that are kept.
 KEPT_LINES = 1000
-# Seconds in which the next line of a paste comes; nobody types one so quickly.
+# Seconds within which the next line of a paste arrives; typing is slower.
 PASTED = 0.05
 
 
@@ -70,7 +70,7 @@ class TurnInput:
         if not text or editor is None:
             return
         if text == editor.get_history_item(editor.get_current_history_length()):
-            return  # said twice
+            return  # the same turn again
         editor.add_history(text)
         with contextlib.suppress(OSError, AttributeError):  # no home, no such function
             self._history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """The tokens that a constraint leaves to one text, and down the paths of a tree."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,41 @@ class MatcherGuide:
             self._text.append(token)
             self._matcher.consume_token(token)
 
-    def forced(self, most: int) -> list[int]:
-        """Tokens that are likely to follow since the grammar leaves no other text; at most `most`."""
-        return self._matcher.compute_ff_tokens()[:most]
+    def replace_forbidden(
+        self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], guesses_MK: np.ndarray
+    ) -> None:
+        """Replace drafts that may not follow their parents.
+
+        By the token that the grammar forces, if it leaves one text only, else by the best guess
+        that it allows and that no sibling has, or by the end of the text.
+
+        Args:
+          nodes_M: tokens of the nodes, the root first; the root is consumed already.
+          children: of each node.
+          guesses_MK: tokens that are likely after each node, the best first; negative ones are none.
+        """
+
+        def others(node: int) -> Iterator[int]:
+            yield from self._matcher.compute_ff_tokens()[:1]
+            yield from guesses_MK[node].tolist()
+            yield from self._ends
+
+        def visit(node: int, path: list[int]) -> None:
+            siblings, left = list(children[node]), others(node)
+            for child in siblings:
+                token = int(nodes_M[child])
+                if not self._allows(token):
+                    free = (t for t in left if t not in nodes_M[siblings])
+                    if (token := next(filter(self._allows, free), -1)) < 0:
+                        continue
+                    nodes_M[child] = token
+                if children[child] and token not in self._ends:
+                    if self._matcher.consume_token(token):
+                        visit(child, [*path, token])
+                    self._take_back(path)
+
+        if len(nodes_M) > 1:
+            visit(0, [])
 
     def fill_tree(
         self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], into_MW: np.ndarray
@@ -61,8 +93,7 @@ class MatcherGuide:
         ends in the step after it.
 
         Args:
-          nodes_M: tokens of the nodes, the root first; the root is consumed already.
-          children: of each node.
+          nodes_M, children: as for `replace_forbidden`.
           into_MW: its first row is filled in already.
         """
 
@@ -78,13 +109,25 @@ class MatcherGuide:
                     visit(child, [*path, token])
                 else:
                     nodes_M[child] = self._forbidden(into_MW[node])
-                if self._matcher.is_error():  # for good: nothing can be taken back
-                    self._matcher = self._start.deep_copy()
-                    self._matcher.consume_tokens([*self._text, *path])
-                else:
-                    self._matcher.rollback(1)
+                self._take_back(path)
 
         visit(0, [])
+
+    def _allows(self, token: int) -> bool:
+        """Whether a token may come next."""
+        if token < 0 or not self._ordinary_W[token >> 5] >> np.uint32(token & 31) & 1:
+            return False
+        if token in self._ends:
+            return self._matcher.is_accepting()
+        return self._matcher.validate_tokens([token]) == 1
+
+    def _take_back(self, path: Sequence[int]) -> None:
+        """Undo the last token; `path` are those before it that are not in the text yet."""
+        if self._matcher.is_error():  # for good: nothing can be taken back
+            self._matcher = self._start.deep_copy()
+            self._matcher.consume_tokens([*self._text, *path])
+        else:
+            self._matcher.rollback(1)
 
     @staticmethod
     def _forbidden(allowed_W: np.ndarray) -> int:

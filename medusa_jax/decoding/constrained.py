@@ -1,24 +1,23 @@
-"""Decoding where the host says which tokens may follow: the steps of rows with a constraint.
+"""Decoding where the host knows which tokens may follow: the steps of rows with a constraint.
 
 A constraint is part of the verifier: the target token after a node is chosen among those that the
 constraint leaves after the node's path, so drafted text is that of plain decoding with the same
-constraint. The host knows the constraints (`Guide`) and computes the bits of all nodes while the
-backbone's pass over them runs; they are needed when its logits are judged:
+constraint. The host knows the constraints (`Guide`). It replaces drafts that they forbid before
+the backbone's pass, and computes the bits of all nodes while the pass runs; they are needed when its
+logits are judged:
 
-    host    root's bits | dispatch    | bits of every node        | dispatch | wait
-    device              | draft       | verify                    | judge    |
-
-Drafts of depth 1 are ranked among the tokens that may follow the root, and where the grammar leaves
-one text only, a chain of the tree holds it.
+    host    replace drafts | dispatch | bits of every node | dispatch | wait
+    device                 | verify                        | judge | draft the next tree |
 """
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from medusa_jax.decoding.acceptance import Verified
 from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
@@ -27,9 +26,13 @@ from medusa_jax.decoding.step import Drafts, draft, settle, verify
 from medusa_jax.decoding.stopping import RUNNING, STUCK
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.levels import Level, inner_nodes
 from medusa_jax.heads.vocabulary import for_drafting
-from medusa_jax.sharding import on_all, pin_state
+from medusa_jax.sharding import Params, on_all, pin_state
 from medusa_jax.tree import Tree
+
+# Guesses after each node, from which the host chooses where a draft is forbidden.
+GUESSES = 16
 
 
 class Guide(Protocol):
@@ -49,8 +52,10 @@ class Guide(Protocol):
     def fill(self, into_W: np.ndarray) -> bool:
         """Write the bits of the tokens that may follow; False if there are none."""
 
-    def forced(self, most: int) -> list[int]:
-        """Tokens that are likely to follow since no other text may; a limited number."""
+    def replace_forbidden(
+        self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], guesses_MK: np.ndarray
+    ) -> None:
+        """Replace drafts that may not follow their parents, by forced tokens or by guesses."""
 
     def fill_tree(
         self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], into_MW: np.ndarray
@@ -58,38 +63,71 @@ class Guide(Protocol):
         """Write the bits after each node of a tree; those after the root are there."""
 
 
+class Ahead(NamedTuple):
+    """What the host reads before a step.
+
+    Attributes:
+      progress: of the state.
+      drafts: the tree of the step.
+      guesses_BMK: the best tokens after each node by the scores of its depth, best first; NO_TOKEN
+        where the drafter has none.
+    """
+
+    progress: Progress
+    drafts: Drafts
+    guesses_BMK: jax.Array
+
+
+def look_ahead(engine: Engine, variables: Params, state: DecodeState) -> Ahead:
+    """Draft the next tree; does not wait for it."""
+    progress = copied_progress(engine.depth_only, state)
+    drafted = draft_nodes(engine, variables, state.replace(cache=None))
+    return Ahead(progress, *drafted)
+
+
 @program(static_argnums=0)
 def draft_nodes(
-    engine: Engine,
-    variables: dict[str, Any],
-    state: DecodeState,
-    root_BW: jax.Array,
-    forced_BL: jax.Array,
+    engine: Engine, variables: Params, state: DecodeState
 ) -> tuple[Drafts, jax.Array]:
-    """Draft a tree among the tokens that may follow the root.
-
-    Args:
-      forced_BL: tokens for the chain down to the deepest node, NO_TOKEN where none is forced.
-
-    Returns: the drafts, and their tokens for the host.
-    """
+    """Draft a tree; also guesses [B, M, K] for the host, as in `Ahead`."""
     tree, backbone = engine.tree, Backbone(engine.llama, variables["backbone"])
-    drafts = draft(engine, variables["heads"], backbone, state, tree, root_BW)
-    nodes_BM = drafts.nodes_BM
+    drafts = draft(engine, variables["heads"], backbone, state, tree)
+    guesses_BMK = guesses_after(tree, drafts)
     if not engine.rule.by_drafts:
-        chain_L = tree.ancestors_ML[int(np.argmax(tree.depth_M))]
-        own_BL = nodes_BM[:, chain_L]
-        nodes_BM = nodes_BM.at[:, chain_L].set(
-            jnp.where(forced_BL == NO_TOKEN, own_BL, forced_BL)
-        )
         drafts = drafts._replace(logits={})  # only rules by drafts read them
-    drafts = drafts._replace(nodes_BM=nodes_BM, ids_O=None)
-    return drafts, on_all(engine.llama.mesh, jnp.copy(nodes_BM))
+    drafts = drafts._replace(scores={}, ids_O=None)
+    return drafts, on_all(engine.llama.mesh, guesses_BMK)
+
+
+def guesses_after(tree: Tree, drafts: Drafts) -> jax.Array:
+    """The best tokens after each node, [B, M, K].
+
+    Nodes that a drafter does not score, such as copied ones, have the guesses of the first node of
+    their depth that it does.
+    """
+    B, M = drafts.nodes_BM.shape
+    no_tokens = jnp.full((B, 1, GUESSES), NO_TOKEN)
+    found, place_M, n = [no_tokens], np.zeros(M, np.int32), 1
+    parents = inner_nodes(Level.of(tree.drafted), tree.drafted)
+    for depth, scores in sorted(drafts.scores.items()):
+        scores_BPO = scores.reshape(B, -1, scores.shape[-1])
+        P, K = scores_BPO.shape[1], min(GUESSES, scores_BPO.shape[-1])
+        best, tokens_BPK = lax.top_k(scores_BPO, K)
+        if drafts.ids_O is not None:
+            tokens_BPK = drafts.ids_O[tokens_BPK]
+        tokens_BPK = jnp.where(jnp.isfinite(best), tokens_BPK, NO_TOKEN)
+        rest = ((0, 0), (0, 0), (0, GUESSES - K))
+        found.append(jnp.pad(tokens_BPK, rest, constant_values=NO_TOKEN))
+        place_M[tree.depth_M == depth - 1] = n
+        own = tree.drafted_N[parents[depth - 1]]
+        place_M[own] = n + (np.arange(len(own)) if P > 1 else 0)
+        n += P
+    return jnp.concatenate(found, axis=1)[:, place_M].astype(jnp.int32)
 
 
 @program(static_argnums=0, donate_argnums=2)
 def verify_nodes(
-    engine: Engine, variables: dict[str, Any], cache: Any, rest: DecodeState, drafts: Drafts
+    engine: Engine, variables: Params, cache: Any, rest: DecodeState, drafts: Drafts
 ) -> tuple[Verified, Any]:
     """The backbone's pass, and the cache after it. Donates the cache, which the state lacks."""
     backbone = Backbone(engine.llama, variables["backbone"])
@@ -102,7 +140,7 @@ def verify_nodes(
 @program(static_argnums=0, donate_argnums=(2, 3))
 def judge(
     engine: Engine,
-    variables: dict[str, Any],
+    variables: Params,
     rest: DecodeState,
     cache: Any,
     verified: Verified,
@@ -129,45 +167,42 @@ def judge(
 
 def step(
     engine: Engine,
-    variables: dict[str, Any],
+    variables: Params,
     state: DecodeState,
     guides: Mapping[int, Guide],
-    progress: Progress | None = None,
-) -> tuple[DecodeState, Progress]:
+    ahead: Ahead,
+) -> DecodeState:
     """One decode step. Consumes the state.
 
     Args:
       guides: by row; rows without one may go on with any token.
-      progress: of this state, if it is there already.
+      ahead: of this state (`look_ahead`).
     """
-    tree = engine.tree
-    progress = copied_progress(engine.depth_only, state) if progress is None else progress
+    tree, (progress, drafts, guesses_BMK) = engine.tree, ahead
     tokens_BO, n_new_B, status_B = (
         np.asarray(x) for x in (progress.tokens_BO, progress.n_new_B, progress.status_B)
     )
-    B, M = len(n_new_B), tree.n_nodes
-    allowed_BMW = np.full((B, M, words(engine.llama.config.vocab_size)), ALL)
-    forced_BL = np.full((B, tree.path_length), NO_TOKEN, np.int32)
-    stuck_B = np.zeros(B, bool)
     running = {row: g for row, g in guides.items() if status_B[row] == RUNNING}
     for row, guide in running.items():
         guide.advance(tokens_BO[row, guide.consumed : n_new_B[row]].tolist())
-        stuck_B[row] = not guide.fill(allowed_BMW[row, 0])
-        if tree.depth and not stuck_B[row]:
-            forced = guide.forced(tree.depth)
-            forced_BL[row, 1 : 1 + len(forced)] = forced
-    cache, rest = state.cache, state.replace(cache=None)
-    root_BW = np.ascontiguousarray(allowed_BMW[:, 0])
-    drafts, shown = draft_nodes(engine, variables, rest, root_BW, forced_BL)
-    verified, cache = verify_nodes(engine, variables, cache, rest, drafts)
-    nodes_BM = np.array(shown)  # there before the backbone's pass ends
     children = _children(tree)
+    nodes_BM: Any = np.array(drafts.nodes_BM)
+    if not engine.rule.by_drafts:  # under these rules the text depends on what is drafted
+        for row, guide in running.items():
+            guesses_MK = np.asarray(guesses_BMK)[row]
+            guide.replace_forbidden(nodes_BM[row], children, guesses_MK)
+        drafts = drafts._replace(nodes_BM=nodes_BM.copy())
+    cache, rest = state.cache, state.replace(cache=None)
+    verified, cache = verify_nodes(engine, variables, cache, rest, drafts)
+    B, M = nodes_BM.shape
+    allowed_BMW = np.full((B, M, words(engine.llama.config.vocab_size)), ALL)
+    stuck_B = np.zeros(B, bool)
     for row, guide in running.items():
+        stuck_B[row] = not guide.fill(allowed_BMW[row, 0])
         if not stuck_B[row]:
             guide.fill_tree(nodes_BM[row], children, allowed_BMW[row])
     judged = (verified, nodes_BM, allowed_BMW, stuck_B)
-    state = judge(engine, variables, rest, cache, *judged)
-    return state, copied_progress(engine.depth_only, state)
+    return judge(engine, variables, rest, cache, *judged)
 
 
 @lru_cache(maxsize=64)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from medusa_jax.decoding import constrained
 from medusa_jax.decoding.constrained import Guide
@@ -31,7 +32,7 @@ from medusa_jax.decoding.step import decode_loop, decode_step
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import grown
-from medusa_jax.sharding import pin_state
+from medusa_jax.sharding import Params, pin_state
 
 __all__ = [
     "FOREVER",
@@ -150,7 +151,7 @@ class Request:
 
 
 def begin(
-    engine: Engine, variables: dict[str, Any], request: Request
+    engine: Engine, variables: Params, request: Request
 ) -> tuple[DecodeState, list[int]]:
     """Prefill a request; also returns the cache sizes that its rows may grow through."""
     ladder, arguments = prefill_arguments(engine, variables, request)
@@ -158,7 +159,7 @@ def begin(
 
 
 def prefill_arguments(
-    engine: Engine, variables: dict[str, Any], request: Request
+    engine: Engine, variables: Params, request: Request
 ) -> tuple[list[int], tuple[Any, ...]]:
     """The cache sizes that a request may grow through; what `prefill` takes after the first of them."""
     B = len(request.prompts)
@@ -173,7 +174,7 @@ def prefill_arguments(
     for row, prompt in enumerate(request.prompts):
         prompt_BT[row, : len(prompt)] = prompt
 
-    def per_row(values: Sequence | None, default: float, dtype: Any) -> Any:
+    def per_row(values: Sequence | None, default: float, dtype: DTypeLike) -> Any:
         return np.array(values if values is not None else [default] * B, dtype)
 
     ids = request.ids if request.ids is not None else range(B)
@@ -204,7 +205,7 @@ def prefill_arguments(
     return ladder, arguments
 
 
-def generate(engine: Engine, variables: dict[str, Any], request: Request) -> Progress:
+def generate(engine: Engine, variables: Params, request: Request) -> Progress:
     """Decode every row to its end: one loop per cache size, all dispatched without waiting.
 
     Rows with guides wait for the host in every step.
@@ -217,7 +218,7 @@ def generate(engine: Engine, variables: dict[str, Any], request: Request) -> Pro
 
 
 def finish(
-    engine: Engine, variables: dict[str, Any], state: DecodeState, ladder: list[int]
+    engine: Engine, variables: Params, state: DecodeState, ladder: list[int]
 ) -> Progress:
     """Decode a request that `begin` has prefilled to its end. Consumes the state."""
     for slots in ladder:
@@ -228,7 +229,7 @@ def finish(
 
 
 def stream(
-    engine: Engine, variables: dict[str, Any], request: Request, chunk_steps: int = 8
+    engine: Engine, variables: Params, request: Request, chunk_steps: int = 8
 ) -> Generator[Progress, np.ndarray | None]:
     """Decode in chunks of steps, yielding the progress after prefill and after each chunk.
 
@@ -258,15 +259,16 @@ def stream(
 
 
 def guided(
-    engine: Engine, variables: dict[str, Any], request: Request
+    engine: Engine, variables: Params, request: Request
 ) -> Generator[Progress, np.ndarray | None]:
     """As `stream`, a step at a time: rows with constraints (`constrained.py`)."""
     state, ladder = begin(engine, variables, request)
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
-    progress = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
     while True:
+        ahead = constrained.look_ahead(engine, variables, state)
+        progress = ahead.progress
         wanted_B = yield progress
         state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
@@ -276,7 +278,7 @@ def guided(
         while longest + engine.n_rows > ladder[size]:
             size += 1
             state = grow(engine.depth_only, ladder[size], state)
-        state, progress = constrained.step(engine, variables, state, guides, progress)
+        state = constrained.step(engine, variables, state, guides, ahead)
 
 
 def end_wanted(
@@ -297,7 +299,7 @@ def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Arr
     return pin_state(engine.llama.mesh, ended_B)
 
 
-def warm_up(engine: Engine, variables: dict[str, Any], request: Request) -> None:
+def warm_up(engine: Engine, variables: Params, request: Request) -> None:
     """Compile everything that `generate` or `stream` will run for this request, and wait.
 
     Reads the prompts once and takes no decode step.
@@ -311,5 +313,7 @@ def warm_up(engine: Engine, variables: dict[str, Any], request: Request) -> None
         if request.guides is None:
             state, progress = decode_loop(engine, variables, state, np.int32(0))
         else:
-            state, progress = constrained.step(engine, variables, state, {})
+            ahead = constrained.look_ahead(engine, variables, state)
+            state = constrained.step(engine, variables, state, {}, ahead)
+            progress = ahead.progress
     jax.block_until_ready(progress)

@@ -1,34 +1,32 @@
 """Prefill: read prompts piece by piece."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.acceptance.targets import target_tokens
-from medusa_jax.decoding.logprobs import Logprobs, logprobs_of, no_logprobs
+from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.masks import only
 from medusa_jax.decoding.penalties import penalised
 from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import Sampling
-from medusa_jax.decoding.state import DecodeState, Engine, text_slots
+from medusa_jax.decoding.state import (
+    DecodeState,
+    Engine,
+    empty_logprobs,
+    fresh_state,
+)
 from medusa_jax.decoding.step import emit, write_tokens
-from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone, Committed
 from medusa_jax.model.cache import KVCache
-from medusa_jax.sharding import pin_state
+from medusa_jax.sharding import Params, PyTree, pin_state
 
 # Prompt tokens per piece: enough to be bound by arithmetic and not by reading weights on any device, few
 # enough for activations that are small compared with the weights.
 PIECE = 512
-
-
-def room_for_logprobs(engine: Engine, tokens_BO: jax.Array) -> Logprobs | None:
-    """Zeros for the log-probabilities of new tokens; None if the engine keeps none."""
-    n = engine.logprobs
-    return None if n is None else no_logprobs(tokens_BO, n, engine.llama.dtype)
 
 
 class PrefillState(NamedTuple):
@@ -41,7 +39,7 @@ class PrefillState(NamedTuple):
     """
 
     cache: KVCache
-    drafter: Any
+    drafter: PyTree
     root_B: jax.Array
     logprobs: Logprobs | None
 
@@ -62,17 +60,16 @@ class Piece(NamedTuple):
     length_B: jax.Array
 
 
-def nothing_read(
-    engine: Engine, cache: KVCache, drafter: Any, like_B: jax.Array
-) -> PrefillState:
-    """The state before any piece has been read."""
-    zero_B = jnp.zeros_like(like_B)
-    return PrefillState(cache, drafter, zero_B, room_for_logprobs(engine, zero_B[:, None]))
+def prefill_start(engine: Engine, state: DecodeState) -> PrefillState:
+    """The progress before any piece has been read into the cache of this state."""
+    zero_B = jnp.zeros_like(state.root_B)
+    logprobs = empty_logprobs(engine, zero_B[:, None])
+    return PrefillState(state.cache, state.drafter, zero_B, logprobs)
 
 
 def read_piece(
     engine: Engine,
-    variables: dict[str, Any],
+    variables: Params,
     sampling: Sampling,
     text_BS: jax.Array | None,
     read: PrefillState,
@@ -108,10 +105,10 @@ def read_piece(
                 barred_B=sampling.barred_B,
             )
         drawn = engine.rule.noise is not None
-        judged_B1V = penalised(logits_B1V, sampling.penalties)
+        scored_B1V = penalised(logits_B1V, sampling.penalties)
         if sampling.first_BW is not None:
-            judged_B1V = only(judged_B1V, sampling.first_BW[:, None])
-        root_B1 = target_tokens(judged_B1V, last_B1, sampling if drawn else None)
+            scored_B1V = only(scored_B1V, sampling.first_BW[:, None])
+        root_B1 = target_tokens(scored_B1V, last_B1, sampling if drawn else None)
         n = engine.logprobs
         return root_B1[:, 0], None if n is None else logprobs_of(logits_B1V, root_B1, n)
 
@@ -135,7 +132,7 @@ def read_piece(
 def prefill(
     engine: Engine,
     slots: int,
-    variables: dict[str, Any],
+    variables: Params,
     prompt_BT: jax.Array,
     prompt_length_B: jax.Array,
     limit_B: jax.Array,
@@ -162,26 +159,23 @@ def prefill(
     piece = min(T, PIECE)
     if T % piece:
         raise ValueError(f"{T} prompt tokens are not a multiple of a piece of {piece}")
-    config, dtype = engine.llama.config, engine.llama.dtype
-    zero_B = jnp.zeros((B,), jnp.int32)
-    text_BS = None
-    if engine.keeps_text:
-        text_BS = jnp.zeros((B, text_slots(engine, slots)), prompt_BT.dtype)
+    state = fresh_state(engine, slots, sampling, output, limit_B, max_steps_B, stop_BQW)
+    text_BS = state.text_BS
+    if text_BS is not None:
         text_BS = text_BS.at[:, :T].set(prompt_BT)
     following_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)
 
-    def read_next(i: Any, read: PrefillState) -> PrefillState:
+    def read_next(i: jax.Array | int, read: PrefillState) -> PrefillState:
         begin = i * piece
         tokens_BT, next_BT = (
             lax.dynamic_slice_in_dim(x, begin, piece, axis=1)
             for x in (prompt_BT, following_BT)
         )
-        here = Piece(tokens_BT, next_BT, zero_B + begin, prompt_length_B)
+        begin_B = jnp.full_like(prompt_length_B, begin)
+        here = Piece(tokens_BT, next_BT, begin_B, prompt_length_B)
         return read_piece(engine, variables, sampling, text_BS, read, here, piece == T)
 
-    sizes = (config.n_layers, B, slots, config.n_kv_heads, config.head_dim)
-    drafter = engine.drafter.start(B, slots, dtype)
-    read = nothing_read(engine, KVCache.zeros(*sizes, dtype), drafter, zero_B)
+    read = prefill_start(engine, state)
     if piece == T:
         read = read_next(0, read)
     else:  # pieces after the longest prompt are skipped
@@ -190,30 +184,19 @@ def prefill(
     cache, drafter, root_B, logprobs = read
     if text_BS is not None:
         text_BS = write_tokens(text_BS, root_B[:, None], prompt_length_B)
-    state = DecodeState(
+    state = state.replace(
         cache=cache,
         drafter=drafter,
-        sampling=sampling,
-        tokens_BO=output,
-        depth_BO=output.astype(jnp.int8),
-        n_new_B=zero_B,
-        limit_B=limit_B,
-        max_steps_B=max_steps_B,
-        stop_BQW=stop_BQW,
         length_B=prompt_length_B,
         root_B=root_B,
-        status_B=jnp.full((B,), RUNNING, jnp.int32),
-        steps_B=zero_B,
-        histogram_BL=jnp.zeros((B, engine.tree.path_length), jnp.int32),
         text_BS=text_BS,
-        logprobs=room_for_logprobs(engine, output),
     )
     padded = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
-    state, _ = emit(state, padded, zero_B + 1, logprobs)
+    state, _ = emit(state, padded, jnp.ones_like(root_B), logprobs)
     return pin_state(engine.llama.mesh, state)
 
 
-def where_rows(rows_B: jax.Array, new: Any, old: Any) -> Any:
+def where_rows(rows_B: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Select per row from trees of arrays [B, ...]: `new` where rows_B is True, else `old`."""
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:

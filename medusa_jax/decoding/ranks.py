@@ -1,7 +1,5 @@
 """Ranks of a text's tokens under the draft heads, as in decoding that text."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -11,6 +9,7 @@ from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.heads.vocabulary import for_drafting
+from medusa_jax.sharding import Params
 from medusa_jax.tree.growth import MISS
 
 # Positions per chunk whose logits of one head are in memory at a time.
@@ -19,7 +18,7 @@ CHUNK = 64
 
 def rank_tuples(
     drafter: Drafter,
-    head_params: Any,
+    head_params: Params,
     backbone: Backbone,
     tokens_BT: jax.Array,
     length_B: jax.Array,

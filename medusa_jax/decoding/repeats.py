@@ -6,10 +6,11 @@ that of plain decoding with the same option.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from medusa_jax.tree import Tree
 
 
 def barred_tokens(text: Sequence[int], n: int) -> list[int]:
@@ -30,8 +31,8 @@ def without_barred(logits_BV: jax.Array, text: Sequence[int], n: int) -> jax.Arr
     return logits_BV.at[:, jnp.array(barred, int)].set(-jnp.inf) if barred else logits_BV
 
 
-def texts_behind(
-    text_BS: jax.Array, length_B: jax.Array, nodes_BM: jax.Array, tree: Any
+def node_texts(
+    text_BS: jax.Array, length_B: jax.Array, nodes_BM: jax.Array, tree: Tree
 ) -> tuple[jax.Array, jax.Array]:
     """The text up to each node [B, M, S], padded with -1, and the index of its last token [B, M].
 

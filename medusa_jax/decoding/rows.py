@@ -8,7 +8,7 @@ Every function is compiled once per number of rows, slots and tokens read.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,14 @@ from jax import lax
 
 from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.penalties import Penalties, no_penalties
-from medusa_jax.decoding.prefill import (
-    Piece,
-    nothing_read,
-    read_piece,
-    room_for_logprobs,
-)
+from medusa_jax.decoding.prefill import Piece, prefill_start, read_piece
 from medusa_jax.decoding.sampling import Sampling, row_keys
-from medusa_jax.decoding.state import DecodeState, Engine, text_slots
+from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh_state
 from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import rewound
-from medusa_jax.model.cache import KVCache
-from medusa_jax.sharding import pin_state
+from medusa_jax.sharding import Params, PyTree, pin_state
 
 
 @dataclass(frozen=True)
@@ -48,12 +42,8 @@ class Sizes:
 @program(static_argnums=(0, 1, 2, 3))
 def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
     """A state of rows without text, all ended, with `slots` cache slots each."""
-    config, dtype = engine.llama.config, engine.llama.dtype
     zero_B = jnp.zeros((rows,), jnp.int32)
     real_B = zero_B.astype(jnp.float32)
-    cache = KVCache.zeros(
-        config.n_layers, rows, slots, config.n_kv_heads, config.head_dim, dtype
-    )
     sampling = Sampling(
         temperature_B=real_B,
         top_k_B=zero_B,
@@ -63,27 +53,10 @@ def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
         epsilon_B=real_B,
         delta_B=real_B,
     )
-    text_BS = None
-    if engine.keeps_text:
-        text_BS = jnp.zeros((rows, text_slots(engine, slots)), jnp.int32)
-    state = DecodeState(
-        cache=cache,
-        drafter=engine.drafter.start(rows, slots, dtype),
-        sampling=sampling,
-        tokens_BO=jnp.zeros((rows, sizes.outputs), jnp.int32),
-        depth_BO=jnp.zeros((rows, sizes.outputs), jnp.int8),
-        n_new_B=zero_B,
-        limit_B=zero_B,
-        max_steps_B=zero_B,
-        stop_BQW=jnp.full((rows, *sizes.stops), NEVER, jnp.int32),
-        length_B=zero_B,
-        root_B=zero_B,
-        status_B=zero_B + STOPPED,
-        steps_B=zero_B,
-        histogram_BL=jnp.zeros((rows, engine.tree.path_length), jnp.int32),
-        text_BS=text_BS,
-    )
-    state = state.replace(logprobs=room_for_logprobs(engine, state.tokens_BO))
+    tokens_BO = jnp.zeros((rows, sizes.outputs), jnp.int32)
+    stop_BQW = jnp.full((rows, *sizes.stops), NEVER, jnp.int32)
+    state = fresh_state(engine, slots, sampling, tokens_BO, zero_B, zero_B, stop_BQW)
+    state = state.replace(status_B=zero_B + STOPPED)
     return pin_state(engine.llama.mesh, state)
 
 
@@ -101,13 +74,13 @@ def resized(
         shared = tuple(map(min, new.shape, old.shape))
         return lax.dynamic_update_slice(new, lax.slice(old, first, shared), first)
 
-    kept = jax.tree.map(keep, idle(engine, sizes, rows, slots), state)
-    kept = kept.replace(length_B=jnp.minimum(kept.length_B, slots))
-    return pin_state(engine.llama.mesh, kept)
+    new = jax.tree.map(keep, idle(engine, sizes, rows, slots), state)
+    new = new.replace(length_B=jnp.minimum(new.length_B, slots))
+    return pin_state(engine.llama.mesh, new)
 
 
 @program(static_argnums=0)
-def take_row(engine: Engine, state: Any, source: jax.Array) -> Any:
+def take_row(engine: Engine, state: PyTree, source: jax.Array) -> PyTree:
     """A copy of row `source` of a state, or of any tree of arrays [B, ...]; B = 1."""
     row = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, source, 1), state)
     return pin_state(engine.llama.mesh, row)
@@ -145,7 +118,7 @@ def begin_row(
 
 @program(static_argnums=0, donate_argnums=2)
 def read_row(
-    engine: Engine, variables: dict[str, Any], row: DecodeState, piece: Piece
+    engine: Engine, variables: Params, row: DecodeState, piece: Piece
 ) -> DecodeState:
     """Read a piece of the prompt; the last piece emits the first token.
 
@@ -155,8 +128,8 @@ def read_row(
     text_BS = row.text_BS
     if text_BS is not None:
         text_BS = write_tokens(text_BS, piece.tokens_BT, piece.begin_B)
-    drafter = rewound(row.drafter, piece.begin_B)
-    read = nothing_read(engine, row.cache, drafter, row.root_B)
+    row = row.replace(drafter=rewound(row.drafter, piece.begin_B))
+    read = prefill_start(engine, row)
     read = read_piece(engine, variables, row.sampling, text_BS, read, piece)
     ends_B = piece.begin_B + piece.tokens_BT.shape[1] >= piece.length_B
     if text_BS is not None:
@@ -177,7 +150,7 @@ def read_row(
 
 
 @program(static_argnums=0, donate_argnums=1)
-def insert_row(engine: Engine, state: Any, row: Any, at: jax.Array) -> Any:
+def insert_row(engine: Engine, state: PyTree, row: PyTree, at: jax.Array) -> PyTree:
     """A state, or any tree of arrays [B, ...], with a row in place `at`; of the same slots."""
 
     def put(x: jax.Array, one: jax.Array) -> jax.Array:
@@ -207,29 +180,29 @@ def run_only(
     return status_B, jnp.where(ended, few, steps)
 
 
-class Apart(NamedTuple):
-    """Parts of a state that only some requests have, kept apart from it while others step."""
+class RowExtras(NamedTuple):
+    """Parts of a state that only some requests need; kept outside it while other requests take steps."""
 
     logprobs: Logprobs | None = None
     penalties: Penalties | None = None
     first_BW: jax.Array | None = None
 
 
-def apart(state: DecodeState) -> tuple[DecodeState, Apart]:
+def split_extras(state: DecodeState) -> tuple[DecodeState, RowExtras]:
     """A state without these parts, and the parts."""
-    own = Apart(state.logprobs, state.sampling.penalties, state.sampling.first_BW)
-    return together(state, Apart()), own
+    own = RowExtras(state.logprobs, state.sampling.penalties, state.sampling.first_BW)
+    return with_extras(state, RowExtras()), own
 
 
-def together(state: DecodeState, parts: Apart) -> DecodeState:
+def with_extras(state: DecodeState, parts: RowExtras) -> DecodeState:
     """A state with these parts."""
     sampling = state.sampling.replace(penalties=parts.penalties, first_BW=parts.first_BW)
     return state.replace(logprobs=parts.logprobs, sampling=sampling)
 
 
 @program(static_argnums=0)
-def room_apart(engine: Engine, tokens_BO: jax.Array) -> Apart:
+def empty_extras(engine: Engine, tokens_BO: jax.Array) -> RowExtras:
     """Room for both: log-probabilities that the engine keeps of these tokens, and no penalties."""
     penalties = no_penalties(tokens_BO.shape[0], engine.llama.config.vocab_size)
-    room = Apart(room_for_logprobs(engine, tokens_BO), penalties)
+    room = RowExtras(empty_logprobs(engine, tokens_BO), penalties)
     return pin_state(engine.llama.mesh, room)

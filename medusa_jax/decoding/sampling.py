@@ -190,7 +190,7 @@ def best_token(scores: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.min(jnp.where(scores == top, index, V), axis=-1), V - 1)
 
 
-def log_target_law(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
+def log_target_probs(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
     """log p of the token after each node: the distribution that plain sampling draws from.
 
     Rows of temperature 0 have all mass on the most likely token, the first among equals.

@@ -1,21 +1,21 @@
 """The engine, which is fixed at compile time, and the state of the rows being decoded."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from medusa_jax.decoding.acceptance import RULES, Rule
-from medusa_jax.decoding.logprobs import Logprobs
+from medusa_jax.decoding.logprobs import Logprobs, no_logprobs
 from medusa_jax.decoding.sampling import Sampling
+from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
-from medusa_jax.sharding import on_all
+from medusa_jax.sharding import PyTree, on_all
 from medusa_jax.tree import Tree, stand_in
 
 
@@ -102,7 +102,7 @@ class DecodeState(struct.PyTreeNode):
     """
 
     cache: KVCache
-    drafter: Any
+    drafter: PyTree
     sampling: Sampling
     tokens_BO: jax.Array
     depth_BO: jax.Array
@@ -130,6 +130,53 @@ class Progress(struct.PyTreeNode):
     steps_B: jax.Array
     histogram_BL: jax.Array
     logprobs: Logprobs | None
+
+
+def fresh_state(
+    engine: Engine,
+    slots: int,
+    sampling: Sampling,
+    tokens_BO: jax.Array,
+    limit_B: jax.Array,
+    max_steps_B: jax.Array,
+    stop_BQW: jax.Array,
+) -> DecodeState:
+    """A state of running rows without text, with `slots` cache slots each.
+
+    Args:
+      tokens_BO: zeros, the room for new tokens.
+      sampling, limit_B, max_steps_B, stop_BQW: as in `DecodeState`.
+    """
+    config, dtype, B = engine.llama.config, engine.llama.dtype, tokens_BO.shape[0]
+    zero_B = jnp.zeros((B,), jnp.int32)
+    sizes = (config.n_layers, B, slots, config.n_kv_heads, config.head_dim)
+    text_BS = None
+    if engine.keeps_text:
+        text_BS = jnp.zeros((B, text_slots(engine, slots)), jnp.int32)
+    return DecodeState(
+        cache=KVCache.zeros(*sizes, dtype),
+        drafter=engine.drafter.start(B, slots, dtype),
+        sampling=sampling,
+        tokens_BO=tokens_BO,
+        depth_BO=tokens_BO.astype(jnp.int8),
+        n_new_B=zero_B,
+        limit_B=limit_B,
+        max_steps_B=max_steps_B,
+        stop_BQW=stop_BQW,
+        length_B=zero_B,
+        root_B=zero_B,
+        status_B=zero_B + RUNNING,
+        steps_B=zero_B,
+        histogram_BL=jnp.zeros((B, engine.tree.path_length), jnp.int32),
+        text_BS=text_BS,
+        logprobs=empty_logprobs(engine, tokens_BO),
+    )
+
+
+def empty_logprobs(engine: Engine, tokens_BO: jax.Array) -> Logprobs | None:
+    """Zeros for the log-probabilities of new tokens; None if the engine keeps none."""
+    n = engine.logprobs
+    return None if n is None else no_logprobs(tokens_BO, n, engine.llama.dtype)
 
 
 def progress_of(state: DecodeState) -> Progress:

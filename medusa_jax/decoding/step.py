@@ -1,6 +1,6 @@
 """One decode step: draft, verify, accept, commit, append; on the device, with static shapes."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from jax import lax
 from medusa_jax.decoding.acceptance import Accepted, Verified
 from medusa_jax.decoding.copying import with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
-from medusa_jax.decoding.masks import members, only
+from medusa_jax.decoding.masks import only
 from medusa_jax.decoding.penalties import counted, counts_down_paths, penalised
-from medusa_jax.decoding.repeats import texts_behind, without_repeats
+from medusa_jax.decoding.repeats import node_texts, without_repeats
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.stopping import (
     LIMIT,
@@ -25,11 +25,12 @@ from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest
 from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.sharding import on_all, pin_state
+from medusa_jax.sharding import Params, PyTree, on_all, pin_state
+from medusa_jax.tree import Tree
 
 
 def decode_step(
-    engine: Engine, variables: dict[str, Any], state: DecodeState, tree: Any = None
+    engine: Engine, variables: Params, state: DecodeState, tree: Tree | None = None
 ) -> DecodeState:
     """Draft a tree, verify it in one backbone pass, keep the accepted path (Medusa 2.1).
 
@@ -51,7 +52,7 @@ def decode_step(
 
 def settle(
     engine: Engine,
-    variables: dict[str, Any],
+    variables: Params,
     state: DecodeState,
     verified: Verified,
     allowed_BMW: jax.Array | None = None,
@@ -62,10 +63,10 @@ def settle(
       allowed_BMW: bits of the tokens that may follow each node (`masks`); None: all.
     """
     backbone, heads = Backbone(engine.llama, variables["backbone"]), variables["heads"]
-    judged = with_penalties(verified)
-    judged = judged._replace(logits_BMV=only(judged.logits_BMV, allowed_BMW))
+    scored = with_penalties(verified)
+    scored = scored._replace(logits_BMV=only(scored.logits_BMV, allowed_BMW))
     with jax.named_scope("accept"):
-        accepted = engine.rule.accept(judged)
+        accepted = engine.rule.accept(scored)
         emitted_BL = emitted_tokens(verified, accepted)
     logprobs = None
     if engine.logprobs is not None:  # a token's logits are those of the node before it
@@ -79,7 +80,7 @@ def settle(
 
 
 def with_penalties(verified: Verified) -> Verified:
-    """The tree as rules judge it: its logits with the penalties of each node's own path."""
+    """The verified tree for the acceptance rule: logits with the penalties of each node's path."""
     penalties = verified.sampling.penalties
     if penalties is None:
         return verified
@@ -94,29 +95,22 @@ class Drafts(NamedTuple):
     Attributes:
       nodes_BM: token ids of all nodes, the root first.
       noise_BLV: the rule's noise by depth, or None.
-      logits: by depth, the heads' logits that ranked the drafts.
-      ids_O: token ids of these logits; None: all tokens.
+      logits: by depth, the heads' logits, with penalties.
+      scores: by depth, what ranked the drafts: these logits with the rule's noise.
+      ids_O: token ids of both; None: all tokens.
     """
 
     nodes_BM: jax.Array
     noise_BLV: jax.Array | None
     logits: dict[int, jax.Array]
+    scores: dict[int, jax.Array]
     ids_O: jax.Array | None
 
 
 def draft(
-    engine: Engine,
-    heads: Any,
-    backbone: Backbone,
-    state: DecodeState,
-    tree: Any,
-    allowed_BW: jax.Array | None = None,
+    engine: Engine, heads: Params, backbone: Backbone, state: DecodeState, tree: Tree
 ) -> Drafts:
-    """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token.
-
-    Args:
-      allowed_BW: bits of the tokens that may follow the root (`masks`); None: all.
-    """
+    """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token."""
     backbone = for_drafting(backbone, heads)
     # g[pos] from the position after the root on: a child at depth d is at length + d, so
     # noise_BLV[:, d - 1] decides its target token and its rank as a draft.
@@ -127,6 +121,7 @@ def draft(
         with jax.named_scope("sampling"):
             noise_BLV = engine.rule.noise(state.sampling, position_BL, V, dtype)
     ranked: dict[int, jax.Array] = {}
+    scores: dict[int, jax.Array] = {}
     barring_BS = state.text_BS if engine.no_repeat_ngram_size else None
     penalties = state.sampling.penalties
     if penalties is not None:
@@ -145,28 +140,25 @@ def draft(
         if penalties is not None:  # of the text up to the root, at all depths
             logits_BPO = logits.reshape(logits.shape[0], -1, logits.shape[-1])
             logits = penalised(logits_BPO, penalties).reshape(logits.shape)
-        if depth == 1 and allowed_BW is not None:
-            allowed_BV = members(allowed_BW, engine.llama.config.vocab_size)
-            allowed_BO = backbone.of_scored(allowed_BV).reshape(logits.shape)
-            logits = jnp.where(allowed_BO, logits, -jnp.inf)
-        ranked[depth] = logits
-        if noise_BLV is None:
-            return logits
-        temperature_B1 = state.sampling.temperature_B[:, None].astype(logits.dtype)
-        scaled_BO = temperature_B1 * backbone.of_scored(noise_BLV[:, depth - 1])
-        middle = (1,) * (logits.ndim - 2)
-        return logits + scaled_BO.reshape(scaled_BO.shape[0], *middle, scaled_BO.shape[1])
+        ranked[depth] = scores[depth] = logits
+        if noise_BLV is not None:
+            temperature_B1 = state.sampling.temperature_B[:, None].astype(logits.dtype)
+            scaled_BO = temperature_B1 * backbone.of_scored(noise_BLV[:, depth - 1])
+            middle = (1,) * (logits.ndim - 2)
+            scaled = scaled_BO.reshape(scaled_BO.shape[0], *middle, scaled_BO.shape[1])
+            scores[depth] = logits + scaled
+        return scores[depth]
 
     request = DraftRequest(state.root_B, tree.drafted, rank_scores)
     nodes_BM = engine.drafter.propose(heads, backbone, state.drafter, request)
     if tree.copied_C.size:
         assert state.text_BS is not None  # `Engine.keeps_text`
         nodes_BM = with_copies(tree, nodes_BM, state.text_BS, state.length_B)
-    return Drafts(nodes_BM.astype(jnp.int32), noise_BLV, ranked, backbone.ids_O)
+    return Drafts(nodes_BM.astype(jnp.int32), noise_BLV, ranked, scores, backbone.ids_O)
 
 
 def verify(
-    engine: Engine, backbone: Backbone, state: DecodeState, tree: Any, drafts: Drafts
+    engine: Engine, backbone: Backbone, state: DecodeState, tree: Tree, drafts: Drafts
 ) -> Verified:
     """One backbone pass over all nodes under the tree's mask (Medusa 2.1.2, figure 2)."""
     M = tree.n_nodes
@@ -186,7 +178,7 @@ def verify(
         logits_BRV = backbone.lm_head(scored_BRE)
     logits_BMV = logits_BRV[:, :M]
     if engine.no_repeat_ngram_size and state.text_BS is not None:
-        texts = texts_behind(state.text_BS, state.length_B, drafts.nodes_BM, tree)
+        texts = node_texts(state.text_BS, state.length_B, drafts.nodes_BM, tree)
         n_gram, barred_B = engine.no_repeat_ngram_size, state.sampling.barred_B
         logits_BMV = without_repeats(logits_BMV, *texts, n_gram, barred_B=barred_B)
     return Verified(
@@ -206,7 +198,7 @@ def verify(
 
 
 def rows_of_pass(
-    extra: WithExtraRows | None, state: Any, tree: Any, nodes_BM: jax.Array
+    extra: WithExtraRows | None, state: PyTree, tree: Tree, nodes_BM: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens, depths and mask of all rows of a pass: tree nodes, then the drafter's extra rows.
 
@@ -242,7 +234,7 @@ def emitted_tokens(verified: Verified, accepted: Accepted) -> jax.Array:
 
 def commit(
     engine: Engine,
-    heads: Any,
+    heads: Params,
     backbone: Backbone,
     state: DecodeState,
     verified: Verified,
@@ -263,7 +255,7 @@ def commit(
     drafter = engine.drafter.commit(heads, backbone, drafter, new)
     cache = verified.cache
     if path_BL.shape[1] > 1:
-        cache = cache.commit(state.length_B, path_BL, verified.tree.n_nodes)
+        cache = cache.commit(state.length_B, path_BL)
     text_BS = state.text_BS
     if text_BS is not None:
         text_BS = write_tokens(text_BS, emitted_BL, state.length_B + 1)
@@ -350,7 +342,7 @@ def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.A
 @program(static_argnums=(0, 4), donate_argnums=2)
 def decode_loop(
     engine: Engine,
-    variables: dict[str, Any],
+    variables: Params,
     state: DecodeState,
     max_steps: jax.Array,
     until_one_ends: bool = False,

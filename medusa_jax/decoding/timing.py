@@ -1,9 +1,7 @@
 """Seconds of a decode step on this device."""
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,15 +18,14 @@ from medusa_jax.decoding.generate import (
     prefill_arguments,
 )
 from medusa_jax.errors import UserError
-from medusa_jax.measured import in_rounds
 from medusa_jax.sharding import decode_shardings
 
 
 class StepClock:
-    """Times `n_steps` decode steps on the device in one go, after one prompt.
+    """Times `n_steps` decode steps in one program, after one prompt.
 
-    The cache has the same number of slots for all engines, with room for all steps of all trees: a
-    step costs what its slots ask for. Nothing ends a run before its last step, which is checked.
+    The cache has the same number of slots for all engines, with room for all steps of all trees,
+    since the cost of a step depends on them. That no run ends before its last step is checked.
 
     Args:
       engines: all that will be timed, or those with the longest path and the most rows.
@@ -67,22 +64,14 @@ class StepClock:
             temperature=[temperature] * batch,
         )
 
-    def seconds(self, engine: Engine, apart: bool = False) -> float:
-        """Seconds of a step, after the compilation the first time.
-
-        Args:
-          apart: the host dispatches each step by itself, without waiting for the one before.
-        """
-        # No step: compiles, and gives what can be donated without a copy.
+    def seconds(self, engine: Engine) -> float:
+        """Seconds of a step; the first call of an engine compiles as well."""
+        # No step: compiles, and returns arrays that can be donated without a copy.
         state, _ = jax.block_until_ready(
             decode_loop(engine, self.variables, self._begin(engine), np.int32(0))
         )
-        in_one_go = 1 if apart else self.n_steps
         start = time.perf_counter()
-        for _ in range(self.n_steps // in_one_go):
-            state, progress = decode_loop(
-                engine, self.variables, state, np.int32(in_one_go)
-            )
+        _, progress = decode_loop(engine, self.variables, state, np.int32(self.n_steps))
         jax.block_until_ready(progress)
         seconds = time.perf_counter() - start
         made = np.asarray(progress.steps_B)
@@ -90,9 +79,9 @@ class StepClock:
         return seconds / self.n_steps
 
     def _begin(self, engine: Engine) -> DecodeState:
-        """The state after the prompt, zeros where the prompt would count: no time depends on them.
+        """The state after a prompt, with zeros for what prefill computes: no time depends on them.
 
-        So the step's program is the only one to compile.
+        So only the step's program is compiled.
         """
         _, arguments = prefill_arguments(engine, self.variables, self.request)
         if engine not in self.shapes:
@@ -110,37 +99,3 @@ class StepClock:
         )
         mesh = engine.llama.mesh
         return jax.device_put(state, mesh and decode_shardings(mesh, state))
-
-
-def engine_seconds(
-    engines: Sequence[Engine],
-    variables: dict[str, Any],
-    prompt: Sequence[int],
-    *,
-    rounds: int = 7,
-    one_by_one: Sequence[bool] = (),
-    watch: Callable[[], Any] = lambda: None,
-    **how: Any,
-) -> list[float]:
-    """Median seconds of one decode step of each engine: draft, verify, accept, commit, append.
-
-    Every round runs every engine once, as a `StepClock` does, whose arguments the others are.
-
-    Args:
-      one_by_one: for each engine whether its steps are dispatched `apart`; by default none is.
-      watch: called after each run: one of every engine to compile it, then those of the rounds.
-
-    Raises:
-      UserError: the context leaves no room for a step after the prompt.
-    """
-    clock = StepClock(engines, variables, prompt, **how)
-
-    def run(engine: Engine, apart: bool) -> float:
-        seconds = clock.seconds(engine, apart)
-        watch()
-        return seconds
-
-    apart = one_by_one or [False] * len(engines)
-    runs = [partial(run, *case) for case in zip(engines, apart, strict=True)]
-    _, *times = in_rounds(runs, 1 + rounds)  # the first round compiles
-    return [statistics.median(own) for own in zip(*times)]

@@ -1,8 +1,8 @@
-"""Questions composed of tasks and subjects: seeds without a seed file.
+"""Questions composed of tasks and subjects, each with a follow-up: seeds without a seed file.
 
 Questions that a model writes (`--ask`) have little variety; people ask for letters, code, sums, summaries,
-arguments. Here every seed gets a random task with gaps, from each kind of task in turn, and the gaps are filled
-at random.
+arguments, and then for changes to the answer. Here every seed gets a random task with gaps, from each kind of
+task in turn, and the gaps are filled at random; what fills a gap may have gaps itself.
 
 Example: "Write a {form} about {subject}." -> "Write a limerick about beekeeping."
 """
@@ -115,7 +115,73 @@ TASKS: dict[str, Sequence[str]] = {
         "Translate into French and explain the grammar: {name} buys {plural} for {person}.",
         "What does the word \"{word}\" mean? Use it in three sentences.",
     ),
+    "translation": (
+        "Translate German to English: {german}",
+        "Translate German to English: {german} {german2}",
+        "Translate into {tongue}: {sentence}",
+        "What does this mean in English? {german}",
+    ),
+    "summary": (
+        "Summarize: {sentence} {sentence2} {sentence3} {sentence4} {sentence5} {sentence6}",
+        "Summarize this report in two sentences: {sentence} {sentence2} {sentence3} {sentence4} {sentence5}",
+        "Write a headline and three bullet points for this text: {sentence} {sentence2} {sentence3} {sentence4}",
+    ),
+    "facts": (
+        "What is the capital of {country}?",
+        "Who invented {invention}?",
+        "Who wrote {work}?",
+        "When did {event} begin?",
+        "Where is {country} and what language do people speak there?",
+        "How many people live in {country}?",
+        "What is {concept} called in everyday language?",
+        "Which is larger, {country} or {country2}?",
+    ),
+    "passages": (
+        "{sentence} {sentence2} {sentence3} {sentence4} {sentence5}\n\nUse the text above to answer: what "
+        "happened in {place}, and why does it matter?",
+        "Text: {sentence} {sentence2} {sentence3}\nQuestion: who is mentioned, and what did they do?\nAnswer:",
+        "{sentence} {sentence2} {sentence3} {sentence4}\n\nWhat does the text say about {subject}? If it says "
+        "nothing, say what is known about it.",
+        "Here are notes of a meeting. {sentence} {sentence2} {sentence3} Which decisions are still open?",
+    ),
+    "word problems": (
+        "{name} earns ${big} a week and spends ${c} a day on food. How much is left after {a} weeks?",
+        "There are {b} {plural} in each of {a} boxes. {name} gives away {c} of them. How many remain?",
+        "{name} is {a} years younger than {other}, who is {big} months old. How old is {name}?",
+        "A ticket costs ${b} and children pay half. What do {a} adults and {a} children pay together?",
+        "{name} has {a} times as many {plural} as {other}. Together they have {big}. How many does {other} have?",
+        "{name} reads {b} pages an hour, and {other} reads {c} percent more. How many pages does {other} read in "
+        "{a} hours?",
+    ),
 }  # fmt: skip
+
+# Second turns, as people ask them of an answer.
+FOLLOW_UPS = (
+    "Now explain it again to {reader}.",
+    "Rewrite your answer so that it sounds {tone}.",
+    "Make it shorter.",
+    "Summarise your answer in one sentence.",
+    "Give an example with {plural}.",
+    "Can you turn that into a list of steps?",
+    "Write the same as a {form}.",
+    "Are you sure? Check your answer step by step.",
+    "What would change if {name} did it in {place}?",
+    "Why is that so?",
+    "What are the weak points of your answer?",
+    "Translate your answer into {tongue}.",
+    "Put the main points into a table.",
+    "Write your answer again and start every sentence with a different letter.",
+    "How does this relate to {concept}?",
+    "Give two more examples.",
+    "What should I read to learn more about it?",
+    "Now do the same for {subject}.",
+    "Return your answer as JSON.",
+    "What if the first number were {a} times as large?",
+    "Which of these points is the most important one, and why?",
+    "Add a title and a closing sentence.",
+    "What would {person} say about it?",
+    "Can it be done in a faster or simpler way?",
+)
 
 WORDS: dict[str, str] = {
     "form": "poem|short story|limerick|speech|blog post|letter|song|review|fable|dialogue|diary entry|haiku",
@@ -178,33 +244,68 @@ WORDS: dict[str, str] = {
     "food2": "lemon|spinach|garlic|coconut milk|tomatoes|cheese|ginger|carrots|basil|yoghurt",
     "word": "resilient|ambiguous|frugal|meticulous|nostalgia|benevolent|obsolete|candid|inevitable|tedious|"
     "serendipity|pragmatic",
+    "tongue": "French|Spanish|German|Italian|Portuguese|Dutch",
+    "country": "Portugal|Kenya|Peru|Vietnam|Norway|Egypt|Canada|New Zealand|Poland|Morocco|Chile|Japan|Greece|"
+    "Indonesia|Ireland|Turkey",
+    "country2": "Spain|Nigeria|Bolivia|Thailand|Sweden|Algeria|Mexico|Australia|Hungary|Argentina|South Korea",
+    "invention": "the telephone|the light bulb|the printing press|the steam engine|dynamite|the radio|the "
+    "World Wide Web|penicillin|the aeroplane|the telescope|the sewing machine",
+    "work": "Hamlet|Don Quixote|Frankenstein|War and Peace|The Odyssey|Moby-Dick|Jane Eyre|Faust|Dracula|The "
+    "Origin of Species",
+    "day": "Monday|Tuesday|Wednesday|Thursday|Friday|Saturday|last night|this morning",
+    "sentence": "On {day} {person} opened a new centre for {subject} in {place}.|The number of {plural} sold in "
+    "{place} rose by {a} percent to {big}, officials said on {day}.|{name}, who has worked in {field} for {b} "
+    "years, called the plan a mistake.|Police in {place} are looking for {thing} that was taken on {day}.|A "
+    "study with {big} {readers} found that {subject} can improve sleep and mood.|\"We did not expect this,\" "
+    "said {other}, who lost {thing} in the accident.|The project costs {c} million dollars and will take {a} "
+    "years.|Critics say that {machine} is too expensive for {country}.|Interest in {subject} goes back to "
+    "{event}.|{third} and {name} met in {place} and founded a company that repairs {plural}.|The council will "
+    "decide about {subject} on {day}.|Scientists in {country} say that {concept} explains the result.",
+    "german": "Der Zug nach {city} hat heute {a} Minuten Verspätung.|{name} hat am {tag} {b} Karten für das "
+    "Konzert gekauft.|Die Stadt {city} will in den nächsten {a} Jahren mehr Bäume pflanzen.|Viele Menschen in "
+    "{city} fahren lieber mit dem Fahrrad zur Arbeit.|{other} sagte, dass die Preise im letzten Jahr um {a} "
+    "Prozent gestiegen sind.|Die Polizei sucht einen Mann, der am {tag} in {city} eine Uhr gestohlen hat.|Nach "
+    "dem Regen war die Straße zwischen {city} und dem Fluss gesperrt.|Die neue Brücke kostet {c} Millionen Euro "
+    "und wird im Sommer eröffnet.|Wer zu spät kommt, muss bis {tag} warten.|{name} und {other} haben sich auf "
+    "einer Reise nach {city} kennengelernt.|Der Minister erklärte am {tag}, dass die Schule geschlossen bleibt.|"
+    "Im Winter sind die Wohnungen in {city} oft zu kalt.",
+    "city": "Hamburg|München|Wien|Zürich|Leipzig|Köln|Dresden|Bremen|Graz|Berlin",
+    "tag": "Montag|Dienstag|Mittwoch|Donnerstag|Freitag|Samstag|Sonntag",
 }  # fmt: skip
+# Gaps for further sentences from the same list.
+WORDS |= {f"sentence{i}": WORDS["sentence"] for i in range(2, 7)}
+WORDS["german2"] = WORDS["german"]
 
 _CHOICES = {gap: words.split("|") for gap, words in WORDS.items()}
 _NUMBERS = {"a": (2, 12), "b": (3, 20), "c": (2, 30), "big": (100, 900)}
 
 
-def compose(number: int) -> str:
-    """The question of this number; deterministic."""
-    kinds = list(TASKS)
-    rng = random.Random(number)
-    task = rng.choice(TASKS[kinds[number % len(kinds)]])
-
+def _filled(text: str, rng: random.Random) -> str:
     def fill(gap: re.Match[str]) -> str:
         name = gap[1]
         if name in _NUMBERS:
             return str(rng.randint(*_NUMBERS[name]))
-        return rng.choice(_CHOICES[name])
+        return _filled(rng.choice(_CHOICES[name]), rng)
 
-    text = re.sub(r"\{(\w+)\}", fill, task)
-    return text[0].upper() + text[1:]
+    return re.sub(r"\{(\w+)\}", fill, text)
+
+
+def compose(number: int) -> tuple[str, str]:
+    """The question of this number and its follow-up; deterministic."""
+    kinds = list(TASKS)
+    rng = random.Random(number)
+    task = rng.choice(TASKS[kinds[number % len(kinds)]])
+    texts = [_filled(task, rng), _filled(rng.choice(FOLLOW_UPS), rng)]
+    question, follow_up = (text[0].upper() + text[1:] for text in texts)
+    return question, follow_up
 
 
 def composed_seeds(n: int, first: int = 0) -> list[Seed]:
-    """Seeds of `n` different questions, starting with question `first`."""
-    seen: dict[str, None] = {}
+    """Seeds of `n` different questions, starting with question `first`, each with its follow-up."""
+    seen: dict[str, str] = {}
     number = first
     while len(seen) < n:
-        seen.setdefault(compose(number))
+        question, follow_up = compose(number)
+        seen.setdefault(question, follow_up)
         number += 1
-    return [Seed(i, turns=(text,)) for i, text in enumerate(seen)]
+    return [Seed(i, turns=turns) for i, turns in enumerate(seen.items())]

@@ -53,7 +53,7 @@ class TextOptions:
 
 
 def settings_of(
-    asked: TextOptions, mode: str, seeds: Sequence[Seed], model: "Model"
+    given: TextOptions, mode: str, seeds: Sequence[Seed], model: "Model"
 ) -> Json:
     """Everything that the text depends on. Not the drafter: acceptance is lossless here, so a resumed run
     may use other heads."""
@@ -63,11 +63,11 @@ def settings_of(
              "max_new_tokens", "batch_size", "mesh")  # fmt: skip
     digest = hashlib.sha256(repr(seeds).encode()).hexdigest()[:16]
     return {
-        "model": asked.model or "demo",
+        "model": given.model or "demo",
         "mode": mode,
-        **{name: getattr(asked, name) for name in names},
-        "max_turns": asked.max_turns if mode != "continue" else None,
-        **({n: getattr(asked, n) for n in USER_TURNS} if mode == "self_talk" else {}),
+        **{name: getattr(given, name) for name in names},
+        "max_turns": given.max_turns if mode != "continue" else None,
+        **({n: getattr(given, n) for n in USER_TURNS} if mode == "self_talk" else {}),
         "seeds": len(seeds),
         "seeds_sha256": digest,
         "no_repeat_ngram_size": model.no_repeat_ngram_size,

@@ -1,4 +1,4 @@
-"""Answer seeds batch by batch and report progress."""
+"""Answer seeds batch by batch."""
 
 import dataclasses
 import json
@@ -8,69 +8,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from medusa_jax import hosts
-from medusa_jax.console import announced, inform
+from medusa_jax.console import announced
 from medusa_jax.distill.conversation import Converse
 from medusa_jax.distill.files import TextOptions
 from medusa_jax.distill.seeds import Seed
+from medusa_jax.training.log.progress import Progress
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.api.model import Model
     from medusa_jax.api.results import Options, Result
-
-# Least seconds between progress lines without a terminal.
-PROGRESS_SECONDS = 30.0
-
-
-class Progress:
-    """Progress of a run: a bar on a terminal, else occasional lines.
-
-    Args:
-      total, done: number of seeds, and of those that an earlier run answered.
-    """
-
-    def __init__(self, total: int, done: int) -> None:
-        from tqdm import tqdm
-
-        self.total, self.before, self.done = total, done, done
-        self.shown = hosts.first()
-        disable = None if self.shown else True
-        self.bar = tqdm(total=total, initial=done, unit="seed", disable=disable)
-        self.start = self.last_line = time.perf_counter()
-        # New tokens of finished decode calls and of the current one.
-        self.tokens, self.current = 0, 0
-
-    def update_call(self, n_new_B: np.ndarray) -> None:
-        """Update the number of new tokens of the current call."""
-        self.current = int(n_new_B.sum())
-        self._show()
-
-    def call_done(self) -> None:
-        """Count the tokens of a finished decode call."""
-        self.tokens, self.current = self.tokens + self.current, 0
-
-    def batch_done(self, n: int) -> None:
-        """Count `n` answered seeds."""
-        self.done += n
-        self.bar.update(n)
-        self._show()
-
-    def _show(self) -> None:
-        now = time.perf_counter()
-        tokens = self.tokens + self.current
-        speed = f"{tokens} tokens, {tokens / (now - self.start):.0f} tokens/s"
-        if not self.bar.disable:
-            self.bar.set_postfix_str(speed)
-        elif self.shown and now - self.last_line > PROGRESS_SECONDS:
-            self.last_line = now
-            line = f"{self.done} of {self.total} seeds, {speed}"
-            if answered := self.done - self.before:
-                left = (now - self.start) / answered * (self.total - self.done) / 60
-                line += f", {left:.0f} minutes left"
-            inform(line)
 
 
 class Writer:
@@ -79,19 +27,22 @@ class Writer:
     def __init__(
         self,
         model: "Model",
-        asked: TextOptions,
+        given: TextOptions,
         mode: str,
         options: "Options",
         progress: Progress,
     ):
         self.model, self.mode, self.options, self.progress = model, mode, options, progress
-        self.batch_size = asked.batch_size
+        self.start = time.perf_counter()
+        # New tokens of finished decode calls.
+        self.tokens = 0
+        self.batch_size = given.batch_size
         self.converse = Converse(
-            model.tokenizer, model.config.max_position, self.decode, asked.chat_template,
-            mode == "self_talk", asked.max_turns,
+            model.tokenizer, model.config.max_position, self.decode, given.chat_template,
+            mode == "self_talk", given.max_turns,
         )  # fmt: skip
         self.user_options = dataclasses.replace(
-            options, temperature=asked.user_temperature, max_new_tokens=asked.user_tokens
+            options, temperature=given.user_temperature, max_new_tokens=given.user_tokens
         )
 
     def decode(
@@ -122,10 +73,16 @@ class Writer:
         results = self.model.generate(
             padded,
             rows,
-            watch=lambda n_new_B: self.progress.update_call(n_new_B[: len(prompts)]),
-        )
-        self.progress.call_done()
-        return results[: len(prompts)]
+            watch=lambda n_new_B: self.show(int(n_new_B[: len(prompts)].sum())),
+        )[: len(prompts)]
+        self.tokens += sum(len(result.token_ids) for result in results)
+        return results
+
+    def show(self, current: int = 0, answered: int = 0) -> None:
+        """Show progress: tokens of the current call, and seeds answered since the last call."""
+        tokens = self.tokens + current
+        speed = tokens / (time.perf_counter() - self.start)
+        self.progress.update(answered, f"{tokens} tokens, {speed:.0f} tokens/s")
 
     def batches(self, seeds: Sequence[Seed]) -> Iterator[list[Json]]:
         """Output lines of each batch of seeds."""
@@ -160,12 +117,12 @@ def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[Json]:
     Returns: the lines; incomplete if one of several processes received SIGTERM.
     """
     lines: list[Json] = []
-    with open(path if hosts.first() else os.devnull, "a") as file, writer.progress.bar:
+    with open(path if hosts.first() else os.devnull, "a") as file, writer.progress:
         for n, batch in enumerate(writer.batches(seeds)):
             file.write("".join(json.dumps(line) + "\n" for line in batch))
             file.flush()
             lines += batch
-            writer.progress.batch_done(len(batch))
+            writer.show(answered=len(batch))
             if hosts.asked_to_stop(n):
                 break
     return lines

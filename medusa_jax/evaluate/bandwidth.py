@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ def read_bandwidth(n_bytes: int = 2**29, rounds: int = 9) -> float:
     x = jnp.ones((max(1, n_bytes // 4),), jnp.float32)
     calls = min(256, max(1, 2**29 // x.nbytes))  # capped, since tiny arrays are call-bound
     total = jax.jit(jnp.sum)
-    ways: list[Callable[[], Any]] = [lambda: total(x)]
+    ways: list[Callable[[], object]] = [lambda: total(x)]
     if jax.default_backend() == "cpu":
         parts = np.array_split(np.asarray(x), os.cpu_count() or 1)
         pool = ThreadPoolExecutor(len(parts))

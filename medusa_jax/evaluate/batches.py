@@ -1,13 +1,14 @@
 """The best tree for each batch size, and the throughput of decoding B rows at a time."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 from medusa_jax.api import Model, Options, device_tree
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run, race
 from medusa_jax.tree import Tree, tree_of_size
+from medusa_jax.whole_files import Json
 
 
 def batch_rows(
@@ -17,7 +18,7 @@ def batch_rows(
     batches: Sequence[int],
     repeats: int,
     most_nodes: int,
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Speed of every batch size with its fitted tree, against plain decoding in equal batches.
 
     Prompts are cut to one length and end-of-text tokens are ignored, so all rows of a batch have the
@@ -32,17 +33,14 @@ def batch_rows(
             "fitting the tree to a batch needs a calibrated tree with evidence next to the "
             "heads: run `python -m medusa_jax calibrate`"
         )
-    options = dataclasses.replace(options, eos_ids=())
+    options = replace(options, eos_ids=())
     length = min(map(len, prompts))
     prompts = [list(p[-length:]) for p in prompts]
     contenders: list[Contender] = []
     for batch in batches:
         fit = device_tree.measure_rung(model, calibrated, batch, most_nodes)
         for tree in (Tree.none(), tree_of_size(calibrated["growth"], fit["nodes"])):
-
-            def decode(prompts: Any, batch: int = batch, tree: Tree = tree) -> Run:
-                return in_batches(model, prompts, options, batch, tree)
-
+            decode = partial(in_batches, model, options, batch, tree)
             facts = {"batch": batch, "tree_nodes": tree.n_nodes, "fit": fit}
             against = len(contenders) // 2 * 2
             contenders.append(Contender(f"batch {batch}", decode, "", facts, against))
@@ -50,20 +48,18 @@ def batch_rows(
 
 
 def in_batches(
-    model: Model, prompts: Sequence[list[int]], options: Options, batch: int, tree: Tree
+    model: Model, options: Options, batch: int, tree: Tree, prompts: Sequence[list[int]]
 ) -> Run:
     """All prompts, `batch` at a time, as one run; the last batch is filled up from the start.
 
     Example: 5 prompts, 2 at a time: [0, 1], [2, 3], [4, 0].
     """
-    n, runs = len(prompts), []
+    n, results, seconds = len(prompts), [], [0.0, 0.0]
     for at in range(0, n, batch):
         rows = [i % n for i in range(at, at + batch)]
-        runs.append(Run.of(model.generate([prompts[i] for i in rows], options, rows, tree=tree)))  # fmt: skip
-    return Run(
-        [text for run in runs for text in run.texts],
-        sum(run.prefill_seconds for run in runs),
-        sum(run.decode_seconds for run in runs),
-        steps=sum(run.steps for run in runs),
-        appended=sum(run.appended for run in runs),
-    )
+        found = model.generate([prompts[i] for i in rows], options, rows, tree=tree)
+        seconds[0] += found[0].prefill_seconds
+        seconds[1] += found[0].decode_seconds
+        results += found
+    prefill, decode = seconds
+    return replace(Run.of(results), prefill_seconds=prefill, decode_seconds=decode)

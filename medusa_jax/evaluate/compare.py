@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from medusa_jax.api import Model, Options, Result
+from medusa_jax.api.asking import Prompt
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.divergence import Divergence, find_divergence
 from medusa_jax.evaluate.race import Run, figures, with_median_times
 from medusa_jax.measured import in_rounds
 from medusa_jax.tree import Tree
+from medusa_jax.whole_files import Json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Comparison:
         """Seconds per speculative step over seconds per autoregressive step; None without steps."""
         return self.facts()["step_latency_ratio"]
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """The fields that `--compare` adds to the JSON object; ratios are None without steps."""
         plain, where = self.autoregressive, self.divergence
         found = figures([Run.of([self.drafted])], [Run.of([plain])])
@@ -59,7 +61,7 @@ class Comparison:
 
 def compare(
     model: Model,
-    prompts: Sequence[Any],
+    prompts: Sequence[Prompt],
     options: Options | Sequence[Options],
     *,
     tree: str | Tree | None = None,

@@ -1,12 +1,13 @@
 """From a question to prompt ids: chat templates, earlier answers, truncation."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from medusa_jax.api import Model, Options, asking
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import framed, prompt_of
 from medusa_jax.interop.chat import encode_prompt
+from medusa_jax.whole_files import Json
 
 # No template: turns and answers joined by empty lines.
 PLAIN = "plain"
@@ -30,7 +31,7 @@ def ending_turns(model: Model, options: Options, template: str) -> Options:
     return asking.ending_turns(model.tokenizer, model.eos_ids, options, template)
 
 
-def asked(model: Model, record: dict[str, Any], template: str = "") -> str | list[int]:
+def asked(model: Model, record: Json, template: str = "") -> str | list[int]:
     """Return the prompt of a record; of a conversation, everything up to its last user turn.
 
     Raises:
@@ -47,7 +48,7 @@ def asked(model: Model, record: dict[str, Any], template: str = "") -> str | lis
 
 def turn_prompt(
     model: Model,
-    question: dict[str, Any],
+    question: Json,
     answers: Sequence[str],
     template: str,
     room: int,
@@ -112,16 +113,16 @@ class Turn(NamedTuple, Generic[Outcome]):
 
 def all_turns(
     model: Model,
-    questions: Sequence[dict[str, Any]],
+    questions: Sequence[Json],
     template: str,
     room: int,
-    ask: Callable[[list[list[int]], list[int]], Iterable[tuple[Outcome, str]]],
+    ask: Callable[[list[list[int]]], Iterable[tuple[Outcome, str]]],
 ) -> list[Turn[Outcome]]:
     """Ask all questions turn by turn; each turn sees the earlier answers.
 
     Args:
       template, room: as for `turn_prompt`.
-      ask: (prompts, numbers of their questions) -> an outcome and an answer for each.
+      ask: prompts -> an outcome and an answer for each.
 
     Returns: all first turns before the second ones.
     """
@@ -133,7 +134,7 @@ def all_turns(
         prompts = [
             turn_prompt(model, questions[i], answers[i], template, room) for i in left
         ]
-        outcomes = ask([ids for ids, _ in prompts], left)
+        outcomes = ask([ids for ids, _ in prompts])
         for i, prompt, (outcome, answer) in zip(left, prompts, outcomes, strict=True):
             answers[i].append(answer)
             found.append(Turn(i, turn, *prompt, outcome))

@@ -12,7 +12,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree import Tree
+from medusa_jax.whole_files import Json
 
 # Positions at which the noise is measured: the divergence and those right before it.
 POSITIONS = 8
@@ -53,7 +53,7 @@ class Divergence:
     noise_band: float
     at_cut: bool
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """Position and gap; None as the gap where one text ends and the other continues."""
         gap = self.gap if math.isfinite(self.gap) else None
         return {"position": self.position, "gap": gap}
@@ -147,7 +147,7 @@ def three_passes(
     start = jnp.zeros((1,), jnp.int32)
     hidden_1SD, cache = backbone.decode(tokens_1S, position_1S, empty(), start)
     last_111 = jnp.broadcast_to(length - 1, (1, 1, 1))
-    hidden: list[Any] = [jnp.take_along_axis(hidden_1SD, last_111, axis=1)[:, 0]]
+    hidden = [jnp.take_along_axis(hidden_1SD, last_111, axis=1)[:, 0]]
     root_11 = lax.dynamic_slice_in_dim(tokens_1S, length - 1, 1, axis=1)
     before_1 = jnp.broadcast_to(length - 1, (1,)).astype(jnp.int32)
     # Slots from the root on are overwritten or masked, so the cache may hold the whole text.

@@ -8,17 +8,18 @@ step latencies on this device.
 from collections.abc import Sequence
 from datetime import date
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 
 from medusa_jax.api import Model, Options, device_tree
-from medusa_jax.evaluate.progress import Progress
+from medusa_jax.api.asking import Prompt
 from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
+from medusa_jax.training.log.progress import Progress
 from medusa_jax.tree import Choice, Tree, growth
 from medusa_jax.tree.growth import Recorded
+from medusa_jax.whole_files import Json
 
 # Choices stored in a tree file, in order of worth: enough for trees of up to 128 nodes.
 GROWTH = 127
@@ -26,7 +27,7 @@ GROWTH = 127
 
 def fit_tree(
     model: Model,
-    prompts: Sequence[Any],
+    prompts: Sequence[Prompt],
     options: Options,
     sizes: Sequence[int],
     *,
@@ -34,7 +35,7 @@ def fit_tree(
     rounds: int = 7,
     worth: str = "joint",
     copies: bool = True,
-) -> dict[str, Any]:
+) -> Json:
     """Measure and choose a tree; return the content of a tree file with its evidence.
 
     Args:
@@ -55,9 +56,8 @@ def fit_tree(
     n_runs = len(nested) * (1 + rounds)
     with Progress(f"timing {len(nested)} trees", n_runs, "run") as bar:
         seconds = dict(zip(nested, step_seconds(
-            model, nested, model.encode(prompts[0]), batch=batches[0], acceptance=acceptance,
-            temperature=options.temperature, rounds=rounds,
-            watch=bar.update,
+            model, nested, model.encode(prompts[0]), batch=batches[0],
+            temperature=options.temperature, rounds=rounds, watch=bar.update,
         )))  # fmt: skip
     tokens = growth.held_out_tokens(texts, grow, sizes)
     row = partial(figures, texts, seconds)
@@ -82,7 +82,7 @@ def fit_tree(
     return with_rungs(model, found, batches)
 
 
-def grown(recorded: Recorded, *, worth: str, copies: bool) -> list[Choice]:
+def grown(recorded: Recorded, *, copies: bool, worth: str = "joint") -> list[Choice]:
     """The best `GROWTH` choices in order of worth."""
     if worth == "product":
         accuracies = growth.head_accuracies(recorded.ranks_PK)
@@ -94,7 +94,7 @@ def grown(recorded: Recorded, *, worth: str, copies: bool) -> list[Choice]:
 
 def figures(
     texts: Sequence[Recorded], seconds: dict[Tree, float], tree: Tree, tokens: float
-) -> dict[str, Any]:
+) -> Json:
     """All figures of one tree.
 
     Args:
@@ -115,12 +115,10 @@ def figures(
     }
 
 
-def with_rungs(
-    model: Model, found: dict[str, Any], batches: Sequence[int]
-) -> dict[str, Any]:
+def with_rungs(model: Model, found: Json, batches: Sequence[int]) -> Json:
     """The file with the choice for each number of rows; the first one's is the file's own."""
 
-    def of_size(nodes: int) -> dict[str, Any]:
+    def of_size(nodes: int) -> Json:
         return {"choices": found["growth"][: nodes - 1], "nodes": nodes}
 
     predicted = max(found["evidence"]["ladder"], key=lambda row: row["predicted_speedup"])

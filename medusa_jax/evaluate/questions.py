@@ -10,13 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from medusa_jax.errors import UserError
+from medusa_jax.whole_files import Json
 
 DEMO_PROMPTS = Path(__file__).parents[1] / "demo" / "prompts.jsonl"
-
-Record = dict[str, Any]
 
 # Amphista A.2.1: "'Article: '+'Original Text'+'Summary: '", zero-shot and without a chat template.
 ARTICLE = ("Article: ", "Summary: ")
@@ -24,14 +22,9 @@ ARTICLE = ("Article: ", "Summary: ")
 MT_BENCH = (
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
 )  # fmt: skip
-# FastChat's temperatures for MT-bench's categories (its `temperature_config`).
-MT_BENCH_TEMPERATURES = {
-    "writing": 0.7, "roleplay": 0.7, "extraction": 0.0, "math": 0.0, "coding": 0.0,
-    "reasoning": 0.0, "stem": 0.1, "humanities": 0.1,
-}  # fmt: skip
 
 
-def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Record]:
+def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json]:
     """Read the first `limit` records (0 is all) of a JSONL file, each with `prompt` or `prompt_ids`.
 
     Args:
@@ -51,39 +44,38 @@ def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Reco
         raise UserError(f"{path} holds no conversation with a turn")
     if not _are_prompts(records):
         raise UserError(f"every line of {path} needs 'prompt' or 'prompt_ids'")
-    return [_checked(r, f"{path}: record {number}") for number, r in enumerate(records)]
+    for number, record in enumerate(records):
+        turns = [record["prompt"]] if "prompt" in record else []
+        _check(record | {"turns": turns}, f"{path}: record {number}")
+    return records
 
 
-def _are_prompts(records: Sequence[Record]) -> bool:
+def _are_prompts(records: Sequence[Json]) -> bool:
     return all("prompt" in r or "prompt_ids" in r for r in records)
 
 
-def _checked(record: Record, where: str) -> Record:
-    """Return the record if its prompt is text or token ids.
+def _check(question: Json, where: str) -> None:
+    """Refuse a question whose turns are no texts and whose `prompt_ids` are no token ids.
 
     Raises:
-      UserError: the prompt is missing or has another type.
+      UserError: such a question, or one without both.
     """
-    ids, turns = record.get("prompt_ids"), record.get("turns")
-    if turns is None:
-        turns = [record["prompt"]] if "prompt" in record else []
+    ids, turns = question.get("prompt_ids"), question["turns"]
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
         raise UserError(f"{where} should ask text, not {turns!r}")
     if ids is None and not turns:
         raise UserError(f"{where} asks nothing")
     if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
         raise UserError(f"{where}: 'prompt_ids' should be a list of token ids, not {ids!r}")
-    return record
 
 
-def read_questions(path: str, limit: int = 0) -> list[Record]:
+def read_questions(path: str, limit: int = 0) -> list[Json]:
     """Read the first `limit` questions of a file (0 is all), each with these fields.
 
     question_id, category: from the file; else its number and the name of the data set.
     turns: the user's turns; [] if a record has only `prompt_ids`.
     prompt: the first turn, in its frame.
     frame: texts before and after the turn, for data sets used without a chat template.
-    references: for each turn the right answers; [] if the file has none.
 
     Raises:
       UserError: not readable, or in an unknown format.
@@ -101,39 +93,35 @@ def read_questions(path: str, limit: int = 0) -> list[Record]:
     for number, record in enumerate(records):
         if missing := [name for name in form.fields if name not in record]:
             raise UserError(f"{path}: record {number} lacks {', '.join(missing)}")
-        found: Record = {
-            "question_id": number,
-            "category": form.name,
-            "frame": None,
-            "references": [],
-        }
         where = f"{path}: record {number}"
+        found: Json = {"question_id": number, "category": form.name, "frame": None}
         try:
             found |= record | form.adapt(record)
         except TypeError as error:
             raise UserError(
                 f"{where} has other values in {', '.join(form.fields)}: {error}"
             ) from error
-        found = _checked(found, where) | {"category": str(found["category"])}
+        _check(found, where)
+        found["category"] = str(found["category"])
         if found["turns"]:
             found["prompt"] = framed(found, found["turns"][0])
         questions.append(found)
     return questions
 
 
-def prompt_of(question: Record) -> str | list[int]:
+def prompt_of(question: Json) -> str | list[int]:
     """A question's prompt, as ids if the record has them."""
     ids: list[int] = question.get("prompt_ids") or []
     return ids if ids or "prompt" not in question else question["prompt"]
 
 
-def framed(question: Record, turn: str) -> str:
+def framed(question: Json, turn: str) -> str:
     """A turn between the texts of its question's frame."""
     before, after = question["frame"] or ("", "")
     return f"{before}{turn}{after}"
 
 
-def spread(questions: Sequence[Record], limit: int) -> list[Record]:
+def spread(questions: Sequence[Json], limit: int) -> list[Json]:
     """Select `limit` questions (0 is all) evenly from all categories, in the order of the file.
 
     Files are sorted by category: the first 50 questions of Spec-Bench are all MT-bench's.
@@ -165,7 +153,7 @@ def grouped(categories: Sequence[str]) -> dict[str, list[int]]:
     return dict(groups)
 
 
-def read_records(path: str) -> list[Record]:
+def read_records(path: str) -> list[Json]:
     """Read the records of a .jsonl, .json (a list), .parquet or gzipped file.
 
     Raises:
@@ -184,49 +172,34 @@ def read_records(path: str) -> list[Record]:
     return records
 
 
-def _json(path: str) -> list[Any]:
+def _json(path: str) -> list[Json]:
     data = Path(path).read_bytes()
     text = (gzip.decompress(data) if path.endswith(".gz") else data).decode()
     if text.lstrip().startswith("["):
-        found: list[Any] = json.loads(text)
+        found: list[Json] = json.loads(text)
         return found
     # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
-def _parquet(path: str) -> list[Any]:
+def _parquet(path: str) -> list[Json]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
+        rows: list[Json] = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path} is not a parquet file: {error}") from error
     return rows
 
 
-def _conversation(record: Record) -> Record:
-    """Spec-Bench and MT-bench; a reference is a text, or a list of them, for each turn."""
-    given = record.get("reference") or []
-    references = [[one] if isinstance(one, str) else list(one) for one in given]
-    return {"turns": record["turns"], "references": references}
-
-
-def _instruction(record: Record) -> Record:
-    """AlpacaEval; its `output` is another model's answer for judges to compare with, not a reference."""
+def _instruction(record: Json) -> Json:
+    """AlpacaEval; its `output` is another model's answer for judges to compare with."""
     text = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
     return {"turns": [text], "category": record.get("dataset", "alpaca_eval")}
 
 
-def _article(text: str, summary: str) -> Callable[[Record], Record]:
-    def adapt(record: Record) -> Record:
-        asked = {"turns": [record[text]], "frame": ARTICLE}
-        return asked | {"references": [[record[summary]]]}
-
-    return adapt
-
-
-def _own(record: Record) -> Record:
+def _own(record: Json) -> Json:
     """Our own prompts; `file` names the demo source that a prompt is from."""
     turns = [record["prompt"]] if "prompt" in record else []
     category = record.get("category", record.get("file", "all"))
@@ -244,23 +217,27 @@ class Format:
 
     name: str
     fields: tuple[str, ...]
-    adapt: Callable[[Record], Record]
+    adapt: Callable[[Json], Json]
 
 
 FORMATS = (
-    Format("all", ("turns",), _conversation),
+    Format("all", ("turns",), lambda r: {}),
     Format(
         "humaneval",
         ("task_id", "prompt", "entry_point"),
         lambda r: {"turns": [r["prompt"]]},
     ),
+    Format("gsm8k", ("question", "answer"), lambda r: {"turns": [r["question"]]}),
     Format(
-        "gsm8k",
-        ("question", "answer"),
-        lambda r: {"turns": [r["question"]], "references": [[r["answer"]]]},
+        "cnn_dm",
+        ("article", "highlights"),
+        lambda r: {"turns": [r["article"]], "frame": ARTICLE},
     ),
-    Format("cnn_dm", ("article", "highlights"), _article("article", "highlights")),
-    Format("xsum", ("document", "summary"), _article("document", "summary")),
+    Format(
+        "xsum",
+        ("document", "summary"),
+        lambda r: {"turns": [r["document"]], "frame": ARTICLE},
+    ),
     Format("alpaca_eval", ("instruction",), _instruction),
 )
 OWN = Format("prompts", (), _own)

@@ -15,12 +15,16 @@ import numpy as np
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options, Result
-from medusa_jax.decoding.timing import engine_seconds
+from medusa_jax.decoding.generate import Engine
+from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.measured import in_rounds
 from medusa_jax.repetition import mean_repeated_ngram_share
 from medusa_jax.tree import Tree
+from medusa_jax.whole_files import Json
 
+# Token ids; of a batch, several prompts.
+Prompt = Any
 # Text length in tokens for the size of a drafter's state.
 TEXT = 1024
 
@@ -35,6 +39,7 @@ class Run:
       first: tokens of a text that arrive with the first one (an engine with drafts may return several).
       steps: decode steps summed over the rows; 0 if the engine does not tell.
       appended: tokens that these steps appended, by the device's count.
+      results: this engine's own results.
     """
 
     texts: list[list[int]]
@@ -43,6 +48,7 @@ class Run:
     first: int = 1
     steps: int = 0
     appended: int = 0
+    results: Sequence[Result] = ()
 
     @classmethod
     def of(cls, results: Sequence[Result]) -> "Run":
@@ -53,6 +59,7 @@ class Run:
             results[0].decode_seconds,
             steps=sum(r.steps for r in results),
             appended=sum(n * k for r in results for n, k in enumerate(r.acceptance_histogram, 1)),
+            results=results,
         )  # fmt: skip
 
     @property
@@ -68,14 +75,14 @@ class Contender:
     Attributes:
       decode: prompt ids -> decoded once.
       weights: type that weights are stored in.
-      facts: what else its row holds.
+      facts: further fields of its row.
       against: number of the contender that it is compared with.
     """
 
     label: str
-    decode: Callable[[Any], Run]
+    decode: Callable[[Prompt], Run]
     weights: str = ""
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    facts: Json = dataclasses.field(default_factory=dict)
     against: int = 0
 
 
@@ -91,19 +98,16 @@ def with_median_times(runs: Sequence[Timed]) -> Timed:
     return dataclasses.replace(runs[0], prefill_seconds=prefill, decode_seconds=decode)
 
 
-def race(
+def timed_runs(
     contenders: Sequence[Contender],
-    prompts: Sequence[Any],
+    prompts: Sequence[Prompt],
     rounds: int,
     warm_up: bool = True,
-) -> list[dict[str, Any]]:
-    """One row of `figures` per contender.
+) -> list[list[Run]]:
+    """The runs of each contender, one per prompt.
 
     Args:
       warm_up: decode the first prompt once before anything is timed.
-
-    Raises:
-      UserError: every answer ended with its first token, so no step was timed.
     """
     for contender in contenders if warm_up else ():
         contender.decode(prompts[0])
@@ -112,24 +116,44 @@ def race(
         runs = [partial(c.decode, prompt) for c in contenders]
         for own, of_one in zip(found, zip(*in_rounds(runs, rounds)), strict=True):
             own.append(with_median_times(of_one))
-    if not all(sum(run.tokens for run in own) for own in found):
+    return found
+
+
+def rows_of(
+    contenders: Sequence[Contender],
+    runs: Sequence[Sequence[Run]],
+    prompts: Sequence[Prompt],
+) -> list[Json]:
+    """One row of `figures` per contender, from its runs of these prompts.
+
+    Raises:
+      UserError: every answer ended with its first token, so no step was timed.
+    """
+    if not all(sum(run.tokens for run in own) for own in runs):
         raise UserError(
             "every answer ended with its first token, so no step was timed: raise "
             "--max_new_tokens or use other prompts"
         )
+    n_tokens = sum(map(np.size, prompts))
     return [
         {"label": c.label, "weights": c.weights, "prompts": len(prompts), **c.facts}
-        | figures(own, found[c.against])
-        | {"prompt_tokens_per_second": _prompt_speed(prompts, own)}
-        for c, own in zip(contenders, found)
+        | figures(own, runs[c.against])
+        | {"prompt_tokens_per_second": n_tokens / sum(run.prefill_seconds for run in own)}
+        for c, own in zip(contenders, runs)
     ]
 
 
-def _prompt_speed(prompts: Sequence[Any], runs: Sequence[Run]) -> float:
-    return float(sum(map(np.size, prompts)) / sum(run.prefill_seconds for run in runs))
+def race(
+    contenders: Sequence[Contender],
+    prompts: Sequence[Prompt],
+    rounds: int,
+    warm_up: bool = True,
+) -> list[Json]:
+    """One row of `figures` per contender; arguments and errors as of `timed_runs` and `rows_of`."""
+    return rows_of(contenders, timed_runs(contenders, prompts, rounds, warm_up), prompts)
 
 
-def figures(own: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+def figures(own: Sequence[Run], plain: Sequence[Run]) -> Json:
     """Figures of one contender's runs against the baseline's runs of the same prompts.
 
     Tokens are counted in the texts; accepted lengths and steps by the device. `difference` is the
@@ -141,31 +165,26 @@ def figures(own: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     base_spent, base_tokens, base_steps = _total(plain)
     timed = tokens and base_tokens
     speedup = (base_spent / base_tokens) / (spent / tokens) if timed else 0.0
-    length = sum(r.appended for r in own) / max(1, steps) if steps or not tokens else None
-    latency = (spent / max(1, steps)) / (base_spent / max(1, base_steps))
-    texts, base_texts = ([text for r in runs for text in r.texts] for runs in (own, plain))
     whole, base_whole = (sum(r.prefill_seconds + r.decode_seconds for r in runs) for runs in (own, plain))  # fmt: skip
-    each = [
-        (p.decode_seconds / p.tokens) / (o.decode_seconds / o.tokens)
-        for o, p in zip(own, plain)
-        if o.tokens and p.tokens
-    ]
-    per_step: dict[str, Any] = dict.fromkeys(
-        ("mean_accepted_length", "step_seconds", "step_latency_ratio", "difference", "efficiency")
-    )  # fmt: skip
     end_to_end = (base_whole / base_tokens) / (whole / tokens) if timed else 0.0
-    if length is not None:
-        per_step = {
-            "mean_accepted_length": length,
-            "step_seconds": spent / max(1, steps),
-            "step_latency_ratio": latency,
-            "difference": relation_error(speedup, length, latency),
-            "efficiency": end_to_end * latency / length if length else 0.0,
-        }
-    return per_step | {
+    names = ("mean_accepted_length", "step_seconds", "step_latency_ratio", "difference", "efficiency")  # fmt: skip
+    per_step: Sequence[float | None] = [None] * len(names)
+    if steps or not tokens:
+        length = sum(r.appended for r in own) / max(1, steps)
+        step = spent / max(1, steps)
+        latency = step / (base_spent / max(1, base_steps))
+        efficiency = end_to_end * latency / length if length else 0.0
+        per_step = (
+            length,
+            step,
+            latency,
+            relation_error(speedup, length, latency),
+            efficiency,
+        )
+    texts, base_texts = ([text for r in runs for text in r.texts] for runs in (own, plain))
+    return dict(zip(names, per_step)) | {
         "tokens": tokens,
         "speedup": speedup,
-        "speedup_median_prompt": statistics.median(each or [0.0]),
         "end_to_end_speedup": end_to_end,
         "tokens_per_second": tokens / spent,
         "autoregressive_tokens_per_second": base_tokens / base_spent,
@@ -206,7 +225,7 @@ def ourselves(model: Model, tree: Tree, options: Options, **row: Any) -> Contend
     def decode(prompt: Sequence[int]) -> Run:
         return Run.of(model.generate([prompt], options, tree=tree))
 
-    facts: dict[str, Any] = {"drafter": model.drafts_by(tree) if tree.depth else "plain"}
+    facts: Json = {"drafter": model.drafts_by(tree) if tree.depth else "plain"}
     facts |= {"tree_nodes": tree.n_nodes, "temperature": options.temperature}
     facts |= memory(model, tree) | row.pop("facts", {})
     weights = model.storage.weights or str(model.dtype)
@@ -232,15 +251,36 @@ def step_seconds(
     trees: Sequence[Tree],
     prompt: Sequence[int],
     *,
-    acceptance: str = "greedy",
+    batch: int = 1,
     temperature: float = 0.0,
-    **how: Any,
+    n_steps: int = 16,
+    rounds: int = 7,
+    watch: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Median seconds of one decode step with each tree, from interleaved runs.
+    """Median seconds of one decode step with each tree: draft, verify, accept, commit, append.
+
+    Runs of `n_steps` steps are interleaved, after one round that compiles.
 
     Args:
-      how: as for `decoding.timing.engine_seconds`.
+      watch: called after each run.
+
+    Raises:
+      UserError: the context leaves no room for a step after the prompt.
     """
-    engines = [model.engine(tree, acceptance, temperature > 0) for tree in trees]
-    variables = model.variables_by(engines[0].acceptance)
-    return engine_seconds(engines, variables, prompt, temperature=temperature, **how)
+    engines = [model.engine(tree, sampled=temperature > 0) for tree in trees]
+    clock = StepClock(
+        engines,
+        model.variables,
+        prompt,
+        batch=batch,
+        temperature=temperature,
+        n_steps=n_steps,
+    )
+
+    def run(engine: Engine) -> float:
+        seconds = clock.seconds(engine)
+        watch()
+        return seconds
+
+    _, *times = in_rounds([partial(run, engine) for engine in engines], 1 + rounds)
+    return [statistics.median(own) for own in zip(*times)]

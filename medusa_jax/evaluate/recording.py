@@ -6,21 +6,24 @@ of any tree (`tree/growth.py: replay`), without decoding again.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model, Options
+from medusa_jax.api.asking import Prompt
 from medusa_jax.api.batching import equal_batches
 from medusa_jax.decoding.copying import copied_lengths
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.ranks import rank_tuples
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.progress import Progress
+from medusa_jax.evaluate.conversation import Turn, all_turns
+from medusa_jax.training.log.progress import Progress
 from medusa_jax.tree.growth import Recorded
+from medusa_jax.whole_files import Json
 
 # Longest chain copied from the text, as in prompt lookup.
 MOST_COPIED = 10
@@ -34,19 +37,19 @@ class Text(NamedTuple):
     Attributes:
       ids: all tokens.
       n_prompt: number of prompt tokens among them.
-      said: the answer as text.
+      answer_text: the answer as text.
     """
 
     ids: list[int]
     n_prompt: int
-    said: str
+    answer_text: str
 
     @property
     def answer(self) -> list[int]:
         return self.ids[self.n_prompt :]
 
 
-def own_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Text]:
+def own_texts(model: Model, prompts: Sequence[Prompt], options: Options) -> list[Text]:
     """Answer each prompt by plain decoding, each as request 0."""
     texts = []
     with Progress("writing", len(prompts), "prompt") as bar:
@@ -57,6 +60,17 @@ def own_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Te
                 texts.append(Text([*ids, *result.token_ids], len(ids), result.text))
             bar.update(len(own))
     return texts
+
+
+def answered_turns(
+    model: Model, questions: Sequence[Json], template: str, room: int, options: Options
+) -> list[Turn[Text]]:
+    """Answer every turn of every question by plain decoding; arguments as of `all_turns`."""
+
+    def ask(prompts: list[list[int]]) -> list[tuple[Text, str]]:
+        return [(text, text.answer_text) for text in own_texts(model, prompts, options)]
+
+    return all_turns(model, questions, template, room, ask)
 
 
 def record(model: Model, texts: Sequence[Text], options: Options) -> list[Recorded]:
@@ -97,7 +111,7 @@ def record(model: Model, texts: Sequence[Text], options: Options) -> list[Record
     return found
 
 
-def rank_texts(model: Model, prompts: Sequence[Any], options: Options) -> list[Recorded]:
+def rank_texts(model: Model, prompts: Sequence[Prompt], options: Options) -> list[Recorded]:
     """`record` the model's own answers to the prompts; too short ones are skipped.
 
     Raises:

@@ -1,7 +1,6 @@
 """Accepted length and text quality of an acceptance rule on a set of prompts (Medusa figure 5)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from medusa_jax.api import Model, Options
 from medusa_jax.api.batching import equal_batches
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.heads.drafter import Backbone
+from medusa_jax.whole_files import Json
 
 
 def measure_rule(
@@ -19,7 +19,7 @@ def measure_rule(
     acceptance: str,
     options: Options,
     batch_size: int,
-) -> dict[str, Any]:
+) -> Json:
     """Tokens per step, and mean log-probability of the text under the backbone."""
     steps = appended = 0
     log_p: list[np.ndarray] = []

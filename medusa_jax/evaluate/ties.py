@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 from tqdm import tqdm
 
@@ -12,6 +11,7 @@ from medusa_jax.api.batching import equal_batches
 from medusa_jax.console import announced
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.evaluate.divergence import POSITIONS
+from medusa_jax.whole_files import Json
 
 
 def compare_batches(
@@ -32,7 +32,7 @@ def compare_batches(
 
 def tie_report(
     model: Model, options: Options, compared: Sequence[tuple[str, Comparison]]
-) -> dict[str, Any]:
+) -> Json:
     """All first divergences, and the number that rounding does not explain.
 
     Args:

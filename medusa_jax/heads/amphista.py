@@ -17,12 +17,13 @@ feed-forward part ("layers of self-attention"; the paper's parameter count, "up 
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
@@ -39,6 +40,7 @@ from medusa_jax.heads.layers import (
     CausalLayer,
     LayerState,
     ResBlock,
+    applied,
     lm_head_logits,
     lm_head_start,
     logits_of_first,
@@ -47,6 +49,7 @@ from medusa_jax.heads.layers import (
 from medusa_jax.model.attention import attend
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear, RMSNorm
+from medusa_jax.sharding import PyTree
 
 
 @dataclass(unsafe_hash=True)
@@ -81,7 +84,7 @@ class HeadAttention(nn.Module):
     """x + O(MHA(RMSNorm(x))) over the K heads of a position, unmasked; initially O = 0."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     plain: bool
 
     @nn.compact
@@ -102,6 +105,10 @@ class HeadAttention(nn.Module):
         mixed = attend(q_BKNH, k_BNKH, v_BNKH, everyone)
         out_BKD = Linear(D, False, self.dtype, name="o_proj")(mixed)
         return out_BKD if self.plain else x_BKD + out_BKD
+
+
+# (s, module of the layer, its variables, its input) -> (output, anything else).
+RunStage = Callable[[int, CausalLayer, Params, jax.Array], tuple[jax.Array, PyTree]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,23 +177,22 @@ class Amphista(Drafter):
         backbone: Backbone,
         x_BTD: jax.Array,
         next_BTD: jax.Array,
-        run: Any,
-    ) -> list[Any]:
+        run: RunStage,
+    ) -> list[tuple[jax.Array, PyTree]]:
         """Equation 1: the results of `run` for every stage.
 
         Args:
           x_BTD, next_BTD: h_t and e_{t+1}.
-          run: (s, module of the layer, its variables, its input) -> (output, anything else).
         """
         h, dtype = self.heads, backbone.llama.dtype
         module = CausalLayer(self._stage_shape, dtype, h.stage_norm)
         fc, out = Linear(self.llama.d_model, False, dtype), []
-        x: Any = x_BTD
+        x = x_BTD
         for s in range(h.stages):
             stage = params[f"stages_{s}"]
             if h.sampled_token:
                 both = jnp.concatenate([x.astype(dtype), next_BTD], axis=-1)
-                x = fc.apply({"params": stage["fc"]}, both)
+                x = applied(fc, stage["fc"], both)
             out.append(run(s, module, {"params": stage}, x))
             x = out[-1][0]
         return out
@@ -195,7 +201,7 @@ class Amphista(Drafter):
         self,
         params: Params,
         contexts: list[jax.Array],
-        dtype: Any,
+        dtype: DTypeLike,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Equations 2 to 5: outputs of the stages, each [B, D] -> features of all heads [B, K, D]."""
@@ -203,29 +209,32 @@ class Amphista(Drafter):
         rows = []
         for k in range(self.n_heads):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, k)
-            x: Any = dropout(contexts[self.stage_of(k)].astype(dtype), h.dropout, key)
+            x = dropout(contexts[self.stage_of(k)].astype(dtype), h.dropout, key)
             for j in range(h.n_layers):
                 layer = params[f"heads_{k}"][f"layers_{j}"]
-                x = ResBlock(dtype).apply({"params": layer}, x)
+                x = applied(ResBlock(dtype), layer, x)
             rows.append(x)
-        x_BKD: Any = jnp.stack(rows, axis=1)
+        x_BKD = jnp.stack(rows, axis=1)
         if h.blocks and h.position_encoding:
             encoding_KD = params["position_encoding"]["embedding"].astype(dtype)
             x_BKD = x_BKD + jnp.broadcast_to(encoding_KD, x_BKD.shape)
         block = HeadAttention(self.llama, dtype, h.plain_attention)
         for j in range(h.blocks):
-            x_BKD = block.apply({"params": params[f"blocks_{j}"]}, x_BKD)
+            x_BKD = applied(block, params[f"blocks_{j}"], x_BKD)
         return dropout(x_BKD, h.dropout, dropout_key)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         hidden_BTD, tokens_BT, *where, dropout_key = rows
 
-        def run(s: int, module: Any, variables: Any, x: Any) -> Any:
-            return module.apply(variables, x, *where, method="forward"), None
+        def run(
+            s: int, module: CausalLayer, variables: Params, x: jax.Array
+        ) -> tuple[jax.Array, PyTree]:
+            out: PyTree = module.apply(variables, x, *where, method="forward")
+            return out, None
 
         next_BTD = shift_left(backbone.embed(tokens_BT), 1)
-        given = self._stages(params, backbone, hidden_BTD, next_BTD, run)
-        contexts = [context for context, _ in given] or [hidden_BTD]
+        stages = self._stages(params, backbone, hidden_BTD, next_BTD, run)
+        contexts = [context for context, _ in stages] or [hidden_BTD]
         B, T, D = hidden_BTD.shape
         flat = [x.reshape(B * T, D) for x in contexts]
         mixed = self.mix(params, flat, backbone.llama.dtype, dropout_key)
@@ -236,20 +245,23 @@ class Amphista(Drafter):
     ) -> jax.Array:
         return lm_head_logits(self.heads, params[f"heads_{k}"], backbone, features)
 
-    def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
         return LayerState.zeros(self.llama, self.heads.stages, batch, slots, dtype)
 
     def commit(
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
-        def run(s: int, module: Any, variables: Any, x: Any) -> Any:
+        def run(
+            s: int, module: CausalLayer, variables: Params, x: jax.Array
+        ) -> tuple[jax.Array, PyTree]:
             rows = (x, new.positions_BT, state.cache.layers[s], state.length_B)
-            return module.apply(variables, *rows, method="decode")
+            out: PyTree = module.apply(variables, *rows, method="decode")
+            return out
 
         next_BTD = backbone.embed(new.next_tokens_BT)
-        given = self._stages(params, backbone, new.hidden_BTE, next_BTD, run)
-        contexts = [context for context, _ in given] or [new.hidden_BTE]
-        return state.taken([cache for _, cache in given], contexts, new.n_B)
+        stages = self._stages(params, backbone, new.hidden_BTE, next_BTD, run)
+        contexts = [context for context, _ in stages] or [new.hidden_BTE]
+        return state.extended([cache for _, cache in stages], contexts, new.n_B)
 
     def propose(
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest

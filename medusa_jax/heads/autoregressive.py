@@ -11,13 +11,13 @@ at position t + k. It sees the first level of rows up to t and levels 1 to k of 
 """
 
 import dataclasses
-from typing import Any
+from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
@@ -31,11 +31,9 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.layers import LayerState, shift_left
 from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
-from medusa_jax.model.attention import cached_mask
+from medusa_jax.model.attention import LevelCache, cached_mask
 from medusa_jax.model.causal import CausalMask
-
-# Teacher-forced positions per chunk of deeper levels; limits the memory of their attention scores.
-CHUNK = 64
+from medusa_jax.sharding import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +57,13 @@ class Autoregressive(Drafter):
         """The shape of the layers."""
         return self.llama
 
-    def layers(self, dtype: Any) -> nn.Module:
+    def layers(self, dtype: DTypeLike) -> nn.Module:
         """The module: (a, e, positions, mask, cache, start) -> a' [B, T, D], keys and values by layer."""
         raise NotImplementedError
 
     def _run(
-        self, params: Params, backbone: Backbone, *args: Any, method: str = "__call__"
-    ) -> Any:
+        self, params: Params, backbone: Backbone, *args: PyTree, method: str = "__call__"
+    ) -> PyTree:
         module = self.layers(backbone.llama.dtype)
         return module.apply({"params": params["heads_0"]}, *args, method=method)
 
@@ -78,58 +76,26 @@ class Autoregressive(Drafter):
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         """Level k of row t is at position t + k and sees true rows up to t and levels 1 to k."""
         hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
-        ahead = [
-            shift_left(backbone.embed(tokens_BT), k + 1).astype(backbone.llama.dtype)
-            for k in range(self.n_heads)
-        ]
+        embedded_BTD = backbone.embed(tokens_BT)
         mask = CausalMask(segment_ids_BT)
+
+        def level(k: int, above_BTD: jax.Array, caches: PyTree) -> PyTree:
+            next_BTD = shift_left(embedded_BTD, k + 1)
+            return self._run(
+                params, backbone, above_BTD, next_BTD, positions_BT + k, mask, caches
+            )
+
         read_BTD = self._first_input(params, backbone, hidden_BTE)
-        first_BTD, text = self._run(
-            params, backbone, read_BTD, ahead[0], positions_BT, mask
-        )
-        if self.n_heads == 1:
-            return first_BTD[None]
-        (B, T), K = tokens_BT.shape, self.n_heads
-        size = min(CHUNK, T)
-        # After the text, room for one chunk's rows of each level.
-        text = jax.tree.map(lambda x: padded(x, 2, size * (K - 1)), text)
-        whole = (first_BTD, positions_BT, segment_ids_BT, *ahead[1:])
-        first_BTD, positions_BT, segment_ids_BT, *ahead = (
-            padded(x, 1, -T % size) for x in whole
-        )
-        row_C, slot_R = np.arange(size), np.arange(size * (K - 1))
-        own_CR = row_C[:, None] == slot_R[None, :] % size
+        feature_BTD, text = level(0, read_BTD, None)
+        features, caches = [feature_BTD], tuple(LevelCache(pair) for pair in text)
+        for k in range(1, self.n_heads):
+            # The backward pass keeps one level's activations at a time.
+            once_more = jax.checkpoint(partial(level, k))
+            feature_BTD, caches = once_more(feature_BTD, caches)
+            features.append(feature_BTD)
+        return jnp.stack(features)
 
-        def deeper(begin: jax.Array) -> jax.Array:
-            """Levels 1 to K - 1 of the rows [begin, begin + size)."""
-
-            def here(x: jax.Array, axis: int = 1) -> jax.Array:
-                return lax.dynamic_slice_in_dim(x, begin, size, axis=axis)
-
-            seen_BCT = CausalMask(segment_ids_BT).visible(begin, size, 0, T)
-
-            def level(above: Any, given: Any) -> tuple[Any, jax.Array]:
-                (features_BCD, cache), (k, next_BCD) = above, given
-                so_far_CR = own_CR & (slot_R < k * size)[None, :]
-                own_BCR = jnp.broadcast_to(so_far_CR, (B, *own_CR.shape))
-                found = self._run(
-                    params, backbone, features_BCD, next_BCD, here(positions_BT) + k,
-                    jnp.concatenate([seen_BCT, own_BCR], axis=-1),
-                    cache, jnp.broadcast_to(T + (k - 1) * size, (B,)),
-                )  # fmt: skip
-                return found, found[0]
-
-            levels = (jnp.arange(1, K), here(jnp.stack(ahead), axis=2))
-            return lax.scan(level, (here(first_BTD), text), levels)[1]
-
-        # The backward pass recomputes each chunk: storing the scores of all would take too much
-        # memory. Inside a loop common subexpressions need no barrier.
-        once_more = jax.checkpoint(deeper, prevent_cse=False)
-        found = lax.map(once_more, jnp.arange(0, first_BTD.shape[1], size))
-        deep_KBTD = jnp.moveaxis(found, 0, 2).reshape(K - 1, *first_BTD.shape)
-        return jnp.concatenate([first_BTD[None], deep_KBTD])[:, :, :T]
-
-    def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
         state = LayerState.zeros(self.shape, self.heads.n_layers, batch, slots, dtype)
         return state.replace(context_BSD=state.context_BSD[:, :1])  # the last layer's alone
 
@@ -143,7 +109,7 @@ class Autoregressive(Drafter):
         features_BTD, layers = self._run(
             params, backbone, *rows, state.cache.layers, state.length_B
         )
-        return state.taken(list(layers), [features_BTD], new.n_B)
+        return state.extended(list(layers), [features_BTD], new.n_B)
 
     def propose(
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest
@@ -153,8 +119,8 @@ class Autoregressive(Drafter):
         inner = inner_nodes(Level.of(tree), tree)
 
         def logits_of(
-            depth: int, level: Level, tokens_BP: jax.Array, carry: Any
-        ) -> tuple[jax.Array, Any]:
+            depth: int, level: Level, tokens_BP: jax.Array, carry: PyTree
+        ) -> tuple[jax.Array, PyTree]:
             features_BPD, cache, done = carry
             if depth:
                 done = np.concatenate([done, inner[depth]])
@@ -172,10 +138,3 @@ class Autoregressive(Drafter):
 
         root = (state.context_BSD, state.cache.layers, np.zeros(0, int))
         return fill_by_level(request, backbone, logits_of, root)
-
-
-def padded(x: jax.Array, axis: int, more: int) -> jax.Array:
-    """x with `more` zeros appended along an axis."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, more)
-    return jnp.pad(x, widths)

@@ -9,11 +9,11 @@ those of tree nodes are kept only while the tree is drafted.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
@@ -29,6 +29,7 @@ from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
 from medusa_jax.heads.state import PositionState
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import decoding_config
+from medusa_jax.sharding import PyTree
 from medusa_jax.tree import Tree
 
 # The entry of the parameters with those of the draft model, in the form of `model/placing.py`.
@@ -93,7 +94,7 @@ class DraftModel(Untrained):
         llama = backbone.llama.clone(config=config, native=False, scored=0)
         return Backbone(llama, params[MODEL])
 
-    def start(self, batch: int, slots: int, dtype: Any) -> DraftState:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> DraftState:
         c = self.heads.arch
         sizes = (c.n_layers, batch, slots + 1, c.n_kv_heads, c.head_dim)
         hidden_BE = jnp.zeros((batch, c.d_model), dtype)
@@ -127,8 +128,8 @@ class DraftModel(Untrained):
         inner = inner_nodes(Level.of(tree), tree)
 
         def logits_of(
-            depth: int, level: Level, tokens_BP: jax.Array, carry: Any
-        ) -> tuple[jax.Array, Any]:
+            depth: int, level: Level, tokens_BP: jax.Array, carry: PyTree
+        ) -> tuple[jax.Array, PyTree]:
             hidden_BPE, cache, done = carry
             if depth:
                 fresh = inner[depth]

@@ -6,19 +6,19 @@ that the caller carries. The decode loop, the trainer and the calibrator use onl
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
+from medusa_jax.sharding import Params, PyTree
 from medusa_jax.tree import Tree
-
-Params = dict[str, Any]
 
 # (depth, logits of the children at that depth) -> the scores that rank them: [B, O] if all parents
 # share them, else [B, P, O] with one row per node at `depth` - 1 that has children, in the order of
@@ -144,7 +144,7 @@ class Backbone:
         """Hidden states of tokens after a cached prefix; see `Llama.decode`."""
         return self._apply("decode", tokens_BT, positions_BT, cache, start_B, self_mask_TR)
 
-    def _apply(self, method: str, *args: Any) -> Any:
+    def _apply(self, method: str, *args: PyTree) -> PyTree:
         variables = {"params": self.params}
         if self.lora is not None:
             variables["lora"] = self.lora
@@ -254,16 +254,18 @@ class Drafter:
 
     # Decoding.
 
-    def start(self, batch: int, slots: int, dtype: Any) -> Any:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> PyTree:
         """The state before any text: a pytree of arrays, with `slots` slots per row in a `PositionState`."""
         raise NotImplementedError
 
-    def commit(self, params: Params, backbone: Backbone, state: Any, new: Committed) -> Any:
+    def commit(
+        self, params: Params, backbone: Backbone, state: PyTree, new: Committed
+    ) -> PyTree:
         """The state after newly accepted positions."""
         raise NotImplementedError
 
     def propose(
-        self, params: Params, backbone: Backbone, state: Any, request: DraftRequest
+        self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
     ) -> jax.Array:
         """Token ids of all tree nodes [B, M], the root first.
 
@@ -292,14 +294,16 @@ class NoDrafter(Drafter):
     It leaves the state of any other drafter unchanged.
     """
 
-    def start(self, batch: int, slots: int, dtype: Any) -> tuple[()]:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> tuple[()]:
         return ()
 
-    def commit(self, params: Params, backbone: Backbone, state: Any, new: Committed) -> Any:
+    def commit(
+        self, params: Params, backbone: Backbone, state: PyTree, new: Committed
+    ) -> PyTree:
         return state
 
     def propose(
-        self, params: Params, backbone: Backbone, state: Any, request: DraftRequest
+        self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
     ) -> jax.Array:
         return request.root_B[:, None]
 

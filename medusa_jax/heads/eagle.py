@@ -16,17 +16,17 @@ arXiv 2503.01840), with gradients through all levels.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.layers import lm_head_logits, lm_head_start, zero_output
-from medusa_jax.model.attention import Mask, Pair
+from medusa_jax.model.attention import LayerCache, Mask
 from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.layers import Linear
 from medusa_jax.model.llama import Block
@@ -47,7 +47,7 @@ class Layers(nn.Module):
     """FC and the decoder layers, of the backbone's shape."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     n_layers: int
     fc_bias: bool
 
@@ -63,9 +63,9 @@ class Layers(nn.Module):
         next_BTD: jax.Array,
         positions_BT: jax.Array,
         mask: Mask,
-        cache: tuple[Pair, ...] | None = None,
+        cache: tuple[LayerCache, ...] | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[Pair, ...]]:
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
         """f and e -> f^, and the keys and values of every layer as `Attention` returns them."""
         both = [next_BTD.astype(self.dtype), hidden_BTD.astype(self.dtype)]
         x_BTD = self.fc(jnp.concatenate(both, axis=-1))
@@ -87,7 +87,7 @@ class Eagle(Autoregressive):
     name = "eagle"
     Config = EagleConfig
 
-    def layers(self, dtype: Any) -> nn.Module:
+    def layers(self, dtype: DTypeLike) -> nn.Module:
         return Layers(self.llama, dtype, self.heads.n_layers, self.heads.fc_bias)
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:

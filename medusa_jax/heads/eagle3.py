@@ -27,13 +27,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.layers import lm_head_logits, lm_head_start, zero_output
-from medusa_jax.model.attention import Attention, Mask, Pair
+from medusa_jax.model.attention import Attention, LayerCache, Mask, Pair
 from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.llama import Block, Mlp
@@ -66,7 +67,7 @@ class WideBlock(nn.Module):
     """A decoder layer whose attention reads [norm(e) ; norm(a)], 2 D wide."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     norm_before_residual: bool
 
     @nn.compact
@@ -76,9 +77,9 @@ class WideBlock(nn.Module):
         next_BTD: jax.Array,
         rope: Pair,
         mask: Mask,
-        cache: Pair | None,
+        cache: LayerCache | None,
         start_B: jax.Array | None,
-    ) -> tuple[jax.Array, Pair]:
+    ) -> tuple[jax.Array, LayerCache]:
         norm = partial(RMSNorm, self.config.rms_eps, self.dtype)
         normed_BTD = norm(name="hidden_norm")(x_BTD)
         both = [norm(name="input_layernorm")(next_BTD), normed_BTD]
@@ -95,7 +96,7 @@ class Layers(nn.Module):
     """FC, the decoder layers and the norm before the LM head, of the backbone's shape."""
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     heads: Eagle3Config
     n_taps: int
 
@@ -125,9 +126,9 @@ class Layers(nn.Module):
         next_BTD: jax.Array,
         positions_BT: jax.Array,
         mask: Mask,
-        cache: tuple[Pair, ...] | None = None,
+        cache: tuple[LayerCache, ...] | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[Pair, ...]]:
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
         """a and e -> a', and the keys and values of every layer as `Attention` returns them."""
         rope = rope_tables(self.config, positions_BT, self.dtype)
         x_BTD, next_BTD = x_BTD.astype(self.dtype), next_BTD.astype(self.dtype)
@@ -139,7 +140,9 @@ class Layers(nn.Module):
             caches.append(layer_cache)
         return (self.norm(x_BTD) if self.heads.norm_output else x_BTD), tuple(caches)
 
-    def all(self, streams: jax.Array, next_BTD: jax.Array, positions_BT: jax.Array) -> Any:
+    def all(
+        self, streams: jax.Array, next_BTD: jax.Array, positions_BT: jax.Array
+    ) -> jax.Array:
         """Run every part once, to initialise all parameters."""
         x_BTD, _ = self(self.fuse(streams), next_BTD, positions_BT, CausalMask())
         return self.normed(x_BTD)
@@ -195,7 +198,7 @@ class Eagle3(Autoregressive):
         L = self.llama.n_layers  # fewer than five: the nearest that exist
         return tuple(sorted(min(max(i, 0), L) for i in (2, L // 2, L - 3)))
 
-    def layers(self, dtype: Any) -> nn.Module:
+    def layers(self, dtype: DTypeLike) -> nn.Module:
         return Layers(self.shape, dtype, self.heads, len(self.taps))
 
     def _first_input(

@@ -1,15 +1,16 @@
-"""Drafters that have the backbone run rows of their own along with every tree.
+"""Drafters that have the backbone run additional rows with every tree.
 
 `Engine.extra` is the one place that asks whether a drafter is of this kind; other drafters need not
 know about it.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from medusa_jax.heads.drafter import Drafter
+from medusa_jax.sharding import PyTree
 
 
 class ExtraRows(NamedTuple):
@@ -37,10 +38,10 @@ class WithExtraRows(Drafter):
         """The extra rows to run along with every tree."""
         raise NotImplementedError
 
-    def extra_tokens(self, state: Any) -> jax.Array:
+    def extra_tokens(self, state: PyTree) -> jax.Array:
         """Tokens of the extra rows in this step [B, X]."""
         raise NotImplementedError
 
-    def learn(self, state: Any, root_B: jax.Array, logits_BUV: jax.Array) -> Any:
+    def learn(self, state: PyTree, root_B: jax.Array, logits_BUV: jax.Array) -> PyTree:
         """The state after the backbone's logits of the extra rows; called before this step's `commit`."""
         raise NotImplementedError

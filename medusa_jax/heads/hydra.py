@@ -11,11 +11,11 @@ have children.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
@@ -29,6 +29,7 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.layers import (
     ResBlock,
+    applied,
     lm_head_logits,
     lm_head_start,
     shift_left,
@@ -37,6 +38,7 @@ from medusa_jax.heads.layers import (
 from medusa_jax.heads.levels import Level, fill_by_level
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear
+from medusa_jax.sharding import PyTree
 
 
 @dataclass(unsafe_hash=True)
@@ -61,7 +63,7 @@ class FirstBlock(nn.Module):
     """R x + r + SiLU(W x + c), [..., (k + 2) D] -> [..., D]; without R, its term is the first D of x."""
 
     features: int
-    dtype: Any
+    dtype: DTypeLike
     projected: bool
 
     @nn.compact
@@ -111,7 +113,7 @@ class Hydra(Drafter):
             params[f"heads_{k}"] = {"layers_0": first} | rest | start
         return params
 
-    def _first(self, dtype: Any) -> FirstBlock:
+    def _first(self, dtype: DTypeLike) -> FirstBlock:
         return FirstBlock(self.llama.d_model, dtype, self.heads.skip != "fixed")
 
     def mlp(
@@ -119,7 +121,7 @@ class Hydra(Drafter):
         params: Params,
         k: int,
         x: jax.Array,
-        dtype: Any,
+        dtype: DTypeLike,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Hidden layers of head k: [..., (k + 2) D] -> [..., D]."""
@@ -128,8 +130,7 @@ class Hydra(Drafter):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, j)
             layer = head[f"layers_{min(j, self.stored_counts[1] - 1)}"]
             block = ResBlock(dtype) if j else self._first(dtype)
-            out: Any = block.apply({"params": layer}, dropout(x.astype(dtype), rate, key))
-            x = out
+            x = applied(block, layer, dropout(x.astype(dtype), rate, key))
         return dropout(x, rate, dropout_key)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
@@ -147,18 +148,20 @@ class Hydra(Drafter):
     ) -> jax.Array:
         return lm_head_logits(self.heads, params[f"heads_{k}"], backbone, features)
 
-    def start(self, batch: int, slots: int, dtype: Any) -> Any:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> PyTree:
         return jnp.zeros((batch, self.llama.d_model), dtype)
 
-    def commit(self, params: Params, backbone: Backbone, state: Any, new: Committed) -> Any:
+    def commit(
+        self, params: Params, backbone: Backbone, state: PyTree, new: Committed
+    ) -> PyTree:
         return take_last(new.hidden_BTE, new.n_B, state)
 
-    def context(self, state: Any) -> jax.Array:
+    def context(self, state: PyTree) -> jax.Array:
         """b_t of the last accepted position [B, D]."""
         return state
 
     def propose(
-        self, params: Params, backbone: Backbone, state: Any, request: DraftRequest
+        self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
     ) -> jax.Array:
         """Head d runs on one row per node of depth d with children and ranks these children."""
         dtype = backbone.llama.dtype

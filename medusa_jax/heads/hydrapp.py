@@ -7,13 +7,14 @@ once per decoding step.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from medusa_jax.heads.drafter import Backbone, Committed, Params, TextRows
 from medusa_jax.heads.hydra import Hydra, HydraConfig
 from medusa_jax.heads.layers import CausalLayer, LayerState
+from medusa_jax.sharding import PyTree
 
 
 @dataclass(unsafe_hash=True)
@@ -40,16 +41,18 @@ class HydraPP(Hydra):
         prefix = CausalLayer.start(prefix_key, self.llama, backbone)
         return super().init(heads_key, backbone) | {"prefix": prefix}
 
-    def _prefix(self, params: Params, backbone: Backbone, method: str, *args: Any) -> Any:
+    def _prefix(
+        self, params: Params, backbone: Backbone, method: str, *args: PyTree
+    ) -> PyTree:
         layer = CausalLayer(self.llama, backbone.llama.dtype)
         return layer.apply({"params": params["prefix"]}, *args, method=method)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
-        given = (rows.hidden_BTE, rows.positions_BT, rows.segment_ids_BT)
-        context_BTD = self._prefix(params, backbone, "forward", *given)
+        inputs = (rows.hidden_BTE, rows.positions_BT, rows.segment_ids_BT)
+        context_BTD = self._prefix(params, backbone, "forward", *inputs)
         return super().features(params, backbone, rows._replace(hidden_BTE=context_BTD))
 
-    def start(self, batch: int, slots: int, dtype: Any) -> LayerState:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
         return LayerState.zeros(self.llama, 1, batch, slots, dtype)
 
     def commit(
@@ -57,7 +60,7 @@ class HydraPP(Hydra):
     ) -> LayerState:
         rows = (new.hidden_BTE, new.positions_BT, state.cache.layers[0], state.length_B)
         context_BTD, layer = self._prefix(params, backbone, "decode", *rows)
-        return state.taken([layer], [context_BTD], new.n_B)
+        return state.extended([layer], [context_BTD], new.n_B)
 
     def context(self, state: LayerState) -> jax.Array:
         return state.context_BSD[:, 0]

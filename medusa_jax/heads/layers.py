@@ -6,6 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.drafter import Backbone, Drafter, Params
@@ -23,7 +24,7 @@ from medusa_jax.model.stored import multiply
 class ResBlock(nn.Module):
     """x + SiLU(x W + b), initially the identity: W = 0 and b = 0."""
 
-    dtype: Any
+    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -34,11 +35,17 @@ class ResBlock(nn.Module):
         return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
 
 
+def applied(module: nn.Module, params: Params, *args: jax.Array) -> jax.Array:
+    """The output of a module with these parameters."""
+    out: Any = module.apply({"params": params}, *args)
+    return out
+
+
 def shift_left(x: jax.Array, ahead: int) -> jax.Array:
     """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
-    kept = x[:, ahead:]
-    pad = ((0, 0), (0, x.shape[1] - kept.shape[1])) + ((0, 0),) * (x.ndim - 2)
-    return jnp.pad(kept, pad)
+    rest = x[:, ahead:]
+    pad = ((0, 0), (0, x.shape[1] - rest.shape[1])) + ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(rest, pad)
 
 
 def take_last(rows_BTD: jax.Array, n_B: jax.Array, old_BD: jax.Array) -> jax.Array:
@@ -91,8 +98,7 @@ def lm_head_logits(
     if heads.lm_head == "own":
         outputs = heads.draft_vocab or backbone.llama.config.vocab_size
         linear = Linear(outputs, "bias" in own, dtype)
-        out: Any = linear.apply({"params": own}, features)
-        return out.astype(wide)
+        return applied(linear, own, features).astype(wide)
 
     low_rank = multiply(features, own["down"], dtype).astype(dtype)
     logits = multiply(low_rank, own["up"], dtype)
@@ -129,7 +135,7 @@ class CausalLayer(nn.Module):
     """
 
     config: LlamaConfig
-    dtype: Any
+    dtype: DTypeLike
     out_norm: bool = True
 
     def setup(self) -> None:
@@ -156,6 +162,7 @@ class CausalLayer(nn.Module):
         mask = cached_mask(x_BTD.shape[1], cache[0].shape[2], start_B)
         rope = rope_tables(self.config, positions_BT, self.dtype)
         x_BTD, new = self.layers_0(x_BTD.astype(self.dtype), rope, mask, cache, start_B)
+        assert isinstance(new, tuple)
         return self._out(x_BTD), new
 
     def _out(self, x_BTD: jax.Array) -> jax.Array:
@@ -196,7 +203,7 @@ class LayerState(PositionState):
 
     @classmethod
     def zeros(
-        cls, config: LlamaConfig, n_layers: int, batch: int, slots: int, dtype: Any
+        cls, config: LlamaConfig, n_layers: int, batch: int, slots: int, dtype: DTypeLike
     ) -> "LayerState":
         """The state before any text. Without layers there is one context: the backbone's hidden state."""
         cache = KVCache.zeros(
@@ -205,7 +212,9 @@ class LayerState(PositionState):
         context = jnp.zeros((batch, max(n_layers, 1), config.d_model), dtype)
         return cls(jnp.zeros((batch,), jnp.int32), cache, context)
 
-    def taken(self, layers: list[Any], contexts: list[jax.Array], n_B: Any) -> "LayerState":
+    def extended(
+        self, layers: Sequence[Pair], contexts: list[jax.Array], n_B: jax.Array
+    ) -> "LayerState":
         """The state after n more positions, with all T candidates written to the cache.
 
         Candidates after the n-th are invisible from now on; the next call overwrites them.

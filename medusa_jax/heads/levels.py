@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from medusa_jax.heads.drafter import Backbone, DraftRequest, best_tokens
+from medusa_jax.sharding import PyTree
 from medusa_jax.tree import Tree
 
 # Score difference between siblings of given tokens: the first takes all remaining mass in any precision.
@@ -55,11 +56,11 @@ class Level:
 
 # (depth, constants, tokens of its parents [B, P], carry) -> (logits of their children [B, P, O], new
 # carry).
-LogitsOf = Callable[[int, Level, jax.Array, Any], tuple[jax.Array, Any]]
+LogitsOf = Callable[[int, Level, jax.Array, PyTree], tuple[jax.Array, PyTree]]
 
 
 def fill_by_level(
-    request: DraftRequest, backbone: Backbone, logits_of: LogitsOf, carry: Any
+    request: DraftRequest, backbone: Backbone, logits_of: LogitsOf, carry: PyTree
 ) -> jax.Array:
     """Node tokens [B, M] for guesses that depend on the path: the best after each node's path.
 
@@ -86,7 +87,7 @@ def rank_given(
     nodes_BM: jax.Array,
     given_BM: jax.Array,
     vocab_size: int,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> None:
     """Report deterministic drafts to `rank_scores`, for drafters without scores.
 

@@ -28,13 +28,13 @@ never changes; after N - 1 steps none of them are left.
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
@@ -126,7 +126,7 @@ class Lookahead(WithExtraRows, Untrained):
         own = within & (column[None, :] == column[:, None])
         return ExtraRows(depth.astype(np.int32), above | own, W)
 
-    def start(self, batch: int, slots: int, dtype: Any) -> LookaheadState:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> LookaheadState:
         h, V = self.heads, self.llama.vocab_size
         window = np.random.default_rng(0).integers(
             0, V, len(self.extra_rows.depth_X), np.int32

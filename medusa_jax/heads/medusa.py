@@ -4,10 +4,9 @@ p^(k) = softmax(W2 (SiLU(W1 h + b) + h)), with any number of residual blocks bef
 code takes none, too: a head is then an LM head.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
@@ -21,6 +20,7 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.layers import (
     ResBlock,
+    applied,
     lm_head_logits,
     lm_head_start,
     logits_of_first,
@@ -37,7 +37,7 @@ class Medusa(Drafter):
     def check(self) -> None:
         if self.heads.n_layers == 0 and self.heads.lm_head == "shared":
             raise UserError(
-                "heads.n_layers 0 needs LM heads of their own: nothing else is there"
+                "heads.n_layers 0 needs LM heads of their own: a head would have no parameters"
             )
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
@@ -50,11 +50,13 @@ class Medusa(Drafter):
         layers = {f"layers_{j}": block for j in range(self.heads.n_layers)}
         return {f"heads_{k}": layers | start for k in range(self.n_heads)}
 
-    def _features(self, params: Params, k: int, hidden: jax.Array, dtype: Any) -> jax.Array:
+    def _features(
+        self, params: Params, k: int, hidden: jax.Array, dtype: DTypeLike
+    ) -> jax.Array:
         """[..., D] -> [..., D]."""
-        x: Any = hidden.astype(dtype)
+        x = hidden.astype(dtype)
         for j in range(self.heads.n_layers):
-            x = ResBlock(dtype).apply({"params": params[f"heads_{k}"][f"layers_{j}"]}, x)
+            x = applied(ResBlock(dtype), params[f"heads_{k}"][f"layers_{j}"], x)
         return x
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
@@ -67,7 +69,7 @@ class Medusa(Drafter):
     ) -> jax.Array:
         return lm_head_logits(self.heads, params[f"heads_{k}"], backbone, features)
 
-    def start(self, batch: int, slots: int, dtype: Any) -> jax.Array:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> jax.Array:
         """The last accepted hidden state [B, D]."""
         return jnp.zeros((batch, self.llama.d_model), dtype)
 

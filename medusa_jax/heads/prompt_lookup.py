@@ -16,11 +16,11 @@ if it kept repeating. Without a match, nodes hold the root token.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
@@ -64,13 +64,13 @@ class PromptLookup(Untrained):
     def n_heads(self) -> int:
         return self.heads.tokens
 
-    def start(self, batch: int, slots: int, dtype: Any) -> TextState:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> TextState:
         return TextState.zeros(batch, slots)
 
     def commit(
         self, params: Params, backbone: Backbone, state: TextState, new: Committed
     ) -> TextState:
-        return state.taken(new)
+        return state.extended(new)
 
     def propose(
         self, params: Params, backbone: Backbone, state: TextState, request: DraftRequest

@@ -1,7 +1,6 @@
 """Teacher-forced ranks of the true tokens under each head, to fit trees (Medusa 2.3.3)."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ from jax import lax
 
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.layers import shift_left
+from medusa_jax.sharding import Params
 from medusa_jax.tree.growth import MISS
 
 # (head k, logits [B, C, O], their positions in the row [B, C]) -> scores that order the guesses.
@@ -17,7 +17,7 @@ ScoreFn = Callable[[int, jax.Array, jax.Array], jax.Array]
 
 def label_ranks(
     drafter: Drafter,
-    params: Any,
+    params: Params,
     backbone: Backbone,
     features_KBTD: jax.Array,
     tokens_BT: jax.Array,

@@ -1,9 +1,11 @@
 """Drafter states that keep something per text position, and what the decode loops do with any state."""
 
-from typing import Any, Self
+from typing import Self
 
 import jax
 from flax import struct
+
+from medusa_jax.sharding import PyTree
 
 
 class PositionState(struct.PyTreeNode):
@@ -23,19 +25,19 @@ class PositionState(struct.PyTreeNode):
         return self.replace(length_B=length_B)
 
 
-def _map(change: Any, state: Any) -> Any:
-    def is_leaf(part: Any) -> bool:
+def _map(change: PyTree, state: PyTree) -> PyTree:
+    def is_leaf(part: PyTree) -> bool:
         return isinstance(part, PositionState)
 
     return jax.tree.map(lambda x: change(x) if is_leaf(x) else x, state, is_leaf=is_leaf)
 
 
-def grown(state: Any, slots: int) -> Any:
+def grown(state: PyTree, slots: int) -> PyTree:
     """A drafter's state with room for `slots` positions."""
     return _map(lambda part: part.grown(slots), state)
 
 
-def rewound(state: Any, length_B: jax.Array) -> Any:
+def rewound(state: PyTree, length_B: jax.Array) -> PyTree:
     """A drafter's state truncated to the first `length_B` positions.
 
     The next `Drafter.commit` starts there with at least one position. So values that belong to the

@@ -23,7 +23,7 @@ class TextState(PositionState):
         """The state before any text."""
         return cls(jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, slots), jnp.int32))
 
-    def taken(self, new: Committed) -> "TextState":
+    def extended(self, new: Committed) -> "TextState":
         """The text with n more tokens.
 
         All T candidates are written; those after the n-th are invalid, and the next call overwrites

@@ -13,7 +13,6 @@ every lossless rule stays lossless.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +58,9 @@ def stand_in(backbone: Backbone, heads: HeadsConfig) -> Backbone:
     )
 
 
-def scored_columns(config: LlamaConfig, params: Params, ids_O: Any) -> jax.Array:
+def scored_columns(
+    config: LlamaConfig, params: Params, ids_O: jax.Array | np.ndarray
+) -> jax.Array:
     """Columns [D, O] of the LM head, tied or not.
 
     Args:

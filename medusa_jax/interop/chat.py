@@ -10,12 +10,12 @@ import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.literal_text import Message, Span, literal_text
 from medusa_jax.interop.rendering import Renderer
 from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.whole_files import Json
 
 TEMPLATES = {
     "vicuna": "vicuna",
@@ -283,7 +283,7 @@ def render(
     messages: list[Message],
     special_texts: dict[str, str],
     add_generation_prompt: bool = False,
-    tools: list[Any] | None = None,
+    tools: list[Json] | None = None,
 ) -> tuple[str, list[Span]]:
     """Run a template; return its text and the [start, end) of its generation blocks.
 
@@ -293,7 +293,7 @@ def render(
       SampleError: the template refuses the conversation.
       UserError: the template is invalid or exceeds its limits.
     """
-    specials: dict[str, Any] = dict.fromkeys(SPECIALS, "") | special_texts
+    specials: Json = dict.fromkeys(SPECIALS, "") | special_texts
     answer = RENDERER(
         source,
         messages=messages,

@@ -2,8 +2,14 @@
 
 import hashlib
 
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
 from medusa_jax.config import LlamaConfig
-from medusa_jax.interop.tensors import flatten, pick, sample_bytes
+from medusa_jax.interop.tensors import flatten
+from medusa_jax.model.block_rows import BlockRows
 from medusa_jax.sharding import Params
 
 
@@ -22,7 +28,7 @@ class Fingerprint:
         """Add entries of the tree, such as {"layers_3": ...}."""
         flat = flatten(entries)
         self.shapes |= {path: list(leaf.shape) for path, leaf in flat.items()}
-        known = pick(sampled(config), flat)
+        known = [path for path in sampled(config) if path in flat]
         self.samples |= {path: sample_bytes(flat[path]) for path in known}
 
     def hexdigest(self, config: LlamaConfig) -> str:
@@ -30,8 +36,8 @@ class Fingerprint:
         digest = hashlib.sha256()
         for path in sorted(self.shapes):
             digest.update(f"{path}{self.shapes[path]};".encode())
-        for path in pick(sampled(config), self.samples):
-            digest.update(self.samples[path])
+        for path in sampled(config):
+            digest.update(self.samples.get(path, b""))
         return digest.hexdigest()[:16]
 
 
@@ -53,3 +59,24 @@ def sampled(config: LlamaConfig) -> list[str]:
         "norm/scale",
         "lm_head/kernel",
     ]
+
+
+def sample_bytes(x: jax.Array | np.ndarray | BlockRows, count: int = 1024) -> bytes:
+    """Up to `count` evenly spaced elements, rounded to bfloat16, as little-endian bytes.
+
+    Gathered by index, so the result does not depend on the sharding. An array in host memory is read
+    directly, since a gather compiles a program for each shape.
+    """
+    size = int(np.prod(x.shape))
+    if isinstance(x, jax.Array) and [d.platform for d in x.devices()] == ["cpu"]:
+        x = np.asarray(x)
+    flat = np.arange(min(size, count), dtype=np.int64) * size // min(size, count)
+    indices = np.unravel_index(flat, x.shape)
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        values = np.asarray(x[indices])
+    else:  # every process has parts, and all of them get the values
+        assert isinstance(x.sharding, NamedSharding)
+        everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
+        values = np.asarray(jax.jit(lambda x: x[indices], out_shardings=everywhere)(x))
+    values = values.astype(np.float32)
+    return values.astype(ml_dtypes.bfloat16).view(np.uint16).astype("<u2").tobytes()

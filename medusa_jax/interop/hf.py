@@ -133,6 +133,7 @@ def save_backbone(
 
     if write:
         os.makedirs(directory, exist_ok=True)
-    save_weights(directory, leaves, read, dtype, write)
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    save_weights(directory, shapes, read, dtype, write)
     if write:
         tensor_files.save_json(os.path.join(directory, "config.json"), raw | (extra or {}))

@@ -165,7 +165,7 @@ def to_hydra(export: Export, out: str) -> None:
         )
     if heads.lm_head == "shared" or heads.skip == "fixed" or not heads.lm_bias:
         raise UserError(
-            "Hydra's code wants heads with LM heads and biases of their own and a learned skip "
+            "Hydra's code needs heads with separate LM heads and biases and a learned skip "
             f"connection; those in {export.stored.source} have lm_head {heads.lm_head!r}, "
             f"lm_bias {heads.lm_bias}, skip {heads.skip!r}"
         )

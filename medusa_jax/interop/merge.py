@@ -53,7 +53,9 @@ def to_merged(export: Export, out: str) -> None:
 
     first = next(iter(backbone.values()))
     kind = np.dtype(dtype or first.dtype)
-    save_weights(made_directory(out), {**backbone, **heads}, read, kind)
+    shapes = {key: tensor.shape for key, tensor in backbone.items()}
+    shapes |= {key: array.shape for key, array in heads.items()}
+    save_weights(made_directory(out), shapes, read, kind)
     raw = read_json(os.path.join(base.directory, "config.json"))
     raw["medusa_num_heads"] = stored.heads.n_heads
     raw["medusa_num_layers"] = stored.heads.n_layers

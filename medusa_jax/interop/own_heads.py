@@ -12,6 +12,7 @@ import re
 import shutil
 
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
@@ -188,7 +189,7 @@ def to_native(export: Export, out: str) -> None:
     if not isinstance(recipe, dict):
         recipe = {"converted_from": stored.layout, "config": stored.meta}
     tree = os.path.join(stored.directory, "tree.json")
-    params = tensor_files.unflatten(export.params)
+    params = unflatten_dict(export.params, sep="/")
     if stored.ids is not None:
         params[vocabulary.GROUP] = {"ids": stored.ids}
     dtype = export.dtype or None

@@ -7,7 +7,6 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from medusa_jax.console import call_if_longer
 from medusa_jax.errors import UserError
@@ -43,7 +42,7 @@ class Renderer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __call__(self, source: str, **fields: Any) -> Json:
+    def __call__(self, source: str, **fields: object) -> Json:
         """Render a template with these fields.
 
         Returns: {"text", "spans": [start, end) of its generation blocks}, or a message: {"broken"} for an invalid

@@ -5,7 +5,6 @@ import math
 import os
 import secrets
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -19,7 +18,7 @@ SHARD_BYTES = 5 * 10**9
 
 def save_weights(
     directory: str,
-    leaves: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     dtype: DTypeLike,
     write: bool = True,
@@ -30,7 +29,7 @@ def save_weights(
     host holds one shard at a time.
 
     Args:
-      leaves: key -> anything with a shape.
+      shapes: key -> shape of the tensor.
       read: key -> the array to store.
       dtype: the stored type.
       write: False on processes that only take part in reading; the order is the same on all.
@@ -45,14 +44,14 @@ def save_weights(
     taken = os.path.exists(os.path.join(directory, INDEX))
     stem = f"model-{secrets.token_hex(4)}" if taken else "model"
     plan = split_state_dict_into_shards_factory(
-        leaves,
-        get_storage_size=lambda leaf: math.prod(leaf.shape) * itemsize,
+        shapes,
+        get_storage_size=lambda shape: math.prod(shape) * itemsize,
         filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=SHARD_BYTES,
     )
     files = plan.filename_to_tensors
     if not plan.is_sharded:
-        files = {WEIGHTS: list(leaves)}
+        files = {WEIGHTS: list(shapes)}
     for name, keys in files.items():
         path = os.path.join(directory, name)
         if not write:

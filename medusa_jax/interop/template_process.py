@@ -45,7 +45,7 @@ def make_environment() -> Any:
     import jinja2.ext
     import jinja2.sandbox
 
-    def check_name(name: Any) -> None:
+    def check_name(name: object) -> None:
         if isinstance(name, str) and name.startswith("_"):
             raise jinja2.exceptions.SecurityError(f"a namespace's field {name!r}")
 
@@ -110,7 +110,9 @@ def make_environment() -> Any:
     return environment
 
 
-def answer(environment: Any, template: Any, fields: dict[str, Any], most: int) -> Any:
+def answer(
+    environment: Any, template: Any, fields: dict[str, object], most: int
+) -> dict[str, object]:
     """{"text", "spans"}, or {"limit"}: the exceeded limit."""
     environment.written, environment.spans, pieces = 0, [], []
     for piece in template.generate(**fields):

@@ -2,12 +2,11 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Sized
 
 import jax
-import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
@@ -18,7 +17,7 @@ from medusa_jax.model.block_rows import BlockRows
 from medusa_jax.sharding import Params, PyTree, param_shardings, path_string
 from medusa_jax.whole_files import Json, replacing, write_text
 
-# In a directory that stands for a GGUF file: a link to it.
+# A link to the GGUF file in the directory that `resolve` makes for it.
 GGUF_LINK = "model.gguf"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 # Converts an entry of a parameter tree, such as {"layers_3": ...}, after it was read.
@@ -320,45 +319,7 @@ def host_array(x: jax.Array | np.ndarray, dtype: DTypeLike | None = None) -> np.
     return array if dtype is None else array.astype(np.dtype(dtype))
 
 
-def sample_bytes(x: jax.Array | np.ndarray | BlockRows, count: int = 1024) -> bytes:
-    """Up to `count` evenly spaced elements, rounded to bfloat16, as little-endian bytes.
-
-    Gathered by index, so the result does not depend on the sharding. An array in host memory is read
-    directly, since a gather compiles a program for each shape.
-    """
-    size = int(np.prod(x.shape))
-    if isinstance(x, jax.Array) and [d.platform for d in x.devices()] == ["cpu"]:
-        x = np.asarray(x)
-    flat = np.arange(min(size, count), dtype=np.int64) * size // min(size, count)
-    indices = np.unravel_index(flat, x.shape)
-    if not isinstance(x, jax.Array) or x.is_fully_addressable:
-        values = np.asarray(x[indices])
-    else:  # every process has parts, and all of them get the values
-        assert isinstance(x.sharding, NamedSharding)
-        everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
-        values = np.asarray(jax.jit(lambda x: x[indices], out_shardings=everywhere)(x))
-    values = values.astype(np.float32)
-    return values.astype(ml_dtypes.bfloat16).view(np.uint16).astype("<u2").tobytes()
-
-
 def flatten(tree: PyTree) -> Params:
     """A parameter tree as {"layers_0/mlp/up_proj/kernel": leaf}."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_string(key_path): leaf for key_path, leaf in leaves}
-
-
-def unflatten(flat: Params) -> Params:
-    """The inverse of `flatten`."""
-    tree: Params = {}
-    for path, leaf in flat.items():
-        *outer, last = path.split("/")
-        inner = tree
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = leaf
-    return tree
-
-
-def pick(names: Iterable[str], available: Mapping[str, object]) -> list[str]:
-    """The names that are available, in order, without duplicates."""
-    return [name for name in dict.fromkeys(names) if name in available]

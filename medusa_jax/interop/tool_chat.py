@@ -9,6 +9,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import MESSAGE_ROLES, render, template_source, tokenize
 from medusa_jax.interop.literal_text import literal_text
 from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.whole_files import Json
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,9 @@ class CallForm:
     """How a model writes a call: begin, {"name": ..., <arguments>: {...}}, end.
 
     Attributes:
-      begin, end: what stands around it.
+      begin, end: the text around a call.
       arguments: the key of the arguments.
-      between: what stands between two calls; None: there is one call at most.
+      between: the text between two calls; None: at most one call.
     """
 
     begin: str
@@ -27,7 +28,7 @@ class CallForm:
     between: str | None
 
 
-# By what the template says, the first that it holds.
+# By a mark in the template; the first that occurs counts.
 FORMS = {
     "<tool_call>": CallForm("<tool_call>\n", "\n</tool_call>", "arguments", "\n"),
     '"parameters"': CallForm("", "", "parameters", None),
@@ -35,7 +36,7 @@ FORMS = {
 
 
 def call_form(tokenizer: Tokenizer, template_name: str = "") -> CallForm:
-    """How the template tells the model to call tools.
+    """The form of calls that the template asks the model for.
 
     Raises:
       UserError: it knows no tools, or calls of another form.
@@ -54,8 +55,8 @@ def call_form(tokenizer: Tokenizer, template_name: str = "") -> CallForm:
 
 def encode_with_tools(
     tokenizer: Tokenizer,
-    messages: Any,
-    tools: Sequence[dict[str, Any]],
+    messages: object,
+    tools: Sequence[Json],
     template_name: str = "",
     check: Callable[[str], None] = lambda text: None,
 ) -> list[int]:
@@ -69,32 +70,32 @@ def encode_with_tools(
     turns = [_turn(turn) for turn in messages]
     if turns[-1]["role"] not in ("user", "tool"):
         raise UserError("messages: the last turn has to be the user's, or a tool's")
-    literal, given = literal_text(tokenizer), {"messages": turns, "tools": list(tools)}
+    literal, fields = literal_text(tokenizer), {"messages": turns, "tools": list(tools)}
     texts: list[str] = []
 
     def note(text: str) -> str:
         texts.append(text)
         return text
 
-    _mapped(given, note)
+    _mapped(fields, note)
     hidden = literal.hide([{"content": text} for text in texts])
     if hidden:
         stand_ins = iter(hidden)
-        given = _mapped(given, lambda text: next(stand_ins)["content"])
+        fields = _mapped(fields, lambda text: next(stand_ins)["content"])
     source = template_source(tokenizer, template_name)
     text, _ = render(
         source,
-        given["messages"],
+        fields["messages"],
         tokenizer.special_texts,
         add_generation_prompt=True,
-        tools=given["tools"] or None,
+        tools=fields["tools"] or None,
     )
     check(literal.show(text) if hidden else text)
     return tokenize(tokenizer, text, hidden is not None)[0]
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A value of JSON with all of its strings changed, names of fields left as they are."""
+    """A value of JSON with all of its strings changed, field names unchanged."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -104,9 +105,10 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _turn(turn: Any) -> dict[str, Any]:
+def _turn(turn: object) -> Json:
     """One turn as templates expect it: arguments of calls are objects."""
-    role = turn.get("role") if isinstance(turn, dict) else None
+    turn = turn if isinstance(turn, dict) else {}
+    role = turn.get("role")
     if role not in (*MESSAGE_ROLES, "tool"):
         raise UserError(f"messages: unknown role {role!r}")
     content, calls = turn.get("content"), turn.get("tool_calls")
@@ -129,7 +131,7 @@ def _turn(turn: Any) -> dict[str, Any]:
     return {**read, "tool_calls": made}
 
 
-def _function(function: dict[str, Any]) -> dict[str, Any]:
+def _function(function: Json) -> Json:
     arguments = function["arguments"]
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return {"name": str(function["name"]), "arguments": arguments}

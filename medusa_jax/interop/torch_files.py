@@ -122,12 +122,15 @@ class _RebuildTensor(_StandIn):
     __slots__ = ()
 
     def __call__(
-        self, storage: Any, offset: Any, shape: Any, strides: Any, *ignored: Any
+        self,
+        storage: object,
+        offset: object,
+        size: object,
+        stride: object,
+        *ignored: object,
     ) -> _View:
-        numbers = [offset, *_tuple(shape), *_tuple(strides)]
-        if not isinstance(storage, _Storage) or any(
-            type(n) is not int or n < 0 for n in numbers
-        ):
+        [start], shape, strides = _counts((offset,)), _counts(size), _counts(stride)
+        if not isinstance(storage, _Storage):
             raise _Refused("malformed tensor")
         if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
             raise _Refused("a tensor whose shape and strides do not fit")
@@ -136,12 +139,12 @@ class _RebuildTensor(_StandIn):
         if not math.prod(shape):
             if math.prod(n for n in shape if n) > MAX_EMPTY:
                 raise _Refused("an empty tensor of an absurd shape")
-            return _View(storage, 0, tuple(shape), (0,) * len(shape))
+            return _View(storage, 0, shape, (0,) * len(shape))
         # The stride of an axis with one element is unused and may be any number.
         steps = tuple(step if n > 1 else 0 for n, step in zip(shape, strides))
-        if offset + sum((n - 1) * step for n, step in zip(shape, steps)) >= storage.size:
+        if start + sum((n - 1) * step for n, step in zip(shape, steps)) >= storage.size:
             raise _Refused("a tensor that reaches beyond its storage")
-        return _View(storage, offset, tuple(shape), steps)
+        return _View(storage, start, shape, steps)
 
 
 class _RebuildParameter(_StandIn):
@@ -155,8 +158,11 @@ class _RebuildParameter(_StandIn):
         return data
 
 
-def _tuple(value: object) -> tuple[Any, ...]:
-    if not isinstance(value, (tuple, list)):
+def _counts(value: object) -> tuple[int, ...]:
+    """A sequence of whole numbers from 0 on."""
+    if not isinstance(value, (tuple, list)) or any(
+        type(n) is not int or n < 0 for n in value
+    ):
         raise _Refused("malformed tensor")
     return tuple(value)
 

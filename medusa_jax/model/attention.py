@@ -15,6 +15,7 @@ from medusa_jax.model.cache import write_rows
 from medusa_jax.model.causal import (
     CausalMask,
     attend_cached,
+    attend_levels,
     dot,
     flat,
     folded,
@@ -96,7 +97,7 @@ class PathMask(struct.PyTreeNode):
     """Visibility in layers that `native` computes whole: the cached text and the path to the token itself.
 
     Attributes:
-      mask_TT: [t, s] is True where new token s lies on the path to t, itself included.
+      mask_TT: [t, s] is True where new token s is on the path to t, itself included.
       window: of these positions, only the last `window`; 0: all.
     """
 
@@ -104,13 +105,27 @@ class PathMask(struct.PyTreeNode):
     window: int = struct.field(pytree_node=False, default=0)
 
 
+class LevelCache(struct.PyTreeNode):
+    """What a level of drafts in training attends to, per layer (`heads/autoregressive.py`).
+
+    Attributes:
+      text: keys and values [B, G, T, H] of the first level; row t sees those of rows up to t.
+      levels: of the levels after it; row t sees row t.
+    """
+
+    text: Pair
+    levels: tuple[Pair, ...] = ()
+
+
+LayerCache = Pair | LevelCache
+
 # What each token sees: [B, T, S] over the slots of a cache, the cached text and a path of new tokens, or
 # the text before it.
 Mask = jax.Array | PathMask | CausalMask
 
 # Up to this many tokens of a text (an accepted path) are scored against all slots of a cache at once, as the
 # nodes of a tree are; longer texts (prompts) against the slots in use.
-FEW = 16
+MAX_MASKED = 16
 
 
 def write_both(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
@@ -150,7 +165,7 @@ def cached_mask(
     """What T tokens after a cached text see: the text, and each other by `self_mask` (None: causally)."""
     if self_mask_TR is not None:
         return tree_mask(slots, start_B, self_mask_TR)
-    if T > FEW:
+    if T > MAX_MASKED:
         return CausalMask()
     return tree_mask(slots, start_B, jnp.asarray(np.tri(T, dtype=bool)))
 
@@ -160,13 +175,17 @@ def attention_of(
     q_BTNH: jax.Array,
     new: Pair,
     mask: Mask,
-    cache: Pair | None,
+    cache: LayerCache | None,
     start_B: jax.Array | None,
-) -> tuple[jax.Array, Pair]:
+) -> tuple[jax.Array, LayerCache]:
     """The output [B, T, N * H], and the cache with the new keys and values (only these without a cache)."""
     if cache is None:
         assert isinstance(mask, CausalMask)
         return attend_rows(q_BTNH, *new, mask), new
+    if isinstance(cache, LevelCache):
+        assert isinstance(mask, CausalMask)
+        levels = (*cache.levels, new)
+        return attend_levels(q_BTNH, cache.text, levels, mask), cache.replace(levels=levels)
     assert start_B is not None and not isinstance(mask, PathMask)
     if isinstance(mask, CausalMask):
         out_BTD = attend_cached(q_BTNH, new, cache, start_B, mask.window)
@@ -199,9 +218,9 @@ class Attention(nn.Module):
         x_BTD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         mask: Mask,
-        cache: Pair | None = None,
+        cache: LayerCache | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, Pair]:
+    ) -> tuple[jax.Array, LayerCache]:
         c = self.config
         B, T, _ = x_BTD.shape
         sizes = [
@@ -212,7 +231,10 @@ class Attention(nn.Module):
         if self.shards:
             fused = Linear(sum(sizes), c.qkv_bias, self.dtype, self.shards, name="qkv_proj")
             cuts = np.cumsum(sizes)[:2] // self.shards
-            q, k, v = jnp.split(fused(x_BTD), cuts, axis=-1)
+            out = fused(x_BTD)
+            # Split without the axis of one shard, whose slices a TPU would lay out twice.
+            out = out.reshape(B, T, -1) if self.shards == 1 else out
+            q, k, v = jnp.split(out, cuts, axis=-1)
         else:
             q, k, v = (
                 Linear(size, c.qkv_bias, self.dtype, name=name)(x_BTD)
@@ -230,5 +252,5 @@ class Attention(nn.Module):
         k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         new = (k_BGTH, v_BGTH)
-        out_BTD, cache = attention_of(q_BTNH, new, mask, cache, start_B)
-        return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), cache
+        out_BTD, written = attention_of(q_BTNH, new, mask, cache, start_B)
+        return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), written

@@ -56,28 +56,25 @@ class KVCache(struct.PyTreeNode):
         )
 
     @jax.named_scope("cache")
-    def commit(self, length_B: jax.Array, path_BL: jax.Array, n_nodes: int) -> "KVCache":
+    def commit(self, length_B: jax.Array, path_BL: jax.Array) -> "KVCache":
         """Move the accepted candidates to the end of the committed text.
 
-        Row b's slot `length + path[b, i]` is copied to slot `length + i`. Entries of the path
-        after the last accepted one may be anything in [0, M): what they copy is after the
-        new length and is overwritten by the next step.
-
-        Args:
-          n_nodes: M, the number of candidates.
+        Row b's slot `length + path[b, i]` is copied to slot `length + i`. A path begins with 0, the
+        root, and ascends to the last accepted node. Its entries after that may be any of the M
+        candidates: what they copy is after the new length and is overwritten by the next step.
 
         Example: length 10, four candidates in slots 10..13, path [0, 2, 3]: slots 10, 11, 12
         then hold what was in 10, 12, 13, and the caller's new length is 13 (two drafts
         accepted after the root) or less.
         """
+        if platform() == "tpu":
+            return jax.tree.map(lambda x: _moved(x, length_B, path_BL), self)
         source_BL = length_B[:, None] + path_BL
 
         # A row that has ended may lack room. What is read beyond its slots must be a number (clip): with
         # NaN there, the next request in the row would multiply it by a weight of zero.
         def move(x_BGSH: jax.Array) -> jax.Array:
-            if platform() == "tpu":
-                rows = _of_path(x_BGSH, length_B, path_BL, n_nodes)
-            elif x_BGSH.shape[0] == 1:
+            if x_BGSH.shape[0] == 1:
                 rows = jnp.take(x_BGSH, source_BL[0], axis=2, mode="clip")
             else:
                 source_B1L1 = source_BL[:, None, :, None]
@@ -87,20 +84,23 @@ class KVCache(struct.PyTreeNode):
         return jax.tree.map(move, self)
 
 
-def _of_path(
-    x_BGSH: jax.Array, length_B: jax.Array, path_BL: jax.Array, n_nodes: int
-) -> jax.Array:
-    """Slots length + path [B, G, L, H], gathered from the candidates alone.
+def _moved(x_BGSH: jax.Array, length_B: jax.Array, path_BL: jax.Array) -> jax.Array:
+    """`commit` of one array, slot by slot in place.
 
-    For a gather from the cache a TPU would keep it in another layout than attention reads.
+    For a gather from the cache a TPU would keep it in another layout than attention reads. A path
+    ascends, so no slot is overwritten before it is read.
     """
     B, G, _, H = x_BGSH.shape
-    zero, rows = jnp.zeros((), length_B.dtype), []
+    zero = jnp.zeros((), length_B.dtype)
     for b in range(B):
-        at = (jnp.asarray(b, length_B.dtype), zero, length_B[b], zero)
-        x_1GMH = lax.dynamic_slice(x_BGSH, at, (1, G, n_nodes, H))
-        rows.append(jnp.take(x_1GMH, path_BL[b], axis=2, mode="clip"))
-    return jnp.concatenate(rows)
+        for i in range(1, path_BL.shape[1]):
+            row, start = jnp.asarray(b, length_B.dtype), length_B[b]
+            at = (row, zero, start + path_BL[b, i].astype(start.dtype), zero)
+            slot_1G1H = lax.dynamic_slice(x_BGSH, at, (1, G, 1, H))
+            x_BGSH = lax.dynamic_update_slice(
+                x_BGSH, slot_1G1H, (row, zero, start + i, zero)
+            )
+    return x_BGSH
 
 
 def write_rows(

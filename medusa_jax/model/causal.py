@@ -6,7 +6,7 @@ exponentials and the output before division by that sum, and two parts merge int
 queries and all keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,6 +24,9 @@ from medusa_jax.sharding import PyTree
 BLOCK = 128
 # Cache slots that are scored at a time.
 SLOTS = 512
+
+# Keys and values [B, G, T, H].
+KeysValues = tuple[jax.Array, jax.Array]
 
 
 class CausalMask(struct.PyTreeNode):
@@ -141,7 +144,30 @@ def attend_causal(
     q_BGTRH = grouped(q_BTNH, k_BGTH.shape[1])
     if q_BTNH.shape[1] <= 2 * BLOCK:
         return flat(finished(short_part(q_BGTRH, k_BGTH, v_BGTH, mask), q_BTNH.dtype))
-    return flat(attend_long(q_BGTRH, k_BGTH, v_BGTH, mask))
+    return flat(attend_long(q_BGTRH, k_BGTH, v_BGTH, mask)[0])
+
+
+def attend_levels(
+    q_BTNH: jax.Array, text: KeysValues, levels: Sequence[KeysValues], mask: CausalMask
+) -> jax.Array:
+    """Attention of row t over the rows of the text up to t and over row t of each level: [B, T, N * H].
+
+    Args:
+      text: keys and values [B, G, T, H], as for `attend_causal`.
+      levels: such keys and values for each level.
+    """
+    q_BGTRH = grouped(q_BTNH, text[0].shape[1])
+    dtype, scale = q_BGTRH.dtype, q_BGTRH.shape[-1] ** -0.5
+    out_BGTRH, norm_BGTR1 = attend_long(q_BGTRH, *text, mask)
+    wide = norm_BGTR1.dtype
+    # Each query has one key per level: sums, not matrix products.
+    keys, values = ([x[:, :, :, None].astype(wide) for x in y] for y in zip(*levels))
+    scores_J = [jnp.sum(q_BGTRH.astype(wide) * k, -1, keepdims=True) * scale for k in keys]
+    # The text's share of the softmax: its exponentials add up to exp(norm).
+    weight_BGTRJ = jax.nn.softmax(jnp.concatenate([norm_BGTR1, *scores_J], -1), axis=-1)
+    weights = jnp.split(weight_BGTRJ, 1 + len(levels), axis=-1)
+    parts = [w * x for w, x in zip(weights, [out_BGTRH, *values], strict=True)]
+    return flat(sum(parts).astype(dtype))
 
 
 def attend_cached(
@@ -240,8 +266,10 @@ def long_part(
 @jax.custom_vjp
 def attend_long(
     q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
-) -> jax.Array:
-    """The output of `long_part`, with a gradient: [B, G, T, R, H].
+) -> tuple[jax.Array, jax.Array]:
+    """Attention by `long_part`, with a gradient: the output [B, G, T, R, H] and its norm [B, G, T, R, 1].
+
+    The norm is the logarithm of the sum of the exponentials of all scores.
 
     The backward pass recomputes the scores of every pair, so only the output and one number per query are
     kept for it (Dao et al. 2022, algorithm 4).
@@ -251,25 +279,30 @@ def attend_long(
 
 def attend_long_forward(
     q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
-) -> tuple[jax.Array, PyTree]:
-    """The output, and the residuals for the backward pass."""
+) -> tuple[tuple[jax.Array, jax.Array], PyTree]:
+    """The output with its norm, and the residuals for the backward pass."""
 
     def finish_block(part: Part) -> tuple[jax.Array, jax.Array]:
         norm_BGQR1 = part.top_BGTR1 + jnp.log(part.total_BGTR1)
         return finished(part, q_BGTRH.dtype), norm_BGQR1
 
     out_BGTRH, norm_BGTR1 = long_part(q_BGTRH, k_BGTH, v_BGTH, mask, finish_block)
-    return out_BGTRH, (q_BGTRH, k_BGTH, v_BGTH, mask, out_BGTRH, norm_BGTR1)
+    result = out_BGTRH, norm_BGTR1
+    return result, (q_BGTRH, k_BGTH, v_BGTH, mask, *result)
 
 
-def attend_long_backward(residuals: PyTree, d_out_BGTRH: jax.Array) -> tuple[PyTree, ...]:
+def attend_long_backward(
+    residuals: PyTree, d_result: tuple[jax.Array, jax.Array]
+) -> tuple[PyTree, ...]:
     """Cotangents of queries, keys and values; the mask has none."""
     q_BGTRH, k_BGTH, v_BGTH, mask, out_BGTRH, norm_BGTR1 = residuals
+    d_out_BGTRH, d_norm_BGTR1 = d_result
     T, scale = q_BGTRH.shape[2], q_BGTRH.shape[-1] ** -0.5
     dtype, wide = q_BGTRH.dtype, norm_BGTR1.dtype
     d_mask = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), mask)
     # The mean of d_weight under the weights, computed without the weights (Dao et al. 2022, equation 4).
     mean_BGTR1 = jnp.sum(d_out_BGTRH.astype(wide) * out_BGTRH, axis=-1, keepdims=True)
+    mean_BGTR1 -= d_norm_BGTR1  # the norm's derivative by a score is the score's weight
     q_BGTRH, k_BGTH, v_BGTH, mask, d_out_BGTRH, norm_BGTR1, mean_BGTR1 = whole_blocks(
         q_BGTRH, k_BGTH, v_BGTH, mask, d_out_BGTRH, norm_BGTR1, mean_BGTR1
     )

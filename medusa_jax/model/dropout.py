@@ -40,5 +40,5 @@ def dropout_by_seed(x: jax.Array, rate: float | jax.Array, seed_2: jax.Array) ->
     """`dropout` by two random words [2] uint32, so that one call can draw seeds for many layers."""
     keep = 1 - jnp.asarray(rate, jnp.float32)
     limit = jnp.round(keep * 2**24).astype(jnp.uint32)
-    kept = random_words(seed_2, x.shape) >> 8 < limit
-    return jnp.where(kept, x / keep.astype(x.dtype), jnp.zeros_like(x))
+    mask = random_words(seed_2, x.shape) >> 8 < limit
+    return jnp.where(mask, x / keep.astype(x.dtype), jnp.zeros_like(x))

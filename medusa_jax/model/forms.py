@@ -1,24 +1,22 @@
-"""Which form of stored kernels is fastest here: measured, once for each machine and model shape.
+"""Which form of stored kernels is fastest here: measured once for each machine and model shape.
 
-A product of few rows takes up to twice as long in one form as in another, and which one depends on
-the processor, its caches, its memory and the shapes. Plain decoding reads the same kernels as the
-tree does: it gets the form that is fastest for one row, and the rows of a tree decide only where
-that is nearly a draw.
+A product of few rows takes up to twice as long in one form as in another, depending on the processor,
+its caches, its memory and the shapes. Plain decoding reads the same kernels as the tree does, so the form
+that is fastest for one row is used, and the rows of a tree decide only if that is nearly a draw.
 """
 
 import os
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
@@ -27,11 +25,12 @@ from medusa_jax.model.stored import (
     DRAFT_WEIGHTS,
     STORED,
     WEIGHTS,
+    Kernel,
     Storage,
     multiply,
     store,
 )
-from medusa_jax.native import library
+from medusa_jax.native import Library, library
 
 VARIABLE = "MEDUSA_JAX_PRODUCTS"
 NAMES = ("plain", "native")
@@ -39,15 +38,18 @@ NAMES = ("plain", "native")
 ONE, TREE = 1, 8
 # Faster by less than this is a draw for one row; the tree's rows decide.
 DRAW = 1.05
-# As many layers as fill this, or as the model has: kernels that fit a cache must be timed in it.
+# Bytes of the layers that are timed, or all layers: kernels that fit a cache must be timed in it.
 BYTES = 2**28
-# Every case is timed at most this often.
+# Most rounds of timing.
 ROUNDS = 32
+
+# Name of a form, rows, seconds.
+Timing = tuple[str, int, float]
 
 
 def choose_storage(
     config: LlamaConfig,
-    dtype: Any,
+    dtype: DTypeLike,
     mesh: Mesh,
     weights: str | None = None,
     draft_weights: str | None = None,
@@ -56,7 +58,7 @@ def choose_storage(
 
     Args:
       weights: type to store kernels in, of `WEIGHTS`; None is `dtype`.
-      draft_weights: that of draft heads, of `DRAFT_WEIGHTS`; None is as `Storage` has it.
+      draft_weights: that of draft heads, of `DRAFT_WEIGHTS`; None is the default of `Storage`.
 
     Raises:
       UserError: an unknown type or form, or one that is not available here.
@@ -70,70 +72,79 @@ def choose_storage(
             raise UserError(f"{what} {names}, not {given!r}{did_you_mean(given, known)}")
     if "int8" in (weights, draft_weights) and mesh.size > 1:
         raise UserError("int8 weights are read on one device: use --mesh 1,1,1")
-    number = jnp.dtype(dtype).name
-    plain = Storage(0, "" if weights in (None, number) else weights, draft_weights or "")
+    same = weights in (None, jnp.dtype(dtype).name)
+    plain = Storage(0, "" if same else weights or "", draft_weights or "")
+    native = _kernels(dtype, mesh)
+    if native is None:
+        return plain
+    panels = replace(plain, panel=native.panel)
+    if weights == STORED or os.environ.get(VARIABLE) == "native":
+        return panels
+    return panels if _faster(config, dtype, panels, native.path) == "native" else plain
+
+
+def reads_blocks(dtype: DTypeLike, mesh: Mesh) -> bool:
+    """Whether weights can be read here in the blocks of a GGUF file."""
+    return jnp.dtype(dtype) == jnp.float32 and _kernels(dtype, mesh) is not None
+
+
+def _kernels(dtype: DTypeLike, mesh: Mesh) -> Library | None:
+    """The native kernels, if they can be used here."""
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", *NAMES):
         raise UserError(f"{VARIABLE} is {' or '.join(NAMES)}, not {asked!r}")
     on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    if asked == "plain" or not on_cpu or number not in ("float32", "bfloat16"):
-        return plain
+    if (
+        asked == "plain"
+        or not on_cpu
+        or jnp.dtype(dtype).name not in ("float32", "bfloat16")
+    ):
+        return None
     native = library()
     if native is None and asked == "native":
         raise UserError(
             f"{VARIABLE}=native needs a C++ compiler (c++, or what CXX names) that can build "
             "the kernels for this processor"
         )
-    if native is None:
-        return plain
-    panels = replace(plain, panel=native.panel)
-    if (
-        weights == STORED
-        or asked == "native"
-        or _faster(config, dtype, panels, native.path) == "native"
-    ):
-        return panels
-    return plain
+    return native
 
 
-def reads_blocks(dtype: Any, mesh: Mesh) -> bool:
-    """Whether weights can be read here in the blocks of a GGUF file."""
-    on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    native = on_cpu and dtype == jnp.float32 and os.environ.get(VARIABLE) != "plain"
-    return native and library() is not None
-
-
-# Seconds by (form, rows).
-Times = dict[tuple[str, int], list[float]]
-
-
-def _faster(config: LlamaConfig, dtype: Any, panels: Storage, kernels: str) -> str:
+def _faster(config: LlamaConfig, dtype: DTypeLike, panels: Storage, kernels: str) -> str:
     """The name of the faster form, from the user's cache or measured now."""
     shapes, weights = layer_shapes(config), panels.weights
     marks = (Path(kernels).name, config.n_layers, shapes, str(dtype), weights)
     kept = DeviceCache("products", *marks)
-    if (form := kept.read("form", str)) in NAMES:
-        return form
+    if (known := kept.read().get("form")) in NAMES:
+        return str(known)
     forms = {"plain": Storage(0, weights), "native": Storage(panels.panel, weights)}
-    times: Times = {(name, rows): [] for name in NAMES for rows in (ONE, TREE)}
-    measure = partial(time_products, config, dtype, forms, times)
-    within(PRODUCTS, "which products are fastest", measure)
-    least = {case: min(seconds, default=0.0) for case, seconds in times.items()}
-    seconds = {name: [least[name, rows] for rows in (ONE, TREE)] for name in NAMES}
-    # Too slow a machine to tell: the native ones, which were faster wherever they were measured.
-    form = decided(seconds) if all(times.values()) else "native"
-    kept.write({"form": form, "rows": [ONE, TREE], "seconds": seconds, "kernels": shapes})
+    timed = within(
+        PRODUCTS, "which products are fastest", time_products(config, dtype, forms)
+    )
+    form, seconds = fastest(timed)
+    kept.write({"form": form, "seconds": seconds, "kernels": shapes})
     return form
 
 
-def decided(seconds: Mapping[str, list[float]]) -> str:
-    """The form that is fastest for one row; within `DRAW`, the one that is for a tree's.
+def fastest(timed: list[Timing]) -> tuple[str, dict[str, list[float]]]:
+    """The form that is fastest for one row, or within `DRAW` the one that is for a tree's rows.
 
-    Example: plain [1.00, 3.0], native [1.02, 1.2] -> native.
+    The minimum counts, not the median: other work on the machine only adds time, and the choice is kept.
+    Native products, which were faster wherever they were measured, are chosen if a case was not timed.
+
+    Returns: the form; form -> seconds for one row and for a tree's.
     """
-    best = min(s[0] for s in seconds.values())
-    near = {name: s[1] for name, s in seconds.items() if s[0] <= DRAW * best}
-    return min(near, key=lambda name: near[name])
+    seconds = {
+        name: [
+            min((s for *case, s in timed if case == [name, rows]), default=0.0)
+            for rows in (ONE, TREE)
+        ]
+        for name in NAMES
+    }
+    if not all(map(all, seconds.values())):
+        return "native", seconds
+    best = min(one for one, _ in seconds.values())
+    near = [name for name in NAMES if seconds[name][0] <= DRAW * best]
+    return min(near, key=lambda name: seconds[name][1]), seconds
 
 
 def layer_shapes(config: LlamaConfig) -> list[tuple[int, int]]:
@@ -150,51 +161,42 @@ def layer_shapes(config: LlamaConfig) -> list[tuple[int, int]]:
 
 
 def time_products(
-    config: LlamaConfig,
-    dtype: Any,
-    forms: Mapping[str, Storage],
-    times: Times,
-    over: threading.Event,
-) -> None:
-    """Time all products of the layers with each form, the cases of `times` in turn.
-
-    The least counts, not the median: other work on the machine only ever adds, and the choice is kept.
-
-    Args:
-      times: gets the seconds of each round.
-      over: ends it.
-    """
+    config: LlamaConfig, dtype: DTypeLike, forms: Mapping[str, Storage]
+) -> Iterator[Timing]:
+    """Time all products of the layers with each form, for one row and a tree's, interleaved."""
     shapes = tuple(layer_shapes(config))
     kernels = [np.full(shape, shape[0] ** -0.5, dtype) for shape in shapes]
     n_layers = min(config.n_layers, max(1, BYTES // sum(k.nbytes for k in kernels)))
     place = jax.jit(store, static_argnums=1)
     products = jax.jit(_products, static_argnums=(2, 3))
-    layers: dict[str, list[Any]] = {name: [] for name in forms}
-    for name in n_layers * list(forms):
-        if over.is_set():
-            return
-        placed = place({str(i): {"kernel": k} for i, k in enumerate(kernels)}, forms[name])
-        layers[name].append([part["kernel"] for part in placed.values()])
+    layers: dict[str, list[list[Kernel]]] = {name: [] for name in forms}
+    for _ in range(n_layers):
+        for name, form in forms.items():
+            placed = place({str(i): {"kernel": k} for i, k in enumerate(kernels)}, form)
+            layers[name].append([part["kernel"] for part in placed.values()])
 
-    def seconds(name: str, rows: int) -> float:
+    def run(name: str, rows: int) -> Timing:
         start = time.perf_counter()
         x_RD = np.ones((rows, config.d_model), dtype)
         jax.block_until_ready(products(layers[name], x_RD, dtype, shapes))
-        return time.perf_counter() - start
+        return name, rows, time.perf_counter() - start
 
-    runs = [partial(seconds, *case) for case in times]
-    for n, found in enumerate(in_rounds(runs, 1 + ROUNDS, over)):
-        for own, spent in zip(times.values(), found if n else ()):  # the first compiles
-            own.append(spent)
+    runs = [partial(run, name, rows) for name in forms for rows in (ONE, TREE)]
+    next(in_rounds(runs, 1))  # compiles
+    for found in in_rounds(runs, ROUNDS):
+        yield from found
 
 
 def _products(
-    layers: list[Any], x_RD: jax.Array, dtype: Any, shapes: tuple[tuple[int, int], ...]
+    layers: list[list[Kernel]],
+    x_RD: jax.Array,
+    dtype: DTypeLike,
+    shapes: tuple[tuple[int, int], ...],
 ) -> jax.Array:
-    """The products of all layers, one after another; each takes the first of what came before."""
+    """The products of all layers in sequence; each reads the first columns of the last result."""
 
     @jax.jit
-    def layer(kernels: list[Any], x_RD: jax.Array) -> jax.Array:
+    def layer(kernels: list[Kernel], x_RD: jax.Array) -> jax.Array:
         y = x_RD
         for kernel, (inputs, _) in zip(kernels, shapes):
             y = multiply(y[:, :inputs], kernel, dtype).astype(dtype)

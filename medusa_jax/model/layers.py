@@ -1,7 +1,5 @@
 """Linear layers and the RMS norm."""
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ from jax.typing import DTypeLike
 from medusa_jax.model.lora import add_adapter
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.quantise import quantised_product
-from medusa_jax.model.stored import Panels, multiply
+from medusa_jax.model.stored import Kernel, Panels, multiply
 from medusa_jax.native import norm_native, unpacked_rows
 
 
@@ -35,10 +33,9 @@ class Linear(nn.Module):
         )
         x = x.astype(self.dtype)
         if self.has_variable("params", "codes"):
-            stored: list[Any] = [
-                self.get_variable("params", name) for name in ("codes", "scales")
-            ]
-            y = quantised_product(x, *stored)
+            codes: jax.Array = self.get_variable("params", "codes")
+            scales: jax.Array = self.get_variable("params", "scales")
+            y = quantised_product(x, codes, scales)
         else:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
             kernel = kernel_of(self, init, (x.shape[-1], *width))
@@ -68,7 +65,9 @@ class Embed(nn.Embed):
         return rows.astype(self.dtype)
 
 
-def kernel_of(module: nn.Module, init: Any, shape: tuple[int, ...]) -> Any:
+def kernel_of(
+    module: nn.Module, init: nn.initializers.Initializer, shape: tuple[int, ...]
+) -> Kernel:
     """The module's `kernel`, in whatever form it is stored; made by `init` if there is none."""
     if module.has_variable("params", "kernel"):
         return module.get_variable("params", "kernel")

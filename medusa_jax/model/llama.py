@@ -7,7 +7,6 @@ a draft tree, or causally in a prompt).
 
 import dataclasses
 from functools import lru_cache, partial
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,7 +17,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.model.attention import FEW, Attention, Mask, PathMask, tree_mask
+from medusa_jax.model.attention import (
+    MAX_MASKED,
+    Attention,
+    LayerCache,
+    Mask,
+    Pair,
+    PathMask,
+    tree_mask,
+)
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.fused_layer import fused_layer
@@ -27,7 +34,7 @@ from medusa_jax.model.lora import Adapter
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.remat import rematerialised
 from medusa_jax.model.rope import rope_tables
-from medusa_jax.sharding import Params, split_embedded, split_rows
+from medusa_jax.sharding import Params, PyTree, split_embedded, split_rows
 
 
 class Mlp(nn.Module):
@@ -67,12 +74,12 @@ class Block(nn.Module):
         x_BTD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         mask: Mask,
-        cache: tuple[jax.Array, jax.Array] | None = None,
+        cache: LayerCache | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    ) -> tuple[jax.Array, LayerCache]:
         c = self.config
         if isinstance(mask, PathMask):
-            assert cache is not None and start_B is not None
+            assert isinstance(cache, tuple) and start_B is not None
             layer = self.variables["params"]
             return fused_layer(c, layer, x_BTD, rope, mask, cache, start_B)
         norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
@@ -85,7 +92,7 @@ class Block(nn.Module):
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(block: Block, variables: Params, *args: Any) -> Any:
+def _run_layer(block: Block, variables: Params, *args: PyTree) -> PyTree:
     """Apply an unbound `Block`.
 
     Under `jit`, so that a program traces and lowers one layer instead of each; XLA inlines the calls.
@@ -200,7 +207,7 @@ class Llama(nn.Module):
     ) -> tuple[Mask, Mask]:
         """What new tokens see in layers without and with the sliding window."""
         T, window = positions_BT.shape[1], self.config.sliding_window
-        if self_mask_TR is None and T > FEW:
+        if self_mask_TR is None and T > MAX_MASKED:
             return CausalMask(), CausalMask(window=window)
         if self_mask_TR is None:
             self_mask_TR = jnp.asarray(np.tri(T, dtype=bool))
@@ -233,7 +240,7 @@ class Llama(nn.Module):
         c = self.config
         rope = rope_tables(c, positions_BT, self.dtype)
         x_BTD = self.embed(tokens_BT)
-        layers: list[Any] = []
+        layers: list[Pair] = []
         streams = []
         for i, block in enumerate(self.layers):
             x_BTD = split_rows(self.mesh, x_BTD)
@@ -245,8 +252,9 @@ class Llama(nn.Module):
             layer_cache = cache.layers[i] if cache is not None else None
             # Initialisation needs the bound layer, to create its parameters.
             run = block if self.is_initializing() else partial(_run_layer, *block.unbind())
-            x_BTD, layer_cache = run(x_BTD, rope, mask, layer_cache, start_B)
-            layers.append(layer_cache)
+            x_BTD, written = run(x_BTD, rope, mask, layer_cache, start_B)
+            assert isinstance(written, tuple)
+            layers.append(written)
         x_BTD = split_rows(self.mesh, x_BTD)
         streams.append(x_BTD)
         hidden_BTD = self.norm(x_BTD)
@@ -265,7 +273,7 @@ class Llama(nn.Module):
         """Run a block whose activations the backward pass recomputes."""
         unbound, variables = block.unbind()
 
-        def run(variables: Params, *args: Any) -> jax.Array:
+        def run(variables: Params, *args: PyTree) -> jax.Array:
             return _run_layer(unbound, variables, *args)[0]
 
         trained = "lora" if "lora" in variables else "params"

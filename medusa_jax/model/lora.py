@@ -8,7 +8,7 @@ separate products in training: with W + AB autodiff would build a full-size dW.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
 
 import flax.linen as nn
 import jax
@@ -18,7 +18,7 @@ from jax import lax
 from medusa_jax.config import LlamaConfig, LoraConfig
 from medusa_jax.model.dropout import dropout_by_seed
 from medusa_jax.model.product import product
-from medusa_jax.sharding import Params
+from medusa_jax.sharding import Params, PyTree
 
 
 def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -28,7 +28,7 @@ def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:
     """
     if not module.has_variable("lora", "a"):
         return y
-    adapter: Any = module.variables["lora"]
+    adapter: Mapping[str, PyTree] = module.variables["lora"]
     a, b, dtype = adapter["a"], adapter["b"], x.dtype
     if "seed" in adapter:
         x = dropout_by_seed(x, 1 - adapter["keep"], adapter["seed"])
@@ -96,7 +96,7 @@ def with_dropout(lora: Params, key: jax.Array) -> Params:
 
     All come from one call: folding a key per layer would compile a program per layer.
     """
-    treedef: Any
+    treedef: jax.tree_util.PyTreeDef
     leaves, treedef = jax.tree.flatten(lora, is_leaf=lambda module: "a" in module)
     seeds = jax.random.bits(key, (len(leaves), 2), jnp.uint32)
     return treedef.unflatten([

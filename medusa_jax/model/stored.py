@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from medusa_jax.model.product import product
 from medusa_jax.model.quantise import quantise
@@ -98,7 +99,11 @@ class Codes(struct.PyTreeNode):
     scales: jax.Array
 
 
-def multiply(x: jax.Array, kernel: Any, dtype: Any) -> jax.Array:
+# A kernel in any form.
+Kernel = jax.Array | Panels | Codes
+
+
+def multiply(x: jax.Array, kernel: Kernel, dtype: DTypeLike) -> jax.Array:
     """x [..., inputs] times a kernel in any form, computed in `dtype`, float32 or wider sums."""
     if isinstance(kernel, Panels):
         k = kernel

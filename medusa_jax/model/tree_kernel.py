@@ -91,17 +91,20 @@ def attend_tree(
         num_scalar_prefetch=1,
         grid=(B, G // heads, S // size),
         in_specs=[queries, keys, keys, seen],
-        out_specs=queries,
+        out_specs=pl.BlockSpec(
+            (1, T + more, heads * R * H), lambda b, g, s, end: (b, 0, g)
+        ),
         scratch_shapes=[
-            pltpu.VMEM((heads, Q, H), jnp.float32),
-            pltpu.VMEM((heads, Q, 1), jnp.float32),
-            pltpu.VMEM((heads, Q, 1), jnp.float32),
+            pltpu.VMEM((heads, Q, H), wide),
+            pltpu.VMEM((heads, Q, 1), wide),
+            pltpu.VMEM((heads, Q, 1), wide),
         ],
     )
-    out_BGQH = pl.pallas_call(
+    # Written as the next product reads it: heads are whole tiles of columns.
+    out_BTD = pl.pallas_call(
         functools.partial(_block, repeats=R),
         grid_spec=grid,
-        out_shape=jax.ShapeDtypeStruct(q_BGQH.shape, q_BTNH.dtype),
+        out_shape=jax.ShapeDtypeStruct((B, T + more, N * H), q_BTNH.dtype),
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
@@ -114,8 +117,7 @@ def attend_tree(
         ),
         name="attend_tree",
     )(end_B, q_BGQH, k_BGSH, v_BGSH, mask_BTS)
-    out_BTGRH = out_BGQH.reshape(B, G, R, T + more, H).transpose(0, 3, 1, 2, 4)
-    return out_BTGRH[:, :T].reshape(B, T, N * H)
+    return out_BTD[:, :T]
 
 
 def _block(
@@ -153,17 +155,22 @@ def _block(
 
     @pl.when(s == pl.num_programs(2) - 1)
     def finish() -> None:
-        # Padded queries see nothing.
-        out[0] = (sums[...] / jnp.maximum(total[...], 1e-30)).astype(out.dtype)
+        H, rows = sums.shape[2], out.shape[1]
+        for h in range(k.shape[1]):
+            # Padded queries see nothing.
+            mean_QH = (sums[h] / jnp.maximum(total[h], 1e-30)).astype(out.dtype)
+            for r in range(repeats):
+                column = (h * repeats + r) * H
+                out[0, :, column : column + H] = mean_QH[r * rows : (r + 1) * rows]
 
 
 def _dot(a: jax.Array, b: jax.Array, of_b: int) -> jax.Array:
-    """The product of the last axis of `a` with an axis of `b`, in float32."""
-    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    """The product of the last axis of `a` with an axis of `b`, in float32 or wider."""
+    exact = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
     return lax.dot_general(
         a,
         b,
         (((1,), (of_b,)), ((), ())),
         precision=exact,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=at_least_f32(a.dtype),
     )

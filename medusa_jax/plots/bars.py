@@ -12,7 +12,6 @@ def draw_bars(
     *,
     path: str | Path,
     level: float | None = None,
-    title: str = "",
 ) -> Path:
     """Draw charts one below the other.
 
@@ -37,6 +36,4 @@ def draw_bars(
             axes.legend(frameon=False, labelcolor=INK, fontsize=8)
         axes.set_title(name, color=INK, fontsize=10)
         mute(axes)
-    if title:
-        figure.suptitle(title, color=INK, fontsize=10)
     return save_figure(figure, path)

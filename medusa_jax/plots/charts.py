@@ -16,13 +16,10 @@ def draw_curves(
     step_seconds: Sequence[float],
     *,
     path: str | Path,
-    measured_tokens: Mapping[int, float] | None = None,
-    title: str = "",
 ) -> Path:
     """Draw tokens per step, step latency and their ratio over the size of the tree.
 
     sizes: query tokens of a step (draft nodes + root), increasing; 1 is plain decoding.
-    measured_tokens: tokens per step of real runs at some sizes, drawn as crosses.
     The size with the most tokens per second is marked in all three charts.
     """
     if not len(sizes) == len(tokens_per_step) == len(step_seconds) or len(sizes) == 0:
@@ -40,10 +37,6 @@ def draw_curves(
     figure = new_figure(10.5, 3.1)
     for axes, (name, values, form) in zip(figure.subplots(1, 3), charts, strict=True):
         axes.plot(sizes, values, color="#3a87c8", marker="o", markersize=3.5)
-        if measured_tokens and name == "tokens per step":
-            x, y = list(measured_tokens), list(measured_tokens.values())
-            axes.plot(x, y, "x", color=ACCENT, label="measured")
-            axes.legend(frameon=False, labelcolor=INK, fontsize=8)
         axes.axvline(sizes[best], color=ACCENT, linewidth=1, linestyle=":")
         axes.plot([sizes[best]], [values[best]], "o", color=ACCENT)
         note = form.format(values[best]) + f" at {sizes[best]}"
@@ -60,8 +53,6 @@ def draw_curves(
         axes.set_title(name, color=INK, fontsize=10)
         axes.set_xlabel("tokens in a step (root included)", color=INK, fontsize=8)
         mute(axes)
-    if title:
-        figure.suptitle(title, color=INK, fontsize=10)
     return save_figure(figure, path)
 
 
@@ -95,7 +86,7 @@ LINE_STYLES = (
 
 
 # Most names in a legend inside the chart; most characters of a name on a line by itself (longer ones lose
-# their start, since the end of a path says most), and of one that shares its line with another.
+# their start, since the end of a path is most specific), and of one that shares its line with another.
 MANY, LONGEST, SHORT = 4, 40, 25
 
 

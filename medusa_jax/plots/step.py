@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from medusa_jax.errors import UserError
 from medusa_jax.plots.style import ACCENT, INK, new_figure, save_figure
@@ -11,9 +12,7 @@ from medusa_jax.plots.tree import tree_layout
 KEPT, BONUS = ACCENT, "#3f9b58"
 
 
-def draw_mask(
-    mask_MM: Any, labels: Sequence[str], *, path: str | Path, title: str = ""
-) -> Path:
+def draw_mask(mask_MM: np.ndarray, labels: Sequence[str], *, path: str | Path) -> Path:
     """Draw a tree's attention mask: a row per node, a column per slot that it may see.
 
     The first column stands for the whole text before the tree, which every node sees.
@@ -42,8 +41,6 @@ def draw_mask(
     axes.set_aspect("equal")
     axes.tick_params(length=0, labelbottom=False, labeltop=True)
     axes.spines[:].set_visible(False)
-    if title:
-        axes.set_title(title, color=INK, fontsize=10)
     return save_figure(figure, path)
 
 
@@ -54,7 +51,6 @@ def draw_step(
     bonus: str,
     *,
     path: str | Path,
-    title: str = "",
 ) -> Path:
     """Draw a drafted tree with the accepted path in colour and the bonus token below its end.
 
@@ -97,6 +93,4 @@ def draw_step(
     box(aside, d + 1, bonus, BONUS)
     axes.set_xlim(-0.7, n_leaves - 0.3)
     axes.set_ylim(-depth - 0.4, 0.4)
-    if title:
-        axes.set_title(title, color=INK, fontsize=10)
     return save_figure(figure, path)

@@ -55,9 +55,7 @@ def _cells(segments: Sequence[tuple[str, int]], columns: int):
     return runs, row + 1
 
 
-def accepted_text_svg(
-    segments: Sequence[tuple[str, int]], *, columns: int = 88, caption: str = ""
-) -> str:
+def accepted_text_svg(segments: Sequence[tuple[str, int]], *, columns: int = 88) -> str:
     """Return an SVG of generated text with each accepted draft token coloured by its depth.
 
     segments: (text, depth) per token in order. Depth 0 is text from the backbone or the prompt
@@ -102,13 +100,8 @@ def accepted_text_svg(
             body.append(f'<text class="n" x="{x:.1f}" y="{y + 13}">{label}</text>')
             x += 7.2 * len(label) + 6
     height = y + (27 if legend else 0)
-    if caption:
-        body.append(
-            f'<text class="n" x="{_MARGIN}" y="{height + 10}">{escape(caption)}</text>'
-        )
-        height += 24
     used = max((column + width for _, column, width, _, _ in runs), default=0)
-    note = 7.2 * max(len(caption), 52 if legend else 0)
+    note = 7.2 * 52 if legend else 0
     total = max(used * _ADVANCE, note) + 2 * _MARGIN
     light = "".join(f".d{i + 1}{{fill:{c}}}" for i, (c, _) in enumerate(DEPTH_COLOURS))
     dark = "".join(f".d{i + 1}{{fill:{c}}}" for i, (_, c) in enumerate(DEPTH_COLOURS))
@@ -125,18 +118,11 @@ def accepted_text_svg(
     )
 
 
-def draw_accepted_text(
-    segments: Sequence[tuple[str, int]],
-    path: str | Path,
-    *,
-    columns: int = 88,
-    caption: str = "",
-) -> Path:
+def draw_accepted_text(segments: Sequence[tuple[str, int]], path: str | Path) -> Path:
     """Write `accepted_text_svg` to `path`, which must end in .svg."""
     path = Path(path)
     if path.suffix != ".svg":
         raise UserError(f"{path}: pictures of text are SVG, so the name must end in .svg.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    svg = accepted_text_svg(segments, columns=columns, caption=caption)
-    write_text(path, svg)
+    write_text(path, accepted_text_svg(segments))
     return path

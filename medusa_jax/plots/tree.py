@@ -43,7 +43,6 @@ def draw_tree(
     values: Mapping[TreePath, float] | Sequence[float] | None = None,
     *,
     path: str | Path,
-    title: str = "",
 ) -> Path:
     """Draw a draft tree, root on top, each node labelled with its rank (c if copied).
 
@@ -84,6 +83,4 @@ def draw_tree(
                 axes.text(x + 0.28, -d, text, color=INK, fontsize=7, va="center")
     axes.set_xlim(-0.7, n_leaves - 0.3)
     axes.set_ylim(-depth - 0.4, 0.4)
-    if title:
-        axes.set_title(title, color=INK, fontsize=10)
     return save_figure(figure, path)

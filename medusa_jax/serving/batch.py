@@ -112,7 +112,7 @@ class Batch:
     def restart(self) -> None:
         """Rows without a text, whatever became of those before."""
         self._state: Any = None  # its memory is free before the next is asked for
-        self._apart = rows.Apart()
+        self._apart = rows.RowExtras()
         self.rows, self.slots = min(self.trees), LEAST_SLOTS
         self._state = self._idle(self.rows, self.slots)
 
@@ -138,7 +138,7 @@ class Batch:
             return
         kept = [self._row(i) for i in range(min(n_rows, self.rows))]
         self._state = None
-        self._state, self._apart = self._idle(n_rows, slots), rows.Apart()
+        self._state, self._apart = self._idle(n_rows, slots), rows.RowExtras()
         self.rows, self.slots = n_rows, slots
         for i, row in enumerate(kept):
             self._put(self._resized(row, slots), i)
@@ -148,30 +148,30 @@ class Batch:
         row = rows.take_row(self._engine, self._state, np.int32(at))
         if any(part is not None for part in self._apart):
             apart = rows.take_row(self._engine, self._apart, np.int32(at))
-            row = rows.together(row, apart)
+            row = rows.with_extras(row, apart)
         return row
 
     def _put(self, row: DecodeState, at: int) -> None:
         """Overwrite a row."""
         place = np.int32(at)
-        row, own = rows.apart(row)
+        row, own = rows.split_extras(row)
         self._state = rows.insert_row(self._engine, self._state, row, place)
         for name, part in own._replace(first_BW=None)._asdict().items():
             if part is not None:
                 room = getattr(self._apart, name)
                 if room is None:
                     engine, tokens_BO = self._with_logprobs, self._state.tokens_BO
-                    room = getattr(rows.room_apart(engine, tokens_BO), name)
+                    room = getattr(rows.empty_extras(engine, tokens_BO), name)
                 room = rows.insert_row(self._engine, room, part, place)
                 self._apart = self._apart._replace(**{name: room})
 
     def _resized(self, row: DecodeState, slots: int) -> DecodeState:
         """A row with another number of slots, a size at a time."""
-        row, own = rows.apart(row)
+        row, own = rows.split_extras(row)
         while (now := row.cache.slots) != slots:
             then = 2 * now if now < slots else now // 2
             row = rows.resized(self._engine, self._sizes, 1, then, row)
-        return rows.together(row, own)
+        return rows.with_extras(row, own)
 
     def begin(self, request: Row, source: int, shared: int, group: Group) -> Reading:
         """Begin to read a prompt after the first `shared` tokens, which row `source` holds."""
@@ -199,7 +199,7 @@ class Batch:
             pack_stops(request.stops or [()], STOPS),
         )
         if group.logprobs:
-            room = rows.room_apart(self._with_logprobs, row.tokens_BO)
+            room = rows.empty_extras(self._with_logprobs, row.tokens_BO)
             row = row.replace(logprobs=room.logprobs)
         # Drafters pair a position with the token after it, so the last shared one is read again.
         position, n = max(0, shared - 1), len(request.prompts[0])
@@ -254,8 +254,8 @@ class Batch:
 
     def take(self, at: int, group: Group) -> Reading:
         """A row that steps on later, from where it is put then."""
-        row, own = rows.apart(self._row(at))
-        row = rows.together(row, self._of(group, own))
+        row, own = rows.split_extras(self._row(at))
+        row = rows.with_extras(row, self._of(group, own))
         return Reading(row, np.zeros(0, np.int32), 0, group)
 
     def run(
@@ -285,14 +285,14 @@ class Batch:
             self._engine, self._state.status_B, wanted_B, np.int32(steps), np.int32(few)
         )
         state = self._state.replace(status_B=status_B)
-        state = rows.together(state, self._of(group, self._apart))
+        state = rows.with_extras(state, self._of(group, self._apart))
         variables = self._variables_by(engine.acceptance)
         if group.constrained:
             steps = 1 if (wanted_B == PAUSED).any() else few
             state, progress = self._guided(engine, variables, state, guides or {}, steps)
         else:
             state, progress = decode_loop(engine, variables, state, max_steps, True)
-        self._state, own = rows.apart(state)
+        self._state, own = rows.split_extras(state)
         parts = {name: x for name, x in own._asdict().items() if x is not None}
         self._apart = self._apart._replace(**parts)
         return progress, tree.n_nodes
@@ -303,24 +303,25 @@ class Batch:
     ) -> tuple[DecodeState, Progress]:
         """Steps of rows with constraints, until one of them ends or lacks room; at least one is
         tried, so that its programs are compiled."""
-        progress = copied_progress(engine.depth_only, state)
         for n in range(max(1, steps)):
+            ahead = constrained.look_ahead(engine, variables, state)
             if n or guides:
                 status_B, length_B = (
-                    np.asarray(x) for x in (progress.status_B, progress.length_B)
+                    np.asarray(x)
+                    for x in (ahead.progress.status_B, ahead.progress.length_B)
                 )
                 alive_B = (status_B == RUNNING) | (status_B == PAUSED)
                 longest = length_B[alive_B].max(initial=0)
                 ended = any(status_B[row] != RUNNING for row in guides)
                 if (n and ended) or longest + engine.n_rows > state.cache.slots:
                     break
-            state, progress = constrained.step(engine, variables, state, guides, progress)
-        return state, progress
+            state = constrained.step(engine, variables, state, guides, ahead)
+        return state, copied_progress(engine.depth_only, state)
 
     @staticmethod
-    def _of(group: Group, apart: rows.Apart) -> rows.Apart:
+    def _of(group: Group, apart: rows.RowExtras) -> rows.RowExtras:
         """The parts that a group's programs read."""
-        return rows.Apart(
+        return rows.RowExtras(
             apart.logprobs if group.logprobs else None,
             apart.penalties if group.penalties else None,
         )

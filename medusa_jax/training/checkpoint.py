@@ -22,8 +22,8 @@ import jax
 
 from medusa_jax import hosts
 from medusa_jax.console import announced, inform
-from medusa_jax.errors import UserError
-from medusa_jax.sharding import PyTree
+from medusa_jax.errors import UserError, first_line
+from medusa_jax.sharding import PyTree, shapes_with
 from medusa_jax.whole_files import checksum, write_json
 
 SUMS = "checksums.json"
@@ -142,7 +142,7 @@ class Checkpoints:
         self.manager.reload()  # Orbax counts checkpoints that it planned to delete as deleted
         remains = self.manager.latest_step()
         return UserError(
-            f"checkpoint of step {self.saving} in {self.directory} failed ({first_line(error)}); "
+            f"checkpoint of step {self.saving} in {self.directory} failed ({reason_of(error)}); "
             + ("none is complete" if remains is None else f"step {remains} remains")
         )
 
@@ -181,7 +181,7 @@ class Checkpoints:
                 )
                 if no_memory or hosts.lost(error):
                     raise
-                reason = first_line(error)
+                reason = reason_of(error)
                 if not (path / SUMS).exists() and jax.process_count() == 1:
                     damaged[step] = (
                         reason  # without checksums (an earlier version): perhaps damaged
@@ -205,9 +205,7 @@ class Checkpoints:
         args = self.ocp.args
 
         def spec(tree: PyTree) -> PyTree:
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
-            )
+            return shapes_with(tree, jax.tree.map(lambda x: x.sharding, tree))
 
         out = self.manager.restore(
             step,
@@ -276,14 +274,14 @@ def damage(path: Path) -> str:
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(path)} is missing"
     except (OSError, ValueError, TypeError) as error:
-        return f"{SUMS}: {first_line(error)}"
+        return f"{SUMS}: {reason_of(error)}"
     return f"{wrong[0]} has another checksum" if wrong else ""
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error message, cut to 200 characters."""
+def reason_of(error: Exception) -> str:
+    """One line about an error of a checkpoint."""
     # Orbax and TensorStore wrap errors of the disk in many types and long messages.
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
         if os.strerror(code) in str(error):
             return os.strerror(code)
-    return (str(error).strip().splitlines() or [repr(error)])[0][:200]
+    return first_line(error)

@@ -1,10 +1,13 @@
 """Checks of a configuration before a run; each problem is a one-line error."""
 
+from operator import attrgetter
+
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.sharding import row_shards
+from medusa_jax.training.hidden_store import STORED
 from medusa_jax.training.partition import trained_groups
 
 CHOICES = {
@@ -16,6 +19,7 @@ CHOICES = {
     "model.param_dtype": ("float32", "bfloat16", "float16"),
     "data.format": ("auto", "text", "sharegpt", "messages", "tokens"),
     "data.packing": ("first_fit", "concat"),
+    "data.cache_features": ("", *STORED),
     "optim.name": ("adamw", "adamw8bit", "muon"),
     "optim.heads_name": ("", "adamw", "adamw8bit", "muon"),
     "optim.moment_dtype": ("float32", "bfloat16"),
@@ -23,13 +27,21 @@ CHOICES = {
 }
 # Names of other projects.
 ALIASES = {"chat": "messages", "openai": "messages", "chatml": "messages", "plain": "text"}
+# Least values.
+LEAST = {
+    "train.epochs": 1, "train.keep_checkpoints": 1, "data.eval_samples": 1,
+    "train.batch_size": 1, "train.accumulation": 1, "train.loss_chunk": 1,
+    "train.log_every": 1, "train.eval_every": 1, "train.save_every": 1,
+    "train.max_bad_steps": 1, "data.seq_len": 1, "train.steps": 0,
+    "model.add_layers": 0, "lora.rank": 0, "optim.lr": 0, "optim.warmup_steps": 0,
+    "optim.weight_decay": 0, "optim.clip_norm": 0,
+}  # fmt: skip
 
 
 def check_choices(cfg: Config) -> None:
     """Refuse an unknown choice and suggest the nearest known one."""
     for path, allowed in CHOICES.items():
-        group, name = path.split(".")
-        value = getattr(getattr(cfg, group), name)
+        value = attrgetter(path)(cfg)
         if value not in allowed:
             aliases = {a: b for a, b in ALIASES.items() if b in allowed}
             known = " or ".join(name or "empty" for name in allowed)
@@ -52,45 +64,30 @@ def fit_accumulation(cfg: Config, mesh: Mesh) -> None:
 
 
 def check(cfg: Config, mesh: Mesh) -> None:
-    """Refuse inconsistent sizes before anything is compiled.
+    """Refuse unknown choices and inconsistent fields before anything is compiled.
 
     Raises:
-      UserError: names the two fields.
+      UserError: names the fields.
     """
+    check_choices(cfg)
     trained_groups(cfg)  # raises for options that the stage does not support
-    t, o = cfg.train, cfg.optim
-    positive = {
-        "train.epochs": t.epochs,
-        "train.keep_checkpoints": t.keep_checkpoints,
-        "data.eval_samples": cfg.data.eval_samples,
-        "train.batch_size": t.batch_size,
-        "train.accumulation": t.accumulation,
-        "train.loss_chunk": t.loss_chunk,
-        "train.log_every": t.log_every,
-        "train.eval_every": t.eval_every,
-        "train.save_every": t.save_every,
-        "train.max_bad_steps": t.max_bad_steps,
-        "data.seq_len": cfg.data.seq_len,
-    }
-    for name, value in positive.items():
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, not {value}")
-    not_negative = {
-        "train.steps": t.steps,
-        "model.add_layers": cfg.model.add_layers,
-        "lora.rank": cfg.lora.rank,
-        "optim.lr": o.lr,
-        "optim.warmup_steps": o.warmup_steps,
-        "optim.weight_decay": o.weight_decay,
-        "optim.clip_norm": o.clip_norm,
-    }
-    for name, number in not_negative.items():
-        if not number >= 0:  # also true for NaN
-            raise UserError(f"{name} must be 0 or more, not {number}")
-    shares = {"optim.b1": o.b1, "optim.b2": o.b2, "lora.dropout": cfg.lora.dropout}
-    for name, share in shares.items():
-        if not 0 <= share < 1:
-            raise UserError(f"{name} must be from 0 to below 1, not {share}")
+    t = cfg.train
+    for path, least in LEAST.items():
+        if not (value := attrgetter(path)(cfg)) >= least:  # also refuses NaN
+            raise UserError(f"{path} must be at least {least}, not {value}")
+    for path in ("optim.b1", "optim.b2", "lora.dropout"):
+        if not 0 <= (share := attrgetter(path)(cfg)) < 1:
+            raise UserError(f"{path} must be from 0 to below 1, not {share}")
+    if cfg.data.cache_features and t.stage != "medusa1":
+        raise UserError(
+            f"data.cache_features needs a backbone that does not change: train.stage medusa1, "
+            f"not {t.stage}"
+        )
+    if cfg.data.cache_features and cfg.data.packing != "first_fit":
+        raise UserError(
+            "data.cache_features needs data.packing first_fit: 'concat' cuts the text at other "
+            "places in every epoch"
+        )
     if cfg.data.draft_vocab_from and not cfg.heads.draft_vocab:
         raise UserError(
             "data.draft_vocab_from is set, but heads.draft_vocab is 0: heads score all tokens"

@@ -18,7 +18,6 @@ from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import PyTree, make_mesh, param_shardings, shapes_with
 from medusa_jax.training import checks, planning
 from medusa_jax.training.counted import COPIES, has_temporaries, training_bytes
-from medusa_jax.training.data import features
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
@@ -69,7 +68,6 @@ def step_shapes(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Sha
     mesh = make_mesh(cfg.mesh, devices)
     checks.fit_accumulation(cfg, mesh)
     checks.check(cfg, mesh)
-    features.check(cfg)
     steps = cfg.train.steps or 1000
     stage = make_stage(cfg, steps, mesh)
     schedule = make_schedule(cfg.optim, steps)

@@ -6,12 +6,11 @@ of 2^-4 holds for small values, too, next to which residual streams have a few v
 integers these would take all the range.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from medusa_jax.model.product import at_least_f32
 
@@ -44,7 +43,7 @@ def encode(kind: str, hidden_BTE: jax.Array, D: int) -> jax.Array:
     return jnp.concatenate([scales, codes], axis=-1).reshape(B, T, -1)
 
 
-def decode(stored: jax.Array, D: int, dtype: Any) -> jax.Array:
+def decode(stored: jax.Array, D: int, dtype: DTypeLike) -> jax.Array:
     """The hidden states [B, T, E] of a batch."""
     if stored.dtype != jnp.uint8:
         return stored.astype(dtype)

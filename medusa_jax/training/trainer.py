@@ -118,8 +118,8 @@ def _train(cfg: Config) -> Json:
     setup = load_setup(cfg, mesh)
     cfg.model.arch = setup.arch
     checks.fit_accumulation(cfg, mesh)
+    prepare.choose_features(cfg)
     checks.check(cfg, mesh)
-    features.check(cfg)
     texts, held_out_text = prepare.texts(cfg), prepare.held_out_text(cfg)
     rows: Rows = mixed(texts)
     held_out: Rows | None = held_out_text

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.tree.tree import Tree
+from medusa_jax.whole_files import Json
 
 # Trees with arguments after a colon.
 FORMS = ("chain", "copy", "cartesian")
@@ -14,7 +14,7 @@ FORMS = ("chain", "copy", "cartesian")
 ACCELERATOR_NODES = 64
 
 
-def load_tree_file(path: str | Path) -> dict:
+def load_tree_file(path: str | Path) -> Json:
     """Read a tree file: a JSON list of choices, or an object with `choices` (and evidence).
 
     Returns: the object; `growth` defaults to the choices in their order.
@@ -43,7 +43,7 @@ def load_tree_file(path: str | Path) -> dict:
     return data
 
 
-def _is_evidence(evidence: Any) -> bool:
+def _is_evidence(evidence: object) -> bool:
     """Return True if `evidence` is absent or gives the tokens per step of each size."""
     if not evidence:
         return True
@@ -67,7 +67,7 @@ def tree_of_size(growth: Sequence[Sequence[int]], n_nodes: int) -> Tree:
     return Tree.from_choices(growth[: n_nodes - 1])
 
 
-def auto_tree(calibrated: dict, platform: str) -> Tree:
+def auto_tree(calibrated: Json, platform: str) -> Tree:
     """Return the calibrated tree, resized if it was fitted to another platform.
 
     A CPU always uses the size in the file. An accelerator's step is bound by reading weights,
@@ -78,11 +78,11 @@ def auto_tree(calibrated: dict, platform: str) -> Tree:
     """
     if platform in ("cpu", calibrated.get("platform")):
         return Tree.from_choices(calibrated["choices"])
-    growth = calibrated.get("growth", calibrated["choices"])
+    growth = calibrated.get("growth") or calibrated["choices"]
     return tree_of_size(growth, min(ACCELERATOR_NODES, len(growth) + 1))
 
 
-def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu") -> Tree:
+def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu") -> Tree:
     """Return the tree that a `--tree` value names.
 
     Args:
@@ -121,7 +121,7 @@ def parse_tree(spec: str, calibrated: dict | None = None, platform: str = "cpu")
             return auto_tree(calibrated, platform)
         if spec == "bundled":
             return Tree.from_choices(calibrated["choices"])
-        return tree_of_size(calibrated.get("growth", calibrated["choices"]), int(spec))
+        return tree_of_size(calibrated.get("growth") or calibrated["choices"], int(spec))
     if not spec:
         raise UserError("--tree is empty: name a tree, a number of nodes or a file")
     if not Path(spec).exists() and not Path(spec).suffix and "/" not in spec:

@@ -6,11 +6,11 @@ to the empty one, which is plain decoding.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from medusa_jax.errors import UserError
 from medusa_jax.tree.files import tree_of_size
 from medusa_jax.tree.tree import Tree
+from medusa_jax.whole_files import Json
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Ladder:
         return max(tree.drafted.depth for tree in self.rungs.values())
 
 
-def file_ladder(calibrated: Mapping[str, Any], platform: str = "cpu") -> Ladder | None:
+def file_ladder(calibrated: Json, platform: str = "cpu") -> Ladder | None:
     """Return the ladder under `batches` of a tree file; None if it has none for the platform.
 
     A CPU uses a ladder that was fitted to any platform, as with the file's tree (`files.auto_tree`).
@@ -56,6 +56,6 @@ def file_ladder(calibrated: Mapping[str, Any], platform: str = "cpu") -> Ladder 
         raise UserError(
             "the tree file's 'batches' must be a list of objects with whole numbers 'batch' and 'nodes'"
         )
-    growth = calibrated.get("growth", calibrated["choices"])
+    growth = calibrated.get("growth") or calibrated["choices"]
     trees = {rows: tree_of_size(growth, size) for rows, size in sizes.items()}
     return Ladder(trees) if trees else None

@@ -19,7 +19,6 @@ published model's may: the answers for training heads, the fitted trees and all 
 without loops.
 """
 
-import argparse
 import json
 import os
 import random
@@ -31,9 +30,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from medusa_jax.commands.flags import typed
+from medusa_jax.commands.flags import Program, flag
 from medusa_jax.config import LlamaConfig
-from medusa_jax.console import inform, run_main
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop import heads_io, hf, own_heads
 from medusa_jax.sharding import make_mesh
@@ -86,36 +85,19 @@ TINY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """All flags."""
+    """Rebuild the bundled demo model and heads (run from the project's root)."""
 
-    work: str
-    install: str
-    drafters: str
-    answers: int
-    steps_factor: float
-    tiny: bool
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = argparse.ArgumentParser(
-        prog="python -m research demo_build",
-        description="Rebuild the bundled demo model and heads (run from the project's root).",
+    work: str = flag("directory for everything on the way", "work/demo")
+    install: str = flag(
+        "where the result goes; medusa_jax/demo replaces the bundled one",
+        "work/demo/install",
     )
-    p.add_argument(
-        "--work", default="work/demo", help="directory for everything on the way"
+    drafters: str = flag("comma-separated; each has a configs/demo_{drafter}.py", "hydra")
+    answers: int = flag("prompts to continue", 4096)
+    steps_factor: float = flag(
+        "train the backbone and native stages this many times as long", 1.0
     )
-    p.add_argument("--install", default="work/demo/install",
-                   help="where the result goes; medusa_jax/demo replaces the bundled one")  # fmt: skip
-    p.add_argument("--drafters", default="hydra",
-                   help="comma-separated; each has a configs/demo_{drafter}.py")  # fmt: skip
-    p.add_argument("--answers", type=int, default=4096, help="prompts to continue")
-    p.add_argument("--steps_factor", type=float, default=1.0,
-                   help="train the backbone and native stages this many times as long")  # fmt: skip
-    p.add_argument(
-        "--tiny", action="store_true", help="a tiny budget, to check that everything runs"
-    )
-    return p
+    tiny: bool = flag("a tiny budget, to check that everything runs", False)
 
 
 def stage(name: str, done: Path, command: Sequence[str]) -> None:
@@ -335,7 +317,4 @@ def relative(record: Json) -> Json:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    flags = parser().parse_args(argv)
-    return run_main(lambda: run(typed(Flags, flags)))
+main = Program("python -m research demo_build", Flags, run)

@@ -18,7 +18,6 @@ A document is `<|endoftext|>` + its tokens + `<|endoftext|>`, so that the model 
 as a prompt. The same Python version gives the same bytes.
 """
 
-import argparse
 import hashlib
 import json
 import platform
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
+from medusa_jax.commands.flags import command
 from medusa_jax.console import run_main
 from medusa_jax.errors import UserError
 from medusa_jax.training.data.rows import write_tokens
@@ -271,9 +271,10 @@ def build(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m research demo_corpus",
-        description="Build the demo's training text from Python's standard library.",
+    parser = command(
+        "python -m research demo_corpus",
+        "Build the demo's training text from Python's standard library.",
+        "",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument(

@@ -19,26 +19,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_jax.commands import train
-from medusa_jax.commands.flags import numbers, typed
+from medusa_jax.commands.flags import command, numbers, typed
 from medusa_jax.console import inform, run_main, use_compilation_cache
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.whole_files import Json, write_json, write_text
 from research.family.measure import Study, measure_one, race_first_seeds
-from research.family.picture import draw_drafters
 from research.family.report import (
     convergence,
     curve,
+    draw,
     family_table,
     orders,
 )
 
 DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
 # label_weight and teacher_weight of each paper's loss: Medusa equation 1; Hydra 3 and, for Hydra++,
-# 6.1; Amphista equations 7 to 9; EAGLE 3.2 (its regression and noise are in its configuration).
+# 6.1; Amphista equations 7 to 9; EAGLE 3.2 (its regression and noise are in its configuration); EAGLE-3 3.2.
 LOSSES = {"medusa": (1.0, 0.0), "hydra": (1.0, 0.0), "hydrapp": (0.0, 1.0),
           "amphista": (0.1, 1.0), "amphista_alpha": (0.1, 1.0),
-          "eagle": (0.0, 0.1)}  # fmt: skip
+          "eagle": (0.0, 0.1), "eagle3": (0.0, 1.0)}  # fmt: skip
 CURVE_POINTS = 8
 # Fields that may differ between a finished training and the requested one: logging, directories and
 # chunking.
@@ -73,11 +73,10 @@ class Flags(Study):
 
 def parser() -> argparse.ArgumentParser:
     """All flags; flags of the form --config.field=value are passed to every training."""
-    p = argparse.ArgumentParser(
-        prog="python -m research family",
-        description="Train and measure drafters under identical conditions on one backbone.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    p = command(
+        "python -m research family",
+        "Train and measure drafters under identical conditions on one backbone.",
+        EXAMPLES,
     )
     p.add_argument("--model", required=True, help="directory of the backbone")
     p.add_argument("--data", required=True, help="training text (data.source)")
@@ -206,7 +205,7 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
     )
     write_text(out / "family.md", text)
     print(text)
-    draw_drafters(runs, speeds, curves, out / "family.png")
+    draw(runs, speeds, curves, out / "family.png")
     inform(f"wrote {out}/family.md, family.json and family.png")
     return 0
 

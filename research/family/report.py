@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.plots import Chart, draw_lines
 from medusa_jax.training.log.curves import read_log
 from medusa_jax.whole_files import Json
 
@@ -23,9 +24,8 @@ def curve(run: Path) -> list[Json]:
 
     trained_top1 is the mean over training batches logged since the previous record.
     """
-    file = run / "log.jsonl"
     found, trained = [], []
-    for record in read_log(file) if file.exists() else []:
+    for record in read_log(run / "log.jsonl"):
         if record.get("kind") == "train":
             trained.append(record["top1"])
         elif record.get("kind") == "eval":
@@ -148,3 +148,30 @@ def orders(runs: dict[str, list[Json]]) -> str:
                     f"{len(more)} {'seed' if len(more) == 1 else 'seeds'}"
                 )
     return "\n".join(lines)
+
+
+def draw(
+    runs: dict[str, list[Json]],
+    speeds: dict[str, list[dict[str, float]]],
+    curves: dict[str, list[list[Json]]],
+    path: Path,
+) -> Path:
+    """Draw accuracy by head, speed-up over accepted length, and held-out accuracy over training.
+
+    Accuracies are means over the seeds; lengths, speeds and curves are of the first seed.
+    """
+    accuracy, lengths, training = {}, {}, {}
+    for name, found in runs.items():
+        top1 = np.mean([seed["top1"] for seed in found], axis=0).tolist()
+        accuracy[name] = (list(range(1, len(top1) + 1)), top1)
+        accepted = [row["mean_accepted_length"] for row in found[0]["decoded"]]
+        lengths[name] = (accepted, [row["speedup"] for row in speeds[name]])
+        records = curves[name][0] if curves.get(name) else []
+        mean = [statistics.mean(record["top1"]) for record in records]
+        training[name] = ([record["step"] for record in records], mean)
+    charts = [
+        Chart("top-1 accuracy", "head", accuracy),
+        Chart("speed-up", "mean accepted length", lengths),
+        Chart("held-out top-1, mean of the heads", "training step", training),
+    ]
+    return draw_lines(charts, path=path)

@@ -13,16 +13,14 @@ lost. Each variant is measured by
 Finished runs leave a result.json and are skipped, so the command can be stopped at any time.
 """
 
-import argparse
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from medusa_jax.api import DEMO, load
-from medusa_jax.commands.flags import command, run_command
+from medusa_jax.api import load
+from medusa_jax.commands.flags import Program
 from medusa_jax.config import DataConfig
 from medusa_jax.console import inform, use_compilation_cache
 from medusa_jax.errors import UserError
@@ -90,32 +88,6 @@ def run_study(flags: Study) -> dict[str, list[dict[str, float]]]:
     return figures
 
 
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    p = command("python -m research recipes", "Compare training recipes.", EXAMPLES)
-    p.add_argument("--original", required=True,
-                   help="token directory of held-out text of the backbone's own kind")  # fmt: skip
-    p.add_argument("--out", required=True, help="results, runs and table.md go there")
-    p.add_argument(
-        "--model", default=str(DEMO / "backbone"), help="backbone (default: the demo's)"
-    )
-    p.add_argument("--variants", default="", help=f"default all: {','.join(variants())}")
-    p.add_argument("--steps", type=int, default=300, help="per variant (default: 300)")
-    p.add_argument("--seeds", type=int, default=3)
-    p.add_argument("--batch_size", type=int, default=4)
-    p.add_argument("--length", type=int, default=256, help="tokens per row (default: 256)")
-    p.add_argument(
-        "--rank", type=int, default=64, help="of the heads' LM heads (default: 64)"
-    )
-    p.add_argument("--distill", type=int, default=640, help="continuations for self/")
-    p.add_argument("--prompts", type=int, default=16, help="prompts of either text")
-    p.add_argument("--new_tokens", type=int, default=96)
-    p.add_argument("--rows", type=int, default=64, help="held-out rows to evaluate")
-    p.add_argument("--tree", default="cartesian:4,2,1,1")
-    p.add_argument("--dtype", default="float32")
-    return p
-
-
 def run(flags: Study) -> int:
     """Everything, then the table on standard output."""
     if not os.path.isfile(os.path.join(flags.original, "tokens.npy")):
@@ -130,6 +102,4 @@ def run(flags: Study) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    return run_command(parser(), Study, run, argv)
+main = Program("python -m research recipes", Study, run, EXAMPLES)

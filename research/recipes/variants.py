@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from medusa_jax.api import DEMO
+from medusa_jax.commands.flags import flag
 from medusa_jax.commands.train import override
 from medusa_jax.config import (
     Config,
@@ -24,23 +26,23 @@ HEADS_RATE, BACKBONE_RATE = 2e-3, 5e-4  # the paper's two-stage recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What all variants have in common: the flags of `python -m research recipes`."""
+    """Compare training recipes."""
 
-    original: str
-    out: str
-    model: str
-    variants: str
-    steps: int
-    seeds: int
-    batch_size: int
-    length: int
-    rank: int
-    distill: int
-    prompts: int
-    new_tokens: int
-    rows: int
-    tree: str
-    dtype: str
+    original: str = flag("token directory of held-out text of the backbone's own kind")
+    out: str = flag("results, runs and table.md go there")
+    model: str = flag("backbone (default: the demo's)", str(DEMO / "backbone"))
+    variants: str = flag("comma-separated (default: all)", "")
+    steps: int = flag("updates per variant", 300)
+    seeds: int = flag("trainings per variant", 3)
+    batch_size: int = flag("rows per update", 4)
+    length: int = flag("tokens per row", 256)
+    rank: int = flag("of the heads' LM heads", 64)
+    distill: int = flag("continuations for self/", 640)
+    prompts: int = flag("prompts of either text", 16)
+    new_tokens: int = flag("tokens after each prompt", 96)
+    rows: int = flag("held-out rows to evaluate", 64)
+    tree: str = flag("tree of all variants", "cartesian:4,2,1,1")
+    dtype: str = flag("type of the computation", "float32")
 
 
 def variants() -> dict[str, tuple[str, list[Json]]]:

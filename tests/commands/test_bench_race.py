@@ -10,6 +10,7 @@ from tiny import write_model
 from medusa_jax.commands import bench_batches, bench_race
 from medusa_jax.commands.bench_race import trained_tokens
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate import batches, race
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.tree import Tree
 
@@ -85,14 +86,15 @@ def test_a_question_file_is_asked_of_every_table(tmp_path, monkeypatch, capsys, 
         asked.update(subject=subject, prompts=prompts)
         raise UserError("enough")
 
-    for where in ("race.race", "batches.batch_rows"):
-        monkeypatch.setattr(f"medusa_jax.evaluate.{where}", caught)
+    monkeypatch.setattr(race, "race", caught)
+    monkeypatch.setattr(batches, "batch_rows", caught)
     flags = [f"--model={directory}", "--drafters=none", "--limit=2"]
     flags += ["--max_new_tokens=9", f"--out={tmp_path}"]
     tokenizer = load_tokenizer(str(directory))
     ends = {}
     monkeypatch.setattr(
-        "medusa_jax.evaluate.race.ourselves",
+        race,
+        "ourselves",
         lambda model, tree, options, **_: ends.update(ids=options.eos_ids),
     )
     assert command.main([*flags, f"--questions={path}"]) == 2

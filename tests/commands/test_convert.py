@@ -6,7 +6,7 @@ import pytest
 
 from medusa_jax.__main__ import main
 from medusa_jax.api import find_heads
-from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.heads_io import open_heads
 
 
 def convert(*flags):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 
 import numpy as np
@@ -31,7 +32,6 @@ def allowed(guide, tokenizer):
 
 
 def test_a_guide_knows_what_may_follow(grammars):
-    pytest.importorskip("llguidance")
     made, tokenizer = grammars
     guide = made.guide(constraint_of({"choice": ["abc", "the end", "there"]}), [2])
     assert len(guide.first_W) == words(made._vocab_size)
@@ -39,7 +39,6 @@ def test_a_guide_knows_what_may_follow(grammars):
     guide.advance(tokenizer.encode("the"))
     assert allowed(guide, tokenizer) == [" ", "r"]
     guide.advance(tokenizer.encode("r"))
-    assert guide.forced(5) == tokenizer.encode("e")
     guide.advance(tokenizer.encode("e"))
     assert allowed(guide, tokenizer) == ["</s>"] and guide.consumed == 3
     guide.advance([2])
@@ -48,9 +47,30 @@ def test_a_guide_knows_what_may_follow(grammars):
     assert "abc" in allowed(again, tokenizer)
 
 
+def test_forbidden_drafts_are_replaced(grammars):
+    """By the forced token, by the best guess that is allowed, or not at all."""
+    pytest.importorskip("llguidance")
+    made, tokenizer = grammars
+    guide = made.guide(constraint_of({"choice": ["abc", "axx", "ayin"]}), [2])
+    a, b, x, y = (tokenizer.encode(t)[-1] for t in "abxy")
+    abc, inside, end = tokenizer.encode("abc")[-1], tokenizer.encode("in")[0], 2
+    guide.advance([a])
+    # The root's children: allowed, forbidden twice; then a chain after the first of them.
+    children = [[1, 2, 3], [4], [], [], [5], [6], []]
+    nodes = np.array([a, x, abc, 1, b, b, b])
+    guesses = np.full((7, 2), -1)
+    guesses[0] = x, y
+    guide.replace_forbidden(nodes, children, guesses)
+    assert nodes.tolist() == [a, x, y, 1, x, end, b]
+    # Nothing of the text has changed.
+    assert allowed(guide, tokenizer) == ["b", "x", "y"]
+    nodes = np.array([a, y, b, x, b, b, b])
+    guide.replace_forbidden(nodes, children, guesses)
+    assert nodes.tolist()[:4] == [a, y, b, x] and nodes[4] in (inside, inside - 1)
+
+
 def test_a_dead_end_in_a_tree_spoils_nothing_else(grammars):
     """The vocabulary has no A: nothing may follow the first child, and its sibling goes on."""
-    pytest.importorskip("llguidance")
     made, tokenizer = grammars
     guide = made.guide(constraint_of({"regex": "c(bA|in|dd)"}), [2])
     c, b, d = (tokenizer.encode(x)[-1] for x in "cbd")
@@ -72,7 +92,6 @@ def test_a_dead_end_in_a_tree_spoils_nothing_else(grammars):
 
 def test_special_tokens_are_no_part_of_a_text(grammars):
     """Not even where a grammar names them; those that end a text come at its end."""
-    pytest.importorskip("llguidance")
     made, tokenizer = grammars
     guide = made.guide(constraint_of({"grammar": 'start: "c" (<s> | "d")'}), [2])
     guide.advance(tokenizer.encode("c"))
@@ -152,7 +171,6 @@ HOSTILE = [
 
 @pytest.mark.parametrize("given", HOSTILE, ids=map(str, range(len(HOSTILE))))
 def test_what_cannot_be_is_one_sentence_soon(grammars, given):
-    pytest.importorskip("llguidance")
     start = time.perf_counter()
     with pytest.raises(UserError) as error:
         grammars[0].guide(constraint_of(given), [2])
@@ -175,7 +193,6 @@ COSTLY = [
 @pytest.mark.parametrize("given", COSTLY, ids=map(str, range(len(COSTLY))))
 def test_what_is_costly_is_bounded(grammars, given):
     """Refused, or compiled soon with masks that take no longer."""
-    pytest.importorskip("llguidance")
     start = time.perf_counter()
     try:
         guide = grammars[0].guide(constraint_of(given), [2])
@@ -192,9 +209,8 @@ def test_what_is_costly_is_bounded(grammars, given):
 def test_ends_and_libraries_that_are_missing(grammars, monkeypatch):
     made, tokenizer = grammars
     fresh = Grammars(tokenizer, made._vocab_size)
-    if pytest.importorskip("llguidance"):
-        with pytest.raises(UserError, match="eos_ids is empty"):
-            fresh.guide(Constraint("regex", "a"), [])
-    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(UserError, match="eos_ids is empty"):
+        fresh.guide(Constraint("regex", "a"), [])
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match="needs llguidance: pip install"):
         fresh.guide(Constraint("regex", "a"), [2])

@@ -1,61 +1,140 @@
-"""Answers of the demo to schemas at random: valid, and those of plain constrained decoding."""
+"""Constrained texts at random: valid, and those of plain decoding, drafted in a batch and served.
+
+    CONSTRAINTS=2000 python -m pytest -m slow -s tests/constraints/test_schemas.py
+
+prints the figures of as many schemas and of a quarter as many regular expressions. With
+JSON_SCHEMA_SUITE=folder, the schemas of a checkout of the JSON-Schema-Test-Suite as well.
+"""
 
 import os
 import random
+import re
 
+import jax
 import pytest
-from schemas import is_valid, random_schema
+import tiny
+from schemas import is_valid, random_regex, random_schema, suite_schemas
+from served import load_model
 
-import medusa_jax
-from medusa_jax import Options
+from medusa_jax import Options, Tree, UserError
+from medusa_jax.constraints import constraint_of
+from medusa_jax.serving import Request, Server
 
-pytest.importorskip("llguidance")
-pytest.importorskip("jsonschema")
+pytestmark = pytest.mark.usefixtures("x64")
 
-PROMPTS = ["def parse(", "import json\n\nrow = ", "{", "# a list of numbers\n", "class A:"]
-MANY = int(os.environ.get("SCHEMAS", "2000"))
+PROMPTS = ["def parse(", "row = ", "{", "# a list of numbers\n", "class A:" * 9]
+MANY = int(os.environ.get("CONSTRAINTS", "200"))
+SUITE = os.environ.get("JSON_SCHEMA_SUITE", "")
+TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0], [-1], [-1, -1]])
 
 
 @pytest.fixture(scope="module")
-def demo():
-    return medusa_jax.load(tree="chain:3")
+def model(tmp_path_factory):
+    """A tiny one in float64 whose vocabulary can write JSON."""
+    path = tmp_path_factory.mktemp("constrained")
+    tiny.write_model(path, characters=tiny.PRINTABLE + "\té", max_position=512)
+    jax.config.update("jax_enable_x64", True)  # `x64` of a test comes too late
+    return load_model(path, dtype="float64")
 
 
-def check(demo, n, rows, plain_every):
-    """Rows of all temperatures in ragged batches; returns how many ended by themselves."""
-    rng, ended, checked = random.Random(n), 0, 0
-    for start in range(0, n, rows):
-        schemas = [random_schema(rng) for _ in range(rows)]
-        options = [
-            Options(
-                max_new_tokens=150,
-                temperature=rng.choice([0, 0.7, 1.3]),
-                top_p=rng.choice([1, 0.9]),
-                seed=start,
-                frequency_penalty=rng.choice([0, 0, 0.5]),
-                constraint={"json_schema": schema},
-            )
-            for schema in schemas
-        ]
-        prompts = [rng.choice(PROMPTS) for _ in schemas]
-        results = demo.generate(prompts, options)
-        for schema, result in zip(schemas, results):
-            assert result.finish_reason in ("stop", "length"), (schema, result.text)
-            if result.finish_reason == "stop":
-                ended += 1
-                assert is_valid(result.text, schema), (schema, result.text)
-        if start // rows % plain_every == 0:
-            plain = demo.generate(prompts, options, tree="none")
-            assert [r.token_ids for r in results] == [r.token_ids for r in plain]
-            checked += rows
-    print(f"\n{start + rows} schemas: {ended} answers ended, all valid; {checked} compared")
-    return ended
+def options_of(rng, constraint):
+    """Greedy or sampled, with penalties or without, of a limit of its own."""
+    return Options(
+        max_new_tokens=rng.choice([60, 150, 200]),
+        temperature=rng.choice([0, 0.7, 1.3]),
+        top_p=rng.choice([1, 0.9]),
+        seed=rng.randrange(100),
+        frequency_penalty=rng.choice([0, 0, 0.5]),
+        repetition_penalty=rng.choice([1, 1, 1.2]),
+        constraint=constraint,
+    )
 
 
-def test_a_few_schemas(demo):
-    assert check(demo, 16, 8, 2) >= 12
+def usable(model, given):
+    """The constraint; None if it is refused, which is one sentence."""
+    try:
+        constraint = constraint_of(given)
+        model._grammars.guide(constraint, model.eos_ids)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return None
+    return constraint
+
+
+def check(model, name, constraints, obeys, rows):
+    """Batches of rows, of which every eighth has no constraint; returns the share that ended.
+
+    Args:
+      obeys: whether a text is allowed by the value of a constraint.
+    """
+    rng, ended, steps, tokens, refused = random.Random(len(constraints)), 0, 0, 0, 0
+    made = [(given, usable(model, given)) for given in constraints]
+    refused = sum(one is None for _, one in made)
+    made = [pair for pair in made if pair[1]]
+    with Server(
+        model, slots=rows, trees={rows: TREE}, queue=2 * rows, chunk_steps=4
+    ) as server:
+        for start in range(0, len(made), rows):
+            batch = made[start : start + rows]
+            batch += [(None, None)] * (rows - len(batch))  # one size, one program
+            batch += [(None, None)] * (rows // 8)
+            options = [options_of(rng, one) for _, one in batch]
+            prompts = [rng.choice(PROMPTS) for _ in batch]
+            plain = model.generate(prompts, options, tree="none")
+            drafted = model.generate(prompts, options, tree=TREE)
+            asked = [Request(*pair, id=i) for i, pair in enumerate(zip(prompts, options))]
+            handles = server.submit_all(asked)
+            served = [[*handle][-1].ending.result for handle in handles]
+            for (given, _), one, *others in zip(batch, plain, drafted, served):
+                for other in others:
+                    assert other.token_ids == one.token_ids, (given, one.text, other.text)
+                    assert other.finish_reason == one.finish_reason
+                if given is None:
+                    continue
+                steps, tokens = steps + others[0].steps, tokens + one.new_tokens - 1
+                if one.finish_reason == "stop":
+                    ended += 1
+                    [value] = given.values()
+                    assert obeys(one.text, value), (given, one.text)
+    print(
+        f"\n{name}: {len(constraints)}, refused {refused}, ended {ended}, all valid; texts of "
+        f"drafts and of the server all those of plain decoding; {tokens / steps:.2f} tokens a step"
+    )
+    return ended / len(made)
+
+
+def schemas_of(n):
+    rng = random.Random(n)
+    return [{"json_schema": random_schema(rng)} for _ in range(n)]
+
+
+def matches(text, regex):
+    return re.fullmatch(regex, text) is not None
+
+
+def regexes_of(n):
+    rng = random.Random(n)
+    return [{"regex": random_regex(rng)} for _ in range(n)]
+
+
+@pytest.mark.wide
+def test_a_few(model):
+    few = schemas_of(8)
+    assert check(model, "schemas", few, is_valid, 8) > 0.7
 
 
 @pytest.mark.slow
-def test_many_schemas(demo):
-    assert check(demo, MANY, 8, 1) > 0.8 * MANY
+def test_many_schemas(model):
+    assert check(model, "schemas", schemas_of(MANY), is_valid, 32) > 0.8
+
+
+@pytest.mark.slow
+def test_many_regular_expressions(model):
+    assert check(model, "regular expressions", regexes_of(MANY // 4), matches, 32) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SUITE, reason="JSON_SCHEMA_SUITE names no checkout of the suite")
+def test_schemas_of_the_public_suite(model):
+    found = [{"json_schema": schema} for schema in suite_schemas(SUITE)]
+    assert check(model, "schemas of the suite", found, is_valid, 32) > 0.3

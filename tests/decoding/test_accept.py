@@ -99,24 +99,6 @@ def test_best_token_is_argmax_even_of_strange_rows():
     assert 0 <= int(best_token(np.array([nan, 1, nan, 0]))) < 4
 
 
-def test_worked_example_of_the_docstring():
-    tree = Tree.from_choices([[0], [1], [0, 0], [0, 2]])
-    path, n, best = walk(jnp.array([[False, True, False, False, True]]), tree)
-    assert path.tolist() == [[0, 1, 4]] and n.tolist() == [2] and best.tolist() == [4]
-
-
-def test_a_match_below_a_rejected_node_does_not_count():
-    tree = Tree.from_choices([[0], [0, 0], [0, 0, 0]])
-    nodes = jnp.array([[7, 1, 2, 3]])
-    targets = jax.jit(accept_targets, static_argnums=2)
-    # The root wants 9, not 1; nodes 2 and 3 would fit their own parents.
-    got = targets(nodes, jnp.array([[9, 2, 3, 4]]), tree)
-    assert got.n_B.tolist() == [0] and got.bonus_B.tolist() == [9]
-    got = targets(nodes, jnp.array([[1, 2, 9, 4]]), tree)
-    assert got.n_B.tolist() == [2] and got.bonus_B.tolist() == [9]
-    assert got.path_BL.tolist() == [[0, 1, 2, 2]]
-
-
 def typical_reference(tree, nodes, logits, temperature, epsilon, delta):
     """The paper's rule, written out with floats and loops (no filters)."""
     log_p = []
@@ -125,9 +107,9 @@ def typical_reference(tree, nodes, logits, temperature, epsilon, delta):
         log_p.append([float(x) - total for x in row])
     passes, score = [True], [0.0]
     for node in range(1, tree.n_nodes):
-        behind = log_p[tree.parent_M[node]]
-        entropy = -sum(math.exp(x) * x for x in behind)
-        mine = behind[nodes[node]]
+        after = log_p[tree.parent_M[node]]
+        entropy = -sum(math.exp(x) * x for x in after)
+        mine = after[nodes[node]]
         passes.append(math.exp(mine) > min(epsilon, delta * math.exp(-entropy)))
         score.append(score[tree.parent_M[node]] + mine)
     path = longest(tree, passes, score)
@@ -187,7 +169,7 @@ def test_typical_ties_go_to_the_likelier_path_even_over_impossible_siblings():
 
 
 def test_typical_thresholds_belong_to_rows_and_temperature_zero_is_greedy():
-    """One draft of probability about 0.27 behind a root of entropy about one nat."""
+    """One draft of probability about 0.27 after a root of entropy about one nat."""
     tree = Tree.chain(1)
     logits = jnp.tile(jnp.array([[[1.0, 0.0, -9.0], [0.0, 1.0, 0.0]]]), (4, 1, 1))
     nodes = jnp.array([[0, 1], [0, 1], [0, 1], [0, 0]])

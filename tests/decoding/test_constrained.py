@@ -1,7 +1,5 @@
 """Constraints in the step: drafted text is plain constrained decoding's, whatever the constraint is."""
 
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +7,22 @@ import pytest
 from cases import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import check_counts, planted, planted_params, texts_of
-from tiny import decoder, forward_logits, random_params, tiny_arch
+from planted import (
+    LIMITS,
+    PROMPTS,
+    SAMPLED,
+    check_counts,
+    planted,
+    planted_params,
+    random_model,
+    texts_of,
+)
+from tiny import forward_logits, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.constrained import draft_nodes
-from medusa_jax.decoding.masks import ALL, NO_TOKEN, members, only, words
+from medusa_jax.decoding.constrained import look_ahead
+from medusa_jax.decoding.masks import NO_TOKEN, words
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.stopping import STOPPED, STUCK
 from medusa_jax.heads import Backbone, make_drafter
@@ -25,8 +32,6 @@ from medusa_jax.tree import Tree
 pytestmark = pytest.mark.usefixtures("x64")
 NEW, V, EOS = 40, 41, 7
 CONFIG = tiny_arch(vocab_size=V, n_layers=1)
-PROMPTS = [[4], [1, 2, 3, 1, 2, 3, 1, 2], [0, 0, 0, 0, 0]]
-LIMITS = [NEW, 17, 29]
 TREES = [
     Tree.none(),
     Tree.chain(3),
@@ -67,12 +72,18 @@ class Rule:
         self.text += tokens
         self.consumed += len(tokens)
 
-    def forced(self, most):
-        text, found = list(self.text), []
-        while len(found) < most and len(left := self.tokens(text)) == 1:
-            found += left
-            text += left
-        return found
+    def replace_forbidden(self, nodes_M, children, guesses_MK):
+        def visit(node, text):
+            allowed = self.tokens(text)
+            forced = allowed if len(allowed) == 1 else []
+            for child in children[node]:
+                if nodes_M[child] not in allowed:
+                    there = set(nodes_M[children[node]].tolist())
+                    others = (t for t in [*forced, *guesses_MK[node]] if t in allowed)
+                    nodes_M[child] = next((t for t in others if t not in there), 0)
+                visit(child, [*text, int(nodes_M[child])])
+
+        visit(0, self.text)
 
     def fill_tree(self, nodes_M, children, into_MW):
         def visit(node, text):
@@ -88,16 +99,9 @@ class Rule:
         visit(0, self.text)
 
 
-@cache
-def model(seed):
-    params = random_params(CONFIG, seed)
-    return (params, *decoder(CONFIG, params))
-
-
 def request_of(acceptance, seed, dead=False, penalties=None):
     """The middle row has no constraint."""
-    sampled = {"temperature": [1.0, 0.0, 0.7], "top_k": [0, 0, 5], "top_p": [1.0, 1.0, 0.9]}
-    fields = sampled if acceptance != "greedy" else {}
+    fields = SAMPLED if acceptance != "greedy" else {}
     guides = [Rule(seed, dead), None, Rule(seed + 1, dead)]
     stops = [((EOS,),)] * 3
     more = {"guides": guides, "penalties": penalties, "stops": stops}
@@ -105,7 +109,7 @@ def request_of(acceptance, seed, dead=False, penalties=None):
 
 
 def decode(tree, heads, acceptance, seed, drafter=None, **more):
-    _, llama, backbone = model(seed % 3)
+    _, llama, backbone = random_model(CONFIG, seed % 3)
     engine = loop.Engine(llama, drafter or planted(CONFIG), tree, acceptance)
     variables = {"backbone": backbone, "heads": heads}
     return loop.generate(engine, variables, request_of(acceptance, seed, **more))
@@ -115,15 +119,8 @@ def allowed_everywhere(rule, text):
     return all(token in rule.tokens(text[:t]) for t, token in enumerate(text))
 
 
-def test_bits():
-    assert members(np.array([5], np.uint32), 4).tolist() == [True, False, True, False]
-    assert only(jnp.zeros((1, 3)), None).tolist() == [[0, 0, 0]]
-    got = only(jnp.zeros((1, 40)), np.array([[ALL, 1]], np.uint32))[0]
-    assert np.isfinite(np.asarray(got)).tolist() == [True] * 33 + [False] * 7
-
-
 def test_the_plain_loop_takes_the_best_allowed_token():
-    params, *_ = model(0)
+    params, *_ = random_model(CONFIG, 0)
     progress = decode(Tree.none(), {}, "greedy", 0)
     for row, text in enumerate(texts_of(progress)):
         rule = request_of("greedy", 0).guides[row]
@@ -160,7 +157,7 @@ def test_any_tree_gives_the_text_of_plain_decoding(acceptance):
 
 def test_a_text_that_is_forced_is_drafted():
     """Untrained heads know nothing: what is accepted is what the constraint leaves alone."""
-    params, llama, backbone = model(0)
+    params, llama, backbone = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=3), CONFIG)
     heads = drafter.init(jax.random.key(0), Backbone(Llama(CONFIG, jnp.float64), params))
 
@@ -176,7 +173,7 @@ def test_a_text_that_is_forced_is_drafted():
 
 @pytest.mark.parametrize("acceptance", ["rejection", *wide("typical")])
 def test_other_rules_obey(acceptance):
-    params, *_ = model(0)
+    params, *_ = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
     heads = drafter.init(jax.random.key(0), Backbone(Llama(CONFIG, jnp.float64), params))
     for dead in (False, True):
@@ -189,26 +186,29 @@ def test_other_rules_obey(acceptance):
 
 
 def test_the_text_outgrows_the_cache():
-    _, llama, backbone = model(1)
+    _, llama, backbone = random_model(CONFIG, 1)
     request = loop.Request([[1] * 100], [80], guides=[Rule(8)])
     engine = loop.Engine(llama, planted(CONFIG), Tree.none())
     [text] = texts_of(loop.generate(engine, {"backbone": backbone, "heads": {}}, request))
     assert len(text) == 80 and allowed_everywhere(Rule(8), text)
 
 
-def test_drafts_of_depth_one_are_ranked_among_allowed_tokens():
-    params, llama, backbone = model(0)
+def test_guesses_after_each_node():
+    """Those of the scores that rank its children; of copied nodes those of their depth."""
+    params, llama, backbone = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
     heads = drafter.init(jax.random.key(0), Backbone(Llama(CONFIG, jnp.float64), params))
-    tree = Tree.from_choices([[0], [1], [2], [0, 0]])
-    engine = loop.Engine(llama, drafter, tree)
+    tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [-1], [-1, -1]])
+    engine = loop.Engine(llama, drafter, tree, "sampled")
     variables = {"backbone": backbone, "heads": heads}
-    state, _ = loop.begin(engine, variables, loop.Request([[4], [5]], [9, 9]))
-    bits_BW = np.array([[0b111 << 20, 0], [1, 3]], np.uint32)
-    forced_BL = np.array([[NO_TOKEN] * 3, [NO_TOKEN, 33, 9]], np.int32)
-    _, nodes = draft_nodes(engine, variables, state, bits_BW, forced_BL)
-    children = [i for i in range(5) if tree.depth_M[i] == 1]
-    [deepest] = [i for i in range(5) if tree.depth_M[i] == 2]
-    assert set(np.asarray(nodes)[0, children].tolist()) == {20, 21, 22}
-    assert nodes[1, tree.parent_M[deepest]] == 33 and nodes[1, deepest] == 9
-    assert {0, 32, 33} >= set(np.asarray(nodes)[1, children].tolist())
+    request = loop.Request([[4], [5]], [9, 9], temperature=[1.0, 0.5])
+    state, _ = loop.begin(engine, variables, request)
+    ahead = look_ahead(engine, variables, state)
+    nodes, guesses = np.asarray(ahead.drafts.nodes_BM), np.asarray(ahead.guesses_BMK)
+    for node in range(1, tree.n_nodes):
+        if tree.rank_M[node] >= 0:
+            best = guesses[:, tree.parent_M[node], tree.rank_M[node]]
+            assert best.tolist() == nodes[:, node].tolist()
+    copied, deepest = tree.copied_C
+    assert (guesses[:, copied] == guesses[:, 2]).all() and (guesses[:, 0] >= 0).all()
+    assert (guesses[:, deepest] == NO_TOKEN).all()

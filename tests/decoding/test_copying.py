@@ -6,14 +6,15 @@ import pytest
 from cases import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import planted, planted_params, texts_of
-from tiny import decoder, random_params, tiny_arch
+from planted import plain_texts, planted, planted_params, random_model, texts_of
+from tiny import tiny_arch
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.copying import NGRAM, copied_lengths, copied_tokens, with_copies
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
+CONFIG = tiny_arch(vocab_size=7, n_layers=1)
 
 # As deep as the heads' part, and deeper.
 TREE = Tree.from_choices([[0], [1], [0, 0], [-1], [-1, -1], [-1, -1, -1]])
@@ -31,9 +32,9 @@ def copied(text, n):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(0, 3))
-def test_what_followed_the_latest_longest_match_is_copied(text, behind):
+def test_what_followed_the_latest_longest_match_is_copied(text, after):
     padded = np.full((1, 24), 9)
-    padded[0, : len(text) + behind] = [*text, *[text[0]] * behind]
+    padded[0, : len(text) + after] = [*text, *[text[0]] * after]
     got = jax.jit(copied_tokens, static_argnums=2)(padded, np.array([len(text) - 1]), 4)
     assert got[0].tolist() == copied(text, 4)
 
@@ -67,21 +68,17 @@ def test_recorded_lengths_end_with_the_text():
 @pytest.mark.parametrize("acceptance", ["sampled", *wide("greedy")])
 def test_drafted_text_is_plain_text(acceptance, ngram):
     """Ragged rows of their own limits; a small vocabulary, so that much repeats."""
-    config = tiny_arch(vocab_size=7, n_layers=1)
-    params = random_params(config, 3)
-    llama, backbone = decoder(config, params)
+    _, llama, backbone = random_model(CONFIG, 3)
     prompts, limits = [[1, 2, 1], [5], [3, 4, 3, 4, 3, 6, 0]], [40, 17, 33]
     extra = {"temperature": [0.3, 0.0, 0.6], "seed": [1, 2, 3]}
     request = loop.Request(prompts, limits, **(extra if acceptance == "sampled" else {}))
     told = {"acceptance": acceptance, "no_repeat_ngram_size": ngram}
-    plain = loop.Engine(llama, planted(config), Tree.none(), **told)
-    nothing = {"backbone": backbone, "heads": {}}
-    expected = texts_of(loop.generate(plain, nothing, request))
+    expected = plain_texts(CONFIG, llama, backbone, request, **told)
     known = [p + t for p, t in zip(prompts, expected)]
     variables = {"backbone": backbone, "heads": planted_params(known, 7, 5)}
     steps = {}
     for tree in (TREE, TREE.drafted):
-        engine = loop.Engine(llama, planted(config), tree, **told)
+        engine = loop.Engine(llama, planted(CONFIG), tree, **told)
         got = loop.generate(engine, variables, request)
         assert texts_of(got) == expected
         steps[tree] = np.asarray(got.histogram_BL).sum()
@@ -92,18 +89,16 @@ def test_drafted_text_is_plain_text(acceptance, ngram):
 
 
 def test_a_rule_that_needs_the_drafts_law_copies_nothing():
-    config = tiny_arch(vocab_size=7, n_layers=1)
-    llama, _ = decoder(config, random_params(config, 3))
-    engine = loop.Engine(llama, planted(config), TREE, "rejection")
+    _, llama, _ = random_model(CONFIG, 3)
+    engine = loop.Engine(llama, planted(CONFIG), TREE, "rejection")
     assert engine.tree == TREE.drafted.dense and not engine.keeps_text
 
 
 def test_trees_of_one_depth_that_copy_share_what_is_not_a_step():
-    config = tiny_arch(vocab_size=7, n_layers=1)
-    llama, _ = decoder(config, random_params(config, 3))
+    _, llama, _ = random_model(CONFIG, 3)
 
     def apart(tree):
-        return loop.Engine(llama, planted(config), tree).depth_only
+        return loop.Engine(llama, planted(CONFIG), tree).depth_only
 
     assert apart(TREE) == apart(Tree.copies(3)) != apart(Tree.chain(3))
     assert apart(TREE).keeps_text and not apart(Tree.chain(3)).keeps_text

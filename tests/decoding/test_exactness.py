@@ -31,6 +31,7 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import sampling, step
 from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
 from medusa_jax.model import cache as kv_cache
+from medusa_jax.model import rope, tree_kernel
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
@@ -68,7 +69,7 @@ def sampling_fields(rows, seed):
 
 @cache
 def reference(shape, seed, acceptance, ngram=0):
-    """Prompts, and what the plain loop emits behind them; n-grams of size `ngram` barred."""
+    """Prompts, and what the plain loop emits after them; n-grams of size `ngram` barred."""
     vocab, rows, _ = shape
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, vocab, n).tolist() for n in rng.integers(1, 12, rows)]
@@ -200,16 +201,26 @@ def test_a_row_does_not_depend_on_its_slot_or_its_batch_mates():
     assert texts_of(drafted(shape, 3, other, [expected[0]], tree)) != [expected[0]]
 
 
-def test_the_forms_for_tpus_give_the_same_text(monkeypatch):
-    """Cache and tokens written row by row, candidates gathered by row, sums of nuclei by XLA."""
-    shape, tree = (
-        (29, 3, 3),
-        Tree.cartesian([2, 2, 1]),
-    )  # no other test has traced this shape
-    request, expected = reference(shape, 1, "sampled")
-    for module in (kv_cache, sampling, step):
+@pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
+def test_the_forms_for_tpus_give_the_same_text(monkeypatch, acceptance):
+    """The attention kernel, interpreted; rotation by head; caches and tokens written row by row."""
+    # A vocabulary that no other test has traced, ragged rows, a sliding window.
+    shape = ({"greedy": 29, "sampled": 31}[acceptance], 3, 3)
+    tree = Tree.cartesian([2, 2, 1])
+    request, expected = reference(shape, 1, acceptance)
+    for module in (kv_cache, rope, sampling, step):
         monkeypatch.setattr(module, "platform", lambda: "tpu")
-    assert texts_of(drafted(shape, 1, request, expected, tree)) == expected
+    calls = []
+
+    def attend_tree(q_BTNH, *args):
+        calls.append(q_BTNH.shape[1])
+        return kernel(q_BTNH, *args, interpret=True)
+
+    kernel = tree_kernel.attend_tree
+    monkeypatch.setattr(tree_kernel, "fits", lambda q_BTNH, k_BGSH: True)
+    monkeypatch.setattr(tree_kernel, "attend_tree", attend_tree)
+    assert texts_of(drafted(shape, 1, request, expected, tree, acceptance)) == expected
+    assert tree.n_nodes in calls
 
 
 def test_seeds_differ_and_repeat():

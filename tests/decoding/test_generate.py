@@ -71,6 +71,12 @@ def cut(text, eos=(), sequences=(), limit=NEW):
     return text[:limit], loop.LIMIT
 
 
+def check_ends(progress, expected):
+    assert texts_of(progress) == [t for t, _ in expected]
+    assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
+    check_counts(progress)
+
+
 def place(n):
     """Where the n-th token sits: "prefill", 1, 2, 3 for a draft, "bonus"."""
     return "prefill" if n == 1 else ((n - 2) % 4 + 1 if (n - 2) % 4 < 3 else "bonus")
@@ -89,9 +95,7 @@ def test_eos_ends_a_row_wherever_it_comes(eos):
     request = request_of([NEW] * ROWS, [(i,) for i in eos])
     progress = loop.generate(engine, variables, request)
     expected = [cut(t, eos) for t in plain_texts()]
-    assert texts_of(progress) == [t for t, _ in expected]
-    assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
-    check_counts(progress)
+    check_ends(progress, expected)
     places = {place(len(t)) for t, s in expected if s == loop.STOPPED}
     assert places == {"prefill", 1, 2, 3, "bonus"}
 
@@ -101,9 +105,7 @@ def test_stop_sequences_are_found_across_steps_and_inside_paths():
     engine, variables = all_accepted()
     progress = loop.generate(engine, variables, request_of([NEW] * ROWS, sequences))
     expected = [cut(t, (), sequences) for t in plain_texts()]
-    assert texts_of(progress) == [t for t, _ in expected]
-    assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
-    check_counts(progress)
+    check_ends(progress, expected)
     ends = {place(len(t)) for t, s in expected if s == loop.STOPPED}
     # Ending at draft 1 means that the sequence began in an earlier step.
     assert {1, 2, 3} & ends and 1 in ends
@@ -114,9 +116,7 @@ def test_limits_inside_a_path_and_of_one_token():
     engine, variables = all_accepted()
     progress = loop.generate(engine, variables, request_of(limits, [(5,)]))
     expected = [cut(t, (5,), (), limit) for t, limit in zip(plain_texts(), limits)]
-    assert texts_of(progress) == [t for t, _ in expected]
-    assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
-    check_counts(progress)
+    check_ends(progress, expected)
     assert np.asarray(progress.steps_B)[0] == 0
 
 
@@ -167,13 +167,6 @@ def test_rows_ended_by_the_caller_stop_and_do_not_disturb_the_others():
     for row in range(ROWS):
         assert last[row] == expected[row][: 13 if wanted[row] else NEW]
     assert (np.asarray(seen[-1].status_B)[wanted] == loop.STOPPED).all()
-
-
-def test_a_row_that_has_ended_keeps_its_reason():
-    engine, _ = all_accepted()
-    status_B = jnp.array([loop.RUNNING, loop.LIMIT, loop.STOPPED, loop.RUNNING])
-    ended = loop.end_rows(engine, status_B, jnp.array([True, True, True, False]))
-    assert ended.tolist() == [loop.STOPPED, loop.LIMIT, loop.STOPPED, loop.RUNNING]
 
 
 def test_when_all_rows_are_ended_the_stream_ends():
@@ -309,13 +302,6 @@ def test_extra_rows_need_slots():
     assert engine.n_rows == tree + extra
     assert loop.slot_ladder(engine, 128 - tree - extra, 1) == [128]
     assert loop.slot_ladder(engine, 128 - tree - extra + 1, 1) == [256]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000])
-def test_power_of_two(n):
-    least = loop.power_of_two(n, 1)
-    assert least >= n and least < 2 * n and bin(least).count("1") == 1
-    assert loop.power_of_two(n, 64) == max(64, least)
 
 
 @pytest.mark.wide

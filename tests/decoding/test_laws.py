@@ -151,7 +151,7 @@ true_rule = targets.accept_targets
 
 
 def bonus_of_the_root(nodes_BM, targets_BM, tree):
-    """The bonus token comes from behind the root instead of behind the accepted path."""
+    """The bonus token is the one after the root, not after the accepted path."""
     right = true_rule(nodes_BM, targets_BM, tree)
     return right._replace(bonus_B=targets_BM[:, 0])
 

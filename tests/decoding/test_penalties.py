@@ -10,8 +10,19 @@ from cases import wide
 from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import check_counts, decode_traced, planted, planted_params, texts_of
-from tiny import decoder, forward_logits, random_params, tiny_arch
+from planted import (
+    LIMITS,
+    PROMPTS,
+    SAMPLED,
+    check_counts,
+    decode_traced,
+    plain_texts,
+    planted,
+    planted_params,
+    random_model,
+    texts_of,
+)
+from tiny import forward_logits, tiny_arch
 from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
@@ -28,10 +39,7 @@ from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
-NEW = 40
 CONFIG = tiny_arch(vocab_size=11, n_layers=1)
-PROMPTS = [[4], [1, 2, 3, 1, 2, 3, 1, 2], [0, 0, 0, 0, 0]]
-LIMITS = [NEW, 17, 29]
 # Rows of all kinds, the second of which asks for nothing.
 ASKED = [
     Asked(presence=0.7, frequency=0.4, bias=((3, 2.0), (5, -100.0))),
@@ -102,13 +110,6 @@ def test_the_definitions_are_openais_and_transformers(prompt, text, asked, seed)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_the_docstring_example():
-    penalties = penalties_of([Asked(presence=0.5, repetition=2.0)], [[1]], 3)
-    counts = jnp.array([[[0, 1, 1]]])
-    got = penalised(jnp.array([[[1.0, -1.0, 0.0]]]), penalties, counts)
-    assert got[0, 0].tolist() == [1.0, -2.5, -0.5]
-
-
 @partial(jax.jit, static_argnums=())
 def counts_of(counts_BV, nodes_BM, tree):
     return counts_down_paths(counts_BV, nodes_BM, tree)
@@ -128,15 +129,8 @@ def test_every_node_counts_its_own_path(tree, seed):
             assert got[row, node].tolist() == (before[row] + more).tolist()
 
 
-@cache
-def model(seed):
-    params = random_params(CONFIG, seed)
-    return (params, *decoder(CONFIG, params))
-
-
 def request_of(acceptance, asked=ASKED):
-    sampled = {"temperature": [1.0, 0.0, 0.7], "top_k": [0, 0, 5], "top_p": [1.0, 1.0, 0.9]}
-    fields = sampled if acceptance == "sampled" else {}
+    fields = SAMPLED if acceptance == "sampled" else {}
     return loop.Request(PROMPTS, LIMITS, penalties=asked, **fields)
 
 
@@ -144,15 +138,13 @@ def request_of(acceptance, asked=ASKED):
 def reference(seed, acceptance, asks=True):
     """What the plain loop emits."""
     request = request_of(acceptance, ASKED if asks else None)
-    _, llama, backbone = model(seed)
-    plain = loop.Engine(llama, planted(CONFIG), Tree.none(), acceptance)
-    variables = {"backbone": backbone, "heads": {}}
-    return request, texts_of(loop.generate(plain, variables, request))
+    model = random_model(CONFIG, seed)[1:]
+    return request, plain_texts(CONFIG, *model, request, acceptance)
 
 
 def test_the_plain_loop_takes_the_best_penalised_token():
     for seed in range(2):
-        params, *_ = model(seed)
+        params, *_ = random_model(CONFIG, seed)
         _, texts = reference(seed, "greedy")
         free = reference(seed, "greedy", asks=False)[1]
         assert texts[0] != free[0] and texts[1] == free[1] and texts[2] != free[2]
@@ -175,7 +167,7 @@ def test_any_tree_gives_the_text_of_plain_decoding(acceptance):
     @given(trees(9, 4), st.integers(0, 3))
     def check(tree, seed):
         nonlocal histogram
-        _, llama, backbone = model(seed)
+        _, llama, backbone = random_model(CONFIG, seed)
         request, expected = reference(seed, acceptance)
         engine = loop.Engine(llama, planted(CONFIG), example, acceptance)
         known = [p + t for p, t in zip(PROMPTS, expected)]
@@ -192,7 +184,7 @@ def test_any_tree_gives_the_text_of_plain_decoding(acceptance):
 
 
 def test_a_stream_counts_across_its_chunks():
-    _, llama, backbone = model(0)
+    _, llama, backbone = random_model(CONFIG, 0)
     request, expected = reference(0, "greedy")
     known = [p + t for p, t in zip(PROMPTS, expected)]
     heads = planted_params(known, CONFIG.vocab_size, 0)
@@ -204,7 +196,7 @@ def test_a_stream_counts_across_its_chunks():
 @pytest.mark.parametrize("acceptance", ["rejection", *wide("typical")])
 def test_other_rules_judge_by_penalised_logits(acceptance):
     """A token that is as good as barred never comes, and one that is as good as forced does."""
-    params, llama, backbone = model(0)
+    params, llama, backbone = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
     engine = loop.Engine(llama, drafter, Tree.cartesian([2, 2]), acceptance)
     asked = [
@@ -222,7 +214,7 @@ def test_other_rules_judge_by_penalised_logits(acceptance):
 
 
 def test_log_probabilities_stay_the_models_own():
-    params, llama, backbone = model(0)
+    params, llama, backbone = random_model(CONFIG, 0)
     request, [text, *_] = reference(0, "greedy")
     engine = loop.Engine(llama, planted(CONFIG), Tree.none(), logprobs=0)
     progress = loop.generate(engine, {"backbone": backbone, "heads": {}}, request)
@@ -232,7 +224,7 @@ def test_log_probabilities_stay_the_models_own():
 
 
 def test_requests_that_do_not_ask_carry_nothing():
-    _, llama, backbone = model(0)
+    _, llama, backbone = random_model(CONFIG, 0)
     engine = loop.Engine(llama, planted(CONFIG), Tree.none())
     for penalties in (None, [Asked()]):
         request = loop.Request([[1]], [4], penalties=penalties)

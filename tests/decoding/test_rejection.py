@@ -133,7 +133,7 @@ MUTATIONS = {
     # The rest is drawn without noise.
     "gumbel": lambda key_B, at_BL, V, dtype: jnp.zeros((*at_BL.shape, V), dtype),
     # Accepted by the raw verifier, without temperature.
-    "log_target_law": lambda logits, sampling: jax.nn.log_softmax(logits, axis=-1),
+    "log_target_probs": lambda logits, sampling: jax.nn.log_softmax(logits, axis=-1),
 }
 
 

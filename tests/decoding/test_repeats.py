@@ -10,37 +10,42 @@ import pytest
 from cases import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import Planted, planted, planted_params, texts_of
+from planted import (
+    LIMITS,
+    PROMPTS,
+    SAMPLED,
+    Planted,
+    plain_texts,
+    planted,
+    planted_params,
+    random_model,
+    texts_of,
+)
 from tiny import decoder, forward_logits, random_params, tiny_arch
 from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.repeats import barred_tokens, texts_behind, without_repeats
+from medusa_jax.decoding.repeats import barred_tokens, node_texts, without_repeats
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
-NEW = 40
 N = 3
-# Few tokens, so that bars matter; rows with short and long prompts.
+# Few tokens, so that bars matter.
 CONFIG = tiny_arch(vocab_size=11, n_layers=1)
-PROMPTS = [[4], [1, 2, 3, 1, 2, 3, 1, 2], [0, 0, 0, 0, 0]]
-LIMITS = [NEW, 17, 29]
 
 
 def grams(text, n):
     return [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
 
 
-def test_the_docstring_examples():
-    assert barred_tokens([0, 1, 2, 0, 1], 3) == [2]
-    logits = jax.jit(without_repeats, static_argnums=3)(
-        np.zeros((1, 1, 4)), np.array([[[0, 1, 2, 0, 1, -1]]]), np.array([[4]]), 3
-    )
-    assert np.isneginf(np.asarray(logits)[0, 0]).tolist() == [False, False, True, False]
+def check_no_repeats(prompt, text):
+    old = grams(prompt, N)
+    new = grams([*prompt, *text], N)[len(old) :]
+    assert len(set(new)) == len(new) and not set(new) & set(old)
 
 
 @given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 4))
@@ -51,15 +56,15 @@ def test_a_token_is_barred_if_it_completes_an_old_ngram(text, n):
 
 @partial(jax.jit, static_argnums=4)
 def flat_logits_barred(text_BS, length_B, nodes_BM, tree, n):
-    """Zeros [B, M, V = 3] with the bars behind every node."""
-    texts = texts_behind(text_BS, length_B, nodes_BM, tree)
+    """Zeros [B, M, V = 3] with the bars after every node."""
+    texts = node_texts(text_BS, length_B, nodes_BM, tree)
     return without_repeats(jnp.zeros((*nodes_BM.shape, 3)), *texts, n)
 
 
 @SETTINGS
 @given(trees(9, 3), st.integers(0, 99), st.integers(1, 4))
 def test_every_node_has_the_bars_of_its_path(tree, seed, n):
-    """Two rows; behind their text the buffer holds what must not count."""
+    """Two rows; after their text the buffer holds what must not count."""
     rng = np.random.default_rng(seed)
     V, S, length = 3, 30, np.array([rng.integers(0, 20), 20])
     text = rng.integers(0, V, (2, S))
@@ -74,44 +79,30 @@ def test_every_node_has_the_bars_of_its_path(tree, seed, n):
 
 
 @cache
-def model(seed):
-    params = random_params(CONFIG, seed)
-    return (params, *decoder(CONFIG, params))
-
-
-def fields(acceptance):
-    sampled = {"temperature": [1.0, 0.0, 0.7], "top_k": [0, 0, 5], "top_p": [1.0, 1.0, 0.9]}
-    return sampled if acceptance == "sampled" else {}
-
-
-@cache
 def reference(seed, acceptance, n=N):
     """What the plain loop emits, n-grams of size n barred."""
-    request = loop.Request(PROMPTS, LIMITS, **fields(acceptance))
-    _, llama, backbone = model(seed)
-    plain = loop.Engine(
-        llama, planted(CONFIG), Tree.none(), acceptance, no_repeat_ngram_size=n
+    sampled = SAMPLED if acceptance == "sampled" else {}
+    request, model = (
+        loop.Request(PROMPTS, LIMITS, **sampled),
+        random_model(CONFIG, seed)[1:],
     )
-    return request, texts_of(
-        loop.generate(plain, {"backbone": backbone, "heads": {}}, request)
-    )
+    bars = {"no_repeat_ngram_size": n}
+    return request, plain_texts(CONFIG, *model, request, acceptance, **bars)
 
 
 @pytest.mark.parametrize("acceptance", ["sampled", *wide("greedy")])
-def test_no_ngram_stands_twice(acceptance):
+def test_no_ngram_occurs_twice(acceptance):
     for seed in range(2):
         _, texts = reference(seed, acceptance)
         free = reference(seed, acceptance, 0)[1]
         assert texts != free
         for prompt, text in zip(PROMPTS, texts):
-            old = grams(prompt, N)
-            new = grams([*prompt, *text], N)[len(old) :]
-            assert len(set(new)) == len(new) and not set(new) & set(old)
+            check_no_repeats(prompt, text)
 
 
 def test_the_plain_loop_takes_the_best_token_that_is_not_barred():
     for seed in range(2):
-        params, *_ = model(seed)
+        params, *_ = random_model(CONFIG, seed)
         _, texts = reference(seed, "greedy")
         for prompt, text, limit in zip(PROMPTS, texts, LIMITS):
             assert len(text) == limit
@@ -125,7 +116,7 @@ def test_the_plain_loop_takes_the_best_token_that_is_not_barred():
 
 @pytest.mark.wide
 def test_the_text_grows_with_the_cache():
-    """150 tokens behind prompts of 5 and 120: the cache of 128 slots doubles on the way."""
+    """150 tokens after prompts of 5 and 120: the cache of 128 slots doubles on the way."""
     config = tiny_arch(vocab_size=60)
     params = random_params(config, 3)
     llama, backbone = decoder(config, params)
@@ -153,7 +144,7 @@ def test_the_text_grows_with_the_cache():
 @pytest.mark.wide
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])
 def test_other_rules_never_give_a_barred_token(acceptance):
-    params, llama, backbone = model(0)
+    params, llama, backbone = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
     engine = loop.Engine(
         llama, drafter, Tree.cartesian([2, 2]), acceptance, no_repeat_ngram_size=N
@@ -162,14 +153,12 @@ def test_other_rules_never_give_a_barred_token(acceptance):
     heads = drafter.init(jax.random.key(0), Backbone(Llama(CONFIG, jnp.float64), params))
     progress = loop.generate(engine, {"backbone": backbone, "heads": heads}, request)
     for prompt, text in zip(PROMPTS, texts_of(progress)):
-        old = grams(prompt, N)
-        new = grams([*prompt, *text], N)[len(old) :]
-        assert len(set(new)) == len(new) and not set(new) & set(old)
+        check_no_repeats(prompt, text)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tempted(Planted):
-    """Likes one token best that is barred behind the root, if any is, and the true one next.
+    """Likes one token best that is barred after the root, if any is, and the true one next.
 
     `barred_BS` of its parameters: that token for a root at this position, or -1.
     """
@@ -185,8 +174,8 @@ class Tempted(Planted):
         return jnp.stack([root_B, best_B], axis=1)
 
 
-def test_what_is_barred_behind_the_root_is_not_drafted():
-    _, llama, backbone = model(0)
+def test_what_is_barred_after_the_root_is_not_drafted():
+    _, llama, backbone = random_model(CONFIG, 0)
     request, expected = reference(0, "greedy")
     known = [p + t for p, t in zip(PROMPTS, expected)]
     barred = np.full((len(known), 256), -1)
@@ -205,7 +194,7 @@ def test_what_is_barred_behind_the_root_is_not_drafted():
 
 
 def test_without_bars_nothing_is_carried():
-    _, llama, backbone = model(0)
+    _, llama, backbone = random_model(CONFIG, 0)
     engine = loop.Engine(llama, planted(CONFIG), Tree.none())
     state, _ = loop.begin(
         engine, {"backbone": backbone, "heads": {}}, loop.Request([[1]], [4])

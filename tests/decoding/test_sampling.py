@@ -82,7 +82,7 @@ def test_filters_in_low_precision(dtype, temperature):
 def test_a_nucleus_is_that_of_the_row_alone():
     """Every row's wanted mass is that of its likeliest 100 tokens, up to rounding: whether the next
     one is kept depends on the order of the sums."""
-    B, V = 10, 49_152  # so many that XLA would share out a sum among threads
+    B, V = 10, 49_152  # enough that XLA would share out a sum among threads
     logits = np.random.default_rng(0).standard_normal((B, 1, V)).astype(np.float32)
     mass = -np.sort(-np.exp(logits - logits.max(-1, keepdims=True)), axis=-1)[:, 0]
     top_p = mass[:, :100].sum(-1) / mass.sum(-1)

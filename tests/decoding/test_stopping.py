@@ -39,7 +39,7 @@ def test_a_stop_is_found_where_the_text_ends_with_it(data):
     emitted = [data.draw(st.lists(TOKEN, min_size=L, max_size=L)) for _ in range(B)]
     # Two sequences of three tokens that are never met make every case one shape.
     packed = pack_stops([[*row, (9, 9, 9), (9, 9, 9)][:2] for row in rows])
-    tokens_BO = np.full((B, MOST_BEFORE + L), 1, np.int32)  # what lies behind is no matter
+    tokens_BO = np.full((B, MOST_BEFORE + L), 1, np.int32)  # what comes after is no matter
     for b in range(B):
         text = before[b] + emitted[b]
         tokens_BO[b, : len(text)] = text
@@ -66,7 +66,7 @@ def test_nothing_stands_before_the_first_new_token():
     st.lists(st.booleans(), min_size=L, max_size=L), st.integers(1, L), st.integers(1, 5)
 )
 def test_the_first_end_counts(stops, n, room):
-    """Token by token: a stop ends the row behind itself, else the limit does."""
+    """Token by token: a stop ends the row after itself, else the limit does."""
     count, status = 0, RUNNING
     while status == RUNNING and count < n:
         count += 1

@@ -14,7 +14,7 @@ from tiny import set_template, write_model
 
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
-from medusa_jax.distill import files, writer
+from medusa_jax.distill import files
 from medusa_jax.distill.compose import compose
 from medusa_jax.distill.conversation import Converse
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed, silent_seeds
@@ -22,6 +22,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop import chat, hf
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.data.prepare import Encoder
+from medusa_jax.training.log import progress
 
 # Letters the tiny tokenizer knows: "u" and "a" name the speakers.
 TEMPLATE = (
@@ -140,7 +141,7 @@ def test_self_talk_writes_the_user_s_turns_too(tokenizer):
     assert [m["role"] for m in records[0]["messages"]] == ["user", "assistant"] * 3
     assert contents(records[1]) == ["hi", "yes"]
     assert "no further user turn" in records[1]["problem"]
-    # The model goes on right behind the words that open a user's turn.
+    # The model goes on right after the words that open a user's turn.
     assert script.asked[2] == (0, "<s>u hi\na yes</s>u", "a")
 
 
@@ -245,15 +246,15 @@ def test_continuations_are_counted_without_their_prompts():
 
 def test_news_come_within_a_batch(model, seeds, tmp_path, capsys, monkeypatch):
     """Where there is no terminal: tokens from the first chunk of the first batch on."""
-    monkeypatch.setattr(writer, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINES", 0.0)
     assert distill.main(flags_for(model, tmp_path, seeds, "--limit=8")) == 0
     news = [line for line in capsys.readouterr().err.splitlines() if "of 8 seeds" in line]
-    first = re.match(r"0 of 8 seeds, (\d+) tokens, \d+ tokens/s$", news[0])
+    first = re.match(r"answers: 0 of 8 seeds, (\d+) tokens, \d+ tokens/s$", news[0])
     assert first and int(first[1]) > 0
     counts = [int(re.search(r"(\d+) tokens,", line)[1]) for line in news]
     assert counts == sorted(counts)
     found = json.loads((tmp_path / "provenance.json").read_text())
-    assert counts[-1] == found["answer_tokens"] and "minutes left" in news[-1]
+    assert counts[-1] == found["answer_tokens"] and " left" in news[-1]
 
 
 def test_another_setting_is_not_mixed_in(model, seeds, tmp_path, capsys):
@@ -290,7 +291,7 @@ def test_composed_questions_are_answered(model, seeds, tmp_path):
     assert distill.main([f for f in flags if not f.startswith("--prompts")]) == 0
     lines = (tmp_path / "messages.jsonl").read_text().splitlines()
     asked = [json.loads(line)["messages"][0]["content"] for line in lines]
-    assert asked == [compose(number) for number in range(8)]
+    assert asked == [compose(number)[0] for number in range(8)]
 
 
 @pytest.mark.slow
@@ -379,9 +380,7 @@ def test_damaged_files_are_named(tmp_path):
         files.check_settings(tmp_path, {})
     (tmp_path / "samples.jsonl").write_text("{}\nx\n5\n")
     three = [Seed(i) for i in range(3)]
-    with pytest.raises(
-        UserError, match=r"samples\.jsonl is damaged: line 2 .* first 1 lines"
-    ):
+    with pytest.raises(UserError, match=r"samples\.jsonl is damaged: line 2 .* first 1"):
         files.finished_lines(tmp_path / "samples.jsonl", 1, three, lambda *_: True)
 
 

@@ -1,17 +1,14 @@
-"""Answer files: what each side took and said, and what a later turn stands behind."""
+"""Answer files, and figures of runs without a step."""
 
 from types import SimpleNamespace as Space
 
 import pytest
+from files import read_lines
 
-from medusa_jax.api import Options
-from medusa_jax.evaluate import answering
-from medusa_jax.evaluate.answers import answer_line, spec_bench_speedup
-from medusa_jax.evaluate.conversation import PLAIN
+from medusa_jax.evaluate.answers import write_answers
 from medusa_jax.evaluate.race import Run, figures, relation_error
-from medusa_jax.tree import Tree
 
-QUESTION = {"question_id": 7, "category": "qa", "turns": ["one", "two"], "frame": None}
+QUESTIONS = [{"question_id": 7, "category": "qa"}, {"question_id": 9, "category": "math"}]
 
 
 def result(text, new_tokens, histogram, prefill_seconds, decode_seconds):
@@ -27,55 +24,29 @@ def result(text, new_tokens, histogram, prefill_seconds, decode_seconds):
     )
 
 
-def turn(scale):
-    return Space(
-        drafted=result(" drafted\n", 6, [0, 1, 1], 0.25, 0.5 * scale),
-        autoregressive=result("plain", 6, [5], 0.125, 1.0 * scale),
-    )
-
-
-def test_both_sides_with_their_own_text_and_whole_time():
-    turns = [turn(1), turn(2)]
-    drafted, plain = (answer_line(QUESTION, turns, "m", plain=p) for p in (False, True))
-    assert drafted["choices"][0] == {
+def test_turns_of_a_question_are_one_line_with_their_whole_time(tmp_path):
+    """Runs come turn by turn: both first turns, then the second of the first question."""
+    runs = [
+        Run.of([result(f" text {i}\n", 6, [0, 1, 1], 0.25, 0.5 * i)]) for i in (1, 2, 3)
+    ]
+    write_answers(tmp_path, "m", QUESTIONS, [0, 1, 0], runs)
+    first, second = read_lines(tmp_path / "m.jsonl")
+    assert first["choices"][0] == {
         "index": 0,
-        "turns": ["drafted", "drafted"],
+        "turns": ["text 1", "text 3"],
         "decoding_steps": [2, 2],
         "new_tokens": [6, 6],
-        "wall_time": [0.75, 1.25],
+        "wall_time": [0.75, 1.75],
         "accept_lengths": [2, 3, 2, 3],
     }
-    assert plain["choices"][0]["wall_time"] == [1.125, 2.125]
-    assert plain["choices"][0]["turns"] == ["plain", "plain"]
-    assert plain["choices"][0]["accept_lengths"] == [1] * 10
-    # 12 tokens in 2 seconds against 2 x (5 ids without the BOS) in 3.25.
-    speedup = spec_bench_speedup([drafted], [plain], lambda text: [0, *map(ord, text)])
-    assert speedup == pytest.approx((12 / 2) / (10 / 3.25))
-
-
-def test_a_later_turn_stands_behind_the_drafted_answer(monkeypatch):
-    """On both sides alike, and with the noise of its question."""
-    asked = []
-
-    def compare(model, prompts, options, *, tree, ids, repeats):
-        asked.append(("".join(map(chr, prompts[0])), ids))
-        return [turn(1)]
-
-    monkeypatch.setattr(answering, "compare", compare)
-    model = Space(encode=lambda text: [*map(ord, text)])
-    how = {"repeats": 1, "template": PLAIN, "room": 99}
-    answering.answer_all(model, [QUESTION, QUESTION], Tree.none(), Options(), **how)
-    assert asked == [("one", [0]), ("one", [1]), ("one\n\ndrafted\n\ntwo", [0]),
-                     ("one\n\ndrafted\n\ntwo", [1])]  # fmt: skip
+    assert (first["question_id"], first["category"], first["model_id"]) == (7, "qa", "m")
+    assert second["question_id"] == 9 and second["choices"][0]["turns"] == ["text 2"]
 
 
 def test_answers_that_end_at_once_have_figures():
     """Prefill gave the end-of-text token: no step was made, nothing is divided by zero."""
-    one = turn(1)
-    for side in (one.drafted, one.autoregressive):
-        side.text, side.token_ids, side.steps = "", [2], 0
-        side.acceptance_histogram = [0] * len(side.acceptance_histogram)
-    found = figures([Run.of([one.drafted])], [Run.of([one.autoregressive])])
+    runs = [Run.of([result("", 1, [0, 0], 0.1, 0.001)])]
+    found = figures(runs, runs)
     assert (found["mean_accepted_length"], found["speedup"]) == (0, 0)
     assert relation_error(found["speedup"], 0.0, 2.0) == 0
     assert relation_error(1.5, 3.0, 2.2) == pytest.approx(0.1)

@@ -9,6 +9,7 @@ from medusa_jax.evaluate.compiled.cycles import (
     stage_of,
     step_costs,
 )
+from medusa_jax.evaluate.compiled.reads import bytes_read
 from medusa_jax.evaluate.compiled.text import read_instruction, read_program
 
 # A loop of a layer, its LM head, and a sampler of which one branch counts to 40.
@@ -116,6 +117,36 @@ def found_in(*lines, vocab_size=512, cache_numbers=4096, large=1024):
     costs = step_costs(program, 64.0, filters=("top_p",))
     found = warnings.warnings_of(program, costs, vocab_size, cache_numbers, large=large)
     return [line.partition(":")[0] for line in found]
+
+
+def test_bytes_read_are_operands_slices_and_nothing_of_updates_in_place():
+    label = f'metadata={{op_name="{LAYER}/mlp"}}'
+    program = read_program(f"""HloModule m
+
+%fused.2 (p.0: bf16[64,256], p.1: bf16[256,512], p.2: bf16[512,8]) -> bf16[256,512] {{
+  %p.0 = bf16[64,256]{{1,0}} parameter(0)
+  %p.1 = bf16[256,512]{{1,0}} parameter(1)
+  %p.2 = bf16[512,8]{{1,0}} parameter(2)
+  %cut.2 = bf16[2,8]{{1,0}} dynamic-slice(%p.2), dynamic_slice_sizes={{2,8}}
+  ROOT %put.2 = bf16[256,512]{{1,0}} dynamic-update-slice(%p.1, %p.0)
+}}
+
+%body.2 (s.0: (bf16[256,512])) -> (bf16[256,512]) {{
+  %s.0 = (bf16[256,512]{{1,0}}) parameter(0)
+  %w.2 = bf16[256,512]{{1,0}} get-tuple-element(%s.0), index=0
+  %layer.2 = bf16[256,512]{{1,0}} fusion(%w.2, %w.2, %w.2), kind=kLoop, calls=%fused.2, {label}
+  %once.2 = bf16[8]{{0}} reduce(%layer.2), to_apply=%fused.2, metadata={{op_name="jit(decode_loop)/lm_head"}}
+  ROOT %out.2 = (bf16[256,512]{{1,0}}) tuple(%layer.2)
+}}
+
+ENTRY %main.2 (a.0: bf16[256,512]) -> (bf16[256,512]) {{
+  %a.2 = (bf16[256,512]{{1,0}}) parameter(0)
+  ROOT %while.2 = (bf16[256,512]{{1,0}}) while(%a.2), condition=%body.2, body=%body.2
+}}
+""")
+    costs = step_costs(program, 0)
+    layer, once = 2 * (64 * 256 + 2 * 8), 2 * 256 * 512
+    assert bytes_read(program, costs, 2, 6) == 3 * layer + once
 
 
 def test_a_good_step_has_no_warning():

@@ -2,11 +2,9 @@
 
 import importlib.metadata
 import json
-import subprocess
-import sys
 
 import pytest
-from children import environment
+from children import output_of
 
 from medusa_jax.evaluate.compiled import warnings
 
@@ -78,15 +76,8 @@ def compiled(package, target, cases, tmp_path):
 
 def printed(calls):
     """What `compile --json` prints for each of these calls."""
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps(calls)],
-        env=environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    return [json.loads(line) for line in child.stdout.splitlines()]
+    printed = output_of(CHILD, json.dumps(calls), JAX_DISABLE_MOST_OPTIMIZATIONS="0")
+    return [json.loads(line) for line in printed.splitlines()]
 
 
 def names(found):

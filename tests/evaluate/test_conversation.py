@@ -25,7 +25,7 @@ def read(model, *args):
     return model.tokenizer.decode(ids), cut
 
 
-def test_the_second_turn_stands_behind_the_model_s_own_answer(model):
+def test_the_second_turn_comes_after_the_model_s_own_answer(model):
     talk = question("the cat", "a b")
     ids, _ = turn_prompt(model, talk, [" an answer\n"], "vicuna", 999)
     messages = [

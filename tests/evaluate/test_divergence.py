@@ -147,7 +147,7 @@ def test_what_counts_as_a_tie():
 
 
 def test_the_band_is_the_largest_of_the_positions_up_to_the_divergence(exact, monkeypatch):
-    """Passes that agree by chance where the texts part do not hide the noise beside it."""
+    """Passes that agree by chance where the texts part do not hide the noise next to it."""
     asked = []
 
     def passes(tree, backbone, tokens, length):

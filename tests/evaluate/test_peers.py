@@ -1,9 +1,10 @@
-"""Other engines beside this one: what is counted, what they are asked for, who is missing."""
+"""Other engines compared with this one: what is counted, what they are asked for, who is missing."""
 
 import itertools
 import sys
 import types
 from typing import ClassVar
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def model(directory):
     return medusa_jax.load(str(directory), heads, tree="chain:1", dtype="float32")
 
 
-def test_this_engine_decodes_on_behind_an_end_of_text(model, monkeypatch):
+def test_this_engine_decodes_on_after_an_end_of_text(model, monkeypatch):
     """With every token an end of text, all that were asked for come, drafted and plain."""
     monkeypatch.setattr(model, "eos_ids", tuple(range(model.config.vocab_size)))
     options = Options(max_new_tokens=9, eos_ids=())
@@ -139,25 +140,15 @@ def fake_torch_and_transformers(asked):
             streamer.end()
             return Numbers([[*ids.rows[0], *[9] * n]])
 
-    class Inference:
-        def __enter__(self):
-            return self
+    torch = MagicMock(float32="float32", tensor=Numbers, ones_like=lambda x: x)
+    torch.set_num_threads = asked.append
+    transformers = MagicMock(GenerationConfig=lambda **fields: fields)
 
-        def __exit__(self, *_):
-            return False
+    def from_pretrained(path, dtype, trust_remote_code):
+        asked.append((path, dtype, trust_remote_code))
+        return Model()
 
-    torch = types.SimpleNamespace(
-        float32="float32", tensor=Numbers, ones_like=lambda x: x, inference_mode=Inference,
-        set_num_threads=asked.append,
-    )  # fmt: skip
-    transformers = types.SimpleNamespace(
-        AutoModelForCausalLM=types.SimpleNamespace(
-            from_pretrained=lambda path, dtype, trust_remote_code: (
-                asked.append((path, dtype, trust_remote_code)) or Model()
-            )
-        ),
-        GenerationConfig=lambda **fields: fields,
-    )
+    transformers.AutoModelForCausalLM.from_pretrained = from_pretrained
     return {"torch": torch, "transformers": transformers}
 
 

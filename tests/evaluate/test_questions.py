@@ -12,30 +12,28 @@ from medusa_jax.evaluate.questions import prompt_of, read_prompts, read_question
 
 TALK = {"question_id": 81, "category": "writing", "turns": ["one", "two"],
         "reference": ["a", ["b", "c"]]}  # fmt: skip
-# A record as published -> what is asked, in what category, with what right answers.
+# A record as published -> what is asked, and in what category.
 PUBLISHED = {
-    "spec_bench": (TALK, ["one", "two"], "writing", [["a"], ["b", "c"]]),
+    "spec_bench": (TALK, ["one", "two"], "writing"),
     "alpaca_eval": (
         {"instruction": "say hi", "output": "hi", "generator": "g", "dataset": "helpful_base"},
-        ["say hi"], "helpful_base", [],
+        ["say hi"], "helpful_base",
     ),
     "humaneval": (
         {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "t",
          "canonical_solution": "    return 1\n"},
-        ["def f():\n"], "humaneval", [],
+        ["def f():\n"], "humaneval",
     ),
     "gsm8k": (
         {"question": "1 + 1?", "answer": "two\n#### 2"}, ["1 + 1?"], "gsm8k",
-        [["two\n#### 2"]],
     ),
     "xsum": (
-        {"document": "long", "summary": "short", "id": "7"}, ["long"], "xsum", [["short"]]
+        {"document": "long", "summary": "short", "id": "7"}, ["long"], "xsum"
     ),
     "cnn_dm": (
         {"article": "long", "highlights": "short", "id": "7"}, ["long"], "cnn_dm",
-        [["short"]],
     ),
-    "own": ({"prompt": "x", "file": "a.py"}, ["x"], "a.py", []),
+    "own": ({"prompt": "x", "file": "a.py"}, ["x"], "a.py"),
 }  # fmt: skip
 
 
@@ -46,10 +44,9 @@ def write(path, records):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_forms(name, tmp_path):
-    record, turns, category, references = PUBLISHED[name]
+    record, turns, category = PUBLISHED[name]
     (found,) = read_questions(write(tmp_path / "q.jsonl", [record]))
     assert (found["turns"], found["category"]) == (turns, category)
-    assert found["references"] == references
     assert found["question_id"] == record.get("question_id", 0)
     article = name in ("xsum", "cnn_dm")
     asked = "Article: longSummary: " if article else turns[0]
@@ -105,15 +102,11 @@ def test_a_limit_takes_from_all_categories():
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        (
-            '{"text": "x"}\n',
-            "is in no known form; by fields of a record: all: turns; human",
-        ),
+        ('{"text": "x"}\n', "is in no known form; by fields of a record: all: turns;"),
         ('{"turns": ["a"]}\n{"x": 1}\n', "record 1 lacks turns"),
         ('{"turns": [5]}', r"record 0 should ask text, not \[5\]"),
         ('{"turns": "a"}', "record 0 should ask text, not 'a'"),
         ('{"turns": []}', "record 0 asks nothing"),
-        ('{"turns": ["a"], "reference": 5}', "record 0 has other values in turns: 'int'"),
         ('{"instruction": 5}', "record 0 has other values in instruction"),
         ('{"prompt": null}', r"record 0 should ask text, not \[None\]"),
         ('{"prompt_ids": ["a"]}', "record 0: 'prompt_ids' should be a list of token ids"),

@@ -2,10 +2,20 @@
 
 import itertools
 
+import numpy as np
 import pytest
+from tiny import write_model
 
-from medusa_jax import UserError
-from medusa_jax.evaluate.race import Contender, Run, figures, race
+import medusa_jax
+from medusa_jax import Tree, UserError
+from medusa_jax.decoding import timing
+from medusa_jax.evaluate.race import (
+    Contender,
+    Run,
+    figures,
+    race,
+    step_seconds,
+)
 
 
 def run(n_tokens, steps, seconds, prefill=0.1):
@@ -16,18 +26,6 @@ def run(n_tokens, steps, seconds, prefill=0.1):
 def contender(runs, **row):
     left = iter(runs)
     return Contender("x", lambda prompt: next(left), **row)
-
-
-def test_a_text_that_ends_at_once_is_no_prompt_of_the_median():
-    """Its two noises have a quotient, too: 9 here."""
-    own = [run(9, 4, 1.0), run(1, 0, 0.001), run(9, 2, 1.0)]
-    plain = [run(9, 8, 2.0), run(1, 0, 0.009), run(9, 8, 4.0)]
-    found = figures(own, plain)
-    assert found["speedup_median_prompt"] == pytest.approx(3.0)
-    assert found["mean_accepted_length"] == pytest.approx(16 / 6)
-    assert found["speedup"] == pytest.approx(6.009 / 2.001)
-    assert found["end_to_end_speedup"] == pytest.approx(6.309 / 2.301)
-    assert abs(found["difference"]) < 1e-9
 
 
 def test_a_token_that_no_step_made_shows_in_the_difference():
@@ -58,3 +56,43 @@ def test_texts_are_compared_with_the_baselines():
     assert (found["divergences"], found["texts"], found["agreement"]) == (1, 2, 0.75)
     # An engine that does not count steps has no figures of steps.
     assert found["mean_accepted_length"] is None and found["step_latency_ratio"] is None
+
+
+# Step latencies are of the steps they claim.
+
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, max_position=CONTEXT)
+    return medusa_jax.load(str(path), str(path / "heads"), tree="chain:1", dtype="float32")
+
+
+def test_every_timed_run_makes_all_its_steps_in_one_size_of_cache(model, monkeypatch):
+    """After a prompt that nearly fills the first cache, for narrow and wide trees alike."""
+    runs = []
+    decode_loop = timing.decode_loop
+
+    def watched(engine, variables, state, max_steps):
+        slots = state.cache.slots
+        state, progress = decode_loop(engine, variables, state, max_steps)
+        if max_steps:
+            runs.append((slots, np.asarray(progress.steps_B).tolist()))
+        return state, progress
+
+    monkeypatch.setattr(timing, "decode_loop", watched)
+    trees = [Tree.none(), Tree.cartesian([11]), Tree.cartesian([5, 4])]
+    prompt = [4, 5, 6, 7] * 25
+    assert len(prompt) + trees[-1].n_nodes <= 128  # a first step would fit the first cache
+    seconds = step_seconds(model, trees, prompt, batch=2, n_steps=8, rounds=1)
+    assert len(runs) == 2 * len(trees) and all(s > 0 for s in seconds)
+    assert {steps for _, made in runs for steps in made} == {8}
+    assert len({slots for slots, _ in runs}) == 1
+
+
+def test_a_prompt_that_fills_the_context_is_refused(model):
+    with pytest.raises(UserError, match=r"no room for a step of up to 2 tokens"):
+        step_seconds(model, [Tree.chain(1)], [4] * (CONTEXT - 2))

@@ -13,6 +13,7 @@ from medusa_jax import UserError
 from medusa_jax.commands import roofline as command
 from medusa_jax.config import LlamaConfig
 from medusa_jax.devices import chips
+from medusa_jax.evaluate import bandwidth
 from medusa_jax.evaluate.roofline import measure, operators, predict, report
 from medusa_jax.interop.shapes import SHAPES, find_shape
 
@@ -218,3 +219,29 @@ def test_command_measures(tmp_path, monkeypatch, capsys):
         assert whole["bytes"] == 2 * half["bytes"] and whole["flops"] == half["flops"]
     assert (tmp_path / "measured.png").exists()
     assert (tmp_path / "measured" / "acceleration.png").exists()
+
+
+# The bandwidth figure: the fastest way of reading counts, over all bytes and all calls.
+
+
+@pytest.mark.parametrize(("n_bytes", "calls"), [(2**27, 4), (2**12, 256)])
+@pytest.mark.parametrize(("by_xla", "by_numpy", "best"), [(0.5, 2.0, 0.5), (9.0, 2.0, 2.0)])
+def test_the_best_way_counts(monkeypatch, by_xla, by_numpy, best, n_bytes, calls):
+    """On a clock that runs only while something is read: this many seconds for the whole array."""
+    clock, cores = [0.0], 1
+
+    def reading(seconds):
+        def read(x):
+            clock[0] += seconds * x.nbytes / n_bytes
+            return np.zeros(())
+
+        return read
+
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(bandwidth.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(bandwidth, "library", lambda: None)
+    monkeypatch.setattr(jax, "jit", lambda function: reading(by_xla))
+    monkeypatch.setattr(np, "max", reading(by_numpy))
+    assert bandwidth.read_bandwidth(n_bytes, rounds=2) == pytest.approx(n_bytes / best)
+    # Two rounds of as many calls as make up half a gigabyte, but 256 at most.
+    assert clock[0] == pytest.approx(2 * calls * (by_xla + by_numpy))

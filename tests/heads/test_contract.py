@@ -25,6 +25,7 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import prefill as reading
 from medusa_jax.decoding import ranks as decoding_ranks
 from medusa_jax.decoding.acceptance import rejection
+from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.heads import BASELINES, DRAFTERS, Backbone, layers, make_drafter
@@ -66,7 +67,7 @@ def test_the_contract_stays_narrow():
 
 @pytest.mark.parametrize("name", thinned(NAMES, "amphista", "eagle"))
 def test_decoding_reads_the_features_that_training_gave(name):
-    """Ragged commits, some empty, some behind others: head by head the same logits, where there was
+    """Ragged commits, some empty, some after others: head by head the same logits, where there was
     room at first and where the state had to grow."""
     backbone, drafter, params = noisy(name)
     K, B, T, E = 4, 3, 16, family.width(drafter)
@@ -109,14 +110,14 @@ def test_decoding_reads_the_features_that_training_gave(name):
 
 @pytest.mark.parametrize("name", READING)
 def test_a_state_goes_on_from_an_earlier_position(name):
-    """Of a text that parts from the first behind 3 and 5 positions, only the rest is taken in."""
+    """Of a text that parts from the first after 3 and 5 positions, only the rest is taken in."""
     backbone, drafter, params = noisy(name)
     rng = np.random.default_rng(5)
     first, tokens, positions, _ = family.random_rows(rng, 2, 16, family.width(drafter))
     parted = np.array([3, 5], np.int32)
-    behind = positions >= parted[:, None]
-    second = np.where(behind[..., None], rng.standard_normal(first.shape), first)
-    # A position is taken in with the token behind it, so the last shared one changes with that.
+    after = positions >= parted[:, None]
+    second = np.where(after[..., None], rng.standard_normal(first.shape), first)
+    # A position is taken in with the token after it, so the last shared one changes with that.
     followed = np.where(positions > parted[:, None], (tokens + 5) % family.V, tokens)
     commit = jax.jit(lambda state, new: drafter.commit(params, backbone, state, new))
 
@@ -238,8 +239,9 @@ PROMPTS, LIMITS = [[1, 2, 3, 1, 2], [5], [0, 0, 6]], [30, 17, 24]
 
 
 @cache
-def seven():
-    config = tiny_arch(vocab_size=7, n_layers=1)
+def seven(tied=False):
+    """A backbone of seven tokens, as stored and as it decodes."""
+    config = tiny_arch(vocab_size=7, n_layers=1, tie_embeddings=tied)
     params = random_params(config, 1)
     return config, params, *decoder(config, params)
 
@@ -253,13 +255,12 @@ def request_of(acceptance):
 
 
 @cache
-def plain_texts(acceptance):
-    config, _, llama, backbone = seven()
+def plain_texts(acceptance, tied=False, n_gram=0):
+    config, _, llama, backbone = seven(tied)
     drafter = make_drafter(HeadsConfig(), config)
-    engine = loop.Engine(llama, drafter, Tree.none(), acceptance)
-    return texts_of(
-        loop.generate(engine, {"backbone": backbone, "heads": {}}, request_of(acceptance))
-    )
+    engine = loop.Engine(llama, drafter, Tree.none(), acceptance, n_gram)
+    variables = {"backbone": backbone, "heads": {}}
+    return texts_of(loop.generate(engine, variables, request_of(acceptance)))
 
 
 @cache
@@ -294,7 +295,7 @@ def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
 
 
 def prefilled(engine, variables, monkeypatch, piece):
-    """The state behind ragged prompts, read in pieces of so many tokens."""
+    """The state after ragged prompts, read in pieces of this many tokens."""
     T, slots = 32, 80
     rng = np.random.default_rng(0)
     prompt, length = (
@@ -339,28 +340,35 @@ def test_prompts_read_in_pieces_are_prompts_read_at_once(name, window, monkeypat
     more = {"no_repeat_ngram_size": 2, "logprobs": 2}
     engine = dataclasses.replace(engine, llama=llama, **more)
     whole = prefilled(engine, variables, monkeypatch, 32)
-    for module in (model.llama, layers):  # pieces of eight tokens are no longer short
-        monkeypatch.setattr(module, "FEW", 4)
+    for module in (
+        model.llama,
+        model.attention,
+    ):  # pieces of eight tokens are no longer short
+        monkeypatch.setattr(module, "MAX_MASKED", 4)
     monkeypatch.setattr(model.causal, "SLOTS", 8)
     pieces = prefilled(engine, variables, monkeypatch, 8)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), pieces, whole)
     assert len(set(pieces.root_B.tolist())) > 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
-def test_typical_acceptance(name):
-    """Lossy, so there is no text to compare with: every row runs to its limit."""
-    engine, variables = engine_of(name, "typical")
-    progress = loop.generate(engine, variables, request_of("sampled"))
-    check_counts(progress)
-    assert [len(text) for text in texts_of(progress)] == LIMITS
-
-
-def replayed_steps(tree, ranks, prompts, texts):
-    """Steps of each row by walking the tree down the ranks of the true tokens."""
-    found, nodes = [], set(tree.choices)
-    for prompt, text, ranks_TK in zip(prompts, texts, np.asarray(ranks).tolist()):
+def check_replay(engine, variables, request):
+    """Replaying teacher-forced ranks gives the number of steps that decoding takes."""
+    progress = loop.generate(engine, variables, request)
+    texts = [p + t for p, t in zip(PROMPTS, texts_of(progress))]
+    tokens, lengths = np.zeros((3, 64), np.int32), np.array([len(t) for t in texts])
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    noise = None
+    if engine.acceptance == "sampled":
+        keys = row_keys(jnp.array(request.seed, jnp.uint32), jnp.arange(3))
+        noise = (keys, jnp.array(request.temperature))
+    backbone = Backbone(engine.llama, variables["backbone"])
+    ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=(0, 6))(
+        engine.drafter, variables["heads"], backbone, tokens, lengths, noise,
+        engine.no_repeat_ngram_size,
+    )  # fmt: skip
+    found, nodes = [], set(engine.tree.choices)
+    for prompt, text, ranks_TK in zip(PROMPTS, texts, np.asarray(ranks).tolist()):
         at, steps = len(prompt), 0
         while at < len(text) - 1:  # the root is at `at`
             path = ()
@@ -370,28 +378,12 @@ def replayed_steps(tree, ranks, prompts, texts):
                 path = (*path, rank)
             at, steps = at + len(path) + 1, steps + 1
         found.append(steps)
-    return found
+    assert found == progress.steps_B.tolist()
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, "eagle3", "hydrapp"))
 def test_calibration_predicts_what_decoding_accepts(name):
-    """Replaying teacher-forced ranks gives the number of steps that decoding takes."""
-    _, _, llama, backbone = seven()
-    engine, variables = engine_of(name, "greedy")
-    progress = loop.generate(engine, variables, request_of("greedy"))
-    texts = [p + t for p, t in zip(PROMPTS, plain_texts("greedy"))]
-    tokens, lengths = np.zeros((3, 64), np.int32), [len(t) for t in texts]
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = text
-    ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=0)(
-        engine.drafter,
-        variables["heads"],
-        Backbone(llama, backbone),
-        tokens,
-        jnp.array(lengths),
-    )
-    steps = replayed_steps(engine.tree, ranks, PROMPTS, texts)
-    assert steps == progress.steps_B.tolist()
+    check_replay(*engine_of(name, "greedy"), request_of("greedy"))
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, "hydrapp", "medusa"))

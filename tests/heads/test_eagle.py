@@ -1,6 +1,5 @@
 """EAGLE-1: levels fed back to each other, against a plain numpy decoder layer; its start and sizes."""
 
-import itertools
 from functools import cache
 
 import family
@@ -10,26 +9,19 @@ import pytest
 from closeness import assert_close
 from family import drafter_of, numpy_lm_head, stored_base
 from numpy_layers import numpy_layer
-from test_hydra import numpy_tree, parameters, vicuna
+from test_hydra import numpy_tree
 from trees import WILD
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import autoregressive, make_drafter
+from medusa_jax.heads import make_drafter
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.levels import Level, inner_nodes
+from medusa_jax.model import causal
 from medusa_jax.training import losses
 
 pytestmark = pytest.mark.usefixtures("x64")
-
-
-@pytest.mark.parametrize(("size", "billions"), [("7B", 0.24), ("13B", 0.37), ("33B", 0.62)])
-def test_parameter_counts(size, billions):
-    """However deep they draft."""
-    for depth in (1, 5):
-        n = parameters(EagleConfig(n_heads=depth), vicuna(size))
-        assert abs(n / 1e9 / billions - 1) < 0.02
 
 
 @cache
@@ -42,7 +34,7 @@ def problem(n_layers=2, lm_head="shared", fc_bias=True):
 
 
 def numpy_reader(params, backbone, hidden_TD, tokens_T):
-    """path -> f^ behind it: tokens drafted behind the text, the root first."""
+    """path -> f^ after it: tokens drafted after the text, the root first."""
     mine, known = params["heads_0"], {}
     embedding = backbone.params["embed_tokens"]["embedding"]
 
@@ -70,14 +62,7 @@ def test_features_and_logits_are_those_of_the_paper(fields):
     backbone, drafter, params = problem(**fields)
     assert ("bias" in params["heads_0"]["fc"]) == fields.get("fc_bias", True)
     rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0), B=1)
-
-    @jax.jit
-    def both(params):
-        features = drafter.features(params, backbone, TextRows(*rows))
-        logits = [drafter.head_logits(params, backbone, k, features[k]) for k in range(4)]
-        return features, logits
-
-    features, logits = both(params)
+    features, logits = family.features_and_logits(drafter, params, backbone, rows)
     for t in (0, 3, 7):
         read = numpy_reader(params, backbone, hidden[0, : t + 1], tokens[0, : t + 1])
         for k in range(4):
@@ -87,11 +72,11 @@ def test_features_and_logits_are_those_of_the_paper(fields):
 
 
 def test_a_tree_is_drafted_along_its_paths():
-    """Features and logits of every node that has children, each behind its own path."""
+    """Features and logits of every node that has children, each after its own path."""
     backbone, drafter, params = problem()
     rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(5))
     n = [3, 12]
-    root = tokens[[0, 1], [3, 0]]  # what `committed` says stands behind the last position
+    root = tokens[[0, 1], [3, 0]]  # what `committed` says comes after the last position
     state = family.committed(drafter, backbone, params, rows, n)
     propose = family.proposed_logits(drafter, backbone, WILD)
     nodes, logits, state = jax.tree.map(np.asarray, (*propose(params, state, root), state))
@@ -109,15 +94,15 @@ def test_a_tree_is_drafted_along_its_paths():
             assert_close(logits[depth][b], np.stack(want))
 
 
-def test_chunks_of_positions_are_all_positions_at_once(monkeypatch):
-    """Three chunks, the last one partly beyond the rows, over two texts in a row."""
+def test_blocks_of_positions_are_all_positions_at_once(monkeypatch):
+    """Three blocks, the last one partly beyond the rows, over two texts in a row."""
     backbone, drafter, params = problem()
     hidden, tokens, positions, segments = family.random_rows(np.random.default_rng(2))
     segments = np.where(positions < 7, 1, 2).astype(np.int32)
     positions = np.where(positions < 7, positions, positions - 7).astype(np.int32)
     found = []
     for size in (64, 5):
-        monkeypatch.setattr(autoregressive, "CHUNK", size)
+        monkeypatch.setattr(causal, "BLOCK", size)
         run = jax.jit(lambda p, *rows: drafter.features(p, backbone, TextRows(*rows)))
         found.append(run(params, hidden, tokens, positions, segments))
     assert_close(*found)
@@ -130,69 +115,28 @@ def numpy_log_softmax(x):
     return x - np.log(np.exp(x - x.max()).sum()) - x.max()
 
 
-def numpy_loss(params, backbone, rows, counted, levels, decay):
+@pytest.mark.parametrize("levels", [1, 3])
+def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch):
     """sum_k decay^k (3 smooth L1 to the hidden state + CE / 4 with text + CE / 2 with the backbone),
-    each level's mean over the pairs of its own distance."""
-    hidden, tokens, _, segments = rows
+    each level's mean over the pairs of its own distance; each level reads the one above."""
+    monkeypatch.setattr(causal, "BLOCK", 4)
+    backbone, drafter, params = problem(n_layers=1)
     kernel = backbone.params["lm_head"]["kernel"]
-    terms = [[] for _ in range(levels)]
-    for segment in np.unique(segments):
-        here = segments[0] == segment
-        h, ids, counts = hidden[0][here], tokens[0][here], counted[0][here]
-        for t, k in itertools.product(range(len(ids)), range(levels)):
-            if t + k + 2 >= len(ids) or not counts[t + 1 : t + k + 3].all():
-                continue
-            x = numpy_reader(params, backbone, h[: t + 1], ids[: t + 1])(
-                ids[t + 1 : t + k + 2]
-            )
+
+    def numpy_loss(params, rows, counted):
+        terms = [[] for _ in range(levels)]
+        for k, t, h, ids in family.level_pairs(rows, counted, levels):
+            read = numpy_reader(params, backbone, h[: t + 1], ids[: t + 1])
+            x = read(ids[t + 1 : t + k + 2])
             logp = numpy_log_softmax(x @ kernel)
             teacher = np.exp(numpy_log_softmax(h[t + k + 1] @ kernel))
             apart = np.abs(x - h[t + k + 1])
             smooth = np.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean()
             soft = -(teacher * logp).sum()
             terms[k].append(3.0 * smooth - 0.25 * logp[ids[t + k + 2]] + 0.5 * soft)
-    return sum(decay ** (k + 1) * np.mean(x) for k, x in enumerate(terms))
+        return sum(0.7 ** (k + 1) * np.mean(x) for k, x in enumerate(terms))
 
-
-@pytest.mark.parametrize("levels", [1, 3])
-def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch):
-    """Each level reads what the one above made: the slope of the numpy loss is the gradient.
-
-    Two texts in a row, three chunks of deeper levels, one token in between that does not count.
-    """
-    monkeypatch.setattr(autoregressive, "CHUNK", 4)
-    backbone, drafter, params = problem(n_layers=1)
-    hidden, tokens, _, segments = family.random_rows(np.random.default_rng(3), B=1, T=11)
-    segments[0, 7:] = 2
-    positions = np.array([[*range(7), *range(4)]], np.int32)
-    counted = np.ones((1, 11), bool)
-    counted[0, 2] = False
-    rows = (2 * hidden, tokens, positions, segments)
-    batch = dict(zip(("hidden", "tokens", "positions", "segment_ids"), rows))
-    batch["counted"] = counted
-    objective = losses.HeadObjective(drafter.loss_view(levels), 4, 0.7, TARGETS)
-    offsets = tuple(range(2, levels + 2))
-
-    @jax.jit
-    def value_and_gradient(params):
-        def loss(params):
-            inputs = losses.StepInputs(batch, losses.pair_counts(batch, offsets))
-            return losses.head_loss(params, backbone, objective, inputs)[0]
-
-        return jax.value_and_grad(loss)(params)
-
-    value, gradient = value_and_gradient(params)
-    assert_close(value, numpy_loss(params, backbone, rows, counted, levels, 0.7))
-    rng, step = np.random.default_rng(4), 1e-6
-    away = jax.tree.map(lambda x: rng.standard_normal(x.shape), params)
-
-    def moved(by):
-        there = jax.tree.map(lambda x, y: np.asarray(x) + by * y, params, away)
-        return numpy_loss(there, backbone, rows, counted, levels, 0.7)
-
-    slope = (moved(step) - moved(-step)) / (2 * step)
-    product = jax.tree.map(lambda x, y: (np.asarray(x) * y).sum(), gradient, away)
-    assert sum(jax.tree.leaves(product)) == pytest.approx(slope, rel=1e-6)
+    family.check_levels_loss(drafter, params, backbone, TARGETS, numpy_loss, levels, 0.7)
 
 
 @pytest.mark.wide
@@ -226,12 +170,3 @@ def test_as_many_levels_as_trees_may_be_deep():
     assert medusa.loss_view() is medusa
     with pytest.raises(UserError, match=r"train\.levels 2 .* all heads of medusa train"):
         medusa.loss_view(2)
-
-
-def test_the_start_passes_hidden_states_on():
-    backbone, drafter, _ = problem()
-    start = family.start_of(drafter, backbone)
-    rows = hidden, *_ = family.random_rows(np.random.default_rng(0))
-    features = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))(start)
-    for k in range(4):
-        assert_close(features[k], hidden, dtype="float32")  # the type of fresh parameters

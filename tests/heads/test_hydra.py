@@ -13,37 +13,11 @@ from family import drafter_of, numpy_lm_head, stored_base
 from numpy_layers import silu
 from trees import WILD
 
-from medusa_jax.config import LlamaConfig
-from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.heads.drafter import DraftRequest, TextRows
 from medusa_jax.heads.hydra import HydraConfig
-from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
-
-SIZES = {"7B": (32, 4096, 11008), "13B": (40, 5120, 13824), "33B": (52, 6656, 17920)}
-
-
-def vicuna(size):
-    heads, width, d_ff = SIZES[size]
-    return LlamaConfig(32000, width, 1, heads, heads, 128, d_ff)
-
-
-def parameters(heads, llama):
-    """Number of parameters, from shapes alone."""
-    drafter = make_drafter(heads, llama)
-
-    def init(key):
-        return drafter.init(key, Backbone(Llama(llama), init_params(llama, key)))
-
-    return family.count(jax.eval_shape(init, jax.random.key(0)))
-
-
-@pytest.mark.parametrize(("size", "billions"), [("7B", 0.99), ("13B", 1.39), ("33B", 2.09)])
-def test_parameter_counts(size, billions):
-    assert abs(parameters(HydraConfig(), vicuna(size)) / 1e9 / billions - 1) < 0.01
 
 
 @cache
@@ -54,7 +28,7 @@ def problem(**fields):
 
 
 def numpy_features(params, k, context, tokens, backbone):
-    """Head k (0-based) for one position: b_t [D] and the k + 1 tokens behind it."""
+    """Head k (0-based) for one position: b_t [D] and the k + 1 tokens after it."""
     embedding = backbone.params["embed_tokens"]["embedding"]
     x = np.concatenate([context, *(embedding[t] for t in tokens)])
     head = params[f"heads_{k}"]
@@ -84,14 +58,7 @@ KINDS = [("own", "identity"), ("shared", "fixed"), ("low_rank", "random")]
 def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
     backbone, drafter, params = problem(lm_head=lm_head, skip=skip)
     rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0))
-
-    @jax.jit
-    def both(params):
-        features = drafter.features(params, backbone, TextRows(*rows))
-        logits = [drafter.head_logits(params, backbone, k, features[k]) for k in range(4)]
-        return features, jnp.stack(logits)
-
-    features, logits = both(params)
+    features, logits = family.features_and_logits(drafter, params, backbone, rows)
     for k in range(4):
         for t in range(12 - k - 1):
             for b in range(2):
@@ -99,7 +66,7 @@ def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
                 x = numpy_features(params, k, hidden[b, t], following, backbone)
                 assert_close(features[k, b, t], x)
                 assert_close(
-                    logits[k, b, t], numpy_lm_head(params[f"heads_{k}"], backbone, x)
+                    logits[k][b, t], numpy_lm_head(params[f"heads_{k}"], backbone, x)
                 )
 
 
@@ -152,23 +119,6 @@ def test_no_loop_over_nodes_is_left_in_the_program():
     assert products(Tree.chain(3)) == products(Tree.cartesian([5, 4, 3])) == 3 * 4
 
 
-def test_heads_start_as_the_lm_head_or_at_random():
-    backbone, drafter, _ = problem(lm_head="own")
-    start = family.start_of(drafter, backbone)
-    rows = family.random_rows(np.random.default_rng(0))
-    features = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))(start)
-    for k in range(4):
-        assert_close(features[k], rows[0])
-        logits = drafter.head_logits(start, backbone, k, features[k])
-        # Fresh parameters are float32.
-        assert_close(logits, backbone.lm_head(jnp.asarray(rows[0])), dtype="float32")
-    _, drafter, _ = problem(skip="random")
-    start = family.start_of(drafter, backbone)
-    features = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))(start)
-    assert not np.allclose(features[0], rows[0], atol=0.1)
-    assert not np.asarray(start["heads_1"]["layers_0"]["linear"]["kernel"]).any()
-
-
 def test_tied_layers_are_one_layer_applied_again():
     backbone, tied, params = problem(n_layers=4, tie_layers=True)
     assert sorted(params["heads_0"]) == ["layers_0", "layers_1", "lm_head"]
@@ -183,26 +133,3 @@ def test_tied_layers_are_one_layer_applied_again():
         for d, p in ((tied, params), (loose, copies))
     ]
     np.testing.assert_array_equal(*features)
-
-
-def test_dropout_needs_a_key_and_leaves_the_mean():
-    backbone, drafter, params = problem(dropout=0.5, n_layers=1)
-    rows = family.random_rows(np.random.default_rng(0))
-    run = jax.jit(lambda key: drafter.features(params, backbone, TextRows(*rows, key)))
-    assert np.array_equal(run(None), run(None))
-    one, two = run(jax.random.key(0)), run(jax.random.key(1))
-    assert not np.array_equal(one, two)
-    assert np.array_equal(one, run(jax.random.key(0)))
-    zeros = float((one == 0).mean())  # dropped before the LM head
-    assert 0.4 < zeros < 0.6
-    assert not np.array_equal(np.asarray(one[0]) == 0, np.asarray(one[1]) == 0)
-
-
-def test_fields_that_make_no_sense():
-    llama = stored_base().llama.config
-    with pytest.raises(UserError, match=r"skip is identity, random or fixed, not 'zero'"):
-        make_drafter(HydraConfig(skip="zero"), llama)
-    with pytest.raises(UserError, match=r"heads.dropout is from 0 to below 1"):
-        make_drafter(HydraConfig(dropout=1.0), llama)
-    with pytest.raises(UserError, match=r"'medusa' does not take .* HydraConfig"):
-        make_drafter(HydraConfig(drafter="medusa"), llama)

@@ -2,7 +2,6 @@
 these no other guesses, and what is emitted stays what plain decoding emits."""
 
 import dataclasses
-from functools import cache
 
 import family
 import jax
@@ -14,24 +13,18 @@ from closeness import assert_close
 from numpy_layers import numpy_norm
 from planted import check_counts, texts_of
 from safetensors.numpy import load_file, save_file
-from test_contract import PROMPTS, replayed_steps, request_of
-from tiny import decoder, random_params, tiny_arch
+from test_contract import check_replay, plain_texts, request_of, seven
+from tiny import random_params, tiny_arch
 from trees import WILD
 
-from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding import ranks as decoding_ranks
-from medusa_jax.decoding.repeats import without_repeats
-from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.errors import UserError
 from medusa_jax.heads import DRAFTERS, Backbone, make_drafter, vocabulary
-from medusa_jax.heads.drafter import TextRows
 from medusa_jax.interop import heads_io, own_heads
-from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree
-from medusa_jax.tree.growth import MISS
 
 pytestmark = pytest.mark.usefixtures("x64")
 NAMES = sorted(DRAFTERS)
@@ -105,28 +98,12 @@ WIDE = Tree.from_choices(
 )  # fmt: skip
 
 
-@cache
-def seven(tied=False):
-    config = tiny_arch(vocab_size=7, n_layers=1, tie_embeddings=tied)
-    params = random_params(config, 1)
-    return config, params, *decoder(config, params)
-
-
 def engine_of(name, lm_head, acceptance, tied=False, n_gram=0):
     config, params, llama, backbone = seven(tied)
     stored = Backbone(Llama(config, jnp.float64), params)
     drafter, heads = pair_of(name, lm_head, stored, FOUR, seed=3)[1]
     engine = loop.Engine(llama, drafter, WIDE, acceptance, n_gram)
     return engine, {"backbone": backbone, "heads": heads}
-
-
-@cache
-def plain_texts(acceptance, tied, n_gram):
-    config, _, llama, backbone = seven(tied)
-    drafter = make_drafter(HeadsConfig(), config)
-    engine = loop.Engine(llama, drafter, Tree.none(), acceptance, n_gram)
-    variables = {"backbone": backbone, "heads": {}}
-    return texts_of(loop.generate(engine, variables, request_of(acceptance)))
 
 
 @pytest.mark.parametrize(
@@ -153,71 +130,12 @@ def test_the_text_is_that_of_plain_decoding(name, lm_head, acceptance, tied, n_g
 
 
 @pytest.mark.parametrize("n_gram", [2, *wide(0)])
-@pytest.mark.parametrize("temperature", [*wide(None), (0.7, 1.0)])
-def test_ranks_count_the_chosen_tokens_that_are_preferred(temperature, n_gram):
-    """From the logits of all tokens by hand; a token outside is a miss, whatever its logit."""
-    config, params, llama, prepared = seven()
-    stored = Backbone(Llama(config, jnp.float64), params)
-    (whole, of_all), (narrow, cut) = pair_of("medusa", "shared", stored, FOUR, seed=3)
-    B, T, K = 2, 40, 4
-    tokens = np.random.default_rng(0).integers(0, 7, (B, T), np.int32)
-    length = np.array([40, 33])
-    keys = jax.vmap(jax.random.key)(jnp.arange(B))
-    noise = None if temperature is None else (keys, jnp.array(temperature))
-    ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=(0, 6))(
-        narrow, cut, Backbone(llama, prepared), tokens, length, noise, n_gram
-    )
-    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    rows = (tokens, positions, (positions < length[:, None]).astype(np.int32))
-
-    @jax.jit
-    def all_scores(of_all):
-        features = whole.features(of_all, stored, TextRows(stored.forward(*rows), *rows))
-        found = []
-        for k in range(K):
-            scores = whole.head_logits(of_all, stored, k, features[k])
-            if n_gram and k == 0:
-                text, last = np.broadcast_to(tokens[:, None, :], (B, T, T)), positions + 1
-                scores = without_repeats(scores, text, np.minimum(last, T - 1), n_gram)
-            if temperature:
-                g = gumbel(keys, positions + k + 2, 7, jnp.float64)
-                scores = scores + np.array(temperature)[:, None, None] * g
-            found.append(scores)
-        return jnp.stack(found)
-
-    for k, scores in enumerate(np.asarray(all_scores(of_all))):
-        for b in range(B):
-            for t in range(length[b] - k - 2):
-                label = tokens[b, t + k + 2]
-                expected = MISS
-                if label in FOUR:
-                    expected = (scores[b, t, FOUR] > scores[b, t, label]).sum()
-                assert ranks[b, t, k] == expected
-    assert (np.asarray(ranks) < MISS).sum() > 20
-
-
-@pytest.mark.parametrize("n_gram", [2, *wide(0)])
 @pytest.mark.parametrize("acceptance", ["sampled", *wide("greedy")])
 def test_ranks_predict_what_decoding_accepts(acceptance, n_gram):
     """So noise and bars of a drafted token are its own, not those of its place among the logits."""
     engine, variables = engine_of("medusa", "own", acceptance, n_gram=n_gram)
     engine = dataclasses.replace(engine, tree=Tree.cartesian([1, 2, 1]))
-    request = request_of(acceptance)
-    progress = loop.generate(engine, variables, request)
-    texts = [p + t for p, t in zip(PROMPTS, texts_of(progress))]
-    tokens, lengths = np.zeros((3, 64), np.int32), np.array([len(t) for t in texts])
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = text
-    noise = None
-    if acceptance == "sampled":
-        keys = row_keys(jnp.array(request.seed, jnp.uint32), jnp.arange(3))
-        noise = (keys, jnp.array(request.temperature))
-    backbone = Backbone(engine.llama, variables["backbone"])
-    ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=(0, 6))(
-        engine.drafter, variables["heads"], backbone, tokens, lengths, noise, n_gram
-    )
-    steps = replayed_steps(engine.tree, ranks, PROMPTS, texts)
-    assert steps == progress.steps_B.tolist()
+    check_replay(engine, variables, request_of(acceptance))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -263,7 +181,7 @@ def saved(path, kind="low_rank", ids=IDS):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_lie_beside_the_heads(kind, tmp_path):
+def test_ids_are_stored_with_the_heads(kind, tmp_path):
     """As ids in whatever type the weights are; the shared LM head is not stored."""
     file, drafter, config = saved(tmp_path, kind)
     heads, params, _ = heads_io.load_heads(str(tmp_path), config, make_mesh(), n_heads=2)
@@ -298,24 +216,18 @@ def test_bad_ids(ids, problem, tmp_path):
 
 
 def test_ids_that_are_missing_or_not_wanted(tmp_path):
-    file, drafter, config = saved(tmp_path)
+    file, _, config = saved(tmp_path)
     without = {k: v for k, v in load_file(file).items() if k != own_heads.IDS}
     kept = load_file(file)
     save_file(without, file)
     with pytest.raises(UserError, match=r"'draft_vocab/ids' is missing .* score 11 tokens"):
         heads_io.load_heads(str(tmp_path), config, make_mesh())
-    whole = dataclasses.replace(drafter.heads, draft_vocab=0)
     save_file(kept, file)
     description = tmp_path / "heads.json"
     text = description.read_text().replace('"draft_vocab": 11', '"draft_vocab": 0')
     description.write_text(text)
     with pytest.raises(UserError, match="no place for: 'draft_vocab/ids'"):
         heads_io.load_heads(str(tmp_path), config, make_mesh())
-    for wrong in (-1, 24):
-        with pytest.raises(UserError, match=r"heads\.draft_vocab is from 0"):
-            make_drafter(dataclasses.replace(whole, draft_vocab=wrong), config)
-    with pytest.raises(UserError, match="16 x 3: low_rank takes 1 to 3"):
-        make_drafter(dataclasses.replace(whole, draft_vocab=3, rank=4), config)
 
 
 def test_the_most_frequent():

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from pieces import train_sentencepiece
 
 CORPUS = [
     "A chat between a curious user and an artificial intelligence assistant.",
@@ -16,25 +17,11 @@ CORPUS = [
 @pytest.fixture(scope="session")
 def sentencepiece_dir(tmp_path_factory):
     """A directory with tokenizer.model and nothing else but small JSON files, as Vicuna's."""
-    spm = pytest.importorskip("sentencepiece")
     path = tmp_path_factory.mktemp("sentencepiece")
-    (path / "corpus.txt").write_text("\n".join(CORPUS).replace("\n    ", " "))
-    spm.SentencePieceTrainer.train(
-        input=str(path / "corpus.txt"),
-        model_prefix=str(path / "tokenizer"),
-        vocab_size=400,
-        model_type="bpe",
-        byte_fallback=True,
-        character_coverage=1.0,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
+    text = "\n".join(CORPUS).replace("\n    ", " ")
+    own = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    train_sentencepiece(path, text, 400, **own)
     (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
-    settings |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
 
 

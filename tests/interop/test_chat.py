@@ -114,7 +114,7 @@ def test_vicuna_brings_its_system_text(llama2):
 
 
 def test_template_with_marks_but_eos_outside(llama3):
-    """The end-of-text token right behind a marked span counts, the line break does not."""
+    """The end-of-text token right after a marked span counts, the line break does not."""
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}"
         "A:{% generation %}{{ m.content }}{% endgeneration %}<|eot_id|>\n"
@@ -136,7 +136,7 @@ PLAIN = (
 
 
 def test_template_without_marks(llama3):
-    """Spans from rendered prefixes; what stands behind the turn's last EOS does not count."""
+    """Spans from rendered prefixes; what comes after the turn's last EOS does not count."""
     tokenizer = with_template(llama3, PLAIN)
     ids, counted = encode_conversation(tokenizer, TALK)
     assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1

@@ -31,12 +31,6 @@ def load(path):
     return heads_io.load_heads(str(path), LLAMA, make_mesh())[1]
 
 
-def test_the_example():
-    coded = codes.encode({"lin/kernel": np.array([[1.0, -4], [-2, 1]], np.float32)})
-    assert coded["lin/kernel/scales"].tolist() == [[2, 4]]
-    assert coded["lin/kernel/codes"].tolist() == [[64, -127], [-127, 32]]
-
-
 def test_kernels_come_back_within_half_a_step(saved):
     path, params = saved
     stored = load_file(path / "heads.safetensors")
@@ -79,7 +73,7 @@ def test_damaged_pairs(saved, change, match):
 
 
 def test_the_demo_s_heads_in_a_byte_a_weight(tmp_path, capsys):
-    """By command, with the tree beside them; and back to a type that holds all values."""
+    """By command, with the tree next to them; and back to a type that holds all values."""
     small, wide = str(tmp_path / "small"), str(tmp_path / "wide")
     flags = ["--drafter=medusa", "--dtype=int8"]
     assert command.main([*flags, "--to=tgi", f"--out={small}"]) == 2

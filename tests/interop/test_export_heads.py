@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from closeness import assert_close
-from engines import WouldFailSilently
 from head_files import (
     EAGLE,
     EAGLE3,
@@ -26,7 +25,7 @@ from head_files import (
     write,
 )
 from our_heads import BASE, EMBEDDED, FOLLOWING, HIDDEN, STREAMS, load, our_logits
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from tiny import write_tokenizer
 
 from medusa_jax.config import HeadsConfig
@@ -35,7 +34,7 @@ from medusa_jax.heads import whole_config
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.export_heads import convert
-from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.stored_heads import Export, abstract_heads
 from medusa_jax.sharding import make_mesh
 
@@ -165,38 +164,6 @@ def test_a_fingerprint_needs_no_model(base):
     assert base.fingerprint() == hf.fingerprint(config, params)
 
 
-def test_the_engines_of_these_tests_are_strict(base, facts, tmp_path):
-    """What they refuse is what the real ones pass over."""
-    stored = random_heads(tmp_path / "heads", base)
-    out = exported(stored, base, "tgi", tmp_path / "tgi")
-    name = out / "medusa_lm_head.safetensors"
-    state = load_file(name)
-
-    def refused(match, speculate=3, **changes):
-        config = json.loads((out / "config.json").read_text()) | changes
-        broken = tmp_path / "broken"
-        broken.mkdir(exist_ok=True)
-        for file in out.iterdir():
-            (broken / file.name).write_bytes(file.read_bytes())
-        (broken / "config.json").write_text(json.dumps(config))
-        with pytest.raises(WouldFailSilently, match=match):
-            engines.tgi(broken, facts, speculate, HIDDEN[-1])
-            engines.vllm(broken, facts[0], speculate, HIDDEN[-1], remaps=True)
-
-    refused("not taken", architectures=["LlamaForCausalLM"])
-    refused("off", speculate=4)
-    refused("off", medusa_fc_bias=False)
-    refused("one layer", medusa_num_layers=2)
-    save_file({k: x for k, x in state.items() if k != "1.0.linear.bias"}, name)
-    refused("off")
-    save_file(state | {"x": state["0.1.weight"]}, name)
-    refused("off")
-    with pytest.raises(
-        WouldFailSilently, match="off"
-    ):  # the older vLLM knows no such names
-        engines.vllm(out, facts[0], 3, HIDDEN[-1], remaps=False)
-
-
 # What an adapter adds to the backbone.
 
 
@@ -242,9 +209,7 @@ def test_adapters_are_merged(fields, scale, base, tmp_path):
 def test_merged_weights_that_do_not_fit_their_type(fields, dtype, base, tmp_path):
     """Finite factors whose product is not, or which are stored in a smaller type."""
     adapter(tmp_path / "a", np.random.default_rng(3), fields)
-    with pytest.raises(
-        UserError, match=f"proj.weight' .* {dtype or 'float32'} cannot hold"
-    ):
+    with pytest.raises(UserError, match=f"proj.weight' .* {dtype or 'float32'} cannot"):
         exported(
             open_heads(str(tmp_path / "a")), base, "merged", tmp_path / "o", dtype=dtype
         )
@@ -282,6 +247,8 @@ def test_adapters_that_are_no_plain_lora(base, tmp_path):
 
 # What a layout cannot express.
 
+SHARED = {"lm_head": "shared"}
+
 
 @pytest.mark.parametrize(
     ("target", "fields", "match"),
@@ -290,13 +257,18 @@ def test_adapters_that_are_no_plain_lora(base, tmp_path):
         ("vllm", {"drafter": "amphista", "n_heads": 4}, "vLLM loads Medusa heads only"),
         ("hydra", {}, "for hydra and hydrapp heads, .* holds medusa"),
         ("hydra", {"drafter": "hydra", "n_layers": 3}, "tie_layers is false"),
-        (
-            "hydra",
-            {"drafter": "hydra", "lm_head": "shared"},
-            "LM heads and biases of their own",
-        ),
+        ("hydra", {"drafter": "hydra"} | SHARED, "LM heads and biases of their own"),
         ("tgi_shared", {}, "LM head 'own': --to tgi"),
-        ("tgi_shared", {"lm_head": "shared", "n_layers": 2}, "have 2 and LM head 'shared'"),
+        ("tgi_shared", SHARED | {"n_layers": 2}, "have 2 and LM head 'shared'"),
+        ("eagle", {"drafter": "eagle", "lm_head": "own"}, "eagle heads with LM head 'own'"),
+        ("eagle", {"drafter": "hydra"} | SHARED, "hydra heads with LM head 'shared'"),
+        ("eagle3", {"drafter": "eagle3"} | SHARED, "with LM head 'shared'"),
+        ("eagle3", {"drafter": "eagle3", "n_layers": 2}, "have 2 layers and read"),
+        (
+            "eagle3",
+            {"drafter": "eagle3", "tap_layers": "1,0"},
+            r"read \(1, 0\): .* paper's",
+        ),
     ],
 )
 def test_what_a_layout_cannot_express(target, fields, match, base, tmp_path):
@@ -414,14 +386,6 @@ def test_our_own_eagle3_heads_are_written_for_other_engines(base, facts, tmp_pat
     assert_close(our_logits(heads, params), logits[:3], dtype="float32")
     again, params, _ = load(out)
     assert_close(our_logits(again, params)[:3], logits[:3], dtype="float32")
-    for fields, said in (
-        ({"lm_head": "shared"}, "with LM head 'shared'"),
-        ({"n_layers": 2}, "have 2 layers and read"),
-        ({"tap_layers": "1,0"}, r"read \(1, 0\): .* the paper's \(0, 0, 1\)"),
-    ):
-        other = random_heads(tmp_path / "other", base, **{"drafter": "eagle3"} | fields)
-        with pytest.raises(UserError, match=said):
-            exported(other, base, "eagle3", tmp_path / said[:4])
 
 
 @pytest.mark.parametrize(("narrow", "newer"), [(True, False), (False, True)])
@@ -454,13 +418,3 @@ def test_what_only_speculators_can_say(base, tmp_path):
     again = open_heads(str(out))
     assert (again.heads.n_layers, again.heads.tap_layers) == (2, "1,0")
     jax.tree.map(np.testing.assert_array_equal, again.read(LLAMA), stored.read(LLAMA))
-
-
-def test_what_eagles_layout_cannot_say_is_refused(base, tmp_path):
-    for fields, said in (
-        ({"drafter": "eagle", "lm_head": "own"}, "eagle heads with LM head 'own'"),
-        ({"drafter": "hydra", "lm_head": "shared"}, "hydra heads with LM head 'shared'"),
-    ):
-        stored = random_heads(tmp_path / fields["drafter"], base, **fields)
-        with pytest.raises(UserError, match=said):
-            exported(stored, base, "eagle", tmp_path / "out")

@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from gguf_files import byte_level_metadata, llama_tensors, shape_metadata
 from gguf_files import write as write_gguf
 from head_files import (
@@ -42,8 +43,8 @@ from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.chat import render_prompt, shipped_template
 from medusa_jax.interop.gguf.convert import _convert
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.merge import to_merged
-from medusa_jax.interop.published import open_heads
 from medusa_jax.interop.stored_heads import Export
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
@@ -143,33 +144,25 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     def add(name, file, load, **options):
         made[name] = Target(Path(file), load, **options)
 
+    def add_heads(name, state, file, config, same=True):
+        folder = write(root / name, state, file, config)
+        add(name, folder / file, read_heads(folder), weights=True)
+        add(f"{name}-config", folder / "config.json", read_heads(folder), same=same)
+
+    two = {"medusa_num_heads": 2, "medusa_num_layers": 1}
     for kind in ("pt", "safetensors"):
-        folder = write(root / f"medusa-{kind}", medusa_state(2), f"medusa_lm_head.{kind}",
-                       {"medusa_num_heads": 2, "medusa_num_layers": 1})  # fmt: skip
-        add(
-            f"medusa-{kind}",
-            folder / f"medusa_lm_head.{kind}",
-            read_heads(folder),
-            weights=True,
-        )
-        add(f"medusa-{kind}-config", folder / "config.json", read_heads(folder))
-    folder = write(root / "hydra", hydra_state(2, plus=True, tied=False), "hydra_lm_head.pt",
-                   {"hydra_num_heads": 2, "hydra_num_layers": 3})  # fmt: skip
-    add("hydra", folder / "hydra_lm_head.pt", read_heads(folder), weights=True)
-    add("hydra-config", folder / "config.json", read_heads(folder))
-    folder = write(root / "eagle", eagle_state(), "pytorch_model.bin", EAGLE)
-    add("eagle", folder / "pytorch_model.bin", read_heads(folder), weights=True)
-    add("eagle-config", folder / "config.json", read_heads(folder))
-    folder = write(root / "eagle3", eagle3_state(), "model.safetensors", EAGLE3)
-    add("eagle3", folder / "model.safetensors", read_heads(folder), weights=True)
-    add("eagle3-config", folder / "config.json", read_heads(folder), same=False)
+        add_heads(f"medusa-{kind}", medusa_state(2), f"medusa_lm_head.{kind}", two)
+    hydra = {"hydra_num_heads": 2, "hydra_num_layers": 3}
+    add_heads("hydra", hydra_state(2, plus=True, tied=False), "hydra_lm_head.pt", hydra)
+    add_heads("eagle", eagle_state(), "pytorch_model.bin", EAGLE)
+    add_heads("eagle3", eagle3_state(), "model.safetensors", EAGLE3, same=False)
     state = renamed(eagle3_state())
     folder = write(root / "speculators", state, "model.safetensors", SPECULATORS)
     add("speculators-config", folder / "config.json", read_heads(folder), same=False)
 
     stored = open_heads(str(root / "medusa-pt"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
-    tree = tensor_files.unflatten(stored.read(LLAMA))
+    tree = unflatten_dict(stored.read(LLAMA), sep="/")
     own_heads.save_heads(str(own), stored.heads, tree, base=record, recipe={"steps": 1})
     add("own", own / "heads.safetensors", read_heads(own), weights=True)
     add("own-json", own / "heads.json", read_heads(own), same=False)

@@ -104,7 +104,5 @@ def test_every_type_as_transformers_unpacks_it(tmp_path):
 
 def test_a_type_without_numbers_is_refused_by_name(tmp_path):
     path = write(tmp_path / "a.gguf", {}, {"x": np.arange(8, dtype=np.int32)})
-    with pytest.raises(
-        UserError, match=f"{path}: tensor 'x' .* of type I32, which the gguf"
-    ):
+    with pytest.raises(UserError, match=f"{path}: tensor 'x' .* of type I32, which the"):
         read_gguf(path)

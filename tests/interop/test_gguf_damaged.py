@@ -34,13 +34,6 @@ def convert(data, path, out):
     _convert(str(path), None, out)
 
 
-def test_a_file_that_is_cut(whole):
-    data, _, path, out = whole
-    for share in (0, 0.3, 0.9, 0.999):
-        with pytest.raises(UserError, match=r"damaged\.gguf is truncated"):
-            convert(data[: int(share * len(data))], path, out)
-
-
 @pytest.mark.parametrize(
     ("at", "what", "message"),
     [

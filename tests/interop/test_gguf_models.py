@@ -158,7 +158,7 @@ def tiny(path, tokenizer_json, shape=None, vocabulary=None, **changes):
     return write(path, metadata | shape_metadata("llama", **(shape or {})), tensors)
 
 
-def test_what_a_model_says_beside_its_weights(tmp_path, tokenizer_json):
+def test_what_a_model_says_in_addition_to_its_weights(tmp_path, tokenizer_json):
     """Special ids, the ends of texts and turns, BOS, chat template."""
     said = {f"ggml.{kind}_token_id": i for i, kind in enumerate(("bos", "eos", "eot"))}
     said |= {"ggml.add_bos_token": True, "chat_template": "{{ messages[0]['content'] }}"}

@@ -176,7 +176,7 @@ def sentencepiece_model(sentencepiece_dir):
 
 
 def test_sentencepiece_is_sentencepiece(sentencepiece_model, tmp_path):
-    """Blanks, byte fallback, every text with its blank before it; special tokens beside."""
+    """Blanks, byte fallback, every text with its blank before it; special tokens as well."""
     metadata = sentencepiece_metadata(sentencepiece_model)
     ours = read(tmp_path / "a.gguf", metadata)
     texts = [*TEXTS, "Hello, how are you?", "  two blanks", "polite  answers ", "▁"]

@@ -1,13 +1,15 @@
 """The backbone against transformers, through files: every family and feature that it reads."""
 
+import itertools
 import json
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import medusa_jax
+from medusa_jax import Options
 from medusa_jax.interop import hf
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, init_params
@@ -143,25 +145,6 @@ def test_config_survives_the_way_out_and_back(case, models, tmp_path):
         assert torch.equal(reread(tokens).logits, model(tokens).logits)
 
 
-def test_old_and_new_rope_spelling_are_the_same(models):
-    """transformers 5 writes rope_parameters; published checkpoints have the older fields."""
-    for case in ("llama_linear_rope", "llama_llama3_rope"):
-        _, directory = models(case)
-        new = hf.read_config(directory)
-        with open(f"{directory}/config.json") as f:
-            raw = json.load(f)
-        rope = raw.pop("rope_parameters")
-        raw["rope_theta"] = rope.pop("rope_theta")
-        rope["type"] = rope.pop("rope_type")
-        raw["rope_scaling"] = rope
-        old_directory = f"{directory}/old"
-        os.makedirs(old_directory, exist_ok=True)
-        with open(f"{old_directory}/config.json", "w") as f:
-            json.dump(raw, f)
-        assert hf.read_config(old_directory) == new
-        assert new.rope_scaling in case
-
-
 def test_bin_and_sharded_directories(models, tmp_path):
     """safetensors, sharded safetensors, .bin and sharded .bin give the same parameters."""
     model, directory = models("llama_gqa")
@@ -226,3 +209,48 @@ def test_random_parameters_reach_transformers(tmp_path):
     theirs = model.lm_head.weight.float().detach().numpy()
     ours = np.asarray(params["lm_head"]["kernel"].astype(jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_array_equal(theirs, ours.T)
+
+
+# Greedy text of the decode loop against `transformers.generate`, on the parity models.
+
+
+NEW = 40
+# Each costs some seconds of compiling; the late window has the biases of Qwen2 as well.
+LEFT_OUT = {"llama_biases", "qwen2_biases"}
+
+
+@pytest.mark.parametrize(
+    ("case", "ngram"),
+    [*((case, 0) for case in sorted(set(CASES) - LEFT_OUT)), ("llama_tied", 2)],
+)
+def test_greedy_text_is_the_same(case, ngram, tmp_path, byte_level_dir):
+    """`ngram`: no_repeat_ngram_size, as the model's own generation_config.json says it."""
+    theirs = build(case, str(tmp_path))
+    theirs.generation_config.no_repeat_ngram_size = ngram
+    theirs.generation_config.save_pretrained(str(tmp_path))
+    ours = medusa_jax.load(
+        str(tmp_path), drafter="none", dtype="float32", tokenizer=str(byte_level_dir)
+    )
+    assert ours.no_repeat_ngram_size == ngram
+    ours.eos_ids = ()
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, V, n).tolist() for n in (5, 16)]
+    results = ours.generate(prompts, Options(max_new_tokens=NEW), tree="none")
+    for prompt, result in zip(prompts, results):
+        with torch.no_grad():
+            how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+            ids, seen = torch.tensor([prompt]), torch.ones(1, len(prompt))
+            whole = theirs.generate(ids, attention_mask=seen, **how)[0].tolist()
+        new = whole[len(prompt) :]
+        if ngram:
+            assert len(set(itertools.pairwise(new))) == NEW - 1
+        assert len(new) == NEW <= SMALL["max_position_embeddings"] - len(prompt)
+        if result.token_ids == new:
+            continue
+        # Only a tie within rounding excuses a difference; measured there, in float64.
+        at = next(i for i in range(NEW) if result.token_ids[i] != new[i])
+        with torch.no_grad():
+            scores = theirs.double()(torch.tensor([prompt + new[:at]])).logits[0, -1]
+        theirs.float()
+        gap = abs(float(scores[new[at]] - scores[result.token_ids[at]]))
+        assert gap < 64 * np.finfo(np.float32).eps * float(abs(scores).max()), (at, gap)

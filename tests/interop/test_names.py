@@ -11,8 +11,7 @@ from gguf_files import byte_level_metadata, llama_tensors, shape_metadata, write
 
 from medusa_jax.api import finding, load
 from medusa_jax.commands import decode, decode_run, requests, train
-from medusa_jax.commands.decode_flags import Flags, parser
-from medusa_jax.commands.flags import typed
+from medusa_jax.commands.decode import main
 from medusa_jax.errors import UserError
 from medusa_jax.interop import names
 from medusa_jax.interop.gguf.reader import read_gguf
@@ -89,7 +88,7 @@ def test_which_models_speak(tiny, tmp_path):
 
 
 def flags(*given, model="tiny"):
-    return typed(Flags, parser().parse_args(["--model", model, *given]))
+    return main.parse(["--model", model, *given])
 
 
 def test_chat_is_the_default_and_can_be_turned_off(tiny):
@@ -102,9 +101,7 @@ def test_chat_is_the_default_and_can_be_turned_off(tiny):
 
 def test_sampling_is_the_names_where_flags_are_silent(tiny):
     def chosen(*given, model="tiny"):
-        options = requests.shared_options(
-            typed(Flags, parser().parse_args([*given, "--model", model]))
-        )
+        options = requests.shared_options(main.parse([*given, "--model", model]))
         return options["temperature"], options["top_p"]
 
     assert chosen() == (0.5, 0.75)

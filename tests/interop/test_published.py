@@ -43,7 +43,7 @@ from safetensors.numpy import load_file, save_file
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop import hf, own_heads
-from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.torch_writer import save_torch
 from medusa_jax.sharding import make_mesh
 
@@ -123,7 +123,7 @@ ADAPTER = "base_model.model.medusa_head."
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_adapter(kind, tmp_path):
-    """PEFT's directory: heads that it saves whole, beside LoRA weights of the backbone."""
+    """PEFT's directory: heads that it saves whole, alongside LoRA weights of the backbone."""
     state = medusa_state(2, prefix=ADAPTER)
     name = f"adapter_model.{kind}"
     folder = write(tmp_path, state, name)
@@ -420,49 +420,37 @@ def test_speculators_that_is_not_supported(tmp_path):
         fails(match, write(tmp_path, state, name, SPECULATORS | changes))
 
 
-# The traps: right, or a sentence with the file, the key and both shapes.
+# The traps. What all layouts share, keys and shapes that contradict, is in test_heads_io.py.
 
 
-def spoilt(state):
-    """(what the sentence says, the state spoilt, changes of config.json)."""
-    name, block = r".*medusa_lm_head\.pt", "1.0.linear.weight"
-    less = {key: x for key, x in state.items() if key != block}
-    yield (
-        rf"key '1\.0\.linear\.weight' of shape \[16, 16\] is missing from {name}",
-        less,
-        {},
-    )
-    wrong = state | {"1.1.weight": np.zeros((V + 1, D), np.float32)}
-    text = rf"'1\.1\.weight' in {name} has shape \[24, 16\], the configuration asks for \[23, 16\]"
-    yield text, wrong, {}
-    wrong = state | {block: np.zeros((D, D + 1), np.float32)}
-    yield r"'1\.0\.linear\.weight' .* \[16, 17\], .* \[16, 16\]", wrong, {}
-    wrong = state | {"extra.weight": np.zeros(3, np.float32)}
-    yield (
-        rf"{name} has a key that .* no place for: 'extra\.weight' of shape \[3\]",
-        wrong,
-        {},
-    )
-    wrong = state | {block: np.zeros((D, D), np.int32)}
-    yield r"'1\.0\.linear\.weight' in .* stored as int32", wrong, {}
-    less = {key: x for key, x in state.items() if not key.startswith("1.")}
-    yield (
-        rf"key '1\.0\.linear\.weight' is missing from {name}, which has a head 2",
-        less,
-        {},
-    )
-    text = (
-        rf"key '3\.0\.linear\.weight' of shape \[16, 16\] is missing from {name}: .* says 5"
-    )
-    yield text, state, {"medusa_num_heads": 5}
-    yield "holds 1 layers per head, its config.json says 2", state, {"medusa_num_layers": 2}
-    less = {key: x for key, x in state.items() if key != "1.1.weight"}
-    yield r"key '1\.1\.weight' of shape \[23, 16\] is missing", less, {}
+def without(state, start):
+    return {key: x for key, x in state.items() if not key.startswith(start)}
 
 
-@pytest.mark.parametrize(("match", "state", "changes"), spoilt(medusa_state(3)))
-def test_traps(match, state, changes, tmp_path):
-    fails(match, write(tmp_path, state, "medusa_lm_head.pt", V13 | changes))
+NAME = r".*medusa_lm_head\.pt"
+MISSING = rf"of shape \[16, 16\] is missing from {NAME}"
+
+
+@pytest.mark.parametrize(
+    ("match", "change", "fields"),
+    [
+        (rf"key '1\.0\.linear\.weight' {MISSING}", "1.0.linear.weight", {}),
+        (r"key '1\.1\.weight' of shape \[23, 16\] is missing", "1.1.weight", {}),
+        (rf"'1\.0\.linear\.weight' is missing from {NAME}, which has a head 2", "1.", {}),
+        (rf"'3\.0\.linear\.weight' {MISSING}: .* says 5", "x", {"medusa_num_heads": 5}),
+        ("holds 1 layers per head, its config.json says 2", "x", {"medusa_num_layers": 2}),
+        (
+            r"'1\.1\.weight' in .* has shape \[24, 16\], .* asks for \[23, 16\]",
+            {"1.1.weight": np.zeros((V + 1, D), np.float32)},
+            {},
+        ),
+    ],
+)
+def test_traps(match, change, fields, tmp_path):
+    """The file, the key and both shapes are named."""
+    state = medusa_state(3)
+    spoilt = state | change if isinstance(change, dict) else without(state, change)
+    fails(match, write(tmp_path, spoilt, "medusa_lm_head.pt", V13 | fields))
 
 
 def test_mixed_types_are_read(tmp_path):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from flax.traverse_util import unflatten_dict
 from head_files import EAGLE3, IDS, LLAMA, V, eagle3_state, write
 from numpy_layers import numpy_norm
 from tiny import random_params
@@ -22,9 +23,8 @@ from medusa_jax.heads.drafter import TextRows
 from medusa_jax.interop import hf
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.export_heads import convert
-from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.stored_heads import Export
-from medusa_jax.interop.tensors import unflatten
 from medusa_jax.model.llama import Llama
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -109,7 +109,9 @@ def directory(version, path):
 def our_logits(path):
     """Logits [levels, B, T, O] of the heads in a directory."""
     stored = open_heads(str(path))
-    heads = unflatten({k: np.float64(x) for k, x in stored.read(CONFIG).items()})
+    heads = unflatten_dict(
+        {k: np.float64(x) for k, x in stored.read(CONFIG).items()}, sep="/"
+    )
     backbone = vocabulary.narrowed(
         Backbone(Llama(CONFIG, dtype=jnp.float64), Inputs.params), jnp.asarray(IDS)
     )

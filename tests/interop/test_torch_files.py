@@ -215,7 +215,7 @@ def test_storages_out_of_bounds(tmp_path):
     refused(one_tensor(tmp_path / "x", [6], [1], store=b"NQ"), "malformed storage")
 
 
-def test_state_cannot_be_set_behind_the_checks(tmp_path):
+def test_state_cannot_be_set_past_the_checks(tmp_path):
     """BUILD on a finished tensor or storage would change its bounds."""
     good = tensor([2, 3], [3, 1])
     states = [

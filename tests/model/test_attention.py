@@ -1,4 +1,4 @@
-"""Attention over whole rows in blocks, behind a cache and for one token equals the plain one."""
+"""Attention over whole rows in blocks, after a cache and for one token equals the plain one."""
 
 from functools import partial
 
@@ -75,7 +75,7 @@ def test_memory_of_a_gradient_grows_with_the_length_of_the_row():
 
 @pytest.mark.parametrize("window, first", [(0, 0), (70, 0), (70, 190)])
 @pytest.mark.parametrize("T, platform", [(3, "cpu"), (300, "cpu"), (300, "tpu")])
-def test_a_text_behind_a_cache_sees_it_and_itself(T, platform, window, first, monkeypatch):
+def test_a_text_after_a_cache_sees_it_and_itself(T, platform, window, first, monkeypatch):
     """What `attend` gives over the written cache: ragged starts, a last block that overlaps.
 
     In the last case no row sees the first block of slots.
@@ -97,8 +97,8 @@ def test_a_text_behind_a_cache_sees_it_and_itself(T, platform, window, first, mo
 
 
 @pytest.mark.parametrize("start", [0, 3, 9])
-def test_one_token_behind_a_cache_sees_it_and_itself(start):
-    """What `attend` gives once the token's key and value are in the cache; slots behind are junk."""
+def test_one_token_after_a_cache_sees_it_and_itself(start):
+    """What `attend` gives once the token's key and value are in the cache; slots after are junk."""
     rng = np.random.default_rng(start)
     q = jnp.asarray(rng.standard_normal((2, 1, 4, 6)))
     cache = tuple(jnp.asarray(x) for x in rng.standard_normal((2, 2, 2, 10, 6)))

@@ -77,7 +77,7 @@ def read_in_chunks(llama, backbone, config, texts, chunk=CHUNK):
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, "mistral"))
 def test_cached_passes_over_any_tree_equal_the_full_pass(family):
-    """Every node's logits are those behind prefix + its path, as plain text."""
+    """Every node's logits are those after prefix + its path, as plain text."""
     config = tiny_arch(**FAMILIES[family])
     params = random_params(config, 0)
     llama, backbone = decoder(config, params)

@@ -73,7 +73,7 @@ def test_adapters_on_a_quantised_backbone(dropout):
 
 
 def temporaries(layers, remat, adapters):
-    """Bytes that a gradient of the sum of hidden states needs beside parameters and result.
+    """Bytes that a gradient of the sum of hidden states needs in addition to parameters and result.
 
     Args:
       adapters: of these, whose inputs are dropped; not of the backbone.

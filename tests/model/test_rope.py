@@ -10,6 +10,7 @@ from closeness import assert_close
 from tiny import tiny_arch
 
 from medusa_jax.config import LlamaConfig
+from medusa_jax.model import rope
 from medusa_jax.model.rope import rope_frequencies, rope_tables, rotate
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -64,6 +65,18 @@ def test_rotation_is_that_of_complex_numbers(fields):
     )
     expected = np.concatenate([turned.real, turned.imag], -1)
     assert_close(got, expected, 5000)  # an angle at position 5000 is that much less exact
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_the_form_for_tpus_is_exact(monkeypatch, dtype):
+    config = tiny_arch(head_dim=64)
+    tables = rope_tables(config, jnp.array([[0, 1, 7, 500], [3, 2, 1, 0]]), dtype)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 3, 64)), dtype)
+    expected = rotate(x, *tables)
+    monkeypatch.setattr(rope, "platform", lambda: "tpu")
+    got = rotate(x, *tables)
+    assert got.dtype == expected.dtype
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_unknown_rope_scaling_is_an_error():

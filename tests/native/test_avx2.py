@@ -1,12 +1,10 @@
 """The kernels as a processor without AVX-512 compiles them: other vectors, panels and blocks of rows."""
 
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from children import environment
+from children import output_of
 
 from medusa_jax.console import processor
 from medusa_jax.native import library
@@ -34,8 +32,4 @@ def test_the_kernels_built_for_avx2():
     if "avx2" not in processor():
         pytest.skip("this processor has no AVX2")
     tests = str(Path(__file__).with_name("test_native.py"))
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, tests, "-k", CHOSEN],
-        env=environment("--xla_cpu_max_isa=AVX2"), capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(CHILD, tests, "-k", CHOSEN, xla_flags="--xla_cpu_max_isa=AVX2")

@@ -16,7 +16,7 @@ TOKENS = 100_000
 
 def test_no_token_differs_in_float32(monkeypatch):
     """Greedy, sampled and from a nucleus, batches of one and three, small and large trees; what is
-    compared are texts of the bundled model behind random prompts, which leave many near ties."""
+    compared are texts of the bundled model after random prompts, which leave many near ties."""
     monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "native")
     model = medusa_jax.load(drafter="hydra", tree="bundled", dtype="float32")
     assert model.guarantee("greedy") == "bitwise"

@@ -96,7 +96,7 @@ def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, fo
     ],
 )
 def test_a_fused_layer_call(weights, options):
-    """Against the layer's own modules, by XLA: a tree behind texts of two lengths."""
+    """Against the layer's own modules, by XLA: a tree after texts of two lengths."""
     config = dataclasses.replace(CONFIG, n_layers=1, **{"qk_norm": False, **options})
     tree, start_B = Tree.cartesian([2, 2]), jnp.array([29, 3])
     shape = (2, config.n_kv_heads, 40, config.head_dim)

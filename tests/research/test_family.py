@@ -11,7 +11,7 @@ from tiny import write_model
 from medusa_jax.commands import train
 from medusa_jax.errors import UserError
 from medusa_jax.native.library import library
-from research.family import picture, report
+from research.family import report
 from research.family.command import main, refuse_other
 
 PROJECT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def test_orders():
     assert "- hydrapp < eagle with 8 nodes: holds, 0.100 in 1 seed" in report.orders(both)
 
 
-def test_sigterm_ends_it_behind_the_training_that_it_hit(tmp_path, monkeypatch):
+def test_sigterm_ends_it_after_the_training_that_it_hit(tmp_path, monkeypatch):
     """With the exit status of one who was stopped, and no word of a failure."""
     trained = []
     monkeypatch.setattr(train, "main", lambda arguments: trained.append(arguments) or 143)
@@ -123,15 +123,6 @@ def test_convergence():
     assert "step | 5 | 10 |" in head
     assert row == "| hydra | 0.300 | 0.500 | 0.2000 ± 0.1414 | 0.750 |"
     assert report.convergence({"hydra": [[]]}) == ""
-
-
-def test_plot(tmp_path):
-    curves = {"medusa": [[{"step": 2, "top1": [0.1, 0.2]}]]}
-    path = picture.draw_drafters(RUNS, SPEEDS, curves, tmp_path / "family.svg")
-    text = path.read_text()
-    assert all(
-        word in text for word in ("mean accepted length", "amphista", "training step")
-    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Memory of compiled programs beside sums by hand, on eight simulated devices in a child process."""
+"""Memory of compiled programs compared with sums by hand, on eight simulated devices in a child process."""
 
 import json
 import os
@@ -23,6 +23,8 @@ from medusa_jax.sharding import make_mesh, simulate_devices
 simulate_devices(8)
 from medusa_jax.commands.train import load_config
 from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.evaluate.compiled.programs import compiled_loop
+from medusa_jax.heads import make_drafter
 from research import scaling
 from medusa_jax.training import counted, dry
 from medusa_jax.tree import Tree
@@ -37,10 +39,10 @@ shapes = dry.step_shapes(cfg)
 trained = dry.measure(cfg, shapes)
 report = {"training": [counted.training_bytes(cfg, shapes), trained, trained["batch"]]}
 
-heads, tree = HeadsConfig(n_heads=2), Tree.cartesian([3, 2])
+drafter, tree = make_drafter(HeadsConfig(n_heads=2), arch), Tree.cartesian([3, 2])
 for dtype, rows in ((jnp.float32, 4), (jnp.bfloat16, 4), (jnp.bfloat16, 1)):
-    program, variables, state = scaling.compiled_loop(
-        arch, heads, tree, make_mesh((1, 1, 8)), rows, 200, dtype
+    program, variables, state = compiled_loop(
+        arch, drafter, tree, make_mesh((1, 1, 8)), rows, 200, dtype
     )
     found = program.memory_analysis()
     sizes = {"argument_bytes": found.argument_size_in_bytes}

@@ -62,7 +62,7 @@ def test_a_signal_ends_it_after_the_run_that_it_hit(tmp_path, monkeypatch, numbe
     monkeypatch.setattr(
         trainer, "train", lambda cfg: runs.append(cfg.workdir) or {"stopped": number}
     )
-    flags = command.parser().parse_args(["--original=x", f"--out={tmp_path}"])
+    flags = command.main.parse(["--original=x", f"--out={tmp_path}"])
     two = [{"share": 0.5}, {"share": 0.5}]
     with pytest.raises(SystemExit) as stopped:
         variants.train_variant(flags, 0, two, tmp_path / "arm", tmp_path)
@@ -73,7 +73,7 @@ def test_every_arm_names_fields_that_exist(tmp_path):
     from medusa_jax.commands.train import override
     from medusa_jax.training.partition import trained_groups
 
-    flags = command.parser().parse_args(["--original=x", f"--out={tmp_path}"])
+    flags = command.main.parse(["--original=x", f"--out={tmp_path}"])
     for name, (_, runs) in variants.variants().items():
         shares = [fields["share"] for fields in runs]
         assert not runs or sum(shares) == 1.0, (

@@ -7,22 +7,16 @@ from hypothesis import strategies as st
 from research.demo import sources
 from research.demo.sources import SourceFile
 
+OWNED, READS = "# Copyright (c) 2001 A. Body\n", '"""Reads."""\n\n'
+SLOWLY = '"""Reads.\n\nSlowly.\n"""\nx = 1\n'
+
 
 @pytest.mark.parametrize(
     "before, after",
     [
-        (
-            "# Copyright (c) 2001 A. Body\n#\n# Reads mail.\nimport os\n",
-            "# Reads mail.\nimport os\n",
-        ),
-        (
-            '"""Reads mail.\n\nCopyright (C) 1999 A. Body.\nLicensed to nobody.\n\nSlowly.\n"""\nx = 1\n',
-            '"""Reads mail.\n\nSlowly.\n"""\nx = 1\n',
-        ),
-        (
-            '"""Reads."""\n\n# Licensed under terms.\nimport os\n',
-            '"""Reads."""\n\nimport os\n',
-        ),
+        (f"{OWNED}#\n# Reads mail.\nimport os\n", "# Reads mail.\nimport os\n"),
+        (f'"""Reads.\n\n{OWNED}Licensed to nobody.\n\nSlowly.\n"""\nx = 1\n', SLOWLY),
+        (f"{READS}# Licensed under terms.\nimport os\n", f"{READS}import os\n"),
         ("import os\n\n\n# the license of a driver\n", None),
         ("import os\n# Copyright 2001 A. Body\nx = 1\n", "import os\nx = 1\n"),
         ('def f():\n    """Show the license."""\n', None),
@@ -34,24 +28,11 @@ def test_drop_licence(before, after):
     assert sources.drop_licence(before) == (before if after is None else after)
 
 
+LINES = ["# Copyright (c) x", "#", "# text", "", '"""', '"""Doc."""', "licence", "x = 1"]
+
+
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(
-        st.sampled_from(
-            [
-                "# Copyright (c) x",
-                "#",
-                "# text",
-                "",
-                '"""',
-                '"""Doc."""',
-                "licence",
-                "x = 1",
-            ]
-        ),
-        max_size=12,
-    )
-)
+@given(st.lists(st.sampled_from(LINES), max_size=12))
 def test_drop_licence_invents_nothing(lines):
     kept = iter(sources.drop_licence("\n".join(lines)).split("\n"))
     source = iter(lines + [""])

@@ -20,7 +20,7 @@ def test_the_page_is_the_commands_output(capsys):
 
 
 @pytest.mark.wide
-def test_pictures_are_drawn_beside_it(tmp_path, capsys):
+def test_pictures_are_drawn_as_well(tmp_path, capsys):
     assert main(["--tree", "cartesian:2,1", "--pictures", str(tmp_path)]) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "mask.svg",

@@ -1,6 +1,7 @@
 """One server for all tests of the port, so that its programs are compiled once."""
 
 import httpx2 as httpx
+import openai
 import pytest
 from served import NAME, ask_app, load_model, port_of
 from tiny import write_chat_model
@@ -18,7 +19,7 @@ def shared_port(tmp_path_factory):
 
 @pytest.fixture
 def port(shared_port):
-    """The shared server, idle again when a test is over."""
+    """The shared server, idle again after the test."""
     yield shared_port
     shared_port.wait_idle()
 
@@ -30,8 +31,15 @@ def http(port):
 
 
 @pytest.fixture
+def client(port):
+    """The official client."""
+    with openai.OpenAI(base_url=port.url + "/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
 def other(port):
-    """The same server behind other settings: a function that asks it once."""
+    """The same server with other settings: a function that asks it once."""
 
     def ask(method, path, *, limits=None, key="", hosts=(), **sent):
         more = {"key": key, "limits": limits, "hosts": hosts}

@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx2 as httpx
 import pytest
-from served import NAME, QUEUE, Port
+from served import QUEUE, listening
 
 import medusa_jax
 from medusa_jax.serving import Server
-from medusa_jax.serving.http import make_app
 
 MEGABYTE = 1_000_000  # with the rest of its call just below the limit
 WORST, PAUSE = 0.5, 0.005
@@ -76,12 +75,11 @@ def test_a_megabyte_that_has_to_be_tokenised(port, capsys):
 def demo_port():
     model = medusa_jax.load()
     trees = {1: model.parse_tree("chain:2"), 2: model.parse_tree("chain:2")}
-    with Server(model, slots=2, trees=trees, queue=QUEUE) as server:
-        port = Port(server, make_app(server, name=NAME, template="plain"))
-        try:
-            yield port
-        finally:
-            port.close()
+    with (
+        Server(model, slots=2, trees=trees, queue=QUEUE) as server,
+        listening(server, "plain") as port,
+    ):
+        yield port
 
 
 @pytest.mark.wide

@@ -125,7 +125,7 @@ def pieces(batch, monkeypatch):
     ],
 )
 def test_a_prompt_in_pieces(batch, pieces, shared, wanted):
-    """Each with the token behind every one of its own; the last shared token is read again."""
+    """Each with the token after every one of its own; the last shared token is read again."""
     prompt = np.arange(1, 122)
     reading = batch.begin(Row([prompt.tolist()], [9], None, *ONE), 0, shared, AUTO)
     batch.slots = 256  # somebody's text has outgrown the slots since
@@ -148,48 +148,8 @@ def test_the_last_piece_ends_with_the_slots(batch, pieces):
     assert piece.tokens_BT[0, :9].tolist() == prompt[-9:]
 
 
-def test_another_size_row_by_row(batch, monkeypatch):
-    """So that no pair of sizes has a program; nothing runs where nothing changes."""
-    seen = []
-
-    def resized(engine, sizes, n_rows, slots, row):
-        seen.append(("resized", row.cache.slots, slots))
-        return row_state(slots)
-
-    def take_row(engine, state, source):
-        return row_state(batch.slots)
-
-    def insert_row(engine, state, row, at):
-        seen.append(("row", row.cache.slots, int(at)))
-        return state
-
-    monkeypatch.setattr(rows, "resized", resized)
-    monkeypatch.setattr(rows, "take_row", take_row)
-    monkeypatch.setattr(rows, "insert_row", insert_row)
-    for size in ((1, 128), (1, 512), (1, 512), (2, 512), (1, 128)):
-        batch.fit(*size)
-    up, down = [(128, 256), (256, 512)], [(512, 256), (256, 128)]
-    assert seen == [
-        *[("resized", *step) for step in up],
-        ("row", 512, 0),
-        ("row", 512, 0),
-        *[("resized", *step) for step in down],
-        ("row", 128, 0),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("rule", "drawn_by"),
-    [("auto", "sampled")] + [(rule, rule) for rule in ("typical", "rejection")],
-)
-def test_the_first_token_is_drawn_by_the_requests_rule(batch, pieces, rule, drawn_by):
-    batch.read(batch.begin(Row([[4, 5, 6]], [70], None, *ONE), 0, 0, Group(True, rule)))
-    assert [engine.acceptance for engine, _ in pieces] == [drawn_by]
-
-
-@pytest.mark.usefixtures("pieces")
-def test_a_text_is_not_reused_behind_other_heads(batch, monkeypatch):
-    """What the drafter of a row holds is of the heads that its rule reads."""
+def test_a_text_is_not_reused_after_other_heads(batch, pieces, monkeypatch):
+    """What the drafter of a row holds is of the heads that its rule reads; so is its first token."""
     monkeypatch.setattr(rows, "insert_row", lambda engine, state, row, at: state)
     monkeypatch.setattr(batches, "progress_of", lambda row: None)
     known = {}
@@ -197,8 +157,11 @@ def test_a_text_is_not_reused_behind_other_heads(batch, monkeypatch):
         prompt = Row([list(range(1, 122))], [9], None, *ONE)
         reading = batch.begin(prompt, 1, 101, Group(True, rule))
         known[rule] = reading.position
+        batch.read(reading)
         batch.insert(reading, 1)
     assert known == {"auto": 100, "typical": 0, "rejection": 100, "greedy": 0}
+    drawn_by = [engine.acceptance for engine, _ in pieces]
+    assert drawn_by == ["sampled", "typical", "rejection", "greedy"]
 
 
 @pytest.mark.parametrize("drafts", [True, False])
@@ -231,12 +194,12 @@ def test_a_chunk_has_its_rule_tree_and_drafter(batch, monkeypatch, drafts):
     assert (engine.drafter == no_drafter(CONFIG)) != drafts
 
 
-def test_a_step_has_room_for_the_tree_and_what_is_beside_it(monkeypatch):
+def test_a_step_has_room_for_the_tree_and_what_is_extra_it(monkeypatch):
     heads = LookaheadConfig(window=4, ngram=4, guesses=3)
     drafter = make_drafter(heads, CONFIG)
-    tree, beside = drafter.default_tree, len(drafter.extra_rows.depth_X)
+    tree, extra = drafter.default_tree, len(drafter.extra_rows.depth_X)
     batch = batch_of(monkeypatch, {1: Tree.none(), 2: tree}, heads)
-    assert batch.widest == tree.n_nodes + beside > tree.n_nodes
+    assert batch.widest == tree.n_nodes + extra > tree.n_nodes
     assert batch.longest == tree.path_length > 1
     assert batch._state.outputs >= 100 + batch.longest
     slots = batch.slots

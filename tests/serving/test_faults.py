@@ -27,7 +27,7 @@ def submitted(port, monkeypatch):
 
 
 def test_a_client_that_vanishes_frees_its_slot(port, http, submitted):
-    """Streaming or not; those beside it never notice."""
+    """Streaming or not; their neighbours never notice."""
     expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
     gone = 'medusa_calls_total{endpoint="completions",status="499"}'
     before = counted(http, "medusa_cancelled_total"), counted(http, gone)

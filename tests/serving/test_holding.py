@@ -7,26 +7,15 @@ import time
 
 import pytest
 from cases import wide
-from served import ASKED, NAME, Port, raw
+from served import ASKED, listening, raw
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
-from medusa_jax.serving.http import Limits, make_app
+from medusa_jax.serving.http import Limits
 
 LARGE = 30 << 20  # more than the buffers of a connection hold
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX: "
-
-
-@contextlib.contextmanager
-def listening(server, **limits):
-    """The shared server at another port with other limits."""
-    limits = Limits(**limits)
-    port = Port(server, make_app(server, name=NAME, template="", limits=limits), limits)
-    try:
-        yield port
-    finally:
-        port.close()
 
 
 def large_app():
@@ -83,7 +72,7 @@ def open_connections(port):
 
 def test_half_sent_heads(port, capsys):
     """60 clients send half a head, a third of them a byte now and then: all are closed at the deadline."""
-    with listening(port.server, head_seconds=1.0) as attacked:
+    with listening(port.server, limits=Limits(head_seconds=1.0)) as attacked:
         start = time.monotonic()
         links, waits, ended = [connect(attacked, HALF) for _ in range(60)], [], set()
         while len(ended) < len(links):
@@ -107,7 +96,7 @@ def test_half_sent_heads(port, capsys):
 
 def test_more_connections_than_there_may_be(port, capsys):
     """Those that wait for their client make room, the oldest first; a call that is being answered stays."""
-    with listening(port.server, connections=10) as attacked:
+    with listening(port.server, limits=Limits(connections=10)) as attacked:
         with port.held():
             working = raw(attacked, ASKED)
             wait_for(lambda: port.server.waiting)
@@ -130,7 +119,10 @@ def test_more_connections_than_there_may_be(port, capsys):
 def test_half_of_a_second_request(port):
     """uvicorn's own deadline between requests ends with the first byte of the next."""
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    with listening(port.server, head_seconds=0.3) as other, connect(other, whole) as link:
+    with (
+        listening(port.server, limits=Limits(head_seconds=0.3)) as other,
+        connect(other, whole) as link,
+    ):
         assert b"200 OK" in came(link)
         time.sleep(0.5)
         assert not closed([link])  # idle, which is no fault
@@ -143,22 +135,19 @@ def test_half_of_a_second_request(port):
 @pytest.mark.parametrize("reads", [False, *wide(True)])
 def test_a_client_that_reads_nothing_loses_its_connection(port, reads):
     """One that reads slowly does not, however long it takes."""
-    limits = Limits(read_seconds=0.3)
-    other = Port(port.server, large_app(), limits)
-    try:
-        link = connect(other, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", receive=1 << 16)
-        with link:
-            wait_for(lambda: open_connections(other))
-            if not reads:
-                wait_for(lambda: not open_connections(other), 5)
-                return
-            start, got = time.monotonic(), 0
-            while time.monotonic() - start < 1.0:
-                got += len(came(link))
-                time.sleep(0.05)
-            while got < LARGE:
-                part = came(link)
-                assert part
-                got += len(part)
-    finally:
-        other.close()
+    with (
+        listening(port.server, limits=Limits(read_seconds=0.3), app=large_app()) as other,
+        connect(other, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", receive=1 << 16) as link,
+    ):
+        wait_for(lambda: open_connections(other))
+        if not reads:
+            wait_for(lambda: not open_connections(other), 5)
+            return
+        start, got = time.monotonic(), 0
+        while time.monotonic() - start < 1.0:
+            got += len(came(link))
+            time.sleep(0.05)
+        while got < LARGE:
+            part = came(link)
+            assert part
+            got += len(part)

@@ -6,7 +6,6 @@ import json
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -16,13 +15,12 @@ import children
 import clients
 import jax
 import pytest
-from served import NAME, TREE, Port, alone
+from served import TREE, alone, listening
 from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree
 from medusa_jax.serving import Request, Server
-from medusa_jax.serving.http import make_app
 from medusa_jax.serving.job import Job
 
 PROMPTS = ["in", "the cat and", "abcab, a hat.\n", "in the hat, the cat", "a", "hat " * 9]
@@ -131,11 +129,11 @@ def test_two_thousand_requests(n_clients, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_clients", [8, 64])
-def test_rate_beside_static_batches(n_clients, capsys):
+def test_rate_of_static_batches(n_clients, capsys):
     """The same requests served and in batches of as many rows, in turn; prints what came out."""
     model, asked = medusa_jax.load(), kinds(CODE, [16, 64, 128])
     expected, rounds = expected_texts(model, asked), []
-    # With so many clients, hardly any other number of rows is busy.
+    # With this many clients, hardly any other number of rows is busy.
     with serving(model, trees=dict.fromkeys((1, SLOTS), model.tree)) as port:
         port.server.warm_up(128, [(True, "auto")])
         for _ in range(1 + ROUNDS):  # the first warms up
@@ -164,13 +162,9 @@ def test_rate_beside_static_batches(n_clients, capsys):
 
 @contextlib.contextmanager
 def serving(model, **fields):
-    """A server of as many slots, behind a port."""
-    with Server(model, slots=SLOTS, **fields) as server:
-        port = Port(server, make_app(server, name=NAME, template="plain"))
-        try:
-            yield port
-        finally:
-            port.close()
+    """A server of as many slots at a port."""
+    with Server(model, slots=SLOTS, **fields) as server, listening(server, "plain") as port:
+        yield port
 
 
 def alive():
@@ -188,12 +182,8 @@ def resident():
 def apart(url, n_clients, n_calls, asked, pause):
     """`clients.attack` from a process of its own."""
     given = json.dumps([url, n_clients, n_calls, asked, pause])
-    command = [sys.executable, str(Path(clients.__file__))]
-    done = subprocess.run(
-        command, input=given, capture_output=True, text=True, env=children.environment()
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    command = (sys.executable, clients.__file__)
+    return json.loads(children.output_of(command=command, stdin=given))
 
 
 def static_rate(model, asked):

@@ -134,32 +134,3 @@ def test_logprobs_of_parts_of_a_character():
     assert len(content) == 5 and content[0]["token"] == "\ufffd"
     for entries in (content, [one["top_logprobs"][0] for one in content]):
         assert bytes(b for one in entries for b in one["bytes"]).decode() == "é日"
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "field"),
-    [
-        ("completion", {"n": True}, "n"),
-        ("completion", {"n": 2, "prompt": ["a"] * 9}, "n"),
-        ("completion", {"max_tokens": 2.5}, "max_tokens"),
-        ("completion", {"temperature": "1"}, "temperature"),
-        ("completion", {"stop": [""]}, "stop"),
-        ("completion", {"stop": ["a"] * 17}, "stop"),
-        ("completion", {"stop": ["a", 3]}, "stop"),
-        ("completion", {"logprobs": 21}, "logprobs"),
-        ("completion", {"prompt": []}, "prompt"),
-        ("completion", {"prompt": [["x"]]}, "prompt"),
-        ("completion", {"stream": "yes"}, "stream"),
-        ("completion", {"stream_options": {"every": 1}}, "every"),
-        ("completion", {"logit_bias": {"1": 200}}, "logit_bias"),
-        ("completion", {"min_p": 1.5}, "min_p"),
-        ("chat", {"top_logprobs": 2}, "top_logprobs"),
-        ("chat", {"messages": []}, "messages"),
-    ],
-)
-def test_the_field_that_is_to_blame(http, kind, fields, field):
-    asked = (CHAT if kind == "chat" else ASKED) | {"max_tokens": 2} | fields
-    answer = http.post(PATHS[kind], json=asked)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"] == field and error["type"] == "invalid_request_error"

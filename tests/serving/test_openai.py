@@ -10,12 +10,6 @@ from medusa_jax.interop.chat import encode_prompt
 MESSAGES = [{"role": "user", "content": "in the hat and the other cat"}]
 
 
-@pytest.fixture
-def client(port):
-    with openai.OpenAI(base_url=port.url + "/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
 def chat_prompt(port, messages=MESSAGES):
     return encode_prompt(port.model.tokenizer, messages)
 
@@ -122,41 +116,3 @@ def test_logprobs(port, client):
         assert token.logprob > token.top_logprobs[1].logprob
     whole = client.completions.create(**asked, prompt="in", logprobs=0)
     assert len(whole.choices[0].logprobs.token_logprobs) == 6
-
-
-@pytest.mark.parametrize(
-    ("fields", "kind", "about"),
-    [
-        ({"model": "gpt-4"}, openai.NotFoundError, "model"),
-        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
-        ({"temperature": 2.5}, openai.BadRequestError, "temperature"),
-        ({"top_p": 0}, openai.BadRequestError, "top_p"),
-        ({"n": 17}, openai.BadRequestError, "n"),
-        ({"presence_penalty": 2.5}, openai.BadRequestError, "presence_penalty"),
-        ({"prompt": ""}, None, ""),
-        ({"prompt": "the " * 200}, openai.BadRequestError, "shorten"),
-        ({"prompt": [10**6]}, openai.BadRequestError, "vocabulary"),
-        ({"extra_body": {"acceptance": "greedy"}}, openai.BadRequestError, "temperature 0"),
-        ({"extra_body": {"tpo_k": 3}}, openai.BadRequestError, "tpo_k"),
-    ],
-)
-def test_what_is_refused(port, client, fields, kind, about):
-    asked = {"model": NAME, "prompt": "in", "max_tokens": 2} | fields
-    if kind is None:  # a BOS is enough to start from
-        assert client.completions.create(**asked).usage.prompt_tokens == 1
-        return
-    with pytest.raises(kind, match=about):
-        client.completions.create(**asked)
-
-
-def test_more_than_the_queue_ever_holds(client):
-    """Trying again would be of no use."""
-    with pytest.raises(openai.BadRequestError, match="at most 6 choices here") as refused:
-        client.completions.create(model=NAME, prompt="in", n=9)
-    assert refused.value.param == "n"
-
-
-def test_a_conversation_the_template_refuses(client):
-    for messages in ([], [{"role": "robot", "content": "x"}], [{"role": "user"}]):
-        with pytest.raises(openai.BadRequestError, match="messages"):
-            client.chat.completions.create(model=NAME, messages=messages)

@@ -128,7 +128,7 @@ def test_nobody_waits_for_another_ones_programs(monkeypatch):
         client.check()
 
 
-def test_whoever_nothing_can_be_compiled_for_is_told(monkeypatch):
+def test_a_request_without_programs_is_told(monkeypatch):
     compiled = Delayed(random.Random(0), 2)
     compiled.left = all_of(BASE, 32)
     compiled.failing = {Programs(Group(True, "typical"), 1, 32), Programs(BASE, 1, 64)}

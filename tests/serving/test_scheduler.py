@@ -1,4 +1,4 @@
-"""Continuous batching: each request is answered as if it were alone, whoever came when.
+"""Continuous batching: each request is answered as if it were alone, whatever the order of arrival.
 
 In float64, where texts are equal without exception. Turns are taken by hand, so that arrivals are
 the same in every run.
@@ -19,7 +19,6 @@ from medusa_jax.serving import Request, batch
 from medusa_jax.serving.job import make_job
 from medusa_jax.serving.request import Handle, TooLong
 from medusa_jax.serving.scheduler import FEW_STEPS, Scheduler
-from medusa_jax.serving.seats import shared_start
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -157,7 +156,7 @@ def test_no_text_depends_on_slot_neighbours_or_arrival(model, scheduler):
     assert scheduler.busy == scheduler.waiting == 0
     reused = [client.deltas[-1].ending.reused_tokens for client in clients]
     longest = model.encode(LONG)
-    assert max(reused) >= len(longest) - 1  # LONG + "abc" read what is behind LONG alone
+    assert max(reused) >= len(longest) - 1  # LONG + "abc" read what is after LONG alone
 
 
 def test_a_paused_row_is_not_overwritten(model, scheduler):
@@ -174,8 +173,8 @@ def test_a_start_is_reused_of_a_row_that_ended_without_room(model, scheduler, mo
     monkeypatch.setattr("medusa_jax.serving.room.PATIENCE", 4)
     scheduler._room.fit(2, 256)
     start = model.encode(LONG)[:100]
-    longer, beside = Request(start, options(60)), Request("the hat", options(90))
-    clients = run(scheduler, {0: [longer, beside], 35: [Request(start, options(9))]}, model)
+    longer, other = Request(start, options(60)), Request("the hat", options(90))
+    clients = run(scheduler, {0: [longer, other], 35: [Request(start, options(9))]}, model)
     assert scheduler._batch.slots == 128  # fewer than the first row's text had
     assert clients[-1].deltas[-1].ending.reused_tokens == len(start) - 1
     check(model, clients)
@@ -198,7 +197,7 @@ def test_a_conversation_is_read_from_where_it_goes_on(model, scheduler):
         prompt += model.tokenizer.encode(" in")
 
 
-def test_another_turn_behind_the_same_start(model, scheduler):
+def test_another_turn_after_the_same_start(model, scheduler):
     """The drafter too goes on from where texts part: drafts are those of a fresh start."""
     start = model.encode("the cat in the hat and the other cat in a hat")
     first, second = (start + model.tokenizer.encode(end) for end in ("abc", "the"))
@@ -256,7 +255,7 @@ def test_stop_strings_and_cancelled_requests_free_their_rows(model, scheduler):
 
 @pytest.mark.wide
 def test_log_probabilities_are_those_of_a_solo_run(model, scheduler):
-    """One asks for them while another, who does not, is answered beside it."""
+    """One asks for them while another, who does not, is answered at the same time."""
     asked = Request(LONG, options(30, 1.0, seed=3, logprobs=4))
     other = Request("in", options(40, 1.0, seed=3))
     first, second = clients = run(scheduler, {0: [other], 3: [asked]}, model)
@@ -267,7 +266,7 @@ def test_log_probabilities_are_those_of_a_solo_run(model, scheduler):
     for mine, theirs in zip(second.result.top_logprobs, expected.top_logprobs, strict=True):
         assert [token for token, _ in mine] == [token for token, _ in theirs]
     assert first.result.logprobs is None and not first.deltas[0].logprobs
-    # None behind a stop string.
+    # None after a stop string.
     asked = replace(asked, options=replace(asked.options, stop=(expected.text[6:9],)))
     [cut] = run(scheduler, {0: [asked]}, model)
     n = cut.result.new_tokens
@@ -295,10 +294,3 @@ def test_what_a_server_takes_bounds_a_request(model):
     assert job.row.limits == [5]
     with pytest.raises(TooLong, match="shorten it"):
         make_job(model, asked, len(prompt) - 1, 5, handle, print)
-
-
-def test_shared_start():
-    a = np.array([1, 2, 3])
-    assert [shared_start(a, np.array(b, int)) for b in ([], [1, 2], [1, 9, 3], [1, 2, 3, 4])] == [
-        0, 2, 1, 3,
-    ]  # fmt: skip

@@ -5,8 +5,8 @@ import json
 import jsonschema
 import openai
 import pytest
-import tiny
 from served import NAME, load_model, port_of
+from tiny import PRINTABLE, write_chat_model
 
 from medusa_jax.interop.tool_chat import FORMS
 from medusa_jax.serving.http.tools import CallReader
@@ -39,24 +39,11 @@ MESSAGES = [{"role": "user", "content": "Is it cold?"}]
 
 
 @pytest.fixture(scope="module")
-def tool_port(tmp_path_factory):
+def shared_port(tmp_path_factory):
     path = tmp_path_factory.mktemp("tools")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "CHARACTERS", "".join(map(chr, range(32, 127))) + "\n")
-        patch.setattr(tiny, "CONTEXT", 1024)
-        tiny.write_model(path)
-    file = path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    write_chat_model(path, TEMPLATE, characters=PRINTABLE, max_position=1024)
     with port_of(load_model(path)) as port:
         yield port
-        port.wait_idle()
-
-
-@pytest.fixture
-def client(tool_port):
-    url = tool_port.url + "/v1"
-    with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
-        yield client
 
 
 def ask(client, **fields):
@@ -83,7 +70,7 @@ def test_calls_are_those_of_the_schemas(client, choice):
     [call] = whole.message.tool_calls
     check_call(call.function)
     assert choice == "required" or call.function.name == "weather"
-    streamed, reasons = {}, []
+    streamed, reasons, pieces = {}, [], 0
     for piece in ask(client, **fields, stream=True):
         [one] = piece.choices
         assert not one.delta.content
@@ -92,8 +79,9 @@ def test_calls_are_those_of_the_schemas(client, choice):
             seen = streamed.setdefault(part.index, ["", ""])
             seen[0] += part.function.name or ""
             seen[1] += part.function.arguments or ""
+            pieces += bool(part.function.arguments)
     assert streamed == {0: [call.function.name, call.function.arguments]}
-    assert reasons[-1] == "tool_calls"
+    assert reasons[-1] == "tool_calls" and (pieces > 1 or len(call.function.arguments) < 9)
     # The answer of the tool goes through the template, too.
     turns = [
         *MESSAGES,
@@ -115,11 +103,9 @@ def test_what_the_drafts_were_worth(client):
     assert usage.accepted_prediction_tokens > 20 and usage.rejected_prediction_tokens > 0
 
 
-def test_names_of_vllm(tool_port, client):
+def test_names_of_vllm(http, client):
     ask(client, tool_choice="required")
-    import httpx2 as httpx
-
-    said = httpx.get(tool_port.url + "/metrics").text
+    said = http.get("/metrics").text
     values = {
         line.split()[0]: float(line.split()[-1])
         for line in said.splitlines()
@@ -147,16 +133,12 @@ def test_names_of_vllm(tool_port, client):
         ({"tool_choice": {"function": {"name": "zoo"}}}, "names no tool"),
         ({"tools": [], "tool_choice": "required"}, "needs 'tools'"),
         ({"response_format": {"type": "json_object"}}, "not both"),
+        (
+            {"tools": [{"function": {"name": "a", "parameters": {"type": "x"}}}]},
+            "the tools cannot",
+        ),
         ({"messages": [{"role": "tool"}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages"),
-        (
-            {
-                "tools": [
-                    {"function": {"name": "a", "parameters": {"type": "x"}}},
-                ]
-            },
-            "the tools cannot be used",
-        ),
     ],
 )
 def test_what_is_refused(client, fields, about):
@@ -164,21 +146,13 @@ def test_what_is_refused(client, fields, about):
         ask(client, **fields)
 
 
-def test_a_template_that_knows_no_tools(port):
-    url = port.url + "/v1"
-    with (
-        openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client,
-        pytest.raises(openai.BadRequestError, match="chat template knows no tools"),
-    ):
-        ask(client)
-
-
-CALL = '{"name": "now", "arguments": {"a": [1]}}'
+CALL = '{"name": "now", "arguments": {"a": ["}}", 1]}}'
 TEXTS = [
     ("just text <tool", "just text <tool", 0),
     (f"<tool_call>\n{CALL}\n</tool_call>", "", 1),
     (f"hm <tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", "hm ", 2),
-    (f"<tool_call>\n{CALL}", f"<tool_call>\n{CALL}", 0),
+    (f"<tool_call>\n{CALL}", "", 1),
+    ('<tool_call>\n{"name": "no', '<tool_call>\n{"name": "no', 0),
     ("<tool_call>\nno\n</tool_call>!", "<tool_call>\nno\n</tool_call>!", 0),
 ]
 
@@ -187,13 +161,28 @@ TEXTS = [
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_calls_are_told_from_text_that_grows(text, said, calls, size):
     reader = CallReader(FORMS["<tool_call>"])
-    shown = ""
-    for at in range(0, len(text), size):
-        shown += reader.push(text[at : at + size])[0]
-    shown += reader.push("", ended=True)[0]
+    shown, streamed = "", {}
+    for at in range(0, len(text) + size, size):
+        new, pieces = reader.push(text[at : at + size], ended=at >= len(text))
+        shown += new
+        for piece in pieces:
+            before = streamed.setdefault(piece["index"], piece)
+            if before is not piece:
+                assert set(piece) == {"index", "function"}
+                before["function"]["arguments"] += piece["function"]["arguments"]
     assert (shown, len(reader.calls)) == (said, calls)
-    for call in reader.calls:
-        assert call["function"] == {"name": "now", "arguments": '{"a": [1]}'}
+    for index, call in enumerate(reader.calls):
+        assert call["function"] == {"name": "now", "arguments": '{"a": ["}}", 1]}'}
+        assert streamed[index] == {"index": index, **call}
+
+
+def test_arguments_come_as_they_are_written():
+    reader = CallReader(FORMS["<tool_call>"])
+    _, [piece] = reader.push('<tool_call>\n{"name": "now", "arguments": {"a": ')
+    assert piece["function"] == {"name": "now", "arguments": '{"a": '}
+    assert reader.push("[1") == ("", [{"index": 0, "function": {"arguments": "[1"}}])
+    assert reader.push("", ended=True) == ("", [])
+    assert reader.calls[0]["function"]["arguments"] == '{"a": [1'
 
 
 def test_calls_without_a_mark():

@@ -53,7 +53,7 @@ class Client:
         return bool(self.deltas and self.deltas[-1].ending)
 
     def check(self):
-        """All of the text, once, and one end behind it."""
+        """All of the text, once, and one end after it."""
         text = Letters().decode(self.solo)
         [stop] = self.job.options.stop or [None]
         if stop is not None and stop in text:
@@ -173,7 +173,7 @@ def test_a_chunk_has_one_rule(turns):
     ("n_clients", "away", "share"), [(8, 0, 0.93), (8, 2, 0.88), (20, 0, 0.99)]
 )
 def test_rows_are_hardly_ever_empty(monkeypatch, n_clients, away, share):
-    """Each client asks again, so many steps after it was answered: a step is of use to nearly every
+    """Each client asks again this many steps after it was answered: a step is of use to nearly every
     row."""
     monkeypatch.setattr(scheduler, "Batch", FakeBatch)
     turns = scheduler.Scheduler(None, trees={8: Tree.chain(2)}, most_new=300, piece=PIECE)
@@ -198,7 +198,7 @@ def test_rows_are_hardly_ever_empty(monkeypatch, n_clients, away, share):
 
 
 def test_a_long_prompt_is_read_between_steps(turns):
-    """Those that run get a chunk behind every piece, also where short prompts came before it."""
+    """Those that run get a chunk after every piece, also where short prompts came before it."""
     Client(turns, [1], 250)
     turns.step()
     Client(turns, [2], 9)

@@ -10,7 +10,7 @@ def environment(xla_flags: str = "") -> dict[str, str]:
     """This process's, with the settings of `conftest.py` and all that can be imported here.
 
     Args:
-      xla_flags: go behind those that are set.
+      xla_flags: go after those that are set.
     """
     return os.environ | {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}",
@@ -18,16 +18,24 @@ def environment(xla_flags: str = "") -> dict[str, str]:
     }
 
 
-def output_of(code: str, *args: object, xla_flags: str = "", **variables: str) -> str:
-    """Standard output of Python code in a separate process, which must exit with 0."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
+def run(
+    *command: object, xla_flags: str = "", stdin: str | None = None, **variables: str
+) -> subprocess.CompletedProcess:
+    """A command in a separate process."""
+    return subprocess.run(
+        [*map(str, command)],
         env=environment(xla_flags) | variables,
         capture_output=True,
         text=True,
         timeout=900,
+        input=stdin,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def output_of(*code: object, command: tuple = (sys.executable, "-c"), **more: str) -> str:
+    """Standard output of Python code with arguments, or of a command, which must exit with 0."""
+    done = run(*command, *code, **more)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 

@@ -15,7 +15,7 @@ KIND = {"content-type": "application/json"}
 
 
 class Client:
-    """Notes the times of what comes. It runs beside the server, so it does no more than it must."""
+    """Notes the times of what comes. It runs next to the server, so it does little."""
 
     def __init__(self, url):
         self.link = http.client.HTTPConnection(url.removeprefix("http://"), timeout=600)

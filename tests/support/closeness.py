@@ -1,4 +1,4 @@
-"""How close two results must be: so many roundings of the largest value compared."""
+"""How close two results must be: a number of roundings of the largest value compared."""
 
 from typing import Any
 

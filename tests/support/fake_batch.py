@@ -17,7 +17,7 @@ LEAST_SLOTS = 32
 
 
 def next_token(text):
-    """What comes behind a text: any rule will do that looks at all of it."""
+    """What comes after a text: any rule will do that looks at all of it."""
     return 1 + (sum(text) * 7 + len(text) * 3) % 50
 
 

@@ -4,17 +4,20 @@ In float64 (tests that use it are marked `x64`), so that a mistake stands out fr
 """
 
 import dataclasses
+import itertools
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from closeness import assert_close
 from tiny import decoder, random_heads, random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import BASELINES, Backbone, make_drafter
-from medusa_jax.heads.drafter import Committed, DraftRequest
-from medusa_jax.model.llama import Llama
+from medusa_jax.heads import BASELINES, Backbone, make_drafter, vocabulary
+from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.training import losses
 
 D, V = 16, 23
 
@@ -74,6 +77,20 @@ def random_rows(rng, B=2, T=12, E=D):
     return hidden, tokens, positions, np.ones((B, T), np.int32)
 
 
+def features_and_logits(drafter, params, backbone, rows):
+    """What training computes of these rows: features [K, B, T, D], and every head's logits."""
+
+    @jax.jit
+    def run(params):
+        features = drafter.features(params, backbone, TextRows(*rows))
+        heads = range(drafter.n_heads)
+        return features, [
+            drafter.head_logits(params, backbone, k, features[k]) for k in heads
+        ]
+
+    return run(params)
+
+
 def numpy_lm_head(head, backbone, x):
     """Logits of a head on [..., D], whatever its kind."""
     if "lm_head" not in head:
@@ -81,6 +98,67 @@ def numpy_lm_head(head, backbone, x):
     own = head["lm_head"]
     kernel = own["kernel"] if "kernel" in own else own["down"] @ own["up"]
     return x @ kernel + own.get("bias", 0)
+
+
+def parameters(heads, llama):
+    """Number of parameters of the heads, from shapes alone; a backbone of one layer is enough."""
+    drafter = make_drafter(heads, llama)
+    one = dataclasses.replace(llama, n_layers=1)
+
+    def init(key):
+        backbone = Backbone(Llama(one), init_params(one, key))
+        return drafter.init(key, vocabulary.stand_in(backbone, heads))
+
+    return count(jax.eval_shape(init, jax.random.key(0)))
+
+
+def level_pairs(rows, counted, levels):
+    """Every pair that counts: its level k, its position t, hidden states and tokens of its text."""
+    hidden, tokens, _, segments = rows
+    for segment in np.unique(segments):
+        here = segments[0] == segment
+        h, ids, counts = hidden[0][here], tokens[0][here], counted[0][here]
+        for t, k in itertools.product(range(len(ids)), range(levels)):
+            if t + k + 2 < len(ids) and counts[t + 1 : t + k + 3].all():
+                yield k, t, h, ids
+
+
+def check_levels_loss(drafter, params, backbone, targets, numpy_loss, levels, decay):
+    """The loss over levels is `numpy_loss(params, rows, counted)`, and its gradient that slope.
+
+    Two texts in a row, blocks of keys, one token in between that does not count.
+    """
+    rng = np.random.default_rng(3)
+    hidden, tokens, _, segments = random_rows(rng, 1, 11, width(drafter))
+    segments[0, 7:] = 2
+    positions = np.array([[*range(7), *range(4)]], np.int32)
+    counted = np.ones((1, 11), bool)
+    counted[0, 2] = False
+    rows = (2 * hidden, tokens, positions, segments)
+    batch = dict(zip(("hidden", "tokens", "positions", "segment_ids"), rows))
+    batch["counted"] = counted
+    objective = losses.HeadObjective(drafter.loss_view(levels), 4, decay, targets)
+    counts = losses.pair_counts(batch, tuple(range(2, levels + 2)))
+
+    @jax.jit
+    def value_and_gradient(params):
+        def loss(params):
+            inputs = losses.StepInputs(batch, counts)
+            return losses.head_loss(params, backbone, objective, inputs)[0]
+
+        return jax.value_and_grad(loss)(params)
+
+    value, gradient = value_and_gradient(params)
+    assert_close(value, numpy_loss(params, rows, counted))
+    away, step = jax.tree.map(lambda x: rng.standard_normal(x.shape), params), 1e-6
+
+    def moved(by):
+        there = jax.tree.map(lambda x, y: np.asarray(x) + by * y, params, away)
+        return numpy_loss(there, rows, counted)
+
+    slope = (moved(step) - moved(-step)) / (2 * step)
+    product = jax.tree.map(lambda x, y: (np.asarray(x) * y).sum(), gradient, away)
+    assert_close(sum(jax.tree.leaves(product)), slope, 4e9)  # a difference quotient
 
 
 def count(params):

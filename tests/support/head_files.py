@@ -197,7 +197,7 @@ def wide(state):
 
 
 def medusa_logits(state, hidden, lm_head=None, prefix=""):
-    """[K, V] of every head behind one hidden state [D]; `lm_head` [V, D] if it is shared."""
+    """[K, V] of every head after one hidden state [D]; `lm_head` [V, D] if it is shared."""
     state, rows = wide(state), []
     n_heads = 1 + max(int(key.removeprefix(prefix).split(".")[0]) for key in state)
     for k in range(n_heads):
@@ -212,7 +212,7 @@ def medusa_logits(state, hidden, lm_head=None, prefix=""):
 
 
 def hydra_logits(state, hidden, embedded, n_heads=3, n_layers=3, plus=False):
-    """[K, V] behind the last of the hidden states [T, D]; `embedded` [K, D] of later tokens."""
+    """[K, V] after the last of the hidden states [T, D]; `embedded` [K, D] of later tokens."""
     state = wide(state)
     x, rows = (prefix_output(state, hidden) if plus else hidden)[-1], []
     for k in range(n_heads):
@@ -248,10 +248,10 @@ def prefix_output(state, x):
 
 
 def eagle_logits(state, hidden, following, lm_head, depth=4):
-    """[depth, V] behind the hidden states [T, D], every level fed back to the next.
+    """[depth, V] after the hidden states [T, D], every level fed back to the next.
 
     Args:
-      following: embeddings [T + depth - 1, D] of the tokens behind each position.
+      following: embeddings [T + depth - 1, D] of the tokens after each position.
     """
     state, rows, logits = wide(state), hidden, []
     for _ in range(depth):

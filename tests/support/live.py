@@ -26,7 +26,7 @@ def live_bytes():
 
 
 class Peak:
-    """The most bytes that were live behind calls of the watched functions, beyond those before."""
+    """The most bytes that were live after calls of the watched functions, beyond those before."""
 
     def __init__(self):
         self.before, self.bytes = live_bytes(), 0

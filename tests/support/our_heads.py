@@ -1,4 +1,4 @@
-"""Heads as the package reads and runs them, behind one text over a tiny random backbone."""
+"""Heads as the package reads and runs them, after one text over a tiny random backbone."""
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ HIDDEN = np.random.default_rng(5).standard_normal((T, D))
 # What EAGLE-3 reads at the same positions, from inside the model.
 STREAMS = np.random.default_rng(7).standard_normal((T, 3 * D))
 TOKENS = np.random.default_rng(6).integers(0, V, 9)
-# What Hydra's heads read behind position T - 1: the tokens that follow, up to the head's own.
+# What Hydra's heads read after position T - 1: the tokens that follow, up to the head's own.
 EMBEDDED = BASE["embed_tokens"]["embedding"][TOKENS[T : T + 3]]
-# What EAGLE's layers read, as deep as there are tokens: those behind each position.
+# What EAGLE's layers read, as deep as there are tokens: those after each position.
 FOLLOWING = BASE["embed_tokens"]["embedding"][TOKENS[1:]]
 
 
@@ -32,7 +32,7 @@ def load(path, **options):
 
 
 def our_logits(heads, params):
-    """[K, V] behind position T - 1 of the hidden states, the later tokens as they are."""
+    """[K, V] after position T - 1 of the hidden states, the later tokens as they are."""
     backbone = Backbone(Llama(LLAMA, jnp.float64), jax.tree.map(jnp.asarray, BASE))
     backbone = for_drafting(backbone, params)
     drafter = make_drafter(heads, LLAMA)

@@ -3,17 +3,31 @@ as often as a test wants it to be.
 """
 
 import dataclasses
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny import decoder, random_params
 from trees import TreeArrays
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.sampling import Sampling, filtered, row_keys
 from medusa_jax.heads.drafter import Drafter
+from medusa_jax.tree import Tree
+
+# A short prompt, one that repeats itself and one of a single token; rows of different kinds.
+PROMPTS = [[4], [1, 2, 3, 1, 2, 3, 1, 2], [0, 0, 0, 0, 0]]
+LIMITS = [40, 17, 29]
+SAMPLED = {"temperature": [1.0, 0.0, 0.7], "top_k": [0, 0, 5], "top_p": [1.0, 1.0, 0.9]}
+
+
+@cache
+def random_model(config: LlamaConfig, seed: int):
+    """Stored parameters of a backbone, the backbone as it decodes, its prepared parameters."""
+    params = random_params(config, seed)
+    return (params, *decoder(config, params))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +106,12 @@ def sampling_of(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Samplin
     full = lambda value, dtype=np.float32: jnp.asarray(np.full(rows, value, dtype))  # noqa: E731
     key = row_keys(full(0, np.uint32), jnp.asarray(np.arange(rows, dtype=np.int32)))
     return Sampling(full(temperature), full(top_k, np.int32), full(top_p), full(min_p), key)
+
+
+def plain_texts(config, llama, backbone, request, acceptance="greedy", **fields):
+    """What the plain loop emits."""
+    plain = loop.Engine(llama, planted(config), Tree.none(), acceptance, **fields)
+    return texts_of(loop.generate(plain, {"backbone": backbone, "heads": {}}, request))
 
 
 def texts_of(progress: loop.Progress) -> list[list[int]]:

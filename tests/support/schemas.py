@@ -1,6 +1,7 @@
-"""Random JSON schemas with short texts, so that answers finish."""
+"""Random JSON schemas and regular expressions with short texts, so that answers finish."""
 
 import json
+from pathlib import Path
 
 WORDS = ["name", "age", "kind", "a b", "é", 'q"', "x", "items"]
 PATTERNS = ["^[a-c]{2,4}$", "^(yes|no)$", "^[0-9]{3}-[a-z]+$", "^$|^z"]
@@ -76,3 +77,24 @@ def is_valid(text, schema):
     except (ValueError, jsonschema.ValidationError):
         return False
     return True
+
+
+def suite_schemas(folder):
+    """The schemas of a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite."""
+    files = sorted(Path(folder).glob("tests/draft2020-12/**/*.json"))
+    return [case["schema"] for file in files for case in json.loads(file.read_text())]
+
+
+def random_regex(rng, depth=3):
+    """A regular expression of Python and of llguidance, without an endless repetition."""
+    if depth == 0:
+        return rng.choice(
+            ["a", "b", "0", "xy", "-", r"\.", "[a-d]", "[^a-z ]", r"[0-9]", " "]
+        )
+    inner = [random_regex(rng, depth - 1) for _ in range(rng.randint(2, 3))]
+    kind = rng.randrange(4)
+    if kind == 0:
+        return "(" + "|".join(inner) + ")"
+    if kind == 1:
+        return f"({inner[0]})" + rng.choice(["?", "{2}", "{1,3}", "{0,2}"])
+    return "".join(inner)

@@ -21,13 +21,13 @@ QUEUE = 6
 ASKED = {"model": NAME, "prompt": "in the hat", "max_tokens": 60, "temperature": 0}
 
 
-def load_model(path):
+def load_model(path, **fields):
     """Its drafts are often right: heads that are not trained guess what the LM head says."""
-    return medusa_jax.load(str(path), str(path / "heads"), tree=TREE)
+    return medusa_jax.load(str(path), str(path / "heads"), tree=TREE, **fields)
 
 
 class Port:
-    """One server behind one port.
+    """One server at one port.
 
     Attributes:
       server, model: what answers.
@@ -51,7 +51,7 @@ class Port:
 
     @contextlib.contextmanager
     def before_each_turn(self, wait):
-        """Every turn of the server waits first; whoever waits then stops when this is left."""
+        """Every turn of the server waits first; one that waits at the end goes on."""
         scheduler, over = self.server._scheduler, threading.Event()
         true_step = scheduler.step
 
@@ -83,14 +83,22 @@ class Port:
 
 
 @contextlib.contextmanager
-def port_of(model, **fields):
-    """A server of three rows on a port of its own."""
-    with Server(model, slots=3, trees={3: TREE}, queue=QUEUE, chunk_steps=3) as server:
-        port = Port(server, make_app(server, name=NAME, template="", **fields))
-        try:
-            yield port
-        finally:
-            port.close()
+def listening(server, template="", limits=None, app=None):
+    """The server, or another application, at a port with these settings."""
+    app = app or make_app(server, name=NAME, template=template, limits=limits)
+    port = Port(server, app, limits)
+    try:
+        yield port
+    finally:
+        port.close()
+
+
+@contextlib.contextmanager
+def port_of(model):
+    """A server of three rows at a new port."""
+    fields = {"trees": {3: TREE}, "queue": QUEUE, "chunk_steps": 3}
+    with Server(model, slots=3, **fields) as server, listening(server) as port:
+        yield port
 
 
 def alone(model, prompt, **options):

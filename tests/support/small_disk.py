@@ -4,7 +4,7 @@ import shutil
 import subprocess
 
 import pytest
-from children import environment
+from children import run
 
 NAMESPACE = ("unshare", "-rm", "sh", "-c")
 
@@ -22,7 +22,4 @@ def run_on_small_disk(
         or subprocess.run([*NAMESPACE, mount + "true"]).returncode
     ):
         pytest.skip("nothing can be mounted here")
-    run = [*NAMESPACE, mount + 'exec "$0" "$@"', *command]
-    return subprocess.run(
-        run, capture_output=True, text=True, env=environment(), timeout=300
-    )
+    return run(*NAMESPACE, mount + 'exec "$0" "$@"', *command)

@@ -84,7 +84,8 @@ def forward_logits(config: LlamaConfig, params, text, dtype=jnp.float64) -> np.n
     return np.asarray(_forward_logits(Llama(config, dtype), params, tokens))[0, : len(text)]
 
 
-CHARACTERS = " abcdefghijklmnopqrstuvwxyz.,\n"
+LETTERS = " abcdefghijklmnopqrstuvwxyz.,\n"
+PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 MERGES = [
     ("a", "b"),
     ("ab", "c"),
@@ -97,9 +98,9 @@ MERGES = [
 CONTEXT = 96
 
 
-def write_tokenizer(directory: Path, bos: bool = True) -> int:
+def write_tokenizer(directory: Path, bos: bool = True, characters: str = LETTERS) -> int:
     """Characters, some merges, <s> and </s>; returns the size of the vocabulary."""
-    words = ["<unk>", "<s>", "</s>", *CHARACTERS, *("".join(pair) for pair in MERGES)]
+    words = ["<unk>", "<s>", "</s>", *characters, *("".join(pair) for pair in MERGES)]
     vocab = {word: i for i, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab, MERGES, unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
@@ -113,9 +114,11 @@ def write_tokenizer(directory: Path, bos: bool = True) -> int:
     return len(vocab)
 
 
-def write_model(directory: Path, bos: bool = True, seed: int = 0, **fields):
+def write_model(
+    directory: Path, bos: bool = True, seed: int = 0, characters: str = LETTERS, **fields
+):
     """Backbone of one layer in `directory`, three untrained Medusa heads in `directory`/heads."""
-    size = write_tokenizer(directory, bos)
+    size = write_tokenizer(directory, bos, characters)
     sizes = {"vocab_size": size, "max_position": CONTEXT, "n_layers": 1}
     config = tiny_arch(**(sizes | fields))
     params = random_params(config, seed)
@@ -154,8 +157,8 @@ def set_template(directory: Path, template: str) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
 
 
-def write_chat_model(path: Path, **fields):
+def write_chat_model(path: Path, template: str = TEMPLATE, **fields):
     """`write_model` with a chat template."""
     made = write_model(path, **fields)
-    set_template(path, TEMPLATE)
+    set_template(path, template)
     return made

@@ -7,6 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+from pieces import train_sentencepiece
 from training_setup import training_arch, write_tokens
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -40,27 +41,13 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def vicuna(tmp_path_factory):
     """A model directory shaped like Vicuna's: Llama with own LM head, tokenizer.model only."""
-    spm = pytest.importorskip("sentencepiece")
     from medusa_jax.interop.hf import save_backbone
+    from medusa_jax.interop.tokenizer import load_tokenizer
     from medusa_jax.model.llama import init_params
 
     path = tmp_path_factory.mktemp("vicuna")
-    text = path / "text.txt"
-    text.write_text("\n".join(line for pair in TALK for line in pair) * 20)
-    spm.SentencePieceTrainer.train(
-        input=str(text),
-        model_prefix=str(path / "tokenizer"),
-        vocab_size=340,
-        model_type="bpe",
-        byte_fallback=True,
-        character_coverage=1.0,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    settings = names | {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    size = spm.SentencePieceProcessor(model_file=str(path / "tokenizer.model")).vocab_size()
+    train_sentencepiece(path, "\n".join(line for pair in TALK for line in pair) * 20, 340)
+    size = load_tokenizer(str(path)).vocab_size
     arch = training_arch(vocab_size=size, n_layers=2, max_position=256)
     save_backbone(str(path), arch, init_params(arch, jax.random.key(0)), "float32")
     return str(path)

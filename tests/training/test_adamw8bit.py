@@ -98,7 +98,7 @@ def test_its_loss_curve_is_adamws(tokens, tmp_path):
 
 
 def step_temporaries(cfg):
-    """Bytes of the compiled step beside state, parameters and batch."""
+    """Bytes of the compiled step in addition to state, parameters and batch."""
     mesh = make_mesh((1, 1, 1))
     stage = make_stage(cfg, 10)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), 10)

@@ -57,8 +57,8 @@ except UserError as error:
 def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path):
     """Writes beyond a size fail in the kernel, as they do on a full disk.
 
-    The run that met it is a process of its own: its writes may go on behind the error, and
-    whoever continues the run starts after it has ended.
+    The run that met it is a process of its own: its writes may go on after the error, and
+    the run is continued after it has ended.
     """
     said = output_of(FULL_DISK, tmp_path)
     assert re.search(r"step 2 .* failed .*; step 1 remains", said), said

@@ -1,6 +1,7 @@
 """Rows: nothing lost, nothing twice, no target across a sample's border."""
 
 import shutil
+import threading
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.training import losses
+from medusa_jax.training.data import pipeline
 from medusa_jax.training.data.rows import ARRAYS, TokenRows, first_fit, mixed
 from medusa_jax.whole_files import checksum, write_json
 
@@ -29,11 +31,6 @@ def test_first_fit_places_every_sample_once_and_whole(lengths, capacity, open_ro
     rows = first_fit(np.array(lengths), capacity, open_rows)
     assert sorted(i for row in rows for i in row.tolist()) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in row) <= capacity for row in rows)
-
-
-def test_first_fit_worked_example():
-    rows = first_fit(np.array([5, 3, 4, 2]), 8, 64)
-    assert [row.tolist() for row in rows] == [[0, 1], [2, 3]]
 
 
 def open_rows(directory, packing, seq_len=40, **kwargs):
@@ -152,13 +149,6 @@ def test_arrays_that_do_not_fit(tmp_path, name, array, words):
     assert all(word in str(error.value) for word in words)
 
 
-def test_an_array_file_that_is_garbage(tmp_path):
-    write_tokens(tmp_path)
-    (tmp_path / "tokens.npy").write_bytes(b"no array")
-    with pytest.raises(UserError, match=r"tokens\.npy"):
-        open_rows(tmp_path, "concat")
-
-
 @pytest.mark.parametrize("packing", ["first_fit", "concat"])
 def test_several_texts_are_mixed_row_by_row(tmp_path, packing):
     """An epoch has every row of every text once, in an order that mixes them."""
@@ -220,3 +210,55 @@ def test_damage_to_the_checksums_themselves(summed):
     assert open_rows(summed, "concat").rows
     (summed / "report.json").unlink()  # as of a directory that another program wrote
     assert open_rows(summed, "concat").rows
+
+
+# The input pipeline: what a step reads is a function of its number.
+
+
+def rows_of(tokens, **fields):
+    return TokenRows(tokens, DataConfig(seq_len=16, packing="concat", **fields), 64)
+
+
+def test_steps_in_order_and_resumed_anywhere(tokens):
+    """Through several epochs: the batches of the rows themselves, from whatever step on."""
+    rows = rows_of(tokens)
+    last = 3 * rows.rows // 8
+    for first in (1, 2, last - 3):
+        read = list(pipeline.batches(rows, 8, first, last))
+        assert len(read) == last - first + 1
+        for n, batch in enumerate(read, first):
+            expected = rows_of(tokens).batch((n - 1) * 8, 8)
+            for name, x in expected.items():
+                np.testing.assert_array_equal(batch[name], x)
+
+
+def test_a_process_reads_its_own_rows(tokens):
+    """Two microbatches of four rows, of which this process has the last two each."""
+    own = np.array([2, 3, 6, 7])
+    for n, batch in enumerate(pipeline.batches(rows_of(tokens), 8, 3, 5, own), 3):
+        whole = rows_of(tokens).batch((n - 1) * 8, 8)
+        for name, x in whole.items():
+            np.testing.assert_array_equal(batch[name], x[own])
+
+
+def test_batches_are_read_ahead_in_other_threads(tokens):
+    seen = set()
+
+    class Watched(TokenRows):
+        def batch(self, first, n):
+            seen.add(threading.current_thread().name)
+            return super().batch(first, n)
+
+    rows = Watched(tokens, DataConfig(seq_len=16, packing="concat"), 64)
+    assert len(list(pipeline.batches(rows, 8, 1, 12))) == 12
+    assert threading.current_thread().name not in seen
+
+
+def test_what_goes_wrong_while_reading_reaches_the_run(tokens):
+    class Broken(TokenRows):
+        def batch(self, first, n):
+            raise UserError("tokens.npy has gone")
+
+    rows = Broken(tokens, DataConfig(seq_len=16, packing="concat"), 64)
+    with pytest.raises(UserError, match=r"tokens\.npy has gone"):
+        list(pipeline.batches(rows, 8, 1, 3))

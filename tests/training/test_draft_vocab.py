@@ -17,7 +17,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter, vocabulary
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.interop import heads_io
-from medusa_jax.interop.published import open_heads
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, losses

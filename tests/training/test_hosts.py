@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from children import devices, ended, environment, two
+from children import devices, ended, environment, output_of, two
 from closeness import assert_close
 from jax.errors import JaxRuntimeError
 from training_setup import command, write_config
@@ -97,7 +97,7 @@ def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch, left, capsys):
     assert not asked  # no launcher, no TPU
     monkeypatch.setattr(hosts, "TPU_DEVICES", (str(tmp_path),))
     hosts.join({})
-    assert asked == [((None,), {})]
+    assert asked == [((None, None, None), {})]
     answer = RuntimeError("nobody answers\nstack")
     hosts.join({})
     assert capsys.readouterr().err.endswith("did not meet: nobody answers\n")
@@ -106,7 +106,7 @@ def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch, left, capsys):
     answer = ValueError("no address")
     with pytest.raises(UserError, match="no address"):
         hosts.join(given)
-    assert asked[-1] == (("a:1",), {"num_processes": 2, "process_id": 1})
+    assert asked[-1] == (("a:1", 2, 1), {})
     monkeypatch.setattr(hosts, "TPU_DEVICES", ())
     monkeypatch.setattr(hosts, "launched", lambda environment: True)
     with pytest.raises(UserError, match="no address"):  # one that was launched is not alone
@@ -183,9 +183,7 @@ def test_two_processes_train_as_one(arguments, tmp_path):
     # The rest on one process and another mesh, and all of it on one device.
     for workdir, mesh, count in ((cut, "1,2,2", 4), (alone, "1,1,1", 1)):
         args = arguments(workdir, mesh=mesh)
-        env = environment(devices(count))
-        done = subprocess.run(args, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        output_of(*args, command=(), xla_flags=devices(count))
         for kind, expected in (("train", series), ("eval", held_out)):
             mine = logged(workdir, kind)
             assert mine.keys() == expected.keys()
@@ -215,9 +213,7 @@ def test_hidden_states_are_computed_by_all_and_written_by_one(arguments, tmp_pat
     fields |= {"data__cache_features": "float32", "data__features_path": kept}
     start = [sys.executable, "-c", CACHING]
     args = [*start, *arguments(alone, mesh="1,1,1", **fields)[2:]]
-    env = environment(devices(1))
-    done = subprocess.run(args, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output_of(*args, command=(), xla_flags=devices(1))
     expected = {file: np.load(file) for file in kept.glob("*/hidden_*.npy")}
     assert len(expected) > 6
     gone = {*sorted(expected)[1::3], max(expected)}
@@ -242,7 +238,7 @@ PLACED = r"""
 import sys
 import numpy as np
 from medusa_jax import hosts
-from medusa_jax.interop.tensors import sample_bytes
+from medusa_jax.interop.fingerprint import sample_bytes
 from medusa_jax.sharding import make_mesh, local_rows
 from medusa_jax.training.step import microbatches, local_numbers
 

@@ -324,7 +324,7 @@ def peak(K, teacher):
 @pytest.mark.wide
 @pytest.mark.parametrize("teacher", [0.0, 1.0])
 def test_a_head_costs_less_than_one_chunk_of_logits(teacher):
-    """K = 1, 3, 5, beside the loss that holds all logits at once."""
+    """K = 1, 3, 5, compared with the loss that holds all logits at once."""
     one, three, five = (peak(K, teacher) for K in (1, 3, 5))
     whole = [peak(K, None) for K in (1, 3, 5)]
     for name, peaks in ((f"streamed, {teacher=}", (one, three, five)), ("at once", whole)):

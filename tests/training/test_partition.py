@@ -7,18 +7,15 @@ import pytest
 from training_setup import training_arch
 
 from medusa_jax.config import OptimConfig
-from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import path_string
 from medusa_jax.training.optim.optimizer import (
     keep_if,
-    make_optimizer,
     make_rule,
     make_schedule,
     matrices,
     muon_matrices,
 )
-from medusa_jax.training.partition import TABLE
 
 
 def rates(schedule, **fields):
@@ -84,10 +81,3 @@ def test_weight_decay_spares_vectors():
 def test_keep_if_undoes_a_poisoned_update():
     old, new = {"w": jnp.ones(3)}, {"w": jnp.full(3, jnp.nan)}
     assert keep_if(jnp.array(False), new, old)["w"].tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("field", ["name", "schedule"])
-def test_unknown_names_are_refused(field):
-    cfg = OptimConfig(**{field: "sgdw"})
-    with pytest.raises(UserError, match=f"optim.{field}"):
-        make_optimizer(cfg, TABLE["backbone"], 10)

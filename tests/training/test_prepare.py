@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 from training_setup import tiny_config
 
-from medusa_jax.config import Config
 from medusa_jax.errors import UserError
 from medusa_jax.interop.tokenizer import load_tokenizer
-from medusa_jax.sharding import make_mesh
-from medusa_jax.training import checks
 from medusa_jax.training.data import prepare
 from medusa_jax.training.data.rows import ARRAYS
 
@@ -194,39 +191,3 @@ def test_hub_datasets_are_read_by_grain(vicuna, sharegpt, tmp_path, monkeypatch)
         vicuna, tmp_path, "who/what", chat_template="vicuna", seq_len=256, max_samples=3
     )
     assert len(samples_of(directory_of(cfg))) == 3
-
-
-def test_an_unknown_template_names_the_nearest(vicuna, sharegpt, tmp_path):
-    cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicunna")
-    with pytest.raises(UserError, match="did you mean 'vicuna'"):
-        directory_of(cfg)
-
-
-def test_unknown_choices_name_the_nearest():
-    cfg = Config()
-    cfg.optim.schedule = "cosin"
-    with pytest.raises(UserError, match=r"optim\.schedule .* did you mean 'cosine'"):
-        checks.check_choices(cfg)
-
-
-@pytest.mark.parametrize(
-    ("room", "field", "value", "words"),
-    [
-        ("train", "batch_size", 6, "multiple of accumulation"),
-        ("train", "loss_chunk", 0, "train.loss_chunk must be at least 1"),
-        ("train", "epochs", 0, "train.epochs must be at least 1"),
-        ("train", "keep_checkpoints", 0, "train.keep_checkpoints must be at least 1"),
-        ("data", "eval_samples", 0, "data.eval_samples must be at least 1"),
-        ("train", "steps", -1, "train.steps must be 0 or more, not -1"),
-        ("optim", "lr", float("nan"), "optim.lr must be 0 or more, not nan"),
-        ("optim", "clip_norm", -1.0, "optim.clip_norm must be 0 or more"),
-        ("optim", "b1", 2.0, "optim.b1 must be from 0 to below 1, not 2.0"),
-        ("train", "feature_weight", 1.0, "needs heads.lm_head shared, not 'own'"),
-        ("data", "seq_len", 1000, "exceeds the model's 64 positions"),
-    ],
-)
-def test_sizes_that_do_not_fit(room, field, value, words):
-    cfg = tiny_config("", accumulation=4)
-    setattr(getattr(cfg, room), field, value)
-    with pytest.raises(UserError, match=words):
-        checks.check(cfg, make_mesh())

@@ -16,7 +16,7 @@ from medusa_jax.config import Config
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import AXES, make_mesh, param_shardings
 from medusa_jax.training import checks, dry
-from medusa_jax.training.data import features, prepare
+from medusa_jax.training.data import prepare
 from medusa_jax.training.optim.optimizer import make_optimizer
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
@@ -36,9 +36,7 @@ def load(name, *more):
 def test_recipes_are_sound_and_say_how_they_are_run(name):
     cfg = load(name)
     assert isinstance(cfg, Config)
-    checks.check_choices(cfg)
     checks.check(cfg, make_mesh())
-    features.check(cfg)
     trained_groups(cfg)
     said = ast.get_docstring(ast.parse((ROOT / "configs" / f"{name}.py").read_text())) or ""
     assert f"python train.py --config=configs/{name}.py" in said

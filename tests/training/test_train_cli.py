@@ -8,7 +8,6 @@ import signal
 import sys
 
 import pytest
-from children import output_of
 from small_disk import run_on_small_disk
 from training_setup import ROOT, command, tiny_config, write_config
 
@@ -32,13 +31,6 @@ def test_overrides_take_the_type_of_the_field():
     )
     assert cfg.optim.lr == 3e-4 and cfg.train.remat is True and cfg.dry_run
     assert cfg.mesh == (1, 2, 4) and cfg.model.arch.n_layers == 3
-
-
-def test_help_is_quick_and_imports_no_jax():
-    code = "import sys, atexit; from medusa_jax.commands.train import main; "
-    code += "atexit.register(lambda: print('jax' in sys.modules)); main(['--help'])"
-    said = output_of(code)
-    assert "--config" in said and said.endswith("False\n")
 
 
 def test_out_of_memory_is_one_line(tokens, tmp_path, monkeypatch, capsys):

@@ -2,21 +2,11 @@
 
 import itertools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny import decoder
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.decoding.copying import copied_lengths
-from medusa_jax.decoding.generate import Engine, Request, generate
-from medusa_jax.decoding.ranks import rank_tuples
-from medusa_jax.decoding.sampling import row_keys
-from medusa_jax.heads import Backbone, make_drafter
-from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.tree import Tree
 from medusa_jax.tree import growth as fit
 
@@ -146,54 +136,6 @@ def test_a_replay_takes_the_longer_of_what_is_drafted_and_what_is_copied() -> No
     assert fit.replay([text], tree) == (6, 3)
     assert fit.replay([text], tree.drafted) == (6, 4)
     assert fit.replay([text.cut(1)], tree) == (6, 4)
-
-
-@pytest.mark.wide
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("temperature, ngram", [(0.0, 0), (0.9, 0), (0.0, 4), (0.9, 4)])
-def test_replay_gives_the_steps_that_decoding_takes(temperature: float, ngram: int) -> None:
-    """Ranks and copies recorded on a text are those that drafting meets: in float64 all of them.
-
-    Heads start as the LM head, so on a model that repeats tokens some drafts are right.
-    """
-    config = LlamaConfig(
-        vocab_size=11, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=24,
-        max_position=256,
-    )  # fmt: skip
-    params = jax.tree.map(lambda x: 1.5 * x, init_params(config, jax.random.key(4)))
-    llama, base_params = decoder(config, params)
-    drafter = make_drafter(HeadsConfig(n_heads=2), config)
-    heads = drafter.init(jax.random.key(0), Backbone(Llama(config), params))
-    tree = Tree.from_choices([*Tree.cartesian([3, 2]).choices, *Tree.copies(3).choices])
-    acceptance = "sampled" if temperature else "greedy"
-    engine = Engine(llama, drafter, tree, acceptance, no_repeat_ngram_size=ngram)
-    request = Request([[1, 2, 3]], [100], temperature=[temperature], seed=[5])
-    out = generate(engine, {"backbone": base_params, "heads": heads}, request)
-    text = [1, 2, 3, *np.asarray(out.tokens_BO)[0, :100].tolist()]
-    noise = None
-    if temperature:
-        keys = row_keys(jnp.array([5], jnp.uint32), jnp.array([0], jnp.int32))
-        noise = (keys, jnp.array([temperature], jnp.float32))
-    [ranks] = np.asarray(
-        jax.jit(rank_tuples, static_argnums=(0, 6))(
-            drafter, heads, Backbone(llama, base_params), np.array([text]),
-            np.array([len(text)]), noise, ngram,
-        )
-    )  # fmt: skip
-    copied = np.asarray(
-        jax.jit(copied_lengths, static_argnums=2)(np.array(text), len(text), 3)
-    )
-    nodes, root, appended = set(tree.choices), 3, []
-    while root < len(text) - 1:
-        path: tuple[int, ...] = ()
-        while len(path) < 2 and (*path, int(ranks[root - 1, len(path)])) in nodes:
-            path = (*path, int(ranks[root - 1, len(path)]))
-        accepted = max(len(path), copied[root - 1])
-        appended.append(min(accepted + 1, len(text) - 1 - root))  # the limit cuts the last
-        root += appended[-1]
-    [histogram] = np.asarray(out.histogram_BL).tolist()
-    assert sum(histogram[1:]) > 10, "the case must accept drafts to show anything"
-    assert np.bincount(appended, minlength=5)[1:].tolist() == histogram
 
 
 def test_best_cartesian_is_the_best_of_all_widths():

@@ -44,18 +44,6 @@ def test_none_is_the_root_alone_and_chain_one_node_per_head():
     np.testing.assert_array_equal(chain.mask_MM, np.tril(np.ones((5, 5), bool)))
 
 
-def test_worked_example_with_gaps_in_the_ranks():
-    tree = Tree.from_choices([[0, 2], [1], [0, 0], [0]])
-    assert tree.choices == ((0,), (1,), (0, 0), (0, 2))
-    assert tree.parent_M.tolist() == [0, 0, 0, 1, 1]
-    assert tree.depth_M.tolist() == [0, 1, 1, 2, 2]
-    assert tree.rank_M.tolist() == [0, 0, 1, 0, 2]
-    assert tree.ancestors_ML[4].tolist() == [0, 1, 4]
-    assert tree.ancestors_ML[2].tolist() == [0, 2, 2]
-    assert tree.max_rank == 2
-    assert Tree.from_choices([[7], [7, 30]]).rank_M.tolist() == [0, 7, 30]
-
-
 @SETTINGS
 @given(trees(max_rank=6))
 def test_mask_is_the_transitive_closure_of_the_parents(tree):
@@ -213,13 +201,6 @@ def test_sizes_beyond_the_calibrated_order(size):
         parse_tree(str(size), {"choices": [], "growth": [[0], [1], [2], [3]]})
 
 
-def test_children_and_widths_of_the_worked_example():
-    tree = Tree.from_choices([[0], [1], [0, 0], [0, 2]])
-    assert tree.children_MC.tolist() == [[1, 2], [3, 4], [0, 0], [0, 0], [0, 0]]
-    assert [tree.width(d) for d in range(3)] == [2, 2, 0]
-    assert Tree.none().children_MC.tolist() == [[0]] and Tree.none().width(0) == 0
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(trees())
 def test_a_dense_tree_has_the_same_shape_and_ranks_without_gaps(tree):
@@ -234,8 +215,3 @@ def test_a_dense_tree_has_the_same_shape_and_ranks_without_gaps(tree):
         assert [c for c in tree.children_MC[node] if c] == family.tolist()
         ranks = tree.rank_M[family].tolist()
         assert ranks == sorted(ranks)  # the order of the family is kept
-
-
-def test_dense_of_the_docstring():
-    tree = Tree.from_choices([[0], [3], [3, 2]])
-    assert not tree.is_dense and tree.dense.choices == ((0,), (1,), (1, 0))

@@ -31,14 +31,14 @@ from medusa_jax.decoding.sampling import (
     Sampling,
     best_token,
     gumbel,
-    log_target_law,
+    log_target_probs,
     uniform,
 )
 from medusa_jax.tree import Tree
 
 # Noise streams of a row in addition to the verifier's, which is keyed by position. Positions stay far
 # below 2**31, so the keys cannot collide.
-DRAFT, JUDGE = 2**31, 2**31 + 1
+DRAFT, TEST = 2**31, 2**31 + 1
 
 
 def draft_noise(sampling: Sampling, positions_BL: jax.Array, vocab_size: int, dtype):
@@ -74,16 +74,16 @@ def accept_rejection(
     row_B = jnp.arange(B)
     token_V = jnp.arange(V)[None, :]
     children_MC = jnp.asarray(tree.children_MC)
-    judge = sampling.stream(JUDGE)
+    tests = sampling.stream(TEST)
     # For temperature 0 only p matters, so any positive scale of q will do.
     scale_B1 = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1)[:, None]
     node_B = jnp.zeros((B,), jnp.int32)
-    going_B = jnp.ones((B,), bool)
+    active_B = jnp.ones((B,), bool)
     log_g_BV = jnp.zeros((B, V), logits_BMV.dtype)
 
     for depth in range(tree.path_length):
-        log_p_BV = log_target_law(logits_BMV[row_B, node_B][:, None], sampling)[:, 0]
-        log_g_BV = jnp.where(going_B[:, None], log_p_BV, log_g_BV)
+        log_p_BV = log_target_probs(logits_BMV[row_B, node_B][:, None], sampling)[:, 0]
+        log_g_BV = jnp.where(active_B[:, None], log_p_BV, log_g_BV)
         width = tree.width(depth)
         if width == 0:
             break
@@ -92,11 +92,11 @@ def accept_rejection(
             nothing_BV = jnp.full((B, V), -jnp.inf, log_q_BV.dtype)
             log_q_BV = nothing_BV.at[:, draft_ids_O].set(log_q_BV)
         log_q_BV = log_q_BV.astype(log_p_BV.dtype) / scale_B1.astype(log_p_BV.dtype)
-        u_BC = uniform(judge.key_B, length_B + depth + 1, tree.children_MC.shape[1])
+        u_BC = uniform(tests.key_B, length_B + depth + 1, tree.children_MC.shape[1])
         u_BC = u_BC.astype(log_p_BV.dtype)
         children_BC = children_MC[node_B]
 
-        def judge_one(j, carry, u_BC=u_BC, children_BC=children_BC, before_B=going_B):
+        def test_child(j, carry, u_BC=u_BC, children_BC=children_BC, before_B=active_B):
             log_g_BV, log_q_BV, accepted_B = carry
             child_B = jnp.take(children_BC, j, axis=1)
             x_B = nodes_BM[row_B, child_B]
@@ -109,16 +109,16 @@ def accept_rejection(
             rest_BV = jnp.maximum(g_BV - h_BV, 0)
             total_B1 = rest_BV.sum(-1, keepdims=True)
             log_rest_BV = jnp.log(rest_BV / jnp.where(total_B1 > 0, total_B1, 1))
-            # A draw without mass in q is skipped. So is the subtraction if rounding leaves nothing of g.
+            # A draw without mass in q is skipped. So is the subtraction if rounding leaves no mass in g.
             refused_B1 = (open_B & ~taken_B & (h_x_B > 0))[:, None] & (total_B1 > 0)
             log_g_BV = jnp.where(refused_B1, log_rest_BV, log_g_BV)
             log_q_BV = jnp.where(token_V == x_B[:, None], -jnp.inf, log_q_BV)
             return log_g_BV, log_q_BV, jnp.where(taken_B, child_B, accepted_B)
 
         start = (log_g_BV, log_q_BV, jnp.zeros((B,), jnp.int32))
-        log_g_BV, _, accepted_B = lax.fori_loop(0, width, judge_one, start)
-        going_B &= accepted_B > 0
-        node_B = jnp.where(going_B, accepted_B, node_B)
+        log_g_BV, _, accepted_B = lax.fori_loop(0, width, test_child, start)
+        active_B &= accepted_B > 0
+        node_B = jnp.where(active_B, accepted_B, node_B)
 
     n_B = jnp.take(jnp.asarray(tree.depth_M), node_B)
     path_BL = jnp.take(jnp.asarray(tree.ancestors_ML), node_B, axis=0)

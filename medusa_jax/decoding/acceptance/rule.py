@@ -67,14 +67,14 @@ class Rule:
 
     Attributes:
       name: what `--acceptance` calls it.
-      lossless: whether plain decoding's text, or at least its law, is kept.
+      lossless: whether the text, or at least its distribution, is that of plain decoding.
       guarantee: what a user may rely on, in the words that outputs use.
       accept: the rule itself.
       noise: g of the positions after the root: drafts are ranked by logits / T + g, and a
         prompt's first token is drawn with the verifier's noise; None draws nothing.
       dense: whether siblings must be the ranks 0, 1, ... with none left out.
-      by_drafts: whether the text depends on what is drafted or on the heads' scores, as it does
-        even where its law does not; else the drafts decide how fast it comes and nothing more.
+      by_drafts: whether the text depends on the drafts or on the heads' scores, even if its
+        distribution does not; otherwise drafts only affect speed.
     """
 
     name: str

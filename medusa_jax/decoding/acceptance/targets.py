@@ -42,7 +42,7 @@ def target_tokens(
         noise = jnp.where((sampling.temperature_B > 0)[:, None, None], noise, 0)
         return best_token(filtered(logits_BMV, sampling) + noise)
 
-    # A server runs greedy rows with this program, too: without filters and noise they cost as ever.
+    # A server runs greedy rows with this program, too: they need no filters and no noise.
     return lax.cond(_any_sampled(sampling), draw, lambda: best_token(logits_BMV))
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, walk
-from medusa_jax.decoding.sampling import Sampling, best_token, log_target_law
+from medusa_jax.decoding.sampling import Sampling, best_token, log_target_probs
 from medusa_jax.tree import Tree
 
 
@@ -21,7 +21,7 @@ def accept_typical(
     longest path wins, ties go to the larger summed log-probability; the token after it is the most
     likely one. In rows of temperature 0 only the most likely token is accepted: greedy decoding.
     """
-    log_p_BMV = log_target_law(logits_BMV, sampling)
+    log_p_BMV = log_target_probs(logits_BMV, sampling)
     p_BMV = jnp.exp(log_p_BMV)
     entropy_BM = -jnp.sum(jnp.where(p_BMV > 0, p_BMV * log_p_BMV, 0), axis=-1)
     epsilon_B1, delta_B1 = (

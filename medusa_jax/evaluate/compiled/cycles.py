@@ -140,9 +140,9 @@ def of_all_layers(costs: list[Cost], compiled: int, n_layers: int) -> dict[str, 
     """Cycles by stage, those of `compiled` layers extrapolated to `n_layers`; without empty stages."""
     found: dict[str, float] = {}
     for cost in costs:
-        share = n_layers / compiled if _LAYER.search(cost.label) else 1
         stage = stage_of(cost.label)
-        found[stage] = found.get(stage, 0) + share * total_of(cost)
+        cycles = cost.cycles * repeats(cost, compiled, n_layers)
+        found[stage] = found.get(stage, 0) + cycles
     return {s: found[s] for s in (*STAGES, "other") if found.get(s, 0) > 0}
 
 
@@ -158,11 +158,18 @@ _FREE = PASSING | {
 }
 
 
+def launches(x: Instruction) -> bool:
+    """Whether a GPU launches a kernel for it."""
+    return x.opcode not in _FREE and not x.opcode.endswith("-done")
+
+
+def repeats(cost: Cost, compiled: int, n_layers: int) -> float:
+    """Executions in a step of the whole model, of which `compiled` layers are here."""
+    return cost.times * (n_layers / compiled if _LAYER.search(cost.label) else 1)
+
+
 def kernels(costs: list[Cost], compiled: int, n_layers: int) -> float:
     """Kernels that a GPU launches in a step, with those of `compiled` layers extrapolated."""
-    found = 0.0
-    for cost in costs:
-        if cost.instruction.opcode in _FREE or cost.instruction.opcode.endswith("-done"):
-            continue
-        found += cost.times * (n_layers / compiled if _LAYER.search(cost.label) else 1)
-    return found
+    return sum(
+        repeats(cost, compiled, n_layers) for cost in costs if launches(cost.instruction)
+    )

@@ -1,28 +1,34 @@
 """Compile the decode loop of a model of shapes only, for devices that are not here."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.stages import Compiled
+from jax.typing import DTypeLike
 
 from medusa_jax.api.weightless import abstract_state, abstract_variables
 from medusa_jax.config import LlamaConfig
-from medusa_jax.decoding.generate import Engine, decode_loop
+from medusa_jax.decoding.generate import DecodeState, Engine, decode_loop
 from medusa_jax.devices.collectives import collectives, sent_by_kind
 from medusa_jax.evaluate.compiled.cycles import Cost, kernels, of_all_layers, step_costs
+from medusa_jax.evaluate.compiled.reads import bytes_read
 from medusa_jax.evaluate.compiled.targets import Target
 from medusa_jax.evaluate.compiled.text import Program, read_program
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.sharding import (
+    Params,
+    bytes_on_device,
     decode_shardings,
     make_mesh,
     param_shardings,
     replicated,
+    shapes_with,
 )
+from medusa_jax.training.dry import memory_of
 from medusa_jax.tree import Tree
 
 
@@ -43,7 +49,7 @@ class Case:
     mesh: tuple[int, int, int] = (1, 1, 1)
     acceptance: str = "greedy"
     filters: tuple[str, ...] = ()
-    dtype: Any = jnp.bfloat16
+    dtype: DTypeLike = jnp.bfloat16
     layers: int = 2
 
 
@@ -56,6 +62,7 @@ class Step:
       weights: bytes of weights that a step has to read (the embedding is looked up).
       memory: bytes of arguments, temporaries and results; temporaries are of the compiled layers.
       kernels: kernels of a step on a GPU, instructions that move or compute on a TPU.
+      read: bytes that the kernels of a step read on a GPU; 0 on a TPU.
       sent: bytes that a device sends in a step, by collective.
       program, costs: the compiled program of few layers.
     """
@@ -64,6 +71,7 @@ class Step:
     weights: int
     memory: int
     kernels: int
+    read: int
     sent: dict[str, float]
     program: Program
     costs: list[Cost]
@@ -81,6 +89,32 @@ class Step:
         return self.weights / target.bytes_per_cycle / self.cycles
 
 
+def compiled_loop(
+    config: LlamaConfig, drafter: Drafter, tree: Tree, mesh: Mesh, rows: int, context: int,
+    dtype: DTypeLike, acceptance: str = "greedy",
+) -> tuple[Compiled, Params, DecodeState]:  # fmt: skip
+    """Compile the loop of decode steps on a mesh from shapes; also returns its variables and state.
+
+    Args:
+      context: tokens of each row before the step, which determine the number of cache slots.
+    """
+    several = mesh if mesh.size > 1 else None
+    shards = mesh.shape["tensor"]
+    llama = Llama(decoding_config(config), dtype, shards=shards, mesh=several)
+    engine = Engine(llama, drafter, tree, acceptance)
+    of_heads = drafter if tree.depth else None
+    shapes = abstract_variables(config, of_heads, dtype, shards=shards)
+    state = abstract_state(engine, shapes, context, rows)
+    variables = shapes_with(
+        shapes, {k: param_shardings(mesh, v) for k, v in shapes.items()}
+    )
+    state = shapes_with(state, decode_shardings(mesh, state))
+    steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+    with jax.set_mesh(mesh):
+        compiled = decode_loop.lower(engine, variables, state, steps).compile()
+    return compiled, variables, state
+
+
 def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
     """Compile `decode_loop` and read its figures.
 
@@ -89,53 +123,32 @@ def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
     """
     few = dataclasses.replace(case.config, n_layers=min(case.layers, case.config.n_layers))
     mesh = make_mesh(case.mesh, case.target.devices)
-    several = mesh if mesh.size > 1 else None
-    shards = mesh.shape["tensor"]
-    llama = Llama(decoding_config(few), case.dtype, shards=shards, mesh=several)
-    engine = Engine(llama, drafter, tree, case.acceptance)
-    of_heads = drafter if tree.depth else None
-    shapes = abstract_variables(few, of_heads, case.dtype, shards=shards)
-    state = abstract_state(engine, shapes, case.context, case.batch)
-    variables = _placed(shapes, {k: param_shardings(mesh, v) for k, v in shapes.items()})
-    state = _placed(state, decode_shardings(mesh, state))
-    steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    with jax.set_mesh(mesh):
-        compiled = decode_loop.lower(engine, variables, state, steps).compile()
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+    compiled, variables, state = compiled_loop(
+        few, drafter, tree, mesh, case.batch, case.context, case.dtype, case.acceptance
+    )
+    text = compiled.as_text() or ""
     program = read_program(text)
     peaks = case.target.bytes_per_cycle, case.target.flops_per_cycle
     costs = step_costs(program, *peaks, case.filters)
     more = case.config.n_layers - few.n_layers
-    layer = _bytes((variables["backbone"]["layers_0"], state.cache.layers[0]))
-    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    layer = bytes_on_device((variables["backbone"]["layers_0"], state.cache.layers[0]))
     backbone = {k: v for k, v in variables["backbone"].items() if k != "embed_tokens"}
-    weights = _bytes((backbone, variables["heads"] if tree.depth else {}))
-    weights += more * _bytes(variables["backbone"]["layers_0"])
+    weights = bytes_on_device((backbone, variables["heads"] if tree.depth else {}))
+    weights += more * bytes_on_device(variables["backbone"]["layers_0"])
     sent = sent_by_kind(collectives(text))
     return Step(
         stages=of_all_layers(costs, few.n_layers, case.config.n_layers)
         if case.target.bytes_per_cycle
         else {},
         weights=weights,
-        memory=total + more * layer,
+        memory=memory_of(compiled)["total_bytes"] + more * layer,
         kernels=round(kernels(costs, few.n_layers, case.config.n_layers)),
+        read=round(bytes_read(program, costs, few.n_layers, case.config.n_layers))
+        if not case.target.bytes_per_cycle
+        else 0,
         sent={k: v * case.config.n_layers / few.n_layers for k, v in sent.items()},
         program=program,
         costs=costs,
-        cache_numbers=_bytes(state.cache.layers[0][0]) // jnp.dtype(case.dtype).itemsize,
-    )
-
-
-def _placed(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
-
-
-def _bytes(tree: Any) -> int:
-    """Bytes of a tree of placed shapes on one device."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
+        cache_numbers=bytes_on_device(state.cache.layers[0][0])
+        // jnp.dtype(case.dtype).itemsize,
     )

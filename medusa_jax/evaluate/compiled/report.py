@@ -33,6 +33,7 @@ def as_json(case: Case, plain: Step, step: Step) -> dict[str, Any]:
             "stages": step.stages,
         },
         "kernels": step.kernels,
+        "read_bytes": step.read or None,
         "memory_bytes": step.memory,
         "warnings": defects(case, plain, step),
     }
@@ -67,6 +68,11 @@ def as_text(case: Case, plain: Step, step: Step) -> str:
     kind = "kernels" if target.chip.clock == 0 else "operations"
     lines.append(f"memory per device  {_gigabytes(step.memory, target)}")
     lines.append(f"{kind + ' a step':18} {step.kernels:,}")
+    if step.read:
+        lines.append(
+            f"read a step        {step.read / 1e9:.2f} GB, {step.read / step.weights:.2f} of "
+            "the weights"
+        )
     sent = ", ".join(f"{k} {v / 1e6:,.1f} MB" for k, v in step.sent.items())
     lines.append(f"sent a step        {sent or 'nothing'}")
     lines += [f"warning: {line}" for line in defects(case, plain, step)]
@@ -79,6 +85,7 @@ def training_text(target: Target, found: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"memory per device  {_gigabytes(found['memory_bytes'], target)}",
+            f"by fewer layers    {found['memory_bytes_from_fewer'] / 1e9:.2f} GB",
             f"counted by hand    {found['counted_bytes'] / 1e9:.2f} GB",
             f"sent an update     {sent or 'nothing'}",
             *(f"warning: {line}" for line in found["warnings"]),
@@ -95,6 +102,8 @@ def training_json(target: Target, found: Mapping[str, Any]) -> dict[str, Any]:
         "step": nothing | {"ratio": None, "stages": {}},
         "kernels": None,
         "memory_bytes": found["memory_bytes"],
+        "memory_bytes_from_fewer": found["memory_bytes_from_fewer"],
+        "counted_bytes": found["counted_bytes"],
         "warnings": found["warnings"],
     }
 

@@ -112,7 +112,7 @@ def _convert(path: str, dtype: np.dtype | None, directory: str) -> None:
     if dtype is not None:
         save_weights(
             directory,
-            tensors,
+            {name: tensor.shape for name, tensor in tensors.items()},
             lambda name: values(tensors[name], config).astype(dtype),
             dtype,
         )

@@ -139,8 +139,8 @@ class Reply:
         """The message of a whole choice."""
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self.readers:
-            said, calls = self.readers[index].push(text, ended=True)
-            if calls:
+            said, _ = self.readers[index].push(text, ended=True)
+            if calls := self.readers[index].calls:
                 message |= {"content": said.strip() or None, "tool_calls": calls}
         return message
 
@@ -148,14 +148,10 @@ class Reply:
         """The message's part that is new."""
         if not self.readers:
             return {"content": delta.text} if delta.text else {}
-        reader = self.readers[index]
-        before = len(reader.calls)
-        said, calls = reader.push(delta.text, ended=delta.ending is not None)
-        new: dict[str, Any] = {"content": said} if said else {}
-        if calls:
-            numbered = enumerate(calls, before)
-            new["tool_calls"] = [{"index": i, **call} for i, call in numbered]
-        return new
+        said, calls = self.readers[index].push(delta.text, ended=delta.ending is not None)
+        return ({"content": said} if said else {}) | (
+            {"tool_calls": calls} if calls else {}
+        )
 
     def _finish_reason(self, index: int, ending: Ending) -> str:
         return finish_reason(ending, bool(self.readers and self.readers[index].calls))

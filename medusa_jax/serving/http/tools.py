@@ -13,6 +13,8 @@ from medusa_jax.serving.http.fields import Fields
 from medusa_jax.serving.http.refused import Refused
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+# What a call begins with, up to its arguments.
+HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"(\w+)"\s*:\s*')
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -108,59 +110,95 @@ def asked_tools(fields: Fields) -> Tools | None:
 
 @dataclass
 class CallReader:
-    """Tells calls from text while it grows; a call is told once it is whole.
+    """Tells calls from text while it grows; arguments are told as they come.
 
     Attributes:
       form: of the calls.
-      calls: those so far, in OpenAI's form.
+      calls: those so far, in OpenAI's form; at the limit of an answer the last may not be whole.
     """
 
     form: CallForm
     calls: list[dict[str, Any]] = field(default_factory=list)
     _held: str = ""
-    _within: bool = False
+    _within: str = "text"  # or "name", "arguments", "end" of a call
 
     def push(self, text: str, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
-        """What is new: text that is no call, and calls."""
+        """What is new: text that is no call, and pieces of calls in OpenAI's form."""
         self._held += text
-        said, first = "", len(self.calls)
+        said, pieces = "", list[dict[str, Any]]()
         begin, end = self.form.begin.rstrip("\n"), self.form.end.strip("\n")
-        if not begin:  # a call is the whole text
-            if not self._held.startswith("{") or (ended and not self._take(self._held)):
-                said, self._held = self._held, ""
-            return said, self.calls[first:]
-        while True:
-            if not self._within:
-                before, found, rest = self._held.partition(begin)
-                if not found:
-                    keep = 0 if ended else _beginning(self._held, begin)
-                    new = self._held[: len(self._held) - keep]
-                    if new.strip() or not self.calls:
-                        said, self._held = said + new, self._held[len(new) :]
-                    break
+        go_on = True
+        while go_on:
+            if self._within == "text":
+                before, go_on = self._text_before(begin, ended)
                 # What stands between two calls is no text.
                 said += before if before.strip() or not self.calls else ""
-                self._held, self._within = rest, True
-            body, found, rest = self._held.partition(end)
-            if not found:
-                if ended:
-                    said, self._held = said + begin + self._held, ""
-                break
-            if not self._take(body):
-                said += begin + body + end
-            self._held, self._within = rest, False
-        return said, self.calls[first:]
+            elif self._within == "name":
+                head = HEAD.match(self._held)
+                if head and head[2] == self.form.arguments:
+                    self._begin(head[1], pieces)
+                    self._within, self._held = "arguments", self._held[head.end() :]
+                elif go_on := ended or bool(end and end in self._held):  # no call
+                    found = self._held.partition(end) if end else (self._held, "", "")
+                    said += begin + found[0] + found[1]
+                    self._within, self._held = "text" if begin else "no call", found[2]
+            elif self._within == "arguments":
+                go_on = self._arguments(pieces)
+            elif self._within == "end":
+                if go_on := bool(end and end in self._held):
+                    self._within, self._held = "text", self._held.partition(end)[2]
+            else:
+                said, self._held, go_on = said + self._held, "", False
+        return said, pieces
 
-    def _take(self, body: str) -> bool:
-        try:
-            call = json.loads(body)
-            name, arguments = call["name"], call[self.form.arguments]
-        except (ValueError, TypeError, KeyError):
-            return False
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    def _text_before(self, begin: str, ended: bool) -> tuple[str, bool]:
+        """Text up to a call, taken from what is held; whether a call begins after it."""
+        if not begin:  # a call is the whole text
+            if self._held:
+                self._within = "name" if self._held.startswith("{") else "no call"
+            return "", bool(self._held)
+        before, found, rest = self._held.partition(begin)
+        if found:
+            self._within, self._held = "name", rest
+            return before, True
+        keep = 0 if ended else _beginning(self._held, begin)
+        new = self._held[: len(self._held) - keep]
+        if not new.strip() and self.calls:
+            return "", False  # perhaps another call comes
+        self._held = self._held[len(new) :]
+        return new, False
+
+    def _begin(self, name: str, pieces: list[dict[str, Any]]) -> None:
         number = f"call_{secrets.token_hex(12)}"
+        pieces.append(
+            {
+                "index": len(self.calls),
+                "id": number,
+                "type": "function",
+                "function": {"name": name, "arguments": ""},
+            }
+        )
+        function = {"name": name, "arguments": ""}
         self.calls.append({"id": number, "type": "function", "function": function})
-        return True
+
+    def _arguments(self, pieces: list[dict[str, Any]]) -> bool:
+        """Take arguments from what is held; whether that was their end."""
+        function, index = self.calls[-1]["function"], len(self.calls) - 1
+        so_far = function["arguments"]
+        new = self._held if so_far else self._held.lstrip()
+        if "}" in new:
+            try:
+                _, size = json.JSONDecoder().raw_decode(so_far + new)
+                new, self._within = new[: size - len(so_far)], "end"
+            except (ValueError, RecursionError):
+                pass  # they go on
+        self._held = "" if self._within == "arguments" else self._held.lstrip()[len(new) :]
+        function["arguments"] += new
+        if new and pieces and pieces[-1]["index"] == index:
+            pieces[-1]["function"]["arguments"] += new
+        elif new:
+            pieces.append({"index": index, "function": {"arguments": new}})
+        return self._within == "end"
 
 
 def _beginning(text: str, mark: str) -> int:

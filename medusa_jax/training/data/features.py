@@ -15,13 +15,11 @@ writes them and the others wait. The processes of a run compute the rows of thei
 """
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -37,8 +35,10 @@ from medusa_jax.config import Config
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import PyTree, local_rows
+from medusa_jax.training.data.given_states import GivenRows
 from medusa_jax.training.data.rows import Rows, TokenRows
 from medusa_jax.training.hidden_store import STORED, encode, stored_width
+from medusa_jax.training.log.progress import Progress
 from medusa_jax.training.partition import heads_taps, hidden_width
 from medusa_jax.whole_files import read_array, replacing, write_array
 
@@ -159,36 +159,11 @@ class CachedRows(Rows):
             write_array(self.path(shard, "crc32"), np.array(crc, np.uint32))
 
 
-def check(cfg: Config) -> None:
-    """Refuse configurations whose features cannot be cached.
-
-    Raises:
-      UserError: names the field.
-    """
-    kind = cfg.data.cache_features
-    if not kind:
-        return
-    if kind not in STORED:
-        raise UserError(
-            f"data.cache_features is {', '.join(STORED)} or empty, not {kind!r}"
-        )
-    if cfg.train.stage != "medusa1":
-        raise UserError(
-            f"data.cache_features needs a backbone that does not change: train.stage medusa1, "
-            f"not {cfg.train.stage}"
-        )
-    if cfg.data.packing != "first_fit":
-        raise UserError(
-            "data.cache_features needs data.packing first_fit: 'concat' cuts the text at other "
-            "places in every epoch"
-        )
-
-
 def cached(
     cfg: Config, mesh: Mesh, rows: TokenRows, hidden: Hidden, frozen: PyTree, fingerprint: str,
     limit: int | None = None,
-) -> CachedRows:  # fmt: skip
-    """Rows with hidden states; computes those that are not on disk.
+) -> Rows:  # fmt: skip
+    """Rows with hidden states; computes those that are neither given nor on disk.
 
     Args:
       limit: use only the first `limit` rows (of text that is not shuffled).
@@ -197,6 +172,9 @@ def cached(
     Raises:
       UserError: the disk is too small; gives the required size.
     """
+    if rows.states:
+        norm_D = np.asarray(hosts.on_host(frozen["backbone"]["norm"]["scale"]), np.float32)
+        return GivenRows(rows, norm_D, cfg.model.arch.rms_eps, hidden_width(cfg))
     count = min(rows.rows, limit or rows.rows)
     cfg_bytes = json.dumps([*key_of(cfg, rows, fingerprint), count]).encode()
     digest = hashlib.sha256(cfg_bytes).hexdigest()[:12]
@@ -210,8 +188,8 @@ def cached(
         if hosts.first():
             inform(f"hidden states: {found.bytes / 2**30:.2f} GiB read from {directory}")
         return found
-    os.makedirs(directory, exist_ok=True)
-    with exclusive(directory) if hosts.first() else contextlib.nullcontext():
+    waiting = f"hidden states: another run is writing {directory}, waiting for it"
+    with hosts.locked(directory, waiting):
         missing = _missing(found)  # another run may have written them
         if missing:
             if hosts.first():
@@ -227,23 +205,6 @@ def _missing(found: CachedRows) -> list[int]:
     """Shards without a file, as seen by process 0."""
     absent = np.isin(found.shards, found.missing)
     return np.flatnonzero(hosts.broadcast_from_first(absent)).tolist()
-
-
-@contextlib.contextmanager
-def exclusive(directory: str) -> Iterator[None]:
-    """Let one process at a time run the block; the lock ends with its process."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(directory + ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        inform(f"hidden states: another run is writing {directory}, waiting for it")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[object]:
@@ -289,18 +250,12 @@ def compute(
     frozen: PyTree,
 ) -> None:
     """Run the backbone over the rows of the missing shards, `batch_rows` at a time."""
-    from tqdm import tqdm
-
     from medusa_jax.training.step import microbatches
 
     names = ("tokens", "positions", "segment_ids")
-    last_message = time.monotonic()
-    local, shown = local_rows(mesh, batch_rows), hosts.first()
-    bar = tqdm(
-        total=found.rows, unit="row", desc="hidden states", disable=None if shown else True
-    )
-    with bar:
-        bar.update((len(found.shards) - len(missing)) * found.shard_rows)
+    local = local_rows(mesh, batch_rows)
+    done = (len(found.shards) - len(missing)) * found.shard_rows
+    with Progress("hidden states", found.rows, "row", done, hosts.first()) as bar:
 
         def batches(shard: int) -> Iterator[np.ndarray]:
             first = shard * found.shard_rows
@@ -313,11 +268,8 @@ def compute(
                 yield hosts.on_host(encoded(frozen, placed))
                 bar.update(min(batch_rows, end - at))
 
-        for i, shard in enumerate(missing, start=1):
+        for shard in missing:
             if hosts.first():
                 found.write(shard, batches(shard))
             else:
                 collections.deque(batches(shard), maxlen=0)
-            if shown and bar.disable and time.monotonic() - last_message > 60:
-                last_message = time.monotonic()
-                inform(f"hidden states: {i} of {len(missing)} files written")

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,12 +15,13 @@ from jax.experimental import multihost_utils
 
 from medusa_jax.config import Config, DataConfig
 from medusa_jax.console import announced, inform
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, first_line
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.repetition import repeated_ngram_share
+from medusa_jax.training.data import given_states
 from medusa_jax.training.data.rows import ARRAYS, REPORT, TokenRows, write_tokens
-from medusa_jax.whole_files import checksum, replacing, write_json
+from medusa_jax.whole_files import Json, checksum, replacing, write_json
 
 # Suffixes of the files of a directory that are read as text.
 TEXT_FILES = (".txt", ".md", ".py")
@@ -29,9 +29,7 @@ TEXT_FILES = (".txt", ".md", ".py")
 
 def texts(cfg: Config) -> list[TokenRows]:
     """Rows of each text of `data.source`."""
-    directories = [token_directory(cfg, name, cfg.data) for name in sources(cfg)]
-    vocab_size = cfg.model.arch.vocab_size
-    return [TokenRows(path, cfg.data, vocab_size) for path in directories]
+    return [text_rows(cfg, name, cfg.data) for name in sources(cfg)]
 
 
 def held_out_text(cfg: Config) -> TokenRows | None:
@@ -39,8 +37,22 @@ def held_out_text(cfg: Config) -> TokenRows | None:
     if not cfg.data.eval_source:
         return None
     limit = dataclasses.replace(cfg.data, max_samples=cfg.data.eval_samples)
-    path = token_directory(cfg, cfg.data.eval_source, limit)
-    return TokenRows(path, cfg.data, cfg.model.arch.vocab_size, shuffle=False)
+    return text_rows(cfg, cfg.data.eval_source, limit, shuffle=False)
+
+
+def text_rows(
+    cfg: Config, source: str, pack: DataConfig, shuffle: bool = True
+) -> TokenRows:
+    """Rows of a source."""
+    path = token_directory(cfg, source, pack)
+    states = list(states_of(source, pack).values())
+    return TokenRows(path, cfg.data, cfg.model.arch.vocab_size, shuffle, states)
+
+
+def choose_features(cfg: Config) -> None:
+    """Set `data.cache_features` to the type of given hidden states, if the sources hold any."""
+    held_out = [cfg.data.eval_source] if cfg.data.eval_source else []
+    given_states.choose_type(cfg, [*sources(cfg), *held_out])
 
 
 def sources(cfg: Config) -> list[str]:
@@ -60,18 +72,30 @@ def token_directory(cfg: Config, source: str, pack: DataConfig) -> str:
         return source
     if pack.format == "tokens":
         raise UserError(f"data.format is tokens, but {source} has no tokens.npy")
-    path = tokenizer_path(cfg, source)
+    states = states_of(source, pack)
+    path = "" if states else tokenizer_path(cfg, source)
     key = [
         source, stamps(source), path, cfg.train.stage, pack.split, pack.format, pack.chat_template,
         pack.max_samples, pack.seq_len, pack.packing, pack.max_repeats,
+        *([(name, os.stat(name).st_mtime_ns) for name in states.values()]),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     directory = os.path.join(cfg.workdir, "tokens", digest)
     if jax.process_index() == 0 and not os.path.isdir(directory):
-        tokenise(source, load_tokenizer(path), pack, directory)
+        if states:
+            texts = given_states.texts_in(source, states)
+            write_directory(directory, *texts, {"source": source, "samples": len(states)})
+        else:
+            tokenise(source, load_tokenizer(path), pack, directory)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"tokens {digest}")
     return directory
+
+
+def states_of(source: str, pack: DataConfig) -> dict[int, str]:
+    """The first `max_samples` files of hidden states of a source, {} if it holds none."""
+    files = list(given_states.files_in(source).items())
+    return dict(files[: pack.max_samples or None])
 
 
 def stamps(source: str) -> object:
@@ -133,6 +157,13 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
     if skipped:
         inform(f"{source}: {skipped.total()} samples skipped ({reasons})")
     report = {"source": source, "samples": len(records), "skipped": dict(skipped)}
+    write_directory(directory, ids, counted, report)
+
+
+def write_directory(
+    directory: str, ids: list[np.ndarray], counted: list[np.ndarray], report: Json
+) -> None:
+    """Write a token directory with its checksums."""
     with replacing(directory) as new:
         write_tokens(new, ids, counted)
         sums = {name: checksum(os.path.join(new, name)) for name in ARRAYS}
@@ -156,13 +187,13 @@ def text_files(directory: str) -> list[Path]:
     return sorted(path for path in files if path.is_file() and path.stat().st_size)
 
 
-def read_records(source: str, pack: DataConfig) -> Sequence[Any]:
+def read_records(source: str, pack: DataConfig) -> Sequence[object]:
     """The samples of a source; those of a directory are its text files.
 
     Lines of .jsonl files are not parsed here, so that a bad line fails alone.
     """
     if os.path.isdir(source):
-        records: Any = text_files(source)
+        records: Sequence[object] = text_files(source)
     elif os.path.isfile(source):
         try:
             with open(source, encoding="utf-8", errors="replace") as file:
@@ -179,18 +210,13 @@ def read_records(source: str, pack: DataConfig) -> Sequence[Any]:
         if not isinstance(records, list):
             raise UserError(f"{source} must hold a JSON list of samples")
     else:
-        records = hub_records(source, pack.split)
-    if pack.max_samples:
-        take = range(min(pack.max_samples, len(records)))
-        records = (
-            records[: len(take)] if isinstance(records, list) else records.select(take)
-        )
-    if not len(records):
+        return hub_records(source, pack)
+    if not records:
         raise UserError(f"{source} has no samples")
-    return records
+    return records[: pack.max_samples or None]
 
 
-def hub_records(source: str, split: str) -> Any:
+def hub_records(source: str, pack: DataConfig) -> Sequence[object]:
     """A Hugging Face dataset by id."""
     is_path = source.startswith((".", "/")) or source.endswith((".jsonl", ".json", ".txt"))
     if is_path or source.count("/") > 1:
@@ -198,13 +224,13 @@ def hub_records(source: str, split: str) -> Any:
     import datasets
 
     try:
-        return datasets.load_dataset(source, split=split)
+        records = datasets.load_dataset(source, split=pack.split)
     except Exception as error:  # the library raises many types for missing, gated, offline
-        reason = str(error).strip().splitlines()[0][:200] if str(error) else repr(error)
         raise UserError(
-            f"{source} is neither a file nor a dataset that can be loaded ({reason}); give a "
-            f"path, check the id and split {split!r}, or log in with `hf auth login`"
+            f"{source} is neither a file nor a dataset that can be loaded ({first_line(error)}); give a "
+            f"path, check the id and split {pack.split!r}, or log in with `hf auth login`"
         ) from error
+    return records.select(range(min(pack.max_samples or len(records), len(records))))
 
 
 # (reason to skip a sample or "", [(token ids, counted), ...])
@@ -226,11 +252,11 @@ class Encoder:
             # Raises for an unknown name.
             chat.template_source(tokenizer, pack.chat_template)
 
-    def __call__(self, record: Any) -> Encoded:
+    def __call__(self, record: object) -> Encoded:
         try:
             if isinstance(record, Path):
                 record = record.read_text(encoding="utf-8", errors="replace")
-            elif self.lines:
+            elif self.lines and isinstance(record, str):
                 record = json.loads(record)
             return self.encode(record)
         except (ValueError, RecursionError):
@@ -238,7 +264,7 @@ class Encoder:
         except (UserError, OSError) as error:
             return str(error), []
 
-    def encode(self, record: Any) -> Encoded:
+    def encode(self, record: object) -> Encoded:
         """Encode a parsed sample."""
         kind = self.kind
         if kind == "auto":
@@ -260,7 +286,7 @@ class Encoder:
         targets = [i for i, counts in zip(ids, counted) if counts]
         return repeated_ngram_share(targets) > self.pack.max_repeats
 
-    def text(self, record: Any) -> Encoded:
+    def text(self, record: object) -> Encoded:
         """Encode plain text: every token counts; long texts are cut into pieces of one row each."""
         text = record.get("text") if isinstance(record, dict) else record
         if not isinstance(text, str) or not text.strip():
@@ -271,14 +297,16 @@ class Encoder:
         pieces = [ids[i : i + T] for i in range(0, len(ids), T)]
         return "", [(piece, [1] * len(piece)) for piece in pieces]
 
-    def conversation(self, record: Any, kind: str) -> Encoded:
+    def conversation(self, record: object, kind: str) -> Encoded:
         """Encode a conversation: only the assistant's tokens count."""
         parse = chat.parse_sharegpt if kind == "sharegpt" else chat.parse_messages
         messages, problem = parse(record)
         if problem:
             return problem, []
         try:
-            cut = bool(record.get("cut"))  # as `distill` marks it
+            cut = isinstance(record, dict) and bool(
+                record.get("cut")
+            )  # as `distill` marks it
             ids, counted = chat.encode_conversation(
                 self.tokenizer, messages, self.pack.chat_template, cut
             )

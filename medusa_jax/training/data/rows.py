@@ -100,18 +100,23 @@ def mixed(texts: Sequence[Rows]) -> Rows:
 
 
 class TokenRows(Rows):
-    """Rows of one text, packed from a token directory."""
+    """Rows of one text, packed from a token directory.
+
+    Attributes:
+      states: the file of each sample's hidden states, if they are given (`given_states.py`); else empty.
+    """
 
     def __init__(
-        self, directory: str, cfg: DataConfig, vocab_size: int, shuffle: bool = True
-    ):
+        self, directory: str, cfg: DataConfig, vocab_size: int, shuffle: bool = True,
+        states: Sequence[str] = (),
+    ):  # fmt: skip
         """Open the arrays and pack the rows.
 
         Raises:
           UserError: arrays are missing, inconsistent or exceed the vocabulary.
         """
         super().__init__(cfg, shuffle)
-        self.directory = directory
+        self.directory, self.states = directory, states
         arrays, self.crc = token_arrays(directory)
         tokens = arrays.get("tokens.npy")
         if tokens is None or not tokens.size:

@@ -1,5 +1,6 @@
 """`<workdir>/curves.png`: losses, accuracies, learning rate and estimates of a run so far."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,13 +27,11 @@ Points = dict[str, tuple[list[float], list[float]]]
 
 
 def read_log(path: Path) -> list[Json]:
-    """Records of log.jsonl, without lines cut off by a kill."""
+    """Records of log.jsonl, without lines cut off by a kill; none if there is no file."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
             records.append(json.loads(line))
-        except ValueError:
-            continue
     return records
 
 

@@ -3,27 +3,18 @@
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
+
+from tqdm import tqdm
 
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.training.log.curves import draw_run, read_log
 from medusa_jax.training.log.tensorboard import Board
 from medusa_jax.whole_files import Json, replacing, write_text
-
-
-def duration(seconds: float) -> str:
-    """4000 -> "1h06m"."""
-    s = int(max(seconds, 0))
-    if s < 60:
-        return f"{s}s"
-    if s < 3600:
-        return f"{s // 60}m{s % 60:02d}s"
-    return f"{s // 3600}h{s % 3600 // 60:02d}m"
 
 
 class RunLog:
@@ -51,14 +42,11 @@ class RunLog:
         self.wandb: Any = None
         if not write:
             return
-        path = os.path.join(workdir, "log.jsonl")
-        kept = []
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                kept = [line for line in file if _step(line) <= start]
+        path = Path(workdir, "log.jsonl")
+        kept = [r for r in read_log(path) if r.get("step", math.inf) <= start]
         with replacing(path) as new:
             self.file = open(new, "w", encoding="utf-8")  # noqa: SIM115
-            self.file.writelines(kept)
+            self.file.writelines(json.dumps(record) + "\n" for record in kept)
             self.file.flush()
         with contextlib.suppress(ImportError):  # tensorboardX is optional
             self.board = Board(workdir, start)
@@ -75,7 +63,7 @@ class RunLog:
         if self.file is None:
             return
         self._write(step, "train", record)
-        left = duration((self.total - step) / self.rate) if self.rate else "?"
+        left = tqdm.format_interval((self.total - step) / self.rate) if self.rate else "?"
         speed = f"{self.rate * self.tokens_per_step:,.0f} tokens/s"
         inform(f"step {step}/{self.total}  {_summary(record)}  {speed}  {left} left")
 
@@ -193,10 +181,3 @@ def _summary(record: Json) -> str:
             )
             parts.append(f"{name} {text}")
     return "  ".join(parts)
-
-
-def _step(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line cut off by a kill

@@ -6,7 +6,7 @@ Moments are quantised by `dynamic_levels.py`, and are float32 only during the up
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +30,17 @@ class Adam8bitState(NamedTuple):
     nu_scale: PyTree
 
 
-def stacked(f: Callable[..., PyTree], *columns: list[PyTree]) -> list[PyTree]:
-    """[f(*row) for row in zip(*columns)], with small arrays of one shape in one call.
+def stacked(f: Callable[..., PyTree], rows: list[PyTree]) -> list[PyTree]:
+    """[f(*row) for row in rows], with small arrays of one shape in one call.
 
     f is elementwise (or works on blocks of the last axis); its arguments are trees of arrays. The compiler
     then sees a few calls instead of hundreds for hundreds of adapters.
     """
-    rows = list(zip(*columns, strict=True))
     groups: dict[str | int, list[int]] = {}
     for i, row in enumerate(rows):
         key = str(jax.tree.map(jnp.shape, row)) if row[0].size <= PART else i
         groups.setdefault(key, []).append(i)
-    out: list[Any] = [None] * len(rows)
+    out: list[PyTree] = [None] * len(rows)
     for members in groups.values():
         if len(members) == 1:
             out[members[0]] = f(*rows[members[0]])
@@ -94,11 +93,10 @@ def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransfo
 
     def init(params: PyTree) -> Adam8bitState:
         def zeros(signed: bool) -> tuple[PyTree, PyTree]:
-            treedef: Any  # mypy does not know PyTreeDef's methods
             leaves, treedef = jax.tree.flatten(params)
             packed = [packed_zeros(x.shape, signed) for x in leaves]
             codes, scales = zip(*packed)
-            return treedef.unflatten(codes), treedef.unflatten(scales)
+            return jax.tree.unflatten(treedef, codes), jax.tree.unflatten(treedef, scales)
 
         (mu, mu_scale), (nu, nu_scale) = zeros(signed=True), zeros(signed=False)
         return Adam8bitState(jnp.zeros((), jnp.int32), mu, nu, mu_scale, nu_scale)
@@ -109,9 +107,8 @@ def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransfo
         count = state.steps + 1
         bias1 = 1 - b1 ** count.astype(jnp.float32)
         bias2 = 1 - b2 ** count.astype(jnp.float32)
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(grads)
-        stored = [treedef.flatten_up_to(tree) for tree in state[1:]]
+        by_leaf = jax.tree.map(lambda *row: row, grads, *state[1:])
+        rows = jax.tree.leaves(by_leaf, is_leaf=lambda x: isinstance(x, tuple))
 
         def update_leaf(
             g: jax.Array,
@@ -131,8 +128,11 @@ def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransfo
                 (m, m_scale), (v, v_scale) = pack(m, signed=True), pack(v, signed=False)
             return step, m, v, m_scale, v_scale
 
-        results = stacked(partial(in_pieces, update_leaf), leaves, *stored)
-        steps, *rest = (treedef.unflatten([row[i] for row in results]) for i in range(5))
+        results = stacked(partial(in_pieces, update_leaf), rows)
+        treedef = jax.tree.structure(grads)
+        steps, *rest = (
+            jax.tree.unflatten(treedef, [row[i] for row in results]) for i in range(5)
+        )
         return steps, Adam8bitState(count, *rest)
 
     return optax.GradientTransformation(init, update)

@@ -9,7 +9,6 @@ import optax
 from jax.tree_util import KeyPath
 
 from medusa_jax.config import OptimConfig
-from medusa_jax.errors import UserError
 from medusa_jax.sharding import PyTree, path_string
 from medusa_jax.training.optim.adamw8bit import adamw8bit
 from medusa_jax.training.partition import Trains
@@ -54,10 +53,8 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
     elif cfg.schedule == "wsd":
         decay = max(int(rest * WSD_DECAY), 1)
         body = optax.linear_schedule(cfg.lr, end, decay, transition_begin=rest - decay)
-    elif cfg.schedule == "constant":
-        body = optax.constant_schedule(cfg.lr)
     else:
-        raise UserError(f"optim.schedule is cosine, wsd or constant, not {cfg.schedule!r}")
+        body = optax.constant_schedule(cfg.lr)
     return optax.join_schedules([ramp, body], [warmup]) if warmup else body
 
 
@@ -119,18 +116,16 @@ def make_rule(
         )  # fmt: skip
     if name == "adamw8bit":
         return adamw8bit(schedule, cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay, matrices)
-    if name == "muon":
-        return optax.contrib.muon(
-            schedule,
-            eps=cfg.eps,
-            mu_dtype=first,
-            weight_decay=cfg.weight_decay,
-            adam_b1=cfg.b1,
-            adam_b2=cfg.b2,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=muon_matrices,
-        )
-    raise UserError(f"optim.name is adamw, adamw8bit or muon, not {name!r}")
+    return optax.contrib.muon(
+        schedule,
+        eps=cfg.eps,
+        mu_dtype=first,
+        weight_decay=cfg.weight_decay,
+        adam_b1=cfg.b1,
+        adam_b2=cfg.b2,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=muon_matrices,
+    )
 
 
 def heads_weight(kind: str, peak: float, steps: int) -> Callable[[jax.Array], jax.Array]:

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from medusa_jax.evaluate import progress
-from medusa_jax.evaluate.progress import Progress
+from medusa_jax.training.log import progress
+from medusa_jax.training.log.progress import Progress
 
 
 @pytest.fixture

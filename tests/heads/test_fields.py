@@ -1,0 +1,57 @@
+"""Fields that a drafter does not take, each with a sentence."""
+
+import pytest
+from tiny import tiny_arch
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads import make_drafter
+from medusa_jax.heads.amphista import AmphistaConfig
+from medusa_jax.heads.draft_model import DraftModelConfig
+from medusa_jax.heads.eagle3 import Eagle3Config
+from medusa_jax.heads.hydra import HydraConfig
+from medusa_jax.heads.lookahead import LookaheadConfig
+from medusa_jax.heads.prompt_lookup import PromptLookupConfig
+
+CONFIG = tiny_arch()
+OTHER = DraftModelConfig(arch=tiny_arch(vocab_size=9))
+NOT_TAPS = r"heads\.tap_layers are numbers from 0 to 2"
+NOT_SIZES = r"heads\.attention_heads 4, .* do not fit together"
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        (HeadsConfig(drafter="medsua"), r"'medsua'.*did you mean 'medusa'"),
+        (HeadsConfig(drafter="lookahed"), "did you mean 'lookahead'"),
+        (HeadsConfig(lm_head="tied"), "own, shared or low_rank, not 'tied'"),
+        (HeadsConfig(lm_head="low_rank", rank=17), "rank 17 .* 1 to 16"),
+        (HeadsConfig(n_heads=0), "heads.n_heads must be at least 1, not 0"),
+        (HeadsConfig(n_layers=-1), "heads.n_layers must be at least 0, not -1"),
+        (HeadsConfig("hydra", n_layers=0), "heads.n_layers must be at least 1, not 0"),
+        (HeadsConfig(n_layers=0, lm_head="shared"), "heads.n_layers 0 needs LM heads"),
+        (HeadsConfig(draft_vocab=-1), r"heads\.draft_vocab is from 0"),
+        (HeadsConfig(draft_vocab=24), r"heads\.draft_vocab is from 0"),
+        (
+            HeadsConfig(draft_vocab=3, rank=4, lm_head="low_rank"),
+            "16 x 3: low_rank takes 1 to 3",
+        ),
+        (HydraConfig(skip="zero"), "skip is identity, random or fixed, not 'zero'"),
+        (HydraConfig(dropout=1.0), "heads.dropout is from 0 to below 1"),
+        (HydraConfig(drafter="medusa"), "'medusa' does not take .* HydraConfig"),
+        (AmphistaConfig(stages=5), "heads.stages is from 0 to n_heads = 4, not 5"),
+        (AmphistaConfig(blocks=-1), "heads.blocks is 0 or more"),
+        (AmphistaConfig(dropout=-0.1), "heads.dropout is from 0 to below 1"),
+        *((Eagle3Config(tap_layers=t), NOT_TAPS) for t in ("1,2,3", "-1", "1,,2", "low")),
+        *((Eagle3Config(**{n: x}), NOT_SIZES) for n, x in (("kv_heads", 3), ("d_ff", -1))),
+        (Eagle3Config(head_dim=5), NOT_SIZES),
+        (PromptLookupConfig(ngram=0), "prompt_lookup: ngram is at least 1, not 0"),
+        (LookaheadConfig(window=1), "lookahead: window is at least 2, not 1"),
+        (LookaheadConfig(ngram=2), "lookahead: ngram is at least 3, not 2"),
+        (DraftModelConfig(gamma=0, arch=CONFIG), "gamma is from 1 to 16, not 0"),
+        (OTHER, "vocabulary of 9 tokens, the model has 23"),
+    ],
+)
+def test_fields_that_make_no_sense(heads, message):
+    with pytest.raises(UserError, match=message):
+        make_drafter(heads, CONFIG)

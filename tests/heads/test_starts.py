@@ -1,0 +1,86 @@
+"""Where drafters start: as the backbone's LM head, in the layers that keep the hidden state."""
+
+import family
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from family import D, drafter_of, stored_base
+from numpy_layers import numpy_norm
+
+from medusa_jax.heads.amphista import AmphistaConfig
+from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.eagle import EagleConfig
+from medusa_jax.heads.eagle3 import Eagle3Config
+from medusa_jax.heads.hydra import HydraConfig
+from medusa_jax.heads.hydrapp import HydraPPConfig
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def kept(hidden, scale):
+    return [hidden[..., -D:]] * 4  # of EAGLE-3 the last stream
+
+
+def normed(hidden, scale):
+    """A norm that keeps the size."""
+    return [numpy_norm(np.sqrt((scale**2).mean()), hidden)] * 4
+
+
+def normed_by_stages(hidden, scale):
+    """Once or twice: both heads of each stage."""
+    once = normed(hidden, scale)[0]
+    return [once, once, *normed(once, scale)[:2]]
+
+
+@pytest.mark.parametrize(
+    ("heads", "features"),
+    [
+        (HydraConfig(n_layers=2), kept),
+        (HydraPPConfig(n_layers=3), normed),
+        (AmphistaConfig(position_encoding=False), normed_by_stages),
+        (EagleConfig(n_heads=4, n_layers=2), kept),
+        (Eagle3Config(n_heads=4), kept),
+    ],
+    ids=lambda x: getattr(x, "drafter", ""),
+)
+def test_every_head_starts_as_the_backbones_lm_head(heads, features):
+    """Of what its layers pass on; EAGLE-3's own norm is the backbone's at first."""
+    backbone = stored_base()
+    drafter, _ = drafter_of(heads, backbone)
+    start = family.start_of(drafter, backbone)
+    rows = family.random_rows(np.random.default_rng(0), E=family.width(drafter))
+    scale = backbone.params["norm"]["scale"]
+    run = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))
+    for k, (got, wanted) in enumerate(zip(run(start), features(rows[0], scale))):
+        assert_close(got, wanted, dtype="float32")  # the type of fresh parameters
+        logits = drafter.head_logits(start, backbone, k, got)
+        read = numpy_norm(scale, wanted) if heads.drafter == "eagle3" else wanted
+        assert_close(logits, backbone.lm_head(jnp.asarray(read)), dtype="float32")
+
+
+def test_hydra_may_start_at_random():
+    backbone = stored_base()
+    drafter, _ = drafter_of(HydraConfig(n_layers=2, skip="random"), backbone)
+    start = family.start_of(drafter, backbone)
+    rows = family.random_rows(np.random.default_rng(0))
+    features = jax.jit(lambda p: drafter.features(p, backbone, TextRows(*rows)))(start)
+    assert not np.allclose(features[0], rows[0], atol=0.1)
+    assert not np.asarray(start["heads_1"]["layers_0"]["linear"]["kernel"]).any()
+
+
+@pytest.mark.parametrize(
+    "heads", [HydraConfig(dropout=0.5, n_layers=1), AmphistaConfig(dropout=0.5)]
+)
+def test_dropout_needs_a_key_and_leaves_the_mean(heads):
+    backbone = stored_base()
+    drafter, params = drafter_of(heads, backbone)
+    rows = family.random_rows(np.random.default_rng(0))
+    run = jax.jit(lambda key: drafter.features(params, backbone, TextRows(*rows, key)))
+    assert np.array_equal(run(None), run(None))
+    one, two = run(jax.random.key(0)), run(jax.random.key(1))
+    assert not np.array_equal(one, two)
+    assert np.array_equal(one, run(jax.random.key(0)))
+    zeros = np.asarray(one) == 0  # dropped before the LM head
+    assert 0.4 < zeros.mean() < 0.6 and not np.array_equal(zeros[0], zeros[1])

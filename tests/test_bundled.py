@@ -1,0 +1,138 @@
+"""Bundled heads, of the demo and of models by name: sizes, provenance, trees, exactness of the demo."""
+
+import json
+import os
+from functools import cache
+
+import numpy as np
+import pytest
+
+import medusa_jax
+from medusa_jax import Options
+from medusa_jax.api import DEMO, device_tree
+from medusa_jax.api.finding import MODELS, bundled_heads
+from medusa_jax.config import LlamaConfig
+from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.interop.names import NAMES
+from medusa_jax.tree import Tree
+from medusa_jax.tree.files import load_tree_file
+
+OF_DEMO = bundled_heads(None)
+OF_MODELS = [(name, drafter) for name in NAMES for drafter in bundled_heads(name)]
+
+
+def folder_of(name, drafter):
+    return (MODELS / NAMES[name].heads if name else DEMO) / drafter
+
+
+def recipe_of(name, drafter):
+    return json.loads((folder_of(name, drafter) / "heads.json").read_text())["recipe"]
+
+
+def size(path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def test_sizes_stay_within_their_limits():
+    assert size(DEMO / "backbone") <= 14_000_000
+    assert all(size(DEMO / name) <= 5_000_000 for name in OF_DEMO)
+    assert size(DEMO / "draft_model") <= 2_000_000 and size(DEMO) <= 40_000_000
+    assert all(size(folder_of(*heads)) <= 9_000_000 for heads in OF_MODELS)
+
+
+def test_every_family_is_there():
+    families = {"medusa", "hydra", "hydrapp", "amphista", "eagle"}
+    for name, row in NAMES.items():
+        assert set(bundled_heads(name)) == families and row.drafter in families
+
+
+@cache
+def prompts() -> list[list[int]]:
+    lines = (DEMO / "prompts.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt_ids"] for line in lines]
+
+
+def greedy_and_sampled(n: int) -> list[Options]:
+    """One row each; at temperature 0 sampling is greedy decoding."""
+    return [Options(max_new_tokens=n, temperature=t) for t in (0.0, 0.8)]
+
+
+@cache
+def plain_texts() -> list[list[int]]:
+    """What plain decoding gives for two prompts."""
+    model = medusa_jax.load(drafter="none", dtype="float64", tree="none")
+    return [r.token_ids for r in model.generate(prompts()[3:5], greedy_and_sampled(40))]
+
+
+@pytest.mark.wide
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("name", "tree", "least"),
+    [
+        ("medusa", "64", 1.5),
+        *((n, "8", 1.5) for n in OF_DEMO if n != "medusa"),
+        ("draft_model", "chain:3", 1.2),
+    ],
+)
+def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(name, tree, least):
+    model = medusa_jax.load(drafter=name, dtype="float64", tree=tree)
+    results = model.generate(prompts()[3:5], greedy_and_sampled(40))
+    assert [r.token_ids for r in results] == plain_texts()
+    for result in results:
+        assert (result.new_tokens - 1) / result.steps > least
+
+
+def test_provenance_is_that_of_the_heads():
+    made = json.loads((DEMO / "provenance.json").read_text())["heads"]
+    assert set(made) == set(OF_DEMO)
+    for name in OF_DEMO:
+        recipe = recipe_of(None, name)
+        assert made[name]["config"] == recipe["config"], name
+        assert made[name]["last"]["train"]["step"] == recipe["step"], name
+
+
+@pytest.mark.parametrize(("name", "drafter"), [*((None, d) for d in OF_DEMO), *OF_MODELS])
+def test_the_tree_is_the_best_of_its_evidence_and_fits_the_heads(name, drafter):
+    tree = load_tree_file(folder_of(name, drafter) / "tree.json")
+    if "batches" in tree:  # interleaved rounds of sizes, one row
+        best = device_tree.fastest(tree["batches"][0]["rows"])
+    else:
+        rows = tree["evidence"]["ladder"]
+        best = max(rows, key=lambda r: r["tokens_per_step"] / r["step_seconds"])["nodes"]
+    assert tree["nodes"] == best == len(tree["choices"]) + 1
+    largest, heads = Tree.from_choices(tree["growth"]), recipe_of(name, drafter)["config"]
+    assert largest.n_nodes >= 64 and largest.drafted.depth <= heads["heads"]["n_heads"]
+    if name is None:
+        assert medusa_jax.load(drafter=drafter).tree.n_nodes == best
+    else:
+        assert largest.max_rank < heads["heads"]["draft_vocab"]
+
+
+@pytest.mark.parametrize(("name", "drafter"), OF_MODELS)
+def test_weights_are_whole_and_of_their_description(name, drafter):
+    """And the recipe names no path of the machine that made them."""
+    stored, recipe = open_heads(str(folder_of(name, drafter))), recipe_of(name, drafter)
+    config = LlamaConfig(**recipe["config"]["model"]["arch"])
+    arrays, ids = stored.read(config), stored.ids
+    assert stored.heads.drafter == drafter and arrays and ids is not None
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in arrays.values())
+    assert len(np.unique(ids)) == len(ids) == stored.heads.draft_vocab
+    assert ids.min() >= 0 and ids.max() < config.vocab_size
+    data = recipe["config"]["data"]
+    for path in (*data["source"].split(","), data["eval_source"], data["features_path"]):
+        assert path and not os.path.isabs(path)
+    told = (MODELS / NAMES[name].heads / "README.md").read_text()
+    assert f"| `{drafter}/` |" in told
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["medusa", "hydra"])
+@pytest.mark.parametrize("tree", ["auto", "64"])
+def test_fifty_prompts_by_two_hundred_tokens_without_a_mismatch(name, tree):
+    model = medusa_jax.load(drafter=name, dtype="float64", tree=tree)
+    assert len(prompts()) >= 50
+    for prompt in prompts()[:50]:
+        ours = model.generate([prompt], Options(max_new_tokens=200))[0]
+        plain = model.generate([prompt], Options(max_new_tokens=200), tree="none")[0]
+        assert ours.token_ids == plain.token_ids

@@ -1,0 +1,52 @@
+"""Configurations that are refused before anything is read or compiled."""
+
+import pytest
+from training_setup import tiny_config
+
+from medusa_jax.errors import UserError
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training import checks
+
+CACHED = {"data.cache_features": "float32", "data.packing": "first_fit"}
+ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
+
+
+@pytest.mark.parametrize(
+    ("stage", "fields", "words"),
+    [
+        ("backbone", {"train.batch_size": 6}, "multiple of accumulation"),
+        ("backbone", {"train.loss_chunk": 0}, "train.loss_chunk must be at least 1"),
+        ("backbone", {"train.epochs": 0}, "train.epochs must be at least 1"),
+        ("backbone", {"train.keep_checkpoints": 0}, "keep_checkpoints must be at least 1"),
+        ("backbone", {"data.eval_samples": 0}, "data.eval_samples must be at least 1"),
+        ("backbone", {"train.steps": -1}, "train.steps must be at least 0, not -1"),
+        ("backbone", {"optim.lr": float("nan")}, "optim.lr must be at least 0, not nan"),
+        ("backbone", {"optim.clip_norm": -1.0}, "optim.clip_norm must be at least 0"),
+        ("backbone", {"optim.b1": 2.0}, "optim.b1 must be from 0 to below 1, not 2.0"),
+        ("medusa1", {"train.feature_weight": 1.0}, "heads.lm_head shared, not 'own'"),
+        ("backbone", {"data.seq_len": 1000}, "exceeds the model's 64 positions"),
+        ("backbone", {"optim.schedule": "cosin"}, "did you mean 'cosine'"),
+        ("backbone", {"optim.name": "adam"}, "did you mean 'adamw'"),
+        ("backbone", {"data.format": "chat"}, "did you mean 'messages'"),
+        ("medusa1", ADAPTERS, "no adapters"),
+        ("medusa2", {"model.quantise": "nf4"}, "trains the backbone itself"),
+        ("medusa1", {"train.backbone_loss": "kl"}, "trains no backbone"),
+        ("native", {"train.backbone_loss": "kl"}, r"model\.path"),
+        (
+            "medusa1",
+            CACHED | {"data.cache_features": "float16"},
+            "is empty or float32 or bfloat16",
+        ),
+        ("medusa2", CACHED, "a backbone that does not change"),
+        ("medusa1", CACHED | {"data.packing": "concat"}, "data.packing first_fit"),
+    ],
+)
+def test_what_is_refused(stage, fields, words):
+    cfg = tiny_config("", stage, accumulation=4)
+    for path, value in fields.items():
+        group, name = path.split(".")
+        setattr(getattr(cfg, group), name, value)
+    with pytest.raises(UserError, match=words) as error:
+        checks.check_choices(cfg)
+        checks.check(cfg, make_mesh())
+    assert "\n" not in str(error.value)
