@@ -257,7 +257,7 @@ SHARED = {"lm_head": "shared"}
         ("vllm", {"drafter": "amphista", "n_heads": 4}, "vLLM loads Medusa heads only"),
         ("hydra", {}, "for hydra and hydrapp heads, .* holds medusa"),
         ("hydra", {"drafter": "hydra", "n_layers": 3}, "tie_layers is false"),
-        ("hydra", {"drafter": "hydra"} | SHARED, "LM heads and biases of their own"),
+        ("hydra", {"drafter": "hydra"} | SHARED, "separate LM heads and biases"),
         ("tgi_shared", {}, "LM head 'own': --to tgi"),
         ("tgi_shared", SHARED | {"n_layers": 2}, "have 2 and LM head 'shared'"),
         ("eagle", {"drafter": "eagle", "lm_head": "own"}, "eagle heads with LM head 'own'"),
