@@ -9,6 +9,7 @@ hundreds of megabytes for large schemas; both would need bounds of ours, llguida
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ import numpy as np
 from medusa_jax.constraints.asked import Constraint
 from medusa_jax.constraints.guide import MatcherGuide
 from medusa_jax.errors import UserError
+from medusa_jax.interop.bounded import BoundedProcess
 from medusa_jax.interop.token_bytes import TokenBytes
 from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 
 # Between the parts of JSON: without a bound, small models write blanks for ever.
 BLANKS = r"\n? {0,8}"
-# Compiled constraints that are kept.
-KEPT = 64
+# Compiled constraints that are kept, of about 60 MB at most.
+KEPT = 8
 # Bounds of llguidance: of states (about 2 kB each), of work for a mask (milliseconds), of a grammar.
 LIMITS = {
     "max_lexer_states": 50_000,
@@ -32,6 +34,14 @@ LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "verbose_errors": False,
 }
+# The most that compiling a constraint may take; tried in a child process first.
+TRIAL = BoundedProcess(
+    Path(__file__).with_name("grammar_process.py"),
+    LIMITS,
+    BLANKS,
+    seconds=1.0,
+    most_bytes=512 << 20,
+)
 
 
 class Grammars:
@@ -91,12 +101,17 @@ class Grammars:
             )
         made, tokens = self._vocabularies[ends]
         what = constraint.kind.replace("_", " ")
-        try:
-            grammar = _grammar(guidance, constraint)
-        except Exception as error:  # parsers raise their own types
-            raise UserError(f"the {what} cannot be read: {_first_line(error)}") from error
+        tried = TRIAL(kind=constraint.kind, text=constraint.text)
+        if "limit" in tried:
+            raise UserError(f"the {what} is too costly: {tried['limit']} to compile")
+        if "unreadable" in tried:
+            raise UserError(
+                f"the {what} cannot be read: {_first_line(tried['unreadable'])}"
+            )
+        if "refused" in tried:
+            raise UserError(f"the {what} cannot be used: {_first_line(tried['refused'])}")
         limits = guidance.LLParserLimits(**LIMITS)
-        matcher = guidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
+        matcher = guidance.LLMatcher(tokens, tried["grammar"], log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(
                 f"the {what} cannot be used: {_first_line(matcher.get_error())}"
@@ -116,16 +131,6 @@ def _llguidance() -> Any:
             "constrained output needs llguidance: pip install 'medusa-jax[guided]'"
         ) from error
     return llguidance
-
-
-def _grammar(guidance: Any, constraint: Constraint) -> str:
-    """The constraint in llguidance's form."""
-    kind, text = constraint.kind, constraint.text
-    if kind in ("json_object", "json_schema"):
-        schema = text if kind == "json_schema" else {"type": "object"}
-        blanks = {"whitespace_pattern": BLANKS}
-        return guidance.LLMatcher.grammar_from_json_schema(schema, overrides=blanks)
-    return guidance.grammar_from("lark" if kind == "tools" else kind, text)
 
 
 class Vocabulary:
@@ -155,8 +160,12 @@ class Vocabulary:
         self.ordinary_W = np.packbits(allowed, bitorder="little").view(np.uint32)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of a text that stands within another; of one that has none, those of its start."""
+        """Tokens of the beginning of a text that is within another.
+
+        llguidance asks for those of all that a grammar forces, at each mask, and needs the first ones.
+        """
         data = text.encode() if isinstance(text, str) else text
+        data = data[: 64 + self._longest]
         ids = self._tokenizer.encode(data.decode(errors="replace"))
         if b"".join(self.tokens[i] for i in ids) == data:
             return ids

@@ -1,32 +1,14 @@
-"""The child process for chat templates, started by `rendering.py`.
+"""Chat templates, in the child process of `rendering.py`.
 
-A template is a program that came with a model and may loop for ever or allocate any amount of memory, so this
-process has limits on both. It reads lines of JSON from stdin and answers each with one. Its environment
-reproduces the one in which transformers renders chat templates, without importing transformers.
+A template is a program that came with a model and may loop for ever or allocate any amount of memory. The
+environment reproduces the one in which transformers renders chat templates, without importing transformers.
 """
 
 import json
-import signal
-import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
-
-
-def limit(seconds: float, most_bytes: int) -> None:
-    """Limit memory, and CPU time until the next call; 0 means no limit.
-
-    Without a handler the signal ends the process, even during a long operation.
-    """
-    with suppress(ImportError, OSError, ValueError):  # unsupported by this system
-        import resource
-
-        if most_bytes:
-            resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 class Dictionaries:
@@ -123,33 +105,22 @@ def answer(
     return {"text": "".join(pieces), "spans": environment.spans}
 
 
-def main() -> None:
-    """Answer requests until stdin ends."""
-    paths, seconds, most_bytes, most_characters = json.loads(sys.argv[1])
-    sys.path = paths
-    # Signals to the process group are for the parent; this process ends when the parent does.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+def make_answer(most_characters: int) -> Callable[[Any], Any]:
+    """Template and fields of a request -> text and spans, or what is wrong."""
     import jinja2
 
     environment = make_environment()
     compiled = lru_cache(maxsize=8)(environment.from_string)
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
+
+    def answer_to(request: Any) -> dict[str, object]:
         try:
-            limit(seconds, most_bytes)
             template = compiled(request["source"])
-            result = answer(environment, template, request["fields"], most_characters)
+            return answer(environment, template, request["fields"], most_characters)
         except jinja2.TemplateSyntaxError as error:
-            result = {"broken": str(error)}
+            return {"broken": str(error)}
         except MemoryError:
-            result = {"limit": f"it takes more than {most_bytes >> 20} MiB"}
+            raise
         except Exception as error:  # raise_exception, or an operation on unexpected content
-            result = {"refused": str(error).split("\n")[0]}
-        limit(0, 0)
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
+            return {"refused": str(error).split("\n")[0]}
 
-
-if __name__ == "__main__":
-    main()
+    return answer_to

@@ -72,7 +72,7 @@ def test_a_template_without_end_is_stopped(name, hurried):
 
 def test_errors_of_a_template_end_nothing(hurried):
     assert chat.render("a", TALK, {})[0] == "a"
-    process = hurried._process
+    process = hurried.process._process
     for source in (RECURSIVE, "{{ namespace(_a=1) }}", "{{ none.x.y }}"):
         with pytest.raises(
             chat.SampleError, match=r"refuses the conversation: \S"
@@ -81,7 +81,7 @@ def test_errors_of_a_template_end_nothing(hurried):
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="template is broken"):
         chat.render("{% for %}", TALK, {})
-    assert chat.render("b", TALK, {})[0] == "b" and hurried._process is process
+    assert chat.render("b", TALK, {})[0] == "b" and hurried.process._process is process
 
 
 @pytest.mark.parametrize("name", [*SANE, *chat.TEMPLATES])
@@ -99,8 +99,8 @@ def test_as_transformers_renders(name):
 
 def test_a_process_that_is_gone_is_started_again(hurried):
     assert chat.render("a", TALK, {})[0] == "a"
-    os.kill(hurried._process.pid, signal.SIGKILL)
-    hurried._process.wait()
+    os.kill(hurried.process._process.pid, signal.SIGKILL)
+    hurried.process._process.wait()
     assert chat.render("b", TALK, {})[0] == "b"
 
 
@@ -113,14 +113,14 @@ from medusa_jax.interop.rendering import Renderer
 render = Renderer()
 text = lambda source: render(source)["text"]
 print(text("a"), flush=True)
-before = render._process.pid
-with render._lock:  # as if another thread were rendering
+before = render.process._process.pid
+with render.process._lock:  # as if another thread were rendering
     child = os.fork()
     if not child:
         signal.alarm(20)
-        os._exit(not (text("b") == "b" and render._process.pid != before))
+        os._exit(not (text("b") == "b" and render.process._process.pid != before))
 assert os.waitpid(child, 0)[1] == 0
-assert text("c") == "c" and render._process.pid == before
+assert text("c") == "c" and render.process._process.pid == before
 """
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -13,7 +15,9 @@ from served import NAME, alone, load_model, port_of
 from tiny import PRINTABLE, write_chat_model
 
 from medusa_jax import Options
+from medusa_jax.constraints import Grammars
 from medusa_jax.interop.chat import encode_prompt
+from medusa_jax.serving.http.answering import COMPILER
 
 pytest.importorskip("llguidance")
 
@@ -137,6 +141,9 @@ def test_hostile_constraints_harm_nobody_else(port, client):
         {"guided_json": {"$ref": "#"}},
         {"guided_grammar": "start: start start | /a/"},
         {"guided_grammar": "start: " + "(" * 5000},
+        {"guided_grammar": "start: /.*a.{18}/ & /.*b.{17}/ & ~/.*c.{15}/"},
+        {"guided_json": {"type": "integer", "multipleOf": 9999991}},
+        {"guided_regex": "ab" * 60000},
     ]
     expected = alone(
         port.model, "in the hat", max_new_tokens=40, temperature=0.9, seed=3
@@ -161,3 +168,27 @@ def test_hostile_constraints_harm_nobody_else(port, client):
         assert {one.result() for one in texts} == {expected}
         for one in attacks:
             assert one.result() is None
+
+
+def test_calls_without_constraints_wait_for_no_compilation(port, client, monkeypatch):
+    """However many calls bring constraints that take long."""
+    held, true = threading.Event(), Grammars.guide
+
+    def slow(*arguments):
+        held.wait(60)
+        return true(*arguments)
+
+    monkeypatch.setattr(Grammars, "guide", slow)
+    with ThreadPoolExecutor(36) as pool:  # asyncio.to_thread has 32 threads at most
+        try:
+            for i in range(36):
+                extra = {"guided_regex": "a" * (i + 1)}
+                pool.submit(ask, client, max_tokens=1, extra_body=extra)
+            while COMPILER._work_queue.qsize() < 30:
+                time.sleep(0.01)
+            done = client.completions.create(
+                model=NAME, prompt="in the hat", max_tokens=3, timeout=30
+            )
+            assert done.choices[0].text
+        finally:
+            held.set()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +19,9 @@ from medusa_jax.serving.request import Delta, Request, Stopped, TooLong
 from medusa_jax.serving.server import Busy, Server
 
 T = TypeVar("T")
+# Calls with constraints are submitted one at a time: compiling takes up to seconds, and calls without wait
+# for no thread meanwhile.
+COMPILER = ThreadPoolExecutor(1, "constraints")
 
 
 class Gone(Exception):
@@ -58,9 +62,11 @@ class Answering:
                 loop.call_soon_threadsafe(self._queue.put_nowait, (index, delta))
 
         delivers = [partial(deliver, i) for i in range(len(self._requests))]
+        constrained = any(request.options.constraint for request in self._requests)
+        submit = partial(self._server.submit_all, self._requests, delivers)
         try:  # in a thread: a long text takes its time to be tokenised
-            self._handles = await asyncio.to_thread(
-                self._server.submit_all, self._requests, delivers
+            self._handles = await loop.run_in_executor(
+                COMPILER if constrained else None, submit
             )
         except UserError as error:
             code = "context_length_exceeded" if isinstance(error, TooLong) else None
