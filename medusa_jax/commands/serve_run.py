@@ -170,7 +170,7 @@ def listening(host: str, port: int) -> socket.socket:
     """A socket that listens, before anything that takes its time.
 
     Raises:
-      UserError: the address cannot be had.
+      UserError: the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -180,7 +180,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def check_extra() -> None:
-    """Refuse in a sentence where a package of the extra `serve` is missing."""
+    """Refuse with a one-line error if a package of the extra `serve` is missing."""
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401

@@ -54,7 +54,7 @@ class Library:
 
     Attributes:
       panel: outputs of a panel, see `native/product.py`.
-      path: where it lies.
+      path: its file.
     """
 
     panel: int

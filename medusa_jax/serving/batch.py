@@ -84,7 +84,7 @@ class Batch:
     """Rows that take their steps together. It knows no requests, only rows by their numbers.
 
     Attributes:
-      rows, slots: how many there are now; each pair has programs of its own.
+      rows, slots: how many there are now; each pair has separate programs.
       trees: for each number of rows the tree that is fastest.
       widest: most nodes of a tree, which a row needs room for after its text.
       longest: most tokens that a step appends.

@@ -101,7 +101,7 @@ class Handle:
         self._wake()
 
     def deliver(self, delta: Delta | Stopped) -> None:
-        """Where deltas go unless `submit` was told otherwise."""
+        """Where deltas go unless `submit` got another place."""
         self._deltas.put(delta)
 
     def __iter__(self) -> Iterator[Delta]:

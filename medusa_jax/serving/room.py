@@ -15,7 +15,7 @@ class Known(Protocol):
     """Which programs are compiled."""
 
     def ready(self, programs: Programs) -> bool:
-        """Whether these are; if not, somebody waits for them.
+        """Whether these are; if not, a request waits for them.
 
         Raises:
           NotCompiled: they cannot be compiled.

@@ -118,7 +118,7 @@ def numpy_log_softmax(x):
 @pytest.mark.parametrize("levels", [1, 3])
 def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch):
     """sum_k decay^k (3 smooth L1 to the hidden state + CE / 4 with text + CE / 2 with the backbone),
-    each level's mean over the pairs of its own distance; each level reads the one above."""
+    each level's mean over the pairs of that distance; each level reads the one above."""
     monkeypatch.setattr(causal, "BLOCK", 4)
     backbone, drafter, params = problem(n_layers=1)
     kernel = backbone.params["lm_head"]["kernel"]

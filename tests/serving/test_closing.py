@@ -30,7 +30,7 @@ from medusa_jax.serving.http import make_app
 
 
 def test_an_end_in_the_middle_of_work(port):
-    """What SIGTERM starts: running answers are finished, new calls find nobody."""
+    """What SIGTERM starts: running answers are finished, new calls are refused."""
     expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
     second = Port(port.server, port.app)  # another listener of the same server
     with port.held():

@@ -180,7 +180,7 @@ def resident():
 
 
 def apart(url, n_clients, n_calls, asked, pause):
-    """`clients.attack` from a process of its own."""
+    """`clients.attack` from a separate process."""
     given = json.dumps([url, n_clients, n_calls, asked, pause])
     command = (sys.executable, clients.__file__)
     return json.loads(children.output_of(command=command, stdin=given))

@@ -1,4 +1,4 @@
-"""Errors of the device: nobody waits for an answer that will not come, and the server goes on."""
+"""Errors of the device: no request waits in vain, and the server goes on."""
 
 import threading
 import time

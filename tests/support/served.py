@@ -75,7 +75,7 @@ class Port:
         return self.before_each_turn(lambda over: over.wait(seconds))
 
     def wait_idle(self, seconds=60):
-        """No slot leaks: soon nobody has one."""
+        """No slot leaks: soon all are free."""
         end = time.monotonic() + seconds
         while self.server.busy or self.server.waiting:
             assert time.monotonic() < end, "a slot is still taken"

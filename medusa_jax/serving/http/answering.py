@@ -27,7 +27,7 @@ class Gone(Exception):
 class Answering:
     """The requests of one call, submitted together.
 
-    As a context: what has not ended by its exit is cancelled, so that no slot works for nobody.
+    As a context: what has not ended by its exit is cancelled, so that no slot works in vain.
 
     Args:
       stops: holds what ends this call early, as long as the context lasts.
@@ -124,7 +124,7 @@ async def whole_answer(
 
     Raises:
       Refused: it took too long.
-      Gone: nobody waits for it.
+      Gone: the client has left.
     """
 
     async def collect() -> None:
