@@ -41,10 +41,7 @@ def run(flags: Flags) -> int:
         use_compilation_cache()
         warn_if_accelerator_unused()
         model = load_model(
-            flags,
-            tree=flags.tree,
-            mesh=parse_mesh(flags.mesh),
-            tokenizer=flags.tokenizer,
+            flags, tree=flags.tree, mesh=parse_mesh(flags.mesh), tokenizer=flags.tokenizer
         )
         template = chosen_template(model, flags.chat)
         trees = trees_by_rows(model, row_sizes(flags.slots), flags.tree == "auto")
@@ -69,11 +66,7 @@ def run(flags: Flags) -> int:
 
 
 def answer_calls(
-    listener: socket.socket,
-    server: Server,
-    template: str,
-    key: str,
-    flags: Flags,
+    listener: socket.socket, server: Server, template: str, key: str, flags: Flags
 ) -> None:
     """Run the port until a signal ends it: what runs is finished, nothing new is taken."""
     from medusa_jax.serving.http import Limits, make_app, make_listener

@@ -11,12 +11,7 @@ from medusa_jax.api import Model
 from medusa_jax.decoding import constrained, prefill, rows
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.constrained import Guide
-from medusa_jax.decoding.generate import (
-    FOREVER,
-    MIN_PROMPT,
-    output_slots,
-    power_of_two,
-)
+from medusa_jax.decoding.generate import FOREVER, MIN_PROMPT, output_slots, power_of_two
 from medusa_jax.decoding.generate import Request as Row
 from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
