@@ -188,7 +188,7 @@ def _depth(file: str, config: Json) -> dict[str, int]:
             return {"n_layers": L}
     raise UserError(
         f"{file}: eagle_aux_hidden_state_layer_ids {ids!r} are not the layers of the paper, and "
-        "whether they are entered or left is not told"
+        "whether they are entered or left is not stated"
     )
 
 

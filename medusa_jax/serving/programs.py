@@ -11,8 +11,8 @@ from medusa_jax.console import inform
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.job import BASE, Group
 
-# A request that needs a program is told that it cannot be compiled for this many seconds, then it is
-# tried again.
+# For this many seconds after a failed compilation, requests that need the program get its error; then it
+# is tried again.
 RETRY_SECONDS = 2.0
 
 
@@ -45,7 +45,7 @@ class Compiler:
         self._make_batch, self._changed = make_batch, changed
         self._ready: set[Programs] = set()
         self._failed: dict[Programs, tuple[float, str]] = {}
-        self._wanted: list[Programs] = []  # somebody waits for these
+        self._wanted: list[Programs] = []  # requests wait for these
         self._plan: list[Programs] = []  # ahead of any request
         self._now: Programs | None = None
         self._closed = False

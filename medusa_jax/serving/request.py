@@ -96,7 +96,7 @@ class Handle:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Nobody wants the rest: its slot is free after the chunk of steps that is on its way."""
+        """The rest is not wanted: its slot is free after the chunk of steps that is on its way."""
         self.cancelled = True
         self._wake()
 

@@ -123,6 +123,6 @@ class Room:
         self.batch.restart()
 
     def empty(self) -> None:
-        """Nobody has a seat, and no row a text."""
+        """No request has a seat, and no row a text."""
         self.seats[:] = [Seat() for _ in self.seats]
         self._roomy = 0

@@ -230,7 +230,7 @@ class Scheduler:
         job = next((job for job in self._waiting if self._fits(job, len(job.prompt))), None)
         if job is None:
             return None
-        self._beginning = job  # whatever raises from here on, it is told
+        self._beginning = job  # it gets any error from here on
         self._waiting = deque(other for other in self._waiting if other is not job)
         batch, prompt = self._batch, np.array(job.prompt, np.int32)
         self._room.fit(*self._room.size_with(len(prompt)))

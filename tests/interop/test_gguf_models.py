@@ -1,4 +1,4 @@
-"""Whole GGUF files as models: every family, told from the same model saved for Hugging Face."""
+"""Whole GGUF files as models: every family, against the same model saved for Hugging Face."""
 
 import json
 import math

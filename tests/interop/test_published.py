@@ -1,4 +1,4 @@
-"""Published heads: found, told apart by their keys, read right or refused in one sentence."""
+"""Published heads: found, recognised by their keys, read right or refused with a one-line error."""
 
 import json
 
@@ -50,7 +50,7 @@ from medusa_jax.interop.torch_writer import save_torch
 from medusa_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
-# As published: two heads said, whatever the file holds.
+# As published: the configuration says two heads, whatever the file holds.
 V13 = {"base_model_name_or_path": "base", "medusa_num_heads": 2, "medusa_num_layers": 1}
 HYDRA = {"hydra_num_heads": 3, "hydra_num_layers": 3, "grounded_heads": True}
 HYDRA |= {"hidden_state_offset": 0}

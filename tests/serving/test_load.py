@@ -168,7 +168,7 @@ def serving(model, **fields):
 
 
 def alive():
-    """How many requests and device arrays somebody still holds."""
+    """How many requests and device arrays are still held."""
     gc.collect()
     jobs = sum(isinstance(thing, Job) for thing in gc.get_objects())
     return jobs, len(jax.live_arrays())

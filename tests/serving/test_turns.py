@@ -129,7 +129,7 @@ def test_as_many_rows_as_are_busy(turns):
         alone += turns.busy == 1
         turns.step()
     assert all(client.ended for client in others)
-    assert alone > room.PATIENCE / 2  # somebody may come soon
+    assert alone > room.PATIENCE / 2  # a request may come soon
 
 
 @pytest.mark.parametrize("patience", range(1, 6))

@@ -40,7 +40,7 @@ class Port:
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.url = "http://{}:{}".format(*self.address)
-        # Connections stay open where somebody stops this process for a while.
+        # Connections stay open if this process is stopped for a while.
         self.uvicorn = make_listener(app, limits or Limits(idle_seconds=600), drain)
         self._thread = threading.Thread(target=self.uvicorn.run, args=([listener],))
         self._thread.start()

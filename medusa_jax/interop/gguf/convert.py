@@ -30,7 +30,7 @@ def converted(path: str, dtype: Any = None, sha256: str = "") -> str:
     """The directory that a GGUF file becomes; it is made if it is not in the cache.
 
     Keyed by the file's bytes and the type, so a file that has moved is found and one that has
-    changed is converted anew. A directory appears when it is complete.
+    changed is converted again. A directory appears when it is complete.
 
     Args:
       dtype: what the weights are stored in; None leaves them where they are: a link to the file is

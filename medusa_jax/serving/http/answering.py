@@ -147,7 +147,7 @@ class EventStream:
       answering: entered already; it is left here.
       seconds: how long an answer may take.
       read_seconds: how long a client may leave it unread.
-      ended: told the status.
+      ended: called with the status.
     """
 
     def __init__(
