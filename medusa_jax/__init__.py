@@ -21,16 +21,7 @@ if TYPE_CHECKING:
     from medusa_jax.errors import UserError
     from medusa_jax.tree import Tree
 
-__all__ = [
-    "Model",
-    "Options",
-    "Piece",
-    "Result",
-    "Tree",
-    "UserError",
-    "generate",
-    "load",
-]
+__all__ = ["Model", "Options", "Piece", "Result", "Tree", "UserError", "generate", "load"]
 
 _HOMES = {"Tree": "medusa_jax.tree", "UserError": "medusa_jax.errors"}
 

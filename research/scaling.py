@@ -26,12 +26,7 @@ from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads import make_drafter
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.llama import decoding_config
-from medusa_jax.sharding import (
-    Params,
-    bytes_on_device,
-    make_mesh,
-    simulate_devices,
-)
+from medusa_jax.sharding import Params, bytes_on_device, make_mesh, simulate_devices
 from medusa_jax.training import dry, planning
 from medusa_jax.training.counted import (
     COPIES,

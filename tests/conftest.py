@@ -30,7 +30,7 @@ if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
 # Writing a program there takes as long as compiling a small one.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.15"
-# Where in the source an operation stands is looked up and written into every program: 4% of its time.
+# Where in the source an operation is written is looked up and written into every program: 4% of its time.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import jax
@@ -58,7 +58,7 @@ _after_a_module = pytest.fixture(restored_x64, autouse=True, scope="module")
 def _drop_programs():
     """Let go of compiled programs where they have become many.
 
-    JAX keeps the last 2,048 lowered ones, each with an MLIR context of its own, and making
+    JAX keeps the last 2,048 lowered ones, each with a separate MLIR context, and making
     another looks at all of them: after 2,000 programs one of a single addition takes
     23 ms instead of 17. Every program keeps its code mapped as well, in about three pieces; at
     `vm.max_map_count` (often 65530) a process crashes.

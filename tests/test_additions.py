@@ -1,4 +1,4 @@
-"""What a new thing touches: a file of its own, found where it lies."""
+"""An addition touches one new file, which is found by its place."""
 
 import importlib
 import sys

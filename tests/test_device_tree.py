@@ -1,4 +1,4 @@
-"""`--tree auto`: the size that pays most by steps measured here, kept, down to plain decoding."""
+"""`--tree auto`: the fastest size by steps measured here, kept, down to plain decoding."""
 
 import json
 import os

@@ -18,7 +18,7 @@ from training_setup import ROOT, write_config, write_tokens
 
 from medusa_jax import hosts
 
-# Two tasks on this machine, told what srun tells them. It passes signals on, here they come to all.
+# Two tasks on this machine, with the variables that srun sets. It passes signals on, here they come to all.
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
 assert sys.argv[1:3] == ["--kill-on-bad-exit=1", "--cpus-per-task=3"], sys.argv

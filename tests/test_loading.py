@@ -42,7 +42,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture
 def peak(monkeypatch):
-    """Looked at after every tensor that is read, and where a part is there in both forms."""
+    """Looked at after every tensor that is read, and where a part is held in both forms."""
     most = Peak()
     for module, name in (
         (tensors, "_place"),
@@ -140,7 +140,7 @@ def test_quantising_takes_the_quantised_model_and_one_layer(directory, peak, kin
 
 
 def test_a_part_is_that_part_of_the_whole(directory):
-    """What a run is told about its backbone does not depend on how it was read."""
+    """What a run knows of its backbone does not depend on how it was read."""
     config, params = hf.load_backbone(directory, make_mesh())
     marks = hf.Fingerprint()
     for name in reversed(params):

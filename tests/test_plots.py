@@ -59,10 +59,7 @@ def test_draw_tree(tmp_path, values):
 
 def test_draw_curves_marks_the_best_size(tmp_path):
     path = plots.draw_curves(
-        [1, 8, 64],
-        [1.0, 2.0, 3.0],
-        [0.001, 0.0011, 0.004],
-        path=tmp_path / "curves.svg",
+        [1, 8, 64], [1.0, 2.0, 3.0], [0.001, 0.0011, 0.004], path=tmp_path / "curves.svg"
     )
     # Matplotlib writes each drawn string as a comment next to its outline.
     text = path.read_text()

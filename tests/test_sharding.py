@@ -40,7 +40,7 @@ model_dir = sys.argv[1]
 report = {"devices": len(jax.devices()), "errors": {}}
 report |= {name: {} for name in ("decoded", "streamed", "compiled", "keys", "loaded")}
 
-# Everything lies where the table says, born there or placed there.
+# Everything is where the table says, created there or placed there.
 config = tiny_arch(vocab_size=24, n_heads=4, n_kv_heads=4, d_ff=24)
 wrong = []
 for shape in ((1, 2, 4), (2, 2, 2)):
@@ -101,7 +101,7 @@ for shape in ((1, 1, 1), (2, 2, 2), (1, 8, 1)):
     shard = kernel.addressable_shards[0].data.shape
     assert kernel.size == np.prod(shard) * shape[1] * shape[2], (kernel.shape, shard)
 
-# What a decode step sends where everything lies over the tensor axis.
+# What a decode step sends where everything is split over the tensor axis.
 tree = Tree.cartesian([4, 3])
 arch = tiny_arch(vocab_size=128, d_model=64, n_heads=8, n_kv_heads=8, d_ff=64)
 loop_of = compiled_loop(

@@ -134,7 +134,7 @@ class Model:
         return self.ladder.at(rows) if self.ladder else self.tree
 
     def parse_tree(self, spec: str | Tree | None) -> Tree:
-        """The tree a `--tree` value names, checked against the heads that are there."""
+        """The tree a `--tree` value names, checked against the loaded heads."""
         no_heads = UserError(
             "no draft heads are loaded: give --drafter, or use --tree none"
         )
@@ -222,7 +222,7 @@ class Model:
         return request_of(encoded, options, self.config, self.eos_ids, *more)
 
     def _compile(self, engine: loop.Engine, request: loop.Request) -> float:
-        """Seconds spent on compiling what this request needs (0 when it is there already)."""
+        """Seconds spent on compiling what this request needs (0 if it is compiled already)."""
         longest = max(map(len, request.prompts))
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits))
         ladder = loop.slot_ladder(engine, longest, needed + engine.n_rows)

@@ -252,11 +252,7 @@ class HostFlags:
 
 
 def load_model(
-    flags: BaseFlags,
-    drafter: str | None = None,
-    *,
-    needs_heads: bool = False,
-    **more: Any,
+    flags: BaseFlags, drafter: str | None = None, *, needs_heads: bool = False, **more: Any
 ) -> "Model":
     """The model that the flags ask for, with --drafter if no other is given.
 
@@ -368,16 +364,3 @@ def typed(kind: type[Parsed], flags: argparse.Namespace) -> Parsed:
     """The dataclass `kind` with the values of the flags that have its fields' names."""
     names = (field.name for field in dataclasses.fields(kind) if field.init)  # type: ignore[arg-type]
     return kind(**{name: getattr(flags, name) for name in names})
-
-
-# For commands that build their parsers by hand.
-
-
-def run_command(
-    parser: argparse.ArgumentParser,
-    kind: type[Parsed],
-    run: Callable[[Parsed], int],
-    argv: Sequence[str] | None,
-) -> int:
-    """Parse, and run with the parsed flags as a `kind`; bad input is one line and exit status 2."""
-    return run_main(lambda: run(typed(kind, parser.parse_args(argv))))

@@ -6,12 +6,7 @@ from typing import TYPE_CHECKING
 
 from medusa_jax.commands.flags import at_least, flag
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.questions import (
-    DEMO_PROMPTS,
-    prompt_of,
-    read_questions,
-    spread,
-)
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions, spread
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:

@@ -41,10 +41,7 @@ def run(flags: Flags) -> int:
         use_compilation_cache()
         warn_if_accelerator_unused()
         model = load_model(
-            flags,
-            tree=flags.tree,
-            mesh=parse_mesh(flags.mesh),
-            tokenizer=flags.tokenizer,
+            flags, tree=flags.tree, mesh=parse_mesh(flags.mesh), tokenizer=flags.tokenizer
         )
         template = chosen_template(model, flags.chat)
         trees = trees_by_rows(model, row_sizes(flags.slots), flags.tree == "auto")
@@ -69,11 +66,7 @@ def run(flags: Flags) -> int:
 
 
 def answer_calls(
-    listener: socket.socket,
-    server: Server,
-    template: str,
-    key: str,
-    flags: Flags,
+    listener: socket.socket, server: Server, template: str, key: str, flags: Flags
 ) -> None:
     """Run the port until a signal ends it: what runs is finished, nothing new is taken."""
     from medusa_jax.serving.http import Limits, make_app, make_listener
@@ -170,7 +163,7 @@ def listening(host: str, port: int) -> socket.socket:
     """A socket that listens, before anything that takes its time.
 
     Raises:
-      UserError: the address cannot be had.
+      UserError: the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -180,7 +173,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def check_extra() -> None:
-    """Refuse in a sentence where a package of the extra `serve` is missing."""
+    """Refuse with a one-line error if a package of the extra `serve` is missing."""
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401

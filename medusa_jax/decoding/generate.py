@@ -78,9 +78,7 @@ def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
         more = text_slots(engine, slots) - text_BS.shape[1]
         text_BS = jnp.pad(text_BS, ((0, 0), (0, more)))
     larger = state.replace(
-        cache=state.cache.grown(slots),
-        drafter=grown(state.drafter, slots),
-        text_BS=text_BS,
+        cache=state.cache.grown(slots), drafter=grown(state.drafter, slots), text_BS=text_BS
     )
     return pin_state(engine.llama.mesh, larger)
 

@@ -2,7 +2,7 @@
 
     z = logits + bias
     z = z / r if z > 0 else z r               tokens of prompt and text (`repetition_penalty`)
-    z = z - frequency n - presence [n > 0]    a token that stands n times in the generated text
+    z = z - frequency n - presence [n > 0]    a token that occurs n times in the generated text
 
 Bias and repetition penalty in this order are transformers' `SequenceBiasLogitsProcessor` and
 `RepetitionPenaltyLogitsProcessor`; what is subtracted is in OpenAI's API reference. The text of a
@@ -43,8 +43,8 @@ class Penalties(struct.PyTreeNode):
     Attributes:
       presence_B, frequency_B, repetition_B: as in `Asked`.
       bias_BV: added to the logits.
-      prompt_BV: whether a token stands in the prompt.
-      counts_BV: how often it stands in the generated text, the root included.
+      prompt_BV: whether a token occurs in the prompt.
+      counts_BV: how often it occurs in the generated text, the root included.
     """
 
     presence_B: jax.Array
@@ -130,7 +130,7 @@ def penalised(
 
 
 def counts_down_paths(counts_BV: jax.Array, nodes_BM: jax.Array, tree: Any) -> jax.Array:
-    """How often every token stands in the generated text up to each node: [B, M, V].
+    """How often every token occurs in the generated text up to each node: [B, M, V].
 
     Args:
       counts_BV: of the text up to the root, which is counted.

@@ -12,12 +12,7 @@ from medusa_jax.decoding.masks import only
 from medusa_jax.decoding.penalties import penalised
 from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import Sampling
-from medusa_jax.decoding.state import (
-    DecodeState,
-    Engine,
-    empty_logprobs,
-    fresh_state,
-)
+from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh_state
 from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone, Committed
@@ -117,9 +112,7 @@ def read_piece(
         first = first_token()
     else:
         first = lax.cond(
-            jnp.any(ends_B),
-            lambda: where_rows(ends_B, first_token(), first),
-            lambda: first,
+            jnp.any(ends_B), lambda: where_rows(ends_B, first_token(), first), lambda: first
         )
     next_BT = jnp.where(is_last_BT, first[0][:, None], next_BT)
     count_B = jnp.clip(length_B - begin_B, 0, T)

@@ -9,13 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-)
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")

@@ -47,11 +47,7 @@ def asked(model: Model, record: Json, template: str = "") -> str | list[int]:
 
 
 def turn_prompt(
-    model: Model,
-    question: Json,
-    answers: Sequence[str],
-    template: str,
-    room: int,
+    model: Model, question: Json, answers: Sequence[str], template: str, room: int
 ) -> tuple[list[int], bool]:
     """Return the prompt ids for the next answer, and whether text was left out.
 

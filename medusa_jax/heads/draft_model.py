@@ -17,13 +17,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import (
-    Backbone,
-    Committed,
-    DraftRequest,
-    Params,
-    Untrained,
-)
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Untrained
 from medusa_jax.heads.layers import take_last
 from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
 from medusa_jax.heads.state import PositionState

@@ -152,11 +152,7 @@ class CausalLayer(nn.Module):
         return self._out(self.layers_0(x_BTD.astype(self.dtype), rope, mask)[0])
 
     def decode(
-        self,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        cache: Pair,
-        start_B: jax.Array,
+        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Pair, start_B: jax.Array
     ) -> tuple[jax.Array, Pair]:
         """T rows after the `start` cached ones, each seeing itself and all earlier ones."""
         mask = cached_mask(x_BTD.shape[1], cache[0].shape[2], start_B)

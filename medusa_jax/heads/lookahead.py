@@ -38,13 +38,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import (
-    Backbone,
-    Committed,
-    DraftRequest,
-    Params,
-    Untrained,
-)
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Untrained
 from medusa_jax.heads.extra_rows import ExtraRows, WithExtraRows
 from medusa_jax.heads.levels import rank_given
 from medusa_jax.model.product import at_least_f32

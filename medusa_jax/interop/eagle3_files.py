@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as EAGLE's authors, SpecForge and speculators write them, told by their keys.
+"""EAGLE-3 heads as EAGLE's authors, SpecForge and speculators write them, recognised by their keys.
 
   midlayer.self_attn.{q,k,v}_proj.weight   [., 2 D]: embedding first; o_proj, mlp.* as in a Llama model
   midlayer.{hidden_norm,input_layernorm,post_attention_layernorm}.weight, norm.weight
@@ -188,7 +188,7 @@ def _depth(file: str, config: Json) -> dict[str, int]:
             return {"n_layers": L}
     raise UserError(
         f"{file}: eagle_aux_hidden_state_layer_ids {ids!r} are not the layers of the paper, and "
-        "whether they are entered or left is not told"
+        "whether they are entered or left is not stated"
     )
 
 

@@ -138,10 +138,10 @@ def convert(
         fingerprint = None if allow_other_base else export.base.fingerprint()
         check_base(stored, export.base.config, fingerprint, allow_other_base)
     if stored.heads.draft_vocab and not row.draft_vocab:
-        able = " and ".join(name for name, row in TARGETS.items() if row.draft_vocab)
+        able = ", ".join(name for name, row in TARGETS.items() if row.draft_vocab)
         raise UserError(
             f"{stored.source} scores a draft vocabulary of {stored.heads.draft_vocab} tokens, "
-            f"which only --to {able} can say"
+            f"which these layouts alone can express: --to {able}"
         )
     row.write(export, out)
     tree = optional_json(os.path.join(stored.directory, "tree.json"))

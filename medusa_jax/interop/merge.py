@@ -11,12 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.medusa_files import (
-    ADAPTER,
-    is_head_key,
-    medusa_arrays,
-    only_medusa,
-)
+from medusa_jax.interop.medusa_files import ADAPTER, is_head_key, medusa_arrays, only_medusa
 from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.stored_heads import Export, StoredHeads, made_directory
 from medusa_jax.interop.tensor import Tensor, Tensors, whole

@@ -7,11 +7,7 @@ from medusa_jax.whole_files import Json
 
 
 def model_card(
-    export: Export,
-    loading: str,
-    out: str,
-    tree: Json | None,
-    bench: Json | None,
+    export: Export, loading: str, out: str, tree: Json | None, bench: Json | None
 ) -> str:
     """The text of README.md.
 

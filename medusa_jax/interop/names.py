@@ -48,7 +48,7 @@ NAMES = {
         chat=True,
         heads="smollm2",
         drafter="hydrapp",
-    ),
+    )
 }
 
 

@@ -30,7 +30,7 @@ UNUSED = {
     "torch_dtype", "transformers_version",
 }  # fmt: skip
 UNUSED_PARTS = {"proposal_methods", "default_proposal_method", "verifier"}
-# Tokens that engines draft at a time unless told otherwise.
+# Tokens that engines draft at a time by default.
 SPECULATIVE_TOKENS = 4
 
 

@@ -32,7 +32,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """A kernel, or an embedding, as it lies in a file; a row has all weights of an output (a token).
+    """A kernel, or an embedding, as it is stored in a file; a row has all weights of an output (a token).
 
     Attributes:
       shape: that of the parameter it is: kernels [inputs, outputs], embeddings [tokens, width].

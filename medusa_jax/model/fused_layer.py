@@ -21,7 +21,7 @@ def fused_layer(
 ) -> tuple[jax.Array, Pair]:
     """What `Block` computes; its kernels are `Panels`, fused by `prepare`.
 
-    Between some ten operations a layer, threads fall asleep and memory stands idle; within one
+    Between some ten operations a layer, threads fall asleep and memory is idle; within one
     they do not.
 
     Returns: the rows [B, T, D], and the cache with their keys and values after the text.

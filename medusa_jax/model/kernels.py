@@ -141,10 +141,7 @@ def splash(
     )
 
     def row(
-        q_NTH: jax.Array,
-        k_GTH: jax.Array,
-        v_GTH: jax.Array,
-        segment_T: jax.Array | None,
+        q_NTH: jax.Array, k_GTH: jax.Array, v_GTH: jax.Array, segment_T: jax.Array | None
     ) -> jax.Array:
         ids = None if segment_T is None else kernels.SegmentIds(segment_T, segment_T)
         return kernel(q_NTH, k_GTH, v_GTH, segment_ids=ids)

@@ -264,11 +264,7 @@ class Llama(nn.Module):
         return jnp.concatenate([hidden_BTD, *tapped], axis=-1), layers
 
     def _run_rematerialised(
-        self,
-        block: Block,
-        x_BTD: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
-        mask: Mask,
+        self, block: Block, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array], mask: Mask
     ) -> jax.Array:
         """Run a block whose activations the backward pass recomputes."""
         unbound, variables = block.unbind()

@@ -58,7 +58,7 @@ def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.A
 def _rotate_heads(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
     """`rotate` for TPUs: by head, as attention reads them, and with the halves swapped by a product.
 
-    A half of 128 lanes is no whole tile, so slices of halves are laid out anew, twice. A column of the
+    A half of 128 lanes is no whole tile, so slices of halves are laid out again, twice. A column of the
     product has one term of weight 1 or -1, which is exact.
     """
     H = x_BTNH.shape[-1]

@@ -107,8 +107,7 @@ def attend_tree(
         out_shape=jax.ShapeDtypeStruct((B, T + more, N * H), q_BTNH.dtype),
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM,
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * B * N * (T + more) * S * H,

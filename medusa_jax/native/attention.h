@@ -9,7 +9,7 @@
 namespace {
 
 // Keys or values of one text by position, those of the new tokens along a path through the tree: the first
-// `start` slots of its cache, then the slots of that path behind them.
+// `start` slots of its cache, then the slots of that path after them.
 struct Text {
   const float* cached;
   const int32_t* path;
@@ -20,7 +20,7 @@ struct Text {
 };
 
 // The path to each of T new tokens, itself included, and how long it is: [T, T + 1], the length last, from
-// mask [T, T], where [t, s] says whether s lies on the path to t.
+// mask [T, T], where [t, s] says whether s is on the path to t.
 inline std::vector<int32_t> Paths(const bool* mask, int64_t T) {
   std::vector<int32_t> paths(T * (T + 1));
   for (int64_t t = 0; t < T; ++t) {

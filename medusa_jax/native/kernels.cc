@@ -1,6 +1,6 @@
-// What XLA for CPU calls: products of few rows with a large kernel, a layer over few tokens behind a cached
-// text, the norm and rotation. All take the sums behind one output in one order, whatever the number of
-// rows: a row's result is the same, bit for bit, alone and among others.
+// What XLA for CPU calls: products of few rows with a large kernel, a layer over few tokens after a cached
+// text, the norm and rotation. All sum each output in one order, whatever the number of rows: a row's result
+// is the same, bit for bit, alone and among others.
 
 #include <numeric>
 
@@ -124,7 +124,7 @@ ffi::Error RotateHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buf
   return ffi::Error::Success();
 }
 
-// A layer (`Layer`) over rows x [B, T, D] turned by angles whose cosines and sines are [B, T, H], behind
+// A layer (`Layer`) over rows x [B, T, D] turned by angles whose cosines and sines are [B, T, H], after
 // texts that fill slots [0, start) of keys and values [B, G, S, H], which new_keys and new_values are too.
 // Token t sees new token s where mask [T, T] says so: its ancestors and itself, which stand in their order.
 // The kernels come last, each as panels, scales and bias: queries, keys and values; attention's output; gate

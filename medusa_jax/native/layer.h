@@ -1,4 +1,4 @@
-// One layer of the backbone over few new tokens behind a cached text (`model/llama.py: Block`), in stages
+// One layer of the backbone over few new tokens after a cached text (`model/llama.py: Block`), in stages
 // between which no thread goes to sleep.
 
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace {
 
-// B texts with T new tokens each, R = B * T rows, behind S slots of cache; N query heads of size H, G of keys
+// B texts with T new tokens each, R = B * T rows, after S slots of cache; N query heads of size H, G of keys
 // and of values; D wide, F within the MLP.
 struct Layer {
   int64_t B, T, N, G, H, S, D, F, window;

@@ -44,8 +44,8 @@ def layer_native(
     Args:
       rope: cos and sin of the tokens' angles, [B, T, 1, H].
       cache: keys and values [B, G, S, H]; slots [0, start) are the text. Those after it are
-        written, in place where nobody else needs the cache as it was.
-      path_mask_TT: [t, s] is True where new token s lies on the path to t, itself included.
+        written, in place where nothing else needs the old cache.
+      path_mask_TT: [t, s] is True where new token s is on the path to t, itself included.
       norms: scales before attention [D] and before the MLP [D], of query heads and of key heads
         [H] (None where they have no norm).
       kernels: queries, keys and values in one; attention's output; gate and up in one; down.

@@ -21,12 +21,7 @@ from pathlib import Path
 import jax
 import jaxlib
 
-from medusa_jax.console import (
-    announced,
-    cache_directory,
-    instruction_limit,
-    processor,
-)
+from medusa_jax.console import announced, cache_directory, instruction_limit, processor
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC")
@@ -54,7 +49,7 @@ class Library:
 
     Attributes:
       panel: outputs of a panel, see `native/product.py`.
-      path: where it lies.
+      path: its file.
     """
 
     panel: int

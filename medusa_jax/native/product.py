@@ -33,10 +33,7 @@ def in_panels(kernel_IO: Any, panel: int) -> jax.Array:
 
 
 def panel_product(
-    x: jax.Array,
-    panels: jax.Array,
-    parts: Parts,
-    scales: jax.Array | None = None,
+    x: jax.Array, panels: jax.Array, parts: Parts, scales: jax.Array | None = None
 ) -> jax.Array:
     """x [..., inputs] times a kernel in panels -> [..., outputs], summed up in float32.
 

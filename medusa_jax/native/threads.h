@@ -37,10 +37,10 @@ inline int64_t Neighbour(int64_t taken, int64_t n, int64_t workers) {
 // `work(s, i)` for every i < sizes[s] of every stage s, a stage when all of the stages before it is done;
 // returns when all is done.
 //
-// Nobody waits for a thread to begin: whoever is there takes the next unit, and a helper that comes late
-// takes up where the others are, or finds nothing left. Units are taken in the order of their stages, so
-// that what a unit waits for is in somebody's hands already. So it cannot lock up, whatever else the threads
-// are busy with; and they stay awake from one stage to the next.
+// No thread waits for another to begin: a running thread takes the next unit, and a late helper joins at the
+// current unit, or finds nothing left. Units are taken in the order of their stages, so a thread is already at
+// work on whatever a unit waits for. So it cannot lock up, whatever else the threads are busy with; and they
+// stay awake from one stage to the next.
 template <size_t kStages, typename Work>
 void ShareStages(ffi::ThreadPool& pool, const std::array<int64_t, kStages>& sizes, const Work& work) {
   std::array<int64_t, kStages> ends;

@@ -1,8 +1,6 @@
 """Pictures: draft trees, decode steps, calibration curves, rooflines, bars, text coloured by accepted depth."""
 
-from medusa_jax.plots.bars import draw_bars
-from medusa_jax.plots.charts import Chart, draw_curves, draw_lines
-from medusa_jax.plots.roofline import draw_roofline
+from medusa_jax.plots.charts import Chart, draw_bars, draw_curves, draw_lines, draw_roofline
 from medusa_jax.plots.step import draw_mask, draw_step
 from medusa_jax.plots.text import accepted_text_svg, draw_accepted_text
 from medusa_jax.plots.tree import draw_tree, tree_layout

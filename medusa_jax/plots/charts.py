@@ -1,4 +1,4 @@
-"""Charts: the curves used to choose a tree, and lines over one axis."""
+"""Charts: the curves used to choose a tree, lines over one axis, bars, rooflines."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.errors import UserError
-from medusa_jax.plots.style import ACCENT, INK, mute, new_figure, save_figure
+from medusa_jax.plots.style import ACCENT, INK, finish, new_figure, save_figure
 
 
 def draw_curves(
@@ -50,9 +50,7 @@ def draw_curves(
             fontsize=8,
         )
         axes.set_ylim(0, 1.12 * max(values))
-        axes.set_title(name, color=INK, fontsize=10)
-        axes.set_xlabel("tokens in a step (root included)", color=INK, fontsize=8)
-        mute(axes)
+        finish(axes, name, "tokens in a step (root included)")
     return save_figure(figure, path)
 
 
@@ -112,9 +110,7 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
             colour = colours.get(whose, INK)
             axes.axhline(level, color=colour, linewidth=1.2, linestyle=dash, label=label)
         _legend(axes)
-        axes.set_title(chart.title, color=INK, fontsize=10)
-        axes.set_xlabel(chart.xlabel, color=INK, fontsize=8)
-        mute(axes)
+        finish(axes, chart.title, chart.xlabel)
     if title:
         figure.suptitle(title, color=INK, fontsize=10)
     return save_figure(figure, path)
@@ -135,3 +131,69 @@ def _legend(axes: Any) -> None:
         place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": columns}
     shown = [x if len(x) <= LONGEST else f"...{x[3 - LONGEST :]}" for x in names]
     axes.legend(handles, shown, frameon=False, labelcolor=INK, fontsize=8, **place)
+
+
+def draw_bars(
+    charts: Mapping[str, Mapping[str, Mapping[str, float]]],
+    *,
+    path: str | Path,
+    level: float | None = None,
+) -> Path:
+    """Draw charts one below the other.
+
+    charts: title -> label of a series -> category -> value; the first series gives the order of
+    categories. A legend is drawn for two or more series.
+    level: a horizontal line in every chart, such as plain decoding.
+    """
+    categories = list(next(iter(next(iter(charts.values())).values())))
+    figure = new_figure(max(5.0, 0.75 * len(categories)), 2.8 * len(charts))
+    places = figure.subplots(len(charts), 1, squeeze=False)[:, 0]
+    for axes, (name, series) in zip(places, charts.items(), strict=True):
+        width = 0.8 / len(series)
+        for i, (label, values) in enumerate(series.items()):
+            colour, _ = LINE_STYLES[i % len(LINE_STYLES)]
+            x = [n + (i + 0.5) * width - 0.4 for n in range(len(categories))]
+            heights = [values[category] for category in categories]
+            axes.bar(x, heights, width, color=colour, label=label)
+        if level is not None:
+            axes.axhline(level, color=INK, linewidth=1.2, linestyle=":")
+        axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")
+        if len(series) > 1:
+            axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+        finish(axes, name)
+    return save_figure(figure, path)
+
+
+def draw_roofline(
+    charts: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    roofs: Mapping[str, tuple[float, float]],
+    *,
+    path: str | Path,
+    title: str = "",
+) -> Path:
+    """Draw achieved FLOP/s over operational intensity, one chart per entry, both axes logarithmic.
+
+    charts: title -> label -> (intensities in FLOPs per byte, FLOP/s), drawn as points.
+    roofs: title -> (peak FLOP/s, bytes/s); the line is min(peak, bandwidth x intensity).
+    """
+    figure = new_figure(4.2 * len(charts), 3.5)
+    places = figure.subplots(1, len(charts), squeeze=False)[0]
+    for axes, (name, series) in zip(places, charts.items(), strict=True):
+        peak, bandwidth = roofs[name]
+        for (label, (x, y)), (colour, marker) in zip(
+            series.items(), itertools.cycle(LINE_STYLES), strict=False
+        ):
+            axes.scatter(x, y, s=14, color=colour, marker=marker, label=label, alpha=0.8)
+        ridge = peak / bandwidth
+        seen = [v for x, _ in series.values() for v in x] or [ridge]
+        ends = [min(ridge, *seen) / 2, ridge, max(ridge, *seen) * 2]
+        roof = [min(peak, bandwidth * x) for x in ends]
+        axes.plot(ends, roof, color=INK, linewidth=1.2, label="roof")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+        axes.set_ylabel("FLOP/s", color=INK, fontsize=8)
+        finish(axes, name, "operational intensity (FLOPs per byte)")
+    if title:
+        figure.suptitle(title, color=INK, fontsize=10)
+    return save_figure(figure, path)

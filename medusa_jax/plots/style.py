@@ -32,13 +32,11 @@ def save_figure(figure, path: str | Path) -> Path:
     return path
 
 
-def mute(axes) -> None:
-    """Frame, ticks and grid in grey."""
-    axes.tick_params(colors=INK, labelsize=8)
+def finish(axes, title: str, xlabel: str = "", size: int = 8) -> None:
+    """Title and label of the x axis; frame, ticks and grid in grey."""
+    axes.set_title(title, color=INK, fontsize=size + 2)
+    axes.set_xlabel(xlabel, color=INK, fontsize=8)
+    axes.tick_params(colors=INK, labelsize=size, which="both")
     axes.grid(color=INK, alpha=0.2, linewidth=0.6)
     for spine in axes.spines.values():
         spine.set_color(INK)
-
-
-_ADVANCE, _LINE, _MARGIN = 8.4, 21, 14  # pixels: one column, one row, the border
-_FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"

@@ -11,12 +11,7 @@ from medusa_jax.api import Model
 from medusa_jax.decoding import constrained, prefill, rows
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.constrained import Guide
-from medusa_jax.decoding.generate import (
-    FOREVER,
-    MIN_PROMPT,
-    output_slots,
-    power_of_two,
-)
+from medusa_jax.decoding.generate import FOREVER, MIN_PROMPT, output_slots, power_of_two
 from medusa_jax.decoding.generate import Request as Row
 from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
@@ -84,7 +79,7 @@ class Batch:
     """Rows that take their steps together. It knows no requests, only rows by their numbers.
 
     Attributes:
-      rows, slots: how many there are now; each pair has programs of its own.
+      rows, slots: how many there are now; each pair has separate programs.
       trees: for each number of rows the tree that is fastest.
       widest: most nodes of a tree, which a row needs room for after its text.
       longest: most tokens that a step appends.

@@ -47,7 +47,7 @@ class Group(NamedTuple):
     constrained: bool = False
 
 
-# What most requests are; nobody makes them wait for a program that he alone needs.
+# The most common kind; these requests never wait for a program that only another one needs.
 BASE = Group(drafts=True)
 
 
@@ -64,7 +64,7 @@ class Job:
       seat: the row of the batch that it has, once its prompt is read.
       longest: most tokens that a step can append.
       reused, tree_nodes: as in `Ending`.
-      drafted: how many tokens of its prompt the drafter has taken in, once it is read.
+      drafted: how many tokens of its prompt the drafter has read.
     """
 
     request: Request
@@ -221,7 +221,7 @@ def guides_of(jobs: Mapping[int, Job]) -> dict[int, Any]:
 
 
 def tell(jobs: Iterable[Job], error: Stopped) -> None:
-    """Tell these requests; one that cannot be told does not keep others from it."""
+    """Deliver to these requests; a failed delivery does not affect the others."""
     for job in jobs:
         with contextlib.suppress(Exception):
             job.deliver(error)

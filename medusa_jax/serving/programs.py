@@ -1,4 +1,4 @@
-"""Which programs are compiled, and the thread that compiles the others: nobody else waits for them."""
+"""Which programs are compiled, and the thread that compiles the others, for which no request waits."""
 
 import contextlib
 import ctypes
@@ -11,8 +11,8 @@ from medusa_jax.console import inform
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.job import BASE, Group
 
-# A request that needs a program is told that it cannot be compiled for this many seconds, then it is
-# tried again.
+# For this many seconds after a failed compilation, requests that need the program get its error; then it
+# is tried again.
 RETRY_SECONDS = 2.0
 
 
@@ -29,11 +29,11 @@ class NotCompiled(Exception):
 
 
 class Compiler:
-    """Compiles on a batch of its own: JAX keeps programs for the whole process.
+    """Compiles on a separate batch: JAX keeps programs for the whole process.
 
     Args:
       make_batch: makes that batch, when there is something to compile.
-      changed: called in the compiler's thread when programs are ready, or cannot be had.
+      changed: called in the compiler's thread when programs are ready or failed to compile.
 
     Attributes:
       failures: how often nothing could be compiled, while nothing at all is.
@@ -45,7 +45,7 @@ class Compiler:
         self._make_batch, self._changed = make_batch, changed
         self._ready: set[Programs] = set()
         self._failed: dict[Programs, tuple[float, str]] = {}
-        self._wanted: list[Programs] = []  # somebody waits for these
+        self._wanted: list[Programs] = []  # requests wait for these
         self._plan: list[Programs] = []  # ahead of any request
         self._now: Programs | None = None
         self._closed = False
@@ -73,11 +73,11 @@ class Compiler:
         return programs in self._ready
 
     def known(self, programs: Programs) -> bool:
-        """Whether these are compiled; nobody waits for them."""
+        """Whether these are compiled; does not wait for them."""
         return programs in self._ready
 
     def plan(self, programs: Iterable[Programs]) -> None:
-        """Compile these, in this order, while nobody waits for others."""
+        """Compile these, in this order, while no others are awaited."""
         with self._wake:
             self._plan += programs
             self._wake.notify_all()

@@ -96,12 +96,12 @@ class Handle:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Nobody wants the rest: its slot is free after the chunk of steps that is on its way."""
+        """The rest is not wanted: its slot is free after the chunk of steps that is on its way."""
         self.cancelled = True
         self._wake()
 
     def deliver(self, delta: Delta | Stopped) -> None:
-        """Where deltas go unless `submit` was told otherwise."""
+        """Where deltas go unless `submit` got another place."""
         self._deltas.put(delta)
 
     def __iter__(self) -> Iterator[Delta]:

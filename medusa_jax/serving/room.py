@@ -15,7 +15,7 @@ class Known(Protocol):
     """Which programs are compiled."""
 
     def ready(self, programs: Programs) -> bool:
-        """Whether these are; if not, somebody waits for them.
+        """Whether these are; if not, a request waits for them.
 
         Raises:
           NotCompiled: they cannot be compiled.
@@ -123,6 +123,6 @@ class Room:
         self.batch.restart()
 
     def empty(self) -> None:
-        """Nobody has a seat, and no row a text."""
+        """No request has a seat, and no row a text."""
         self.seats[:] = [Seat() for _ in self.seats]
         self._roomy = 0

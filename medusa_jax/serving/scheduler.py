@@ -41,7 +41,7 @@ class Begun(NamedTuple):
 
 
 class Scheduler:
-    """Requests in, deltas out. It has no thread of its own: somebody calls `step`.
+    """Requests in, deltas out. It has no thread: the caller calls `step`.
 
     Args:
       trees: the numbers of rows that programs are compiled for, the largest is that of the
@@ -180,7 +180,7 @@ class Scheduler:
         seat.job, seat.used, job.seat = None, self._turn, None
 
     def _refuse(self, jobs: Iterable[Job], error: NotCompiled) -> None:
-        """Requests that nothing can be compiled for are told, and are no more."""
+        """Fail and drop requests whose programs cannot be compiled."""
         for job in jobs:
             if job.seat is not None:
                 self._free(job, self._batch.slots)
@@ -230,12 +230,12 @@ class Scheduler:
         job = next((job for job in self._waiting if self._fits(job, len(job.prompt))), None)
         if job is None:
             return None
-        self._beginning = job  # whatever raises from here on, it is told
+        self._beginning = job  # it gets any error from here on
         self._waiting = deque(other for other in self._waiting if other is not job)
         batch, prompt = self._batch, np.array(job.prompt, np.int32)
         self._room.fit(*self._room.size_with(len(prompt)))
         seats = self._seats[: batch.rows]
-        # Drafts need a start that the drafter has taken in as well.
+        # Drafts need a start that the drafter has read as well.
         known = [seat.drafted if job.request.drafts else len(seat.kept) for seat in seats]
         shared = [shared_start(seat.kept[:n], prompt) for seat, n in zip(seats, known)]
         at, source = self._free_seat(shared), int(np.argmax(shared))
@@ -348,7 +348,7 @@ class Scheduler:
         return True
 
     def _can_step(self, group: Group) -> bool:
-        """Whether a group's programs are ready; if they cannot be, its requests are told."""
+        """Whether a group's programs are ready; fails its requests if they cannot be compiled."""
         batch = self._batch
         try:
             return self._room.programs.ready(Programs(group, batch.rows, batch.slots))

@@ -14,7 +14,7 @@ class Seat:
 
     Attributes:
       kept: tokens of the text that its cache is right for, whether its request has ended or not.
-      drafted: how many of them the drafter has taken in; plain decoding leaves it behind.
+      drafted: how many of them the drafter has read; plain decoding does not advance it.
       job: the request that has it.
       used: the turn in which it last changed hands.
     """

@@ -129,7 +129,7 @@ class Server:
         """Several requests, or none of them if one is refused.
 
         Args:
-          deliver: for each, whom its deltas are told instead of the handle.
+          deliver: for each, called with its deltas instead of the handle.
 
         Raises:
           UserError, Busy, Stopped: as for `submit`.

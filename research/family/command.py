@@ -25,13 +25,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.whole_files import Json, write_json, write_text
 from research.family.measure import Study, measure_one, race_first_seeds
-from research.family.report import (
-    convergence,
-    curve,
-    draw,
-    family_table,
-    orders,
-)
+from research.family.report import convergence, curve, draw, family_table, orders
 
 DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
 # label_weight and teacher_weight of each paper's loss: Medusa equation 1; Hydra 3 and, for Hydra++,

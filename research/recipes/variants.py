@@ -103,11 +103,7 @@ def recipe(study: Study, seed: int, data: Path) -> Config:
 
 
 def train_variant(
-    study: Study,
-    seed: int,
-    runs: list[Json],
-    folder: Path,
-    out: Path,
+    study: Study, seed: int, runs: list[Json], folder: Path, out: Path
 ) -> tuple[str, str, float]:
     """Run one variant; returns (model directory, heads directory, last mean loss of the heads)."""
     done: list[tuple[str, str]] = []

@@ -116,11 +116,11 @@ def test_drafts_are_shown_in_colour(talk):
     first = out.splitlines()[0]
     assert "\x1b[32m" in first and "accepted drafts by tree depth" in err
     assert re.sub(r"\x1b\[\d+m", "", first) == plain.splitlines()[0]
-    assert "\x1b" not in prompts[1]  # nor in what the model reads of its own reply
+    assert "\x1b" not in prompts[1]  # nor in what the model reads of its reply
 
 
 def test_what_the_next_turns_need_is_compiled_ahead(talk, monkeypatch):
-    """Before the first turn, and after one that may leave the next with too little; nobody waits."""
+    """Before the first turn, and after one that may leave the next with too little; nothing waits."""
     talk("in", "a")
     assert talk.ahead == [(0, CONTEXT, [(True, "auto")], False)]
     monkeypatch.setattr(chat, "TURN_TOKENS", 4)

@@ -12,14 +12,7 @@ from files import write_lines
 
 from medusa_jax.__main__ import COMMANDS
 from medusa_jax.api import Model, device_tree
-from medusa_jax.commands import (
-    bench,
-    bench_batches,
-    calibrate,
-    distill,
-    sweep,
-    ties,
-)
+from medusa_jax.commands import bench, bench_batches, calibrate, distill, sweep, ties
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError

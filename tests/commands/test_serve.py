@@ -61,7 +61,7 @@ def test_a_key_that_no_client_can_send(monkeypatch, key):
 
 @pytest.fixture
 def process(tmp_path):
-    """`serve` with two slots on a port of its own."""
+    """`serve` with two slots on a free port."""
     write_model(tmp_path)
     flags = (
         f"--port 0 --slots 2 --model {tmp_path} --drafter {tmp_path}/heads --tree chain:2"
@@ -83,7 +83,7 @@ def process(tmp_path):
 
 @pytest.mark.slow
 def test_kill_under_load(process):
-    """Eight answers are running or waiting: new calls find nobody, these end whole, and then the
+    """Eight answers are running or waiting: new calls are refused, these end whole, and then the
     process does, with 0."""
     import httpx2 as httpx
 

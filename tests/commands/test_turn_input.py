@@ -110,4 +110,4 @@ def test_a_file_says_a_turn_a_line(monkeypatch, tmp_path, capsys):
         assert [turns.read() for _ in range(4)] == ["one", "two", "", "three"]
         with pytest.raises(EOFError):
             turns.read()
-    assert capsys.readouterr() == ("", "")  # nobody is asked
+    assert capsys.readouterr() == ("", "")  # no question is asked

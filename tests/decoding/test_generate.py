@@ -30,7 +30,7 @@ def model():
 
 
 def request_of(limits, stops=()):
-    """Sixteen rows of one prompt, told apart by their request ids alone."""
+    """Sixteen rows of one prompt that differ only in their request ids."""
     rows = len(limits)
     return loop.Request(
         [[1, 2, 3]] * rows,

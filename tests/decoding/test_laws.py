@@ -89,7 +89,7 @@ def joint_law(setting):
 def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0, ids=(), baseline=None):
     """First three tokens of many rows, and how often drafts were accepted.
 
-    mark: as many stops more that are never met, so that a patched function is compiled anew.
+    mark: as many stops more that are never met, so that a patched function is compiled again.
     baseline: a drafter in the place of the heads.
     """
     _, _, llama, drafter, variables = model(ids)

@@ -27,12 +27,7 @@ from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.penalties import (
-    Asked,
-    counts_down_paths,
-    penalised,
-    penalties_of,
-)
+from medusa_jax.decoding.penalties import Asked, counts_down_paths, penalised, penalties_of
 from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
@@ -64,10 +59,7 @@ def expected_scores(logits, prompt, text, asked):
 @pytest.mark.parametrize("repetition", [0.5, 1.0, 1.7])
 def test_bias_and_repetition_are_those_of_transformers(repetition):
     torch = pytest.importorskip("torch")
-    from transformers import (
-        RepetitionPenaltyLogitsProcessor,
-        SequenceBiasLogitsProcessor,
-    )
+    from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
     rng = np.random.default_rng(0)
     logits, asked = rng.standard_normal(6), Asked(0, 0, repetition, ((1, 2.5), (4, -1.0)))

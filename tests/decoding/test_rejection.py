@@ -151,7 +151,7 @@ def test_a_broken_sampler_is_noticed(name, monkeypatch):
 
 
 def test_drafts_that_share_the_verifiers_noise_are_noticed(monkeypatch):
-    """A draft must be a draw of its own, not the one that the rest is drawn with."""
+    """A draft must be an independent draw, not the one that the rest is drawn with."""
     share = lambda s, at, V, dtype: rejection.gumbel(s.key_B, at, V, dtype)  # noqa: E731
     monkeypatch.setattr(rejection, "draft_noise", share)
     p_VV, tokens, n = run(1, 0.0, False, patched=True, temperature=1.0)

@@ -146,10 +146,7 @@ def test_draws_of_successive_positions_and_requests_are_independent():
     """Uniform logits: pairs of draws fill all cells alike."""
     vocab, n = 5, 4000
     for keys, positions in (
-        (
-            row_keys(np.arange(n, dtype=np.uint32), np.zeros(n, np.int32)),
-            [[10, 11]] * n,
-        ),
+        (row_keys(np.arange(n, dtype=np.uint32), np.zeros(n, np.int32)), [[10, 11]] * n),
         (row_keys(np.zeros(n, np.uint32), np.arange(n, dtype=np.int32)), [[10, 11]] * n),
         (row_keys(np.zeros(1, np.uint32), np.zeros(1, np.int32)), [list(range(2 * n))]),
     ):

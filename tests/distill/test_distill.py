@@ -299,7 +299,7 @@ def test_composed_questions_are_answered(model, seeds, tmp_path):
 def test_twenty_kills_at_random_moments(model, tmp_path, mode):
     """SIGKILL at any moment from the start of the process on; the same files as undisturbed.
 
-    A run that ended before its kill was due is compared, and the next one begins anew.
+    A run that ended before its kill was due is compared, and the next one starts again.
     """
     rng = np.random.default_rng(0)
     words = ["the", "cat", "in", "a", "bar", "is", "there", "and", "are", "abc"]

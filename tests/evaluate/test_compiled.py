@@ -3,12 +3,7 @@
 import pytest
 
 from medusa_jax.evaluate.compiled import warnings
-from medusa_jax.evaluate.compiled.cycles import (
-    kernels,
-    of_all_layers,
-    stage_of,
-    step_costs,
-)
+from medusa_jax.evaluate.compiled.cycles import kernels, of_all_layers, stage_of, step_costs
 from medusa_jax.evaluate.compiled.reads import bytes_read
 from medusa_jax.evaluate.compiled.text import read_instruction, read_program
 

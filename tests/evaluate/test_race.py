@@ -9,13 +9,7 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Tree, UserError
 from medusa_jax.decoding import timing
-from medusa_jax.evaluate.race import (
-    Contender,
-    Run,
-    figures,
-    race,
-    step_seconds,
-)
+from medusa_jax.evaluate.race import Contender, Run, figures, race, step_seconds
 
 
 def run(n_tokens, steps, seconds, prefill=0.1):

@@ -1,4 +1,4 @@
-"""Drafters without heads: what each drafts and keeps, against a re-computation of its own.
+"""Drafters without heads: what each drafts and keeps, against a re-computation.
 
 That their text is plain decoding's is tested along with all other drafters' (test_contract.py).
 """
@@ -78,7 +78,7 @@ def proposal(drafter, backbone, tree):
         )
 
     def of(texts, slots=40):
-        # After a text stands what must not count.
+        # After a text comes what must not count.
         text_BS = np.full((len(texts), slots), 3, np.int32)
         for row, text in enumerate(texts):
             text_BS[row, : len(text) - 1] = text[:-1]

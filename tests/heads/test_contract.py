@@ -110,14 +110,14 @@ def test_decoding_reads_the_features_that_training_gave(name):
 
 @pytest.mark.parametrize("name", READING)
 def test_a_state_goes_on_from_an_earlier_position(name):
-    """Of a text that parts from the first after 3 and 5 positions, only the rest is taken in."""
+    """Of a text that parts from the first after 3 and 5 positions, only the rest is read."""
     backbone, drafter, params = noisy(name)
     rng = np.random.default_rng(5)
     first, tokens, positions, _ = family.random_rows(rng, 2, 16, family.width(drafter))
     parted = np.array([3, 5], np.int32)
     after = positions >= parted[:, None]
     second = np.where(after[..., None], rng.standard_normal(first.shape), first)
-    # A position is taken in with the token after it, so the last shared one changes with that.
+    # A position is read with the token after it, so the last shared one changes with that.
     followed = np.where(positions > parted[:, None], (tokens + 5) % family.V, tokens)
     commit = jax.jit(lambda state, new: drafter.commit(params, backbone, state, new))
 
@@ -333,7 +333,7 @@ PIECES = thinned(
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name, window", PIECES)
 def test_prompts_read_in_pieces_are_prompts_read_at_once(name, window, monkeypatch):
-    """Rows that end in the first piece, at its end, in the third; no piece is read for nobody."""
+    """Rows that end in the first piece, at its end, in the third; no piece is read in vain."""
     engine, variables = engine_of(name, "greedy")
     config = dataclasses.replace(engine.llama.config, sliding_window=window)
     llama = engine.llama.clone(config=config)

@@ -1,102 +1,178 @@
-"""EAGLE-1: levels fed back to each other, against a plain numpy decoder layer; its start and sizes."""
+"""EAGLE-1 and EAGLE-3 against numpy: EAGLE-3's streams fused, levels fed back to each other, drafts of a
+tree, the loss of every level."""
 
+from dataclasses import replace
 from functools import cache
 
 import family
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from family import drafter_of, numpy_lm_head, stored_base
-from numpy_layers import numpy_layer
+from family import D, drafter_of, numpy_lm_head, stored_base
+from numpy_layers import numpy_layer, numpy_norm
 from test_hydra import numpy_tree
+from tiny import tiny_arch
 from trees import WILD
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import make_drafter
+from medusa_jax.heads import make_drafter, vocabulary
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle import EagleConfig
+from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.levels import Level, inner_nodes
 from medusa_jax.model import causal
 from medusa_jax.training import losses
+from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
+IDS = np.array([0, 1, 3, 4, 6, 9, 10, 15, 17, 21, 22], np.int32)
+
+EAGLE = EagleConfig(n_heads=4, n_layers=2, lm_head="shared", rank=5)
+SHALLOW = replace(EAGLE, n_layers=1)
+LOW_RANK = replace(SHALLOW, lm_head="low_rank", fc_bias=False)
+# The paper's; 3.1; variants of published files.
+PAPER = Eagle3Config(n_heads=4)
+NEWER = replace(PAPER, fc_norm=True, norm_output=True)
+VARIANT = replace(PAPER, n_layers=2, norm_before_residual=True, tap_layers="1,2")
+# Over a draft vocabulary.
+FEW, NEWER_FEW = (replace(heads, draft_vocab=len(IDS)) for heads in (PAPER, NEWER))
+
+
+def name_of(heads):
+    """Of a test's case: the fields that are not the defaults."""
+    fields = {n: x for n, x in vars(heads).items() if x != getattr(type(heads)(), n)}
+    return " ".join([heads.drafter, *(f"{n}={x}" for n, x in fields.items())])
 
 
 @cache
-def problem(n_layers=2, lm_head="shared", fc_bias=True):
+def problem(heads):
+    """The backbone as heads see it, with all tokens or those of IDS, the drafter, its weights."""
     backbone = stored_base()
-    heads = EagleConfig(
-        n_heads=4, n_layers=n_layers, lm_head=lm_head, rank=5, fc_bias=fc_bias
-    )
+    if heads.draft_vocab:
+        backbone = vocabulary.narrowed(backbone, jnp.asarray(IDS))
     return backbone, *drafter_of(heads, backbone)
 
 
-def numpy_reader(params, backbone, hidden_TD, tokens_T):
-    """path -> f^ after it: tokens drafted after the text, the root first."""
-    mine, known = params["heads_0"], {}
-    embedding = backbone.params["embed_tokens"]["embedding"]
+def numpy_reader(params, drafter, backbone, hidden_TE, tokens_T):
+    """What a level gives after a path, tokens drafted after the text, the root first; and its logits.
 
-    def features(path):
+    For each path the whole text and the levels before are run again, in one causal sequence.
+    """
+    mine, heads, known = params["heads_0"], drafter.heads, {}
+    layer, config, third = mine["layers_0"], backbone.llama.config, drafter.taps
+    embedding = np.asarray(backbone.params["embed_tokens"]["embedding"])
+    rms = lambda part, x: numpy_norm(part["scale"], x)  # noqa: E731
+    text_TD = hidden_TE
+    if third:
+        streams = np.split(hidden_TE[:, D:], len(drafter.taps), axis=1)
+        if heads.fc_norm:
+            streams = [rms(mine[f"fc_norms_{a}"], x) for a, x in enumerate(streams)]
+        text_TD = np.concatenate(streams, -1) @ mine["fc"]["kernel"]
+
+    def first_layer(following, x):
+        if not third:
+            x = np.concatenate([following, x], -1) @ mine["fc"]["kernel"]
+            return numpy_layer(layer, config, x + mine["fc"].get("bias", 0))
+        normed = rms(layer["hidden_norm"], x)
+        read = np.concatenate([rms(layer["input_layernorm"], following), normed], -1)
+        x = normed if heads.norm_before_residual else x
+        return numpy_layer(layer, config, x, read)
+
+    def out(path):
         path = tuple(path)
         if path not in known:
-            deeper = [features(path[:d])[None] for d in range(1, len(path))]
-            rows = np.concatenate([hidden_TD, *deeper])
+            deeper = [out(path[:d])[None] for d in range(1, len(path))]
             following = embedding[[*tokens_T[1:], *path]]
-            x = np.concatenate([following, rows], -1) @ mine["fc"]["kernel"]
-            x = x + mine["fc"].get("bias", 0)
-            for j in range(sum(name.startswith("layers_") for name in mine)):
-                x = numpy_layer(mine[f"layers_{j}"], backbone.llama.config, x)
-            known[path] = x[-1]
+            x = first_layer(following, np.concatenate([text_TD, *deeper]))
+            for j in range(1, heads.n_layers):
+                x = numpy_layer(mine[f"layers_{j}"], config, x)
+            normed = third and heads.norm_output
+            known[path] = rms(mine["norm"], x[-1]) if normed else x[-1]
         return known[path]
 
-    return features
+    def logits(path):
+        x = out(path)
+        if third and not heads.norm_output:
+            x = rms(mine["norm"], x)
+        return numpy_lm_head(mine, backbone, x)
+
+    return out, logits
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"n_layers": 1}, {}, {"lm_head": "low_rank", "n_layers": 1, "fc_bias": False}],
+    "heads", [SHALLOW, EAGLE, LOW_RANK, PAPER, NEWER, VARIANT], ids=name_of
 )
-def test_features_and_logits_are_those_of_the_paper(fields):
-    backbone, drafter, params = problem(**fields)
-    assert ("bias" in params["heads_0"]["fc"]) == fields.get("fc_bias", True)
-    rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0), B=1)
+def test_features_and_logits_of_every_level(heads, monkeypatch):
+    """Those of the paper; in training, over several blocks of keys."""
+    monkeypatch.setattr(causal, "BLOCK", 5)
+    backbone, drafter, params = problem(heads)
+    assert ("bias" in params["heads_0"]["fc"]) == getattr(heads, "fc_bias", False)
+    rng = np.random.default_rng(0)
+    rows = hidden, tokens, *_ = family.random_rows(rng, B=1, E=family.width(drafter))
     features, logits = family.features_and_logits(drafter, params, backbone, rows)
-    for t in (0, 3, 7):
-        read = numpy_reader(params, backbone, hidden[0, : t + 1], tokens[0, : t + 1])
+    for t in (0, 3, 4, 7):
+        text = hidden[0, : t + 1], tokens[0, : t + 1]
+        out, scores = numpy_reader(params, drafter, backbone, *text)
         for k in range(4):
-            x = read(tokens[0, t + 1 : t + k + 2])
-            assert_close(features[k, 0, t], x)
-            assert_close(logits[k][0, t], numpy_lm_head(params["heads_0"], backbone, x))
+            path = tokens[0, t + 1 : t + k + 2]
+            assert_close(features[k, 0, t], out(path))
+            assert_close(logits[k][0, t], scores(path))
 
 
-def test_a_tree_is_drafted_along_its_paths():
-    """Features and logits of every node that has children, each after its own path."""
-    backbone, drafter, params = problem()
-    rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(5))
+@pytest.mark.parametrize(
+    ("heads", "tree"),
+    [(EAGLE, WILD), *((h, t) for h in (FEW, NEWER_FEW) for t in (Tree.chain(4), WILD))],
+)
+def test_drafts_of_a_chain_and_of_a_tree(heads, tree):
+    """Features of the root, tokens and logits of every node that has children, each after its path."""
+    backbone, drafter, params = problem(heads)
+    ids = IDS if heads.draft_vocab else np.arange(family.V)
+    rng = np.random.default_rng(5)
+    rows = hidden, tokens, *_ = family.random_rows(rng, E=family.width(drafter))
     n = [3, 12]
     root = tokens[[0, 1], [3, 0]]  # what `committed` says comes after the last position
     state = family.committed(drafter, backbone, params, rows, n)
-    propose = family.proposed_logits(drafter, backbone, WILD)
+    propose = family.proposed_logits(drafter, backbone, tree)
     nodes, logits, state = jax.tree.map(np.asarray, (*propose(params, state, root), state))
     for b in range(2):
-        read = numpy_reader(params, backbone, hidden[b, : n[b]], tokens[b, : n[b]])
-        assert_close(state.context_BSD[b, 0], read([root[b]]))
+        text = hidden[b, : n[b]], tokens[b, : n[b]]
+        out, scores = numpy_reader(params, drafter, backbone, *text)
+        assert_close(state.context_BSD[b, 0], out([root[b]]))
 
-        def logits_of(path, read=read):
-            return numpy_lm_head(params["heads_0"], backbone, read(path))
+        def of_all(path, scores=scores):
+            """Logits of all tokens; those outside are never drafted."""
+            every = np.full(family.V, -np.inf)
+            every[ids] = scores(path)
+            return every
 
-        assert nodes[b].tolist() == numpy_tree(WILD, logits_of, root[b])
-        for depth, inner in enumerate(inner_nodes(Level.of(WILD), WILD)):
-            paths = [WILD.ancestors_ML[node, : depth + 1] for node in inner]
-            want = [logits_of(nodes[b][path].tolist()) for path in paths]
-            assert_close(logits[depth][b], np.stack(want))
+        assert nodes[b].tolist() == numpy_tree(tree, of_all, root[b])
+        for depth, inner in enumerate(inner_nodes(Level.of(tree), tree)):
+            paths = [tree.ancestors_ML[node, : depth + 1] for node in inner]
+            want = np.stack([scores(nodes[b][path].tolist()) for path in paths])
+            assert_close(logits[depth][b], want)
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "given", "expected"),
+    [
+        (32, "", (2, 16, 29)),
+        (30, "", (2, 15, 27)),
+        (32, "0,7,32", (0, 7, 32)),
+        (3, "", (0, 1, 2)),
+        (1, "", (0, 0, 1)),
+    ],
+)
+def test_the_layers_that_are_read(n_layers, given, expected):
+    drafter = make_drafter(Eagle3Config(tap_layers=given), tiny_arch(n_layers=n_layers))
+    assert drafter.taps == expected == drafter.loss_view(3).taps
 
 
 def test_blocks_of_positions_are_all_positions_at_once(monkeypatch):
     """Three blocks, the last one partly beyond the rows, over two texts in a row."""
-    backbone, drafter, params = problem()
+    backbone, drafter, params = problem(EAGLE)
     hidden, tokens, positions, segments = family.random_rows(np.random.default_rng(2))
     segments = np.where(positions < 7, 1, 2).astype(np.int32)
     positions = np.where(positions < 7, positions, positions - 7).astype(np.int32)
@@ -118,16 +194,16 @@ def numpy_log_softmax(x):
 @pytest.mark.parametrize("levels", [1, 3])
 def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch):
     """sum_k decay^k (3 smooth L1 to the hidden state + CE / 4 with text + CE / 2 with the backbone),
-    each level's mean over the pairs of its own distance; each level reads the one above."""
+    each level's mean over the pairs of that distance; each level reads the one above."""
     monkeypatch.setattr(causal, "BLOCK", 4)
-    backbone, drafter, params = problem(n_layers=1)
+    backbone, drafter, params = problem(SHALLOW)
     kernel = backbone.params["lm_head"]["kernel"]
 
     def numpy_loss(params, rows, counted):
         terms = [[] for _ in range(levels)]
         for k, t, h, ids in family.level_pairs(rows, counted, levels):
-            read = numpy_reader(params, backbone, h[: t + 1], ids[: t + 1])
-            x = read(ids[t + 1 : t + k + 2])
+            out, _ = numpy_reader(params, drafter, backbone, h[: t + 1], ids[: t + 1])
+            x = out(ids[t + 1 : t + k + 2])
             logp = numpy_log_softmax(x @ kernel)
             teacher = np.exp(numpy_log_softmax(h[t + k + 1] @ kernel))
             apart = np.abs(x - h[t + k + 1])
@@ -139,11 +215,38 @@ def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch)
     family.check_levels_loss(drafter, params, backbone, TARGETS, numpy_loss, levels, 0.7)
 
 
+@pytest.mark.parametrize("heads", [FEW, NEWER_FEW], ids=name_of)
+def test_eagle3_s_loss_of_every_level_and_its_gradient(heads, monkeypatch):
+    """Of each level: the sum of -p log q over pairs that count, p the backbone's over IDS, over all
+    pairs, those with another label included."""
+    monkeypatch.setattr(causal, "BLOCK", 4)
+    whole, (backbone, drafter, params) = stored_base(), problem(heads)
+    kernel = np.asarray(whole.params["lm_head"]["kernel"])[:, IDS]
+
+    def numpy_loss(params, rows, counted):
+        sums, pairs, outside = np.zeros(3), np.zeros(3), 0
+        for k, t, h, ids in family.level_pairs(rows, counted, 3):
+            pairs[k] += 1
+            if ids[t + k + 2] not in IDS:
+                outside += 1
+                continue
+            scores = numpy_reader(params, drafter, backbone, h[: t + 1], ids[: t + 1])[1]
+            q = scores(ids[t + 1 : t + k + 2])
+            teacher = h[t + k + 1, :D] @ kernel
+            p = np.exp(teacher - teacher.max())
+            sums[k] -= p @ numpy_log_softmax(q) / p.sum()
+        assert outside and sums.any()
+        return 0.8 ** np.arange(1, 4) @ (sums / pairs)
+
+    targets = losses.HeadTargets(label_weight=0.0, teacher_weight=1.0)
+    family.check_levels_loss(drafter, params, backbone, targets, numpy_loss, 3, 0.8)
+
+
 @pytest.mark.wide
 def test_levels_keep_no_scores_for_the_gradient():
     """Two more levels cost less memory than the scores of one."""
     B, T = 1, 1024
-    backbone, drafter, params = problem(n_layers=1)
+    backbone, drafter, params = problem(SHALLOW)
     shape = jax.ShapeDtypeStruct((B, T), np.int32)
     hidden = jax.ShapeDtypeStruct((B, T, family.D), np.float64)
 
@@ -161,7 +264,7 @@ def test_levels_keep_no_scores_for_the_gradient():
 
 
 def test_as_many_levels_as_trees_may_be_deep():
-    _, drafter, _ = problem()
+    _, drafter, _ = problem(EAGLE)
     assert drafter.loss_view(4).n_heads == 4 and drafter.loss_view().n_heads == 1
     for levels in (0, 5):
         with pytest.raises(UserError, match=f"from 1 to heads.n_heads 4, not {levels}"):

@@ -1,4 +1,4 @@
-"""Hydra heads against the paper's equations in plain numpy, their start and their sizes."""
+"""Hydra and Hydra++ against the papers' equations in plain numpy: heads, trees, the prefix layer's cache."""
 
 from functools import cache
 
@@ -10,21 +10,31 @@ import pytest
 from cases import wide
 from closeness import assert_close
 from family import drafter_of, numpy_lm_head, stored_base
-from numpy_layers import silu
+from numpy_layers import numpy_layer, numpy_norm, silu
 from trees import WILD
 
-from medusa_jax.heads.drafter import DraftRequest, TextRows
+from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
 from medusa_jax.heads.hydra import HydraConfig
+from medusa_jax.heads.hydrapp import HydraPPConfig
+from medusa_jax.heads.state import grown
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 
 @cache
-def problem(**fields):
+def problem(kind=HydraConfig, **fields):
     backbone = stored_base()
-    heads = HydraConfig(**{"n_layers": 2, "rank": 5} | fields)
+    heads = kind(**{"n_layers": 2, "rank": 5} | fields)
     return backbone, *drafter_of(heads, backbone)
+
+
+def numpy_contexts(params, backbone, hidden_TD):
+    """b_0 ... b_t of one text: hidden states, of Hydra++ after its prefix layer and norm."""
+    if "prefix" not in params:
+        return hidden_TD
+    layer, norm = params["prefix"]["layers_0"], params["prefix"]["norm"]["scale"]
+    return numpy_norm(norm, numpy_layer(layer, backbone.llama.config, hidden_TD))
 
 
 def numpy_features(params, k, context, tokens, backbone):
@@ -51,52 +61,72 @@ def numpy_tree(tree, logits_of, width):
     return [width, *(tokens[c] for c in tree.choices)]
 
 
+PLUS = {"kind": HydraPPConfig, "n_layers": 3, "lm_head": "low_rank"}
 KINDS = [("own", "identity"), ("shared", "fixed"), ("low_rank", "random")]
+HEADS = [PLUS, *({"lm_head": lm_head, "skip": skip} for lm_head, skip in KINDS)]
+TREES = [WILD, Tree.cartesian([2, 2, 1])]
 
 
-@pytest.mark.parametrize(("lm_head", "skip"), KINDS)
-def test_features_and_logits_are_those_of_the_paper(lm_head, skip):
-    backbone, drafter, params = problem(lm_head=lm_head, skip=skip)
+@pytest.mark.parametrize("fields", HEADS)
+def test_features_and_logits_are_those_of_the_paper(fields):
+    backbone, drafter, params = problem(**fields)
     rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0))
     features, logits = family.features_and_logits(drafter, params, backbone, rows)
-    for k in range(4):
-        for t in range(12 - k - 1):
-            for b in range(2):
+    for b in range(2):
+        contexts = numpy_contexts(params, backbone, hidden[b])
+        for k in range(4):
+            for t in range(12 - k - 1):
                 following = tokens[b, t + 1 : t + k + 2]
-                x = numpy_features(params, k, hidden[b, t], following, backbone)
+                x = numpy_features(params, k, contexts[t], following, backbone)
                 assert_close(features[k, b, t], x)
-                assert_close(
-                    logits[k][b, t], numpy_lm_head(params[f"heads_{k}"], backbone, x)
-                )
+                expected = numpy_lm_head(params[f"heads_{k}"], backbone, x)
+                assert_close(logits[k][b, t], expected)
 
 
-@pytest.mark.parametrize("lm_head", [*wide("own", "shared"), "low_rank"])
-@pytest.mark.parametrize("tree", [WILD, Tree.cartesian([2, 2, 1])])
-def test_a_tree_is_drafted_along_its_paths(lm_head, tree):
-    """Every node's token is a rank of the scores that its own ancestors give."""
-    backbone, drafter, params = problem(lm_head=lm_head)
+@pytest.mark.parametrize(
+    ("fields", "tree"),
+    [
+        (PLUS, WILD),
+        *wide(*(({"lm_head": kind}, t) for kind in ("own", "shared") for t in TREES)),
+        *(({"lm_head": "low_rank"}, tree) for tree in TREES),
+    ],
+)
+def test_a_tree_is_drafted_along_its_paths(fields, tree):
+    """Every node's token is a rank of the scores that its own ancestors give, after the last accepted
+    context."""
+    backbone, drafter, params = problem(**fields)
     rng = np.random.default_rng(5)
     rows = family.random_rows(rng)
-    state = family.committed(drafter, backbone, params, rows, [3, 12])
+    n = [3, 12]
+    state = family.committed(drafter, backbone, params, rows, n)
     noise = rng.standard_normal((4, 2, 23))
 
     @jax.jit
     def propose(state, root):
+        seen = []
+
         def scores(depth, logits):
+            seen.append(logits)
             return logits + noise[depth - 1][:, None, :]
 
-        return drafter.propose(params, backbone, state, DraftRequest(root, tree, scores))
+        request = DraftRequest(root, tree, scores)
+        return drafter.propose(params, backbone, state, request), seen[0]
 
     root = np.array([4, 0], np.int32)
-    got = np.asarray(propose(state, root))
-    for b, last in enumerate([2, 11]):
+    nodes, first = jax.tree.map(np.asarray, propose(state, root))
+    for b in range(2):
+        context = numpy_contexts(params, backbone, rows[0][b, : n[b]])[-1]
 
-        def logits_of(path, b=b, context=rows[0][b, last]):
+        def logits_of(path, context=context):
             k = len(path) - 1
             x = numpy_features(params, k, context, path, backbone)
-            return numpy_lm_head(params[f"heads_{k}"], backbone, x) + noise[k, b]
+            return numpy_lm_head(params[f"heads_{k}"], backbone, x)
 
-        assert got[b].tolist() == numpy_tree(tree, logits_of, root[b])
+        def noisy(path, b=b, logits_of=logits_of):
+            return logits_of(path) + noise[len(path) - 1, b]
+
+        assert nodes[b].tolist() == numpy_tree(tree, noisy, root[b])
+        assert_close(first[b, 0], logits_of([root[b]]))
 
 
 def test_no_loop_over_nodes_is_left_in_the_program():
@@ -133,3 +163,25 @@ def test_tied_layers_are_one_layer_applied_again():
         for d, p in ((tied, params), (loose, copies))
     ]
     np.testing.assert_array_equal(*features)
+
+
+def test_the_prefix_cache_holds_accepted_positions_only():
+    """What comes after n leaves no trace: another filling of it, the same later contexts."""
+    backbone, drafter, params = problem(**PLUS)
+    rng = np.random.default_rng(1)
+    hidden, tokens, positions, _ = family.random_rows(rng, T=8)
+    commit = jax.jit(lambda state, new: drafter.commit(params, backbone, state, new))
+    contexts = []
+    for filling in (0.0, 50.0):
+        state = drafter.start(2, 64, jnp.float64)
+        first = np.where(np.arange(8)[None, :, None] < 3, hidden, filling)
+        new = Committed(first, tokens, tokens, positions, np.array([3, 3]))
+        state = commit(state, new)
+        np.testing.assert_array_equal(state.length_B, [3, 3])
+        more = Committed(hidden, tokens, tokens, positions + 3, np.array([2, 0]))
+        state = commit(state, more)
+        np.testing.assert_array_equal(state.length_B, [5, 3])
+        contexts.append(state.context_BSD)
+    np.testing.assert_array_equal(*contexts)
+    assert state.cache.layers[0][0].shape == (2, 2, 64, 6)
+    assert grown(state, 96).cache.slots == 96

@@ -1,4 +1,4 @@
-"""Medusa heads: where they start, what they propose, what they leave alone."""
+"""Medusa heads: their parameters, what they propose, what they leave alone (starts: test_starts.py)."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import make_drafter
-from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
+from medusa_jax.heads.drafter import Committed, DraftRequest
 from medusa_jax.heads.state import grown
 from medusa_jax.tree import Tree
 
@@ -31,29 +31,6 @@ def heads_of(backbone, **fields):
     """A drafter, and parameters in which every part matters."""
     heads = HeadsConfig(**({"n_heads": 3, "rank": 5} | fields))
     return family.drafter_of(heads, backbone)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("n_layers", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_head_starts_as_the_lm_head(kind, n_layers, tied):
-    backbone = stored_base(tie_embeddings=tied)
-    drafter, _ = heads_of(backbone, lm_head=kind, n_layers=n_layers, n_heads=2, rank=16)
-    hidden = np.random.default_rng(0).standard_normal((1, 4, 16))
-    ids = np.ones((1, 4), np.int32)
-
-    @jax.jit
-    def started(backbone):
-        params = drafter.init(jax.random.key(0), backbone)
-        features = drafter.features(params, backbone, TextRows(hidden, ids, ids, ids))
-        assert features.shape == (2, 1, 4, 16)
-        own = [drafter.head_logits(params, backbone, k, features[k]) for k in range(2)]
-        return own, backbone.lm_head(hidden)
-
-    own, expected = started(backbone)
-    for logits in own:
-        assert logits.dtype == jnp.float64
-        assert_close(logits, expected, dtype="float32")  # of fresh parameters
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from closeness import assert_close
 from family import D, drafter_of, stored_base
 from numpy_layers import numpy_norm
 
+from medusa_jax.config import HeadsConfig
 from medusa_jax.heads.amphista import AmphistaConfig
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle import EagleConfig
@@ -34,20 +35,28 @@ def normed_by_stages(hidden, scale):
     return [once, once, *normed(once, scale)[:2]]
 
 
+MEDUSA = [
+    HeadsConfig(lm_head=kind, n_layers=n_layers, rank=16)
+    for kind in ("own", "shared", "low_rank")
+    for n_layers in (1, 2)
+]
+
+
 @pytest.mark.parametrize(
-    ("heads", "features"),
+    ("heads", "features", "tied"),
     [
-        (HydraConfig(n_layers=2), kept),
-        (HydraPPConfig(n_layers=3), normed),
-        (AmphistaConfig(position_encoding=False), normed_by_stages),
-        (EagleConfig(n_heads=4, n_layers=2), kept),
-        (Eagle3Config(n_heads=4), kept),
+        *((heads, kept, tied) for heads in MEDUSA for tied in (False, True)),
+        (HydraConfig(n_layers=2), kept, False),
+        (HydraPPConfig(n_layers=3), normed, False),
+        (AmphistaConfig(position_encoding=False), normed_by_stages, False),
+        (EagleConfig(n_heads=4, n_layers=2), kept, False),
+        (Eagle3Config(n_heads=4), kept, False),
     ],
     ids=lambda x: getattr(x, "drafter", ""),
 )
-def test_every_head_starts_as_the_backbones_lm_head(heads, features):
+def test_every_head_starts_as_the_backbones_lm_head(heads, features, tied):
     """Of what its layers pass on; EAGLE-3's own norm is the backbone's at first."""
-    backbone = stored_base()
+    backbone = stored_base(tie_embeddings=tied)
     drafter, _ = drafter_of(heads, backbone)
     start = family.start_of(drafter, backbone)
     rows = family.random_rows(np.random.default_rng(0), E=family.width(drafter))
@@ -57,6 +66,7 @@ def test_every_head_starts_as_the_backbones_lm_head(heads, features):
         assert_close(got, wanted, dtype="float32")  # the type of fresh parameters
         logits = drafter.head_logits(start, backbone, k, got)
         read = numpy_norm(scale, wanted) if heads.drafter == "eagle3" else wanted
+        assert logits.dtype == jnp.float64
         assert_close(logits, backbone.lm_head(jnp.asarray(read)), dtype="float32")
 
 

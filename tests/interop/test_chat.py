@@ -99,7 +99,7 @@ def test_shipped_templates(name, llama2, llama3):
             tokenizer.special_texts["bos_token"]
         )
 
-    # The prompt of each answer is what stands before it in training, token for token.
+    # The prompt of each answer is what precedes it in training, token for token.
     for i in (2, 4):
         prompt = encode_prompt(tokenizer, TALK[:i], name)
         assert ids[: len(prompt)] == prompt

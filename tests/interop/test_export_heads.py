@@ -13,11 +13,10 @@ from closeness import assert_close
 from head_files import (
     EAGLE,
     EAGLE3,
-    IDS,
     LLAMA,
+    VERSIONS,
     D,
-    V,
-    eagle3_state,
+    eagle3_version,
     eagle_state,
     medusa_state,
     normal,
@@ -118,14 +117,17 @@ def test_every_engine_guesses_what_we_do(target, lm_head, n_layers, base, facts,
 
 @pytest.mark.parametrize("drafter", ["hydra", "hydrapp"])
 def test_the_authors_of_hydra_guess_what_we_do(drafter, base, facts, tmp_path):
-    fields = {"n_layers": 3, "tie_layers": True, "skip": "random", "dropout": 0.0}
-    heads = dataclasses.replace(whole_config(HeadsConfig(drafter, 3)), **fields)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: 2 * normal(rng, *x.shape), abstract_heads(heads, LLAMA))
-    record = own_heads.base_record(LLAMA, base.fingerprint())
-    own_heads.save_heads(str(tmp_path / "heads"), heads, params, base=record, recipe={})
-    want = our_logits(heads, jax.tree.map(np.float64, params))
-    out = exported(open_heads(str(tmp_path / "heads")), base, "hydra", tmp_path / "out")
+    fields = {
+        "n_layers": 3,
+        "tie_layers": True,
+        "skip": "random",
+        "dropout": 0.0,
+        "rank": 256,
+    }
+    stored = random_heads(tmp_path / "heads", base, drafter=drafter, **fields)
+    heads, params, _ = load(tmp_path / "heads")
+    want = our_logits(heads, params)
+    out = exported(stored, base, "hydra", tmp_path / "out")
     logits = engines.hydra(out, facts[0], HIDDEN, EMBEDDED)
     np.testing.assert_array_equal(logits.argmax(-1), want.argmax(-1))
     assert np.abs(logits - want).max() < 1e-9 * np.abs(want).max()
@@ -358,25 +360,6 @@ def test_eagle_round_trip_from_published_files(bias, base, facts, tmp_path):
     assert_close(our_logits(heads, params), logits, dtype="float32")
 
 
-@pytest.mark.parametrize(("narrow", "newer"), [(True, False), (False, True)])
-def test_eagle3_round_trip_from_published_files(narrow, newer, base, facts, tmp_path):
-    """As above; the same tensors, the draft vocabulary included, and logits by the engines' rules."""
-    state, flags = eagle3_state(narrow, newer), {"fc_norm": True, "norm_output": True}
-    config = (
-        EAGLE3 | (flags if newer else {}) | {"draft_vocab_size": len(IDS) if narrow else V}
-    )
-    write(tmp_path / "a", state, "model.safetensors", config)
-    native = exported(open_heads(str(tmp_path / "a")), base, "native", tmp_path / "b")
-    again = exported(open_heads(str(native)), base, "eagle3", tmp_path / "c")
-    found = load_file(again / "model.safetensors")
-    assert found.keys() == state.keys()
-    for key in found:
-        np.testing.assert_array_equal(found[key], state[key])
-    logits = engines.eagle3(again, facts[0], STREAMS, FOLLOWING)
-    heads, params, _ = load(again)
-    assert_close(our_logits(heads, params)[:4], logits, dtype="float32")
-
-
 def test_our_own_eagle3_heads_are_written_for_other_engines(base, facts, tmp_path):
     """Sized and rotated as the backbone, which the file then says."""
     stored = random_heads(tmp_path / "own", base, drafter="eagle3", lm_head="own")
@@ -388,25 +371,29 @@ def test_our_own_eagle3_heads_are_written_for_other_engines(base, facts, tmp_pat
     assert_close(our_logits(again, params)[:3], logits[:3], dtype="float32")
 
 
-@pytest.mark.parametrize(("narrow", "newer"), [(True, False), (False, True)])
-@pytest.mark.parametrize("target", ["speculators", "vllm"])
-def test_eagle3_for_speculators(target, narrow, newer, base, facts, tmp_path):
-    """From SpecForge's layout to speculators' and back: the same tensors, logits by vLLM's rules."""
-    state, flags = eagle3_state(narrow, newer), {"fc_norm": True, "norm_output": True}
-    more = {"draft_vocab_size": len(IDS) if narrow else V} | (flags if newer else {})
-    write(tmp_path / "a", state, "model.safetensors", EAGLE3 | more)
-    out = exported(open_heads(str(tmp_path / "a")), base, target, tmp_path / "b")
-    found = load_file(out / "model.safetensors")
-    embedding = found.pop("embed_tokens.weight")
-    np.testing.assert_array_equal(embedding, np.float32(BASE["embed_tokens"]["embedding"]))
-    jax.tree.map(np.testing.assert_array_equal, found, renamed(state))
-    logits = engines.speculators(out, facts[0], STREAMS, FOLLOWING)
+@pytest.mark.parametrize(("narrow", "flags"), VERSIONS[:2])
+@pytest.mark.parametrize("target", ["eagle3", "speculators", "vllm"])
+def test_eagle3_round_trip_from_published_files(
+    target, narrow, flags, base, facts, tmp_path
+):
+    """SpecForge's files, kept in our format, in the target's layout and back: the same tensors, the draft
+    vocabulary included, and logits by the engines' rules."""
+    state, fields = eagle3_version(narrow, flags)
+    write(tmp_path / "a", state, "model.safetensors", EAGLE3 | fields)
+    native = exported(open_heads(str(tmp_path / "a")), base, "native", tmp_path / "b")
+    out = exported(open_heads(str(native)), base, target, tmp_path / "c")
+    found, want = load_file(out / "model.safetensors"), state
+    engine = engines.eagle3
+    if target != "eagle3":
+        engine, want = engines.speculators, renamed(state)
+        want |= {"embed_tokens.weight": np.float32(BASE["embed_tokens"]["embedding"])}
+    jax.tree.map(np.testing.assert_array_equal, found, want)
     heads, params, _ = load(out)
+    logits = engine(out, facts[0], STREAMS, FOLLOWING)
     assert_close(our_logits(heads, params)[:4], logits, dtype="float32")
-    again = exported(open_heads(str(out)), base, "eagle3", tmp_path / "c")
-    jax.tree.map(
-        np.testing.assert_array_equal, load_file(again / "model.safetensors"), state
-    )
+    again = exported(open_heads(str(out)), base, "eagle3", tmp_path / "d")
+    again = load_file(again / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, again, state)
 
 
 def test_what_only_speculators_can_say(base, tmp_path):

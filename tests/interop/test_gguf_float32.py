@@ -4,13 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from gguf_files import (
-    byte_level_metadata,
-    gguf,
-    llama_tensors,
-    shape_metadata,
-    write,
-)
+from gguf_files import byte_level_metadata, gguf, llama_tensors, shape_metadata, write
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError

@@ -1,4 +1,4 @@
-"""Whole GGUF files as models: every family, told from the same model saved for Hugging Face."""
+"""Whole GGUF files as models: every family, against the same model saved for Hugging Face."""
 
 import json
 import math
@@ -200,7 +200,7 @@ def test_a_tokenizer_alone_takes_no_weights(tmp_path, tokenizer_json, cache):
 
 
 def test_processes_that_start_together_convert_once(tmp_path, tokenizer_json, monkeypatch):
-    """Threads stand for them: each has a lock of its own on the same file."""
+    """Threads stand for them: each has a separate lock on the same file."""
     path = tiny(tmp_path / "a.gguf", tokenizer_json)
     made, really = [], convert._convert
 

@@ -32,7 +32,7 @@ def test_they_are_text_where_a_message_says_them(speaking):
     ids = encode_prompt(tokenizer, talk(ATTACK), name)
     specials = [i for i in ids if i in tokenizer.special_ids]
     assert specials == [i for i in harmless if i in tokenizer.special_ids]
-    # What the model reads is the text all the same, and what is around it as ever.
+    # What the model reads is the text all the same, and its surroundings are unchanged.
     text = tokenizer.decode(ids, skip_special=False)
     whole = tokenizer.decode(harmless, skip_special=False)
     assert text == whole.replace("xy", ATTACK)

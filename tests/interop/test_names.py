@@ -146,7 +146,7 @@ def test_decode_by_name(tiny, capsys):
 def test_a_model_that_should_speak_but_has_no_template(
     tiny, tmp_path, byte_level_dir, capsys
 ):
-    """Its prompts are read as they stand; who asks for the template is told."""
+    """Its prompts are read unchanged; a request for the template is an error."""
     metadata = byte_level_metadata((byte_level_dir / "tokenizer.json").read_text())
     tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"]))
     path = tmp_path / "Tiny-Instruct.gguf"

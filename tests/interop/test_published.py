@@ -1,4 +1,4 @@
-"""Published heads: found, told apart by their keys, read right or refused in one sentence."""
+"""Published heads: found, recognised by their keys, read right or refused with a one-line error."""
 
 import json
 
@@ -14,10 +14,12 @@ from head_files import (
     IDS,
     LLAMA,
     SPECULATORS,
+    VERSIONS,
     D,
     V,
     eagle3_logits,
     eagle3_state,
+    eagle3_version,
     eagle_logits,
     eagle_state,
     hydra_logits,
@@ -48,7 +50,7 @@ from medusa_jax.interop.torch_writer import save_torch
 from medusa_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
-# As published: two heads said, whatever the file holds.
+# As published: the configuration says two heads, whatever the file holds.
 V13 = {"base_model_name_or_path": "base", "medusa_num_heads": 2, "medusa_num_layers": 1}
 HYDRA = {"hydra_num_heads": 3, "hydra_num_layers": 3, "grounded_heads": True}
 HYDRA |= {"hidden_state_offset": 0}
@@ -286,27 +288,34 @@ def test_eagle_that_is_not_supported(tmp_path):
 
 # EAGLE-3.
 
-NEWER = {"fc_norm": True, "norm_output": True}
-
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-@pytest.mark.parametrize(
-    ("narrow", "more"), [(True, {}), (False, NEWER), (True, {"norm_before_residual": True})]
-)
-def test_eagle3(name, narrow, more, tmp_path):
-    """A layer with separate sizes and rotation, over some tokens or all; 3.1 and its flags."""
-    state = eagle3_state(narrow, "fc_norm" in more)
+@pytest.mark.parametrize(("narrow", "flags"), VERSIONS)
+def test_eagle3(name, narrow, flags, tmp_path):
+    """A layer with separate sizes and rotation, over some tokens or all; then as speculators writes it,
+    its tapped layers in the configuration."""
+    state, fields = eagle3_version(narrow, flags)
     copied = {"embed_tokens.weight": normal(np.random.default_rng(0), V, D)}
-    config = EAGLE3 | more | {"draft_vocab_size": len(IDS) if narrow else V}
-    folder = write(tmp_path, state | copied, name, config)
-    heads, params, _ = load(folder)
-    assert (heads.drafter, heads.n_layers, heads.lm_head) == ("eagle3", 1, "own")
-    assert heads.draft_vocab == (len(IDS) if narrow else 0)
-    if narrow:
-        np.testing.assert_array_equal(params["draft_vocab"]["ids"], IDS)
     depth = len(TOKENS) - T
-    want = eagle3_logits(state, STREAMS, FOLLOWING, config, depth)
-    assert_close(our_logits(heads, params)[:depth], want, 512)
+    want = eagle3_logits(state, STREAMS, FOLLOWING, EAGLE3 | flags, depth)
+    for config, tensors, taps in (
+        (EAGLE3, state, ""),
+        (SPECULATORS, renamed(state), "0,0,1"),
+    ):
+        heads, params, _ = load(write(tmp_path, tensors | copied, name, config | fields))
+        assert (heads.drafter, heads.n_layers, heads.lm_head) == ("eagle3", 1, "own")
+        assert (heads.tap_layers, heads.draft_vocab) == (taps, len(IDS) if narrow else 0)
+        if narrow:
+            np.testing.assert_array_equal(params["draft_vocab"]["ids"], IDS)
+        assert_close(our_logits(heads, params)[:depth], want, 512)
+
+
+def test_speculators_without_a_rotation_has_the_default_one(tmp_path):
+    layers = dict(SPECULATORS["transformer_layer_config"])
+    del layers["rope_parameters"]
+    config = SPECULATORS | {"transformer_layer_config": layers}
+    folder = write(tmp_path, renamed(eagle3_state()), "model.safetensors", config)
+    assert load(folder)[0].rope_theta == 10000.0
 
 
 def test_the_number_of_layers_is_told_by_those_that_are_read(tmp_path):
@@ -353,27 +362,6 @@ def test_eagle3_that_is_not_supported(tmp_path):
         "'norm.weight'.*missing": {k: x for k, x in state.items() if k != "norm.weight"},
     }.items():
         fails(match, write(tmp_path, changed, name, EAGLE3))
-
-
-@pytest.mark.parametrize(
-    ("narrow", "more"), [(True, {}), (False, NEWER), (True, {"norm_before_residual": True})]
-)
-def test_eagle3_of_speculators(narrow, more, tmp_path):
-    """The same heads as speculators writes them, its tapped layers in the configuration."""
-    state = eagle3_state(narrow, "fc_norm" in more)
-    copied = {"embed_tokens.weight": normal(np.random.default_rng(0), V, D)}
-    config = SPECULATORS | more | {"draft_vocab_size": len(IDS) if narrow else V}
-    folder = write(tmp_path, renamed(state) | copied, "model.safetensors", config)
-    heads, params, _ = load(folder)
-    assert (heads.tap_layers, heads.draft_vocab) == ("0,0,1", len(IDS) if narrow else 0)
-    depth = len(TOKENS) - T
-    want = eagle3_logits(state, STREAMS, FOLLOWING, EAGLE3 | more, depth)
-    assert_close(our_logits(heads, params)[:depth], want, 512)
-    layers = dict(config["transformer_layer_config"])
-    del layers["rope_parameters"]
-    config["transformer_layer_config"] = layers
-    heads, _, _ = load(write(tmp_path, renamed(state), "model.safetensors", config))
-    assert heads.rope_theta == 10000.0
 
 
 def test_tapped_layers_that_may_be_counted_from_their_end(tmp_path, capsys):

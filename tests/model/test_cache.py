@@ -15,7 +15,7 @@ SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
 
 @pytest.fixture(autouse=True, scope="module", params=["cpu", "tpu"])
 def forms(request):
-    """The forms for each platform; they are traced anew."""
+    """The forms for each platform; they are traced again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_file, "platform", lambda: request.param)
         jax.clear_caches()

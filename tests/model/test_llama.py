@@ -107,7 +107,7 @@ def test_cached_passes_over_any_tree_equal_the_full_pass(family):
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, "llama3", "qwen2"))
 def test_one_token_at_a_time_is_the_full_pass(family):
-    """Plain decoding has an attention of its own; rows of unequal progress, junk in the cache."""
+    """Plain decoding has a separate attention; rows of unequal progress, junk in the cache."""
     config = tiny_arch(**FAMILIES[family])
     params = random_params(config, 0)
     llama, backbone = decoder(config, params)

@@ -85,7 +85,7 @@ SMALL = LlamaConfig(512, 128, 1, 4, 2, 32, 256, 8192)
 
 @pytest.mark.wide
 def test_temporaries_do_not_grow_with_the_prompt():
-    """Through a drafter with a layer of its own; four times the tokens, a few numbers each."""
+    """Through a drafter with a decoder layer; four times the tokens, a few numbers each."""
     short, long = (
         prefill_cost.temporary_bytes(SMALL, "hydrapp", 2, tokens) for tokens in (1024, 4096)
     )

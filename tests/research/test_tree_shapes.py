@@ -1,4 +1,4 @@
-"""Trees of one depth and random dense ones: what is counted, what is timed, what lies between."""
+"""Trees of one depth and random dense ones: what is counted, what is timed, the gap between."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Calls that are dear to the port: the worst wait of everybody else is printed, and bounded."""
+"""Expensive calls: the worst wait of all other clients is printed, and bounded."""
 
 import contextlib
 import json

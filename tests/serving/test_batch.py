@@ -125,10 +125,10 @@ def pieces(batch, monkeypatch):
     ],
 )
 def test_a_prompt_in_pieces(batch, pieces, shared, wanted):
-    """Each with the token after every one of its own; the last shared token is read again."""
+    """Each with the token after every one of its tokens; the last shared token is read again."""
     prompt = np.arange(1, 122)
     reading = batch.begin(Row([prompt.tolist()], [9], None, *ONE), 0, shared, AUTO)
-    batch.slots = 256  # somebody's text has outgrown the slots since
+    batch.slots = 256  # another text has outgrown the slots since
     while not reading.done:
         batch.read(reading)
     padded = np.pad(prompt, (0, 40))

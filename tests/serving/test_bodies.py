@@ -44,7 +44,7 @@ def test_a_body_without_a_length_is_cut_off(http):
 
 
 def test_a_body_of_just_the_limit(other):
-    """It is read, one byte more is not, whether its length was told or not."""
+    """It is read, one byte more is not, with its length announced or not."""
     kind, limits = {"content-type": "application/json"}, Limits(body_bytes=20)
 
     def ask(content):

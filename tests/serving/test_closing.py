@@ -1,4 +1,4 @@
-"""The end of a server, wanted or not: who is answered, and what everybody else is told."""
+"""The end of a server, wanted or not: who is answered, and what all others get."""
 
 import json
 import socket
@@ -30,7 +30,7 @@ from medusa_jax.serving.http import make_app
 
 
 def test_an_end_in_the_middle_of_work(port):
-    """What SIGTERM starts: running answers are finished, new calls find nobody."""
+    """What SIGTERM starts: running answers are finished, new calls are refused."""
     expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
     second = Port(port.server, port.app)  # another listener of the same server
     with port.held():
@@ -61,7 +61,7 @@ def test_a_closed_server_takes_nothing(port):
 
 
 def test_an_end_that_waits_no_longer(port):
-    """Calls that outlast the time for it are told so: whole, streamed, half sent."""
+    """Calls that outlast the time for it get an error: whole, streamed, half sent."""
     port.wait_idle()
     ending = Port(port.server, make_app(port.server, name=NAME, template=""), drain=0.3)
     with port.held():
@@ -107,7 +107,7 @@ sys.exit(serve.main(sys.argv[1:]))
 
 @pytest.mark.wide
 def test_a_process_whose_device_is_gone_exits(tmp_path):
-    """With a status that is not 0, after calls that were all told."""
+    """With a status that is not 0, after all calls got an error."""
     write_model(tmp_path)
     flags = ["--model", str(tmp_path), "--port", "0", "--warm_up", "0", "--name", "tiny"]
     server = subprocess.Popen(

@@ -103,7 +103,7 @@ def test_a_full_queue(port, http):
 
 @pytest.mark.parametrize("waiting", [True, False])
 def test_an_answer_that_takes_too_long(port, other, submitted, waiting):
-    """Before its first piece, or piece by piece; nobody works for it any longer."""
+    """Before its first piece, or piece by piece; no slot works for it any longer."""
     limits = Limits(seconds=0.4)
     with port.held() if waiting else port.slowed(0.1):
         whole, streamed = (

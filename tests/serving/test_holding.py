@@ -1,4 +1,4 @@
-"""Connections that somebody opens and then leaves: half a request, nothing read, too many of them."""
+"""Connections that a client opens and then leaves: half a request, nothing read, too many of them."""
 
 import contextlib
 import select

@@ -168,7 +168,7 @@ def serving(model, **fields):
 
 
 def alive():
-    """How many requests and device arrays somebody still holds."""
+    """How many requests and device arrays are still held."""
     gc.collect()
     jobs = sum(isinstance(thing, Job) for thing in gc.get_objects())
     return jobs, len(jax.live_arrays())
@@ -180,7 +180,7 @@ def resident():
 
 
 def apart(url, n_clients, n_calls, asked, pause):
-    """`clients.attack` from a process of its own."""
+    """`clients.attack` from a separate process."""
     given = json.dumps([url, n_clients, n_calls, asked, pause])
     command = (sys.executable, clients.__file__)
     return json.loads(children.output_of(command=command, stdin=given))

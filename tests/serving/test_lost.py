@@ -1,4 +1,4 @@
-"""Errors of the device: nobody waits for an answer that will not come, and the server goes on."""
+"""Errors of the device: no request waits in vain, and the server goes on."""
 
 import threading
 import time
@@ -51,7 +51,7 @@ def step_until_lost(turns):
 
 
 def told(clients):
-    """How often each was told that there will be no answer."""
+    """How often each got an error instead of an answer."""
     return [sum(isinstance(delta, Stopped) for delta in c.deltas) for c in clients]
 
 
@@ -101,7 +101,7 @@ def server(port):
 
 @pytest.mark.parametrize("call", ["begin", "read", "insert", "run"])
 def test_a_server_goes_on_after_an_error(server, call, monkeypatch, capfd):
-    """What was on the device is lost, and its clients hear of it; the next answer is as ever."""
+    """What was on the device is lost, and its clients get an error; the next answer is unchanged."""
     [*_, last] = server.submit(Request("in the", Options(max_new_tokens=9)))
     fail_at(server._scheduler._batch, call, 1, monkeypatch)
     with pytest.raises(Stopped, match="out of memory"):
@@ -150,7 +150,7 @@ def test_a_device_that_compiles_nothing_ends_it(port, monkeypatch):
 def test_what_cannot_be_compiled_costs_only_who_needs_it(
     server, planned, monkeypatch, capfd
 ):
-    """Ahead of any request, it ends the warm-up; else the request that asked for it is told."""
+    """Ahead of any request, it ends the warm-up; else the request that asked for it gets the error."""
     asked = Request("in the", Options(max_new_tokens=9))
     [*_, last] = server.submit(asked)
     true = Batch.compile

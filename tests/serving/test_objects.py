@@ -26,7 +26,7 @@ def test_a_stream_of_two_choices(port, http):
     [id] = {event["id"] for event in events}
     assert id.startswith("cmpl-")
     assert {event["object"] for event in events} == {"text_completion"}
-    assert not any("usage" in event for event in events)  # nobody asked for it
+    assert not any("usage" in event for event in events)  # not asked for
     choices = [event["choices"][0] for event in events]
     assert sum(choice["medusa"]["tokens"] for choice in choices) == 120
     assert all(choice["logprobs"] is None for choice in choices)

@@ -57,7 +57,7 @@ def test_metrics_count_what_was_done(http):
 
 
 def test_what_breaks_is_told_and_counted(port, http, monkeypatch):
-    """Without the reason, which is nobody's business."""
+    """Without the reason, which is internal."""
     broken = 'medusa_calls_total{endpoint="completions",status="500"}'
 
     def submit_all(*asked):

@@ -21,7 +21,7 @@ RULES = ("auto", "auto", "typical", "rejection")
 
 
 class Delayed:
-    """Programs that are ready some turns after somebody has asked for them."""
+    """Programs that are ready some turns after they were asked for."""
 
     def __init__(self, rng, most_turns):
         self.rng, self.most_turns, self.left, self.failing = rng, most_turns, {}, set()
@@ -74,7 +74,7 @@ def finish(turns, programs):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_text_depends_on_what_is_ready(seed, monkeypatch):
-    """Requests of all kinds come while programs are compiled; texts outgrow what is there."""
+    """Requests of all kinds come while programs are compiled; texts outgrow the cache."""
     monkeypatch.setattr(room, "PATIENCE", [3, 64][seed % 2])
     rng, clients = random.Random(seed), []
     compiled = Delayed(rng, 60)

@@ -118,7 +118,7 @@ def test_neighbours_change_nothing(port, client):
 
 
 def test_a_text_that_cannot_go_on(port, client):
-    """The vocabulary has no é: the answer is told as one that is not whole."""
+    """The vocabulary has no é: the answer is marked as incomplete."""
     for tree in ("none", None):
         [result] = port.model.generate(
             ["in"], Options(constraint={"regex": "abcé"}, max_new_tokens=9), tree=tree

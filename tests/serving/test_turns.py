@@ -129,7 +129,7 @@ def test_as_many_rows_as_are_busy(turns):
         alone += turns.busy == 1
         turns.step()
     assert all(client.ended for client in others)
-    assert alone > room.PATIENCE / 2  # somebody may come soon
+    assert alone > room.PATIENCE / 2  # a request may come soon
 
 
 @pytest.mark.parametrize("patience", range(1, 6))
@@ -211,7 +211,7 @@ def test_a_long_prompt_is_read_between_steps(turns):
 
 
 def test_what_plain_decoding_wrote_is_no_start_for_drafts(turns):
-    """The drafter has taken in the prompt alone; without drafts all of it is reused."""
+    """The drafter has read the prompt alone; without drafts all of it is reused."""
     prompt = [6] * 12
     first = Client(turns, prompt, 10, drafts=False)
     finish(turns)
@@ -225,7 +225,7 @@ def test_what_plain_decoding_wrote_is_no_start_for_drafts(turns):
 
 
 def test_which_text_is_given_up(turns):
-    """None where a row's whole text goes on, else the one that lies there the longest."""
+    """None where a row's whole text goes on, else the one that has been there the longest."""
     clients = [Client(turns, [n] * 9, 10 * n) for n in (1, 2, 3, 4)]
     finish(turns)
     known = [list(seat.kept) for seat in turns._seats]

@@ -189,7 +189,7 @@ def proposed_logits(drafter, backbone, tree):
 
 
 def committed(drafter, backbone, params, rows, n_B):
-    """The state after the first n positions of each row, taken in with one call."""
+    """The state after the first n positions of each row, read with one call."""
     hidden, tokens, positions, _ = rows
     state = drafter.start(hidden.shape[0], 64, jnp.float64)
     following = np.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)

@@ -137,6 +137,20 @@ EAGLE3 = {
 }
 
 
+# Published versions, (over IDS or all tokens, flags): the paper's, 3.1, a variant.
+VERSIONS = [
+    (True, {}),
+    (False, {"fc_norm": True, "norm_output": True}),
+    (True, {"norm_before_residual": True}),
+]
+
+
+def eagle3_version(narrow, flags):
+    """Tensors and fields of config.json of one of `VERSIONS`."""
+    fields = flags | {"draft_vocab_size": len(IDS) if narrow else V}
+    return eagle3_state(narrow, "fc_norm" in flags), fields
+
+
 # The same heads as speculators writes them (c05b95b, transformers 5.15): config.json, and `renamed` keys.
 SPECULATORS = {
     "architectures": ["Eagle3DraftModel"],

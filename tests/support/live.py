@@ -12,7 +12,7 @@ def on_a_device(x):
 
 
 def shard_bytes(tree):
-    """Bytes of a tree on each of the devices that it lies on."""
+    """Bytes of a tree on each of its devices."""
     return sum(on_a_device(x) for x in jax.tree.leaves(tree))
 
 

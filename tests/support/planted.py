@@ -97,7 +97,7 @@ def decode_traced(engine: loop.Engine, variables, state, tree: TreeArrays) -> lo
     return loop.progress_of(state)
 
 
-# Called on its own, every `lax.cond` of it would be compiled anew each time.
+# Called on its own, every `lax.cond` of it would be compiled again each time.
 filtered_scores = jax.jit(filtered)
 
 

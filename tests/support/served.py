@@ -40,7 +40,7 @@ class Port:
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.url = "http://{}:{}".format(*self.address)
-        # Connections stay open where somebody stops this process for a while.
+        # Connections stay open if this process is stopped for a while.
         self.uvicorn = make_listener(app, limits or Limits(idle_seconds=600), drain)
         self._thread = threading.Thread(target=self.uvicorn.run, args=([listener],))
         self._thread.start()
@@ -75,7 +75,7 @@ class Port:
         return self.before_each_turn(lambda over: over.wait(seconds))
 
     def wait_idle(self, seconds=60):
-        """No slot leaks: soon nobody has one."""
+        """No slot leaks: soon all are free."""
         end = time.monotonic() + seconds
         while self.server.busy or self.server.waiting:
             assert time.monotonic() < end, "a slot is still taken"

@@ -12,9 +12,9 @@ NAMESPACE = ("unshare", "-rm", "sh", "-c")
 def run_on_small_disk(
     size: str, path: object, *command: str
 ) -> subprocess.CompletedProcess:
-    """Run a command while a file system of `size` lies at `path`.
+    """Run a command while a file system of `size` is mounted at `path`.
 
-    In a namespace of its own, in which most users may mount; where one may not, the test is skipped.
+    In a separate namespace, in which most users may mount; where one may not, the test is skipped.
     """
     mount = f"mount -t tmpfs -o size={size} none {path} && "
     if (

@@ -157,7 +157,7 @@ def memory(tokens, stage, rank=0, quantise=""):
 
 @pytest.mark.wide
 def test_frozen_variables_cost_neither_gradient_nor_moments(tokens, capsys):
-    """From the memory of the compiled step: what is frozen is there once, in its own type."""
+    """From the memory of the compiled step: what is frozen is held once, in its own type."""
     full = memory(tokens, "medusa2")
     backbone = 4 * full["backbone_parameters"]
     heads = memory(tokens, "medusa1")

@@ -57,7 +57,7 @@ except UserError as error:
 def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path):
     """Writes beyond a size fail in the kernel, as they do on a full disk.
 
-    The run that met it is a process of its own: its writes may go on after the error, and
+    The run that met it is a separate process: its writes may go on after the error, and
     the run is continued after it has ended.
     """
     said = output_of(FULL_DISK, tmp_path)

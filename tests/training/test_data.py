@@ -68,7 +68,7 @@ def test_segments_are_stretches_of_one_sample(tmp_path_factory, seed, packing):
 
 @pytest.mark.parametrize("packing", ["first_fit", "concat"])
 def test_no_head_s_target_crosses_a_border(tmp_path, packing):
-    """Every pair of every head lies in one sample, and only counted tokens are between.
+    """Every pair of every head is in one sample, and only counted tokens are between.
 
     Ids tell the place in the stream, so the target `ahead` further on must be id + ahead.
     """

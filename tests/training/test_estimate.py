@@ -72,7 +72,7 @@ def test_counted_by_hand():
 
 
 def test_a_tree_is_counted_on_rows_it_was_not_grown_from():
-    """Each row repeats one pattern of its own: what fits its own positions fits no other row."""
+    """Each row repeats a different pattern: what fits its positions fits no other row."""
     rows = np.arange(8)[:, None, None] + np.zeros((8, 50, 3), int)
     assert estimate.accepted_lengths(rows)["accepted_length_tree"] == 1
 

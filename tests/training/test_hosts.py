@@ -153,7 +153,7 @@ def test_two_processes_train_as_one(arguments, tmp_path):
     series, held_out = logged(whole), logged(whole, "eval")
     assert sorted(series) == list(range(1, STEPS + 1)) and sorted(held_out) == [20, 40]
 
-    # One is lost: the other ends by itself, in a sentence if a collective fails, else by JAX's service.
+    # One is lost: the other ends by itself, with a one-line error if a collective fails, else by JAX's service.
     processes = two(*arguments(cut))
     wait_for_step(cut, 7, processes)
     processes[1].send_signal(signal.SIGKILL)
@@ -259,7 +259,7 @@ for shape, count in {(8, 1, 1): 4, (1, 1, 8): 8, (2, 2, 2): 4, (1, 2, 4): 4}.ite
 
 @pytest.mark.slow
 def test_each_process_hands_over_the_rows_of_its_devices():
-    """Also where the tensor axis lies across processes, which then have the same rows."""
+    """Also where the tensor axis spans processes, which then have the same rows."""
     processes = two(sys.executable, "-c", PLACED)
     errors = ended(processes)
     assert [p.returncode for p in processes] == [0, 0], errors

@@ -77,7 +77,7 @@ def test_a_bad_sample_is_named_by_its_line(vicuna, tmp_path, capsys):
 
 
 def test_a_directory_of_text_files(vicuna, tmp_path, capsys):
-    """A sample each, in order of their paths; read anew when one of them changes."""
+    """A sample each, in order of their paths; read again when one of them changes."""
     folder = tmp_path / "texts"
     (folder / "a").mkdir(parents=True)
     (folder / "a" / "x.py").write_text("for i in range(10):\n    print(i)\n")

@@ -9,10 +9,7 @@ from medusa_jax.tree import Tree
 
 
 def accept_typical(
-    nodes_BM: jax.Array,
-    logits_BMV: jax.Array,
-    tree: Tree,
-    sampling: Sampling,
+    nodes_BM: jax.Array, logits_BMV: jax.Array, tree: Tree, sampling: Sampling
 ) -> Accepted:
     """Typical acceptance (Medusa 2.3.1), lossy.
 

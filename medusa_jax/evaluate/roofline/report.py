@@ -108,10 +108,7 @@ def draw_predictions(
         return [r["nodes"] for r in drawn], [r[name] for r in drawn]
 
     xlabel = "tokens in a step (root included)"
-    lines = {
-        "tokens per step": line(one, "acceleration"),
-        "speed-up": line(one, "speedup"),
-    }
+    lines = {"tokens per step": line(one, "acceleration"), "speed-up": line(one, "speedup")}
     draw_lines(
         [Chart("acceleration and speed-up", xlabel, lines)],
         path=out / "acceleration.png",

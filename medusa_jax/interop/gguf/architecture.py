@@ -19,7 +19,7 @@ FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 # GGUF name -> (Hugging Face name, dimensions: V vocabulary, D width, F mlp width, H head size,
 # Q all query heads, K all key heads).
-BESIDE_LAYERS = {
+OUTSIDE_LAYERS = {
     "token_embd.weight": ("model.embed_tokens.weight", "VD"),
     "output_norm.weight": ("model.norm.weight", "D"),
 }
@@ -194,8 +194,8 @@ def named_tensors(file: GGUFFile, config: dict[str, Any]) -> dict[str, BlockTens
 
 def _expected(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """(GGUF name, Hugging Face name, dimensions) of every tensor of such a model."""
-    beside = BESIDE_LAYERS | ({} if config["tie_word_embeddings"] else OUTPUT)
-    for name, (theirs, dimensions) in beside.items():
+    outside = OUTSIDE_LAYERS | ({} if config["tie_word_embeddings"] else OUTPUT)
+    for name, (theirs, dimensions) in outside.items():
         yield name, theirs, dimensions
     inside = dict(IN_LAYERS)
     if config["model_type"] == "qwen2":

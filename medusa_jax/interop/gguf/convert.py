@@ -30,10 +30,10 @@ def converted(path: str, dtype: Any = None, sha256: str = "") -> str:
     """The directory that a GGUF file becomes; it is made if it is not in the cache.
 
     Keyed by the file's bytes and the type, so a file that has moved is found and one that has
-    changed is converted anew. A directory appears when it is complete.
+    changed is converted again. A directory appears when it is complete.
 
     Args:
-      dtype: what the weights are stored in; None leaves them where they are: a link to the file lies
+      dtype: what the weights are stored in; None leaves them where they are: a link to the file is
         next to configuration and tokenizer (`tensors.open_checkpoint`).
       sha256: what the file's checksum must be, if that is known.
 
@@ -56,7 +56,7 @@ def converted(path: str, dtype: Any = None, sha256: str = "") -> str:
         return _linked(directory, path, dtype)
     try:
         os.makedirs(os.path.dirname(directory), exist_ok=True)
-        # Held by one process at a time; whoever waited finds the directory made.
+        # Held by one process at a time; one that waited finds the directory made.
         with filelock.FileLock(f"{directory}.lock"):
             if not os.path.isdir(directory):
                 with announced(f"converting {path}, once"):

@@ -1,4 +1,4 @@
-"""A GGUF file with its own weights unpacked to float32: what llama.cpp computes like for like."""
+"""A GGUF file with its own weights unpacked to float32, for a fair comparison with llama.cpp."""
 
 import math
 import os
@@ -33,7 +33,7 @@ def block_type(path: str) -> str:
 def as_float32(path: str) -> str:
     """A GGUF file of the same metadata and the same weights in float32, made once.
 
-    It lies in the user's cache, named after the file's sha256; it appears when it is complete.
+    It is in the user's cache, named after the file's sha256; it appears when it is complete.
 
     Raises:
       UserError: a file that cannot be read or is damaged; the disk is full.

@@ -33,7 +33,7 @@ MOST_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """A tensor as it lies in the file.
+    """A tensor as it is stored in the file.
 
     Attributes:
       shape: the slowest dimension first, as NumPy and Hugging Face files have it.

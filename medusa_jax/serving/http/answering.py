@@ -31,7 +31,7 @@ class Gone(Exception):
 class Answering:
     """The requests of one call, submitted together.
 
-    As a context: what has not ended by its exit is cancelled, so that no slot works for nobody.
+    As a context: what has not ended by its exit is cancelled, so that no slot works in vain.
 
     Args:
       stops: holds what ends this call early, as long as the context lasts.
@@ -130,7 +130,7 @@ async def whole_answer(
 
     Raises:
       Refused: it took too long.
-      Gone: nobody waits for it.
+      Gone: the client has left.
     """
 
     async def collect() -> None:
@@ -153,7 +153,7 @@ class EventStream:
       answering: entered already; it is left here.
       seconds: how long an answer may take.
       read_seconds: how long a client may leave it unread.
-      ended: told the status.
+      ended: called with the status.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from medusa_jax.serving.server import Server
 
 # How JSON writes halves of surrogate pairs, whole pairs too.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-# The page loads nothing from anywhere, and nobody may frame it.
+# The page loads nothing from anywhere, and no page may frame it.
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; connect-src 'self'; img-src data:; "
     "style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; "
@@ -75,7 +75,7 @@ def make_app(
     Args:
       name: what clients call the model.
       template: as for `calls.chat_call`.
-      key: what clients must send as `Authorization: Bearer KEY`; "" lets everybody in.
+      key: what clients must send as `Authorization: Bearer KEY`; "" admits every client.
       hosts: the only names that the `Host` of a request may have, if any are given. Without a key, a
         page of another site could reach a server on this machine by a name that resolves to it.
     """
@@ -202,7 +202,7 @@ class Port:
             count(error.status)
             raise
         except (Gone, ClientDisconnect):
-            count(499)  # nobody sees it
+            count(499)  # the client has left
             return Response(status_code=499)
         except asyncio.CancelledError:
             if not self._stopped:

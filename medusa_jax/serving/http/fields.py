@@ -18,7 +18,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Fields:
-    """The fields of a body, each read once; `finish` refuses those that nobody read."""
+    """The fields of a body, each read once; `finish` refuses unread ones."""
 
     def __init__(self, body: Any) -> None:
         if not isinstance(body, dict):

@@ -22,7 +22,7 @@ def make_listener(app: Starlette, limits: Limits, drain: int = 60) -> uvicorn.Se
     """What serves an application of `make_app` on given sockets (`run`).
 
     Args:
-      drain: seconds that running answers have to end after SIGTERM; then they are told 503.
+      drain: seconds that running answers have to end after SIGTERM; then they get 503.
     """
     protocol: Any = partial(Connection, limits=limits)
     config = uvicorn.Config(

@@ -1,4 +1,4 @@
-"""What a client is told when it gets no answer, in the form that OpenAI's clients expect."""
+"""Errors of calls without an answer, in the form that OpenAI's clients expect."""
 
 from typing import Any
 

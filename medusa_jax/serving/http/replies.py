@@ -117,7 +117,7 @@ class Reply:
     def usage(self) -> dict[str, Any]:
         """The counts of tokens; a prompt of several choices counts once."""
         results = [self.endings[i].result for i in sorted(self.endings)]
-        # Choices are numbered anew for each prompt (`calls._call`).
+        # Choices are numbered from 0 for each prompt (`calls._call`).
         firsts = [self.endings[i] for i, r in enumerate(self.call.requests) if r.id == 0]
         read = sum(ending.result.prompt_tokens for ending in firsts)
         made = sum(result.new_tokens for result in results)

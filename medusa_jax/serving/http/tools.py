@@ -110,7 +110,7 @@ def asked_tools(fields: Fields) -> Tools | None:
 
 @dataclass
 class CallReader:
-    """Tells calls from text while it grows; arguments are told as they come.
+    """Separates calls from text while it grows; arguments are streamed.
 
     Attributes:
       form: of the calls.
@@ -131,7 +131,7 @@ class CallReader:
         while go_on:
             if self._within == "text":
                 before, go_on = self._text_before(begin, ended)
-                # What stands between two calls is no text.
+                # What is between two calls is no text.
                 said += before if before.strip() or not self.calls else ""
             elif self._within == "name":
                 head = HEAD.match(self._held)

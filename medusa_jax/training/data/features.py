@@ -197,7 +197,7 @@ def cached(
             size = cfg.train.batch_size // cfg.train.accumulation
             encoded = jax.jit(lambda *given: encode(kind, hidden(*given), D))
             compute(found, missing, mesh, size, encoded, frozen)
-    multihost_utils.sync_global_devices(f"hidden states {digest}")  # the last file is there
+    multihost_utils.sync_global_devices(f"hidden states {digest}")  # the last file exists
     return found
 
 

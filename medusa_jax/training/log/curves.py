@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from medusa_jax.plots.style import ACCENT, INK, new_figure, save_figure
+from medusa_jax.plots.style import ACCENT, INK, finish, new_figure, save_figure
 from medusa_jax.whole_files import Json
 
 # One colour per head, legible on white and on black; the backbone's metrics are grey.
@@ -107,10 +107,5 @@ def draw_run(records: Sequence[Json], path: str | Path) -> Path:
             axes.set_yscale("log")
         if len(labels) > 1 or held_out:
             axes.legend(frameon=False, labelcolor=INK, fontsize=7)
-        axes.set_title(title, color=INK, fontsize=9)
-        axes.set_xlabel("step", color=INK, fontsize=8)
-        axes.tick_params(colors=INK, labelsize=7, which="both")
-        axes.grid(color=INK, alpha=0.2, linewidth=0.6)
-        for spine in axes.spines.values():
-            spine.set_color(INK)
+        finish(axes, title, "step", size=7)
     return save_figure(figure, path)
