@@ -29,6 +29,9 @@ COMMANDS = {
     "prefill_cost": Command(
         "costs", "research.prefill_cost", "memory of reading a prompt, on published shapes"
     ),
+    "constrained": Command(
+        "costs", "research.constrained", "speed and waiting time of constrained decoding"
+    ),
     "scaling": Command(
         "costs", "research.scaling", "memory, traffic and time on many devices"
     ),
