@@ -3,8 +3,10 @@
     python train.py --config=configs/smollm2_eagle3.py --workdir=work/smollm2/eagle3
 
 Text and draft vocabulary are those of smollm2_medusa.py. Hidden states are cached in 8 bits and by
-themselves, since they come with three streams from inside the model: 2.3 GB per million tokens. 9.8 M
-parameters, half of them the LM head.
+themselves, since they come with four streams from inside the model: 2.9 GB per million tokens. 5.4 M
+parameters. The last two streams help such a small model: after 160 steps of 4 x 512 tokens on 484
+conversations the first level's held-out top-1 was 0.364 with the paper's layers (2, 15 and 27), 0.370
+with 2, 15 and 30, 0.395 with these four, and 0.399 with seven.
 """
 
 from configs.smollm2_medusa import get_config as medusa_config
@@ -15,7 +17,9 @@ from medusa_jax.heads.eagle3 import Eagle3Config
 def get_config() -> Config:
     """The layer on the frozen model; it learns the model's distribution over four levels."""
     cfg = medusa_config()
-    cfg.heads = Eagle3Config(n_heads=4, draft_vocab=8192)
+    cfg.heads = Eagle3Config(
+        n_heads=4, lm_head="shared", draft_vocab=8192, tap_layers="2,15,27,30"
+    )
     cfg.data.cache_features = "float8"
     cfg.optim.lr = 1e-3
     cfg.train.label_weight, cfg.train.teacher_weight = 0.0, 1.0

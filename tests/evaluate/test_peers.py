@@ -86,6 +86,8 @@ class FakeLlama:
 def test_llama_cpp_runs_the_file_and_its_weights_in_float32(monkeypatch):
     module = types.SimpleNamespace(Llama=FakeLlama, GGML_TYPE_F32=0)
     monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    drafter = types.SimpleNamespace(LlamaPromptLookupDecoding=dict)
+    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", drafter)
     monkeypatch.setattr(FakeLlama, "made", [])
     monkeypatch.setattr(llamacpp, "block_type", lambda path: "Q4_1")
     monkeypatch.setattr(llamacpp, "as_float32", lambda path: f"{path} in float32")
@@ -93,8 +95,12 @@ def test_llama_cpp_runs_the_file_and_its_weights_in_float32(monkeypatch):
     assert [(c.label, c.weights) for c in found] == [
         ("llama.cpp", "F32"),
         ("llama.cpp", "Q4_1"),
+        ("llama.cpp, prompt lookup", "Q4_1"),
     ]
-    alike, own = (llama.settings for llama in FakeLlama.made)
+    alike, own, drafting = (llama.settings for llama in FakeLlama.made)
+    # Drafts go beyond the last token that is asked for.
+    given = {"draft_model": {"num_pred_tokens": 2}, "n_ctx": 42}
+    assert drafting == own | given
     assert (alike["model_path"], own["model_path"]) == ("a.gguf in float32", "a.gguf")
     assert (alike["type_k"], alike["type_v"]) == (0, 0) and "type_k" not in own
     for settings in (alike, own):
@@ -105,7 +111,7 @@ def test_llama_cpp_runs_the_file_and_its_weights_in_float32(monkeypatch):
             run = contender.decode([4, 5])
             assert run.texts == [[6, 7, 8]] and run.first == 1
     monkeypatch.setattr(llamacpp, "block_type", lambda path: "F32")
-    assert len(llamacpp.contenders(Setting("a.gguf", 3, 40, 3, 0))) == 1
+    assert len(llamacpp.contenders(Setting("a.gguf", 3, 40, 3, 0))) == 2
 
 
 class Numbers:

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: a GGUF file in its usual type, and in float32."""
+"""llama.cpp through llama-cpp-python: a GGUF file in float32, in its own type, and with drafts."""
 
 import itertools
 import time
@@ -13,7 +13,7 @@ from medusa_jax.interop.hub import gguf_file
 
 
 def contenders(setting: Setting) -> list[Contender]:
-    """The GGUF file in its own type, and with its weights, keys and values in float32.
+    """The GGUF file with weights, keys and values in float32, in its own type, and with prompt lookup.
 
     Raises:
       UserError: not a GGUF file; llama-cpp-python is not installed or cannot load the file.
@@ -35,11 +35,26 @@ def contenders(setting: Setting) -> list[Contender]:
     found = [_contender(llama_cpp, as_float32(path), "F32", alike, setting.new_tokens)]
     if own != "F32":
         found.append(_contender(llama_cpp, path, own, settings, setting.new_tokens))
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    # Its only drafter; without a GPU its documentation recommends two tokens. They may exceed the text.
+    drafter = LlamaPromptLookupDecoding(num_pred_tokens=2)
+    drafts = settings | {"draft_model": drafter, "n_ctx": setting.context + 2}
+    found.append(
+        _contender(
+            llama_cpp, path, own, drafts, setting.new_tokens, "llama.cpp, prompt lookup"
+        )
+    )
     return found
 
 
 def _contender(
-    llama_cpp: Any, path: str, weights: str, settings: dict[str, int], n_tokens: int
+    llama_cpp: Any,
+    path: str,
+    weights: str,
+    settings: dict[str, Any],
+    n_tokens: int,
+    name: str = "llama.cpp",
 ) -> Contender:
     try:
         llama = llama_cpp.Llama(model_path=path, verbose=False, **settings)
@@ -55,4 +70,4 @@ def _contender(
         rest = list(itertools.islice(tokens, n_tokens - 1))
         return Run([[first, *rest]], middle - start, time.perf_counter() - middle)
 
-    return Contender("llama.cpp", decode, weights)
+    return Contender(name, decode, weights)
