@@ -15,6 +15,7 @@ import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import device_tree
 from medusa_jax.api.device_tree import fastest, figures, trees_by_rows
+from medusa_jax.commands import calibrate
 from medusa_jax.serving import row_sizes
 
 GROWTH = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [3]]
@@ -81,6 +82,17 @@ def test_it_is_measured_once_however_noisy_the_machine_is(directory, machine):
     cost |= dict.fromkeys(LADDER, 1.0)
     del measured[:]
     assert load(directory).tree.n_nodes == chosen and not measured
+
+
+def test_latency_only_measures_again(directory, machine, capsys):
+    cost, measured = machine
+    assert load(directory).tree.n_nodes == 8
+    cost |= {4: 1.3, 6: 1.9, 8: 2.5}
+    asked = ["--latency_only", "--batches=1", f"--model={directory}"]
+    assert calibrate.main([*asked, f"--drafter={directory}/heads"]) == 0
+    assert "--tree auto uses 3 nodes at batch 1 from now on" in capsys.readouterr().err
+    del measured[:]
+    assert load(directory).tree.n_nodes == 3 and not measured
 
 
 @pytest.fixture
