@@ -7,11 +7,10 @@ each. The results by then decide and are kept, however busy the machine was.
 import hashlib
 import json
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,8 +22,6 @@ from medusa_jax.whole_files import Json, write_json
 
 # Most seconds for measuring products, and trees.
 PRODUCTS, TREES = 1.5, 3.5
-# Kinds of notes that `anew` ignores at present.
-_ignored: set[str] = set()
 
 T = TypeVar("T")
 
@@ -38,45 +35,29 @@ def in_rounds(runs: Sequence[Callable[[], T]], rounds: int) -> Iterator[list[T]]
         yield [run() for run in runs]
 
 
-def within(seconds: float, what: str, results: Iterable[T]) -> list[T]:
-    """Print what is measured, and return the results of at most this many seconds.
+def within(seconds: float, what: str, results: Iterator[T]) -> list[T]:
+    """Print what is measured, if there is time, and return the results of at most this many seconds.
 
     They are computed on a thread, since a compilation cannot be interrupted. When time is up, and on
-    Ctrl-C, the caller continues, and the thread ends after its next result.
-
-    Raises: exceptions of `results` within that time.
+    Ctrl-C, the caller continues, and the thread ends after its result.
     """
-    inform(f"measuring {what}, once, at most {seconds:.1f} s ...")
+    if seconds > 0:
+        inform(f"measuring {what}, once, at most {seconds:.1f} s ...")
     found: list[T] = []
-    over, pool = threading.Event(), ThreadPoolExecutor(1)
-
-    def collect() -> None:
-        for result in results:
-            if over.is_set():
-                return
+    pool, until = ThreadPoolExecutor(1), time.monotonic() + seconds
+    try:
+        while (left := until - time.monotonic()) > 0:
+            work = pool.submit(lambda: next(results, None))
+            while left > 0 and not work.done():
+                # The system chooses the thread that Ctrl-C reaches; this one sees it between two waits.
+                wait([work], min(left, 0.1))
+                left = until - time.monotonic()
+            if not work.done() or (result := work.result()) is None:
+                break
             found.append(result)
-
-    try:
-        work, until = pool.submit(collect), time.monotonic() + seconds
-        while not work.done() and (left := until - time.monotonic()) > 0:
-            # The system chooses the thread that Ctrl-C reaches; this one sees it between two waits.
-            wait([work], min(left, 0.1))
-        if work.done():
-            work.result()
     finally:
-        over.set()
         pool.shutdown(wait=False)
-    return list(found)
-
-
-@contextmanager
-def anew(kind: str) -> Iterator[None]:
-    """Within this block notes of a kind are not read, so measurements are made and kept again."""
-    _ignored.add(kind)
-    try:
-        yield
-    finally:
-        _ignored.remove(kind)
+    return found
 
 
 class DeviceCache:
@@ -87,25 +68,35 @@ class DeviceCache:
       marks: further dependencies, distinguished by their `repr`.
     """
 
+    # Whether notes are not read at present.
+    ignored = False
+
     def __init__(self, kind: str, *marks: object) -> None:
         device = jax.devices()[0]
         machine = (jax.__version__, device.platform, device.device_kind, os.cpu_count())
         text = "\n".join(map(repr, (*machine, processor(), *marks)))
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        self.kind, self.file = kind, Path(cache_directory(kind)) / f"{name}.json"
+        self.file = Path(cache_directory(kind)) / f"{name}.json"
+
+    @classmethod
+    @contextmanager
+    def anew(cls) -> Iterator[None]:
+        """Within this block notes are not read, so measurements are made and kept again."""
+        cls.ignored = True
+        try:
+            yield
+        finally:
+            cls.ignored = False
 
     def read(self) -> Json:
         """The note; {} if there is none or it is damaged."""
-        try:
-            found = {} if self.kind in _ignored else json.loads(self.file.read_text())
-        except (OSError, ValueError):
-            found = {}
+        found = None
+        with suppress(OSError, ValueError):
+            found = None if self.ignored else json.loads(self.file.read_text())
         return found if isinstance(found, dict) else {}
 
     def write(self, note: Json) -> None:
         """Keep a note; if that fails, the measurement is made again next time."""
-        try:
+        with suppress(OSError, UserError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.file, note, indent=None)
-        except (OSError, UserError):
-            pass

@@ -14,11 +14,8 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import device_tree
-from medusa_jax.api.device_tree import fastest, figures
-from medusa_jax.measured import anew
+from medusa_jax.api.device_tree import fastest, figures, trees_by_rows
 from medusa_jax.serving import row_sizes
-from medusa_jax.serving.trees import trees_by_rows
-from medusa_jax.tree.ladder import Ladder
 
 GROWTH = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [3]]
 LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
@@ -122,16 +119,14 @@ def test_what_was_timed_in_time_decides(directory, machine, monkeypatch):
 
 def test_sizes_between_those_timed_are_interpolated(directory, machine, monkeypatch):
     """Only 8 nodes are timed in time: a step over 3 takes 1 + 2 x 1.6 / 7 = 1.46 plain ones."""
-    rounds = [(1, 1.0), (8, 2.6)] * 3
+    rounds = [(8, 2.6, 1.0)] * 3
     timed = figures(rounds, LADDER)
-    found = {row["nodes"]: row for row in device_tree.interpolated(timed, LADDER)}
-    assert sorted(found) == [2, 3, 4, 6]
-    assert found[3]["step_latency_ratio"] == pytest.approx(1.457, abs=1e-3)
-    assert device_tree.fastest([*timed, *found.values()]) == 3
-    model = load(directory)
-    monkeypatch.setattr(device_tree, "timings", lambda *_: rounds)
-    with anew("trees"):
-        assert device_tree.measured_ladder(model, model.calibrated, [1]).at(1).n_nodes == 3
+    assert fastest(timed) == 1 and fastest(timed, LADDER) == 3
+    just = (1 + 2 * 1.6 / 7) * device_tree.MARGIN  # tokens per step that 3 nodes need
+    assert fastest(timed, LADDER | {2: 1.0, 3: just + 0.01, 4: 1.0, 6: 1.0}) == 3
+    assert fastest(timed, LADDER | {2: 1.0, 3: just - 0.01, 4: 1.0, 6: 1.0}) == 1
+    monkeypatch.setattr(device_tree, "time_steps", lambda *_: iter(rounds))
+    assert load(directory).tree.n_nodes == 3
 
 
 def test_ctrl_c_ends_measuring_and_keeps_nothing(directory, machine, monkeypatch):
@@ -181,27 +176,31 @@ def test_a_server_has_a_tree_for_each_number_of_rows(directory, monkeypatch, mea
     monkeypatch.setenv(device_tree.VARIABLE, "bundled")
     model = load(directory)
     monkeypatch.delenv(device_tree.VARIABLE)
-    ladder = Ladder({rows: Tree.chain(rows) for rows in (1, 2)})
-    monkeypatch.setattr(device_tree, "measured_ladder", lambda *_: ladder)
+    rungs = {1: {"nodes": 3}, 2: {"nodes": 4}}
+    monkeypatch.setattr(device_tree, "measure_rung", lambda *given: rungs[given[2]])
     trees = trees_by_rows(model, [1, 2], measured)
-    assert [tree.n_nodes for tree in trees.values()] == ([2, 3] if measured else [2, 2])
+    assert [tree.n_nodes for tree in trees.values()] == ([3, 4] if measured else [2, 2])
 
 
 def test_figures_are_of_the_quieter_half_of_the_rounds():
     """Ratios 1.0, 1.1, ..., 1.4 in it, 3 in the others."""
-    quiet = [one for i in range(5) for one in ((1, 1.0), (2, 1 + 0.1 * i))]
-    timed = [*quiet, *[(1, 9.0), (2, 27.0)] * 5, (1, 1.0), (3, 1.0)]
+    quiet = [(2, 1 + 0.1 * i, 1.0) for i in range(5)]
+    timed = [*quiet, *[(2, 27.0, 9.0)] * 5, (3, 1.0, 1.0)]
     [row] = figures(timed, {2: 1.8, 3: 2.0})  # 3 nodes were timed once
     assert row["step_latency_ratio"] == 1.2 and row["speedup"] == 1.5
     assert row["spread"] == pytest.approx(0.2 / 1.2, abs=1e-4)
 
 
 def test_a_larger_size_must_be_faster_by_more_than_the_margin():
-    rows = [{"nodes": 4, "speedup": 2.03}, {"nodes": 2, "speedup": 2.0}]
-    assert fastest(rows) == 2
-    rows[0]["speedup"] = 2.05
-    assert fastest(rows) == 4
-    assert fastest([{"nodes": 2, "speedup": 1.01}]) == 1 and fastest([]) == 1
+    def rows(**speedups):
+        return [
+            {"nodes": int(nodes[1:]), "speedup": speedup, "step_latency_ratio": 1.0}
+            for nodes, speedup in speedups.items()
+        ]
+
+    assert fastest(rows(n2=2.0, n4=2.03)) == 2
+    assert fastest(rows(n2=2.0, n4=2.05)) == 4
+    assert fastest(rows(n2=1.01)) == 1 and fastest([]) == 1
 
 
 def test_a_batch_takes_its_own_rung(directory, machine):
@@ -274,22 +273,23 @@ def test_several_hosts_measure_nothing(directory, monkeypatch):
     assert not device_tree.is_measured(calibrated)
 
 
-def test_an_accelerator_may_take_more_than_the_evidence_reaches():
+def test_an_accelerator_may_take_more_than_the_evidence_reaches(monkeypatch):
     growth = [[i] for i in range(70)]
     file = {
         "growth": growth,
         "evidence": {"ladder": [{"nodes": 8, "tokens_per_step": 2.2}]},
     }
-    assert device_tree.tokens_by_size(file, "cpu") == {1: 1.0, 8: 2.2}
-    assert device_tree.tokens_by_size(file, "gpu") == {1: 1.0, 8: 2.2, 64: 2.2}
-    assert device_tree.tokens_by_size({"growth": growth}, "gpu") == {}
+    assert device_tree.tokens_by_size(file) == {1: 1.0, 8: 2.2}
+    monkeypatch.setattr(device_tree.jax, "default_backend", lambda: "gpu")
+    assert device_tree.tokens_by_size(file) == {1: 1.0, 8: 2.2, 64: 2.2}
+    assert device_tree.tokens_by_size({"growth": growth}) == {}
 
 
 @pytest.mark.wide
 def test_steps_are_really_timed(directory, monkeypatch, tmp_path):
     model = load(directory, tree="none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = device_tree.measure_and_keep(model, model.calibrated, 1)
+    found = device_tree.measure_rung(model, model.calibrated, 1)
     assert found["rows"] and all(row["step_latency_ratio"] > 0 for row in found["rows"])
     kept = device_tree.kept_for(model, model.calibrated)
     for content in (None, {"1": {"nodes": 99}}, {"1": 7, "x": {"nodes": 2}}, [], "{"):

@@ -1,16 +1,17 @@
-"""The fastest size of tree on this device for a number of rows: what `--tree auto` means.
+"""The default tree of a model, fitted to this device and the number of rows: what `--tree auto` means.
 
 A tree file gives the order in which nodes are worth adding and the tokens per step of each size; both
 belong to the heads. The cost of a step depends on the machine and the number of rows, so it is measured
 there: once, in at most `measured.TREES` seconds, and kept in the user's cache directory. Plain decoding is
-one of the sizes: where no tree is faster, none is used. The choices for several numbers of rows are a
-ladder (`tree/ladder.py`); `calibrate` measures one without a time limit and also writes it into the tree
-file.
+one of the sizes: where no tree is faster, none is used. `calibrate` measures without a time limit.
 """
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeGuard
 
 import jax
@@ -22,9 +23,17 @@ from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
+from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.measured import TREES, DeviceCache, within
 from medusa_jax.model.stored import Storage
-from medusa_jax.tree import Ladder, Tree, file_ladder, tree_of_size
+from medusa_jax.tree import (
+    Tree,
+    file_ladder,
+    load_tree_file,
+    parse_tree,
+    tree_at,
+    tree_of_size,
+)
 from medusa_jax.tree.files import ACCELERATOR_NODES, auto_tree
 from medusa_jax.whole_files import Json
 
@@ -39,23 +48,83 @@ MARGIN = 1.02
 # Sizes that are tried on each side of the fastest.
 REACH = 2
 
-# Nodes, and seconds of a step with them; a size follows the plain step (1 node) of the same round.
-Timing = tuple[int, float]
+# A round: nodes of a tree, seconds of a step with it and of a plain one.
+Round = tuple[int, float, float]
 
 
-def tokens_by_size(calibrated: Json | None, platform: str) -> dict[int, float]:
+@dataclass(frozen=True)
+class TreeChoice:
+    """What is known about a model's tree before its heads are read.
+
+    Attributes:
+      tree: the tree, or its name as for `--tree`.
+      calibrated: content of the tree file next to the heads.
+      ladder: the trees by number of rows that "auto" and "bundled" know.
+      unmeasured: the tree is still to be measured on this device.
+    """
+
+    tree: str | Tree
+    calibrated: Json | None = None
+    ladder: Mapping[int, Tree] = field(default_factory=dict)
+    unmeasured: bool = False
+
+    @classmethod
+    def of(
+        cls, spec: str | Tree, stored: StoredHeads, batch: int, *marks: object
+    ) -> "TreeChoice":
+        """The tree that `spec` names for these heads; "auto" is the fastest known on this device.
+
+        Args:
+          batch: rows that will be decoded at a time.
+          marks: arguments of `kept_choices` after the tree file.
+
+        Raises:
+          UserError: no tree, or one that is deeper than there are heads.
+        """
+        file, platform = Path(stored.directory) / "tree.json", jax.default_backend()
+        calibrated = load_tree_file(file) if file.exists() else None
+        ladder: dict[int, Tree] = {}
+        unmeasured = False
+        if calibrated and spec in ("auto", "bundled"):
+            ladder = file_ladder(calibrated, platform)
+        if spec == "auto" and is_measured(calibrated):
+            kept = kept_trees(kept_choices(calibrated, *marks), calibrated)  # type: ignore[arg-type]
+            ladder, unmeasured = ladder | kept, batch not in kept
+        if ladder:
+            spec = tree_at(ladder, batch)
+        elif spec == "auto" and not calibrated:
+            spec = Tree.chain(stored.heads.n_heads)
+        tree = spec if isinstance(spec, Tree) else parse_tree(spec, calibrated, platform)
+        tree.check_depth(stored.heads.n_heads)
+        return cls(tree, calibrated, ladder, unmeasured)
+
+    @property
+    def levels(self) -> int | None:
+        """Most heads that are used; None: any may be, since nothing is measured yet."""
+        if self.unmeasured or isinstance(self.tree, str):
+            return None
+        return max(1, *(t.drafted.depth for t in (self.tree, *self.ladder.values())))
+
+    def settle(self, model: Model, batch: int) -> None:
+        """Measure the tree if it is unmeasured; sets the model's tree and ladder."""
+        if self.unmeasured:
+            model.tree = trees_by_rows(model, [batch])[batch]
+        if self.ladder:
+            model.ladder = {**self.ladder, batch: model.tree}
+
+
+def tokens_by_size(calibrated: Json | None) -> dict[int, float]:
     """Tokens per step by number of nodes, smallest first, as the tree file's evidence has them.
 
     On an accelerator, where a step with 64 nodes costs little more than with one, that size counts with
     the tokens of the largest one in the evidence.
     """
     ladder = ((calibrated or {}).get("evidence") or {}).get("ladder") or []
-    growth = len((calibrated or {}).get("growth", ()))
-    found = {row["nodes"]: row["tokens_per_step"] for row in ladder}
-    found = {size: n for size, n in sorted(found.items()) if size <= growth + 1}
-    if found and platform != "cpu" and max(found) < ACCELERATOR_NODES <= growth + 1:
+    most = len((calibrated or {}).get("growth", ())) + 1
+    found = {row["nodes"]: row["tokens_per_step"] for row in ladder if row["nodes"] <= most}
+    if found and jax.default_backend() != "cpu" and max(found) < ACCELERATOR_NODES <= most:
         found[ACCELERATOR_NODES] = found[max(found)]
-    return found and {1: 1.0} | found
+    return found and {1: 1.0} | dict(sorted(found.items()))
 
 
 def is_measured(calibrated: Json | None) -> TypeGuard[Json]:
@@ -71,7 +140,7 @@ def is_measured(calibrated: Json | None) -> TypeGuard[Json]:
         raise UserError(f"{VARIABLE} is bundled or not set, not {asked!r}")
     if asked == "bundled" or jax.process_count() > 1:
         return False
-    return bool(tokens_by_size(calibrated, jax.default_backend()))
+    return bool(tokens_by_size(calibrated))
 
 
 def kept_choices(
@@ -82,7 +151,7 @@ def kept_choices(
     storage: Storage,
     mesh: Mesh,
 ) -> DeviceCache:
-    """The note of this device's choices for these heads: number of rows -> `rung`."""
+    """The note of this device's choices for these heads: number of rows -> `measure_rung`."""
     tree = (calibrated["growth"], calibrated["evidence"]["ladder"], STEPS, PROMPT)
     forms, sizes = (storage, storage.of_drafts), tuple(mesh.shape.values())
     return DeviceCache("trees", *tree, config, heads, str(dtype), forms, sizes)
@@ -104,46 +173,99 @@ def kept_trees(kept: DeviceCache, calibrated: Json) -> dict[int, Tree]:
     return found
 
 
-def timings(
-    model: Model, calibrated: Json, rows: int, most_nodes: int | None = None
-) -> Iterator[Timing]:
-    """Time steps with trees, interleaved with plain ones.
+def trees_by_rows(
+    model: Model, sizes: Sequence[int], measured: bool = True
+) -> dict[int, Tree]:
+    """The tree for each number of rows: the fastest for one may be slow for eight.
 
-    The tree file's choice comes first, then the sizes next to the fastest so far, `REACH` on each side.
+    Args:
+      measured: measure at first use what is fastest on this device, all in `TREES` seconds, if the tree
+        file says what each size gives; else they are the model's own.
+    """
+    calibrated = model.calibrated
+    if not (measured and is_measured(calibrated)):
+        return {rows: model.tree_at(rows) for rows in sizes}
+    trees = kept_trees(kept_for(model, calibrated), calibrated)
+    until = time.monotonic() + TREES
+    for rows in sizes:
+        if rows not in trees:
+            left = max(0.0, until - time.monotonic())
+            nodes = measure_rung(model, calibrated, rows, left)["nodes"]
+            trees[rows] = tree_of_size(calibrated["growth"], nodes)
+    return {rows: trees[rows] for rows in sizes}
+
+
+def measure_rung(
+    model: Model,
+    calibrated: Json,
+    rows: int,
+    limit: float | None = None,
+    most_nodes: int | None = None,
+) -> Json:
+    """Measure which tree is fastest, and keep it for this device unless `most_nodes` limits it.
 
     Args:
       rows: batch size.
+      limit: seconds; the sizes timed by then decide, or without any the tree file's choice is used.
       most_nodes: larger trees are not tried.
+
+    Returns: the fastest size as `nodes`, and figures by size as `rows`.
     """
-    tokens = tokens_by_size(calibrated, jax.default_backend())
-    engines = {
-        size: model.engine(tree)
-        for size in tokens
+    tokens = {
+        size: n
+        for size, n in tokens_by_size(calibrated).items()
         if size <= (most_nodes or size)
-        and (tree := tree_of_size(calibrated["growth"], size)).drafted.depth
-        <= model.drafter.n_heads
+        and tree_of_size(calibrated["growth"], size).drafted.depth <= model.drafter.n_heads
     }
+    timed: Iterable[Round] = (rounds := time_steps(model, calibrated, rows, tokens))
+    if limit is not None:
+        timed = within(limit, f"which tree is fastest for batch {rows}", rounds)
+    found = figures(timed, tokens)
+    nodes = fastest(found, tokens)
+    if limit is not None and not found:
+        nodes = file_tree(calibrated, rows).n_nodes
+    rung = {"nodes": nodes, "batch": rows, "rows": found}
+    if most_nodes is None:
+        kept = kept_for(model, calibrated)
+        kept.write(kept.read() | {str(rows): rung})
+    return rung
+
+
+def file_tree(calibrated: Json, rows: int) -> Tree:
+    """The tree file's own choice for this number of rows."""
+    platform = jax.default_backend()
+    ladder = file_ladder(calibrated, platform)
+    return tree_at(ladder, rows) if ladder else auto_tree(calibrated, platform)
+
+
+def time_steps(
+    model: Model, calibrated: Json, rows: int, tokens: Mapping[int, float]
+) -> Iterator[Round]:
+    """Time steps with trees of the sizes in `tokens`, interleaved with plain ones.
+
+    The tree file's choice comes first, then the sizes next to the fastest so far, `REACH` on each side.
+    """
+    sizes = list(tokens)
+    engines = {n: model.engine(tree_of_size(calibrated["growth"], n)) for n in sizes}
     prompt = [min(1, model.config.vocab_size - 1)] * PROMPT
     clock = StepClock(
         list(engines.values()), model.variables, prompt, batch=rows, n_steps=STEPS
     )
-    found: list[Timing] = []
-    sizes, tried, first = list(engines), {1}, file_tree(calibrated, rows).n_nodes
+    found: list[Round] = []
+    tried, first = {1}, file_tree(calibrated, rows).n_nodes
     at = min(range(len(sizes)), key=lambda i: abs(sizes[i] - first))
-    while untried := [
-        i
-        for i in range(max(0, at - REACH), min(len(sizes), at + REACH + 1))
-        if sizes[i] not in tried
-    ]:
-        size = sizes[min(untried, key=lambda i: abs(i - at))]
+    while untried := set(sizes[max(0, at - REACH) : at + REACH + 1]) - tried:
+        size = min(sorted(untried), key=lambda n: abs(sizes.index(n) - at))
         tried.add(size)
-        for nodes in (1, size) * ROUNDS:
-            found.append((nodes, clock.seconds(engines[nodes])))
+        for _ in range(ROUNDS):
+            plain = clock.seconds(engines[1])
+            yield 1, plain, plain  # time may be up: the tree's step is another compilation
+            found.append((size, clock.seconds(engines[size]), plain))
             yield found[-1]
-        at = sizes.index(fastest(figures(found, tokens)))
+        at = sizes.index(fastest(figures(found, tokens), tokens))
 
 
-def figures(timed: Iterable[Timing], tokens: Mapping[int, float]) -> list[Json]:
+def figures(timed: Iterable[Round], tokens: Mapping[int, float]) -> list[Json]:
     """Figures of each size that was timed often enough, smallest first.
 
     Other work on a machine comes in bursts and only adds time. So ratios are taken within a round, and
@@ -152,98 +274,42 @@ def figures(timed: Iterable[Timing], tokens: Mapping[int, float]) -> list[Json]:
     Returns: rows with the median ratio, the speed-up, and `spread`: the difference between the quartiles
       of the ratios, as a share of the median.
     """
-    rounds: dict[int, list[tuple[float, float]]] = {}
-    for size, seconds in timed:
-        if size == 1:
-            plain = seconds
-        else:
-            rounds.setdefault(size, []).append((seconds, plain))
+    rounds: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for size, own, plain in timed:
+        rounds[size].append((own, plain))
     rows = []
     for size, pairs in sorted(rounds.items()):
-        if len(pairs) < LEAST:
+        if size == 1 or len(pairs) < LEAST:
             continue
         quiet = sorted(pairs, key=sum)[: (len(pairs) + 1) // 2]
-        low, ratio, high = np.quantile([s / plain for s, plain in quiet], [0.25, 0.5, 0.75])
-        row = {
-            "tokens_per_step": tokens[size],
-            "step_latency_ratio": ratio,
-            "speedup": tokens[size] / ratio,
-            "spread": (high - low) / ratio,
-        }
-        rows.append({"nodes": size} | {name: round(float(x), 4) for name, x in row.items()})
+        low, ratio, high = np.quantile(
+            [own / plain for own, plain in quiet], [0.25, 0.5, 0.75]
+        )
+        values = (tokens[size], ratio, tokens[size] / ratio, (high - low) / ratio)
+        names = ("tokens_per_step", "step_latency_ratio", "speedup", "spread")
+        rows.append(
+            {"nodes": size} | dict(zip(names, (round(float(x), 4) for x in values)))
+        )
     return rows
 
 
-def interpolated(timed: Sequence[Json], tokens: Mapping[int, float]) -> list[Json]:
-    """Figures of the sizes that were not timed, below the largest that was.
+def fastest(rows: Sequence[Json], tokens: Mapping[int, float] | None = None) -> int:
+    """The size that none beats by more than `MARGIN`, small ones first; 1 is plain decoding.
 
-    Step latency is taken as linear in the nodes between two timed sizes.
+    Args:
+      rows: `figures`, smallest size first.
+      tokens: tokens per step by size. Of sizes that were not timed, those below the largest that was
+        count with a step latency linear in the nodes between two timed sizes.
 
     Example: a step over 8 nodes takes 2.6 plain steps, so one over 2 takes 1 + 1.6 / 7 = 1.23.
     """
-    known = {1: 1.0} | {row["nodes"]: row["step_latency_ratio"] for row in timed}
-    nodes, found = sorted(known), []
-    for size, n in tokens.items():
-        if size not in known and size < nodes[-1]:
-            ratio = float(np.interp(size, nodes, [known[x] for x in nodes]))
-            found.append({"nodes": size, "step_latency_ratio": ratio, "speedup": n / ratio})
-    return found
-
-
-def fastest(rows: Iterable[Json]) -> int:
-    """The size that none beats by more than `MARGIN`, small ones first; 1 is plain decoding."""
-    best: Json = {"nodes": 1, "speedup": 1.0}
-    for row in sorted(rows, key=lambda row: row["nodes"]):
-        if row["speedup"] > MARGIN * best["speedup"]:
-            best = row
-    return int(best["nodes"])
-
-
-def file_tree(calibrated: Json, rows: int) -> Tree:
-    """The tree file's own choice for this number of rows."""
-    platform = jax.default_backend()
-    ladder = file_ladder(calibrated, platform)
-    return ladder.at(rows) if ladder else auto_tree(calibrated, platform)
-
-
-def measure_rung(
-    model: Model, calibrated: Json, rows: int, most_nodes: int | None = None
-) -> Json:
-    """Measure without a time limit: the fastest size as `nodes`, and figures by size as `rows`."""
-    tokens = tokens_by_size(calibrated, jax.default_backend())
-    found = figures(timings(model, calibrated, rows, most_nodes), tokens)
-    return {"nodes": fastest(found), "batch": rows, "rows": found}
-
-
-def measure_and_keep(model: Model, calibrated: Json, rows: int) -> Json:
-    """`measure_rung`, whatever was kept before; its choice is kept for this device."""
-    found, kept = measure_rung(model, calibrated, rows), kept_for(model, calibrated)
-    kept.write(kept.read() | {str(rows): found})
-    return found
-
-
-def measured_ladder(model: Model, calibrated: Json, sizes: Sequence[int]) -> Ladder:
-    """A rung for each number of rows, measured on this device at first use: all in `TREES` seconds.
-
-    The sizes timed by then decide, with those in between interpolated; without any, the tree file's
-    choice is used. It is kept, however busy the machine was.
-    """
-    kept, until = kept_for(model, calibrated), time.monotonic() + TREES
-    trees = kept_trees(kept, calibrated)
-    tokens = tokens_by_size(calibrated, jax.default_backend())
-    for rows in sizes:
-        if rows in trees:
-            continue
-        timed: list[Timing] = []
-        if (left := until - time.monotonic()) > 0:
-            what = f"which tree is fastest for batch {rows}"
-            timed = within(left, what, timings(model, calibrated, rows))
-        found = figures(timed, tokens)
-        if found:
-            size = fastest([*found, *interpolated(found, tokens)])
-            trees[rows] = tree_of_size(calibrated["growth"], size)
-        else:
-            trees[rows] = file_tree(calibrated, rows)
-        rung = {"nodes": trees[rows].n_nodes, "batch": rows, "rows": found}
-        kept.write(kept.read() | {str(rows): rung})
-    return Ladder({rows: trees[rows] for rows in sizes})
+    ratios = {1: 1.0} | {row["nodes"]: row["step_latency_ratio"] for row in rows}
+    speedups = {1: 1.0} | {row["nodes"]: row["speedup"] for row in rows}
+    for size, n in (tokens or {}).items():
+        if size not in ratios and size < max(ratios):
+            speedups[size] = n / np.interp(size, list(ratios), list(ratios.values()))
+    best = 1
+    for size, speedup in sorted(speedups.items()):
+        if speedup > MARGIN * speedups[best]:
+            best = size
+    return best

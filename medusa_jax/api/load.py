@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from medusa_jax.api import tree_choice
 from medusa_jax.api.baselines import find_baseline, load_baseline
+from medusa_jax.api.device_tree import TreeChoice
 from medusa_jax.api.finding import (
     bundled_draft_model,
     default_drafter,
@@ -133,12 +133,12 @@ def load(
     if baseline is not None:
         heads, head_params = load_baseline(baseline, text_to_ids, number, devices, storage)
         default = make_drafter(heads, config).default_tree
-        chosen = tree_choice.TreeChoice(default if tree == "auto" else tree)
+        chosen = TreeChoice(default if tree == "auto" else tree)
     elif stored is None:
-        chosen = tree_choice.TreeChoice(Tree.none() if tree == "auto" else tree)
+        chosen = TreeChoice(Tree.none() if tree == "auto" else tree)
     else:
         about = (config, stored.heads, number, storage, devices)
-        chosen = tree_choice.for_heads(tree, stored, batch, *about)
+        chosen = TreeChoice.of(tree, stored, batch, *about)
         read = partial(
             heads_io.load_heads,
             stored,

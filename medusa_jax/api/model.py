@@ -1,7 +1,7 @@
 """A loaded backbone with its draft heads: what `generate` and `stream` run on."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -23,7 +23,7 @@ from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.model.placing import decoder
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
-from medusa_jax.tree import Ladder, Tree, parse_tree
+from medusa_jax.tree import Tree, parse_tree, tree_at
 from medusa_jax.whole_files import Json
 
 
@@ -37,7 +37,7 @@ class Model:
         `model/placing.py` makes them.
       tokenizer: text to ids and back.
       tree: the default draft tree, for the number of rows that was loaded for.
-      ladder: default trees by number of rows, where they are known; None: `tree` for all.
+      ladder: default trees by number of rows, where they are known; {}: `tree` for all.
       eos_ids: tokens that end a text, unless a request names others.
       storage: the form that kernels are stored in.
       calibrated: content of the tree file next to the heads, or None.
@@ -72,7 +72,7 @@ class Model:
         self.variables = variables
         self.tree = drafter.default_tree if self.drafts else Tree.none()
         self.tree = self.parse_tree(tree)
-        self.ladder: Ladder | None = None
+        self.ladder: Mapping[int, Tree] = {}
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self._read_wide = read_wide
         self._wide: Params | None = None
@@ -131,7 +131,7 @@ class Model:
 
     def tree_at(self, rows: int) -> Tree:
         """The default tree for this number of rows."""
-        return self.ladder.at(rows) if self.ladder else self.tree
+        return tree_at(self.ladder, rows) if self.ladder else self.tree
 
     def parse_tree(self, spec: str | Tree | None) -> Tree:
         """The tree a `--tree` value names, checked against the loaded heads."""

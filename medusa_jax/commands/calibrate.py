@@ -142,18 +142,18 @@ def print_rung(rung: Row) -> None:
 def measure_steps(flags: Flags, batches: Sequence[int]) -> int:
     """Measure the choice of `--tree auto` on this device again, and print it."""
     from medusa_jax.api import device_tree
-    from medusa_jax.measured import anew
+    from medusa_jax.measured import DeviceCache
 
     mesh = parse_mesh(flags.mesh)
-    with anew("products"):
+    with DeviceCache.anew():
         model = load_model(flags, needs_heads=True, mesh=mesh, tree="none")
     calibrated = model.calibrated
-    if not (calibrated and device_tree.tokens_by_size(calibrated, "cpu")):
+    if not (calibrated and device_tree.tokens_by_size(calibrated)):
         raise UserError(
             "no tree file with evidence is next to the heads: calibrate with --prompts first"
         )
     for rows in batches:
-        found = device_tree.measure_and_keep(model, calibrated, rows)
+        found = device_tree.measure_rung(model, calibrated, rows)
         print_rung(found)
         inform(f"--tree auto uses {found['nodes']} nodes at batch {rows} from now on")
     return 0

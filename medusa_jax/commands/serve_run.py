@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from medusa_jax.api import Model
+from medusa_jax.api.device_tree import trees_by_rows
 from medusa_jax.commands.flags import load_model, parse_mesh
 from medusa_jax.commands.serve_flags import Flags
 from medusa_jax.console import (
@@ -20,7 +21,6 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.conversation import PLAIN
 from medusa_jax.interop.chat import template_source
 from medusa_jax.serving import Server, row_sizes
-from medusa_jax.serving.trees import trees_by_rows
 
 KEY = "MEDUSA_API_KEY"
 

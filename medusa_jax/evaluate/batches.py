@@ -28,7 +28,7 @@ def batch_rows(
       UserError: the heads have no calibrated tree with evidence.
     """
     calibrated = model.calibrated or {}
-    if not device_tree.tokens_by_size(calibrated, "cpu"):
+    if not device_tree.tokens_by_size(calibrated):
         raise UserError(
             "fitting the tree to a batch needs a calibrated tree with evidence next to the "
             "heads: run `python -m medusa_jax calibrate`"
@@ -38,7 +38,7 @@ def batch_rows(
     prompts = [list(p[-length:]) for p in prompts]
     contenders: list[Contender] = []
     for batch in batches:
-        fit = device_tree.measure_rung(model, calibrated, batch, most_nodes)
+        fit = device_tree.measure_rung(model, calibrated, batch, most_nodes=most_nodes)
         for tree in (Tree.none(), tree_of_size(calibrated["growth"], fit["nodes"])):
             decode = partial(in_batches, model, options, batch, tree)
             facts = {"batch": batch, "tree_nodes": tree.n_nodes, "fit": fit}

@@ -125,6 +125,6 @@ def with_rungs(model: Model, found: Json, batches: Sequence[int]) -> Json:
     first, rungs = of_size(predicted["nodes"]) | found, []
     with Progress("choosing by batch size", len(batches), "batch size") as bar:
         for rows in batches:
-            rungs.append(device_tree.measure_and_keep(model, first, rows))
+            rungs.append(device_tree.measure_rung(model, first, rows))
             bar.update()
     return of_size(rungs[0]["nodes"]) | found | {"batches": rungs}

@@ -7,7 +7,7 @@ that is fastest for one row is used, and the rows of a tree decide only if that 
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,9 +43,6 @@ BYTES = 2**28
 # Most rounds of timing.
 ROUNDS = 32
 
-# Name of a form, rows, seconds.
-Timing = tuple[str, int, float]
-
 
 def choose_storage(
     config: LlamaConfig,
@@ -80,7 +77,14 @@ def choose_storage(
     panels = replace(plain, panel=native.panel)
     if weights == STORED or os.environ.get(VARIABLE) == "native":
         return panels
-    return panels if _faster(config, dtype, panels, native.path) == "native" else plain
+    forms = dict(zip(NAMES, (plain, panels)))
+    marks = (config.n_layers, layer_shapes(config), str(dtype), plain.weights)
+    kept = DeviceCache("products", Path(native.path).name, *marks)
+    if (form := kept.read().get("form")) not in NAMES:
+        rounds = time_products(config, dtype, (plain, panels))
+        form = fastest(within(PRODUCTS, "which products are fastest", rounds))
+        kept.write({"form": form})
+    return forms[form]
 
 
 def reads_blocks(dtype: DTypeLike, mesh: Mesh) -> bool:
@@ -109,42 +113,19 @@ def _kernels(dtype: DTypeLike, mesh: Mesh) -> Library | None:
     return native
 
 
-def _faster(config: LlamaConfig, dtype: DTypeLike, panels: Storage, kernels: str) -> str:
-    """The name of the faster form, from the user's cache or measured now."""
-    shapes, weights = layer_shapes(config), panels.weights
-    marks = (Path(kernels).name, config.n_layers, shapes, str(dtype), weights)
-    kept = DeviceCache("products", *marks)
-    if (known := kept.read().get("form")) in NAMES:
-        return str(known)
-    forms = {"plain": Storage(0, weights), "native": Storage(panels.panel, weights)}
-    timed = within(
-        PRODUCTS, "which products are fastest", time_products(config, dtype, forms)
-    )
-    form, seconds = fastest(timed)
-    kept.write({"form": form, "seconds": seconds, "kernels": shapes})
-    return form
-
-
-def fastest(timed: list[Timing]) -> tuple[str, dict[str, list[float]]]:
+def fastest(rounds: Sequence[Sequence[float]]) -> str:
     """The form that is fastest for one row, or within `DRAW` the one that is for a tree's rows.
 
     The minimum counts, not the median: other work on the machine only adds time, and the choice is kept.
-    Native products, which were faster wherever they were measured, are chosen if a case was not timed.
+    Native products, which were faster wherever they were measured, are chosen if there was no time.
 
-    Returns: the form; form -> seconds for one row and for a tree's.
+    Args:
+      rounds: of `time_products` with the forms of `NAMES`.
     """
-    seconds = {
-        name: [
-            min((s for *case, s in timed if case == [name, rows]), default=0.0)
-            for rows in (ONE, TREE)
-        ]
-        for name in NAMES
-    }
-    if not all(map(all, seconds.values())):
-        return "native", seconds
-    best = min(one for one, _ in seconds.values())
-    near = [name for name in NAMES if seconds[name][0] <= DRAW * best]
-    return min(near, key=lambda name: seconds[name][1]), seconds
+    if not rounds:
+        return "native"
+    one, tree = np.min(rounds, axis=0).reshape(len(NAMES), 2).T
+    return NAMES[np.argmin(tree if max(one) <= DRAW * min(one) else one)]
 
 
 def layer_shapes(config: LlamaConfig) -> list[tuple[int, int]]:
@@ -161,30 +142,30 @@ def layer_shapes(config: LlamaConfig) -> list[tuple[int, int]]:
 
 
 def time_products(
-    config: LlamaConfig, dtype: DTypeLike, forms: Mapping[str, Storage]
-) -> Iterator[Timing]:
-    """Time all products of the layers with each form, for one row and a tree's, interleaved."""
+    config: LlamaConfig, dtype: DTypeLike, forms: Sequence[Storage]
+) -> Iterator[list[float]]:
+    """Seconds of the products of all layers: in each round every form, for one row and for a tree's."""
     shapes = tuple(layer_shapes(config))
     kernels = [np.full(shape, shape[0] ** -0.5, dtype) for shape in shapes]
     n_layers = min(config.n_layers, max(1, BYTES // sum(k.nbytes for k in kernels)))
     place = jax.jit(store, static_argnums=1)
     products = jax.jit(_products, static_argnums=(2, 3))
-    layers: dict[str, list[list[Kernel]]] = {name: [] for name in forms}
-    for _ in range(n_layers):
-        for name, form in forms.items():
-            placed = place({str(i): {"kernel": k} for i, k in enumerate(kernels)}, form)
-            layers[name].append([part["kernel"] for part in placed.values()])
 
-    def run(name: str, rows: int) -> Timing:
+    def layer(form: Storage) -> list[Kernel]:
+        placed = place({str(i): {"kernel": k} for i, k in enumerate(kernels)}, form)
+        return [part["kernel"] for part in placed.values()]
+
+    def seconds(layers: list[list[Kernel]], rows: int) -> float:
         start = time.perf_counter()
         x_RD = np.ones((rows, config.d_model), dtype)
-        jax.block_until_ready(products(layers[name], x_RD, dtype, shapes))
-        return name, rows, time.perf_counter() - start
+        jax.block_until_ready(products(layers, x_RD, dtype, shapes))
+        return time.perf_counter() - start
 
-    runs = [partial(run, name, rows) for name in forms for rows in (ONE, TREE)]
-    next(in_rounds(runs, 1))  # compiles
-    for found in in_rounds(runs, ROUNDS):
-        yield from found
+    stacks = [[layer(form) for _ in range(n_layers)] for form in forms]
+    runs = [partial(seconds, layers, rows) for layers in stacks for rows in (ONE, TREE)]
+    rounds = in_rounds(runs, 1 + ROUNDS)
+    next(rounds)  # compiles
+    yield from rounds
 
 
 def _products(

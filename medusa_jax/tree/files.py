@@ -1,7 +1,7 @@
 """Trees by name: the values of `--tree`, and the tree file next to the heads."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medusa_jax.errors import UserError, did_you_mean
@@ -80,6 +80,33 @@ def auto_tree(calibrated: Json, platform: str) -> Tree:
         return Tree.from_choices(calibrated["choices"])
     growth = calibrated.get("growth") or calibrated["choices"]
     return tree_of_size(growth, min(ACCELERATOR_NODES, len(growth) + 1))
+
+
+def file_ladder(calibrated: Json, platform: str = "cpu") -> dict[int, Tree]:
+    """Return a tree file's trees by number of rows (`batches`); {} if it has none for the platform.
+
+    A CPU uses trees that were fitted to any platform, as in `auto_tree`.
+
+    Raises:
+      UserError: malformed `batches`.
+    """
+    if platform not in ("cpu", calibrated.get("platform")):
+        return {}
+    try:
+        sizes = {rung["batch"]: rung["nodes"] for rung in calibrated.get("batches") or ()}
+    except (TypeError, KeyError):
+        sizes = {0: 0}
+    if not all(type(n) is int and n > 0 for rung in sizes.items() for n in rung):
+        raise UserError(
+            "the tree file's 'batches' must be a list of objects with whole numbers 'batch' and 'nodes'"
+        )
+    growth = calibrated.get("growth") or calibrated["choices"]
+    return {rows: tree_of_size(growth, size) for rows, size in sizes.items()}
+
+
+def tree_at(ladder: Mapping[int, Tree], rows: int) -> Tree:
+    """The tree for this number of rows: that of the same or the next larger number, or the last."""
+    return ladder[min((n for n in ladder if n >= rows), default=max(ladder))]
 
 
 def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu") -> Tree:
