@@ -8,6 +8,7 @@ over it. Of the launch its processor time counts, since the pass takes the host'
 import dataclasses
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,25 +94,33 @@ def waiting() -> Iterator[list[float]]:
     """Seconds that the device waits for the host, one entry for each constrained step."""
     waits: list[float] = []
     look, verify = constrained.look_ahead, constrained.verify_nodes
-    ready = 0.0
+    drafted = [0.0]
+    with ThreadPoolExecutor(1) as watch:
+        watching: Future[None] | None = None
 
-    def timed_look(*given: Any) -> Any:
-        nonlocal ready
-        ahead = jax.block_until_ready(look(*given))
-        ready = time.perf_counter()
-        return ahead
+        def wait_for(ahead: Any) -> None:
+            jax.block_until_ready(ahead)
+            drafted[0] = time.perf_counter()
 
-    def timed_verify(*given: Any) -> Any:
-        walk, start = time.perf_counter() - ready, time.thread_time()
-        verified = verify(*given)
-        waits.append(walk + time.thread_time() - start)
-        return verified
+        def timed_look(*given: Any) -> Any:
+            nonlocal watching
+            ahead = look(*given)
+            watching = watch.submit(wait_for, ahead)
+            return ahead
 
-    with (
-        mock.patch.object(constrained, "look_ahead", timed_look),
-        mock.patch.object(constrained, "verify_nodes", timed_verify),
-    ):
-        yield waits
+        def timed_verify(*given: Any) -> Any:
+            assert watching
+            watching.result()
+            walk, start = time.perf_counter() - drafted[0], time.thread_time()
+            verified = verify(*given)
+            waits.append(walk + time.thread_time() - start)
+            return verified
+
+        with (
+            mock.patch.object(constrained, "look_ahead", timed_look),
+            mock.patch.object(constrained, "verify_nodes", timed_verify),
+        ):
+            yield waits
 
 
 def run(flags: Flags) -> int:

@@ -259,24 +259,29 @@ def stream(
 def guided(
     engine: Engine, variables: Params, request: Request
 ) -> Generator[Progress, np.ndarray | None]:
-    """As `stream`, a step at a time: rows with constraints (`constrained.py`)."""
+    """As `stream`, a step at a time: rows with constraints (`constrained.py`).
+
+    The caller reads a step's text while the device judges the next one.
+    """
     state, ladder = begin(engine, variables, request)
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
+    ahead = constrained.look_ahead(engine, variables, state)
     while True:
-        ahead = constrained.look_ahead(engine, variables, state)
         progress = ahead.progress
+        running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
+        if running_B.any():
+            longest = np.asarray(progress.length_B)[running_B].max()
+            while longest + engine.n_rows > ladder[size]:
+                size += 1
+                state = grow(engine.depth_only, ladder[size], state)
+            state = constrained.step(engine, variables, state, guides, ahead)
+            ahead = constrained.look_ahead(engine, variables, state)
         wanted_B = yield progress
         state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
-        running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
-        if not running_B.any():
+        if not (running_B & ~ended_B).any():
             return
-        longest = np.asarray(progress.length_B)[running_B].max()
-        while longest + engine.n_rows > ladder[size]:
-            size += 1
-            state = grow(engine.depth_only, ladder[size], state)
-        state = constrained.step(engine, variables, state, guides, ahead)
 
 
 def end_wanted(
