@@ -44,9 +44,10 @@ class Flags:
     top_p: float = flag(
         "below 1: the filter runs (its cost does not depend on the value)", 1.0
     )
-    layers: int = flag(
-        "layers to compile; figures are for all layers of the shape", 8, type=at_least(2)
-    )
+    layers: int | None = flag(
+        "layers to compile; figures are for all layers of the shape (default: 8, of a recipe all)",
+        None, type=at_least(2),
+    )  # fmt: skip
     train: str | None = flag(
         "instead: the training step of a recipe", None, metavar="CONFIG"
     )
@@ -79,7 +80,7 @@ def run(flags: Flags) -> int:
     config = find_shape(flags.shape)
     case = Case(
         config, target, flags.batch, flags.context, flags.mesh or (1, 1, 1),
-        flags.acceptance, ("top_p",) if flags.top_p < 1 else (), layers=flags.layers,
+        flags.acceptance, ("top_p",) if flags.top_p < 1 else (), layers=flags.layers or 8,
     )  # fmt: skip
     plain = flags.drafter == "none"
     kind = drafter_class("medusa" if plain else flags.drafter)
@@ -114,7 +115,7 @@ def train(flags: Flags, target: Any) -> int:
     assert flags.train is not None
     cfg = load_config(flags.train)
     with announced(f"compiling for {target.name}"):
-        found = compile_training(cfg, target, flags.mesh or cfg.mesh)
+        found = compile_training(cfg, target, flags.mesh or cfg.mesh, flags.layers or 0)
     if flags.json:
         print(json.dumps(report.training_json(target, found)))
         return 0

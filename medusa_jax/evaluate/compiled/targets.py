@@ -67,6 +67,11 @@ class Target:
     compiler: str
 
     @property
+    def platform(self) -> str:
+        """As `devices.platforms.platform` names it."""
+        return "tpu" if self.chip.clock else "cuda"
+
+    @property
     def bytes_per_cycle(self) -> float:
         """Bytes between memory and chip in one cycle at peak bandwidth; 0 without a clock."""
         return self.chip.bandwidth / self.chip.clock if self.chip.clock else 0.0
