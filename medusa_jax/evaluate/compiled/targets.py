@@ -105,7 +105,9 @@ def _tpu(name: str) -> tuple[Any, ...]:
     _version("libtpu", "tpu")
     for variable, value in NO_HOST.items():
         os.environ.setdefault(variable, value)
-    return _topology(name, platform="tpu", topology_name=name)
+    # Otherwise each of a v4 chip's two cores is a device, of which no mesh can be made.
+    chip = {"chip_config_name": "megacore"} if name.startswith("v4") else {}
+    return _topology(name, platform="tpu", topology_name=name, **chip)
 
 
 def _gpu() -> tuple[Any, ...]:
