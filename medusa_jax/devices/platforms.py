@@ -14,8 +14,8 @@ OPTIONS: dict[str, dict[str, bool]] = {
 # XLA for TPUs splits a product with a kernel that is sharded over fsdp into a loop of one part each (a
 # "windowed einsum"). In a training step that multiplies the time of compilation, and the parts of all
 # layers are sent for at once, with buffers for float32 sums of each product: docs/accelerators.md.
-TRAINING_OPTIONS: dict[str, dict[str, int]] = {
-    "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 10**6}
+TRAINING_OPTIONS: dict[str, dict[str, str | bool]] = {
+    "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 }
 
 
