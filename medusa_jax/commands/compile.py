@@ -32,7 +32,7 @@ class Flags:
     )
     shape: str = flag(f"{', '.join(SHAPES)}, or a config.json or its directory", "llama-7b")
     drafter: str = flag(
-        "medusa, hydra, hydrapp, amphista, amphista_alpha, eagle, or none", "medusa"
+        "medusa, hydra, hydrapp, amphista, amphista_alpha, eagle, eagle3, or none", "medusa"
     )
     tree: int = flag("nodes, root included", 64, type=at_least(1))
     batch: int = flag("rows", 1, type=at_least(1))
@@ -89,9 +89,9 @@ def run(flags: Flags) -> int:
     # The growth order of the demo's Hydra heads: as deep as the papers' trees, four levels.
     growth = load_tree_file(DEMO / "hydra" / "tree.json")["growth"]
     tree = Tree.none() if plain else tree_of_size(growth, flags.tree)
-    drafter = make_drafter(
-        kind.Config(drafter=kind.name, n_heads=4), decoding_config(config)
-    )
+    # Of the layers that are compiled: EAGLE-3 reads inside the backbone.
+    few = dataclasses.replace(config, n_layers=min(case.layers, config.n_layers))
+    drafter = make_drafter(kind.Config(drafter=kind.name, n_heads=4), decoding_config(few))
     with announced(f"compiling for {target.name}"):
         steps = report.measure(case, drafter, tree)
     if flags.json:

@@ -5,8 +5,8 @@ are several microbatches. What the buffers of XLA's compilers show is counted to
 
 - For CPUs it widens 16-bit kernels to float32 for some products, transposes the LM heads that the loop reads
   repeatedly, and keeps more of a chunk's logits.
-- For TPUs it copies the frozen kernels that a loop over microbatches reads: the loop's own copy is in the main
-  memory, like the argument.
+- For TPUs it copies the shards of a frozen backbone before a loop over microbatches that reads each once. A
+  kernel that a backward pass reads too, or that no mesh divides, is not copied.
 
 Gaps between buffers are not counted.
 """
@@ -103,7 +103,8 @@ def _temporaries(cfg: Config, shapes: Shapes) -> dict[str, int]:
         * (heads.n_heads * (2 * wide + blocks) + wide + joint * 2 * wide),
         "inputs of blocks": joint * arch.n_layers * hidden * wide,
         CPU_ONLY: widened + kept + outputs + max(gathered - sum(loop.values()) - kept, 0),
-        TPU_ONLY: bytes_on_device(frozen) if A > 1 else 0,
+        TPU_ONLY: bytes_on_device(frozen)
+        * (A > 1 and not joint and mesh.shape["fsdp"] > 1),
     }
 
 
