@@ -131,19 +131,6 @@ def test_meshes_of_chips_with_two_cores_and_of_a_split_torus(tmp_path):
     assert found == [[1, 4, 1], [2, 4, 1], [2, 32, 1]]
 
 
-def test_a_recipe_on_a_tpu_takes_what_is_counted(tmp_path):
-    """On one device, without the gaps and padding of eight: large enough for both to be small."""
-    (tmp_path / "small.py").write_text(
-        TRAIN.replace("4096, d_model=512", "16384, d_model=1024")
-    )
-    path = str(tmp_path / "small.py")
-    compiled("libtpu", "v5e", [], tmp_path)
-    [found] = printed(
-        [["--for", "v5e:2x4", "--train", path, "--mesh", "1,8,1", "--layers", "2"]]
-    )
-    assert found["memory_bytes"] == pytest.approx(found["counted_bytes"], rel=0.25)
-
-
 def test_decoding_on_a_gpu(tmp_path):
     cases = compiled("jax-cuda12-pjrt", "h100", GPU, tmp_path)
     for case, found in zip(GPU, cases, strict=True):
