@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
@@ -86,9 +87,12 @@ def make_mesh(
             f"processes: together they have {len(devices)}"
         )
     # Auto, not the default Explicit axes, with which `nn.Embed` cannot gather.
-    return jax.make_mesh(
-        tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:wanted]
-    )
+    kinds, used = (AxisType.Auto,) * 3, devices[:wanted]
+    try:
+        return jax.make_mesh(tuple(sizes), AXES, axis_types=kinds, devices=used)
+    except NotImplementedError:  # 2 x 32 on 4 x 4 x 4 chips splits an axis of the torus
+        grid = mesh_utils.create_device_mesh(sizes, used, allow_split_physical_axes=True)
+        return Mesh(grid, AXES, axis_types=kinds)
 
 
 def simulate_devices(n: int) -> None:

@@ -29,10 +29,11 @@ from medusa_jax.model.llama import decoding_config
 from medusa_jax.sharding import Params, bytes_on_device, make_mesh, simulate_devices
 from medusa_jax.training import dry, planning
 from medusa_jax.training.counted import (
-    COPIES,
+    CPU_ONLY,
     F32,
     narrow_elements,
     shard_of,
+    total_bytes,
     training_bytes,
 )
 from medusa_jax.whole_files import Json
@@ -153,7 +154,7 @@ def decoding_bytes(
         "caches": bytes_on_device(cache),
         "other state": bytes_on_device(state) - bytes_on_device(cache),
         "logits": rows * nodes * columns * F32,
-        COPIES: narrow_elements(copied) * F32,
+        CPU_ONLY: narrow_elements(copied) * F32,
     }
 
 
@@ -170,8 +171,8 @@ def training_row(name: str, report: Json, chip: Chip) -> Json:
         "devices": round(report["devices"]),
         "batch": f"{accumulation} x {rows}",
         "GB": round(report["total_bytes"] / 1e9, 1),
-        "GB counted": round(sum(report["counted"].values()) / 1e9, 1),
-        "of a CPU only": round(report["counted"][COPIES] / 1e9, 1),
+        "GB counted": round(total_bytes(report["counted"], "cpu") / 1e9, 1),
+        "of a CPU only": round(report["counted"][CPU_ONLY] / 1e9, 1),
         "GB sent": round(sum(report["sent_bytes"].values()) / 1e9, 2),
         "compute s": float(f"{p.compute:.3g}"),
         "links s": float(f"{p.links:.3g}"),
@@ -189,8 +190,8 @@ def decoding_row(name: str, mesh: Sequence[int], found: Json, chip: Chip) -> Jso
         "mesh": ",".join(map(str, mesh)),
         "rows": mesh[0],
         "GB": round(found["total_bytes"] / 1e9, 1),
-        "GB counted": round(sum(found["counted"].values()) / 1e9, 1),
-        "of a CPU only": round(found["counted"][COPIES] / 1e9, 1),
+        "GB counted": round(total_bytes(found["counted"], "cpu") / 1e9, 1),
+        "of a CPU only": round(found["counted"][CPU_ONLY] / 1e9, 1),
         "MB sent": round(sent / 1e6, 2),
         "read ms": float(f"{1e3 * read / chip.bandwidth:.3g}"),
         "links ms": float(f"{2e3 * sent / chip.link:.3g}"),

@@ -32,7 +32,7 @@ class Flags:
     )
     shape: str = flag(f"{', '.join(SHAPES)}, or a config.json or its directory", "llama-7b")
     drafter: str = flag(
-        "medusa, hydra, hydrapp, amphista, amphista_alpha, eagle, or none", "medusa"
+        "medusa, hydra, hydrapp, amphista, amphista_alpha, eagle, eagle3, or none", "medusa"
     )
     tree: int = flag("nodes, root included", 64, type=at_least(1))
     batch: int = flag("rows", 1, type=at_least(1))
@@ -44,9 +44,10 @@ class Flags:
     top_p: float = flag(
         "below 1: the filter runs (its cost does not depend on the value)", 1.0
     )
-    layers: int = flag(
-        "layers to compile; figures are for all layers of the shape", 8, type=at_least(2)
-    )
+    layers: int | None = flag(
+        "layers to compile; figures are for all layers of the shape (default: 8, of a recipe all)",
+        None, type=at_least(2),
+    )  # fmt: skip
     train: str | None = flag(
         "instead: the training step of a recipe", None, metavar="CONFIG"
     )
@@ -79,7 +80,7 @@ def run(flags: Flags) -> int:
     config = find_shape(flags.shape)
     case = Case(
         config, target, flags.batch, flags.context, flags.mesh or (1, 1, 1),
-        flags.acceptance, ("top_p",) if flags.top_p < 1 else (), layers=flags.layers,
+        flags.acceptance, ("top_p",) if flags.top_p < 1 else (), layers=flags.layers or 8,
     )  # fmt: skip
     plain = flags.drafter == "none"
     kind = drafter_class("medusa" if plain else flags.drafter)
@@ -88,9 +89,9 @@ def run(flags: Flags) -> int:
     # The growth order of the demo's Hydra heads: as deep as the papers' trees, four levels.
     growth = load_tree_file(DEMO / "hydra" / "tree.json")["growth"]
     tree = Tree.none() if plain else tree_of_size(growth, flags.tree)
-    drafter = make_drafter(
-        kind.Config(drafter=kind.name, n_heads=4), decoding_config(config)
-    )
+    # Of the layers that are compiled: EAGLE-3 reads inside the backbone.
+    few = dataclasses.replace(config, n_layers=min(case.layers, config.n_layers))
+    drafter = make_drafter(kind.Config(drafter=kind.name, n_heads=4), decoding_config(few))
     with announced(f"compiling for {target.name}"):
         steps = report.measure(case, drafter, tree)
     if flags.json:
@@ -114,7 +115,7 @@ def train(flags: Flags, target: Any) -> int:
     assert flags.train is not None
     cfg = load_config(flags.train)
     with announced(f"compiling for {target.name}"):
-        found = compile_training(cfg, target, flags.mesh or cfg.mesh)
+        found = compile_training(cfg, target, flags.mesh or cfg.mesh, flags.layers or 0)
     if flags.json:
         print(json.dumps(report.training_json(target, found)))
         return 0

@@ -1,4 +1,4 @@
-"""The platform that a program is traced for, and the compile options that decoding has there."""
+"""The platform that a program is traced for, and its compile options for decoding and training."""
 
 import functools
 from collections.abc import Callable
@@ -10,6 +10,12 @@ import jax
 # unit, 2.6 to 3.3 times as many cycles as two rows on the matrix unit by the compiler's estimates.
 OPTIONS: dict[str, dict[str, bool]] = {
     "tpu": {"xla_tpu_enable_dot_strength_reduction": False}
+}
+# XLA for TPUs splits a product with a kernel that is sharded over fsdp into a loop of one part each (a
+# "windowed einsum"). In a training step that multiplies the time of compilation, and the parts of all
+# layers are sent for at once, with buffers for float32 sums of each product: docs/accelerators.md.
+TRAINING_OPTIONS: dict[str, dict[str, str | bool]] = {
+    "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 }
 
 

@@ -1,10 +1,17 @@
 """Memory of a device in training, computed from shapes before anything is compiled.
 
 Counted at its peak: in the loop over chunks of the heads' loss, together with the update's gradients if there
-are several microbatches. XLA for CPUs also leaves gaps, widens 16-bit kernels to float32 for some products,
-and keeps a transposed copy of kernels that it multiplies both ways. Only the transposed copies of LM heads,
-which the loop reads repeatedly, are counted.
+are several microbatches. What the buffers of XLA's compilers show is counted too, under a name for each platform:
+
+- For CPUs it widens 16-bit kernels to float32 for some products, transposes the LM heads that the loop reads
+  repeatedly, and keeps more of a chunk's logits.
+- For TPUs it copies the shards of a frozen backbone before a loop over microbatches that reads each once. A
+  kernel that a backward pass reads too, or that no mesh divides, is not copied.
+
+Gaps between buffers are not counted.
 """
+
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +22,14 @@ from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.step import Shapes
 
 F32 = 4
-# Key of the float32 copies that only a CPU makes of 16-bit kernels.
-COPIES = "float32 copies"
+# Keys of what only the programs of one platform need.
+CPU_ONLY, TPU_ONLY = "on a CPU only", "on a TPU only"
+
+
+def total_bytes(counted: Mapping[str, int], platform: str = "tpu") -> int:
+    """The sum for "cpu", "tpu", or else without what only one of these needs."""
+    others = {"cpu": (TPU_ONLY,), "tpu": (CPU_ONLY,)}.get(platform, (CPU_ONLY, TPU_ONLY))
+    return sum(n for name, n in counted.items() if name not in others)
 
 
 def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
@@ -58,32 +71,46 @@ def _temporaries(cfg: Config, shapes: Shapes) -> dict[str, int]:
     columns = (heads.draft_vocab or arch.vocab_size) // tensor
     lm_head = arch.d_model * columns
     hidden = rows * T * arch.d_model
-    logits = rows * min(cfg.train.loss_chunk, T) * columns * F32
-    # A block of a head keeps the input of its activation, in float32, and its output.
-    head_bytes = 2 * wide + heads.n_layers * (F32 + wide)
+    logits = rows * min(cfg.train.loss_chunk, T) * columns
+    kl = cfg.train.backbone_loss == "kl"
+    # A block of a head keeps the input of its activation, in float32; all but the last keep their output.
+    blocks = heads.n_layers * F32 + max(heads.n_layers - 1, 0) * wide
     trained = sum(
         x.size for x in jax.tree.leaves(jax.tree.map(shard_of, shapes.state.params))
     )
-    groups = (*shapes.frozen.values(), *shapes.state.params.values())
-    layers = [x for group in groups for name, x in group.items() if "layers_" in name]
-    # Temporaries of the loop over chunks, besides the LM heads.
+    frozen = [x for group in shapes.frozen.values() for x in _layers(group)]
+    layers = frozen + [x for group in shapes.state.params.values() for x in _layers(group)]
+    # One head at a time: its logits and their gradient, or that and the LM head's.
+    chunk = max((F32 + wide) * logits, wide * logits + (own > 0) * F32 * lm_head)
     loop = {
-        "LM heads transposed": read * lm_head * wide,
-        "gradients of LM heads, and of one in a chunk": (own + (own > 0)) * lm_head * F32,
-        # Logits, probabilities and their gradient; a teacher's probabilities and their logarithm.
-        "logits": (3 + 2 * (cfg.train.backbone_loss == "kl")) * logits,
+        "gradients of LM heads": own * F32 * lm_head,
+        "logits, and gradients of a chunk": chunk + kl * F32 * logits,
     }
-    # A CPU gathers an LM head in float32, into memory that the loop reuses.
+    # A CPU keeps the logits, their probabilities and their gradient, a teacher's with their logarithm;
+    # the output of every block; and LM heads transposed. It gathers an LM head in float32, into memory
+    # that the loop reuses.
+    kept = (
+        (3 + 2 * kl) * F32 * logits + (own > 0) * F32 * lm_head - chunk - kl * F32 * logits
+    )
+    kept += read * lm_head * wide
     gathered = F32 * lm_head if mesh.shape["fsdp"] > 1 else 0
-    copies = narrow_elements(layers) * _copy(A, mesh.shape["fsdp"], joint, wide)
+    widened = narrow_elements(layers) * _copy(A, mesh.shape["fsdp"], joint, wide)
+    outputs = heads.n_heads * hidden * wide * (heads.n_layers > 0)
     return loop | {
         "gradients of the update": F32 * trained if A > 1 else 0,
         "LM heads as they are read": read * lm_head * wide,
         "features and their gradients": hidden
-        * (heads.n_heads * head_bytes + wide + joint * 2 * wide),
+        * (heads.n_heads * (2 * wide + blocks) + wide + joint * 2 * wide),
         "inputs of blocks": joint * arch.n_layers * hidden * wide,
-        COPIES: copies + max(gathered - sum(loop.values()), 0),
+        CPU_ONLY: widened + kept + outputs + max(gathered - sum(loop.values()) - kept, 0),
+        TPU_ONLY: bytes_on_device(frozen)
+        * (A > 1 and not joint and mesh.shape["fsdp"] > 1),
     }
+
+
+def _layers(group: PyTree) -> list[PyTree]:
+    """The parameters of every layer of a group."""
+    return [x for name, x in group.items() if "layers_" in name]
 
 
 def _copy(A: int, fsdp: int, joint: bool, wide: int) -> int:

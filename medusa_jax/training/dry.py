@@ -17,7 +17,13 @@ from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import PyTree, make_mesh, param_shardings, shapes_with
 from medusa_jax.training import checks, planning
-from medusa_jax.training.counted import COPIES, has_temporaries, training_bytes
+from medusa_jax.training.counted import (
+    CPU_ONLY,
+    TPU_ONLY,
+    has_temporaries,
+    total_bytes,
+    training_bytes,
+)
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
@@ -130,14 +136,23 @@ def memory_of(compiled: Compiled) -> Json:
     memory = compiled.memory_analysis()
     if memory is None:
         raise UserError("this backend does not report the memory of a compiled program")
+    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     # Donated buffers are counted as arguments and as output, but exist once.
-    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    if _is_for_tpu(compiled):
+        # A TPU's temporaries are given with others than those in its main memory: programs compile
+        # under limits below their sum (docs/accelerators.md). The peak is that of the buffers.
+        temporaries = memory.peak_memory_in_bytes - arguments - outputs
     return {
-        "argument_bytes": memory.argument_size_in_bytes,
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "total_bytes": total,
+        "argument_bytes": arguments,
+        "temporary_bytes": temporaries,
+        "total_bytes": arguments + temporaries + outputs,
     }
+
+
+def _is_for_tpu(compiled: Compiled) -> bool:
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    return any(d.platform == "tpu" for x in shardings[:1] for d in x.device_set)
 
 
 def frozen_shapes(cfg: Config, key: jax.ShapeDtypeStruct) -> PyTree:
@@ -200,15 +215,19 @@ def _print_sizes(cfg: Config, r: Json, frozen: PyTree, params: PyTree) -> None:
 
 
 def _counted(cfg: Config, counted: dict[str, int]) -> str:
-    """Sums of the counted bytes; copies that only a CPU makes are listed separately."""
+    """Sums of the counted bytes; what only one platform needs is listed separately."""
     stored = sum(counted[name] for name in ("parameters", "moments", "batch"))
     if not has_temporaries(cfg):
         return f"{stored / GIB:.2f} GiB stored; temporaries are known once it is compiled"
-    copies = counted[COPIES]
-    total = sum(counted.values()) - copies
+    total = total_bytes(counted, "any")
+    more = ", ".join(
+        f"{name} {counted[name] / GIB:.2f} more"
+        for name in (TPU_ONLY, CPU_ONLY)
+        if counted[name]
+    )
     return (
         f"{stored / GIB:.2f} GiB stored + {(total - stored) / GIB:.2f} GiB temporaries = "
-        f"{total / GIB:.2f} GiB" + f" (on a CPU {copies / GIB:.2f} more)" * bool(copies)
+        f"{total / GIB:.2f} GiB" + f" ({more})" * bool(more)
     )
 
 

@@ -12,6 +12,7 @@ from jax.stages import Compiled
 
 from medusa_jax.config import Config
 from medusa_jax.console import announced
+from medusa_jax.devices.platforms import TRAINING_OPTIONS, platform
 from medusa_jax.model.barrier import depend_on, regather
 from medusa_jax.sharding import (
     PyTree,
@@ -207,4 +208,5 @@ def compile_step(
         announced("compiling the training step (this can take minutes)"),
         jax.set_mesh(mesh),  # `model/kernels.py` splits attention over it
     ):
-        return jitted.lower(state, frozen, batch).compile()
+        options = TRAINING_OPTIONS.get(platform())
+        return jitted.lower(state, frozen, batch).compile(compiler_options=options)

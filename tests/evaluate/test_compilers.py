@@ -113,6 +113,24 @@ def test_a_training_step_on_a_tpu(tmp_path):
     assert found["memory_bytes"] < 2 * 10**9
 
 
+MESHES = """
+import json
+import jax
+jax.config.update("jax_platforms", "cpu")
+from medusa_jax.evaluate.compiled.targets import find_target
+from medusa_jax.sharding import make_mesh
+cases = [("v4:2x2x1", (1, -1, 1)), ("v4:2x2x2", (2, -1, 1)), ("v5p:4x4x4", (2, -1, 1))]
+meshes = [make_mesh(shape, find_target(name).devices) for name, shape in cases]
+print(json.dumps([list(mesh.shape.values()) for mesh in meshes]))
+"""
+
+
+def test_meshes_of_chips_with_two_cores_and_of_a_split_torus(tmp_path):
+    compiled("libtpu", "v5e", [], tmp_path)
+    found = json.loads(output_of(MESHES).splitlines()[-1])
+    assert found == [[1, 4, 1], [2, 4, 1], [2, 32, 1]]
+
+
 def test_decoding_on_a_gpu(tmp_path):
     cases = compiled("jax-cuda12-pjrt", "h100", GPU, tmp_path)
     for case, found in zip(GPU, cases, strict=True):

@@ -85,9 +85,9 @@ def training_text(target: Target, found: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"memory per device  {_gigabytes(found['memory_bytes'], target)}",
-            f"by fewer layers    {found['memory_bytes_from_fewer'] / 1e9:.2f} GB",
             f"counted by hand    {found['counted_bytes'] / 1e9:.2f} GB",
             f"sent an update     {sent or 'nothing'}",
+            f"layers compiled    {found['layers']}",
             *(f"warning: {line}" for line in found["warnings"]),
         ]
     )
@@ -102,7 +102,6 @@ def training_json(target: Target, found: Mapping[str, Any]) -> dict[str, Any]:
         "step": nothing | {"ratio": None, "stages": {}},
         "kernels": None,
         "memory_bytes": found["memory_bytes"],
-        "memory_bytes_from_fewer": found["memory_bytes_from_fewer"],
         "counted_bytes": found["counted_bytes"],
         "warnings": found["warnings"],
     }

@@ -67,6 +67,11 @@ class Target:
     compiler: str
 
     @property
+    def platform(self) -> str:
+        """As `devices.platforms.platform` names it."""
+        return "tpu" if self.chip.clock else "cuda"
+
+    @property
     def bytes_per_cycle(self) -> float:
         """Bytes between memory and chip in one cycle at peak bandwidth; 0 without a clock."""
         return self.chip.bandwidth / self.chip.clock if self.chip.clock else 0.0
@@ -100,7 +105,9 @@ def _tpu(name: str) -> tuple[Any, ...]:
     _version("libtpu", "tpu")
     for variable, value in NO_HOST.items():
         os.environ.setdefault(variable, value)
-    return _topology(name, platform="tpu", topology_name=name)
+    # Otherwise each of a v4 chip's two cores is a device, of which no mesh can be made.
+    chip = {"chip_config_name": "megacore"} if name.startswith("v4") else {}
+    return _topology(name, platform="tpu", topology_name=name, **chip)
 
 
 def _gpu() -> tuple[Any, ...]:

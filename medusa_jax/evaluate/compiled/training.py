@@ -10,21 +10,19 @@ from medusa_jax.evaluate.compiled.text import read_program
 from medusa_jax.evaluate.compiled.warnings import step_warnings
 from medusa_jax.training import dry
 
-# Numbers of layers that are compiled. Traffic is on the line through both. Memory is that of each, with the
-# counted bytes of the other layers: a line would extend the gaps of the compiler's arena, too.
-FEW = (2, 4)
-
 
 def compile_training(
-    cfg: Config, target: Target, mesh: tuple[int, int, int]
+    cfg: Config, target: Target, mesh: tuple[int, int, int], layers: int = 0
 ) -> dict[str, Any]:
-    """Memory and traffic of each device for the recipe's whole model.
+    """Memory and traffic of each device for the recipe's step.
 
     Args:
       mesh: of the target's devices; one axis may be -1.
+      layers: layers that are compiled, 0: all. The counted memory of the others is added; traffic is
+        that of these layers.
 
-    Returns: `memory_bytes` by the larger and `memory_bytes_from_fewer` by the smaller program,
-      `sent_bytes` by collective, `counted_bytes` as the dry run counts them, `warnings`.
+    Returns: `memory_bytes` by the compiler, `sent_bytes` by collective, `counted_bytes` as the dry run
+      counts them (what is stored between steps, if it counts no temporaries), `warnings`.
 
     Raises:
       UserError: sizes that do not fit together.
@@ -37,28 +35,18 @@ def compile_training(
         few.mesh, few.dry_run = mesh, True
         return few, dry.step_shapes(few, target.devices)
 
-    def compiled(n_layers: int) -> tuple[dict[str, Any], str]:
-        few, shapes = of(n_layers)
-        program = dry.compile_step(*shapes)
-        return dry.figures(few, program), program.as_text() or ""
-
     def counted(n_layers: int) -> int:
-        found = dry.training_bytes(*of(n_layers))
-        return sum(n for name, n in found.items() if name != dry.COPIES)
+        return dry.total_bytes(dry.training_bytes(*of(n_layers)), target.platform)
 
-    (few, text), (more, _) = map(compiled, FEW)
     n_layers = cfg.model.arch.n_layers
-    steps = (n_layers - FEW[0]) / (FEW[1] - FEW[0])
-    all_bytes = counted(n_layers)
-    sent = {
-        kind: a + steps * (more["sent_bytes"].get(kind, 0) - a)
-        for kind in few["sent_bytes"] | more["sent_bytes"]
-        for a in [few["sent_bytes"].get(kind, 0)]
-    }
+    compiled = min(layers or n_layers, n_layers)
+    few, shapes = of(compiled)
+    program = dry.compile_step(*shapes)
+    found = dry.figures(few, program)
     return {
-        "memory_bytes": more["total_bytes"] + all_bytes - counted(FEW[1]),
-        "memory_bytes_from_fewer": few["total_bytes"] + all_bytes - counted(FEW[0]),
-        "sent_bytes": sent,
-        "counted_bytes": all_bytes,
-        "warnings": step_warnings(read_program(text), cfg.train.dtype),
+        "layers": compiled,
+        "memory_bytes": found["total_bytes"] + counted(n_layers) - counted(compiled),
+        "sent_bytes": found["sent_bytes"],
+        "counted_bytes": counted(n_layers),
+        "warnings": step_warnings(read_program(program.as_text() or ""), cfg.train.dtype),
     }
