@@ -17,6 +17,7 @@ EXAMPLES = """examples:
   python -m medusa_jax compile --for v5e
   python -m medusa_jax compile --for v6e:2x2 --drafter eagle --acceptance sampled --top_p 0.9
   python -m medusa_jax compile --for h100 --shape llama3-8b --drafter medusa --json
+  python -m medusa_jax compile --for v5e --shape llama3.1-8b --drafter configs/llama31_8b.py
   python -m medusa_jax compile --for v5e:2x4 --train configs/vicuna7b_m1.py
 """
 
@@ -32,7 +33,8 @@ class Flags:
     )
     shape: str = flag(f"{', '.join(SHAPES)}, or a config.json or its directory", "llama-7b")
     drafter: str = flag(
-        "medusa, hydra, hydrapp, amphista, amphista_alpha, eagle, eagle3, or none", "medusa"
+        "medusa, hydra, hydrapp, amphista, amphista_alpha, eagle, eagle3, or none; or a recipe, for its heads",
+        "medusa",
     )
     tree: int = flag("nodes, root included", 64, type=at_least(1))
     batch: int = flag("rows", 1, type=at_least(1))
@@ -65,6 +67,7 @@ def run(flags: Flags) -> int:
     if flags.train:
         return train(flags, target)
     from medusa_jax.api import DEMO
+    from medusa_jax.commands.train import load_config
     from medusa_jax.decoding.acceptance import RULES
     from medusa_jax.evaluate.compiled import report
     from medusa_jax.evaluate.compiled.programs import Case
@@ -83,15 +86,19 @@ def run(flags: Flags) -> int:
         flags.acceptance, ("top_p",) if flags.top_p < 1 else (), layers=flags.layers or 8,
     )  # fmt: skip
     plain = flags.drafter == "none"
-    kind = drafter_class("medusa" if plain else flags.drafter)
-    if not kind.trained:
-        raise UserError(f"--drafter {flags.drafter} has no heads to compile")
+    if flags.drafter.endswith(".py"):
+        heads = load_config(flags.drafter).heads
+    else:
+        kind = drafter_class("medusa" if plain else flags.drafter)
+        if not kind.trained:
+            raise UserError(f"--drafter {flags.drafter} has no heads to compile")
+        heads = kind.Config(drafter=kind.name, n_heads=4)
     # The growth order of the demo's Hydra heads: as deep as the papers' trees, four levels.
     growth = load_tree_file(DEMO / "hydra" / "tree.json")["growth"]
     tree = Tree.none() if plain else tree_of_size(growth, flags.tree)
     # Of the layers that are compiled: EAGLE-3 reads inside the backbone.
     few = dataclasses.replace(config, n_layers=min(case.layers, config.n_layers))
-    drafter = make_drafter(kind.Config(drafter=kind.name, n_heads=4), decoding_config(few))
+    drafter = make_drafter(heads, decoding_config(few))
     with announced(f"compiling for {target.name}"):
         steps = report.measure(case, drafter, tree)
     if flags.json:
