@@ -37,7 +37,7 @@ from configs import vicuna7b_m1
 def get_config():
     cfg = vicuna7b_m1.get_config()
     cfg.model.arch = dataclasses.replace(
-        cfg.model.arch, vocab_size=4096, d_model=512, n_heads=4, n_kv_heads=4, d_ff=1024
+        cfg.model.arch, vocab_size=4096, d_model=512, n_layers=4, n_heads=4, n_kv_heads=4, d_ff=1024
     )
     cfg.data.seq_len, cfg.train.batch_size, cfg.train.accumulation = 256, 8, 2
     return cfg
