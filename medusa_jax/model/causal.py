@@ -25,8 +25,8 @@ BLOCK = 128
 # Cache slots that are scored at a time.
 SLOTS = 512
 # Up to so many tokens, a CPU scores spans of a row's queries over all keys before them: 2.4 times as fast as
-# pairs of blocks at 512 tokens (8 rows, 9 heads of 64), and a row's scores still fit into its caches.
-SPANS_UP_TO = 1024
+# pairs of blocks at 512 tokens (8 rows, 9 heads of 64). Half of the scores of one row exist at a time.
+SPANS_UP_TO = 512
 
 # Keys and values [B, G, T, H].
 KeysValues = tuple[jax.Array, jax.Array]
