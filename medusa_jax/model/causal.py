@@ -24,8 +24,8 @@ from medusa_jax.sharding import PyTree
 BLOCK = 128
 # Cache slots that are scored at a time.
 SLOTS = 512
-# Up to so many tokens, a CPU scores spans of a row's queries over all keys before them: 2.4 times as fast as
-# pairs of blocks at 512 tokens (8 rows, 9 heads of 64). Half of the scores of one row exist at a time.
+# Longest text for which a CPU scores spans of a row's queries over all keys before them: 2.4 times as fast
+# as pairs of blocks at 512 tokens (8 rows, 9 heads of 64). Half of the scores of one row exist at a time.
 SPANS_UP_TO = 512
 
 # Keys and values [B, G, T, H].

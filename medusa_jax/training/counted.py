@@ -80,19 +80,17 @@ def _temporaries(cfg: Config, shapes: Shapes) -> dict[str, int]:
     )
     frozen = [x for group in shapes.frozen.values() for x in _layers(group)]
     layers = frozen + [x for group in shapes.state.params.values() for x in _layers(group)]
-    # One head at a time: its logits and their gradient, or that and the LM head's.
-    chunk = max((F32 + wide) * logits, wide * logits + (own > 0) * F32 * lm_head)
+    # One head at a time: its logits and their gradient, or that and the LM head's; and a teacher's logits.
+    gradient = (own > 0) * F32 * lm_head
+    chunk = max((F32 + wide) * logits, wide * logits + gradient) + kl * F32 * logits
     loop = {
         "gradients of LM heads": own * F32 * lm_head,
-        "logits, and gradients of a chunk": chunk + kl * F32 * logits,
+        "logits, and gradients of a chunk": chunk,
     }
     # A CPU keeps the logits, their probabilities and their gradient, a teacher's with their logarithm;
     # the output of every block; and LM heads transposed. It gathers an LM head in float32, into memory
     # that the loop reuses.
-    kept = (
-        (3 + 2 * kl) * F32 * logits + (own > 0) * F32 * lm_head - chunk - kl * F32 * logits
-    )
-    kept += read * lm_head * wide
+    kept = (3 + 2 * kl) * F32 * logits + gradient + read * lm_head * wide - chunk
     gathered = F32 * lm_head if mesh.shape["fsdp"] > 1 else 0
     widened = narrow_elements(layers) * _copy(A, mesh.shape["fsdp"], joint, wide)
     outputs = heads.n_heads * hidden * wide * (heads.n_layers > 0)

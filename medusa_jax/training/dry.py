@@ -140,8 +140,8 @@ def memory_of(compiled: Compiled) -> Json:
     # Donated buffers are counted as arguments and as output, but exist once.
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     if _is_for_tpu(compiled):
-        # A TPU's temporaries are given with others than those in its main memory: programs compile
-        # under limits below their sum (docs/accelerators.md). The peak is that of the buffers.
+        # A TPU's temporaries are not those of its main memory alone: programs compile under limits below
+        # their sum (docs/accelerators.md). The peak is that of the buffers.
         temporaries = memory.peak_memory_in_bytes - arguments - outputs
     return {
         "argument_bytes": arguments,

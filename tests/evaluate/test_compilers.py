@@ -110,7 +110,7 @@ def test_a_training_step_on_a_tpu(tmp_path):
     compiled("libtpu", "v5e", [], tmp_path)
     [found] = printed([["--for", "v5e:2x4", "--train", path, "--mesh", "1,8,1"]])
     assert found["warnings"] == []
-    assert found["memory_bytes"] < 2 * 10**9
+    assert found["memory_bytes"] == pytest.approx(found["counted_bytes"], rel=0.1)
     [found] = compiled("libtpu", "v5e", [("--drafter", path)], tmp_path)
     assert found["step"]["stages"]["draft"] > 0
 
