@@ -50,7 +50,7 @@ DENSE_NODES = 256
 
 def of_one_depth(
     texts: Sequence[growth.Recorded],
-    grow: Callable[[growth.Recorded], list[Choice]],
+    grow: Callable[[Sequence[growth.Recorded]], list[Choice]],
     sizes: Sequence[int],
 ) -> dict[Tree, float]:
     """The best trees of these sizes, `LEVEL_DEPTH` deep at most, and their tokens per step.
@@ -60,7 +60,7 @@ def of_one_depth(
       grow: best choices first.
     """
     texts = [text.cut(LEVEL_DEPTH) for text in texts]
-    choices = grow(growth.Recorded.joined(texts))
+    choices = grow(texts)
     sizes = [size for size in sizes if size <= len(choices) + 1]
     trees = [Tree.from_choices(choices[: size - 1]) for size in sizes]
     return dict(zip(trees, growth.held_out_tokens(texts, grow, sizes)))
@@ -138,16 +138,15 @@ def measure(flags: Flags, model: Model, prompts: Sequence[str | list[int]]) -> J
     """Figures of all trees by kind, and the widths of the dense ones."""
     options = generation_options(flags)
     texts = rank_texts(model, prompts, options)
-    whole = growth.Recorded.joined(texts)
     grow = partial(grown, worth="joint", copies=flags.copies)
-    choices = grow(whole)
+    choices = grow(texts)
     sizes = [n for n in numbers(flags.sizes, "--sizes", least=1) if n <= len(choices) + 1]
     sizes = sorted({1, *sizes})
     fitted = [Tree.from_choices(choices[: size - 1]) for size in sizes]
     level = of_one_depth(texts, grow, numbers(flags.one_depth, "--one_depth", least=1))
     scored = model.drafter.heads.draft_vocab or model.config.vocab_size
     widest = min(growth.MISS, scored)
-    dense = random_dense(whole.ranks_PK.shape[1], flags.dense, most_wide=widest)
+    dense = random_dense(model.drafter.n_heads, flags.dense, most_wide=widest)
     timed = list(dict.fromkeys([*fitted, *level, *to_time(dense)]))
     seconds = step_seconds(
         model, timed, model.encode(prompts[0]), rounds=flags.rounds,

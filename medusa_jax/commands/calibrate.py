@@ -58,7 +58,7 @@ class Flags(GenerationFlags, ModelFlags):
     sizes: str = flag("tree sizes to time", "1,2,3,4,5,6,8,10,12,16,24,32,48,64")
     rounds: int = flag("timed rounds over all sizes", 7, type=at_least(1))
     values: str = flag(
-        "value of a node: measured frequency of its path, or the paper's product of head accuracies",
+        "what nodes are chosen by: the steps they save on the model's text, or the paper's product of head accuracies",
         "joint",
         choices=("joint", "product"),
     )

@@ -28,7 +28,7 @@ from medusa_jax.evaluate.questions import grouped, read_prompts, read_questions,
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.files import tree_of_size
-from medusa_jax.tree.growth import Recorded, replayed_tokens
+from medusa_jax.tree.growth import replayed_tokens
 from medusa_jax.tree.tree import COPIED
 from medusa_jax.whole_files import Json, write_json, write_text
 
@@ -155,7 +155,7 @@ def growth_for(
 
     if fitted:
         texts = rank_texts(model, [asked(model, one) for one in fitted], options)
-        return grown(Recorded.joined(texts), copies=copies)
+        return grown(texts, copies=copies)
     if model.calibrated is None:
         raise UserError("no tree file is next to the heads: give --fit")
     growth = model.calibrated["growth"]

@@ -42,14 +42,14 @@ def fit_tree(
       options: options for writing the texts; their temperature also selects the acceptance rule.
       sizes: numbers of nodes to time; 1, plain decoding, is always added.
       batches: batch sizes, one rung each; the evidence is measured at the first.
-      worth: worth of a node: "joint", the measured frequency of its path, or "product", the
-        paper's product of head accuracies.
+      worth: what nodes are chosen by: "joint", the steps they save on these texts, or "product",
+        the paper's product of head accuracies.
       copies: whether trees may hold a chain copied from the text.
     """
     texts = rank_texts(model, prompts, options)
     whole = Recorded.joined(texts)
     grow = partial(grown, worth=worth, copies=copies)
-    choices = grow(whole)
+    choices = grow(texts)
     sizes = sorted({1, *(s for s in sizes if s <= len(choices) + 1)})
     nested = [Tree.from_choices(choices[: size - 1]) for size in sizes]
     acceptance = "sampled" if options.temperature > 0 else "greedy"
@@ -82,14 +82,14 @@ def fit_tree(
     return with_rungs(model, found, batches)
 
 
-def grown(recorded: Recorded, *, copies: bool, worth: str = "joint") -> list[Choice]:
-    """The best `GROWTH` choices in order of worth."""
+def grown(texts: Sequence[Recorded], *, copies: bool, worth: str = "joint") -> list[Choice]:
+    """The best `GROWTH` choices, best first."""
     if worth == "product":
-        accuracies = growth.head_accuracies(recorded.ranks_PK)
-        return growth.product_growth(accuracies, GROWTH)
-    if copies:
-        return growth.growth_with_copies(recorded, GROWTH)
-    return growth.joint_growth(recorded.ranks_PK, GROWTH)
+        ranks_PK = Recorded.joined(texts).ranks_PK
+        return growth.product_growth(growth.head_accuracies(ranks_PK), GROWTH)
+    if not copies:
+        texts = [Recorded.of_heads(text.ranks_PK) for text in texts]
+    return growth.growth_by_steps(texts, GROWTH)
 
 
 def figures(

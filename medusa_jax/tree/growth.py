@@ -1,12 +1,13 @@
 """Fitting the tree to the heads and to the device (Medusa 2.3.3).
 
 One teacher-forced pass over the model's own output records, at every position, the tuple of
-ranks that the true next tokens have under heads 1..K. The worth of a node is the share of
-positions whose tuple begins with its path; adding nodes by worth gives the best tree of every
-size. Measured step latency then selects the size with the most tokens per second.
+ranks that the true next tokens have under heads 1..K. In the paper the worth of a node is the share of
+positions whose tuple begins with its path (`joint_growth`). Trees to decode with are grown by the steps
+they save (`growth_by_steps`). Measured step latency then selects the size with the most tokens per second.
 """
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -140,60 +141,66 @@ def expected_tokens(tuples_PK: np.ndarray, tree: Tree) -> float:
     return 1 + sum(counts[c] for c in tree.choices) / len(tuples_PK)
 
 
-def growth_with_copies(recorded: Recorded, n_choices: int) -> list[Choice]:
-    """Add nodes greedily, each time the node that adds most to the tree so far.
+def growth_by_steps(texts: Sequence[Recorded], n_choices: int) -> list[Choice]:
+    """Add nodes greedily, each time the one with which decoding these texts takes fewest steps.
 
-    Of two paths that agree with the text only the longer one counts, so a drafted node is worth
-    less where its token can be copied, and vice versa. Without copied tokens this equals
-    `joint_growth`.
+    Considered are the drafted node whose token is right most often at the starts of the steps so far, and
+    the next copied node. A share of positions would not do: text that can be copied is passed in a few
+    long steps, in which one more token saves less than in text with short ones.
 
-    Example with four positions: copying is right at three of them; the first head is right at two,
-    one of which copying misses. [-1] is worth 3/4, then [0] is worth 1/4.
+    Example: six tokens can be copied, then four are each the first guess of their head. [-1] leaves
+    3 + 4 of 10 steps. Then [0] leaves 3 + 2 and [-1, -1] 2 + 4, although five positions would use it.
+
+    Args:
+      texts: positions of each text, in order.
     """
-    ranks_PK, copied_P = recorded
-    reached_P = np.zeros(len(ranks_PK), int)  # how deep drafts agree with the text
-    # Positions whose true path runs through a node.
-    on_path: dict[Choice, np.ndarray] = {(): np.arange(len(ranks_PK))}
-    worth: dict[Choice, int] = {}
-    heap: list[tuple[int, int, Choice]] = []
-    n_copied, growth = 0, list[Choice]()
+    ranks_PK, copied_P = Recorded.joined(texts)
+    begins = np.cumsum([0, *(len(text.ranks_PK) for text in texts)]).tolist()
+    at_P = np.arange(len(ranks_PK))
+    reached_P = np.zeros(len(ranks_PK), int)  # how deep drafts agree with the text,
+    node_P = np.zeros(len(ranks_PK), int)  # and the node where they end
+    n_copied, paths, growth = 0, [Choice()], list[Choice]()
 
-    def offer(path: Choice, positions: np.ndarray) -> None:
-        on_path[path] = positions
-        covered = (copied_P[positions] >= len(path)) & (n_copied >= len(path))
-        worth[path] = int((~covered).sum())
-        heapq.heappush(heap, (-worth[path], len(path), path))
+    def starts(reached_P: np.ndarray, n_copied: int) -> np.ndarray:
+        """Positions at which a step begins."""
+        next_P = (at_P + np.maximum(reached_P, np.minimum(copied_P, n_copied)) + 1).tolist()
+        found = []
+        for at, end in itertools.pairwise(begins):
+            while at < end:
+                found.append(at)
+                at = next_P[at]
+        return np.array(found, int)
 
-    def offer_children(path: Choice) -> None:
-        if len(path) < ranks_PK.shape[1]:
-            here = on_path[path]
-            ranks = ranks_PK[here, len(path)]
-            for rank in np.unique(ranks[ranks < MISS]).tolist():
-                offer((*path, rank), here[ranks == rank])
-
-    offer_children(())
+    begin_S = starts(reached_P, 0)
     while len(growth) < n_choices:
-        while (
-            heap and -heap[0][0] != worth[heap[0][2]]
-        ):  # its worth fell since it was pushed
-            _, depth, path = heapq.heappop(heap)
-            heapq.heappush(heap, (-worth[path], depth, path))
-        best = -heap[0][0] if heap else 0
-        more = (copied_P > n_copied) & (reached_P <= n_copied)
-        if max(best, more.sum()) == 0:
+        # Nothing is gained where copied tokens reach further than a child would.
+        covered_S = reached_P[begin_S] < np.minimum(copied_P[begin_S], n_copied)
+        open_S = begin_S[~covered_S & (reached_P[begin_S] < ranks_PK.shape[1])]
+        rank_S = ranks_PK[open_S, reached_P[open_S]]
+        child_S = (node_P[open_S] * MISS + rank_S)[rank_S < MISS]
+        options: list[tuple[np.ndarray, Choice, np.ndarray]] = []
+        if child_S.size:
+            child, times = np.unique(child_S, return_counts=True)
+            parent, rank = divmod(int(child[times.argmax()]), MISS)
+            path = (*paths[parent], rank)
+            depth = len(path)
+            agrees_P = (node_P == parent) & (reached_P == depth - 1)
+            agrees_P &= ranks_PK[:, depth - 1] == rank
+            deeper_P = np.where(agrees_P, depth, reached_P)
+            options.append((starts(deeper_P, n_copied), path, deeper_P))
+        if (copied_P > n_copied).any():
+            copied = (COPIED,) * (n_copied + 1)
+            options.append((starts(reached_P, n_copied + 1), copied, reached_P))
+        if not options:
             break
-        if more.sum() > best:
+        begin_S, path, deeper_P = min(options, key=lambda option: len(option[0]))
+        if path[0] == COPIED:
             n_copied += 1
-            growth.append((COPIED,) * n_copied)
-            gone = copied_P >= n_copied
-            for path in worth:
-                if len(path) == n_copied:
-                    worth[path] -= int(gone[on_path[path]].sum())
         else:
-            _, _, path = heapq.heappop(heap)
-            growth.append(path)
-            reached_P[on_path[path]] = len(path)
-            offer_children(path)
+            node_P = np.where(deeper_P > reached_P, len(paths), node_P)
+            reached_P = deeper_P
+            paths.append(path)
+        growth.append(path)
     return growth
 
 
@@ -230,7 +237,7 @@ def replayed_tokens(texts: Sequence[Recorded], tree: Tree) -> float:
 
 def held_out_tokens(
     texts: Sequence[Recorded],
-    grow: Callable[[Recorded], list[Choice]],
+    grow: Callable[[Sequence[Recorded]], list[Choice]],
     sizes: Sequence[int],
 ) -> list[float]:
     """Mean accepted length of the best tree of every size, on held-out texts.
@@ -245,7 +252,7 @@ def held_out_tokens(
       sizes: numbers of nodes, root included.
     """
     folds = texts[::2], texts[1::2]
-    growths = [grow(Recorded.joined(fold)) for fold in folds]
+    growths = [grow(fold) for fold in folds]
     found = []
     for size in sizes:
         runs = [

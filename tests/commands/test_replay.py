@@ -10,7 +10,7 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Options, Tree
 from medusa_jax.commands import replay
-from medusa_jax.tree.growth import Recorded, growth_with_copies
+from medusa_jax.tree.growth import growth_by_steps
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -65,8 +65,8 @@ def test_lengths_are_those_of_decoding(directory, tmp_path, temperature, capsys)
     options = Options(max_new_tokens=NEW, temperature=temperature)
     from medusa_jax.evaluate.recording import rank_texts
 
-    fitted = Recorded.joined(rank_texts(model, ["a hat", "the", "cat and"], options))
-    tree = Tree.from_choices(growth_with_copies(fitted, NODES - 1))
+    fitted = rank_texts(model, ["a hat", "the", "cat and"], options)
+    tree = Tree.from_choices(growth_by_steps(fitted, NODES - 1))
     kept = json.loads((tmp_path / "texts.json").read_text())["texts"]
     prompts = [ids[:n] for ids, n, _ in kept]
     results = model.generate(prompts, options, [0] * 4, tree=tree)

@@ -18,8 +18,8 @@ def texts(K):
 
 
 def test_trees_of_one_depth_leave_deeper_heads_out():
-    def grow(recorded):
-        return growth.joint_growth(recorded.ranks_PK, 127)
+    def grow(texts):
+        return growth.growth_by_steps(texts, 127)
 
     five = texts(5)
     sizes = (22, 35, 45, 64)

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_jax.tree import Tree
@@ -73,8 +73,8 @@ def test_trees_are_counted_on_texts_they_were_not_grown_from() -> None:
     """Two texts with nothing in common: each one's tree is worth nothing on the other."""
     texts = [fit.Recorded.of_heads(np.full((30, 2), rank)) for rank in (0, 5)]
 
-    def grow(recorded: fit.Recorded) -> list:
-        return fit.joint_growth(recorded.ranks_PK, 4)
+    def grow(texts: list[fit.Recorded]) -> list:
+        return fit.growth_by_steps(texts, 4)
 
     assert fit.held_out_tokens(texts, grow, [1, 3]) == [1.0, 1.0]
     assert fit.replayed_tokens(texts, Tree.from_choices([[0], [0, 0]])) == 60 / (10 + 30)
@@ -88,44 +88,68 @@ def recorded_at_random(seed: int, n: int = 60) -> fit.Recorded:
     return fit.Recorded(ranks, rng.choice([0, 0, 1, 2, 4], size=n))
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10_000))
-def test_nothing_copied_is_the_best_tree_of_the_heads(seed: int) -> None:
-    heads = fit.Recorded.of_heads(recorded_at_random(seed).ranks_PK)
-    assert fit.growth_with_copies(heads, 20) == fit.joint_growth(heads.ranks_PK, 20)
-
-
-def test_every_node_of_a_growth_with_copies_is_worth_most() -> None:
-    """Beside the nodes before it, by the definition: the longer of two agreeing paths counts."""
-    with_both = []
-
-    def tokens(recorded: fit.Recorded, choices: list) -> int:
-        nodes, n_copied = set(choices), sum(c[0] < 0 for c in choices)
-        deep = [
-            max(d for d in range(4) if d == 0 or tuple(ranks[:d]) in nodes)
-            for ranks in recorded.ranks_PK.tolist()
-        ]
-        return int(np.maximum(deep, np.minimum(recorded.copied_P, n_copied)).sum())
+def test_every_node_of_a_growth_saves_most_steps() -> None:
+    """By the definition: the likelier child at the starts of steps, or the next copied node."""
+    kinds = set()
 
     @settings(max_examples=40, deadline=None)
-    @given(st.integers(0, 10_000))
-    @example(1722)  # where nothing copied is among the best eight
-    def check(seed: int) -> None:
-        recorded = recorded_at_random(seed)
-        growth = fit.growth_with_copies(recorded, 8)
-        with_both.append(len({c[0] < 0 for c in growth}) == 2)
+    @given(st.integers(0, 10_000), st.booleans())
+    def check(seed: int, copies: bool) -> None:
+        texts = [recorded_at_random(seed + n, 20 + n) for n in range(3)]
+        if not copies:
+            texts = [fit.Recorded.of_heads(text.ranks_PK) for text in texts]
+        growth = fit.growth_by_steps(texts, 9)
+        kinds.add((copies, len({c[0] < 0 for c in growth})))
         for n, taken in enumerate(growth):
-            there = growth[:n]
-            heads = [c for c in there if c[0] >= 0]
-            children = {(*c, rank) for c in [(), *heads] if len(c) < 3 for rank in range(3)}
-            copied = (-1,) * (n - len(heads) + 1)
-            gains = {
-                c: tokens(recorded, [*there, c]) for c in {*children, copied} - set(there)
+            tree = Tree.from_choices(growth[:n])
+            gains = gains_at_starts(texts, tree)
+            n_copied = len(tree.copied_C)
+            copied = (-1,) * (n_copied + 1)
+            most = max(gains.values(), default=0)
+            others = [c for c, gain in gains.items() if gain == most]
+            if any((text.copied_P > n_copied).any() for text in texts):
+                others.append(copied)
+            steps = {
+                c: fit.replay(texts, Tree.from_choices([*growth[:n], c]))[1] for c in others
             }
-            assert gains[taken] == max(gains.values())
+            assert taken in steps
+            # Of children that are right equally often any may be the one that is considered.
+            children = [steps[c] for c in steps if c != copied]
+            if taken == copied:
+                assert not children or steps[copied] < max(children)
+            else:
+                assert steps[taken] <= steps.get(copied, steps[taken])
 
     check()
-    assert np.mean(with_both) > 0.5
+    assert kinds >= {(True, 2), (False, 1)}
+
+
+def gains_at_starts(texts: list[fit.Recorded], tree: Tree) -> dict[tuple[int, ...], int]:
+    """How often each child that the tree lacks would lengthen a step of these texts."""
+    nodes, n_copied = set(tree.choices), len(tree.copied_C)
+    gains: dict[tuple[int, ...], int] = {}
+    for ranks_PK, copied_P in texts:
+        at = 0
+        while at < len(ranks_PK):
+            path: tuple[int, ...] = ()
+            ranks = ranks_PK[at].tolist()
+            while len(path) < len(ranks) and (*path, ranks[len(path)]) in nodes:
+                path = (*path, ranks[len(path)])
+            copied = min(int(copied_P[at]), n_copied)
+            if copied <= len(path) < len(ranks) and ranks[len(path)] < fit.MISS:
+                child = (*path, ranks[len(path)])
+                gains[child] = gains.get(child, 0) + 1
+            at += max(len(path), copied) + 1
+    return gains
+
+
+def test_a_long_run_of_copies_does_not_outweigh_text_with_short_steps() -> None:
+    ranks = np.array([[fit.MISS]] * 6 + [[0]] * 4)
+    text = fit.Recorded(ranks, np.array([6, 5, 4, 3, 2, 1, 0, 0, 0, 0]))
+    growth = fit.growth_by_steps([text], 3)
+    assert growth == [(-1,), (0,), (-1, -1)]
+    steps = [fit.replay([text], Tree.from_choices(growth[:n]))[1] for n in range(4)]
+    assert steps == [10, 7, 5, 4]
 
 
 def test_a_replay_takes_the_longer_of_what_is_drafted_and_what_is_copied() -> None:
