@@ -29,7 +29,7 @@ from medusa_jax.evaluate.questions import prompt_of, read_prompts
 from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.evaluate.tables import Cell, table_of
-from medusa_jax.tree import Choice, Tree, growth
+from medusa_jax.tree import Tree, growth
 from medusa_jax.whole_files import Json, write_json
 
 EXAMPLES = """examples:
@@ -50,19 +50,18 @@ DENSE_NODES = 256
 
 def of_one_depth(
     texts: Sequence[growth.Recorded],
-    grow: Callable[[Sequence[growth.Recorded]], list[Choice]],
+    grow: Callable[[Sequence[growth.Recorded]], growth.Order],
     sizes: Sequence[int],
 ) -> dict[Tree, float]:
     """The best trees of these sizes, `LEVEL_DEPTH` deep at most, and their tokens per step.
 
     Args:
       texts: positions of each text, two texts at least; trees are evaluated on held-out texts.
-      grow: best choices first.
     """
     texts = [text.cut(LEVEL_DEPTH) for text in texts]
-    choices = grow(texts)
-    sizes = [size for size in sizes if size <= len(choices) + 1]
-    trees = [Tree.from_choices(choices[: size - 1]) for size in sizes]
+    order = grow(texts)
+    sizes = [size for size in sizes if size <= len(order.growth) + 1]
+    trees = [order.tree(size) for size in sizes]
     return dict(zip(trees, growth.held_out_tokens(texts, grow, sizes)))
 
 
@@ -139,10 +138,12 @@ def measure(flags: Flags, model: Model, prompts: Sequence[str | list[int]]) -> J
     options = generation_options(flags)
     texts = rank_texts(model, prompts, options)
     grow = partial(grown, worth="joint", copies=flags.copies)
-    choices = grow(texts)
-    sizes = [n for n in numbers(flags.sizes, "--sizes", least=1) if n <= len(choices) + 1]
+    order = grow(texts)
+    sizes = [
+        n for n in numbers(flags.sizes, "--sizes", least=1) if n <= len(order.growth) + 1
+    ]
     sizes = sorted({1, *sizes})
-    fitted = [Tree.from_choices(choices[: size - 1]) for size in sizes]
+    fitted = [order.tree(size) for size in sizes]
     level = of_one_depth(texts, grow, numbers(flags.one_depth, "--one_depth", least=1))
     scored = model.drafter.heads.draft_vocab or model.config.vocab_size
     widest = min(growth.MISS, scored)

@@ -34,7 +34,7 @@ from medusa_jax.tree import (
     tree_at,
     tree_of_size,
 )
-from medusa_jax.tree.files import ACCELERATOR_NODES, auto_tree
+from medusa_jax.tree.files import ACCELERATOR_NODES, auto_tree, order_of
 from medusa_jax.whole_files import Json
 
 # "bundled": the file's own choice is used and nothing is measured.
@@ -152,7 +152,7 @@ def kept_choices(
     mesh: Mesh,
 ) -> DeviceCache:
     """The note of this device's choices for these heads: number of rows -> `measure_rung`."""
-    tree = (calibrated["growth"], calibrated["evidence"]["ladder"], STEPS, PROMPT)
+    tree = (*order_of(calibrated), calibrated["evidence"]["ladder"], STEPS, PROMPT)
     forms, sizes = (storage, storage.of_drafts), tuple(mesh.shape.values())
     return DeviceCache("trees", *tree, config, heads, str(dtype), forms, sizes)
 
@@ -165,11 +165,11 @@ def kept_for(model: Model, calibrated: Json) -> DeviceCache:
 
 def kept_trees(kept: DeviceCache, calibrated: Json) -> dict[int, Tree]:
     """The trees of a note by number of rows, without damaged entries."""
-    growth, found = calibrated["growth"], {}
+    most, found = len(calibrated["growth"]) + 1, {}
     for rows, rung in kept.read().items():
         nodes = rung.get("nodes") if isinstance(rung, dict) else None
-        if rows.isdecimal() and type(nodes) is int and 1 <= nodes <= len(growth) + 1:
-            found[int(rows)] = tree_of_size(growth, nodes)
+        if rows.isdecimal() and type(nodes) is int and 1 <= nodes <= most:
+            found[int(rows)] = tree_of_size(calibrated, nodes)
     return found
 
 
@@ -191,7 +191,7 @@ def trees_by_rows(
         if rows not in trees:
             left = max(0.0, until - time.monotonic())
             nodes = measure_rung(model, calibrated, rows, left)["nodes"]
-            trees[rows] = tree_of_size(calibrated["growth"], nodes)
+            trees[rows] = tree_of_size(calibrated, nodes)
     return {rows: trees[rows] for rows in sizes}
 
 
@@ -215,7 +215,7 @@ def measure_rung(
         size: n
         for size, n in tokens_by_size(calibrated).items()
         if size <= (most_nodes or size)
-        and tree_of_size(calibrated["growth"], size).drafted.depth <= model.drafter.n_heads
+        and tree_of_size(calibrated, size).drafted.depth <= model.drafter.n_heads
     }
     timed: Iterable[Round] = (rounds := time_steps(model, calibrated, rows, tokens))
     if limit is not None:
@@ -246,7 +246,7 @@ def time_steps(
     The tree file's choice comes first, then the sizes next to the fastest so far, `REACH` on each side.
     """
     sizes = list(tokens)
-    engines = {n: model.engine(tree_of_size(calibrated["growth"], n)) for n in sizes}
+    engines = {n: model.engine(tree_of_size(calibrated, n)) for n in sizes}
     prompt = [min(1, model.config.vocab_size - 1)] * PROMPT
     clock = StepClock(
         list(engines.values()), model.variables, prompt, batch=rows, n_steps=STEPS

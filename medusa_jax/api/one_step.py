@@ -36,9 +36,9 @@ def take_steps(model: Model, prompt: str, n: int) -> Json:
         backbone, heads, tree = (
             Backbone(engine.llama, variables["backbone"]),
             variables["heads"],
-            engine.tree,
+            engine.tree.without_spares,
         )
-        drafts = parts.draft(engine, heads, backbone, state, tree)
+        drafts, _ = parts.draft(engine, heads, backbone, state, tree)
         verified = parts.verify(engine, backbone, state, tree, drafts)
         accepted = engine.rule.accept(verified)
         emitted_BL = parts.emitted_tokens(verified, accepted)

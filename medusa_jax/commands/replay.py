@@ -27,8 +27,8 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import grouped, read_prompts, read_questions, spread
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.repetition import mean_repeated_ngram_share
-from medusa_jax.tree.files import tree_of_size
-from medusa_jax.tree.growth import replayed_tokens
+from medusa_jax.tree.files import order_of, tree_of_size
+from medusa_jax.tree.growth import Order, replayed_tokens
 from medusa_jax.tree.tree import COPIED
 from medusa_jax.whole_files import Json, write_json, write_text
 
@@ -98,8 +98,8 @@ def run(flags: Flags) -> int:
         recorded = record(model, texts, ending)
         how = "growing trees and " if fitted else ""
         inform(f"{name}: {how}walking through {len(texts)} texts ...")
-        growth = growth_for(model, fitted, ending, copies=not flags.no_copies)
-        for tree in (tree_of_size(growth, size) for size in sizes):
+        order = order_for(model, fitted, ending, copies=not flags.no_copies)
+        for tree in (tree_of_size(order, size) for size in sizes):
             columns[f"{name}, {tree.n_nodes}"] = [
                 replayed_tokens([recorded[i] for i in group], tree)
                 for group in grouped(categories).values()
@@ -145,10 +145,10 @@ def answers_to(
     return categories, texts
 
 
-def growth_for(
+def order_for(
     model: "Model", fitted: Sequence[Json], options: "Options", *, copies: bool
-) -> Sequence[Sequence[int]]:
-    """The best nodes first: measured on other texts of the model, or from the heads' tree file."""
+) -> Order:
+    """The order of nodes: measured on other texts of the model, or from the heads' tree file."""
     from medusa_jax.evaluate.conversation import asked
     from medusa_jax.evaluate.fitting import grown
     from medusa_jax.evaluate.recording import rank_texts
@@ -158,8 +158,11 @@ def growth_for(
         return grown(texts, copies=copies)
     if model.calibrated is None:
         raise UserError("no tree file is next to the heads: give --fit")
-    growth = model.calibrated["growth"]
-    return growth if copies else [choice for choice in growth if COPIED not in choice]
+    order = order_of(model.calibrated)
+    if copies:
+        return order
+    drafted = [choice for choice in order.growth if COPIED not in choice]
+    return Order(order.spares or drafted)
 
 
 def replay_table(

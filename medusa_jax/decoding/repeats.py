@@ -6,11 +6,10 @@ that of plain decoding with the same option.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from medusa_jax.tree import Tree
 
 
 def barred_tokens(text: Sequence[int], n: int) -> list[int]:
@@ -32,7 +31,7 @@ def without_barred(logits_BV: jax.Array, text: Sequence[int], n: int) -> jax.Arr
 
 
 def node_texts(
-    text_BS: jax.Array, length_B: jax.Array, nodes_BM: jax.Array, tree: Tree
+    text_BS: jax.Array, length_B: jax.Array, nodes_BM: jax.Array, tree: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The text up to each node [B, M, S], padded with -1, and the index of its last token [B, M].
 

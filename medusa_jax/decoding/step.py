@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.acceptance import Accepted, Verified
-from medusa_jax.decoding.copying import with_copies
+from medusa_jax.decoding.copying import TreeArrays, with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.masks import only
 from medusa_jax.decoding.penalties import counted, counts_down_paths, penalised
@@ -45,8 +45,8 @@ def decode_step(
     backbone = Backbone(engine.llama, variables["backbone"])
     heads = variables["heads"]
     with jax.named_scope("draft"):
-        drafts = draft(engine, heads, backbone, state, tree)
-    verified = verify(engine, backbone, state, tree, drafts)
+        drafts, filled = draft(engine, heads, backbone, state, tree)
+    verified = verify(engine, backbone, state, filled, drafts)
     return settle(engine, variables, state, verified)
 
 
@@ -109,8 +109,11 @@ class Drafts(NamedTuple):
 
 def draft(
     engine: Engine, heads: Params, backbone: Backbone, state: DecodeState, tree: Tree
-) -> Drafts:
-    """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token."""
+) -> tuple[Drafts, Tree | TreeArrays]:
+    """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token.
+
+    Returns: the drafts, and the tree that they fill: the given one, or that with its spares.
+    """
     backbone = for_drafting(backbone, heads)
     # g[pos] from the position after the root on: a child at depth d is at length + d, so
     # noise_BLV[:, d - 1] decides its target token and its rank as a draft.
@@ -151,14 +154,23 @@ def draft(
 
     request = DraftRequest(state.root_B, tree.drafted, rank_scores)
     nodes_BM = engine.drafter.propose(heads, backbone, state.drafter, request)
+    filled: Tree | TreeArrays = tree
     if tree.copied_C.size:
         assert state.text_BS is not None  # `Engine.keeps_text`
-        nodes_BM = with_copies(tree, nodes_BM, state.text_BS, state.length_B)
-    return Drafts(nodes_BM.astype(jnp.int32), noise_BLV, ranked, scores, backbone.ids_O)
+        running_B = state.status_B == RUNNING
+        nodes_BM, filled = with_copies(
+            tree, nodes_BM, state.text_BS, state.length_B, running_B
+        )
+    nodes_BM = nodes_BM.astype(jnp.int32)
+    return Drafts(nodes_BM, noise_BLV, ranked, scores, backbone.ids_O), filled
 
 
 def verify(
-    engine: Engine, backbone: Backbone, state: DecodeState, tree: Tree, drafts: Drafts
+    engine: Engine,
+    backbone: Backbone,
+    state: DecodeState,
+    tree: Tree | TreeArrays,
+    drafts: Drafts,
 ) -> Verified:
     """One backbone pass over all nodes under the tree's mask (Medusa 2.1.2, figure 2)."""
     M = tree.n_nodes
@@ -198,7 +210,7 @@ def verify(
 
 
 def rows_of_pass(
-    extra: WithExtraRows | None, state: PyTree, tree: Tree, nodes_BM: jax.Array
+    extra: WithExtraRows | None, state: PyTree, tree: Tree | TreeArrays, nodes_BM: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens, depths and mask of all rows of a pass: tree nodes, then the drafter's extra rows.
 

@@ -39,7 +39,7 @@ def batch_rows(
     contenders: list[Contender] = []
     for batch in batches:
         fit = device_tree.measure_rung(model, calibrated, batch, most_nodes=most_nodes)
-        for tree in (Tree.none(), tree_of_size(calibrated["growth"], fit["nodes"])):
+        for tree in (Tree.none(), tree_of_size(calibrated, fit["nodes"])):
             decode = partial(in_batches, model, options, batch, tree)
             facts = {"batch": batch, "tree_nodes": tree.n_nodes, "fit": fit}
             against = len(contenders) // 2 * 2

@@ -17,8 +17,8 @@ from medusa_jax.api.asking import Prompt
 from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.training.log.progress import Progress
-from medusa_jax.tree import Choice, Tree, growth
-from medusa_jax.tree.growth import Recorded
+from medusa_jax.tree import Tree, growth
+from medusa_jax.tree.growth import Order, Recorded
 from medusa_jax.whole_files import Json
 
 # Choices stored in a tree file, in order of worth: enough for trees of up to 128 nodes.
@@ -49,9 +49,9 @@ def fit_tree(
     texts = rank_texts(model, prompts, options)
     whole = Recorded.joined(texts)
     grow = partial(grown, worth=worth, copies=copies)
-    choices = grow(texts)
-    sizes = sorted({1, *(s for s in sizes if s <= len(choices) + 1)})
-    nested = [Tree.from_choices(choices[: size - 1]) for size in sizes]
+    order = grow(texts)
+    sizes = sorted({1, *(s for s in sizes if s <= len(order.growth) + 1)})
+    nested = [order.tree(size) for size in sizes]
     acceptance = "sampled" if options.temperature > 0 else "greedy"
     n_runs = len(nested) * (1 + rounds)
     with Progress(f"timing {len(nested)} trees", n_runs, "run") as bar:
@@ -63,7 +63,8 @@ def fit_tree(
     row = partial(figures, texts, seconds)
     device = jax.devices()[0]
     found = {
-        "growth": [list(c) for c in choices],
+        "growth": [list(c) for c in order.growth],
+        "spares": [list(c) for c in order.spares],
         "platform": device.platform,
         "device": f"{device.device_kind}, {jax.local_device_count()} device(s)",
         "dtype": str(model.dtype),
@@ -82,14 +83,12 @@ def fit_tree(
     return with_rungs(model, found, batches)
 
 
-def grown(texts: Sequence[Recorded], *, copies: bool, worth: str = "joint") -> list[Choice]:
-    """The best `GROWTH` choices, best first."""
+def grown(texts: Sequence[Recorded], *, copies: bool, worth: str = "joint") -> Order:
+    """The best `GROWTH` nodes, best first."""
     if worth == "product":
         ranks_PK = Recorded.joined(texts).ranks_PK
-        return growth.product_growth(growth.head_accuracies(ranks_PK), GROWTH)
-    if not copies:
-        texts = [Recorded.of_heads(text.ranks_PK) for text in texts]
-    return growth.growth_by_steps(texts, GROWTH)
+        return Order(growth.product_growth(growth.head_accuracies(ranks_PK), GROWTH))
+    return growth.order_by_steps(texts, GROWTH, copies=copies)
 
 
 def figures(

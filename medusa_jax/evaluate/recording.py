@@ -15,7 +15,7 @@ import numpy as np
 from medusa_jax.api import Model, Options
 from medusa_jax.api.asking import Prompt
 from medusa_jax.api.batching import equal_batches
-from medusa_jax.decoding.copying import copied_lengths
+from medusa_jax.decoding.copying import REPEATS, copied_lengths
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.ranks import rank_tuples
 from medusa_jax.decoding.sampling import row_keys
@@ -101,12 +101,15 @@ def record(model: Model, texts: Sequence[Text], options: Options) -> list[Record
                 row[: len(x)] = x
             heads, given = model.variables["heads"], (jnp.asarray(tokens_BT), length_B)
             ranked = ranks(drafter, heads, model.backbone, *given, noise, no_repeat)
-            ranks_BTK, copied_BT = map(np.asarray, (ranked, lengths(*given, MOST_COPIED)))
+            ranks_BTK, copied_BT, match_BT = map(
+                np.asarray, (ranked, *lengths(*given, MOST_COPIED))
+            )
             for b, i in enumerate(own):
                 # The step after prefill starts at the last prompt position.
                 first, end = texts[i].n_prompt - 1, len(ids[b]) - drafter.n_heads - 1
                 here = slice(first, max(first, end))
-                found.append(Recorded(ranks_BTK[b, here], copied_BT[b, here]))
+                repeats_P = match_BT[b, here] >= REPEATS
+                found.append(Recorded(ranks_BTK[b, here], copied_BT[b, here], repeats_P))
             bar.update(len(own))
     return found
 

@@ -82,7 +82,8 @@ class PromptLookup(Untrained):
         found = continuations(
             text_BS, state.length_B, self.heads.ngram, self.heads.matches, tree.depth
         )
-        nodes_BM, given_BM = merged(tree, *found, root_B)
+        chains_BCL, length_BC = found
+        nodes_BM, given_BM = merged(tree, chains_BCL, length_BC > 0, root_B)
         dtype = at_least_f32(backbone.llama.dtype)
         rank_given(request, nodes_BM, given_BM, self.llama.vocab_size, dtype)
         return nodes_BM
@@ -104,7 +105,7 @@ def continuations(
       length: tokens per continuation.
       latest: prefer the latest of equally long matches, not the earliest.
 
-    Returns: tokens [B, C, length] in order of preference, and whether each match exists [B, C].
+    Returns: tokens [B, C, length] in order of preference, and the length of each match [B, C], 0 for none.
     """
     S = text_BS.shape[1]
     begin_1S, last_B1 = jnp.arange(S)[None, :], last_B[:, None]
@@ -122,7 +123,7 @@ def continuations(
     ahead_11L = jnp.arange(length)[None, None, :]
     at_BCL = begin_BC[..., None] + ahead_11L % period_BC[..., None]
     tokens_BCL = jnp.take_along_axis(text_BS[:, None], jnp.minimum(at_BCL, S - 1), axis=2)
-    return tokens_BCL, best_BC > 0
+    return tokens_BCL, best_BC // (S + 1)
 
 
 def merged(

@@ -1,10 +1,11 @@
 """Trees by name: the values of `--tree`, and the tree file next to the heads."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.tree.growth import Order
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
@@ -17,7 +18,7 @@ ACCELERATOR_NODES = 64
 def load_tree_file(path: str | Path) -> Json:
     """Read a tree file: a JSON list of choices, or an object with `choices` (and evidence).
 
-    Returns: the object; `growth` defaults to the choices in their order.
+    Returns: the object; `growth` defaults to the choices in their order, `spares` to none.
 
     Raises:
       UserError: not readable, not JSON, neither of the two forms, or malformed evidence.
@@ -32,9 +33,10 @@ def load_tree_file(path: str | Path) -> Json:
         data = {"choices": data}
     if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
         raise UserError(f"tree file {path} must be a list of choices or hold 'choices'")
-    data = {"growth": data["choices"]} | data
-    if not isinstance(data["growth"], list):
-        raise UserError(f"tree file {path}: 'growth' must be a list of choices")
+    data = {"growth": data["choices"], "spares": []} | data
+    for name in ("growth", "spares"):
+        if not isinstance(data[name], list):
+            raise UserError(f"tree file {path}: {name!r} must be a list of choices")
     if not _is_evidence(data.get("evidence")):
         raise UserError(
             f"tree file {path}: 'ladder' in 'evidence' must be a list of objects with a whole number "
@@ -57,14 +59,22 @@ def _is_evidence(evidence: object) -> bool:
     )
 
 
-def tree_of_size(growth: Sequence[Sequence[int]], n_nodes: int) -> Tree:
-    """The first `n_nodes - 1` choices of a growth order (best first), plus the root."""
+def order_of(calibrated: Json) -> Order:
+    """The order in which a tree file adds nodes."""
+    growth = calibrated.get("growth") or calibrated["choices"]
+    return Order(growth, calibrated.get("spares") or ())
+
+
+def tree_of_size(order: Order | Json, n_nodes: int) -> Tree:
+    """The first nodes of an order, or of a tree file's."""
+    order = order if isinstance(order, Order) else order_of(order)
+    growth = order.growth
     if not 1 <= n_nodes <= len(growth) + 1:
         raise UserError(
             f"cannot build a tree of {n_nodes} nodes: the calibrated order has 1 to "
             f"{len(growth) + 1} (run `python -m medusa_jax calibrate` for more)"
         )
-    return Tree.from_choices(growth[: n_nodes - 1])
+    return order.tree(n_nodes)
 
 
 def auto_tree(calibrated: Json, platform: str) -> Tree:
@@ -77,9 +87,14 @@ def auto_tree(calibrated: Json, platform: str) -> Tree:
       platform: "cpu", "gpu" or "tpu", as `jax.default_backend()` names it.
     """
     if platform in ("cpu", calibrated.get("platform")):
-        return Tree.from_choices(calibrated["choices"])
-    growth = calibrated.get("growth") or calibrated["choices"]
-    return tree_of_size(growth, min(ACCELERATOR_NODES, len(growth) + 1))
+        return own_tree(calibrated)
+    n_nodes = len(order_of(calibrated).growth) + 1
+    return tree_of_size(calibrated, min(ACCELERATOR_NODES, n_nodes))
+
+
+def own_tree(calibrated: Json) -> Tree:
+    """The tree file's `choices`."""
+    return Tree.from_choices(calibrated["choices"], calibrated.get("spares") or ())
 
 
 def file_ladder(calibrated: Json, platform: str = "cpu") -> dict[int, Tree]:
@@ -100,8 +115,7 @@ def file_ladder(calibrated: Json, platform: str = "cpu") -> dict[int, Tree]:
         raise UserError(
             "the tree file's 'batches' must be a list of objects with whole numbers 'batch' and 'nodes'"
         )
-    growth = calibrated.get("growth") or calibrated["choices"]
-    return {rows: tree_of_size(growth, size) for rows, size in sizes.items()}
+    return {rows: tree_of_size(calibrated, size) for rows, size in sizes.items()}
 
 
 def tree_at(ladder: Mapping[int, Tree], rows: int) -> Tree:
@@ -147,8 +161,8 @@ def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu")
         if spec == "auto":
             return auto_tree(calibrated, platform)
         if spec == "bundled":
-            return Tree.from_choices(calibrated["choices"])
-        return tree_of_size(calibrated.get("growth") or calibrated["choices"], int(spec))
+            return own_tree(calibrated)
+        return tree_of_size(calibrated, int(spec))
     if not spec:
         raise UserError("--tree is empty: name a tree, a number of nodes or a file")
     if not Path(spec).exists() and not Path(spec).suffix and "/" not in spec:
@@ -157,8 +171,7 @@ def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu")
             f"cannot read the tree file {spec}: no such file, and no tree's name (auto, bundled, "
             f"none, a number of nodes, chain:4, copy:4, cartesian:2,3){did_you_mean(kind, known)}"
         )
-    choices = load_tree_file(spec)["choices"]
     try:
-        return Tree.from_choices(choices)
+        return own_tree(load_tree_file(spec))
     except UserError as error:
         raise UserError(f"{spec}: {error}") from error

@@ -26,15 +26,18 @@ class Recorded(NamedTuple):
     Attributes:
       ranks_PK: ranks of the true next tokens under the heads.
       copied_P: how many consecutive next tokens a chain copied from the text gets right.
+      repeats_P: whether a tree with spares has its copied chain there.
     """
 
     ranks_PK: np.ndarray
     copied_P: np.ndarray
+    repeats_P: np.ndarray
 
     @classmethod
     def of_heads(cls, ranks_PK: np.ndarray) -> "Recorded":
         """Positions with no copied tokens."""
-        return cls(ranks_PK, np.zeros(len(ranks_PK), int))
+        P = len(ranks_PK)
+        return cls(ranks_PK, np.zeros(P, int), np.zeros(P, bool))
 
     @classmethod
     def joined(cls, texts: "Sequence[Recorded]") -> "Recorded":
@@ -43,7 +46,9 @@ class Recorded(NamedTuple):
 
     def cut(self, depth: int) -> "Recorded":
         """The same positions, limited to trees of this depth."""
-        return Recorded(self.ranks_PK[:, :depth], np.minimum(self.copied_P, depth))
+        return Recorded(
+            self.ranks_PK[:, :depth], np.minimum(self.copied_P, depth), self.repeats_P
+        )
 
 
 def head_accuracies(tuples_PK: np.ndarray, n_ranks: int = 10) -> np.ndarray:
@@ -141,7 +146,78 @@ def expected_tokens(tuples_PK: np.ndarray, tree: Tree) -> float:
     return 1 + sum(counts[c] for c in tree.choices) / len(tuples_PK)
 
 
-def growth_by_steps(texts: Sequence[Recorded], n_choices: int) -> list[Choice]:
+class Reach:
+    """How deep the recorded text agrees with a set of paths, at every position."""
+
+    def __init__(self, ranks_PK: np.ndarray) -> None:
+        self.ranks_PK = ranks_PK
+        self.depth_P = np.zeros(len(ranks_PK), int)
+        self.node_P = np.zeros(len(ranks_PK), int)  # number of the path that agrees
+        self.paths: dict[Choice, int] = {(): 0}
+
+    def with_path(self, path: Choice) -> "Reach":
+        """With one more path, whose parent is there."""
+        depth, new = len(path), Reach(self.ranks_PK)
+        agrees_P = (self.node_P == self.paths[path[:-1]]) & (self.depth_P == depth - 1)
+        agrees_P &= self.ranks_PK[:, depth - 1] == path[-1]
+        new.depth_P = np.where(agrees_P, depth, self.depth_P)
+        new.node_P = np.where(agrees_P, len(self.paths), self.node_P)
+        new.paths = self.paths | {path: len(self.paths)}
+        return new
+
+    def best_child(self, begin_S: np.ndarray) -> Choice | None:
+        """The path that would lengthen most steps that begin at these positions."""
+        begin_S = begin_S[self.depth_P[begin_S] < self.ranks_PK.shape[1]]
+        rank_S = self.ranks_PK[begin_S, self.depth_P[begin_S]]
+        child_S = (self.node_P[begin_S] * MISS + rank_S)[rank_S < MISS]
+        if not child_S.size:
+            return None
+        child, times = np.unique(child_S, return_counts=True)
+        parent, rank = divmod(int(child[times.argmax()]), MISS)
+        return (*list(self.paths)[parent], rank)
+
+
+class Grown(NamedTuple):
+    """A tree while it grows.
+
+    Attributes:
+      drafted: its drafted nodes.
+      elsewhere: these and its spares, where the text does not repeat; None without spares.
+      n_copied: number of its copied nodes.
+    """
+
+    drafted: Reach
+    elsewhere: Reach | None
+    n_copied: int = 0
+
+    def accepted(self, text: Recorded) -> np.ndarray:
+        """Accepted drafts of a step at every position: [P]."""
+        copied_P = np.minimum(text.copied_P, self.n_copied)
+        accepted_P = np.maximum(self.drafted.depth_P, copied_P)
+        if self.elsewhere is None:
+            return accepted_P
+        return np.where(text.repeats_P, accepted_P, self.elsewhere.depth_P)
+
+    def with_path(self, path: Choice, spares: Sequence[Choice]) -> "Grown":
+        """With one more node; elsewhere with this one, or with the next spare if it has it."""
+        drafted, n_copied = self.drafted, self.n_copied
+        if path[0] == COPIED:
+            n_copied += 1
+        else:
+            drafted = drafted.with_path(path)
+        elsewhere = self.elsewhere
+        if elsewhere is not None:
+            known = elsewhere.paths
+            new = path
+            if path[0] == COPIED or path in known:
+                new = next((spare for spare in spares if spare not in known), ())
+            elsewhere = elsewhere.with_path(new) if new else elsewhere
+        return Grown(drafted, elsewhere, n_copied)
+
+
+def growth_by_steps(
+    texts: Sequence[Recorded], n_choices: int, spares: Sequence[Choice] = ()
+) -> list[Choice]:
     """Add nodes greedily, each time the one with which decoding these texts takes fewest steps.
 
     Considered are the drafted node whose token is right most often at the starts of the steps so far, and
@@ -153,17 +229,16 @@ def growth_by_steps(texts: Sequence[Recorded], n_choices: int) -> list[Choice]:
 
     Args:
       texts: positions of each text, in order.
+      spares: of the trees, best first; empty: the copied nodes are copied in every step.
     """
-    ranks_PK, copied_P = Recorded.joined(texts)
+    text = Recorded.joined(texts)
     begins = np.cumsum([0, *(len(text.ranks_PK) for text in texts)]).tolist()
-    at_P = np.arange(len(ranks_PK))
-    reached_P = np.zeros(len(ranks_PK), int)  # how deep drafts agree with the text,
-    node_P = np.zeros(len(ranks_PK), int)  # and the node where they end
-    n_copied, paths, growth = 0, [Choice()], list[Choice]()
+    nothing = Reach(text.ranks_PK)
+    tree, growth = Grown(nothing, nothing if spares else None), list[Choice]()
 
-    def starts(reached_P: np.ndarray, n_copied: int) -> np.ndarray:
+    def starts(tree: Grown) -> np.ndarray:
         """Positions at which a step begins."""
-        next_P = (at_P + np.maximum(reached_P, np.minimum(copied_P, n_copied)) + 1).tolist()
+        next_P = (np.arange(begins[-1]) + tree.accepted(text) + 1).tolist()
         found = []
         for at, end in itertools.pairwise(begins):
             while at < end:
@@ -171,37 +246,48 @@ def growth_by_steps(texts: Sequence[Recorded], n_choices: int) -> list[Choice]:
                 at = next_P[at]
         return np.array(found, int)
 
-    begin_S = starts(reached_P, 0)
+    begin_S = starts(tree)
     while len(growth) < n_choices:
-        # Nothing is gained where copied tokens reach further than a child would.
-        covered_S = reached_P[begin_S] < np.minimum(copied_P[begin_S], n_copied)
-        open_S = begin_S[~covered_S & (reached_P[begin_S] < ranks_PK.shape[1])]
-        rank_S = ranks_PK[open_S, reached_P[open_S]]
-        child_S = (node_P[open_S] * MISS + rank_S)[rank_S < MISS]
-        options: list[tuple[np.ndarray, Choice, np.ndarray]] = []
-        if child_S.size:
-            child, times = np.unique(child_S, return_counts=True)
-            parent, rank = divmod(int(child[times.argmax()]), MISS)
-            path = (*paths[parent], rank)
-            depth = len(path)
-            agrees_P = (node_P == parent) & (reached_P == depth - 1)
-            agrees_P &= ranks_PK[:, depth - 1] == rank
-            deeper_P = np.where(agrees_P, depth, reached_P)
-            options.append((starts(deeper_P, n_copied), path, deeper_P))
-        if (copied_P > n_copied).any():
-            copied = (COPIED,) * (n_copied + 1)
-            options.append((starts(reached_P, n_copied + 1), copied, reached_P))
-        if not options:
+        # Nothing is gained where copied tokens reach further than a child would, or spares are used.
+        gains_P = tree.drafted.depth_P >= np.minimum(text.copied_P, tree.n_copied)
+        if spares:
+            gains_P &= text.repeats_P
+        options = [tree.drafted.best_child(begin_S[gains_P[begin_S]])]
+        if (text.copied_P > tree.n_copied).any():
+            options.append((COPIED,) * (tree.n_copied + 1))
+        found = [(tree.with_path(path, spares), path) for path in options if path]
+        if not found:
             break
-        begin_S, path, deeper_P = min(options, key=lambda option: len(option[0]))
-        if path[0] == COPIED:
-            n_copied += 1
-        else:
-            node_P = np.where(deeper_P > reached_P, len(paths), node_P)
-            reached_P = deeper_P
-            paths.append(path)
+        begins_of = [starts(new) for new, _ in found]
+        best = min(range(len(found)), key=lambda i: len(begins_of[i]))
+        (tree, path), begin_S = found[best], begins_of[best]
         growth.append(path)
     return growth
+
+
+class Order(NamedTuple):
+    """The order in which nodes are added to a tree.
+
+    Attributes:
+      growth: choices, best first.
+      spares: for copied nodes, see `Tree`; best first.
+    """
+
+    growth: Sequence[Sequence[int]]
+    spares: Sequence[Sequence[int]] = ()
+
+    def tree(self, n_nodes: int) -> Tree:
+        """The first `n_nodes - 1` choices, plus the root."""
+        return Tree.from_choices(self.growth[: n_nodes - 1], self.spares)
+
+
+def order_by_steps(texts: Sequence[Recorded], n_choices: int, *, copies: bool) -> Order:
+    """The best order of up to `n_choices` nodes for these texts, with copied nodes or without."""
+    heads = [Recorded.of_heads(text.ranks_PK) for text in texts]
+    drafted = growth_by_steps(heads, n_choices)
+    if not copies:
+        return Order(drafted)
+    return Order(growth_by_steps(texts, n_choices, drafted), drafted)
 
 
 def replay(texts: Sequence[Recorded], tree: Tree) -> tuple[int, int]:
@@ -213,11 +299,13 @@ def replay(texts: Sequence[Recorded], tree: Tree) -> tuple[int, int]:
     Args:
       texts: positions of each text, in order.
     """
-    nodes, n_copied = set(tree.choices), len(tree.copied_C)
+    trees = {True: tree, False: tree.drafted if tree.spares else tree}
+    facts = {repeats: (set(t.choices), len(t.copied_C)) for repeats, t in trees.items()}
     steps = tokens = 0
-    for ranks_PK, copied_P in texts:
+    for ranks_PK, copied_P, repeats_P in texts:
         at = 0
         while at < len(ranks_PK):
+            nodes, n_copied = facts[bool(repeats_P[at])]
             path: Choice = ()
             for rank in ranks_PK[at].tolist():
                 if (*path, rank) not in nodes:
@@ -237,7 +325,7 @@ def replayed_tokens(texts: Sequence[Recorded], tree: Tree) -> float:
 
 def held_out_tokens(
     texts: Sequence[Recorded],
-    grow: Callable[[Sequence[Recorded]], list[Choice]],
+    grow: Callable[[Sequence[Recorded]], Order],
     sizes: Sequence[int],
 ) -> list[float]:
     """Mean accepted length of the best tree of every size, on held-out texts.
@@ -248,16 +336,14 @@ def held_out_tokens(
 
     Args:
       texts: positions of each text, two texts at least.
-      grow: best choices first.
       sizes: numbers of nodes, root included.
     """
     folds = texts[::2], texts[1::2]
-    growths = [grow(fold) for fold in folds]
+    orders = [grow(fold) for fold in folds]
     found = []
     for size in sizes:
         runs = [
-            replay(fold, Tree.from_choices(growth[: size - 1]))
-            for fold, growth in zip(folds, reversed(growths))
+            replay(fold, order.tree(size)) for fold, order in zip(folds, reversed(orders))
         ]
         tokens, steps = (sum(column) for column in zip(*runs))
         found.append(tokens / max(steps, 1))

@@ -5,7 +5,8 @@ A tree is a set of *choices*: each is a path of ranks, `[0, 2]` meaning "the bes
 backbone, is added. The empty tree has the root alone and is autoregressive decoding.
 
 In addition to the heads' guesses a tree may hold one chain of tokens copied from the text
-(`decoding/copying.py`), with the nodes `[-1]`, `[-1, -1]`, ...
+(`decoding/copying.py`), with the nodes `[-1]`, `[-1, -1]`, .... In a step whose text does not repeat, the
+tree's *spares*, as many more guesses of the heads, are used in place of the chain.
 """
 
 import itertools
@@ -41,41 +42,31 @@ class Tree:
     """
 
     choices: tuple[Choice, ...]
+    spares: tuple[Choice, ...] = ()
 
     @classmethod
-    def from_choices(cls, choices: Iterable[Sequence[int]]) -> "Tree":
+    def from_choices(
+        cls, choices: Iterable[Sequence[int]], spares: Iterable[Sequence[int]] = ()
+    ) -> "Tree":
         """Validate and order a list of paths.
+
+        Args:
+          spares: further guesses of heads in the order of their worth, for the copied nodes. Those among
+            the choices are passed over; if fewer than the copied nodes are left, there are none.
 
         Raises:
           UserError: a path is empty, negative (and not a copied one), given twice, or its prefix is
             missing; more than `MOST_NODES` nodes or deeper than `MOST_DEEP`.
         """
-        paths: list[Choice] = []
-        for path in choices:
-            if not isinstance(path, list | tuple) or not all(
-                isinstance(r, int | np.integer) and not isinstance(r, bool) for r in path
-            ):
-                raise UserError(f"a tree choice is a list of whole numbers, not {path!r}")
-            if not path:
-                raise UserError(
-                    "a tree choice is empty: remove it, the root is added automatically"
-                )
-            if min(path) < 0 and set(path) != {COPIED}:
-                raise UserError(
-                    f"tree choice {list(path)} holds a negative rank; only copied paths, all {COPIED}, may"
-                )
-            paths.append(tuple(int(r) for r in path))
-        _check_size(len(paths) + 1, max(map(len, paths), default=0))
-        known = set(paths)
-        if len(known) < len(paths):
-            twice = next(list(p) for p in paths if paths.count(p) > 1)
-            raise UserError(f"tree choice {twice} is given twice")
-        for path in paths:
-            if len(path) > 1 and path[:-1] not in known:
-                raise UserError(
-                    f"tree choice {list(path)} needs its prefix {list(path[:-1])}: add it"
-                )
-        return cls(tuple(sorted(known, key=lambda p: (len(p), p))))
+        tree = cls(_ordered([_path(path) for path in choices]))
+        known, n_copied = set(tree.choices), len(tree.copied_C)
+        new = [path for path in map(_path, spares) if path not in known]
+        if any(path[0] == COPIED for path in new):
+            raise UserError("spares stand for copied nodes and cannot be copied themselves")
+        _ordered([*tree.drafted.choices, *new])
+        if len(new) < n_copied:
+            return tree
+        return cls(tree.choices, tuple(sorted(new[:n_copied], key=lambda p: (len(p), p))))
 
     @classmethod
     def none(cls) -> "Tree":
@@ -121,7 +112,7 @@ class Tree:
     @property
     def depth(self) -> int:
         """Depth of the deepest node. The number of heads used is `drafted.depth`."""
-        return max((len(c) for c in self.choices), default=0)
+        return max((len(c) for c in (*self.choices, *self.spares)), default=0)
 
     @cached_property
     def copied_C(self) -> np.ndarray:
@@ -131,13 +122,23 @@ class Tree:
 
     @cached_property
     def drafted(self) -> "Tree":
-        """The tree without copied nodes: what a drafter fills."""
-        drafted = tuple(c for c in self.choices if c[0] != COPIED)
-        return self if drafted == self.choices else Tree(drafted)
+        """What a drafter fills: the tree with the spares in place of the copied nodes.
+
+        Example: [[0], [-1], [-1, -1]] with the spares [1], [0, 0] gives [[0], [1], [0, 0]].
+        """
+        if not self.copied_C.size:
+            return self
+        drafted = (c for c in self.choices if c[0] != COPIED)
+        return Tree(tuple(sorted((*drafted, *self.spares), key=lambda p: (len(p), p))))
+
+    @property
+    def without_spares(self) -> "Tree":
+        """The tree whose copied nodes are copied in every step."""
+        return Tree(self.choices)
 
     @cached_property
     def drafted_N(self) -> np.ndarray:
-        """Nodes of `drafted` as nodes of this tree, the root first.
+        """Nodes that are not copied, the root first.
 
         Example: [[-1], [0], [-1, -1], [0, 2]] has the copied nodes 1 and 3, and drafted 0, 2, 4.
         """
@@ -151,7 +152,7 @@ class Tree:
     @property
     def max_rank(self) -> int:
         """The largest rank used: heads must give `max_rank + 1` candidates."""
-        return max((max(c) for c in self.choices), default=0)
+        return max((max(c) for c in (*self.choices, *self.spares)), default=0)
 
     @cached_property
     def parent_M(self) -> np.ndarray:
@@ -239,6 +240,38 @@ class Tree:
             raise UserError(
                 f"tree choice {deep} is {len(deep)} deep, but there are only {n_heads} heads"
             )
+
+
+def _path(path: object) -> Choice:
+    """One choice; raises as `Tree.from_choices` says."""
+    if not isinstance(path, list | tuple) or not all(
+        isinstance(r, int | np.integer) and not isinstance(r, bool) for r in path
+    ):
+        raise UserError(f"a tree choice is a list of whole numbers, not {path!r}")
+    if not path:
+        raise UserError(
+            "a tree choice is empty: remove it, the root is added automatically"
+        )
+    if min(path) < 0 and set(path) != {COPIED}:
+        raise UserError(
+            f"tree choice {list(path)} holds a negative rank; only copied paths, all {COPIED}, may"
+        )
+    return tuple(int(r) for r in path)
+
+
+def _ordered(paths: Sequence[Choice]) -> tuple[Choice, ...]:
+    """The paths of a tree, by depth; raises as `Tree.from_choices` says."""
+    _check_size(len(paths) + 1, max(map(len, paths), default=0))
+    known = set(paths)
+    if len(known) < len(paths):
+        twice = next(list(p) for p in paths if paths.count(p) > 1)
+        raise UserError(f"tree choice {twice} is given twice")
+    for path in paths:
+        if len(path) > 1 and path[:-1] not in known:
+            raise UserError(
+                f"tree choice {list(path)} needs its prefix {list(path[:-1])}: add it"
+            )
+    return tuple(sorted(known, key=lambda p: (len(p), p)))
 
 
 def _check_size(n_nodes: int, depth: int) -> None:

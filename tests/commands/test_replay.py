@@ -8,9 +8,10 @@ from files import write_lines
 from tiny import write_model
 
 import medusa_jax
-from medusa_jax import Options, Tree
+from medusa_jax import Options
 from medusa_jax.commands import replay
-from medusa_jax.tree.growth import growth_by_steps
+from medusa_jax.evaluate.fitting import GROWTH
+from medusa_jax.tree.growth import order_by_steps
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -66,10 +67,12 @@ def test_lengths_are_those_of_decoding(directory, tmp_path, temperature, capsys)
     from medusa_jax.evaluate.recording import rank_texts
 
     fitted = rank_texts(model, ["a hat", "the", "cat and"], options)
-    tree = Tree.from_choices(growth_by_steps(fitted, NODES - 1))
+    tree = order_by_steps(fitted, GROWTH, copies=True).tree(NODES)
+    assert tree.spares
     kept = json.loads((tmp_path / "texts.json").read_text())["texts"]
     prompts = [ids[:n] for ids, n, _ in kept]
-    results = model.generate(prompts, options, [0] * 4, tree=tree)
+    # One at a time: rows of a batch decide together whether spares are used.
+    results = [model.generate([one], options, [0], tree=tree)[0] for one in prompts]
     assert [x.token_ids for x in results] == [ids[n:] for ids, n, _ in kept]
     of_answers = [steps_of(result, model.drafter.n_heads) for result in results]
     for category, own in {"writing": [0, 3], "qa": [1, 2], "overall": range(4)}.items():

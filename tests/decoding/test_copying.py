@@ -18,6 +18,7 @@ CONFIG = tiny_arch(vocab_size=7, n_layers=1)
 
 # As deep as the heads' part, and deeper.
 TREE = Tree.from_choices([[0], [1], [0, 0], [-1], [-1, -1], [-1, -1, -1]])
+SPARED = Tree.from_choices(TREE.choices, [[2], [0, 1], [3]])
 
 
 def copied(text, n):
@@ -30,13 +31,21 @@ def copied(text, n):
     return [text[-1]] * n
 
 
+def occurs(text, n):
+    """Whether the last n tokens of a text occurred earlier."""
+    earlier = (text[i : i + n] for i in range(len(text) - n))
+    return n < len(text) and text[-n:] in list(earlier)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(0, 3))
 def test_what_followed_the_latest_longest_match_is_copied(text, after):
     padded = np.full((1, 24), 9)
     padded[0, : len(text) + after] = [*text, *[text[0]] * after]
     got = jax.jit(copied_tokens, static_argnums=2)(padded, np.array([len(text) - 1]), 4)
-    assert got[0].tolist() == copied(text, 4)
+    assert got[0][0].tolist() == copied(text, 4)
+    matches = [k for k in range(1, NGRAM + 1) if occurs(text, k)]
+    assert got[1].tolist() == [max(matches, default=0)]
 
 
 def test_copies_lie_between_what_is_drafted():
@@ -44,15 +53,49 @@ def test_copies_lie_between_what_is_drafted():
     assert tree.copied_C.tolist() == [1, 3] and tree.drafted_N.tolist() == [0, 2, 4]
     assert tree.drafted == Tree.from_choices([[0], [0, 2]])
     text_BS = np.array([[5, 6, 7, 5, 0, 0]])
-    fill = jax.jit(with_copies, static_argnums=0)
-    nodes_BM = fill(tree, np.array([[5, 8, 9]]), text_BS, np.array([3]))
-    assert nodes_BM.tolist() == [[5, 6, 8, 7, 9]]
+
+    def fill(tree, *arrays):  # a tree is not a result of a program
+        nodes_BM, filled = with_copies(tree, *arrays)
+        return nodes_BM, None if filled is tree else filled
+
+    running_B = np.array([True])
+    nodes_BM, filled = fill(tree, np.array([[5, 8, 9]]), text_BS, np.array([3]), running_B)
+    assert nodes_BM.tolist() == [[5, 6, 8, 7, 9]] and filled is None
+
+
+@pytest.mark.parametrize(
+    "texts, running, repeats",
+    [
+        ([[5, 6, 7, 5, 6]], [True], True),  # 5 6 occurred
+        ([[5, 6, 7, 8, 6]], [True], False),  # 6 alone did
+        ([[5, 6, 7, 5, 6], [5, 6, 7, 8, 9]], [True, True], True),  # half of the rows
+        ([[5, 6, 7, 5, 6], [5, 6, 7, 8, 9]], [False, True], False),  # of those that run
+    ],
+)
+def test_spares_are_used_where_the_text_does_not_repeat(texts, running, repeats):
+    tree = Tree.from_choices([[0], [-1], [-1, -1]], [[0], [1], [0, 2], [1, 1]])
+    assert tree.spares == ((1,), (0, 2)) and tree.depth == 2 and tree.max_rank == 2
+    assert tree.drafted == Tree.from_choices([[0], [1], [0, 2]])
+    assert tree.n_nodes == tree.drafted.n_nodes == 4
+    drafted = [[6, 1, 2, 3]] * len(texts)
+    last = [4] * len(texts)
+    arguments = map(np.array, (drafted, texts, last, running))
+    nodes_BM, filled = jax.jit(with_copies, static_argnums=0)(tree, *arguments)
+    chosen = tree if repeats else tree.drafted
+    assert filled.parent_M.tolist() == chosen.parent_M.tolist()
+    assert filled.depth_M.tolist() == chosen.depth_M.tolist()
+    assert filled.mask_MM.tolist() == chosen.mask_MM.tolist()
+    assert filled.ancestors_ML.tolist() == chosen.ancestors_ML.tolist()
+    # Copied 7 is at depth 1, before or after the head's first guess: the order of the choices.
+    expected = [[6, 7, 1, 5]] if repeats else [[6, 1, 2, 3]]
+    assert nodes_BM[:1].tolist() == expected
 
 
 def test_recorded_lengths_end_with_the_text():
     text = [1, 2, 3, 1, 2, 3, 1, 4]
     lengths = jax.jit(copied_lengths, static_argnums=2)
-    got = lengths(np.array([*text, 2, 3]), np.int32(len(text)), 3)
+    got, matches = lengths(np.array([*text, 2, 3]), np.int32(len(text)), 3)
+    assert matches[: len(text) - 1].tolist() == [0, 0, 1, 2, 3, 4, 0]
     # The root at 3 is 1 and 2 3 1 follow; that at 4 is followed by 3 1, then 2 for 4; ...
     expected = [
         next((i for i, (a, b) in enumerate(zip(copied(text[: t + 2], 3), ahead)) if a != b),
@@ -77,7 +120,7 @@ def test_drafted_text_is_plain_text(acceptance, ngram):
     known = [p + t for p, t in zip(prompts, expected)]
     variables = {"backbone": backbone, "heads": planted_params(known, 7, 5)}
     steps = {}
-    for tree in (TREE, TREE.drafted):
+    for tree in (TREE, SPARED, TREE.drafted):
         engine = loop.Engine(llama, planted(CONFIG), tree, **told)
         got = loop.generate(engine, variables, request)
         assert texts_of(got) == expected
@@ -86,12 +129,20 @@ def test_drafted_text_is_plain_text(acceptance, ngram):
             deep = np.asarray(got.histogram_BL)[:, 3].sum()
     if not ngram:  # barred n-grams are what copying would find
         assert deep > 0 and steps[TREE] < steps[TREE.drafted]
+        assert steps[SPARED] < steps[TREE.drafted]
 
 
 def test_a_rule_that_needs_the_drafts_law_copies_nothing():
     _, llama, _ = random_model(CONFIG, 3)
     engine = loop.Engine(llama, planted(CONFIG), TREE, "rejection")
     assert engine.tree == TREE.drafted.dense and not engine.keeps_text
+
+
+def test_a_rule_whose_text_depends_on_the_drafts_has_no_spares():
+    """Rows decide together whether spares are used, and a text must not depend on other rows."""
+    _, llama, _ = random_model(CONFIG, 3)
+    assert loop.Engine(llama, planted(CONFIG), SPARED, "typical").tree == TREE
+    assert loop.Engine(llama, planted(CONFIG), SPARED).tree == SPARED
 
 
 def test_trees_of_one_depth_that_copy_share_what_is_not_a_step():

@@ -123,7 +123,7 @@ def lowered(config, name, tree, dtype):
 def test_layers_of_7b_lower_from_shapes_alone():
     """Two of the 32, with the tree of 64 nodes; nothing is allocated."""
     before = live_bytes()
-    tree = tree_of_size(load_tree_file(step_cost.GROWTH)["growth"], 64)
+    tree = tree_of_size(load_tree_file(step_cost.GROWTH), 64)
     assert (tree.n_nodes, tree.depth) == (64, step_cost.N_HEADS)
     config = replace(SHAPES["llama-7b"], n_layers=2)
     program, read = lowered(config, "medusa", tree, jnp.bfloat16)
@@ -138,9 +138,7 @@ def test_layers_of_7b_lower_from_shapes_alone():
 def test_the_whole_of_7b_compiles_and_reads_its_weights_once(nodes):
     """In float32, which every backend computes in; the heads are Medusa's."""
     tree = (
-        tree_of_size(load_tree_file(step_cost.GROWTH)["growth"], nodes)
-        if nodes > 1
-        else Tree.none()
+        tree_of_size(load_tree_file(step_cost.GROWTH), nodes) if nodes > 1 else Tree.none()
     )
     program, read = lowered(SHAPES["llama-7b"], "medusa", tree, jnp.float32)
     assert read == pytest.approx(4 * 6.607e9, rel=1e-3)

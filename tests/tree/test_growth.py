@@ -73,8 +73,8 @@ def test_trees_are_counted_on_texts_they_were_not_grown_from() -> None:
     """Two texts with nothing in common: each one's tree is worth nothing on the other."""
     texts = [fit.Recorded.of_heads(np.full((30, 2), rank)) for rank in (0, 5)]
 
-    def grow(texts: list[fit.Recorded]) -> list:
-        return fit.growth_by_steps(texts, 4)
+    def grow(texts: list[fit.Recorded]) -> fit.Order:
+        return fit.order_by_steps(texts, 4, copies=False)
 
     assert fit.held_out_tokens(texts, grow, [1, 3]) == [1.0, 1.0]
     assert fit.replayed_tokens(texts, Tree.from_choices([[0], [0, 0]])) == 60 / (10 + 30)
@@ -85,7 +85,8 @@ def test_trees_are_counted_on_texts_they_were_not_grown_from() -> None:
 def recorded_at_random(seed: int, n: int = 60) -> fit.Recorded:
     rng = np.random.default_rng(seed)
     ranks = rng.choice([0, 0, 1, 2, fit.MISS], size=(n, 3))
-    return fit.Recorded(ranks, rng.choice([0, 0, 1, 2, 4], size=n))
+    copied = rng.choice([0, 0, 1, 2, 4], size=n)
+    return fit.Recorded(ranks, copied, rng.random(n) < 0.6)
 
 
 def test_every_node_of_a_growth_saves_most_steps() -> None:
@@ -128,7 +129,7 @@ def gains_at_starts(texts: list[fit.Recorded], tree: Tree) -> dict[tuple[int, ..
     """How often each child that the tree lacks would lengthen a step of these texts."""
     nodes, n_copied = set(tree.choices), len(tree.copied_C)
     gains: dict[tuple[int, ...], int] = {}
-    for ranks_PK, copied_P in texts:
+    for ranks_PK, copied_P, _ in texts:
         at = 0
         while at < len(ranks_PK):
             path: tuple[int, ...] = ()
@@ -145,7 +146,7 @@ def gains_at_starts(texts: list[fit.Recorded], tree: Tree) -> dict[tuple[int, ..
 
 def test_a_long_run_of_copies_does_not_outweigh_text_with_short_steps() -> None:
     ranks = np.array([[fit.MISS]] * 6 + [[0]] * 4)
-    text = fit.Recorded(ranks, np.array([6, 5, 4, 3, 2, 1, 0, 0, 0, 0]))
+    text = fit.Recorded(ranks, np.array([6, 5, 4, 3, 2, 1, 0, 0, 0, 0]), np.ones(10, bool))
     growth = fit.growth_by_steps([text], 3)
     assert growth == [(-1,), (0,), (-1, -1)]
     steps = [fit.replay([text], Tree.from_choices(growth[:n]))[1] for n in range(4)]
@@ -154,12 +155,53 @@ def test_a_long_run_of_copies_does_not_outweigh_text_with_short_steps() -> None:
 
 def test_a_replay_takes_the_longer_of_what_is_drafted_and_what_is_copied() -> None:
     ranks = np.array([[0, 0], [0, 0], [fit.MISS, 0], [0, fit.MISS], [0, 0], [0, 0]])
-    text = fit.Recorded(ranks, np.array([3, 0, 0, 0, 0, 1]))
+    text = fit.Recorded(ranks, np.array([3, 0, 0, 0, 0, 1]), np.zeros(6, bool))
     tree = Tree.from_choices([[0], [-1], [-1, -1]])
     # Two of the three copied tokens have nodes: on to position 3; one draft each there and at 5.
     assert fit.replay([text], tree) == (6, 3)
     assert fit.replay([text], tree.drafted) == (6, 4)
     assert fit.replay([text.cut(1)], tree) == (6, 4)
+
+
+def test_spares_count_where_the_text_does_not_repeat() -> None:
+    ranks = np.array([[1], [1], [0], [0], [0]])
+    text = fit.Recorded(ranks, np.array([1, 0, 0, 1, 0]), np.array([1, 0, 0, 1, 0], bool))
+    tree = Tree.from_choices([[-1], [0]], [[1], [0], [2]])
+    # One token copied at 0, the first guess at 2, the end at 4.
+    assert fit.replay([text], tree) == (5, 3)
+    # Elsewhere the nodes are [0] and [1].
+    assert fit.replay([text._replace(repeats_P=np.zeros(5, bool))], tree) == (5, 3)
+    other = text._replace(copied_P=np.zeros(5, int), repeats_P=np.zeros(5, bool))
+    assert fit.replay([other], tree) == fit.replay([other], tree.drafted) == (5, 3)
+    assert fit.replay([other], tree.without_spares) == (5, 4)
+
+
+def test_a_growth_with_spares_is_counted_by_the_replay() -> None:
+    """Each node is the one of the two with fewest steps, spares included."""
+    kinds = set()
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.integers(0, 10_000))
+    def check(seed: int) -> None:
+        texts = [recorded_at_random(seed + n, 20 + n) for n in range(3)]
+        order = fit.order_by_steps(texts, 8, copies=True)
+        heads = [fit.Recorded.of_heads(text.ranks_PK) for text in texts]
+        assert order.spares == fit.growth_by_steps(heads, 8)
+        for size in range(1, len(order.growth) + 1):
+            tree = order.tree(size + 1)
+            if tree.copied_C.size and not tree.spares:
+                continue  # fewer spares are left than copied nodes
+            copied = (-1,) * (len(order.tree(size).copied_C) + 1)
+            other = Tree.from_choices([*order.growth[: size - 1], copied], order.spares)
+            steps = [fit.replay(texts, one)[1] for one in (tree, other)]
+            drafted = order.growth[size - 1] != copied
+            kinds.add(drafted)
+            possible = any((text.copied_P >= len(copied)).any() for text in texts)
+            if drafted and other.spares and possible:
+                assert steps[0] <= steps[1]
+
+    check()
+    assert kinds == {True, False}
 
 
 def test_best_cartesian_is_the_best_of_all_widths():

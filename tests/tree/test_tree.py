@@ -170,7 +170,7 @@ def test_specs():
     assert parse_tree("3", calibrated) == Tree.from_choices([[0], [0, 0]])
     assert parse_tree("1", calibrated) == Tree.none()
     assert parse_tree("2", {"choices": [[0], [1]]}) == Tree.from_choices([[0]])
-    assert tree_of_size(calibrated["growth"], 5).n_nodes == 5
+    assert tree_of_size(calibrated, 5).n_nodes == 5
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Verified(NamedTuple):
     """A drafted tree and the verifier's results.
 
     Attributes:
-      tree: a `Tree`, or its arrays.
+      tree: a `Tree`, or its arrays (`copying.TreeArrays`).
       nodes_BM: drafted tokens, the root first.
       positions_BM: absolute position of each node.
       hidden_BME, logits_BMV: the verifier's hidden states and logits at each node.
@@ -43,7 +43,7 @@ class Verified(NamedTuple):
       draft_ids_O: token ids of these logits; None: all tokens.
     """
 
-    tree: Tree
+    tree: Any
     nodes_BM: jax.Array
     positions_BM: jax.Array
     hidden_BME: jax.Array
