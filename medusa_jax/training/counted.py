@@ -1,14 +1,16 @@
 """Memory of a device in training, computed from shapes before anything is compiled.
 
 Counted at its peak: in the loop over chunks of the heads' loss, together with the update's gradients if there
-are several microbatches. What the buffers of XLA's compilers show is counted too, under a name for each platform:
+are several microbatches. What the drafter keeps for its backward pass is read from its program (`kept.py`).
+What the buffers of XLA's compilers show is counted too, under a name for each platform:
 
-- For CPUs it widens 16-bit kernels to float32 for some products, transposes the LM heads that the loop reads
-  repeatedly, and keeps more of a chunk's logits.
-- For TPUs it copies the shards of a frozen backbone before a loop over microbatches that reads each once. A
-  kernel that a backward pass reads too, or that no mesh divides, is not copied.
+- For CPUs it widens 16-bit kernels to float32 for some products, whose results it keeps in float32; transposes
+  the LM heads that the loop reads repeatedly; and keeps more of a chunk's logits. It also keeps what
+  `jax.checkpoint` would compute again, which is not counted (EAGLE's levels after the first).
+- For TPUs it copies the shards of a frozen backbone that fsdp divides: before a loop over microbatches, else
+  before the pass, whose first layers may then be the peak. A kernel that a backward pass reads too is not copied.
 
-Gaps between buffers are not counted.
+Gaps between buffers, kernels gathered ahead and masks of dropout are not counted.
 """
 
 from collections.abc import Mapping
@@ -17,8 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.config import Config
+from medusa_jax.heads import Drafter, make_drafter
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.sharding import PyTree, bytes_on_device, row_shards
-from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.kept import kept_bytes
+from medusa_jax.training.partition import hidden_width, trained_groups
+from medusa_jax.training.stage import GroupedBackbone
 from medusa_jax.training.step import Shapes
 
 F32 = 4
@@ -35,7 +41,7 @@ def total_bytes(counted: Mapping[str, int], platform: str = "tpu") -> int:
 def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
     """Bytes by purpose.
 
-    Temporaries are counted for Medusa heads on a frozen or rematerialised backbone; otherwise only what is
+    Temporaries are counted for draft heads on a frozen or rematerialised backbone; otherwise only what is
     stored between steps.
 
     Args:
@@ -53,28 +59,26 @@ def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
 def has_temporaries(cfg: Config) -> bool:
     """Whether `training_bytes` counts the temporaries of a step."""
     trained = trained_groups(cfg)
-    frozen = trained.keys() <= {"heads"}
-    return (
-        cfg.heads.drafter == "medusa" and "heads" in trained and (frozen or cfg.train.remat)
-    )
+    return "heads" in trained and (trained.keys() == {"heads"} or cfg.train.remat)
 
 
 def _temporaries(cfg: Config, shapes: Shapes) -> dict[str, int]:
-    mesh, arch, heads = shapes.mesh, cfg.model.arch, cfg.heads
+    mesh, arch, t = shapes.mesh, cfg.model.arch, cfg.train
     A, B, T = shapes.batch["tokens"].shape
-    rows, tensor = B // row_shards(mesh), mesh.shape["tensor"]
+    rows, tensor, fsdp = B // row_shards(mesh), mesh.shape["tensor"], mesh.shape["fsdp"]
     joint = not trained_groups(cfg).keys() <= {"heads"}
-    wide = jnp.dtype(cfg.train.dtype).itemsize
-    # LM heads that the loop reads; low-rank ones are negligible.
-    own = heads.n_heads if heads.lm_head == "own" else 0
-    read = own + (joint or heads.lm_head == "shared")
-    columns = (heads.draft_vocab or arch.vocab_size) // tensor
+    wide = jnp.dtype(t.dtype).itemsize
+    drafter = make_drafter(cfg.heads, arch).loss_view(t.levels)
+    K, shared = drafter.n_heads, cfg.heads.lm_head == "shared"
+    # LM heads that train; low-rank ones are negligible. The levels of a drafter have one.
+    own = min(drafter.stored_counts[0], K) if cfg.heads.lm_head == "own" else 0
+    read = own + (joint or shared)
+    columns = (cfg.heads.draft_vocab or arch.vocab_size) // tensor
     lm_head = arch.d_model * columns
     hidden = rows * T * arch.d_model
-    logits = rows * min(cfg.train.loss_chunk, T) * columns
-    kl = cfg.train.backbone_loss == "kl"
-    # A block of a head keeps the input of its activation, in float32; all but the last keep their output.
-    blocks = heads.n_layers * F32 + max(heads.n_layers - 1, 0) * wide
+    logits = rows * min(t.loss_chunk, T) * columns
+    kl = t.backbone_loss == "kl"
+    teacher = kl or t.teacher_weight > 0
     trained = sum(
         x.size for x in jax.tree.leaves(jax.tree.map(shard_of, shapes.state.params))
     )
@@ -82,28 +86,56 @@ def _temporaries(cfg: Config, shapes: Shapes) -> dict[str, int]:
     layers = frozen + [x for group in shapes.state.params.values() for x in _layers(group)]
     # One head at a time: its logits and their gradient, or that and the LM head's; and a teacher's logits.
     gradient = (own > 0) * F32 * lm_head
-    chunk = max((F32 + wide) * logits, wide * logits + gradient) + kl * F32 * logits
+    chunk = max((F32 + wide) * logits, wide * logits + gradient) + teacher * F32 * logits
+    # Heads that share an LM head: the logits of all are computed first, or its gradients are added up last.
+    waiting = 0
+    if shared:
+        waiting = (K - 1) * logits * wide
+    elif own:
+        waiting = (K - own) * lm_head * wide
     loop = {
         "gradients of LM heads": own * F32 * lm_head,
-        "logits, and gradients of a chunk": chunk,
+        "logits, and gradients of a chunk": chunk + waiting,
+        "LM heads as they are read": read * lm_head * wide,
+        "features and their gradients": hidden * wide * (2 * K + teacher + joint * 2),
+        "kept by the heads": _kept(cfg, drafter, rows, T, shapes),
+        "inputs of blocks": joint * arch.n_layers * hidden * wide,
     }
     # A CPU keeps the logits, their probabilities and their gradient, a teacher's with their logarithm;
-    # the output of every block; and LM heads transposed. It gathers an LM head in float32, into memory
-    # that the loop reuses.
-    kept = (3 + 2 * kl) * F32 * logits + gradient + read * lm_head * wide - chunk
-    gathered = F32 * lm_head if mesh.shape["fsdp"] > 1 else 0
-    widened = narrow_elements(layers) * _copy(A, mesh.shape["fsdp"], joint, wide)
-    outputs = heads.n_heads * hidden * wide * (heads.n_layers > 0)
+    # products in float32; and LM heads transposed. It gathers an LM head in float32, into memory that the
+    # loop reuses.
+    more = (3 + 2 * teacher) * F32 * logits + gradient + read * lm_head * wide - chunk
+    more += loop["kept by the heads"] * max(F32 - wide, 0) // wide
+    gathered = F32 * lm_head if fsdp > 1 else 0
+    widened = narrow_elements(layers) * _copy(A, fsdp, joint, wide)
+    # The pass over a frozen backbone comes first, when the layers' copies are there and the loss is not.
+    copies, forward = 0, 0
+    if fsdp > 1 and not joint and "hidden" not in shapes.batch:
+        copies = bytes_on_device(frozen)
+        layer = sum(x.size for x in jax.tree.leaves(frozen[:1])) // tensor
+        forward = copies + wide * (layer + 2 * hidden + 2 * rows * T * arch.d_ff // tensor)
     return loop | {
         "gradients of the update": F32 * trained if A > 1 else 0,
-        "LM heads as they are read": read * lm_head * wide,
-        "features and their gradients": hidden
-        * (heads.n_heads * (2 * wide + blocks) + wide + joint * 2 * wide),
-        "inputs of blocks": joint * arch.n_layers * hidden * wide,
-        CPU_ONLY: widened + kept + outputs + max(gathered - sum(loop.values()) - kept, 0),
-        TPU_ONLY: bytes_on_device(frozen)
-        * (A > 1 and not joint and mesh.shape["fsdp"] > 1),
+        CPU_ONLY: widened + more + max(gathered - own * F32 * lm_head - chunk - more, 0),
+        TPU_ONLY: copies if A > 1 else max(forward - sum(loop.values()), 0),
     }
+
+
+def _kept(cfg: Config, drafter: Drafter, rows: int, T: int, shapes: Shapes) -> int:
+    """What the backward pass of the drafter keeps of `rows` rows, as if no tensor axis split it."""
+    grouped = GroupedBackbone(cfg, None)
+    groups = shapes.frozen | shapes.state.params
+
+    def features(heads: PyTree, hidden_BTE: jax.Array, groups: PyTree) -> jax.Array:
+        zeros_BT = jnp.zeros((rows, T), jnp.int32)
+        text = TextRows(hidden_BTE, zeros_BT, zeros_BT, zeros_BT, jax.random.key(0))
+        return drafter.features(heads, grouped.drafting(groups), text)
+
+    hidden_BTE = jax.ShapeDtypeStruct(
+        (rows, T, hidden_width(cfg)), jnp.dtype(cfg.train.dtype)
+    )
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), groups)
+    return kept_bytes(features, whole.pop("heads"), hidden_BTE, whole)
 
 
 def _layers(group: PyTree) -> list[PyTree]:
