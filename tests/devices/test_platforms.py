@@ -4,11 +4,15 @@ import ast
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import medusa_jax
 from medusa_jax.devices import platforms
+from medusa_jax.sharding import make_mesh
+from medusa_jax.training.step import TrainState, compile_step
 
 DECODING = Path(medusa_jax.__file__).parent / "decoding"
 
@@ -64,3 +68,18 @@ def test_every_program_that_reads_weights_is_one():
         and any("jit" in ast.unparse(d) for d in node.decorator_list)
     ]
     assert plain == ["sampling.row_keys"]
+
+
+def test_a_training_step_is_compiled_with_the_options_of_its_platform(monkeypatch):
+    mesh, zero = make_mesh(), jnp.zeros((), jnp.int32)
+    arguments = (
+        lambda state, *_: (state, {}),
+        TrainState(zero, zero, {}, {}),
+        {},
+        {},
+        mesh,
+    )
+    compile_step(*arguments)
+    monkeypatch.setitem(platforms.TRAINING_OPTIONS, "cpu", {"xla_no_such_option": True})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        compile_step(*arguments)

@@ -115,6 +115,32 @@ def test_a_training_step_on_a_tpu(tmp_path):
     assert found["step"]["stages"]["draft"] > 0
 
 
+WINDOWED = """
+import sys
+from medusa_jax.commands.compile import main
+from medusa_jax.devices.platforms import TRAINING_OPTIONS
+call = ["--for", "v5e:2x4", "--train", sys.argv[1], "--mesh", "1,8,1"]
+for options in (TRAINING_OPTIONS["tpu"], {}):
+    TRAINING_OPTIONS["tpu"] = options
+    main(call)
+"""
+
+
+def test_a_training_step_gathers_kernels_whole_on_a_tpu(tmp_path):
+    """By default XLA sends the parts of a kernel around, in a loop for each product."""
+    compiled("libtpu", "v5e", [], tmp_path)
+    wide = TRAIN.replace("d_model=512, n_layers=4", "d_model=1024, n_layers=1")
+    wide = wide.replace(
+        "n_heads=4, n_kv_heads=4, d_ff=1024", "n_heads=8, n_kv_heads=8, d_ff=4096"
+    )
+    (tmp_path / "wide.py").write_text(wide.replace("= 256, 8, 2", "= 512, 16, 2"))
+    path = str(tmp_path / "wide.py")
+    lines = output_of(WINDOWED, path, JAX_DISABLE_MOST_OPTIMIZATIONS="0").splitlines()
+    ours, default = (line for line in lines if line.startswith("sent an update"))
+    assert "all-gather" in ours and "collective-permute" not in ours
+    assert "collective-permute" in default
+
+
 MESHES = """
 import json
 import jax
