@@ -81,8 +81,8 @@ def measure(
     """
     number, mesh = jnp.dtype(dtype), make_mesh((1, 1, 1))
     storage = choose_storage(config, number, mesh, weights, draft_weights)
-    growth = load_tree_file(GROWTH)
-    trees = [Tree.none(), *(tree_of_size(growth, size) for size in SIZES)]
+    calibrated = load_tree_file(GROWTH)
+    trees = [Tree.none(), *(tree_of_size(calibrated, size) for size in SIZES)]
     drafters = [
         make_drafter(drafter_class(n).Config(drafter=n, n_heads=N_HEADS), config)
         for n in names

@@ -94,8 +94,8 @@ def run(flags: Flags) -> int:
             raise UserError(f"--drafter {flags.drafter} has no heads to compile")
         heads = kind.Config(drafter=kind.name, n_heads=4)
     # The growth order of the demo's Hydra heads: as deep as the papers' trees, four levels.
-    growth = load_tree_file(DEMO / "hydra" / "tree.json")
-    tree = Tree.none() if plain else tree_of_size(growth, flags.tree)
+    calibrated = load_tree_file(DEMO / "hydra" / "tree.json")
+    tree = Tree.none() if plain else tree_of_size(calibrated, flags.tree)
     # Of the layers that are compiled: EAGLE-3 reads inside the backbone.
     few = dataclasses.replace(config, n_layers=min(case.layers, config.n_layers))
     drafter = make_drafter(heads, decoding_config(few))

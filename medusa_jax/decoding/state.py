@@ -43,9 +43,8 @@ class Engine:
     def __post_init__(self) -> None:
         if self.rule.dense:
             object.__setattr__(self, "tree", self.tree.dense)
-        elif (
-            self.rule.by_drafts
-        ):  # rows of a batch decide together what a tree with spares holds
+        elif self.rule.by_drafts:
+            # Rows decide together whether spares are used; a text must not depend on other rows.
             object.__setattr__(self, "tree", self.tree.without_spares)
         if self.llama.taps != self.drafter.taps:
             tapped = self.llama.clone(taps=self.drafter.taps)

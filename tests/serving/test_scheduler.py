@@ -215,7 +215,9 @@ def test_rows_copy_from_their_own_texts(model, monkeypatch):
     monkeypatch.setattr(
         model, "no_repeat_ngram_size", 0
     )  # what is barred is not worth copying
-    copying = Tree.from_choices([*TREE.choices, *Tree.copies(4).choices])
+    copies, spares = Tree.copies(4).choices, [[5], [6], [7], [8]]
+    copying = Tree.from_choices([*TREE.choices, *copies], spares)
+    assert copying.spares
     trees = {1: copying, 2: TREE}
     scheduler = Scheduler(model, trees=trees, most_new=300, chunk_steps=3, piece=64)
     arrivals = {

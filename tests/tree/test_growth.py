@@ -101,7 +101,7 @@ def test_every_node_of_a_growth_saves_most_steps() -> None:
             texts = [fit.Recorded.of_heads(text.ranks_PK) for text in texts]
         growth = fit.growth_by_steps(texts, 9)
         kinds.add((copies, len({c[0] < 0 for c in growth})))
-        for n, taken in enumerate(growth):
+        for n, added in enumerate(growth):
             tree = Tree.from_choices(growth[:n])
             gains = gains_at_starts(texts, tree)
             n_copied = len(tree.copied_C)
@@ -113,13 +113,13 @@ def test_every_node_of_a_growth_saves_most_steps() -> None:
             steps = {
                 c: fit.replay(texts, Tree.from_choices([*growth[:n], c]))[1] for c in others
             }
-            assert taken in steps
+            assert added in steps
             # Of children that are right equally often any may be the one that is considered.
             children = [steps[c] for c in steps if c != copied]
-            if taken == copied:
+            if added == copied:
                 assert not children or steps[copied] < max(children)
             else:
-                assert steps[taken] <= steps.get(copied, steps[taken])
+                assert steps[added] <= steps.get(copied, steps[added])
 
     check()
     assert kinds >= {(True, 2), (False, 1)}
