@@ -41,6 +41,7 @@ from medusa_jax.heads.layers import (
     LayerState,
     ResBlock,
     applied,
+    last_of,
     lm_head_logits,
     lm_head_start,
     logits_of_first,
@@ -255,7 +256,9 @@ class Amphista(Drafter):
             s: int, module: CausalLayer, variables: Params, x: jax.Array
         ) -> tuple[jax.Array, PyTree]:
             rows = (x, new.positions_BT, state.cache.layers[s], state.length_B)
-            out: PyTree = module.apply(variables, *rows, method="decode")
+            # Only the next stage reads all rows.
+            only_B = last_of(new.n_B) if s == self.heads.stages - 1 else None
+            out: PyTree = module.apply(variables, *rows, only_B, method="decode")
             return out
 
         next_BTD = backbone.embed(new.next_tokens_BT)

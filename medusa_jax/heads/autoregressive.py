@@ -29,7 +29,7 @@ from medusa_jax.heads.drafter import (
     Params,
     TextRows,
 )
-from medusa_jax.heads.layers import LayerState, shift_left
+from medusa_jax.heads.layers import LayerState, last_of, shift_left
 from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
 from medusa_jax.model.attention import LevelCache, cached_mask
 from medusa_jax.model.causal import CausalMask
@@ -58,7 +58,7 @@ class Autoregressive(Drafter):
         return self.llama
 
     def layers(self, dtype: DTypeLike) -> nn.Module:
-        """The module: (a, e, positions, mask, cache, start) -> a' [B, T, D], keys and values by layer."""
+        """The module: (a, e, positions, mask, cache, start, only) -> a', keys and values by layer."""
         raise NotImplementedError
 
     def _run(
@@ -106,10 +106,10 @@ class Autoregressive(Drafter):
         mask = cached_mask(next_BTD.shape[1], state.cache.slots, state.length_B)
         read_BTD = self._first_input(params, backbone, new.hidden_BTE)
         rows = (read_BTD, next_BTD, new.positions_BT, mask)
-        features_BTD, layers = self._run(
-            params, backbone, *rows, state.cache.layers, state.length_B
+        last_B1D, layers = self._run(
+            params, backbone, *rows, state.cache.layers, state.length_B, last_of(new.n_B)
         )
-        return state.extended(list(layers), [features_BTD], new.n_B)
+        return state.extended(list(layers), [last_B1D], new.n_B)
 
     def propose(
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest

@@ -65,15 +65,17 @@ class Layers(nn.Module):
         mask: Mask,
         cache: tuple[LayerCache, ...] | None = None,
         start_B: jax.Array | None = None,
+        only_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """f and e -> f^, and the keys and values of every layer as `Attention` returns them."""
+        """f and e -> f^, and the keys and values of every layer; `only_B` as in `Attention`."""
         both = [next_BTD.astype(self.dtype), hidden_BTD.astype(self.dtype)]
         x_BTD = self.fc(jnp.concatenate(both, axis=-1))
         rope = rope_tables(self.config, positions_BT, self.dtype)
         caches = []
         for j, block in enumerate(self.layers):
             layer_cache = None if cache is None else cache[j]
-            x_BTD, layer_cache = block(x_BTD, rope, mask, layer_cache, start_B)
+            only = only_B if j == self.n_layers - 1 else None
+            x_BTD, layer_cache = block(x_BTD, rope, mask, layer_cache, start_B, only)
             caches.append(layer_cache)
         return x_BTD, tuple(caches)
 

@@ -34,7 +34,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.layers import lm_head_logits, lm_head_start, zero_output
-from medusa_jax.model.attention import Attention, LayerCache, Mask, Pair
+from medusa_jax.model.attention import Attention, LayerCache, Mask, Pair, row_of
 from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.llama import Block, Mlp
@@ -79,15 +79,17 @@ class WideBlock(nn.Module):
         mask: Mask,
         cache: LayerCache | None,
         start_B: jax.Array | None,
+        only_B: jax.Array | None,
     ) -> tuple[jax.Array, LayerCache]:
         norm = partial(RMSNorm, self.config.rms_eps, self.dtype)
         normed_BTD = norm(name="hidden_norm")(x_BTD)
         both = [norm(name="input_layernorm")(next_BTD), normed_BTD]
         attention = Attention(self.config, self.dtype, 0, name="self_attn")
         out_BTD, cache = attention(
-            jnp.concatenate(both, axis=-1), rope, mask, cache, start_B
+            jnp.concatenate(both, axis=-1), rope, mask, cache, start_B, only_B
         )
-        x_BTD = (normed_BTD if self.norm_before_residual else x_BTD) + out_BTD
+        x_BTD = normed_BTD if self.norm_before_residual else x_BTD
+        x_BTD = (x_BTD if only_B is None else row_of(x_BTD, only_B)) + out_BTD
         normed_BTD = norm(name="post_attention_layernorm")(x_BTD)
         return x_BTD + Mlp(self.config, self.dtype, 0, name="mlp")(normed_BTD), cache
 
@@ -128,15 +130,17 @@ class Layers(nn.Module):
         mask: Mask,
         cache: tuple[LayerCache, ...] | None = None,
         start_B: jax.Array | None = None,
+        only_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """a and e -> a', and the keys and values of every layer as `Attention` returns them."""
+        """a and e -> a', and the keys and values of every layer; `only_B` as in `Attention`."""
         rope = rope_tables(self.config, positions_BT, self.dtype)
         x_BTD, next_BTD = x_BTD.astype(self.dtype), next_BTD.astype(self.dtype)
         caches = []
         for j, block in enumerate(self.layers):
             given = (x_BTD, next_BTD) if j == 0 else (x_BTD,)
             layer_cache = None if cache is None else cache[j]
-            x_BTD, layer_cache = block(*given, rope, mask, layer_cache, start_B)
+            only = only_B if j == self.heads.n_layers - 1 else None
+            x_BTD, layer_cache = block(*given, rope, mask, layer_cache, start_B, only)
             caches.append(layer_cache)
         return (self.norm(x_BTD) if self.heads.norm_output else x_BTD), tuple(caches)
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.heads.drafter import Backbone, Committed, Params, TextRows
 from medusa_jax.heads.hydra import Hydra, HydraConfig
-from medusa_jax.heads.layers import CausalLayer, LayerState
+from medusa_jax.heads.layers import CausalLayer, LayerState, last_of
 from medusa_jax.sharding import PyTree
 
 
@@ -59,8 +59,10 @@ class HydraPP(Hydra):
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
         rows = (new.hidden_BTE, new.positions_BT, state.cache.layers[0], state.length_B)
-        context_BTD, layer = self._prefix(params, backbone, "decode", *rows)
-        return state.extended([layer], [context_BTD], new.n_B)
+        context_B1D, layer = self._prefix(
+            params, backbone, "decode", *rows, last_of(new.n_B)
+        )
+        return state.extended([layer], [context_B1D], new.n_B)
 
     def context(self, state: LayerState) -> jax.Array:
         return state.context_BSD[:, 0]

@@ -48,9 +48,14 @@ def shift_left(x: jax.Array, ahead: int) -> jax.Array:
     return jnp.pad(rest, pad)
 
 
+def last_of(n_B: jax.Array) -> jax.Array:
+    """The last of n rows, 0-based; row 0 where n = 0."""
+    return jnp.maximum(n_B - 1, 0)
+
+
 def take_last(rows_BTD: jax.Array, n_B: jax.Array, old_BD: jax.Array) -> jax.Array:
     """The n-th of each batch row's T vectors; the row of `old_BD` where n = 0."""
-    last_B11 = jnp.maximum(n_B - 1, 0)[:, None, None]
+    last_B11 = last_of(n_B)[:, None, None]
     last_BD = jnp.take_along_axis(rows_BTD, last_B11, axis=1)[:, 0]
     return jnp.where((n_B > 0)[:, None], last_BD.astype(old_BD.dtype), old_BD)
 
@@ -152,12 +157,23 @@ class CausalLayer(nn.Module):
         return self._out(self.layers_0(x_BTD.astype(self.dtype), rope, mask)[0])
 
     def decode(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Pair, start_B: jax.Array
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        cache: Pair,
+        start_B: jax.Array,
+        only_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Pair]:
-        """T rows after the `start` cached ones, each seeing itself and all earlier ones."""
+        """T rows after the `start` cached ones, each seeing itself and all earlier ones.
+
+        Args:
+          only_B: the row whose output is asked for; None: all.
+        """
         mask = cached_mask(x_BTD.shape[1], cache[0].shape[2], start_B)
         rope = rope_tables(self.config, positions_BT, self.dtype)
-        x_BTD, new = self.layers_0(x_BTD.astype(self.dtype), rope, mask, cache, start_B)
+        x_BTD, new = self.layers_0(
+            x_BTD.astype(self.dtype), rope, mask, cache, start_B, only_B
+        )
         assert isinstance(new, tuple)
         return self._out(x_BTD), new
 
@@ -214,9 +230,15 @@ class LayerState(PositionState):
         """The state after n more positions, with all T candidates written to the cache.
 
         Candidates after the n-th are invisible from now on; the next call overwrites them.
+
+        Args:
+          contexts: outputs of each layer, of all T candidates or of the n-th alone [B, 1, D].
         """
         old = [self.context_BSD[:, s] for s in range(len(contexts))]
-        new = [take_last(rows, n_B, was) for rows, was in zip(contexts, old)]
+        new = [
+            take_last(rows, jnp.minimum(n_B, rows.shape[1]), was)
+            for rows, was in zip(contexts, old)
+        ]
         cache = KVCache(layers=tuple(layers))
         return LayerState(self.length_B + n_B, cache, jnp.stack(new, axis=1))
 

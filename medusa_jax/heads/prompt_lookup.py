@@ -118,7 +118,12 @@ def continuations(
         same_BS += still_BS
     place_1S = begin_1S if latest else S - begin_1S
     worth_BS = jnp.where(same_BS > 0, same_BS * (S + 1) + place_1S, 0)
-    best_BC, begin_BC = lax.top_k(worth_BS, min(matches, S))
+    if matches == 1:  # a CPU sorts integers for `top_k`
+        best_BC = jnp.max(worth_BS, axis=1, keepdims=True)
+    else:
+        best_BC = lax.top_k(worth_BS, min(matches, S))[0]
+    place_BC = best_BC % (S + 1)
+    begin_BC = place_BC if latest else S - place_BC
     period_BC = jnp.maximum(last_B1 + 1 - begin_BC, 1)
     ahead_11L = jnp.arange(length)[None, None, :]
     at_BCL = begin_BC[..., None] + ahead_11L % period_BC[..., None]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
@@ -190,19 +191,27 @@ def attention_of(
     if isinstance(mask, CausalMask):
         out_BTD = attend_cached(q_BTNH, new, cache, start_B, mask.window)
         return out_BTD, write_after(cache, new, start_B, out_BTD)
-    if q_BTNH.shape[1] == 1:
+    if new[0].shape[2] == 1:
         out_BTD = attend_one(q_BTNH, new, cache, start_B, mask)
         return out_BTD, write_after(cache, new, start_B, out_BTD)
     cache = write_both(cache, new, start_B)
     if tree_kernel.fits(q_BTNH, cache[0]):
         return tree_kernel.attend_tree(
-            q_BTNH, *cache, mask, start_B + q_BTNH.shape[1]
+            q_BTNH, *cache, mask, start_B + new[0].shape[2]
         ), cache
     return attend(q_BTNH, *cache, mask), cache
 
 
+def row_of(x_BT: jax.Array, row_B: jax.Array) -> jax.Array:
+    """One row of each: [B, T, ...] -> [B, 1, ...]."""
+    return jax.vmap(lambda x_T, row: lax.dynamic_slice_in_dim(x_T, row, 1))(x_BT, row_B)
+
+
 class Attention(nn.Module):
     """Self-attention; the caller passes the rotation, the mask and (in decoding) the cache.
+
+    With `only_B` the output is that of one new token per row, [B, 1, D], which sees the cached text and
+    the new tokens up to itself; the others have keys and values only.
 
     Returns the output, and the cache with the new keys and values (only these without a cache).
     """
@@ -220,9 +229,16 @@ class Attention(nn.Module):
         mask: Mask,
         cache: LayerCache | None = None,
         start_B: jax.Array | None = None,
+        only_B: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         c = self.config
         B, T, _ = x_BTD.shape
+        asked_BTD, asked_rope = x_BTD, rope
+        if only_B is not None:
+            assert isinstance(cache, tuple) and start_B is not None and not self.shards
+            asked_BTD, *asked_rope = (row_of(x, only_B) for x in (x_BTD, *rope))
+            slots, itself = cache[0].shape[2], jnp.ones((1, 1), bool)
+            mask = tree_mask(slots, start_B + only_B, itself)
         sizes = [
             c.n_heads * c.head_dim,
             c.n_kv_heads * c.head_dim,
@@ -237,10 +253,12 @@ class Attention(nn.Module):
             q, k, v = jnp.split(out, cuts, axis=-1)
         else:
             q, k, v = (
-                Linear(size, c.qkv_bias, self.dtype, name=name)(x_BTD)
-                for size, name in zip(sizes, ("q_proj", "k_proj", "v_proj"))
+                Linear(size, c.qkv_bias, self.dtype, name=name)(x)
+                for size, name, x in zip(
+                    sizes, ("q_proj", "k_proj", "v_proj"), (asked_BTD, x_BTD, x_BTD)
+                )
             )
-        q_BTNH = q.reshape(B, T, c.n_heads, c.head_dim)
+        q_BTNH = q.reshape(B, -1, c.n_heads, c.head_dim)
         k_BTGH = k.reshape(B, T, c.n_kv_heads, c.head_dim)
         v_BTGH = v.reshape(B, T, c.n_kv_heads, c.head_dim)
         if c.qk_norm:
@@ -248,7 +266,7 @@ class Attention(nn.Module):
             q_BTNH = norm(name="q_norm")(q_BTNH)
             k_BTGH = norm(name="k_norm")(k_BTGH)
         turn = rotate_native if self.native else rotate
-        q_BTNH = turn(q_BTNH, *rope)
+        q_BTNH = turn(q_BTNH, *asked_rope)
         k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         new = (k_BGTH, v_BGTH)

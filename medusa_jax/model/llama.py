@@ -24,6 +24,7 @@ from medusa_jax.model.attention import (
     Mask,
     Pair,
     PathMask,
+    row_of,
     tree_mask,
 )
 from medusa_jax.model.cache import KVCache
@@ -60,7 +61,10 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm`, attention reads x."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm`, attention reads x.
+
+    `only_B` as in `Attention`.
+    """
 
     config: LlamaConfig
     dtype: DTypeLike
@@ -76,6 +80,7 @@ class Block(nn.Module):
         mask: Mask,
         cache: LayerCache | None = None,
         start_B: jax.Array | None = None,
+        only_B: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         c = self.config
         if isinstance(mask, PathMask):
@@ -85,8 +90,8 @@ class Block(nn.Module):
         norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
         normed = norm(name="input_layernorm")(x_BTD) if self.input_norm else x_BTD
         attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")
-        out, cache = attention(normed, rope, mask, cache, start_B)
-        x_BTD = x_BTD + out
+        out, cache = attention(normed, rope, mask, cache, start_B, only_B)
+        x_BTD = (x_BTD if only_B is None else row_of(x_BTD, only_B)) + out
         normed = norm(name="post_attention_layernorm")(x_BTD)
         return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), cache
 

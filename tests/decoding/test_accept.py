@@ -15,7 +15,7 @@ from trees import TreeArrays, trees
 from medusa_jax.decoding.acceptance.rule import walk
 from medusa_jax.decoding.acceptance.targets import accept_targets
 from medusa_jax.decoding.acceptance.typical import accept_typical
-from medusa_jax.decoding.sampling import best_token
+from medusa_jax.decoding.sampling import BLOCK, best_token
 from medusa_jax.tree import Tree
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
@@ -180,3 +180,11 @@ def test_typical_thresholds_belong_to_rows_and_temperature_zero_is_greedy():
     )
     got = typical(nodes, logits, tree, sampling)
     assert got.n_B.tolist() == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("V", [4 * BLOCK, 9 * BLOCK // 4, 1000])
+def test_best_token_is_the_first_of_equals_in_different_blocks(V):
+    rows = np.random.default_rng(V).integers(0, 4, (2, 8, V)).astype(np.float32)
+    rows[0, 0] = -np.inf
+    rows[0, 1, [V // 2, V - 1]] = 9
+    assert best_token(rows).tolist() == rows.argmax(-1).tolist()
