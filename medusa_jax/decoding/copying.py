@@ -6,7 +6,8 @@ up costs integer comparisons. The chain shares the root with the drafts of the h
 the same pass, so decoding stays lossless: the longest path that agrees is kept. Two nodes may hold the
 same token.
 
-The latest of the longest matches of up to `NGRAM` tokens is used, since nearby text is more similar.
+The latest of the longest matches of up to `NGRAM` tokens is used, since nearby text is more similar. With 8
+instead of 4 tokens SmolLM2's answers take 0.5 to 0.8% more tokens per step.
 
 A match of one token rarely goes on (in SmolLM2's answers 23% of the tokens after it are right, 52% after
 two). A tree with *spares* has its chain only where `REPEATS` tokens match in half of the rows, and
@@ -25,7 +26,7 @@ from medusa_jax.heads.prompt_lookup import continuations
 from medusa_jax.tree import Tree
 
 # Longest n-gram to look up, and shortest match for which a tree with spares has its chain.
-NGRAM, REPEATS = 4, 2
+NGRAM, REPEATS = 8, 2
 
 
 class TreeArrays(NamedTuple):

@@ -109,12 +109,15 @@ def continuations(
     """
     S = text_BS.shape[1]
     begin_1S, last_B1 = jnp.arange(S)[None, :], last_B[:, None]
+    padded = jnp.pad(text_BS, ((0, 0), (ngram, 0)), constant_values=-1)
     # same[s]: number of tokens before s that equal those at the end of the text.
     same_BS = jnp.zeros(text_BS.shape, jnp.int32)
     still_BS = begin_1S <= last_B1
     for back in range(ngram):
-        tail_B1 = jnp.take_along_axis(text_BS, jnp.maximum(last_B1 - back, 0), axis=1)
-        still_BS &= (begin_1S > back) & (jnp.roll(text_BS, back + 1, axis=1) == tail_B1)
+        at = ngram - back
+        before_BS = padded[:, at - 1 : at - 1 + S]
+        tail_B1 = jnp.take_along_axis(padded, last_B1 + at, axis=1)
+        still_BS &= (before_BS == tail_B1) & (before_BS >= 0)
         same_BS += still_BS
     place_1S = begin_1S if latest else S - begin_1S
     worth_BS = jnp.where(same_BS > 0, same_BS * (S + 1) + place_1S, 0)

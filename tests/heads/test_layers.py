@@ -18,7 +18,9 @@ def test_one_row_is_that_row_of_all(T):
     layer = CausalLayer(config, jnp.float64)
     x_BTD = jax.random.normal(key, (2, T + 4, config.d_model))
     positions_BT = jnp.tile(jnp.arange(T + 4), (2, 1))
-    params = layer.init(key, x_BTD, positions_BT, jnp.ones((2, T + 4), int), method="forward")
+    params = layer.init(
+        key, x_BTD, positions_BT, jnp.ones((2, T + 4), int), method="forward"
+    )
     [text] = LayerState.zeros(config, 1, 2, 32, jnp.float64).cache.layers
 
     def decode(text, rows, start, only=None):
