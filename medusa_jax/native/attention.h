@@ -1,7 +1,8 @@
-// Attention of few tokens over a cached text, each in the order of its own positions.
+// Attention of few tokens over a cached text.
 
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
@@ -31,58 +32,163 @@ inline std::vector<int32_t> Paths(const bool* mask, int64_t T) {
   return paths;
 }
 
-// Attention of one query over positions [first, count), in their order. `scores` has room for `count`
-// rounded up to whole vectors.
-template <int kVectors>
-void AttendOne(const float* query, Text keys, Text values, int64_t first, int64_t count, float scale,
-               float* scores, float* out) {
-  Vector q[kVectors];
-  for (int v = 0; v < kVectors; ++v) q[v] = Load(query + v * kLanes) * scale;
-  float top = -INFINITY;
-  for (int64_t p = first; p < count; ++p) {
-    const float* key = keys[p];
-    Vector sum = {};
-    for (int v = 0; v < kVectors; ++v) sum += q[v] * Load(key + v * kLanes);
-    scores[p] = Sum(sum);
-    top = std::max(top, scores[p]);
+// Queries that share what is loaded of a key or a value, and vectors of a value that are added to at a time.
+constexpr int kShared = 4, kSummed = kRows > 6 ? 4 : 2;
+
+// `work(i, n)` for n items from item i on, until all are done; n is a constant of at most kMost.
+template <int kMost, typename Work>
+void InGroups(int64_t count, const Work& work) {
+  int64_t i = 0;
+  for (; count - i >= kMost; i += kMost) work(i, std::integral_constant<int, kMost>());
+  if constexpr (kMost > 1) InGroups<kMost - 1>(count - i, [&](int64_t j, auto n) { work(i + j, n); });
+}
+
+// kLanes keys of this size, one in each lane: [size, kLanes].
+inline void InLanes(const float* const* keys, int64_t size, float* out) {
+  for (int64_t h = 0; h < size; h += kLanes) {
+    Vector x[kLanes];
+    for (int l = 0; l < kLanes; ++l) x[l] = Load(keys[l] + h);
+    Transpose(x);
+    for (int l = 0; l < kLanes; ++l) Store(out + (h + l) * kLanes, x[l]);
   }
-  // Lane l adds up positions l, l + kLanes, ...: what is not seen adds zero, wherever the text ends.
-  const int64_t begin = first / kLanes * kLanes, end = (count + kLanes - 1) / kLanes * kLanes;
+}
+
+// Scores of queries [kQueries, size] for keys [size, kLanes]: [kQueries, stride]. Added up in the order of
+// `Sum`: what belongs to one of its lanes, then halves.
+template <int kQueries>
+void ScoreKeys(const float* queries, int64_t size, const float* keys, float* scores, int64_t stride) {
+  constexpr int kHalf = kLanes / 2;
+  Vector sums[kQueries][kHalf];
+#pragma GCC unroll 8
+  for (int l = 0; l < kHalf; ++l) {
+    Vector low[kQueries], high[kQueries];
+    for (int q = 0; q < kQueries; ++q) low[q] = high[q] = Vector{};
+    for (int64_t h = l; h < size; h += kLanes) {
+      const Vector key = Load(keys + h * kLanes), other = Load(keys + (h + kHalf) * kLanes);
+#pragma GCC unroll 4
+      for (int q = 0; q < kQueries; ++q) {
+        low[q] += queries[q * size + h] * key;
+        high[q] += queries[q * size + h + kHalf] * other;
+      }
+    }
+    for (int q = 0; q < kQueries; ++q) sums[q][l] = low[q] + high[q];
+  }
+  for (int q = 0; q < kQueries; ++q) {
+    for (int n = kHalf / 2; n; n /= 2)
+      for (int l = 0; l < n; ++l) sums[q][l] += sums[q][l + n];
+    Store(scores + q * stride, sums[q][0]);
+  }
+}
+
+// The same for kLanes keys in rows, and one query.
+inline void ScoreRows(const float* query, int64_t size, const float* const* keys, float* scores) {
+  for (int p = 0; p < kLanes; ++p) {
+    Vector sum = {};
+    for (int64_t h = 0; h < size; h += kLanes) sum += Load(query + h) * Load(keys[p] + h);
+    scores[p] = Sum(sum);
+  }
+}
+
+// Adds kLanes values by their weights [kQueries, stride] to kVectors vectors of out [kQueries, size].
+template <int kQueries, int kVectors>
+void AddValues(const float* weights, int64_t stride, const float* const* values, int64_t at, int64_t size,
+               float* out) {
+  Vector sums[kQueries][kVectors];
+  for (int q = 0; q < kQueries; ++q)
+    for (int v = 0; v < kVectors; ++v) sums[q][v] = Load(out + q * size + at + v * kLanes);
+  for (int p = 0; p < kLanes; ++p)
+#pragma GCC unroll 4
+    for (int q = 0; q < kQueries; ++q)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v)
+        sums[q][v] += Load(values[p] + at + v * kLanes) * weights[q * stride + p];
+  for (int q = 0; q < kQueries; ++q)
+    for (int v = 0; v < kVectors; ++v) Store(out + q * size + at + v * kLanes, sums[q][v]);
+}
+
+// Weights of scores at positions [first, count), zero at those from `begin` on before them, and their sum.
+// Lane l adds up positions l, l + kLanes, ...: what is not seen adds zero, wherever the text ends.
+inline float Weigh(float* scores, int64_t begin, int64_t first, int64_t count) {
+  const int64_t end = (count + kLanes - 1) / kLanes * kLanes;
   std::fill(scores + begin, scores + first, -INFINITY);
   std::fill(scores + count, scores + end, -INFINITY);
-  Vector total = {};
+  Vector most = Load(scores + begin), total = {};
+  for (int64_t p = begin; p < end; p += kLanes) {
+    const Vector score = Load(scores + p);
+    most = score > most ? score : most;
+  }
+  float top = most[0];
+  for (int l = 1; l < kLanes; ++l) top = std::max(top, most[l]);
   for (int64_t p = begin; p < end; p += kLanes) {
     const Vector weight = Exp(Load(scores + p) - top);
     total += weight;
     Store(scores + p, weight);
   }
-  Vector sum[kVectors] = {};
-  for (int64_t p = first; p < count; ++p) {
-    const float* value = values[p];
-    for (int v = 0; v < kVectors; ++v) sum[v] += Load(value + v * kLanes) * scores[p];
-  }
-  const float whole = Sum(total);
-  for (int v = 0; v < kVectors; ++v) Store(out + v * kLanes, sum[v] / whole);
+  return Sum(total);
 }
 
-using AttendFn = decltype(&AttendOne<1>);
-
-// The instance for heads of this size, or null: whole vectors, as many as the usual sizes need.
-AttendFn AttendFor(int64_t size) {
-  if (size % kLanes) return nullptr;
-  switch (size / kLanes) {
-    case 1: return AttendOne<1>;
-    case 2: return AttendOne<2>;
-    case 4: return AttendOne<4>;
-    case 5: return AttendOne<5>;
-    case 6: return AttendOne<6>;
-    case 8: return AttendOne<8>;
-    case 10: return AttendOne<10>;
-    case 12: return AttendOne<12>;
-    case 16: return AttendOne<16>;
-    case 32: return AttendOne<32>;
-    default: return nullptr;
-  }
+// Attention of some of the new tokens of a text, `heads` neighbouring query heads of each over one head of
+// keys and values: queries and out [rows, stride]. Every sum is in the order of a token's own positions, of
+// which it sees the last `window` (0: all). What all see is loaded once for all. `paths` as `Paths` of T.
+inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t heads, int64_t size,
+                   const float* keys, const float* values, int64_t start, const int32_t* paths, int64_t T,
+                   int64_t window, float* out) {
+  const int64_t n = rows * heads, room = (start + T + kLanes) / kLanes * kLanes;
+  const auto count = [&](int64_t r) { return start + paths[r * (T + 1) + T]; };
+  const auto first = [&](int64_t r) { return window ? std::max<int64_t>(0, count(r) - window) : 0; };
+  int64_t begin = first(0);  // whole vectors of positions that all see begin and end here
+  for (int64_t r = 1; r < rows; ++r) begin = std::min(begin, first(r));
+  begin = begin / kLanes * kLanes;
+  const int64_t end = std::max(begin, start / kLanes * kLanes);
+  // `work(query, queries, p, rows of the cache)` for kLanes positions from p on.
+  const auto by_positions = [&](const float* cached, const auto& work) {
+    const float* at[kLanes];
+    for (int64_t p = begin; p < end; p += kLanes) {
+      for (int l = 0; l < kLanes; ++l) at[l] = cached + (p + l) * size;
+      work(0, n, p, at);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const Text text{cached, paths + r * (T + 1), start, size};
+      for (int64_t p = end; p < count(r); p += kLanes) {
+        for (int l = 0; l < kLanes; ++l) at[l] = text[std::min(p + l, count(r) - 1)];
+        work(r * heads, heads, p, at);
+      }
+    }
+  };
+  thread_local std::vector<float> memory;
+  memory.resize(kLanes + size * kLanes + n * (room + 2 * size + 1));
+  // All but the totals are whole vectors: none lies across two lines of the processor's cache.
+  const uintptr_t line = kLanes * 4, from = reinterpret_cast<uintptr_t>(memory.data());
+  float* in_lanes = memory.data() + (line - from % line) / 4;
+  float *scores = in_lanes + size * kLanes, *scaled = scores + n * room, *sums = scaled + n * size;
+  float* totals = sums + n * size;
+  const float scale = 1.0f / std::sqrt(float(size));
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t h = 0; h < heads * size; h += kLanes)
+      Store(scaled + r * heads * size + h, Load(queries + r * stride + h) * scale);
+  by_positions(keys, [&](int64_t q, int64_t count, int64_t p, const float* const* at) {
+    if (count < kShared) {  // too few for keys in lanes to pay
+      for (int64_t i = q; i < q + count; ++i) ScoreRows(scaled + i * size, size, at, scores + i * room + p);
+      return;
+    }
+    InLanes(at, size, in_lanes);
+    InGroups<kShared>(count, [&](int64_t i, auto some) {
+      ScoreKeys<some>(scaled + (q + i) * size, size, in_lanes, scores + (q + i) * room + p, room);
+    });
+  });
+  for (int64_t q = 0; q < n; ++q)
+    totals[q] = Weigh(scores + q * room, begin, first(q / heads), count(q / heads));
+  std::fill(sums, sums + n * size, 0.0f);
+  by_positions(values, [&](int64_t q, int64_t count, int64_t p, const float* const* at) {
+    InGroups<kShared>(count, [&](int64_t i, auto some) {
+      InGroups<kSummed>(size / kLanes, [&](int64_t v, auto vectors) {
+        AddValues<some, vectors>(scores + (q + i) * room + p, room, at, v * kLanes, size, sums + (q + i) * size);
+      });
+    });
+  });
+  for (int64_t q = 0; q < n; ++q)
+    for (int64_t h = 0; h < size; h += kLanes)
+      Store(out + q / heads * stride + q % heads * size + h, Load(sums + q * size + h) / totals[q]);
 }
 
 }  // namespace

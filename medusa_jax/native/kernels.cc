@@ -143,10 +143,10 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
     return ffi::Error::InvalidArgument("x is [B, T, D] and the cache [B, G, S, H]");
   Layer l{};
   l.B = xs[0], l.T = xs[1], l.D = xs[2], l.G = cs[1], l.S = cs[2], l.H = cs[3];
-  l.N = n_heads, l.F = d_ff, l.window = window, l.eps = float(eps), l.attend = AttendFor(l.H);
+  l.N = n_heads, l.F = d_ff, l.window = window, l.eps = float(eps);
   const int64_t R = l.B * l.T, heads = (l.N + 2 * l.G) * l.H, queries = l.N * l.H;
   const auto has = [](ffi::Buffer<ffi::F32> b, int64_t n) { return int64_t(b.element_count()) == n; };
-  if (!l.attend || cs[0] != l.B || l.T > l.S || l.N % l.G || int64_t(mask.element_count()) != l.T * l.T ||
+  if (l.H % kLanes || cs[0] != l.B || l.T > l.S || l.N % l.G || int64_t(mask.element_count()) != l.T * l.T ||
       int64_t(start.element_count()) != l.B || !has(cos, R * l.H) || !has(sin, R * l.H) ||
       !has(values, l.B * l.G * l.S * l.H) || !has(attn_norm, l.D) || !has(mlp_norm, l.D) ||
       !has(k_norm, q_norm.element_count()) || !(has(q_norm, 0) || has(q_norm, l.H)))
@@ -171,6 +171,7 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
   const std::vector<int32_t> paths = Paths(mask.typed_data(), l.T);
   l.x = x.typed_data(), l.cos = cos.typed_data(), l.sin = sin.typed_data();
   l.start = start.typed_data(), l.paths = paths.data();
+  l.takes = std::clamp<int64_t>(2 * pool.num_threads() / (l.B * l.G) + 1, 1, l.T);
   l.attn_norm = attn_norm.typed_data(), l.mlp_norm = mlp_norm.typed_data();
   if (has(q_norm, l.H)) l.q_norm = q_norm.typed_data(), l.k_norm = k_norm.typed_data();
   l.keys = new_keys->typed_data(), l.values = new_values->typed_data(), l.y = y->typed_data();
@@ -206,7 +207,7 @@ extern "C" int medusa_pack(int64_t form, const uint8_t* rows, int64_t row_bytes,
   }
   return 1;
 }
-extern "C" int medusa_attends(int head_dim) { return AttendFor(head_dim) != nullptr; }
+extern "C" int medusa_attends(int head_dim) { return head_dim % kLanes == 0; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_product, ProductHandler,
                               ffi::Ffi::Bind()

@@ -17,7 +17,6 @@ namespace {
 struct Layer {
   int64_t B, T, N, G, H, S, D, F, window;
   float eps;
-  AttendFn attend;
   const float *x, *cos, *sin;             // [R, D], [R, H]
   const int32_t* start;                   // [B], where each text ends
   const int32_t* paths;                   // [T, T + 1], see `Paths`
@@ -26,6 +25,7 @@ struct Layer {
   Kernel qkv, out, gate_up, down;
   float *keys, *values;                   // [B, G, S, H]
   float* y;                               // [R, D]
+  int64_t takes;                          // parts of a text's tokens whose attention is shared out
   // Between the stages: [R, D], [R, N + 2 G, H], [R, N, H] twice, [R, 2 F], [R, F].
   float *normed, *heads, *queries, *attended, *gates, *inner;
 
@@ -48,18 +48,14 @@ struct Layer {
     }
   }
 
-  // One query head of one row. Neighbours are of different groups: threads begin with different keys.
-  void Attend(int64_t i) const {
-    const int64_t R = B * T, g = i % G, r = i / G % R, n = g * (N / G) + i / G / R;
-    const int64_t b = r / T, at = (b * G + g) * S * H;
-    const int32_t *path = paths + r % T * (T + 1), length = path[T];
-    const int64_t count = Slot(b) + length;
-    const int64_t first = window ? std::max<int64_t>(0, count - window) : 0;
-    thread_local std::vector<float> scores;
-    scores.resize(count + kLanes);
-    const int64_t row = (r * N + n) * H;
-    attend(queries + row, Text{keys + at, path, Slot(b), H}, Text{values + at, path, Slot(b), H}, first,
-           count, 1.0f / std::sqrt(float(H)), scores.data(), attended + row);
+  // Some tokens of a text and a group of heads. Neighbours are of different groups: threads begin with
+  // different keys.
+  void AttendSome(int64_t i) const {
+    const int64_t g = i % G, b = i / G / takes, take = i / G % takes;
+    const int64_t t = T * take / takes, rows = T * (take + 1) / takes - t;
+    const int64_t heads = N / G, at = (b * G + g) * S * H, row = ((b * T + t) * N + g * heads) * H;
+    Attend(queries + row, rows, N * H, heads, H, keys + at, values + at, Slot(b), paths + t * (T + 1), T, window,
+           attended + row);
   }
 };
 
@@ -70,7 +66,7 @@ constexpr int64_t kGated = 512;
 inline void RunLayer(ffi::ThreadPool& pool, const Layer& layer) {
   const int64_t R = layer.B * layer.T, gated = (layer.F + kGated - 1) / kGated;
   const std::array<int64_t, 9> sizes = {
-      R, layer.qkv.Chunks(), R, R * layer.N, layer.out.Chunks(),
+      R, layer.qkv.Chunks(), R, layer.B * layer.takes * layer.G, layer.out.Chunks(),
       R, layer.gate_up.Chunks(), R * gated, layer.down.Chunks()};
   ShareStages(pool, sizes, [R, gated, l = layer](size_t stage, int64_t i) {
     const auto norm = [&](const float* x, const float* scale) {
@@ -80,7 +76,7 @@ inline void RunLayer(ffi::ThreadPool& pool, const Layer& layer) {
       case 0: return norm(l.x, l.attn_norm);
       case 1: return MultiplyChunk(l.qkv, l.normed, R, i, nullptr, l.heads);
       case 2: return l.Place(i);
-      case 3: return l.Attend(i);
+      case 3: return l.AttendSome(i);
       case 4: return MultiplyChunk(l.out, l.attended, R, i, l.x, l.y);
       case 5: return norm(l.y, l.mlp_norm);
       case 6: return MultiplyChunk(l.gate_up, l.normed, R, i, nullptr, l.gates);

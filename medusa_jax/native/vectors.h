@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -91,6 +92,28 @@ inline float SumOf(typename Lanes<n>::Type x) {
 }
 
 inline float Sum(Vector x) { return SumOf<kLanes>(x); }
+
+// Of each 2 d lanes: d of a, then d of b, both from lane `from` of them on.
+template <int d, int from, int... l>
+inline Vector Mixed(Vector a, Vector b, std::integer_sequence<int, l...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (l / (2 * d) * 2 * d + l % d + from + (l & d ? kLanes : 0))...);
+#else
+  return __builtin_shuffle(a, b, Ints{(l / (2 * d) * 2 * d + l % d + from + (l & d ? kLanes : 0))...});
+#endif
+}
+
+// Lane j of vector i to lane i of vector j, for kLanes vectors.
+template <int d = kLanes / 2>
+inline void Transpose(Vector* x) {
+  constexpr std::make_integer_sequence<int, kLanes> lanes;
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & d) continue;
+    const Vector a = x[i], b = x[i + d];
+    x[i] = Mixed<d, 0>(a, b, lanes), x[i + d] = Mixed<d, d>(a, b, lanes);
+  }
+  if constexpr (d > 1) Transpose<d / 2>(x);
+}
 
 // exp(x) for x <= 0 to 2 units in the last place: 2^n exp(r) with x = n ln 2 + r, |r| <= ln 2 / 2, and the
 // series of exp(r) to r^7 / 5040. Zero below -87, where float32 ends.
