@@ -1,6 +1,6 @@
 """EAGLE-3 for SmolLM2-135M-Instruct: one decoder layer, trees up to four deep, over 8,192 tokens.
 
-    xz -dk research/smollm2/answers.jsonl.xz
+    xz -dk research/smollm2/answers*.xz
     python train.py --config=configs/smollm2_eagle3.py --workdir=work/smollm2/eagle3_first \\
         --config.train.levels=1 --config.train.steps=900 --config.optim.lr=3e-3 \\
         --config.optim.schedule=constant
@@ -25,7 +25,9 @@ def get_config() -> Config:
     cfg.heads = Eagle3Config(
         n_heads=4, lm_head="shared", draft_vocab=8192, tap_layers="2,15,27,30"
     )
-    cfg.data.source, cfg.data.eval_source = "research/smollm2/answers.jsonl", ""
+    names = ("answers.jsonl", "answers_2.jsonl")
+    cfg.data.source = ",".join(f"research/smollm2/{name}" for name in names)
+    cfg.data.eval_source = ""
     cfg.data.cache_features = "float8"
     cfg.optim.lr = 2e-3
     cfg.train.steps = 750
