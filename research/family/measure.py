@@ -36,7 +36,7 @@ def draft_seconds(model: Model, tree: Tree, n_steps: int = 50, rounds: int = 7) 
     V = model.config.vocab_size
 
     @jax.jit
-    def many(variables: Params, hidden_1LD: jax.Array) -> jax.Array:
+    def many(variables: Params, hidden_1LE: jax.Array) -> jax.Array:
         backbone = for_drafting(
             Backbone(model.llama, variables["backbone"]), variables["heads"]
         )
@@ -44,7 +44,7 @@ def draft_seconds(model: Model, tree: Tree, n_steps: int = 50, rounds: int = 7) 
         def one(i: jax.Array, carry: PyTree) -> PyTree:
             state, nodes_1M = carry
             ids_1L = jnp.broadcast_to(nodes_1M[:, -1:], (1, L)) % V
-            moved = hidden_1LD * (1 + 1e-6 * ids_1L[..., None].astype(dtype))
+            moved = hidden_1LE * (1 + 1e-6 * ids_1L[..., None].astype(dtype))
             position_1L = i + jnp.arange(L)[None, :]
             n_1 = jnp.ones((1,), jnp.int32)
             new = Committed(moved.astype(dtype), ids_1L, ids_1L, position_1L, n_1)
@@ -58,7 +58,8 @@ def draft_seconds(model: Model, tree: Tree, n_steps: int = 50, rounds: int = 7) 
         return lax.fori_loop(0, n_steps, one, (start, first))[1]
 
     rng = np.random.default_rng(0)
-    hidden = jnp.asarray(rng.standard_normal((1, L, model.config.d_model)), dtype)
+    E = (1 + len(drafter.taps)) * model.config.d_model
+    hidden = jnp.asarray(rng.standard_normal((1, L, E)), dtype)
     many(model.variables, hidden).block_until_ready()
     times = []
     for _ in range(rounds):
