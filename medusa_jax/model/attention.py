@@ -236,7 +236,8 @@ class Attention(nn.Module):
         asked_BTD, asked_rope = x_BTD, rope
         if only_B is not None:
             assert isinstance(cache, tuple) and start_B is not None and not self.shards
-            asked_BTD, *asked_rope = (row_of(x, only_B) for x in (x_BTD, *rope))
+            asked_BTD = row_of(x_BTD, only_B)
+            asked_rope = row_of(rope[0], only_B), row_of(rope[1], only_B)
             slots, itself = cache[0].shape[2], jnp.ones((1, 1), bool)
             mask = tree_mask(slots, start_B + only_B, itself)
         sizes = [
