@@ -89,7 +89,7 @@ class WideBlock(nn.Module):
             jnp.concatenate(both, axis=-1), rope, mask, cache, start_B, only_B
         )
         x_BTD = normed_BTD if self.norm_before_residual else x_BTD
-        x_BTD = (x_BTD if only_B is None else row_of(x_BTD, only_B)) + out_BTD
+        x_BTD = row_of(x_BTD, only_B) + out_BTD
         normed_BTD = norm(name="post_attention_layernorm")(x_BTD)
         return x_BTD + Mlp(self.config, self.dtype, 0, name="mlp")(normed_BTD), cache
 

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.drafter import Backbone, Drafter, Params
 from medusa_jax.heads.state import PositionState
-from medusa_jax.model.attention import Pair, cached_mask
+from medusa_jax.model.attention import Pair, cached_mask, row_of
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.causal import CausalMask
 from medusa_jax.model.layers import Linear, RMSNorm, kernel_of
@@ -54,9 +54,8 @@ def last_of(n_B: jax.Array) -> jax.Array:
 
 
 def take_last(rows_BTD: jax.Array, n_B: jax.Array, old_BD: jax.Array) -> jax.Array:
-    """The n-th of each batch row's T vectors; the row of `old_BD` where n = 0."""
-    last_B11 = last_of(n_B)[:, None, None]
-    last_BD = jnp.take_along_axis(rows_BTD, last_B11, axis=1)[:, 0]
+    """The n-th of each batch row's T vectors, or the only one; the row of `old_BD` where n = 0."""
+    last_BD = row_of(rows_BTD, last_of(n_B))[:, 0]
     return jnp.where((n_B > 0)[:, None], last_BD.astype(old_BD.dtype), old_BD)
 
 
@@ -235,10 +234,7 @@ class LayerState(PositionState):
           contexts: outputs of each layer, of all T candidates or of the n-th alone [B, 1, D].
         """
         old = [self.context_BSD[:, s] for s in range(len(contexts))]
-        new = [
-            take_last(rows, jnp.minimum(n_B, rows.shape[1]), was)
-            for rows, was in zip(contexts, old)
-        ]
+        new = [take_last(rows, n_B, was) for rows, was in zip(contexts, old)]
         cache = KVCache(layers=tuple(layers))
         return LayerState(self.length_B + n_B, cache, jnp.stack(new, axis=1))
 

@@ -202,8 +202,10 @@ def attention_of(
     return attend(q_BTNH, *cache, mask), cache
 
 
-def row_of(x_BT: jax.Array, row_B: jax.Array) -> jax.Array:
-    """One row of each: [B, T, ...] -> [B, 1, ...]."""
+def row_of(x_BT: jax.Array, row_B: jax.Array | None) -> jax.Array:
+    """One row of each, [B, T, ...] -> [B, 1, ...], the last if there are not as many; None: all rows."""
+    if row_B is None:
+        return x_BT
     return jax.vmap(lambda x_T, row: lax.dynamic_slice_in_dim(x_T, row, 1))(x_BT, row_B)
 
 
@@ -233,11 +235,9 @@ class Attention(nn.Module):
     ) -> tuple[jax.Array, LayerCache]:
         c = self.config
         B, T, _ = x_BTD.shape
-        asked_BTD, asked_rope = x_BTD, rope
+        asked_BTD = row_of(x_BTD, only_B)
         if only_B is not None:
             assert isinstance(cache, tuple) and start_B is not None and not self.shards
-            asked_BTD = row_of(x_BTD, only_B)
-            asked_rope = row_of(rope[0], only_B), row_of(rope[1], only_B)
             slots, itself = cache[0].shape[2], jnp.ones((1, 1), bool)
             mask = tree_mask(slots, start_B + only_B, itself)
         sizes = [
@@ -267,7 +267,7 @@ class Attention(nn.Module):
             q_BTNH = norm(name="q_norm")(q_BTNH)
             k_BTGH = norm(name="k_norm")(k_BTGH)
         turn = rotate_native if self.native else rotate
-        q_BTNH = turn(q_BTNH, *asked_rope)
+        q_BTNH = turn(q_BTNH, *(row_of(x, only_B) for x in rope))
         k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         new = (k_BGTH, v_BGTH)

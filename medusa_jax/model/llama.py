@@ -91,7 +91,7 @@ class Block(nn.Module):
         normed = norm(name="input_layernorm")(x_BTD) if self.input_norm else x_BTD
         attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")
         out, cache = attention(normed, rope, mask, cache, start_B, only_B)
-        x_BTD = (x_BTD if only_B is None else row_of(x_BTD, only_B)) + out
+        x_BTD = row_of(x_BTD, only_B) + out
         normed = norm(name="post_attention_layernorm")(x_BTD)
         return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), cache
 

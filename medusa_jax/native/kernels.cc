@@ -171,7 +171,7 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
   const std::vector<int32_t> paths = Paths(mask.typed_data(), l.T);
   l.x = x.typed_data(), l.cos = cos.typed_data(), l.sin = sin.typed_data();
   l.start = start.typed_data(), l.paths = paths.data();
-  l.takes = std::clamp<int64_t>(2 * pool.num_threads() / (l.B * l.G) + 1, 1, l.T);
+  l.shares = std::clamp<int64_t>(2 * pool.num_threads() / (l.B * l.G) + 1, 1, l.T);
   l.attn_norm = attn_norm.typed_data(), l.mlp_norm = mlp_norm.typed_data();
   if (has(q_norm, l.H)) l.q_norm = q_norm.typed_data(), l.k_norm = k_norm.typed_data();
   l.keys = new_keys->typed_data(), l.values = new_values->typed_data(), l.y = y->typed_data();

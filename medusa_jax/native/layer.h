@@ -25,7 +25,7 @@ struct Layer {
   Kernel qkv, out, gate_up, down;
   float *keys, *values;                   // [B, G, S, H]
   float* y;                               // [R, D]
-  int64_t takes;                          // parts of a text's tokens whose attention is shared out
+  int64_t shares;                         // of the tokens of a text, for attention
   // Between the stages: [R, D], [R, N + 2 G, H], [R, N, H] twice, [R, 2 F], [R, F].
   float *normed, *heads, *queries, *attended, *gates, *inner;
 
@@ -51,8 +51,8 @@ struct Layer {
   // Some tokens of a text and a group of heads. Neighbours are of different groups: threads begin with
   // different keys.
   void AttendSome(int64_t i) const {
-    const int64_t g = i % G, b = i / G / takes, take = i / G % takes;
-    const int64_t t = T * take / takes, rows = T * (take + 1) / takes - t;
+    const int64_t g = i % G, b = i / G / shares, share = i / G % shares;
+    const int64_t t = T * share / shares, rows = T * (share + 1) / shares - t;
     const int64_t heads = N / G, at = (b * G + g) * S * H, row = ((b * T + t) * N + g * heads) * H;
     Attend(queries + row, rows, N * H, heads, H, keys + at, values + at, Slot(b), paths + t * (T + 1), T, window,
            attended + row);
@@ -66,7 +66,7 @@ constexpr int64_t kGated = 512;
 inline void RunLayer(ffi::ThreadPool& pool, const Layer& layer) {
   const int64_t R = layer.B * layer.T, gated = (layer.F + kGated - 1) / kGated;
   const std::array<int64_t, 9> sizes = {
-      R, layer.qkv.Chunks(), R, layer.B * layer.takes * layer.G, layer.out.Chunks(),
+      R, layer.qkv.Chunks(), R, layer.B * layer.shares * layer.G, layer.out.Chunks(),
       R, layer.gate_up.Chunks(), R * gated, layer.down.Chunks()};
   ShareStages(pool, sizes, [R, gated, l = layer](size_t stage, int64_t i) {
     const auto norm = [&](const float* x, const float* scale) {

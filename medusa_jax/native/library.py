@@ -56,7 +56,7 @@ class Library:
     path: str
 
     def attends(self, head_dim: int) -> bool:
-        """Whether attention has an instance for heads of this size."""
+        """Whether a head of this size is whole vectors."""
         return bool(ctypes.CDLL(self.path).medusa_attends(head_dim))
 
     def packed_words(self, form: int, outputs: int, inputs: int) -> int:

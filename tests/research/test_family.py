@@ -141,7 +141,8 @@ def test_a_tiny_family(tmp_path, monkeypatch, capsys):
     prompts.write_text("".join(lines))
     arguments = [
         f"--model={tmp_path}/model", f"--data={data}", f"--eval_data={data}",
-        f"--calibration={prompts}", f"--prompts={prompts}", "--drafters=medusa,hydrapp,amphista",
+        f"--calibration={prompts}", f"--prompts={prompts}", "--drafters=medusa,hydrapp,amphista,eagle3",
+        "--only=eagle3:heads.tap_layers=0,1", "--only=eagle3:train.levels=2",
         "--seeds=2", "--steps=2", "--n_heads=3", "--rank=4", "--nodes=4", "--limit=2",
         "--max_new_tokens=24", "--repeats=1", f"--out={tmp_path}/out",
         "--config.data.seq_len=32", "--config.train.loss_chunk=16",
@@ -149,7 +150,7 @@ def test_a_tiny_family(tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
     assert main(arguments) == 0
     first = json.loads((tmp_path / "out" / "family.json").read_text())
-    assert sorted(first["runs"]) == ["amphista", "hydrapp", "medusa"]
+    assert sorted(first["runs"]) == ["amphista", "eagle3", "hydrapp", "medusa"]
     for name, runs in first["runs"].items():
         assert len(runs) == len(first["curves"][name]) == 2
         assert first["curves"][name][0][-1]["step"] == 2
@@ -166,7 +167,7 @@ def test_a_tiny_family(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert main(arguments) == 0
     said = capsys.readouterr()
-    assert said.err.count("not trained again") == said.err.count("not measured again") == 6
+    assert said.err.count("not trained again") == said.err.count("not measured again") == 8
     again = json.loads((tmp_path / "out" / "family.json").read_text())
     for kept in ("runs", "curves"):  # only the race is run again
         assert again[kept] == first[kept]
