@@ -39,8 +39,8 @@ from medusa_jax.whole_files import Json
 
 # "bundled": the file's own choice is used and nothing is measured.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Steps of a timed run, tokens of the prompt.
-STEPS, PROMPT = 4, 16
+# Steps of a timed run, tokens of the prompt; the version of `StepClock`, with which kept choices end.
+STEPS, PROMPT, CLOCK = 4, 16, 2
 # Rounds of a size; with fewer than LEAST it does not count.
 ROUNDS, LEAST = 10, 3
 # A larger tree must be faster by more than this, since two measurements may differ by as much.
@@ -152,7 +152,7 @@ def kept_choices(
     mesh: Mesh,
 ) -> DeviceCache:
     """The note of this device's choices for these heads: number of rows -> `measure_rung`."""
-    tree = (*order_of(calibrated), calibrated["evidence"]["ladder"], STEPS, PROMPT)
+    tree = (*order_of(calibrated), calibrated["evidence"]["ladder"], STEPS, PROMPT, CLOCK)
     forms, sizes = (storage, storage.of_drafts), tuple(mesh.shape.values())
     return DeviceCache("trees", *tree, config, heads, str(dtype), forms, sizes)
 

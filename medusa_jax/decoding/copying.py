@@ -11,10 +11,13 @@ instead of 4 tokens SmolLM2's answers take 0.5 to 0.8% more tokens per step.
 
 A match of one token rarely goes on (in SmolLM2's answers 23% of the tokens after it are right, 52% after
 two). A tree with *spares* has its chain only where `REPEATS` tokens match in half of the rows, and
-elsewhere further guesses of the heads: one pass over as many nodes, under one of two masks. SAM decoding
-(Hu et al. 2024) likewise drafts from the text or from heads, by the length of the match.
+elsewhere further guesses of the heads: one pass over as many nodes, under one of two masks. A step with
+the chain drafts no spares; often it drafts nothing. SAM decoding (Hu et al. 2024) likewise drafts from the
+text or from heads, by the length of the match.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -71,36 +74,35 @@ def copied_tokens(
 
 def with_copies(
     tree: Tree,
-    drafted_BN: jax.Array,
+    propose: Callable[[Tree], jax.Array],
     text_BS: jax.Array,
     last_B: jax.Array,
     running_B: jax.Array,
 ) -> tuple[jax.Array, Tree | TreeArrays]:
-    """Merge drafted and copied tokens into tokens of all nodes [B, M], and the tree they fill.
+    """Drafted and copied tokens of all nodes [B, M], and the tree they fill.
 
     Example: of the nodes 0 to 4, 1 and 3 are copied. Drafted r x y for 0, 2, 4 and copied a b give
     r a x b y, the places 0 3 1 4 2 of r x y a b.
 
     Args:
-      drafted_BN: tokens of `tree.drafted`. If it has spares, these are all M nodes of a step whose text
-        does not repeat.
-      running_B: the rows that decide which of the two trees it is.
+      propose: the drafter's tokens for all nodes of a tree without copied ones.
+      running_B: the rows that decide whether spares are used.
     """
     copied_BC, length_B = copied_tokens(text_BS, last_B, len(tree.copied_C))
-    both_BM = jnp.concatenate([drafted_BN, copied_BC.astype(drafted_BN.dtype)], axis=1)
-    place = {path: node for node, path in enumerate(((), *tree.drafted.choices))}
-    n_drafted = len(place)
-    place |= {tree.choices[c - 1]: n_drafted + i for i, c in enumerate(tree.copied_C)}
-    nodes_BM = both_BM[:, np.array([place[path] for path in ((), *tree.choices)])]
+    drafted = tree.without_spares.drafted
+    place = {path: node for node, path in enumerate(((), *drafted.choices))}
+    place |= {tree.choices[c - 1]: drafted.n_nodes + i for i, c in enumerate(tree.copied_C)}
+    place_M = np.array([place[path] for path in ((), *tree.choices)])
+
+    def copying() -> jax.Array:
+        return jnp.concatenate([propose(drafted), copied_BC], axis=1)[:, place_M]
+
     if not tree.spares:
-        return nodes_BM, tree
+        return copying(), tree
     repeats = 2 * jnp.sum((length_B >= REPEATS) & running_B) >= jnp.sum(running_B)
+    nodes_BM = lax.cond(repeats, copying, lambda: propose(tree.drafted))
     arrays = (TreeArrays.of(t, tree.path_length) for t in (tree, tree.drafted))
-    filled: tuple[jax.Array, TreeArrays] = jax.tree.map(
-        lambda copying, elsewhere: jnp.where(repeats, copying, elsewhere),
-        *zip((nodes_BM, drafted_BN), arrays, strict=True),
-    )
-    return filled
+    return nodes_BM, jax.tree.map(partial(jnp.where, repeats), *arrays)
 
 
 def copied_lengths(

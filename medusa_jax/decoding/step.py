@@ -95,7 +95,7 @@ class Drafts(NamedTuple):
     Attributes:
       nodes_BM: token ids of all nodes, the root first.
       noise_BLV: the rule's noise by depth, or None.
-      logits: by depth, the heads' logits, with penalties.
+      logits: by depth, the heads' logits, with penalties; none if the tree has spares.
       scores: by depth, what ranked the drafts: these logits with the rule's noise.
       ids_O: token ids of both; None: all tokens.
     """
@@ -152,16 +152,21 @@ def draft(
             scores[depth] = logits + scaled
         return scores[depth]
 
-    request = DraftRequest(state.root_B, tree.drafted, rank_scores)
-    nodes_BM = engine.drafter.propose(heads, backbone, state.drafter, request)
-    filled: Tree | TreeArrays = tree
-    if tree.copied_C.size:
-        assert state.text_BS is not None  # `Engine.keeps_text`
-        running_B = state.status_B == RUNNING
-        nodes_BM, filled = with_copies(
-            tree, nodes_BM, state.text_BS, state.length_B, running_B
-        )
-    nodes_BM = nodes_BM.astype(jnp.int32)
+    def propose(drafted: Tree) -> jax.Array:
+        if drafted.n_nodes == 1:
+            return state.root_B[:, None].astype(jnp.int32)
+        request = DraftRequest(state.root_B, drafted, rank_scores)
+        nodes_BM = engine.drafter.propose(heads, backbone, state.drafter, request)
+        return nodes_BM.astype(jnp.int32)
+
+    if not tree.copied_C.size:
+        nodes_BM = propose(tree)
+        return Drafts(nodes_BM, noise_BLV, ranked, scores, backbone.ids_O), tree
+    assert state.text_BS is not None  # `Engine.keeps_text`
+    running_B = state.status_B == RUNNING
+    nodes_BM, filled = with_copies(tree, propose, state.text_BS, state.length_B, running_B)
+    if tree.spares:  # logits of one of two branches: no rule that reads them has spares
+        ranked, scores = {}, {}
     return Drafts(nodes_BM, noise_BLV, ranked, scores, backbone.ids_O), filled
 
 

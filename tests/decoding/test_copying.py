@@ -1,6 +1,7 @@
 """Copied nodes: what they hold, that drafted text stays plain text, and that they are accepted."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
@@ -54,13 +55,11 @@ def test_copies_lie_between_what_is_drafted():
     assert tree.drafted == Tree.from_choices([[0], [0, 2]])
     text_BS = np.array([[5, 6, 7, 5, 0, 0]])
 
-    def fill(tree, *arrays):  # a tree is not a result of a program
-        nodes_BM, filled = with_copies(tree, *arrays)
-        return nodes_BM, None if filled is tree else filled
-
-    running_B = np.array([True])
-    nodes_BM, filled = fill(tree, np.array([[5, 8, 9]]), text_BS, np.array([3]), running_B)
-    assert nodes_BM.tolist() == [[5, 6, 8, 7, 9]] and filled is None
+    drafted = {tree.drafted: np.array([[5, 8, 9]])}
+    nodes_BM, filled = with_copies(
+        tree, drafted.get, text_BS, np.array([3]), np.array([True])
+    )
+    assert nodes_BM.tolist() == [[5, 6, 8, 7, 9]] and filled is tree
 
 
 @pytest.mark.parametrize(
@@ -77,10 +76,19 @@ def test_spares_are_used_where_the_text_does_not_repeat(texts, running, repeats)
     assert tree.spares == ((1,), (0, 2)) and tree.depth == 2 and tree.max_rank == 2
     assert tree.drafted == Tree.from_choices([[0], [1], [0, 2]])
     assert tree.n_nodes == tree.drafted.n_nodes == 4
-    drafted = [[6, 1, 2, 3]] * len(texts)
-    last = [4] * len(texts)
-    arguments = map(np.array, (drafted, texts, last, running))
-    nodes_BM, filled = jax.jit(with_copies, static_argnums=0)(tree, *arguments)
+    ran = []
+
+    def propose(tree):
+        jax.debug.callback(lambda: ran.append(tree))
+        return jnp.tile(jnp.array([6, 1, 2, 3])[: tree.n_nodes], (len(texts), 1))
+
+    arguments = map(np.array, (texts, [4] * len(texts), running))
+    nodes_BM, filled = jax.jit(with_copies, static_argnums=(0, 1))(
+        tree, propose, *arguments
+    )
+    jax.effects_barrier()
+    # No spares are drafted where the chain is copied.
+    assert ran == [Tree.from_choices([[0]]) if repeats else tree.drafted]
     chosen = tree if repeats else tree.drafted
     assert filled.parent_M.tolist() == chosen.parent_M.tolist()
     assert filled.depth_M.tolist() == chosen.depth_M.tolist()
