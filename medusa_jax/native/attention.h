@@ -140,21 +140,10 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
   for (int64_t r = 1; r < rows; ++r) begin = std::min(begin, first(r));
   begin = begin / kLanes * kLanes;
   const int64_t end = std::max(begin, start / kLanes * kLanes);
-  // `work(query, queries, p, rows of the cache)` for kLanes positions from p on.
-  const auto by_positions = [&](const float* cached, const auto& work) {
-    const float* at[kLanes];
-    for (int64_t p = begin; p < end; p += kLanes) {
-      for (int l = 0; l < kLanes; ++l) at[l] = cached + (p + l) * size;
-      work(0, n, p, at);
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      const Text text{cached, paths + r * (T + 1), start, size};
-      for (int64_t p = end; p < count(r); p += kLanes) {
-        for (int l = 0; l < kLanes; ++l) at[l] = text[std::min(p + l, count(r) - 1)];
-        work(r * heads, heads, p, at);
-      }
-    }
+  const auto fetch = [&](const float* cached, int64_t p) {
+    for (int64_t i = 0; i < kLanes * size; i += 16) __builtin_prefetch(cached + p * size + i);
   };
+  fetch(keys, begin);
   thread_local std::vector<float> memory;
   memory.resize(kLanes + size * kLanes + n * (room + 2 * size + 1));
   // All but the totals are whole vectors: none lies across two lines of the processor's cache.
@@ -166,26 +155,48 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t h = 0; h < heads * size; h += kLanes)
       Store(scaled + r * heads * size + h, Load(queries + r * stride + h) * scale);
-  by_positions(keys, [&](int64_t q, int64_t count, int64_t p, const float* const* at) {
-    if (count < kShared) {  // too few for keys in lanes to pay
-      for (int64_t i = q; i < q + count; ++i) ScoreRows(scaled + i * size, size, at, scores + i * room + p);
-      return;
+  const float* at[kLanes];
+  for (int64_t p = begin; p < start + T; p += kLanes) {
+    fetch(keys, p + kLanes);
+    for (int l = 0; l < kLanes; ++l) at[l] = keys + std::min(p + l, start + T - 1) * size;
+    if (n < kShared) {  // too few for keys in lanes to pay
+      for (int64_t q = 0; q < n; ++q) ScoreRows(scaled + q * size, size, at, scores + q * room + p);
+      continue;
     }
     InLanes(at, size, in_lanes);
-    InGroups<kShared>(count, [&](int64_t i, auto some) {
-      ScoreKeys<some>(scaled + (q + i) * size, size, in_lanes, scores + (q + i) * room + p, room);
+    InGroups<kShared>(n, [&](int64_t q, auto some) {
+      ScoreKeys<some>(scaled + q * size, size, in_lanes, scores + q * room + p, room);
     });
-  });
-  for (int64_t q = 0; q < n; ++q)
-    totals[q] = Weigh(scores + q * room, begin, first(q / heads), count(q / heads));
+  }
+  fetch(values, begin);
+  for (int64_t q = 0; q < n; ++q) {
+    const int64_t r = q / heads;
+    const int32_t* path = paths + r * (T + 1);
+    float* of_new = scores + q * room + start;
+    for (int32_t i = 0; i < path[T]; ++i) of_new[i] = of_new[path[i]];  // i <= path[i]
+    totals[q] = Weigh(scores + q * room, begin, first(r), count(r));
+  }
   std::fill(sums, sums + n * size, 0.0f);
-  by_positions(values, [&](int64_t q, int64_t count, int64_t p, const float* const* at) {
+  // Adds the values at kLanes positions from p on for `count` queries.
+  const auto add = [&](int64_t q, int64_t count, int64_t p) {
     InGroups<kShared>(count, [&](int64_t i, auto some) {
       InGroups<kSummed>(size / kLanes, [&](int64_t v, auto vectors) {
         AddValues<some, vectors>(scores + (q + i) * room + p, room, at, v * kLanes, size, sums + (q + i) * size);
       });
     });
-  });
+  };
+  for (int64_t p = begin; p < end; p += kLanes) {
+    fetch(values, p + kLanes);
+    for (int l = 0; l < kLanes; ++l) at[l] = values + (p + l) * size;
+    add(0, n, p);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const Text text{values, paths + r * (T + 1), start, size};
+    for (int64_t p = end; p < count(r); p += kLanes) {
+      for (int l = 0; l < kLanes; ++l) at[l] = text[std::min(p + l, count(r) - 1)];
+      add(r * heads, heads, p);
+    }
+  }
   for (int64_t q = 0; q < n; ++q)
     for (int64_t h = 0; h < size; h += kLanes)
       Store(out + q / heads * stride + q % heads * size + h, Load(sums + q * size + h) / totals[q]);
