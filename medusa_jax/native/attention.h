@@ -140,6 +140,7 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
   for (int64_t r = 1; r < rows; ++r) begin = std::min(begin, first(r));
   begin = begin / kLanes * kLanes;
   const int64_t end = std::max(begin, start / kLanes * kLanes);
+  // The weights of other layers have driven keys and values out of the processor's cache.
   const auto fetch = [&](const float* cached, int64_t p) {
     for (int64_t i = 0; i < kLanes * size; i += 16) __builtin_prefetch(cached + p * size + i);
   };
