@@ -27,8 +27,9 @@ from medusa_jax.sharding import decode_shardings, pin_state
 class StepClock:
     """Times `n_steps` decode steps in one program, after one prompt.
 
-    The text repeats itself in every second step, since a tree with spares drafts less where it does. The cache has the same number of slots for all engines, with room for all steps of all trees,
-    since the cost of a step depends on them. That no run ends before its last step is checked.
+    The text repeats itself in every second step, since a tree with spares drafts less where it does. The
+    cache has the same number of slots for all engines, with room for all steps of all trees, since the cost
+    of a step depends on them. That no run ends before its last step is checked.
 
     Args:
       engines: all that will be timed, or those with the longest path and the most rows.
