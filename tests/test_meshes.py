@@ -130,14 +130,16 @@ import json, sys
 import jax
 from test_meshes import MESHES
 import medusa_jax
-from medusa_jax import Options
+from medusa_jax import Options, Tree
 
 jax.config.update("jax_enable_x64", True)
+# Steps copy, or draft the spares, as the rows of all devices decide.
+tree = Tree.from_choices([[0], [1], [0, 0], [-1], [-1, -1]], [[2], [0, 1]])
 texts = ["the cat and", "in", "abc", "the", "cab", "a b", "and", "er"]
 found = {}
 for shape in ((1, 1, 1), *MESHES):
     model = medusa_jax.load(
-        sys.argv[1], sys.argv[1] + "/heads", tree="cartesian:3,2", dtype="float64", mesh=shape
+        sys.argv[1], sys.argv[1] + "/heads", tree=tree, dtype="float64", mesh=shape
     )
     found[str(shape)] = [
         [r.token_ids for r in model.generate(
