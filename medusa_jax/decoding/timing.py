@@ -72,14 +72,17 @@ class StepClock:
         """Seconds of a step; the first call of an engine compiles as well."""
         # No step: compiles, and returns arrays that can be donated without a copy.
         state = jax.block_until_ready(
-            _steps(engine, self.variables, self._begin(engine), np.int32(0))
+            run_steps(engine, self.variables, self._begin(engine), np.int32(0))
         )
         start = time.perf_counter()
-        state = _steps(engine, self.variables, state, np.int32(self.n_steps))
+        state = run_steps(engine, self.variables, state, np.int32(self.n_steps))
         jax.block_until_ready(state)
         seconds = time.perf_counter() - start
-        made = np.asarray(state.steps_B)
+        made, length = np.asarray(state.steps_B), int(np.max(state.length_B))
         assert (made == self.n_steps).all(), f"{made} steps were made, not {self.n_steps}"
+        assert length + engine.n_rows <= self.slots, (
+            f"{length} tokens in {self.slots} slots"
+        )
         return seconds / self.n_steps
 
     def _begin(self, engine: Engine) -> DecodeState:
@@ -106,7 +109,7 @@ class StepClock:
 
 
 @program(static_argnums=0, donate_argnums=2)
-def _steps(
+def run_steps(
     engine: Engine, variables: dict[str, Any], state: DecodeState, n_steps: jax.Array
 ) -> DecodeState:
     """Steps after a text of one token, then after one without repeats, in turn."""

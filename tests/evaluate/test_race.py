@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from tiny import write_model
@@ -9,6 +10,8 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Tree, UserError
 from medusa_jax.decoding import timing
+from medusa_jax.decoding.copying import REPEATS, copied_tokens
+from medusa_jax.decoding.step import decode_step
 from medusa_jax.evaluate.race import Contender, Run, figures, race, step_seconds
 
 
@@ -68,16 +71,15 @@ def model(tmp_path_factory):
 def test_every_timed_run_makes_all_its_steps_in_one_size_of_cache(model, monkeypatch):
     """After a prompt that nearly fills the first cache, for narrow and wide trees alike."""
     runs = []
-    decode_loop = timing.decode_loop
+    run_steps = timing.run_steps
 
-    def watched(engine, variables, state, max_steps):
-        slots = state.cache.slots
-        state, progress = decode_loop(engine, variables, state, max_steps)
-        if max_steps:
-            runs.append((slots, np.asarray(progress.steps_B).tolist()))
-        return state, progress
+    def watched(engine, variables, state, n_steps):
+        state = run_steps(engine, variables, state, n_steps)
+        if n_steps:
+            runs.append((state.cache.slots, np.asarray(state.steps_B).tolist()))
+        return state
 
-    monkeypatch.setattr(timing, "decode_loop", watched)
+    monkeypatch.setattr(timing, "run_steps", watched)
     trees = [Tree.none(), Tree.cartesian([11]), Tree.cartesian([5, 4])]
     prompt = [4, 5, 6, 7] * 25
     assert len(prompt) + trees[-1].n_nodes <= 128  # a first step would fit the first cache
@@ -85,6 +87,22 @@ def test_every_timed_run_makes_all_its_steps_in_one_size_of_cache(model, monkeyp
     assert len(runs) == 2 * len(trees) and all(s > 0 for s in seconds)
     assert {steps for _, made in runs for steps in made} == {8}
     assert len({slots for slots, _ in runs}) == 1
+
+
+def test_the_text_repeats_itself_in_every_second_timed_step(model, monkeypatch):
+    matches = []
+
+    def watched(engine, variables, state):
+        _, match_B = copied_tokens(state.text_BS, state.length_B, 1)
+        jax.debug.callback(
+            lambda n: matches.append(bool(n[0] >= REPEATS)), match_B, ordered=True
+        )
+        return decode_step(engine, variables, state)
+
+    monkeypatch.setattr(timing, "decode_step", watched)
+    tree = Tree.from_choices([[-1], [-1, -1]], [[0], [1]])
+    step_seconds(model, [tree], [4, 5], n_steps=4, rounds=1)
+    assert matches == [True, False, True, False] * 2
 
 
 def test_a_prompt_that_fills_the_context_is_refused(model):
