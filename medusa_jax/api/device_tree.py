@@ -39,7 +39,8 @@ from medusa_jax.whole_files import Json
 
 # "bundled": the file's own choice is used and nothing is measured.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Steps of a timed run, tokens of the prompt; the version of `StepClock`, with which kept choices end.
+# Steps of a timed run, tokens of the prompt; to be raised when `StepClock` changes: kept choices are then
+# measured again.
 STEPS, PROMPT, CLOCK = 4, 16, 2
 # Rounds of a size; with fewer than LEAST it does not count.
 ROUNDS, LEAST = 10, 3

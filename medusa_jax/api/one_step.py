@@ -36,7 +36,7 @@ def take_steps(model: Model, prompt: str, n: int) -> Json:
         backbone, heads, tree = (
             Backbone(engine.llama, variables["backbone"]),
             variables["heads"],
-            engine.tree.without_spares,
+            engine.tree.in_every_step,
         )
         drafts, _ = parts.draft(engine, heads, backbone, state, tree)
         verified = parts.verify(engine, backbone, state, tree, drafts)

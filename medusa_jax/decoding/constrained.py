@@ -91,7 +91,7 @@ def draft_nodes(
 ) -> tuple[Drafts, jax.Array]:
     """Draft a tree; also guesses [B, M, K] for the host, as in `Ahead`."""
     # The host walks the tree before the step, so copied nodes are copied in every step.
-    tree = engine.tree.without_spares
+    tree = engine.tree.in_every_step
     backbone = Backbone(engine.llama, variables["backbone"])
     drafts, _ = draft(engine, variables["heads"], backbone, state, tree)
     guesses_BMK = guesses_after(tree, drafts)
@@ -134,7 +134,7 @@ def verify_nodes(
     """The backbone's pass, and the cache after it. Donates the cache, which the state lacks."""
     backbone = Backbone(engine.llama, variables["backbone"])
     state = rest.replace(cache=cache)
-    verified = verify(engine, backbone, state, engine.tree.without_spares, drafts)
+    verified = verify(engine, backbone, state, engine.tree.in_every_step, drafts)
     apart: Any = {"tree": None, "sampling": None, "nodes_BM": None, "cache": None}
     return verified._replace(**apart), verified.cache
 
@@ -157,7 +157,7 @@ def judge(
     status_B = jnp.where(stuck_B & (rest.status_B == RUNNING), STUCK, rest.status_B)
     state = rest.replace(cache=cache, status_B=status_B)
     verified = verified._replace(
-        tree=engine.tree.without_spares,
+        tree=engine.tree.in_every_step,
         sampling=rest.sampling,
         nodes_BM=nodes_BM,
         cache=cache,
@@ -180,7 +180,7 @@ def step(
       guides: by row; rows without one may go on with any token.
       ahead: of this state (`look_ahead`).
     """
-    tree, (progress, drafts, guesses_BMK) = engine.tree.without_spares, ahead
+    tree, (progress, drafts, guesses_BMK) = engine.tree.in_every_step, ahead
     tokens_BO, n_new_B, status_B = (
         np.asarray(x) for x in (progress.tokens_BO, progress.n_new_B, progress.status_B)
     )

@@ -95,7 +95,9 @@ def with_copies(
     place_M = np.array([place[path] for path in ((), *tree.choices)])
 
     def copying() -> jax.Array:
-        return jnp.concatenate([propose(drafted), copied_BC], axis=1)[:, place_M]
+        drafted_BN = propose(drafted)
+        copied = copied_BC.astype(drafted_BN.dtype)
+        return jnp.concatenate([drafted_BN, copied], axis=1)[:, place_M]
 
     if not tree.spares:
         return copying(), tree

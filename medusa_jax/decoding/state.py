@@ -45,7 +45,7 @@ class Engine:
             object.__setattr__(self, "tree", self.tree.dense)
         elif self.rule.by_drafts:
             # Rows decide together whether spares are used; a text must not depend on other rows.
-            object.__setattr__(self, "tree", self.tree.without_spares)
+            object.__setattr__(self, "tree", self.tree.in_every_step)
         if self.llama.taps != self.drafter.taps:
             tapped = self.llama.clone(taps=self.drafter.taps)
             object.__setattr__(self, "llama", tapped)

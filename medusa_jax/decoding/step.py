@@ -96,7 +96,7 @@ class Drafts(NamedTuple):
       nodes_BM: token ids of all nodes, the root first.
       noise_BLV: the rule's noise by depth, or None.
       logits: by depth, the heads' logits, with penalties; none if the tree has spares.
-      scores: by depth, what ranked the drafts: these logits with the rule's noise.
+      scores: by depth, what ranked the drafts: these logits with the rule's noise; likewise.
       ids_O: token ids of both; None: all tokens.
     """
 

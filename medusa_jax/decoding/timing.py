@@ -112,15 +112,15 @@ class StepClock:
 def run_steps(
     engine: Engine, variables: dict[str, Any], state: DecodeState, n_steps: jax.Array
 ) -> DecodeState:
-    """Steps after a text of one token, then after one without repeats, in turn."""
+    """Steps after a text without repeats, then after one of one token, in turn."""
 
     def one(i: jax.Array, state: DecodeState) -> DecodeState:
         if state.text_BS is not None:
             different_S = (
                 jnp.arange(state.text_BS.shape[1]) % engine.llama.config.vocab_size
             )
-            text_BS = jnp.broadcast_to(i % 2 * different_S, state.text_BS.shape)
-            state = state.replace(text_BS=text_BS)
+            text_BS = jnp.broadcast_to((i + 1) % 2 * different_S, state.text_BS.shape)
+            state = state.replace(text_BS=text_BS.astype(state.text_BS.dtype))
         return pin_state(engine.llama.mesh, decode_step(engine, variables, state))
 
     state = lax.fori_loop(0, n_steps, one, state)

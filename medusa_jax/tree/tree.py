@@ -66,7 +66,7 @@ class Tree:
         _ordered([*tree.drafted.choices, *new])
         if len(new) < n_copied:
             return tree
-        return cls(tree.choices, tuple(sorted(new[:n_copied], key=lambda p: (len(p), p))))
+        return cls(tree.choices, tuple(new[:n_copied]))
 
     @classmethod
     def none(cls) -> "Tree":
@@ -122,7 +122,7 @@ class Tree:
 
     @cached_property
     def drafted(self) -> "Tree":
-        """What a drafter fills: the tree with the spares in place of the copied nodes.
+        """The tree with the spares in place of the copied nodes, which a drafter fills.
 
         Example: [[0], [-1], [-1, -1]] with the spares [1], [0, 0] gives [[0], [1], [0, 0]].
         """
@@ -133,8 +133,21 @@ class Tree:
 
     @property
     def without_spares(self) -> "Tree":
-        """The tree whose copied nodes are copied in every step."""
+        """The tree of a step that copies."""
         return Tree(self.choices)
+
+    @property
+    def in_every_step(self) -> "Tree":
+        """One tree of as many nodes where no step may choose: half of the chain, and the best spares.
+
+        Example: [[-1], [-1, -1], [-1, -1, -1]] with the spares [0], [1], [0, 0] gives [[0], [-1], [-1, -1]].
+        """
+        if not self.spares:
+            return self
+        half = len(self.copied_C) // 2
+        kept = len(self.copied_C) - half
+        choices = [c for c in self.choices if c[0] != COPIED or len(c) <= kept]
+        return Tree(_ordered([*choices, *self.spares[:half]]))
 
     @cached_property
     def drafted_N(self) -> np.ndarray:

@@ -102,7 +102,16 @@ def test_the_text_repeats_itself_in_every_second_timed_step(model, monkeypatch):
     monkeypatch.setattr(timing, "decode_step", watched)
     tree = Tree.from_choices([[-1], [-1, -1]], [[0], [1]])
     step_seconds(model, [tree], [4, 5], n_steps=4, rounds=1)
-    assert matches == [True, False, True, False] * 2
+    assert matches == [False, True, False, True] * 2
+
+
+@pytest.mark.usefixtures("x64")
+def test_steps_with_copies_are_timed_in_float64(tmp_path):
+    write_model(tmp_path)
+    heads = str(tmp_path / "heads")
+    wide = medusa_jax.load(str(tmp_path), heads, tree="chain:1", dtype="float64")
+    tree = Tree.from_choices([[0], [-1], [-1, -1]], [[0, 0], [1]])
+    assert min(step_seconds(wide, [tree], [4, 5], n_steps=2, rounds=1)) > 0
 
 
 def test_a_prompt_that_fills_the_context_is_refused(model):
