@@ -129,7 +129,8 @@ inline float Weigh(float* scores, int64_t begin, int64_t first, int64_t count) {
 
 // Attention of some of the new tokens of a text, `heads` neighbouring query heads of each over one head of
 // keys and values: queries and out [rows, stride]. Every sum is in the order of a token's own positions, of
-// which it sees the last `window` (0: all). What all see, and the keys of the tree, are loaded once for all. `paths` as `Paths` of T.
+// which it sees the last `window` (0: all). What all see, and the keys of the tree, are loaded once for all.
+// `paths` as `Paths` of T.
 inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t heads, int64_t size,
                    const float* keys, const float* values, int64_t start, const int32_t* paths, int64_t T,
                    int64_t window, float* out) {
