@@ -39,9 +39,10 @@ from medusa_jax.whole_files import Json
 
 # "bundled": the file's own choice is used and nothing is measured.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Steps of a timed run, tokens of the prompt; to be raised when `StepClock` changes: kept choices are then
-# measured again.
-STEPS, PROMPT, CLOCK = 4, 16, 2
+# Steps of a timed run, tokens of the prompt.
+STEPS, PROMPT = 4, 16
+# Raised whenever `StepClock` measures something else, so that kept choices are measured again.
+CLOCK = 2
 # Rounds of a size; with fewer than LEAST it does not count.
 ROUNDS, LEAST = 10, 3
 # A larger tree must be faster by more than this, since two measurements may differ by as much.

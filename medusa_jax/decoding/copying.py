@@ -95,9 +95,7 @@ def with_copies(
     place_M = np.array([place[path] for path in ((), *tree.choices)])
 
     def copying() -> jax.Array:
-        drafted_BN = propose(drafted)
-        copied = copied_BC.astype(drafted_BN.dtype)
-        return jnp.concatenate([drafted_BN, copied], axis=1)[:, place_M]
+        return jnp.concatenate([propose(drafted), copied_BC], axis=1)[:, place_M]
 
     if not tree.spares:
         return copying(), tree

@@ -154,19 +154,22 @@ def draft(
 
     def propose(drafted: Tree) -> jax.Array:
         if drafted.n_nodes == 1:
-            return state.root_B[:, None].astype(jnp.int32)
+            return state.root_B[:, None]
         request = DraftRequest(state.root_B, drafted, rank_scores)
         nodes_BM = engine.drafter.propose(heads, backbone, state.drafter, request)
         return nodes_BM.astype(jnp.int32)
 
-    if not tree.copied_C.size:
+    filled: Tree | TreeArrays = tree
+    if tree.copied_C.size:
+        assert state.text_BS is not None  # `Engine.keeps_text`
+        running_B = state.status_B == RUNNING
+        nodes_BM, filled = with_copies(
+            tree, propose, state.text_BS, state.length_B, running_B
+        )
+        if tree.spares:  # logits of one of two branches: no rule that reads them has spares
+            ranked, scores = {}, {}
+    else:
         nodes_BM = propose(tree)
-        return Drafts(nodes_BM, noise_BLV, ranked, scores, backbone.ids_O), tree
-    assert state.text_BS is not None  # `Engine.keeps_text`
-    running_B = state.status_B == RUNNING
-    nodes_BM, filled = with_copies(tree, propose, state.text_BS, state.length_B, running_B)
-    if tree.spares:  # logits of one of two branches: no rule that reads them has spares
-        ranked, scores = {}, {}
     return Drafts(nodes_BM, noise_BLV, ranked, scores, backbone.ids_O), filled
 
 

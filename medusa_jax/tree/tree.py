@@ -136,7 +136,7 @@ class Tree:
         """The tree of a step that copies."""
         return Tree(self.choices)
 
-    @property
+    @cached_property
     def in_every_step(self) -> "Tree":
         """One tree of as many nodes where no step may choose: half of the chain, and the best spares.
 
