@@ -54,7 +54,8 @@ def configurations(tokens):
     halves.heads = drafter_class("amphista").Config(drafter="amphista", n_heads=2)
     continued = of("medusa1", teacher_weight=0.1, label_weight=0.0, feature_weight=1.0)
     continued.heads = drafter_class("eagle").Config(n_heads=2, n_layers=1)
-    inside = of("medusa1", teacher_weight=1.0, label_weight=0.0, levels=2)
+    inside = of("medusa1", teacher_weight=1.0, label_weight=0.0, levels=2,
+                induction_weight=0.5)
     inside.heads = drafter_class("eagle3").Config(n_heads=2, fc_norm=True)
     return {"medusa1": heads, "lora": lora, "full": full, "hydrapp": attending,
             "amphista": halves, "eagle": continued, "eagle3": inside}

@@ -40,6 +40,8 @@ from medusa_jax.sharding import PyTree
 class Autoregressive(Drafter):
     """One set of layers for all depths, under "heads_0"; the state is their cache."""
 
+    has_induction = True
+
     @property
     def stored_counts(self) -> tuple[int, int]:
         return 1, self.heads.n_layers
@@ -94,6 +96,20 @@ class Autoregressive(Drafter):
             feature_BTD, caches = once_more(feature_BTD, caches)
             features.append(feature_BTD)
         return jnp.stack(features)
+
+    def queries_keys(
+        self, params: Params, backbone: Backbone, rows: TextRows
+    ) -> tuple[jax.Array, jax.Array]:
+        hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
+        next_BTD = shift_left(backbone.embed(tokens_BT), 1)
+        read_BTD = self._first_input(params, backbone, hidden_BTE)
+        module = self.layers(backbone.llama.dtype)
+        (_, text), found = module.apply(
+            {"params": params["heads_0"]}, read_BTD, next_BTD, positions_BT,
+            CausalMask(segment_ids_BT), mutable=["queries"],
+        )  # fmt: skip
+        (q_BTNH,) = found["queries"]["layers_0"]["self_attn"]["q_BTNH"]
+        return q_BTNH, text[0][0]
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
         state = LayerState.zeros(self.shape, self.heads.n_layers, batch, slots, dtype)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from medusa_jax.config import Config
+from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, Drafter, make_drafter, vocabulary
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
@@ -123,8 +124,17 @@ class GroupedBackbone:
 def head_objective(cfg: Config, drafter: Drafter) -> HeadObjective:
     """The configured loss of draft heads."""
     t = cfg.train
+    if t.induction_weight and not drafter.has_induction:
+        raise UserError(
+            "train.induction_weight teaches attention over the text and the tokens after it, which "
+            f"eagle and eagle3 have, not {drafter.name}"
+        )
     targets = HeadTargets(
-        t.label_weight, t.teacher_weight, t.hidden_noise, t.feature_weight
+        t.label_weight,
+        t.teacher_weight,
+        t.hidden_noise,
+        t.feature_weight,
+        t.induction_weight,
     )
     return HeadObjective(drafter.loss_view(t.levels), t.loss_chunk, t.lambda_decay, targets)
 

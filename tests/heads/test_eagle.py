@@ -8,10 +8,11 @@ import family
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from closeness import assert_close
 from family import D, drafter_of, numpy_lm_head, stored_base
-from numpy_layers import numpy_layer, numpy_norm
+from numpy_layers import numpy_layer, numpy_norm, queries_keys_values, weight_of
 from test_hydra import numpy_tree
 from tiny import tiny_arch
 from trees import WILD
@@ -25,6 +26,7 @@ from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.levels import Level, inner_nodes
 from medusa_jax.model import causal
 from medusa_jax.training import losses
+from medusa_jax.training.losses import induction
 from medusa_jax.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -240,6 +242,71 @@ def test_eagle3_s_loss_of_every_level_and_its_gradient(heads, monkeypatch):
 
     targets = losses.HeadTargets(label_weight=0.0, teacher_weight=1.0)
     family.check_levels_loss(drafter, params, backbone, targets, numpy_loss, 3, 0.8)
+
+
+@pytest.mark.parametrize("heads", [SHALLOW, PAPER], ids=name_of)
+def test_the_induction_loss_and_its_gradient(heads, monkeypatch):
+    """-log of the share of attention, a mean over heads, that row t gives to the rows whose token is token
+    t + 2, over all pairs; 0 where there is no such row."""
+    monkeypatch.setattr(induction, "BLOCK", 4)
+    backbone, drafter, params = problem(heads)
+    embedding = backbone.params["embed_tokens"]["embedding"]
+
+    def numpy_loss(params, rows, counted):
+        mine, total, pairs, found = params["heads_0"], 0, 0, 0
+        weight = weight_of(mine["layers_0"])
+        for _, t, h, ids in family.level_pairs(rows, counted, 1):
+            pairs += 1
+            e, f = embedding[ids[1 : t + 2]], h[: t + 1]
+            if heads is PAPER:
+                f = numpy_norm(weight("hidden_norm"), f[:, D:] @ mine["fc"]["kernel"])
+                read = np.concatenate([numpy_norm(weight("input_layernorm"), e), f], -1)
+            else:
+                read = np.concatenate([e, f], -1) @ mine["fc"]["kernel"]
+                read = read + mine["fc"]["bias"]
+            q, k, _ = queries_keys_values(backbone.llama.config, weight, read)
+            score = np.einsum("nh,snh->ns", q[t], k) / np.sqrt(q.shape[-1])
+            p = np.exp(score) / np.exp(score).sum(-1, keepdims=True)
+            right = ids[1 : t + 2] == ids[t + 2]
+            total -= np.log(p[:, right].sum(-1).mean()) if right.any() else 0
+            found += right.any()
+        assert 0 < found < pairs
+        return 0.7 * 3 * total / pairs
+
+    targets = losses.HeadTargets(label_weight=0.0, induction_weight=3.0)
+    family.check_levels_loss(drafter, params, backbone, targets, numpy_loss, 1, 0.7, 5)
+
+
+def test_attention_learns_to_find_a_token_by_the_one_before():
+    """Hidden states that tell the token they stand at, random words of a text of a few kinds."""
+    backbone, drafter, params = problem(SHALLOW)
+    rng = np.random.default_rng(0)
+    words = rng.permuted(np.tile(np.arange(family.V), (16, 1)), axis=1)[:, :8]
+    tokens = np.tile(words, 3).astype(np.int32)
+    turned = rng.standard_normal((family.V, D))
+    ones = np.ones_like(tokens)
+    positions = np.arange(24, dtype=np.int32) * ones
+    rows = TextRows(turned[tokens], tokens, positions, ones)
+    batch = {"tokens": tokens, "segment_ids": ones, "counted": ones == 1}
+    optimizer = optax.adam(3e-2)
+
+    def loss(params):
+        heads = drafter.queries_keys(params, backbone, rows)
+        return induction.induction_sum(*heads, batch) / (
+            16 * 14
+        )  # of 22 pairs 14 have been seen
+
+    @jax.jit
+    def learn(params):
+        def step(carry, _):
+            value, gradient = jax.value_and_grad(loss)(carry[0])
+            updates, state = optimizer.update(gradient, carry[1])
+            return (optax.apply_updates(carry[0], updates), state), value
+
+        return jax.lax.scan(step, (params, optimizer.init(params)), None, 300)[1]
+
+    values = learn(params)
+    assert values[0] > 1.5 and values[-1] < 0.2
 
 
 @pytest.mark.wide

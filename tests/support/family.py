@@ -123,13 +123,16 @@ def level_pairs(rows, counted, levels):
                 yield k, t, h, ids
 
 
-def check_levels_loss(drafter, params, backbone, targets, numpy_loss, levels, decay):
+def check_levels_loss(
+    drafter, params, backbone, targets, numpy_loss, levels, decay, kinds=V
+):
     """The loss over levels is `numpy_loss(params, rows, counted)`, and its gradient that slope.
 
-    Two texts in a row, blocks of keys, one token in between that does not count.
+    Two texts in a row, blocks of keys, one token in between that does not count; tokens below `kinds`.
     """
     rng = np.random.default_rng(3)
     hidden, tokens, _, segments = random_rows(rng, 1, 11, width(drafter))
+    tokens %= kinds
     segments[0, 7:] = 2
     positions = np.array([[*range(7), *range(4)]], np.int32)
     counted = np.ones((1, 11), bool)

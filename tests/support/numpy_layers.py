@@ -21,6 +21,17 @@ def rope(x, theta):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def queries_keys_values(config, weight, read):
+    """What attention makes of the rows [T, ...] it reads; keys and values repeated for every query head."""
+    T, R = len(read), config.n_heads // config.n_kv_heads
+    q, k, v = (
+        (read @ weight(f"self_attn.{name}_proj")).reshape(T, -1, config.head_dim)
+        for name in "qkv"
+    )
+    q, k = (rope(y, config.rope_theta) for y in (q, k))
+    return q, k.repeat(R, 1), v.repeat(R, 1)
+
+
 def decoder_layer(config, weight, x, read=None):
     """A layer over one text [T, D].
 
@@ -29,13 +40,11 @@ def decoder_layer(config, weight, x, read=None):
         an input norm that does not exist.
       read: what attention reads in place of the normed x.
     """
-    T, N, G = len(x), config.n_heads, config.n_kv_heads
+    T = len(x)
     first = weight("input_layernorm") if read is None else None
     normed = x if first is None else numpy_norm(first, x, config.rms_eps)
     normed = normed if read is None else read
-    q, k, v = (normed @ weight(f"self_attn.{name}_proj") for name in "qkv")
-    q, k = (rope(y.reshape(T, -1, config.head_dim), config.rope_theta) for y in (q, k))
-    k, v = (y.reshape(T, G, -1).repeat(N // G, 1) for y in (k, v))
+    q, k, v = queries_keys_values(config, weight, normed)
     scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(config.head_dim)
     scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
@@ -48,6 +57,11 @@ def decoder_layer(config, weight, x, read=None):
 
 def numpy_layer(params, config, x, read=None):
     """`decoder_layer` with parameters of ours."""
+    return decoder_layer(config, weight_of(params), x, read)
+
+
+def weight_of(params):
+    """Name -> kernel or scale of parameters of ours."""
 
     def weight(name):
         leaf = params
@@ -55,4 +69,4 @@ def numpy_layer(params, config, x, read=None):
             leaf = leaf.get(part, {})
         return leaf.get("kernel", leaf.get("scale"))
 
-    return decoder_layer(config, weight, x, read)
+    return weight

@@ -24,6 +24,7 @@ ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
         ("backbone", {"optim.clip_norm": -1.0}, "optim.clip_norm must be at least 0"),
         ("backbone", {"optim.b1": 2.0}, "optim.b1 must be from 0 to below 1, not 2.0"),
         ("medusa1", {"train.feature_weight": 1.0}, "heads.lm_head shared, not 'own'"),
+        ("medusa1", {"train.induction_weight": -1.0}, "train.induction_weight must be at"),
         ("backbone", {"data.seq_len": 1000}, "exceeds the model's 64 positions"),
         ("backbone", {"optim.schedule": "cosin"}, "did you mean 'cosine'"),
         ("backbone", {"optim.name": "adam"}, "did you mean 'adamw'"),

@@ -137,6 +137,11 @@ def test_heads_are_saved_for_their_backbone(tmp_path):
         )
 
 
+def test_heads_without_attention_over_the_text_learn_no_induction():
+    with pytest.raises(UserError, match="which eagle and eagle3 have, not hydra"):
+        HeadFunctions(family.small_heads("hydra"), ARCH, TrainConfig(induction_weight=1.0))
+
+
 def test_a_backbone_that_trains_is_refused():
     with pytest.raises(UserError, match="medusa1, not medusa2"):
         HeadFunctions(family.small_heads("medusa"), ARCH, TrainConfig(stage="medusa2"))

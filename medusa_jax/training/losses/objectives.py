@@ -21,6 +21,7 @@ from medusa_jax.model.barrier import regather
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.hidden_store import decode
+from medusa_jax.training.losses.induction import induction_sum
 from medusa_jax.training.losses.streamed import (
     Sums,
     Teacher,
@@ -40,13 +41,14 @@ class HeadTargets(NamedTuple):
     CE(backbone) is against the backbone's distribution for the same token (Hydra 6.1, Amphista eq. 7-9), and
     smooth-L1 is between the features that the head's logits are computed from and the backbone's hidden
     state there (EAGLE's regression loss). With `noise` (Hydra 6.1) the heads read hidden states plus
-    uniform(-1, 1) noise / sqrt(L d) in training.
+    uniform(-1, 1) noise / sqrt(L d) in training. `induction_weight`: see `induction.py`.
     """
 
     label_weight: float = 1.0
     teacher_weight: float = 0.0
     noise: float = 0.0
     feature_weight: float = 0.0
+    induction_weight: float = 0.0
 
 
 class HeadObjective(NamedTuple):
@@ -185,7 +187,11 @@ def heads_sums(
     scored_BT = label_BT < backbone.outputs
     logits_K, features_K, mask_K, weight_K = [], [], [], []
     count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTE.dtype))
-    regression = jnp.zeros((), count_K.dtype)
+    further = jnp.zeros((), count_K.dtype)
+    if targets.induction_weight:
+        queries_keys = drafter.queries_keys(heads, backbone, text)
+        share = objective.lambda_k(1) / count_K[0]
+        further += targets.induction_weight * share * induction_sum(*queries_keys, batch)
     for k in range(drafter.n_heads):
 
         def logits(p: PyTree, features: jax.Array, k: int = k) -> jax.Array:
@@ -201,13 +207,13 @@ def heads_sums(
         weight_K.append(weight * share)
         if targets.feature_weight:
             distance = feature_sum(features_K[k], before_BTD, delay(mask_BT, ahead))
-            regression += targets.feature_weight * share * distance
+            further += targets.feature_weight * share * distance
     loss, sums = heads_cross_entropy(
         logits_K, params, jnp.stack(weight_K), features_K,
         jnp.where(scored_BT, label_BT, 0), mask_K, objective.chunk, teacher, teacher_BTD,
         mesh_to_split(backbone) if drafter.heads.lm_head == "shared" else backbone.llama.mesh,
     )  # fmt: skip
-    return loss + regression, sums
+    return loss + further, sums
 
 
 def feature_sum(
