@@ -16,4 +16,7 @@ def get_config() -> Config:
     cfg.heads = EagleConfig(n_heads=4, n_layers=1, lm_head="shared", draft_vocab=8192)
     cfg.optim.lr = 1e-3
     cfg.train.feature_weight = 1.0
+    # Attention learns to copy what the text repeats, and needs text that does.
+    cfg.train.induction_weight = 0.5
+    cfg.data.max_repeats = 1.0
     return cfg

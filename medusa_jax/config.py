@@ -197,8 +197,8 @@ class TrainConfig:
     # EAGLE: number of draft levels in the loss. 1 for EAGLE-1 as released, 7 for EAGLE-3; each further level reads
     # the output of the previous one, as in decoding (HASS, EAGLE-3's training-time test).
     levels: int = 1
-    # EAGLE: + induction_weight x -log of the share of attention that the first layer gives to earlier occurrences
-    # of the token to predict, where there are any (`losses/induction.py`).
+    # EAGLE, on the first level: + induction_weight x lambda_decay x mean of -log of the share of attention that the
+    # first layer gives to earlier occurrences of the token to predict, 0 if there are none (`losses/induction.py`).
     induction_weight: float = 0.0
     # Noise on the hidden states that heads read in training: uniform(-1, 1) x this / sqrt(L d).
     hidden_noise: float = 0.0

@@ -106,9 +106,9 @@ class Autoregressive(Drafter):
         module = self.layers(backbone.llama.dtype)
         (_, text), found = module.apply(
             {"params": params["heads_0"]}, read_BTD, next_BTD, positions_BT,
-            CausalMask(segment_ids_BT), mutable=["queries"],
+            CausalMask(segment_ids_BT), mutable=["intermediates"],
         )  # fmt: skip
-        (q_BTNH,) = found["queries"]["layers_0"]["self_attn"]["q_BTNH"]
+        (q_BTNH,) = found["intermediates"]["layers_0"]["self_attn"]["q_BTNH"]
         return q_BTNH, text[0][0]
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:

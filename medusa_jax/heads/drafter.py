@@ -257,7 +257,7 @@ class Drafter:
     def queries_keys(
         self, params: Params, backbone: Backbone, rows: TextRows
     ) -> tuple[jax.Array, jax.Array]:
-        """Rotated queries [B, T, N, H] and keys [B, G, T, H] that `train.induction_weight` teaches.
+        """Rotated queries [B, T, N, H] and keys [B, G, T, H] of the first layer, for `train.induction_weight`.
 
         For drafters with `has_induction` only. Row t is that of `features`: it reads tokens up to t + 1.
         """

@@ -10,7 +10,8 @@ What the buffers of XLA's compilers show is counted too, under a name for each p
 - For TPUs it copies the shards of a frozen backbone that fsdp divides: before a loop over microbatches, else
   before the pass, whose first layers may then be the peak. A kernel that a backward pass reads too is not copied.
 
-Gaps between buffers, kernels gathered ahead and masks of dropout are not counted.
+Gaps between buffers, kernels gathered ahead, masks of dropout and the blocks of scores of `train.induction_weight`,
+which are freed before that loop, are not counted.
 """
 
 from collections.abc import Mapping

@@ -126,8 +126,8 @@ def head_objective(cfg: Config, drafter: Drafter) -> HeadObjective:
     t = cfg.train
     if t.induction_weight and not drafter.has_induction:
         raise UserError(
-            "train.induction_weight teaches attention over the text and the tokens after it, which "
-            f"eagle and eagle3 have, not {drafter.name}"
+            f"train.induction_weight is for drafters with attention over the text, eagle and eagle3, not "
+            f"{drafter.name}"
         )
     targets = HeadTargets(
         t.label_weight,

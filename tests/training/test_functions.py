@@ -138,7 +138,7 @@ def test_heads_are_saved_for_their_backbone(tmp_path):
 
 
 def test_heads_without_attention_over_the_text_learn_no_induction():
-    with pytest.raises(UserError, match="which eagle and eagle3 have, not hydra"):
+    with pytest.raises(UserError, match="eagle and eagle3, not hydra"):
         HeadFunctions(family.small_heads("hydra"), ARCH, TrainConfig(induction_weight=1.0))
 
 

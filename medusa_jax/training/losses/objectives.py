@@ -189,9 +189,11 @@ def heads_sums(
     count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTE.dtype))
     further = jnp.zeros((), count_K.dtype)
     if targets.induction_weight:
-        queries_keys = drafter.queries_keys(heads, backbone, text)
+        layer = drafter.queries_keys(heads, backbone, text)
+        pairs_BT = pair_mask(batch["counted"], batch["segment_ids"], 2)
+        pairs_BT &= shift_left(scored_BT, 2)
         share = objective.lambda_k(1) / count_K[0]
-        further += targets.induction_weight * share * induction_sum(*queries_keys, batch)
+        further += targets.induction_weight * share * induction_sum(*layer, batch, pairs_BT)
     for k in range(drafter.n_heads):
 
         def logits(p: PyTree, features: jax.Array, k: int = k) -> jax.Array:
