@@ -12,6 +12,7 @@ at position t + k. It sees the first level of rows up to t and levels 1 to k of 
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -64,10 +65,10 @@ class Autoregressive(Drafter):
         raise NotImplementedError
 
     def _run(
-        self, params: Params, backbone: Backbone, *args: PyTree, method: str = "__call__"
+        self, params: Params, backbone: Backbone, *args: PyTree, **options: Any
     ) -> PyTree:
         module = self.layers(backbone.llama.dtype)
-        return module.apply({"params": params["heads_0"]}, *args, method=method)
+        return module.apply({"params": params["heads_0"]}, *args, **options)
 
     def _first_input(
         self, params: Params, backbone: Backbone, hidden_BTE: jax.Array
@@ -103,11 +104,8 @@ class Autoregressive(Drafter):
         hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
         next_BTD = shift_left(backbone.embed(tokens_BT), 1)
         read_BTD = self._first_input(params, backbone, hidden_BTE)
-        module = self.layers(backbone.llama.dtype)
-        (_, text), found = module.apply(
-            {"params": params["heads_0"]}, read_BTD, next_BTD, positions_BT,
-            CausalMask(segment_ids_BT), mutable=["intermediates"],
-        )  # fmt: skip
+        given = (read_BTD, next_BTD, positions_BT, CausalMask(segment_ids_BT))
+        (_, text), found = self._run(params, backbone, *given, mutable=["intermediates"])
         (q_BTNH,) = found["intermediates"]["layers_0"]["self_attn"]["q_BTNH"]
         return q_BTNH, text[0][0]
 

@@ -303,9 +303,8 @@ def test_attention_learns_to_find_a_token_by_the_one_before(dtype):
     ones, hidden = np.ones_like(tokens), rng.standard_normal((family.V, D))[tokens]
     rows = TextRows(hidden, tokens, np.arange(24, dtype=np.int32) * ones, ones)
     batch = {"tokens": tokens, "segment_ids": ones}
-    pairs = (np.arange(24) < 22) & (
-        ones == 1
-    )  # row n - 1 predicts the first repeated token
+    pairs = np.arange(24) * ones < 22
+    # Row n - 1 predicts the first token that repeats.
     seen = (22 - (lengths - 1)).sum()
     optimizer = optax.adam(3e-2)
 
