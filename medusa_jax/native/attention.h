@@ -67,8 +67,8 @@ void ScoreKeys(const float* queries, int64_t size, const float* keys, float* sco
       const Vector key = Load(keys + h * kLanes), other = Load(keys + (h + kHalf) * kLanes);
 #pragma GCC unroll 4
       for (int q = 0; q < kQueries; ++q) {
-        low[q] += queries[q * size + h] * key;
-        high[q] += queries[q * size + h + kHalf] * other;
+        low[q] = MulAdd(Spread(queries[q * size + h]), key, low[q]);
+        high[q] = MulAdd(Spread(queries[q * size + h + kHalf]), other, high[q]);
       }
     }
     for (int q = 0; q < kQueries; ++q) sums[q][l] = low[q] + high[q];
@@ -84,7 +84,7 @@ void ScoreKeys(const float* queries, int64_t size, const float* keys, float* sco
 inline void ScoreRows(const float* query, int64_t size, const float* const* keys, float* scores) {
   for (int p = 0; p < kLanes; ++p) {
     Vector sum = {};
-    for (int64_t h = 0; h < size; h += kLanes) sum += Load(query + h) * Load(keys[p] + h);
+    for (int64_t h = 0; h < size; h += kLanes) sum = MulAdd(Load(query + h), Load(keys[p] + h), sum);
     scores[p] = Sum(sum);
   }
 }
@@ -101,7 +101,7 @@ void AddValues(const float* weights, int64_t stride, const float* const* values,
     for (int q = 0; q < kQueries; ++q)
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v)
-        sums[q][v] += Load(values[p] + at + v * kLanes) * weights[q * stride + p];
+        sums[q][v] = MulAdd(Load(values[p] + at + v * kLanes), Spread(weights[q * stride + p]), sums[q][v]);
   for (int q = 0; q < kQueries; ++q)
     for (int v = 0; v < kVectors; ++v) Store(out + q * size + at + v * kLanes, sums[q][v]);
 }

@@ -28,7 +28,7 @@ void BlockRows(const uint32_t* words, int64_t size, const float* x, int64_t inpu
   Vector sum[R][2 * panels] = {};
   Unpack<B, panels>(words, size, inputs, [&](int64_t i, int v, Vector w) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) sum[r][v] += w * x[r * inputs + i];
+    for (int r = 0; r < R; ++r) sum[r][v] = MulAdd(w, Spread(x[r * inputs + i]), sum[r][v]);
   });
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2 * panels; ++v) Store(out + (r * 2 * panels + v) * kLanes, sum[r][v]);

@@ -155,7 +155,7 @@ __attribute__((always_inline)) inline void Unpack(const uint32_t* words, int64_t
             for (int v = 0; v < V; ++v) {
               const uint32_t* codes = at(block, v) + B::kScales + s * B::kBits / 32 * kPanel;
               const Vector q = Code<B>(codes, k, v % 2);
-              use(i + j + s + k, v, B::kMinima ? q * scale[v] + low[v] : q * scale[v]);
+              use(i + j + s + k, v, B::kMinima ? MulAdd(q, scale[v], low[v]) : q * scale[v]);
             }
       }
     }

@@ -24,7 +24,7 @@ import jaxlib
 from medusa_jax.console import announced, cache_directory, instruction_limit, processor
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off")
 HANDLERS = tuple(
     f"medusa_{name}" for name in ("product", "rows", "layer", "norm", "rotate", "read")
 )

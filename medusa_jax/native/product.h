@@ -64,32 +64,40 @@ inline Vector Weights(Words words, int j) {
   return reinterpret_cast<Vector>(words);
 }
 
-// R rows of x [R, inputs] times one panel: every sum in the order of the inputs.
+// More rows than fit the registers take turns at this much of a panel, which stays in the first cache while the
+// next arrives from memory. If each took the whole panel, memory would be idle from the second turn on.
+constexpr int64_t kTileBytes = 1 << 13;
+// Rows that take turns.
+constexpr int64_t kBand = 4 * kRows;
+
+// Adds R rows of x, `stride` apart, times the weights of `count` inputs of one panel to sums [R, kPanel]: every
+// sum in the order of the inputs. Fetches as many words from `ahead` on, divided by `turns`.
 template <int R, int n>
-void PanelRows(const uint32_t* panel, const float* x, int64_t inputs, Vector scale0, Vector scale1,
-               float* out) {
-  Vector sum0[R] = {}, sum1[R] = {};
+void PanelRows(const uint32_t* words, const float* x, int64_t stride, int64_t count, const char* ahead,
+               int64_t turns, float* sums) {
+  Vector sum0[R], sum1[R];
+  for (int r = 0; r < R; ++r)
+    sum0[r] = Load(sums + r * kPanel), sum1[r] = Load(sums + r * kPanel + kLanes);
   const auto add = [&](Words words0, Words words1, int64_t i, int j) {
     const Vector w0 = Weights<n>(words0, j), w1 = Weights<n>(words1, j);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      sum0[r] += w0 * x[r * inputs + i + j];
-      sum1[r] += w1 * x[r * inputs + i + j];
+      const Vector by = Spread(x[r * stride + i + j]);
+      sum0[r] = MulAdd(w0, by, sum0[r]);
+      sum1[r] = MulAdd(w1, by, sum1[r]);
     }
   };
+  const int64_t step = kPanel * 4 / turns;
   int64_t i = 0;
-  for (; i + n <= inputs; i += n, panel += kPanel) {
-    for (int64_t line = 0; line < kPanel * 4; line += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(panel) + kAhead + line);
-    const Words words0 = LoadWords(panel), words1 = LoadWords(panel + kLanes);
+  for (; i + n <= count; i += n, words += kPanel, ahead += step) {
+    for (int64_t line = 0; line < kPanel * 4; line += 64) __builtin_prefetch(ahead + line / turns);
+    const Words words0 = LoadWords(words), words1 = LoadWords(words + kLanes);
 #pragma GCC unroll 4
     for (int j = 0; j < n; ++j) add(words0, words1, i, j);
   }
-  for (int j = 0; i + j < inputs; ++j) add(LoadWords(panel), LoadWords(panel + kLanes), i, j);
-  for (int r = 0; r < R; ++r) {
-    Store(out + r * kPanel, sum0[r] * scale0);
-    Store(out + r * kPanel + kLanes, sum1[r] * scale1);
-  }
+  for (int j = 0; i + j < count; ++j) add(LoadWords(words), LoadWords(words + kLanes), i, j);
+  for (int r = 0; r < R; ++r)
+    Store(sums + r * kPanel, sum0[r]), Store(sums + r * kPanel + kLanes, sum1[r]);
 }
 
 using PanelFn = decltype(&PanelRows<1, 1>);
@@ -105,6 +113,25 @@ inline PanelFn PanelFor(int64_t rows, int64_t per_word) {
   constexpr std::make_index_sequence<kRows> all;
   if (per_word == 1) return ForRows<1>(rows, all);
   return per_word == 2 ? ForRows<2>(rows, all) : ForRows<4>(rows, all);
+}
+
+// x [rows, inputs] times one panel whose words hold the weights of `per_word` inputs: sums [rows, kPanel].
+inline void MultiplyPanel(int64_t per_word, const uint32_t* panel, const float* x, int64_t rows,
+                          int64_t inputs, float* sums) {
+  std::fill(sums, sums + rows * kPanel, 0.0f);
+  // Groups of rows of nearly one size: 8 rows are 4 and 4 where 6 fit the registers, not 6 and 2.
+  const int64_t groups = (rows + kRows - 1) / kRows;
+  const int64_t tile = groups == 1 ? inputs : kTileBytes / (kPanel * 4) * per_word;
+  for (int64_t i = 0; i < inputs; i += tile) {
+    const int64_t count = std::min(tile, inputs - i), bytes = count / per_word * kPanel * 4;
+    const uint32_t* words = panel + i / per_word * kPanel;
+    const char* ahead = reinterpret_cast<const char*>(words) + kAhead;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t first = rows * g / groups, size = rows * (g + 1) / groups - first;
+      PanelFor(size, per_word)(words, x + first * inputs + i, inputs, count, ahead + bytes * g / groups, groups,
+                               sums + first * kPanel);
+    }
+  }
 }
 
 inline BlockFn BlockFnFor(int64_t form, int64_t rows, int64_t panels) {
@@ -125,11 +152,10 @@ inline void MultiplyChunk(const Kernel& kernel, const float* x, int64_t rows, in
   const int64_t size = part.Size(), per = part.Chunk(), end = std::min(part.Panels(), (chunk + 1) * per);
   const bool blocks = part.form > kInt8;
   const bool in_registers = blocks && rows <= kMany;
-  const int64_t most = in_registers ? kFew : kRows;
-  // Groups of rows of nearly one size: 8 rows are 4 and 4 where 6 fit the registers, not 6 and 2.
+  const int64_t most = in_registers ? kFew : kBand;
   const int64_t groups = (rows + most - 1) / most;
   thread_local std::vector<float> unpacked;
-  float out[kRows * 2 * kPanel];
+  float out[kBand * kPanel];
   int64_t panels = 1;
   for (int64_t p = chunk * per; p < end; p += panels) {
     const uint32_t* words = part.words + p * size;
@@ -140,20 +166,18 @@ inline void MultiplyChunk(const Kernel& kernel, const float* x, int64_t rows, in
       words = reinterpret_cast<const uint32_t*>(unpacked.data());
     }
     const int64_t begin = p * kPanel, width = std::min(panels * kPanel, part.outputs - begin);
-    Vector scale0 = {}, scale1 = {};
-    scale0 += 1.0f, scale1 += 1.0f;
-    if (kernel.scales)
-      scale0 = Load(kernel.scales + begin), scale1 = Load(kernel.scales + begin + kLanes);
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t first = rows * g / groups, count = rows * (g + 1) / groups - first;
       const float* in = x + first * part.inputs;
       if (in_registers)
         BlockFnFor(part.form, count, panels)(words, size, in, part.inputs, out);
       else
-        PanelFor(count, blocks ? 1 : part.form)(words, in, part.inputs, scale0, scale1, out);
+        MultiplyPanel(blocks ? 1 : part.form, words, in, count, part.inputs, out);
       for (int64_t r = 0; r < count; ++r) {
         const int64_t column = before + begin, at = (first + r) * kernel.outputs + column;
         float* sums = out + r * panels * kPanel;
+        if (kernel.scales)
+          for (int64_t i = 0; i < width; ++i) sums[i] *= kernel.scales[begin + i];
         if (kernel.bias)
           for (int64_t i = 0; i < width; ++i) sums[i] += kernel.bias[column + i];
         if (onto)

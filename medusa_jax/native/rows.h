@@ -12,7 +12,7 @@ constexpr int64_t kFewRows = 32;
 inline void NormRow(const float* x, const float* scale, int64_t size, float eps, float* y) {
   Vector squares = {};
   const int64_t whole = size / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) squares += Load(x + i) * Load(x + i);
+  for (int64_t i = 0; i < whole; i += kLanes) squares = MulAdd(Load(x + i), Load(x + i), squares);
   float sum = Sum(squares);
   for (int64_t i = whole; i < size; ++i) sum += x[i] * x[i];
   const float factor = 1.0f / std::sqrt(sum / float(size) + eps);

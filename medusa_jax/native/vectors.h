@@ -1,8 +1,8 @@
 // Vectors as wide as the machine's registers.
 //
 // Compiled on the machine it runs on (native/library.py), so the width is the compiler's to tell; vector
-// extensions of GCC and Clang keep one source for AVX2, AVX-512 and NEON. Three operations that these do not
-// reach (narrow numbers made wide, a look-up in a table) have a faster form for x86, and one that is portable.
+// extensions of GCC and Clang keep one source for AVX2, AVX-512 and NEON. Operations that these do not reach
+// (multiply-adds, narrow numbers made wide, a look-up in a table) have forms for these and one that is portable.
 
 #pragma once
 
@@ -14,6 +14,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -36,6 +38,21 @@ typedef uint32_t UnalignedWords __attribute__((vector_size(kLanes * 4), aligned(
 inline Vector Load(const float* at) { return *reinterpret_cast<const Unaligned*>(at); }
 inline Words LoadWords(const uint32_t* at) { return *reinterpret_cast<const UnalignedWords*>(at); }
 inline void Store(float* at, Vector x) { *reinterpret_cast<Unaligned*>(at) = x; }
+inline Vector Spread(float x) { return x - Vector{}; }
+
+// a * b + c, rounded once wherever the machine can. Compilers may not choose (-ffp-contract=off): for some processors
+// GCC rounds the product in one loop and not in another, and a row's bits would depend on how many there are.
+inline Vector MulAdd(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+  return Vector(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+#elif defined(__FMA__) && defined(__AVX2__)
+  return Vector(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#elif defined(__aarch64__)
+  return Vector(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));
+#else
+  return a * b + c;
+#endif
+}
 
 // kLanes float16 as float32, exactly. Infinities and what is no number do not occur (`pack.h` refuses them).
 inline Vector Halves(const uint16_t* at) {
@@ -124,12 +141,12 @@ inline Vector Exp(Vector x) {
   x = nothing ? least : x;
   // Adding 1.5 x 2^23 rounds to a whole number, which is then in the lower bits.
   const float kRound = 12582912.0f;
-  const Vector shifted = x * 1.44269504088896341f + kRound;
+  const Vector shifted = MulAdd(x, Spread(1.44269504088896341f), Spread(kRound));
   const Vector n = shifted - kRound;
-  const Vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  const Vector r = MulAdd(n, Spread(2.12194440e-4f), MulAdd(n, Spread(-0.693359375f), x));
   Vector y = zero + 1.0f / 5040;
   for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    y = y * r + c;
+    y = MulAdd(y, r, Spread(c));
   Ints power;
   std::memcpy(&power, &shifted, sizeof power);
   power = (power << 23) + (127 << 23);
