@@ -36,6 +36,4 @@ def test_the_kernels_built_for_avx2():
         pytest.skip("this processor has no AVX2")
     tests = str(Path(__file__).with_name("test_native.py"))
     compiler = f"{os.environ.get('CXX') or shutil.which('c++')} -mtune=znver2"
-    output_of(
-        CHILD, tests, "-k", CHOSEN, xla_flags="--xla_cpu_max_isa=AVX2", CXX=compiler
-    )
+    output_of(CHILD, tests, "-k", CHOSEN, xla_flags="--xla_cpu_max_isa=AVX2", CXX=compiler)
