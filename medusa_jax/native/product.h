@@ -71,15 +71,16 @@ constexpr int64_t kTileBytes = 1 << 13;
 constexpr int64_t kBand = 4 * kRows;
 
 // Adds R rows of x, `stride` apart, times the weights of `count` inputs of one panel to sums [R, kPanel]: every
-// sum in the order of the inputs. Fetches as many words from `ahead` on, divided by `turns`.
+// sum in the order of the inputs. With each row of words it fetches `step` bytes from `ahead` on.
 template <int R, int n>
 void PanelRows(const uint32_t* words, const float* x, int64_t stride, int64_t count, const char* ahead,
-               int64_t turns, float* sums) {
+               int64_t step, float* sums) {
   Vector sum0[R], sum1[R];
   for (int r = 0; r < R; ++r)
     sum0[r] = Load(sums + r * kPanel), sum1[r] = Load(sums + r * kPanel + kLanes);
   const auto add = [&](Words words0, Words words1, int64_t i, int j) {
-    const Vector w0 = Weights<n>(words0, j), w1 = Weights<n>(words1, j);
+    Vector w0 = Weights<n>(words0, j), w1 = Weights<n>(words1, j);
+    InRegister(w0), InRegister(w1);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vector by = Spread(x[r * stride + i + j]);
@@ -87,10 +88,10 @@ void PanelRows(const uint32_t* words, const float* x, int64_t stride, int64_t co
       sum1[r] = MulAdd(w1, by, sum1[r]);
     }
   };
-  const int64_t step = kPanel * 4 / turns;
+  constexpr int64_t kLines = std::max(kPanel * 4 / 64, 1);
   int64_t i = 0;
   for (; i + n <= count; i += n, words += kPanel, ahead += step) {
-    for (int64_t line = 0; line < kPanel * 4; line += 64) __builtin_prefetch(ahead + line / turns);
+    for (int64_t line = 0; line < kLines; ++line) __builtin_prefetch(ahead + step * line / kLines);
     const Words words0 = LoadWords(words), words1 = LoadWords(words + kLanes);
 #pragma GCC unroll 4
     for (int j = 0; j < n; ++j) add(words0, words1, i, j);
@@ -109,33 +110,43 @@ PanelFn ForRows(int64_t rows, std::index_sequence<R...>) {
   return table[rows - 1];
 }
 
-inline PanelFn PanelFor(int64_t rows, int64_t per_word) {
-  constexpr std::make_index_sequence<kRows> all;
-  if (per_word == 1) return ForRows<1>(rows, all);
-  return per_word == 2 ? ForRows<2>(rows, all) : ForRows<4>(rows, all);
-}
-
-// x [rows, inputs] times one panel whose words hold the weights of `per_word` inputs: sums [rows, kPanel].
-inline void MultiplyPanel(int64_t per_word, const uint32_t* panel, const float* x, int64_t rows,
-                          int64_t inputs, float* sums) {
+// x [rows, inputs] times one panel whose words hold the weights of n inputs: sums [rows, kPanel].
+template <int n>
+void MultiplyPanel(const uint32_t* panel, const float* x, int64_t rows, int64_t inputs, float* sums) {
   std::fill(sums, sums + rows * kPanel, 0.0f);
   // Groups of rows of nearly one size: 8 rows are 4 and 4 where 6 fit the registers, not 6 and 2.
-  const int64_t groups = (rows + kRows - 1) / kRows;
-  const int64_t tile = groups == 1 ? inputs : kTileBytes / (kPanel * 4) * per_word;
+  const int64_t groups = (rows + kRows - 1) / kRows, size = rows / groups, larger = rows % groups;
+  const int64_t tile = groups == 1 ? inputs : kTileBytes / (kPanel * 4) * n, step = kPanel * 4 / groups;
+  constexpr std::make_index_sequence<kRows> all;
   for (int64_t i = 0; i < inputs; i += tile) {
-    const int64_t count = std::min(tile, inputs - i), bytes = count / per_word * kPanel * 4;
-    const uint32_t* words = panel + i / per_word * kPanel;
+    const int64_t count = std::min(tile, inputs - i);
+    const uint32_t* words = panel + i / n * kPanel;
     const char* ahead = reinterpret_cast<const char*>(words) + kAhead;
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t first = rows * g / groups, size = rows * (g + 1) / groups - first;
-      PanelFor(size, per_word)(words, x + first * inputs + i, inputs, count, ahead + bytes * g / groups, groups,
-                               sums + first * kPanel);
+    for (int64_t g = 0, first = 0; g < groups; ++g, ahead += count / n * step) {
+      const int64_t own = size + (g < larger);
+      ForRows<n>(own, all)(words, x + first * inputs + i, inputs, count, ahead, step, sums + first * kPanel);
+      first += own;
     }
   }
 }
 
 inline BlockFn BlockFnFor(int64_t form, int64_t rows, int64_t panels) {
   return form < kQ4_K ? PlainBlocks(form, rows, panels) : LevelBlocks(form, rows, panels);
+}
+
+// y = sums * scales + bias + onto, of which any may be null.
+inline void Finish(const float* sums, const float* scales, const float* bias, const float* onto, int64_t width,
+                   float* y) {
+  const auto finished = [&](int64_t i, auto load) {
+    auto sum = load(sums + i);
+    if (scales) sum *= load(scales + i);
+    if (bias) sum += load(bias + i);
+    if (onto) sum += load(onto + i);
+    return sum;
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) Store(y + i, finished(i, Load));
+  for (; i < width; ++i) y[i] = finished(i, [](const float* at) { return *at; });
 }
 
 // The outputs of one chunk of x [rows, inputs] times the kernel, added to those of `onto` [rows, outputs]
@@ -172,17 +183,14 @@ inline void MultiplyChunk(const Kernel& kernel, const float* x, int64_t rows, in
       if (in_registers)
         BlockFnFor(part.form, count, panels)(words, size, in, part.inputs, out);
       else
-        MultiplyPanel(blocks ? 1 : part.form, words, in, count, part.inputs, out);
+        (blocks || part.form == 1 ? MultiplyPanel<1> : part.form == 2 ? MultiplyPanel<2> : MultiplyPanel<4>)(
+            words, in, count, part.inputs, out);
+      const int64_t column = before + begin;
+      const float* bias = kernel.bias ? kernel.bias + column : nullptr;
+      const float* scales = kernel.scales ? kernel.scales + begin : nullptr;
       for (int64_t r = 0; r < count; ++r) {
-        const int64_t column = before + begin, at = (first + r) * kernel.outputs + column;
-        float* sums = out + r * panels * kPanel;
-        if (kernel.scales)
-          for (int64_t i = 0; i < width; ++i) sums[i] *= kernel.scales[begin + i];
-        if (kernel.bias)
-          for (int64_t i = 0; i < width; ++i) sums[i] += kernel.bias[column + i];
-        if (onto)
-          for (int64_t i = 0; i < width; ++i) sums[i] += onto[at + i];
-        std::memcpy(y + at, sums, width * 4);
+        const int64_t at = (first + r) * kernel.outputs + column;
+        Finish(out + r * panels * kPanel, scales, bias, onto ? onto + at : nullptr, width, y + at);
       }
     }
   }

@@ -54,6 +54,15 @@ inline Vector MulAdd(Vector a, Vector b, Vector c) {
 #endif
 }
 
+// Keeps x in a register: where registers are to spare, GCC loads from memory again at every use.
+inline void InRegister(Vector& x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+}
+
 // kLanes float16 as float32, exactly. Infinities and what is no number do not occur (`pack.h` refuses them).
 inline Vector Halves(const uint16_t* at) {
 #if defined(__AVX512F__)
