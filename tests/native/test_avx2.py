@@ -22,7 +22,7 @@ assert library().panel == 16, "two vectors of eight"
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
 # Products with rows that fill the registers of AVX2 and not, a layer, and bits in any company.
-CHOSEN = "13-50-150 or (fused_layer_call and int8) or every_number"
+CHOSEN = "13-50-150 or 50-601-33 or (fused_layer_call and int8) or every_number"
 
 
 @pytest.mark.wide

@@ -36,11 +36,20 @@ CONFIG = tiny_arch(
 )
 
 
-# Rows that fill the registers and not, inputs that fill words and not, outputs that fill panels and not.
+# Rows that fill the registers and not, and more than take turns; inputs that fill words and not, and of several
+# turns; outputs that fill panels and not.
 @pytest.mark.parametrize("weights", ["", "bfloat16", "int8"])
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"),
-    [(1, 1, 1), (2, 3, 5), (5, 64, 64), (7, 65, 33), (13, 50, 150), (30, 67, 97)],
+    [
+        (1, 1, 1),
+        (2, 3, 5),
+        (5, 64, 64),
+        (7, 65, 33),
+        (13, 50, 150),
+        (30, 67, 97),
+        (50, 601, 33),
+    ],
 )
 def test_a_product_in_panels(rows, inputs, outputs, weights):
     rng = np.random.default_rng(rows)
