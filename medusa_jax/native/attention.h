@@ -64,7 +64,8 @@ void ScoreKeys(const float* queries, int64_t size, const float* keys, float* sco
     Vector low[kQueries], high[kQueries];
     for (int q = 0; q < kQueries; ++q) low[q] = high[q] = Vector{};
     for (int64_t h = l; h < size; h += kLanes) {
-      const Vector key = Load(keys + h * kLanes), other = Load(keys + (h + kHalf) * kLanes);
+      Vector key = Load(keys + h * kLanes), other = Load(keys + (h + kHalf) * kLanes);
+      InRegister(key), InRegister(other);
 #pragma GCC unroll 4
       for (int q = 0; q < kQueries; ++q) {
         low[q] = MulAdd(Spread(queries[q * size + h]), key, low[q]);
