@@ -67,7 +67,7 @@ inline Vector Weights(Words words, int j) {
 // More rows than fit the registers take turns at this much of a panel, which stays in the first cache while the
 // next arrives from memory. If each took the whole panel, memory would be idle from the second turn on.
 constexpr int64_t kTileBytes = 1 << 13;
-// Rows that take turns.
+// Rows that take turns at one.
 constexpr int64_t kBand = 4 * kRows;
 
 // Adds R rows of x, `stride` apart, times the weights of `count` inputs of one panel to sums [R, kPanel]: every
@@ -163,6 +163,8 @@ inline void MultiplyChunk(const Kernel& kernel, const float* x, int64_t rows, in
   const int64_t size = part.Size(), per = part.Chunk(), end = std::min(part.Panels(), (chunk + 1) * per);
   const bool blocks = part.form > kInt8;
   const bool in_registers = blocks && rows <= kMany;
+  const auto multiply = part.form == kBfloat16 ? MultiplyPanel<2> : part.form == kInt8 ? MultiplyPanel<4>
+                                                                                        : MultiplyPanel<1>;
   const int64_t most = in_registers ? kFew : kBand;
   const int64_t groups = (rows + most - 1) / most;
   thread_local std::vector<float> unpacked;
@@ -177,17 +179,16 @@ inline void MultiplyChunk(const Kernel& kernel, const float* x, int64_t rows, in
       words = reinterpret_cast<const uint32_t*>(unpacked.data());
     }
     const int64_t begin = p * kPanel, width = std::min(panels * kPanel, part.outputs - begin);
+    const int64_t column = before + begin;
+    const float* bias = kernel.bias ? kernel.bias + column : nullptr;
+    const float* scales = kernel.scales ? kernel.scales + begin : nullptr;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t first = rows * g / groups, count = rows * (g + 1) / groups - first;
       const float* in = x + first * part.inputs;
       if (in_registers)
         BlockFnFor(part.form, count, panels)(words, size, in, part.inputs, out);
       else
-        (blocks || part.form == 1 ? MultiplyPanel<1> : part.form == 2 ? MultiplyPanel<2> : MultiplyPanel<4>)(
-            words, in, count, part.inputs, out);
-      const int64_t column = before + begin;
-      const float* bias = kernel.bias ? kernel.bias + column : nullptr;
-      const float* scales = kernel.scales ? kernel.scales + begin : nullptr;
+        multiply(words, in, count, part.inputs, out);
       for (int64_t r = 0; r < count; ++r) {
         const int64_t at = (first + r) * kernel.outputs + column;
         Finish(out + r * panels * kPanel, scales, bias, onto ? onto + at : nullptr, width, y + at);

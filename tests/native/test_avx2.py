@@ -30,8 +30,7 @@ CHOSEN = "13-50-150 or 50-601-33 or (fused_layer_call and int8) or every_number"
     library() is None or platform.machine() != "x86_64", reason="no x86 compiler"
 )
 def test_the_kernels_built_for_avx2():
-    """XLA's limit on instructions holds for the kernels; for a processor for which GCC rounds the products of some
-    sums and not of others, if it may."""
+    """XLA's limit on instructions holds for the kernels. Tuned for Zen 2, where GCC would split some multiply-adds."""
     if "avx2" not in processor():
         pytest.skip("this processor has no AVX2")
     tests = str(Path(__file__).with_name("test_native.py"))
