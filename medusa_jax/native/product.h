@@ -70,9 +70,15 @@ constexpr int64_t kTileBytes = 1 << 13;
 // Rows that take turns at one.
 constexpr int64_t kBand = 4 * kRows;
 
+// Bytes to fetch ahead where rows take no turns; where they do, the next tile is fetched.
+constexpr int64_t kFetched = 6144;
+// Multiply-adds for a word up to which memory is the limit. Weights are then fetched into the second cache, which
+// waits for more lines at a time than the first; else into the first.
+constexpr int64_t kMemoryBound = 12;
+
 // Adds R rows of x, `stride` apart, times the weights of `count` inputs of one panel to sums [R, kPanel]: every
 // sum in the order of the inputs. With each row of words it fetches `step` bytes from `ahead` on.
-template <int R, int n>
+template <int R, int n, bool second_cache>
 void PanelRows(const uint32_t* words, const float* x, int64_t stride, int64_t count, const char* ahead,
                int64_t step, float* sums) {
   Vector sum0[R], sum1[R];
@@ -91,7 +97,8 @@ void PanelRows(const uint32_t* words, const float* x, int64_t stride, int64_t co
   constexpr int64_t kLines = std::max(kPanel * 4 / 64, 1);
   int64_t i = 0;
   for (; i + n <= count; i += n, words += kPanel, ahead += step) {
-    for (int64_t line = 0; line < kLines; ++line) __builtin_prefetch(ahead + step * line / kLines);
+    for (int64_t line = 0; line < kLines; ++line)
+      __builtin_prefetch(ahead + step * line / kLines, 0, second_cache ? 2 : 3);
     const Words words0 = LoadWords(words), words1 = LoadWords(words + kLanes);
 #pragma GCC unroll 4
     for (int j = 0; j < n; ++j) add(words0, words1, i, j);
@@ -101,12 +108,12 @@ void PanelRows(const uint32_t* words, const float* x, int64_t stride, int64_t co
     Store(sums + r * kPanel, sum0[r]), Store(sums + r * kPanel + kLanes, sum1[r]);
 }
 
-using PanelFn = decltype(&PanelRows<1, 1>);
+using PanelFn = decltype(&PanelRows<1, 1, true>);
 
 // `PanelRows` for 1 to kRows rows.
-template <int n, size_t... R>
+template <int n, bool second_cache, size_t... R>
 PanelFn ForRows(int64_t rows, std::index_sequence<R...>) {
-  static constexpr PanelFn table[] = {PanelRows<int(R) + 1, n>...};
+  static constexpr PanelFn table[] = {PanelRows<int(R) + 1, n, second_cache>...};
   return table[rows - 1];
 }
 
@@ -116,15 +123,17 @@ void MultiplyPanel(const uint32_t* panel, const float* x, int64_t rows, int64_t 
   std::fill(sums, sums + rows * kPanel, 0.0f);
   // Groups of rows of nearly one size: 8 rows are 4 and 4 where 6 fit the registers, not 6 and 2.
   const int64_t groups = (rows + kRows - 1) / kRows, size = rows / groups, larger = rows % groups;
-  const int64_t tile = groups == 1 ? inputs : kTileBytes / (kPanel * 4) * n, step = kPanel * 4 / groups;
+  const bool turns = groups > 1;
+  const int64_t tile = turns ? kTileBytes / (kPanel * 4) * n : inputs, step = kPanel * 4 / groups;
   constexpr std::make_index_sequence<kRows> all;
   for (int64_t i = 0; i < inputs; i += tile) {
     const int64_t count = std::min(tile, inputs - i);
     const uint32_t* words = panel + i / n * kPanel;
-    const char* ahead = reinterpret_cast<const char*>(words) + kAhead;
+    const char* ahead = reinterpret_cast<const char*>(words) + (turns ? kTileBytes : kFetched);
     for (int64_t g = 0, first = 0; g < groups; ++g, ahead += count / n * step) {
       const int64_t own = size + (g < larger);
-      ForRows<n>(own, all)(words, x + first * inputs + i, inputs, count, ahead, step, sums + first * kPanel);
+      const PanelFn add = rows * n > kMemoryBound ? ForRows<n, false>(own, all) : ForRows<n, true>(own, all);
+      add(words, x + first * inputs + i, inputs, count, ahead, step, sums + first * kPanel);
       first += own;
     }
   }
