@@ -1,7 +1,7 @@
 """Interleaved rounds; measurements made once per machine, in a bounded time, and kept.
 
 A first start measures which products are fastest, then which tree: at most 5 s together, with a line for
-each. The results by then decide and are kept, however busy the machine was.
+each. The results by then decide and are kept, however noisy they are.
 """
 
 import hashlib

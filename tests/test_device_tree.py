@@ -105,17 +105,50 @@ def stuck(machine, monkeypatch):
     free.set()
 
 
-def test_a_busy_machine_takes_the_files_choice_in_time_and_keeps_it(
+def test_a_busy_machine_takes_the_files_choice_in_time_and_keeps_it_after_some_starts(
     directory, stuck, monkeypatch
 ):
     free, measured = stuck
     monkeypatch.setattr(device_tree, "TREES", 0.1)
     begun = time.monotonic()
-    assert load(directory).tree.n_nodes == 2
-    assert measured == [(1, 1)] and time.monotonic() - begun < 30
+    for _ in range(device_tree.TRIES):
+        del measured[:]
+        assert load(directory).tree.n_nodes == 2 and measured == [(1, 1)]
+    assert time.monotonic() - begun < 30
     free.set()
     del measured[:]
     assert load(directory).tree.n_nodes == 2 and not measured
+
+
+def test_what_was_not_measured_in_time_is_measured_at_the_next_start(
+    directory, stuck, machine, monkeypatch
+):
+    """The programs that were compiled meanwhile are kept on disk."""
+    free, _ = stuck
+    cost, measured = machine
+    monkeypatch.setattr(device_tree, "TREES", 0.1)
+    assert load(directory).tree.n_nodes == 2
+    free.set()
+    cost |= {1: 1.0, 4: 1.3, 6: 1.9, 8: 2.5}
+    monkeypatch.setattr(device_tree, "TREES", 3.5)
+    assert load(directory).tree.n_nodes == 3
+    del measured[:]
+    assert load(directory).tree.n_nodes == 3 and not measured
+
+
+@pytest.mark.parametrize("weights, first", [("int8", 3), ("float32", 8)])
+def test_small_trees_are_measured_first_where_weights_are_narrow(
+    directory, stuck, monkeypatch, weights, first
+):
+    monkeypatch.setenv(device_tree.VARIABLE, "bundled")
+    model = load(directory, weights=weights)
+    monkeypatch.delenv(device_tree.VARIABLE)
+    calibrated = {**model.calibrated, "choices": GROWTH}
+    assert device_tree.measure_rung(model, calibrated, 1, 0.1)["nodes"] == first
+    free, measured = stuck
+    free.set()
+    device_tree.measure_rung(model, calibrated, 1)
+    assert measured[:2] == [(1, 1), (first, 1)]
 
 
 def test_what_was_timed_in_time_decides(directory, machine, monkeypatch):
@@ -175,13 +208,13 @@ def test_ctrl_c_ends_measuring_and_keeps_nothing(directory, machine, monkeypatch
 
 
 def test_many_numbers_of_rows_share_the_time(directory, stuck, monkeypatch):
-    """What was not measured in time is the file's choice, kept like the others."""
+    """What was not measured in time is the file's choice, kept after some starts."""
     _, measured = stuck
     monkeypatch.setenv(device_tree.VARIABLE, "bundled")
     model = load(directory)
     monkeypatch.delenv(device_tree.VARIABLE)
     monkeypatch.setattr(device_tree, "TREES", 0.1)
-    for _ in range(2):
+    for _ in range(device_tree.TRIES + 1):
         trees = trees_by_rows(model, row_sizes(4), True)
         assert {rows: tree.n_nodes for rows, tree in trees.items()} == {1: 2, 2: 2, 4: 2}
     assert measured == [(1, 1)]

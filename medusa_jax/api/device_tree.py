@@ -25,7 +25,8 @@ from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.measured import TREES, DeviceCache, within
-from medusa_jax.model.stored import Storage
+from medusa_jax.model.stored import STORED, Storage
+from medusa_jax.native import library
 from medusa_jax.tree import (
     Tree,
     file_ladder,
@@ -49,6 +50,11 @@ ROUNDS, LEAST = 10, 3
 MARGIN = 1.02
 # Sizes that are tried on each side of the fastest.
 REACH = 2
+# Starts at which measuring may end without a result; then the first size is kept. Each compiles further, and
+# compiled programs are kept on disk.
+TRIES = 3
+# Most nodes of the size that is measured first where weights are narrow: a row of a product is then not free.
+FEW = 3
 
 # A round: nodes of a tree, seconds of a step with it and of a plain one.
 Round = tuple[int, float, float]
@@ -156,7 +162,9 @@ def kept_choices(
     """The note of this device's choices for these heads: number of rows -> `measure_rung`."""
     tree = (*order_of(calibrated), calibrated["evidence"]["ladder"], STEPS, PROMPT, CLOCK)
     forms, sizes = (storage, storage.of_drafts), tuple(mesh.shape.values())
-    return DeviceCache("trees", *tree, config, heads, str(dtype), forms, sizes)
+    native = library() if storage.panel else None
+    kernels = native and Path(native.path).name
+    return DeviceCache("trees", *tree, config, heads, str(dtype), forms, kernels, sizes)
 
 
 def kept_for(model: Model, calibrated: Json) -> DeviceCache:
@@ -208,7 +216,8 @@ def measure_rung(
 
     Args:
       rows: batch size.
-      limit: seconds; the sizes timed by then decide, or without any the tree file's choice is used.
+      limit: seconds; the sizes timed by then decide. Without any `first_size` is used, and kept after `TRIES`
+        starts.
       most_nodes: larger trees are not tried.
 
     Returns: the fastest size as `nodes`, and figures by size as `rows`.
@@ -223,21 +232,27 @@ def measure_rung(
     if limit is not None:
         timed = within(limit, f"which tree is fastest for batch {rows}", rounds)
     found = figures(timed, tokens)
-    nodes = fastest(found, tokens)
+    rung = {"nodes": fastest(found, tokens), "batch": rows, "rows": found}
+    kept, row = kept_for(model, calibrated), str(rows)
+    note, notes = rung, kept.read()
     if limit is not None and not found:
-        nodes = file_tree(calibrated, rows).n_nodes
-    rung = {"nodes": nodes, "batch": rows, "rows": found}
+        rung["nodes"] = first_size(model, calibrated, rows)
+        before = notes.get(row)
+        tries = before.get("tries") if isinstance(before, dict) else 0
+        tries = tries + 1 if type(tries) is int else 1
+        note = rung if tries >= TRIES else {"tries": tries}
     if most_nodes is None:
-        kept = kept_for(model, calibrated)
-        kept.write(kept.read() | {str(rows): rung})
+        kept.write(notes | {row: note})
     return rung
 
 
-def file_tree(calibrated: Json, rows: int) -> Tree:
-    """The tree file's own choice for this number of rows."""
+def first_size(model: Model, calibrated: Json, rows: int) -> int:
+    """The size to measure first: the tree file's own choice, or `FEW` nodes where weights are narrow."""
     platform = jax.default_backend()
     ladder = file_ladder(calibrated, platform)
-    return tree_at(ladder, rows) if ladder else auto_tree(calibrated, platform)
+    tree = tree_at(ladder, rows) if ladder else auto_tree(calibrated, platform)
+    narrow = model.storage.weights in (STORED, "int8")
+    return min(tree.n_nodes, FEW) if narrow else tree.n_nodes
 
 
 def time_steps(
@@ -245,7 +260,7 @@ def time_steps(
 ) -> Iterator[Round]:
     """Time steps with trees of the sizes in `tokens`, interleaved with plain ones.
 
-    The tree file's choice comes first, then the sizes next to the fastest so far, `REACH` on each side.
+    `first_size` comes first, then the sizes next to the fastest so far, `REACH` on each side.
     """
     sizes = list(tokens)
     engines = {n: model.engine(tree_of_size(calibrated, n)) for n in sizes}
@@ -254,7 +269,7 @@ def time_steps(
         list(engines.values()), model.variables, prompt, batch=rows, n_steps=STEPS
     )
     found: list[Round] = []
-    tried, first = {1}, file_tree(calibrated, rows).n_nodes
+    tried, first = {1}, first_size(model, calibrated, rows)
     at = min(range(len(sizes)), key=lambda i: abs(sizes[i] - first))
     while untried := set(sizes[max(0, at - REACH) : at + REACH + 1]) - tried:
         size = min(sorted(untried), key=lambda n: abs(sizes.index(n) - at))

@@ -17,8 +17,9 @@ namespace {
 constexpr int64_t kChunkBytes = 1 << 17;
 // Blocks take more time for their bytes.
 constexpr int64_t kChunkOfBlocks = 1 << 15;
-// Of more rows than this a panel in blocks is unpacked once for all of them, to float32.
-constexpr int kMany = 4 * kFew;
+// Of more rows than this a panel in blocks is unpacked once for all of them, to float32. With AVX-512 it is faster
+// to unpack it again for every kFew rows, up to some number.
+constexpr int kMany = kLanes == 16 ? 4 * kFew : kFew;
 
 // Outputs of a kernel that are stored alike: panels of `size` words in a form.
 struct Part {
@@ -113,7 +114,8 @@ using PanelFn = decltype(&PanelRows<1, 1, true>);
 // `PanelRows` for 1 to kRows rows.
 template <int n, bool second_cache, size_t... R>
 PanelFn ForRows(int64_t rows, std::index_sequence<R...>) {
-  static constexpr PanelFn table[] = {PanelRows<int(R) + 1, n, second_cache>...};
+  static constexpr PanelFn table[] = {
+      PanelRows<int(R) + 1, n, second_cache && (int(R) + 1) * n <= kMemoryBound>...};
   return table[rows - 1];
 }
 
