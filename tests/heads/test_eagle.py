@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import wide
 from closeness import assert_close
 from family import D, drafter_of, numpy_lm_head, stored_base
 from numpy_layers import numpy_layer, numpy_norm, queries_keys_values, weight_of
@@ -291,7 +292,7 @@ def test_the_induction_loss_and_its_gradient(heads, monkeypatch):
     family.check_levels_loss(drafter, params, backbone, targets, numpy_loss, 2, 0.7, 3)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", *wide("bfloat16")])
 def test_attention_learns_to_find_a_token_by_the_one_before(dtype):
     """Texts that repeat after four to eight tokens; hidden states tell the token they stand at."""
     backbone, drafter, params = problem(SHALLOW)

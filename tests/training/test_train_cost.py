@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 from test_functions import problem
 from test_losses import heads_problem
@@ -33,7 +34,7 @@ def test_the_naive_loss_is_the_same_loss():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+@pytest.mark.parametrize("name", ["eagle", *wide("eagle3")])
 def test_unrolled_levels_are_the_same_loss(name):
     """Over packed rows longer than a chunk, with the teacher's distribution."""
     cfg, functions, frozen, batch = problem(name, draft_vocab=0)
