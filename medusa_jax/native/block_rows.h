@@ -17,9 +17,8 @@ BlockFn LevelBlocks(int64_t form, int64_t rows, int64_t panels);
 
 namespace {
 
-// Rows whose sums fit the registers; and those that leave room for a second panel, without which each sum would
-// wait for itself.
-constexpr int kFew = kLanes == 8 ? 4 : 8, kPaired = 2;
+// Rows whose sums fit the registers; and those that leave room for a second panel, which shares the loads of x.
+constexpr int kFew = kLanes == 8 ? 4 : 8, kPaired = kRows == 12 ? 4 : 2;
 
 // R rows of x [R, inputs] times neighbouring panels: out [R, panels * kPanel], every sum in the order of the
 // inputs.
