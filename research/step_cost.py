@@ -6,7 +6,7 @@ heads: random heads have no ranks to grow a tree from, and latency depends on th
 not on how many drafts are accepted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -37,7 +37,7 @@ from medusa_jax.model.forms import choose_storage
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree, load_tree_file
 from medusa_jax.tree.files import tree_of_size
-from medusa_jax.whole_files import Json
+from medusa_jax.whole_files import Json, write_json
 
 SIZES = (8, 16, 32, 64)
 GROWTH = DEMO / "hydra" / "tree.json"
@@ -48,6 +48,7 @@ PROMPT = 64
 
 EXAMPLES = """examples:
   python -m research step_cost --shape llama-7b
+  python -m research step_cost --shape llama31-8b --drafters eagle3 --context 4000 --batch 8 --sizes 16,64
 """
 
 
@@ -60,6 +61,9 @@ class Flags:
     dtype: str | None = flag("default: float32 on CPU, else bfloat16", None, choices=DTYPES)
     weights: str | None = flag("type to store kernels in", None, choices=WEIGHTS)
     draft_weights: str | None = flag("that of draft heads", None, choices=DRAFT_WEIGHTS)
+    context: int = flag("tokens in the cache", PROMPT, type=at_least(1))
+    batch: int = flag("rows of a step", 1, type=at_least(1))
+    sizes: str = flag("comma-separated nodes of the trees", ",".join(map(str, SIZES)))
     repeats: int = flag("timed rounds", 3, type=at_least(1))
     out: str = flag("directory for results", "work/bench")
 
@@ -71,9 +75,12 @@ def measure(
     dtype: str,
     weights: str | None = None,
     draft_weights: str | None = None,
+    context: int = PROMPT,
+    batch: int = 1,
+    sizes: Sequence[int] = SIZES,
     rounds: int = 7,
-) -> Json:
-    """Figures of plain decoding and one row for each drafter, all on one backbone.
+) -> Iterator[Json]:
+    """Figures of plain decoding and one row for each drafter, all on one backbone; after each drafter.
 
     Args:
       names: drafters.
@@ -82,13 +89,14 @@ def measure(
     number, mesh = jnp.dtype(dtype), make_mesh((1, 1, 1))
     storage = choose_storage(config, number, mesh, weights, draft_weights)
     calibrated = load_tree_file(GROWTH)
-    trees = [Tree.none(), *(tree_of_size(calibrated, size) for size in SIZES)]
+    trees = [Tree.none(), *(tree_of_size(calibrated, size) for size in sizes)]
     drafters = [
         make_drafter(drafter_class(n).Config(drafter=n, n_heads=N_HEADS), config)
         for n in names
     ]
     with announced("making random weights"):
         backbone = random_backbone(config, number, storage, mesh)
+    bandwidth = read_bandwidth(sum(x.nbytes for x in jax.tree.leaves(backbone)))
     rows, plain = [], []
     for name, drafter in zip(names, drafters):
         heads = random_heads(drafter, number, storage)
@@ -97,7 +105,9 @@ def measure(
             dtype=number, mesh=mesh, storage=storage, tree=trees[-1], eos_ids=(),
         )  # fmt: skip
         with announced(f"timing {name}"):
-            first, *others = step_seconds(model, trees, [1] * PROMPT, rounds=rounds)
+            first, *others = step_seconds(
+                model, trees, [1] * context, batch=batch, rounds=rounds
+            )
         plain.append(first)
         rows.append({
             "drafter": name,
@@ -105,24 +115,26 @@ def measure(
             "step_latency_ratios": [seconds / first for seconds in others],
             "step_seconds": others[-1],
         })  # fmt: skip
-        del heads  # before the next
-    needed = bytes_per_token(model, PROMPT)
-    bandwidth = read_bandwidth(needed)
-    seconds = float(np.median(plain))
-    return {
-        "dtype": dtype,
-        "weights": storage.weights or dtype,
-        "products": model.products,
-        "sizes": list(SIZES),
-        "weight_bytes": sum(x.nbytes for x in jax.tree.leaves(backbone)),
-        "read_bandwidth_bytes_per_second": bandwidth,
-        "plain": {
-            "step_seconds": seconds,
-            "bytes_needed": needed,
-            "bandwidth_share": needed / seconds / bandwidth,
-        },
-        "drafters": rows,
-    }
+        weight_bytes = bytes_per_token(model, 0)
+        needed = weight_bytes + batch * (bytes_per_token(model, context) - weight_bytes)
+        seconds = float(np.median(plain))
+        yield {
+            "dtype": dtype,
+            "weights": storage.weights or dtype,
+            "products": model.products,
+            "context": context,
+            "batch": batch,
+            "sizes": list(sizes),
+            "weight_bytes": sum(x.nbytes for x in jax.tree.leaves(backbone)),
+            "read_bandwidth_bytes_per_second": bandwidth,
+            "plain": {
+                "step_seconds": seconds,
+                "bytes_needed": needed,
+                "bandwidth_share": needed / seconds / bandwidth,
+            },
+            "drafters": rows,
+        }
+        del heads, model  # before the next
 
 
 def run(flags: Flags) -> int:
@@ -132,16 +144,26 @@ def run(flags: Flags) -> int:
         raise UserError("a shape has no file whose weights could be read as stored")
     if flags.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    found = measure(
+    try:
+        sizes = [int(size) for size in flags.sizes.split(",")]
+    except ValueError:
+        raise UserError(
+            f"--sizes takes numbers such as 8,64, not {flags.sizes!r}"
+        ) from None
+    for found in measure(
         find_shape(flags.shape),
         flags.drafters.split(",") if flags.drafters else list(DRAFTERS),
         dtype=flags.dtype or default_dtype(),
         weights=flags.weights,
         draft_weights=flags.draft_weights,
+        context=flags.context,
+        batch=flags.batch,
+        sizes=sizes,
         rounds=flags.repeats,
-    )
-    facts = device_facts() | {"shape": flags.shape, **found}
-    rows, sizes = found["drafters"], found["sizes"]
+    ):
+        facts = device_facts() | {"shape": flags.shape, **found}
+        write_json(out / "step_cost.json", facts)  # what is measured survives a kill
+    rows = facts["drafters"]
     columns: dict[str, Cell] = {
         "drafter": "{drafter}",
         "heads, GB": lambda r: f"{r['head_bytes'] / 1e9:.2f}",
@@ -162,7 +184,7 @@ def plain_line(facts: Row) -> str:
         "columns of nodes: latency of a step against a plain one, interleaved; trees: first nodes of "
         "the demo's Hydra growth order, four deep\n"
         f"{facts['shape']} with random weights in {facts['weights']}, {facts['dtype']} "
-        f"arithmetic, {facts['products']} products, batch 1 ({facts['device']}, {facts['date']})"
+        f"arithmetic, {facts['products']} products, batch {facts['batch']}, {facts['context']} tokens in the cache ({facts['device']}, {facts['date']})"
     )
 
 

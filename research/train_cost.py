@@ -1,7 +1,7 @@
 """Seconds and memory of a training step, compared with a naive implementation.
 
     python -m research train_cost --config=configs/demo_medusa.py --steps=10 \\
-        --config.model.path=medusa_jax/demo/backbone
+        --config.model.path=medusa_jax/demo/backbone [--only=chunked]
 
 The shape is that of the directory `model.path`, or `model.arch`. The step is the one that training
 runs, on random weights and random tokens, all of which are targets. "naive" is Medusa-1 with
@@ -126,15 +126,19 @@ def random_rows(cfg: Config) -> dict[str, np.ndarray]:
 
 def run(args: Sequence[str]) -> int:
     """Measure both losses, if the stage has both, and print the table."""
-    given = dict(a[2:].split("=", 1) for a in args if a.startswith("--steps="))
-    rest = [a for a in args if not a.startswith("--steps=")]
+    own = [a for a in args if a.startswith(("--steps=", "--only="))]
+    given = dict(a[2:].split("=", 1) for a in own)
+    rest = [a for a in args if a not in own]
     cfg = cli.parse([*rest, f"--workdir={os.devnull}"])
     tokens = cfg.train.batch_size * cfg.data.seq_len
     print(f"stage {cfg.train.stage}, {cfg.heads.n_heads} heads, "
           f"{cfg.train.batch_size} x {cfg.data.seq_len} tokens in {cfg.train.dtype}, "
           f"{jax.default_backend()}")  # fmt: skip
+    kinds = ("chunked", "naive") if cfg.train.stage == "medusa1" else ("chunked",)
+    if (only := given.get("only", kinds[0])) not in kinds:
+        raise UserError(f"--only is {' or '.join(kinds)} here, not {only!r}")
     rows = []
-    for kind in ("chunked", "naive") if cfg.train.stage == "medusa1" else ("chunked",):
+    for kind in [only] if "only" in given else kinds:
         try:
             found = measure(cfg, int(given.get("steps", "10")), kind == "naive")
         except Exception as error:
@@ -145,6 +149,7 @@ def run(args: Sequence[str]) -> int:
         seconds = found["seconds"]
         mib = (f"{found[name] / 2**20:,.0f}" for name in MEMORY)
         rows.append((kind, f"{seconds:.4f}", f"{tokens / seconds:,.0f}", *mib))
+        inform("; ".join(f"{h} {x}" for h, x in zip(HEADER, rows[-1])))
     print(markdown_table(HEADER, rows))
     return 0
 

@@ -30,7 +30,7 @@ from medusa_jax.decoding.state import (
 )
 from medusa_jax.decoding.step import decode_loop, decode_step
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
-from medusa_jax.devices.platforms import program
+from medusa_jax.devices.platforms import platform, program
 from medusa_jax.heads.state import grown
 from medusa_jax.sharding import Params, pin_state
 
@@ -60,8 +60,8 @@ __all__ = [
 ]
 
 # Slots of the smallest cache: attention by XLA costs what they ask for, the native kernels read no more
-# than the text.
-MIN_SLOTS, NATIVE_SLOTS = 128, 512
+# than the text. On accelerators a program takes longer to compile than small caches save.
+MIN_SLOTS, NATIVE_SLOTS, ACCELERATOR_SLOTS = 128, 512, 1024
 MIN_PROMPT = 16
 # No limit on steps.
 FOREVER = np.iinfo(np.int32).max
@@ -90,6 +90,8 @@ def power_of_two(n: int, least: int) -> int:
 
 def least_slots(engine: Engine) -> int:
     """Slots of the smallest cache: every size is a program to compile before the first token."""
+    if platform() != "cpu":
+        return ACCELERATOR_SLOTS
     return NATIVE_SLOTS if engine.llama.native else MIN_SLOTS
 
 

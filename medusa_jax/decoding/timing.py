@@ -95,7 +95,15 @@ class StepClock:
             shapes = prefill.eval_shape(engine.depth_only, self.slots, *arguments)
             self.shapes[engine] = shapes.replace(sampling=None)
         _, _, length_B, limit_B, max_steps_B, stop_BQW, sampling, _ = arguments
-        state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.shapes[engine])
+        shapes, mesh = self.shapes[engine], engine.llama.mesh
+        # Made on the device: a row of a 7B model has half a gigabyte.
+        if mesh is None:
+            state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        else:
+            places = decode_shardings(mesh, shapes)
+            state = jax.tree.map(
+                lambda x, at: jnp.zeros(x.shape, x.dtype, device=at), shapes, places
+            )
         state = state.replace(
             sampling=sampling,
             n_new_B=np.ones_like(length_B),
@@ -104,7 +112,6 @@ class StepClock:
             stop_BQW=stop_BQW,
             length_B=length_B,
         )
-        mesh = engine.llama.mesh
         return jax.device_put(state, mesh and decode_shardings(mesh, state))
 
 

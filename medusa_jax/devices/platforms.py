@@ -8,8 +8,14 @@ import jax
 
 # XLA for TPUs takes the product of one row with a kernel as multiplications and a sum on the vector
 # unit, 2.6 to 3.3 times as many cycles as two rows on the matrix unit by the compiler's estimates.
-OPTIONS: dict[str, dict[str, bool]] = {
-    "tpu": {"xla_tpu_enable_dot_strength_reduction": False}
+# On CUDA the host reads the condition of a loop after every step, and the call returns only when the loop
+# has ended. As a CUDA graph (WHILE, the rest is XLA's default) the device reads it: docs/hardware.md.
+OPTIONS: dict[str, dict[str, str | bool]] = {
+    "tpu": {"xla_tpu_enable_dot_strength_reduction": False},
+    "cuda": {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+        "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    },
 }
 # XLA for TPUs splits a product with a kernel that is sharded over fsdp into a loop of one part each (a
 # "windowed einsum"). In a training step that multiplies the time of compilation, and the parts of all

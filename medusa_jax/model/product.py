@@ -8,6 +8,12 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from medusa_jax.devices.platforms import platform
+
+# XLA for CUDA takes the product of one row as multiplications and a sum, which leave an H100's memory idle
+# for up to two thirds of the time. A matrix product of 8 rows costs less: docs/hardware.md.
+CUDA_ROWS = 8
+
 
 def at_least_f32(dtype: DTypeLike) -> np.dtype:
     """float32 for 16-bit types, else the type itself; norms and softmax are computed in it."""
@@ -21,13 +27,23 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     Automatic differentiation computes dW as (dyᵀ x)ᵀ, which takes a CPU nearly twice as long as the xᵀ dy
     of the rule below.
     """
-    return lax.dot_general(
-        x,
-        kernel,
-        (((x.ndim - 1,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=at_least_f32(x.dtype),
-    )
+
+    def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.dot_general(
+            x,
+            kernel,
+            (((x.ndim - 1,), (0,)), ((), ())),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=at_least_f32(x.dtype),
+        )
+
+    if x.size > x.shape[-1] or platform() != "cuda":
+        return dot(x, kernel)
+    rows = jnp.pad(x.reshape(1, -1), ((0, CUDA_ROWS - 1), (0, 0)))
+    y = dot(lax.optimization_barrier(rows), kernel)[
+        :1
+    ]  # XLA would undo it without the barrier
+    return y.reshape(*x.shape[:-1], *kernel.shape[1:])
 
 
 def _product_fwd(

@@ -87,10 +87,10 @@ def test_an_entry_is_made_and_placed_before_the_next(monkeypatch):
 
 @pytest.mark.wide
 def test_the_command_measures_a_small_shape(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(step_cost, "SIZES", (8, 16))
     monkeypatch.setattr(step_cost, "read_bandwidth", lambda n_bytes: 1e9)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(TINY)))
-    flags = [f"--shape={tmp_path}", "--drafters=medusa", "--repeats=1"]
+    sizes = ["--sizes=8,16", "--context=20", "--batch=2"]
+    flags = [f"--shape={tmp_path}", "--drafters=medusa", "--repeats=1", *sizes]
     assert step_cost.main([*flags, f"--out={tmp_path}"]) == 0
     facts = json.loads((tmp_path / "step_cost.json").read_text())
     [row] = facts["drafters"]
@@ -100,6 +100,11 @@ def test_the_command_measures_a_small_shape(tmp_path, monkeypatch, capsys):
     D, V = TINY.d_model, TINY.vocab_size
     assert row["head_bytes"] == 4 * 4 * (D * D + D + D * V)
     plain = facts["plain"]
+    # Two rows of 20 tokens; of the embedding table one row a token.
+    c = TINY
+    cached = 2 * c.n_layers * c.n_kv_heads * c.head_dim * 20 * 4
+    weights = facts["weight_bytes"] - 4 * D * V + 4 * D
+    assert plain["bytes_needed"] == weights + 2 * cached
     assert plain["bandwidth_share"] == pytest.approx(
         plain["bytes_needed"] / plain["step_seconds"] / 1e9
     )

@@ -1,7 +1,8 @@
 """Time the three groups of operators on this device and fit the latency model to them.
 
-As in the paper's figures 9 to 20, every product is dispatched separately, in three phases: reading
-a prompt (a query per token), decoding one token, verifying a tree.
+As in the paper's figures 9 to 20, in three phases: reading a prompt (a query per token), decoding one
+token, verifying a tree. On a CPU every product is a call, on accelerators several are one program, since a
+call there takes longer than most products.
 """
 
 import itertools
@@ -20,6 +21,7 @@ from jax import lax
 from tqdm import tqdm
 
 from medusa_jax.config import LlamaConfig
+from medusa_jax.devices.platforms import platform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.roofline.operators import GROUPS, Operator, block_operators
 from medusa_jax.evaluate.roofline.predict import Fit, Roof
@@ -33,6 +35,8 @@ from medusa_jax.sharding import make_mesh
 # as they would not in a model of many blocks.
 SPREAD = 256 * 2**20
 MOST_COPIES = 1024
+# Products of a program on accelerators, and most bytes of their operands.
+TOGETHER, TOGETHER_BYTES = 16, 2 * 2**30
 # Seconds of one timed series of calls.
 STRETCH = 0.02
 # Operators timed: q stands for k, v and o, up for gate and down.
@@ -94,8 +98,11 @@ def product_of(config: LlamaConfig, case: Case, dtype: Any) -> tuple[Callable, l
 def time_case(
     config: LlamaConfig, case: Case, dtype: Any, rounds: int, storage: Storage
 ) -> float:
-    """Median seconds of one call over `rounds` series of consecutive calls."""
+    """Median seconds of one product over `rounds` series of consecutive calls."""
     function, shapes = product_of(config, case, dtype)
+    n = 1
+    if platform() != "cpu":
+        n = max(1, min(TOGETHER, int(TOGETHER_BYTES / case.operator.bytes)))
     copies = max(1, min(MOST_COPIES, math.ceil(SPREAD / case.operator.bytes)))
 
     def operands() -> tuple[Any, Any]:
@@ -105,18 +112,19 @@ def time_case(
         kernel = {"kernel": first}
         return store(kernel, storage), second
 
-    ring = jax.block_until_ready([operands() for _ in range(copies)])
-    run = jax.jit(function)
-    jax.block_until_ready(run(*ring[0]))  # compile
+    groups = [[operands() for _ in range(n)] for _ in range(math.ceil(copies / n))]
+    jax.block_until_ready(groups)
+    run = jax.jit(lambda group: [function(*pair) for pair in group])
+    jax.block_until_ready(run(groups[0]))  # compile
 
     def stretch(calls: int) -> float:
         start = time.perf_counter()
         for i in range(calls):
-            out = run(*ring[i % copies])
+            out = run(groups[i % len(groups)])
         jax.block_until_ready(out)
-        return (time.perf_counter() - start) / calls
+        return (time.perf_counter() - start) / calls / n
 
-    calls = max(1, min(1000, math.ceil(STRETCH / stretch(1))))
+    calls = max(1, min(1000, math.ceil(STRETCH / n / stretch(1))))
     return statistics.median(stretch(calls) for _ in range(rounds))
 
 
