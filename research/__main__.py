@@ -20,6 +20,9 @@ COMMANDS = {
     "train_cost": Command(
         "costs", "research.train_cost", "seconds and memory of a training step"
     ),
+    "hardware": Command(
+        "costs", "research.hardware.command", "what this accelerator shows in nine minutes"
+    ),
     "step_cost": Command(
         "costs", "research.step_cost", "steps of a published shape, with random weights"
     ),

@@ -13,10 +13,12 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Compiled
 
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
@@ -35,6 +37,7 @@ from medusa_jax.training.partition import hidden_width, trained_groups
 from medusa_jax.training.setup import load_setup, with_draft_vocab
 from medusa_jax.training.stage import Stage, head_objective, make_stage
 from medusa_jax.training.step import (
+    TrainState,
     abstract_batch,
     compile_step,
     init_state,
@@ -66,11 +69,20 @@ def naive_stage(stage: Stage, cfg: Config) -> Stage:
     return Stage(stage.offsets, loss, stage.init, stage.lambda_0)
 
 
-def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
-    """Median seconds per step, and bytes as planned by the compiler and as seen by the device.
+class Ready(NamedTuple):
+    """A compiled training step and its arguments; it donates the state."""
 
-    `peak_bytes` is the device's peak since the process started, so measure the smaller program first;
-    0 if the backend does not count it (CPU).
+    step: Compiled
+    state: TrainState
+    frozen: PyTree
+    batch: PyTree
+
+
+def ready(cfg: Config, steps: int, naive: bool = False) -> Ready:
+    """Compile the step of a configuration, with random weights and random tokens.
+
+    Raises:
+      UserError: inconsistent sizes, or a draft vocabulary for the naive loss.
     """
     mesh = make_mesh(cfg.mesh)
     if is_here(cfg.model.path):
@@ -92,10 +104,20 @@ def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
     step_fn = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
     compiled = compile_step(step_fn, state, setup.frozen, abstract_batch(cfg, mesh), mesh)
     batch = microbatches(mesh, random_rows(cfg), cfg.train.accumulation)
+    return Ready(compiled, state, setup.frozen, jax.block_until_ready(batch))
+
+
+def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
+    """Median seconds per step, and bytes as planned by the compiler and as seen by the device.
+
+    `peak_bytes` is the device's peak since the process started, so measure the smaller program first;
+    0 if the backend does not count it (CPU).
+    """
+    compiled, state, frozen, batch = ready(cfg, steps, naive)
     seconds = []
     for _ in range(steps + 1):
         begin = time.perf_counter()
-        state, metrics = compiled(state, setup.frozen, batch)
+        state, metrics = compiled(state, frozen, batch)
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - begin)
     if bool(np.asarray(metrics["skipped"])):

@@ -72,7 +72,7 @@ class StepClock:
         """Seconds of a step; the first call of an engine compiles as well."""
         # No step: compiles, and returns arrays that can be donated without a copy.
         state = jax.block_until_ready(
-            run_steps(engine, self.variables, self._begin(engine), np.int32(0))
+            run_steps(engine, self.variables, self.begin(engine), np.int32(0))
         )
         start = time.perf_counter()
         state = run_steps(engine, self.variables, state, np.int32(self.n_steps))
@@ -85,7 +85,7 @@ class StepClock:
         )
         return seconds / self.n_steps
 
-    def _begin(self, engine: Engine) -> DecodeState:
+    def begin(self, engine: Engine) -> DecodeState:
         """The state after a prompt, with zeros for what prefill computes: no time depends on them.
 
         So only the step's program is compiled.

@@ -97,8 +97,11 @@ class Program:
     entry: str
 
     def step_loop(self) -> Instruction | None:
-        """The loop of the entry with the largest body: the decode loop. None without a loop."""
-        loops = [x for x in self.computations[self.entry] if x.opcode == "while"]
+        """The loop with the largest body: the decode loop. None without a loop.
+
+        XLA for CUDA moves it out of the entry, into the computation of a graph.
+        """
+        loops = [x for c in self.computations.values() for x in c if x.opcode == "while"]
         return max(loops, key=lambda x: self._size(x.calls("body")[0]), default=None)
 
     def _size(self, name: str) -> int:

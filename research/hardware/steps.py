@@ -1,0 +1,171 @@
+"""Decode steps of a 7B model with random weights: time, kernels, bytes, the loop, a profile."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from medusa_jax.api import Model
+from medusa_jax.api.weightless import random_backbone, random_heads
+from medusa_jax.decoding.generate import Engine
+from medusa_jax.decoding.step import decode_loop
+from medusa_jax.decoding.timing import StepClock, run_steps
+from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
+from medusa_jax.heads import drafter_class, make_drafter
+from medusa_jax.interop.shapes import find_shape
+from medusa_jax.interop.tokenizer import NoTokenizer
+from medusa_jax.model.stored import Storage
+from medusa_jax.sharding import make_mesh
+from medusa_jax.tree import Tree, load_tree_file
+from medusa_jax.tree.files import tree_of_size
+from research.hardware.profile import profiled
+from research.hardware.record import Record
+from research.step_cost import GROWTH, N_HEADS
+
+SHAPE, CONTEXT, STEPS = "llama-7b", 800, 16
+# (batch, nodes, drafters), most valuable first; 1 node is plain decoding.
+PLAN: tuple[tuple[int, tuple[int, ...], tuple[str, ...]], ...] = (
+    (1, (1, 16, 64), ("medusa",)),
+    (8, (1, 16, 64), ("medusa",)),
+    (1, (1, 64), ("eagle3", "hydra")),
+    (32, (1, 8, 16), ("medusa",)),
+    (1, (1, 64), ("hydrapp", "amphista", "eagle")),
+)
+SMALL_PLAN = ((2, (1, 8), ("medusa",)), (1, (1, 8), ("medusa",)))
+# Whose programs are read and profiled, and whose loop is timed.
+READ = ("medusa", "eagle3")
+
+
+def run(record: Record) -> None:
+    """Every row of the plan that there is time for; trees and plain decoding are interleaved."""
+    config = find_shape(SHAPE)
+    if record.small:
+        config = replace(
+            config,
+            vocab_size=512,
+            d_model=256,
+            n_layers=3,
+            n_heads=2,
+            n_kv_heads=2,
+            d_ff=512,
+        )
+    mesh, dtype = make_mesh((1, 1, 1)), jnp.dtype(jnp.bfloat16)
+    backbone = random_backbone(config, dtype, Storage(), mesh)
+    jax.block_until_ready(backbone)
+    speed = read_bandwidth(sum(x.nbytes for x in jax.tree.leaves(backbone)), rounds=3)
+    record.row("weights", shape=SHAPE, gb_per_second=speed / 1e9)
+    longest = 0.0
+    for batch, sizes, names in SMALL_PLAN if record.small else PLAN:
+        for name in names:
+            if record.left() < longest + 5:
+                record.row("out of time", drafter=name, batch=batch)
+                return
+            began = time.monotonic()
+            with record.trying("step", drafter=name, batch=batch):
+                drafter = make_drafter(
+                    drafter_class(name).Config(drafter=name, n_heads=N_HEADS), config
+                )
+                heads = random_heads(drafter, dtype, Storage())
+                model = Model(
+                    config, {"backbone": backbone, "heads": heads}, NoTokenizer("a shape"), drafter,
+                    dtype=dtype, mesh=mesh, storage=Storage(), eos_ids=(),
+                )  # fmt: skip
+                measure(record, model, batch, sizes, speed)
+                del model, heads
+            longest = max(longest, time.monotonic() - began)
+
+
+def measure(
+    record: Record, model: Model, batch: int, sizes: Sequence[int], speed: float
+) -> None:
+    """Steps of one drafter with trees of these sizes.
+
+    Args:
+      speed: bytes per second that this device reads.
+    """
+    growth, name = load_tree_file(GROWTH), model.drafter.name
+    trees = {n: tree_of_size(growth, n) if n > 1 else Tree.none() for n in sizes}
+    engines = {n: model.engine(tree) for n, tree in trees.items()}
+    context = 40 if record.small else CONTEXT
+    clock = StepClock(
+        list(engines.values()), model.variables, [1] * context, batch=batch, n_steps=STEPS
+    )
+    ready: dict[int, float] = {}
+    for n, engine in engines.items():
+        began = time.monotonic()
+        clock.seconds(engine)
+        ready[n] = time.monotonic() - began
+    rounds = [[clock.seconds(e) for e in engines.values()] for _ in range(5)]
+    medians = [statistics.median(one) for one in zip(*rounds)]
+    weights = bytes_per_token(model, 0)
+    needed = weights + batch * (bytes_per_token(model, context) - weights)
+    heads = sum(x.nbytes for x in jax.tree.leaves(model.variables["heads"]))
+    for i, n in enumerate(engines):
+        bound = (needed + heads * (n > 1)) / speed
+        record.row(
+            "step",
+            drafter=name if n > 1 else "plain",
+            batch=batch,
+            nodes=n,
+            slots=clock.slots,
+            ms=1e3 * medians[i],
+            least_ms=1e3 * min(r[i] for r in rounds),
+            ratio=medians[i] / medians[0],
+            share_of_bandwidth=bound / medians[i],
+            compile_seconds=ready[n],
+        )
+    if name not in READ or batch > 1:
+        return
+    for n, engine in engines.items():
+        drafter = name if n > 1 else "plain"
+        if drafter == "plain" and name != READ[0]:
+            continue
+        with record.trying("loop", drafter=drafter, nodes=n):
+            record.row("loop", drafter=drafter, nodes=n, **loop_figures(clock, engine))
+        with record.trying("kernels", drafter=drafter, nodes=n):
+            record.row(
+                "kernels", drafter=drafter, nodes=n, **program_figures(clock, engine)
+            )
+        with record.trying("profile", drafter=drafter, nodes=n):
+            for figures in profiled(partial(clock.seconds, engine), clock.n_steps):
+                record.row("profile", drafter=drafter, nodes=n, **figures)
+
+
+def loop_figures(clock: StepClock, engine: Engine) -> dict[str, float]:
+    """The loop of decoding, whose condition is data: milliseconds a step, and when the call returns."""
+    times = []
+    for _ in range(4):
+        state = run_steps(engine, clock.variables, clock.begin(engine), np.int32(0))
+        jax.block_until_ready(state)
+        begin = time.perf_counter()
+        out = decode_loop(engine, clock.variables, state, np.int32(clock.n_steps))
+        returned = time.perf_counter() - begin
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - begin, returned))
+    whole, returned = min(times[1:])
+    return {"ms": 1e3 * whole / clock.n_steps, "returned_after_share": returned / whole}
+
+
+def kernels_of(compiled, n_layers):
+    from medusa_jax.evaluate.compiled.cycles import kernels, step_costs
+    from medusa_jax.evaluate.compiled.reads import bytes_read
+    from medusa_jax.evaluate.compiled.text import read_program
+
+    text = read_program(compiled.as_text() or "")
+    costs = step_costs(text, 0.0)
+    return round(kernels(costs, n_layers, n_layers)), round(
+        bytes_read(text, costs, n_layers, n_layers)
+    )
+
+
+def program_figures(clock: StepClock, engine: Engine) -> dict[str, float]:
+    """Kernels of a step and bytes that they read, in the compiled program (as `compile` counts them)."""
+    state = clock.begin(engine)
+    compiled = run_steps.lower(engine, clock.variables, state, np.int32(1)).compile()
+    kernels, read = kernels_of(compiled, engine.llama.config.n_layers)
+    return {"kernels": kernels, "gb_read": read / 1e9}

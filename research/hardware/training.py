@@ -1,0 +1,108 @@
+"""Training steps: tiny ones of every stage, against a CPU's losses; heads of a 7B model."""
+
+import os
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from medusa_jax.commands import train as cli
+from medusa_jax.config import Config, LlamaConfig
+from medusa_jax.training import dry
+from medusa_jax.training.counted import total_bytes, training_bytes
+from research.hardware.record import Record
+from research.train_cost import Ready, ready
+
+# One recipe of every loss; Medusa-2 with LoRA.
+STAGES = ("demo_backbone", "demo_medusa", "demo_hydrapp", "demo_amphista", "demo_eagle", "demo_eagle3",
+          "smollm2_m2")  # fmt: skip
+STEPS = 3
+TINY = LlamaConfig(vocab_size=512, d_model=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64,
+                   d_ff=512, max_position=2048)  # fmt: skip
+# (recipe, rows of 2,048 tokens)
+LARGE = (("vicuna7b_m1", 8), ("vicuna7b_eagle3", 4))
+
+
+def stages(record: Record) -> None:
+    """Losses of three steps; `summary` compares those of this device with a CPU's."""
+    kinds = ("float32",) if record.small else ("float32", "bfloat16")
+    for name in STAGES[1:2] if record.small else STAGES:
+        for kind in kinds:
+            if record.left() < 5:
+                record.row("out of time", config=name, kind=kind)
+                return
+            with record.trying("stage", config=name, kind=kind):
+                cfg = tiny(recipe(name))
+                cfg.train.dtype, cfg.train.batch_size, cfg.train.accumulation = kind, 4, 1
+                losses, _ = losses_and_seconds(ready(cfg, STEPS), STEPS)
+                record.row(
+                    "stage",
+                    config=name,
+                    kind=kind,
+                    attention=os.environ.get("MEDUSA_JAX_ATTENTION", "library"),
+                    platform=jax.default_backend(),
+                    losses=losses,
+                )
+
+
+def large(record: Record) -> None:
+    """Seconds of a step, and memory: the compiler's figure, the device's, and the count of `dry_run`."""
+    for name, rows in LARGE[:1] if record.small else LARGE:
+        if record.left() < 30 and not record.small:
+            record.row("out of time", config=name)
+            return
+        with record.trying("training", config=name):
+            cfg = recipe(name)
+            if record.small:
+                tiny(cfg)
+            cfg.train.batch_size, cfg.train.accumulation = rows, 1
+            cfg.model.path = ""
+            counted = training_bytes(cfg, dry.step_shapes(cfg))
+            begin = time.monotonic()
+            job = ready(cfg, STEPS)
+            spent = time.monotonic() - begin
+            losses, seconds = losses_and_seconds(job, STEPS + 1)
+            s = statistics.median(seconds[1:])
+            stats = jax.devices()[0].memory_stats() or {}
+            record.row(
+                "training",
+                config=name,
+                rows=rows,
+                seq_len=cfg.data.seq_len,
+                seconds=s,
+                tokens_per_second=rows * cfg.data.seq_len / s,
+                ready_seconds=spent,
+                counted_bytes=total_bytes(counted),
+                device_bytes=stats.get("peak_bytes_in_use"),
+                **dry.memory_of(job.step),
+                losses=losses,
+            )
+            del job
+
+
+def recipe(name: str) -> Config:
+    """A configuration of this repository, to run on random rows."""
+    cfg = cli.parse([f"--config=configs/{name}.py", f"--workdir={os.devnull}"])
+    cfg.mesh = (1, 1, 1)
+    cfg.train.heads_path = cfg.data.cache_features = ""
+    return cfg
+
+
+def tiny(cfg: Config) -> Config:
+    """The recipe with a tiny model and short rows."""
+    cfg.model.arch, cfg.data.seq_len, cfg.model.path = TINY, 128, ""
+    if cfg.heads.draft_vocab:
+        cfg.heads.draft_vocab = 256
+    return cfg
+
+
+def losses_and_seconds(job: Ready, steps: int) -> tuple[list[list[float]], list[float]]:
+    """The losses of each of the steps, and its seconds."""
+    state, losses, seconds = job.state, [], []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        state, metrics = job.step(state, job.frozen, job.batch)
+        losses.append(np.asarray(metrics["loss"], np.float64).ravel().tolist())
+        seconds.append(time.perf_counter() - begin)
+    return losses, seconds
