@@ -4,9 +4,9 @@ Whole rows: a library's kernel where one fits, else `causal.py`. Neither stores 
 the library's kernels are faster on their devices. Pieces of a prompt always use `causal.py`: they also attend
 to a partly filled cache, and both kernels start the diagonal of their causal mask at the first key.
 
-A cache: on TPUs `tree_kernel.py`, on NVIDIA GPUs cuDNN on request, else `attention.attend`.
+A cache: on TPUs `tree_kernel.py`, on NVIDIA GPUs cuDNN where scores are large, else `attention.attend`.
 
-MEDUSA_JAX_ATTENTION=own avoids all kernels; =cudnn lets cuDNN attend to caches, which has not run yet.
+MEDUSA_JAX_ATTENTION=own avoids all kernels; =cudnn lets cuDNN attend to all caches.
 """
 
 import os
@@ -29,6 +29,9 @@ Kernel = Literal["cudnn", "splash", "tree", "own"]
 # Longest row for cuDNN, which takes segments as a 16-bit mask [B, 1, T, T] (its layout for packed rows is
 # not public): for longer rows the mask would be the largest array.
 CUDNN_LONGEST = 8192
+# Bytes of scores from which cuDNN attends to caches: on an H100 with 7B heads over 1,024 slots a step takes 0.85
+# of the time with 64 MiB (8 rows of 64 nodes), 0.98 with 16 MiB, 1.03 with 8 MiB (docs/hardware.md).
+CUDNN_SCORES = 2**25
 SHORT = (jnp.bfloat16, jnp.float16)
 
 
@@ -80,8 +83,10 @@ def cached_kernel(q_BTNH: jax.Array, k_BGSH: jax.Array) -> Kernel:
         return "own"
     if platform() == "tpu" and tree_kernel.fits(q_BTNH, k_BGSH):
         return "tree"
+    B, T, N, _ = q_BTNH.shape
+    many = B * N * T * k_BGSH.shape[2] * 4 >= CUDNN_SCORES or asked() == "cudnn"
     fits = q_BTNH.dtype in SHORT and H % 8 == 0 and H <= 128
-    return "cudnn" if platform() == "cuda" and asked() == "cudnn" and fits else "own"
+    return "cudnn" if platform() == "cuda" and many and fits else "own"
 
 
 def on_mesh(run: Callable[..., jax.Array], mesh: AbstractMesh) -> Callable[..., jax.Array]:

@@ -1,5 +1,6 @@
 """Decoding with a tree equals plain decoding on this device, on tiny random models of one drafter."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,12 +17,15 @@ from medusa_jax.interop.tokenizer import NoTokenizer
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree import Tree
+from medusa_jax.whole_files import Json
 from research.hardware.record import Record
 
 # Few tokens, so that random heads guess right at times.
 CONFIG = LlamaConfig(vocab_size=16, d_model=128, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=32,
                      d_ff=256, max_position=1024)  # fmt: skip
 PROMPTS = (3, 17, 40)
+# Slots for a prompt and its answer.
+LENGTH = 256
 OPTIONS = {
     "greedy": Options(temperature=0.0),
     "sampled": Options(temperature=0.9, top_p=0.95, seed=3),
@@ -29,40 +33,41 @@ OPTIONS = {
 
 
 def run(record: Record, drafter: str) -> None:
-    """float64 must be equal, through caches that grow; float32 and bfloat16 are counted."""
+    """float64 must be equal, through a cache that grows; float32 and bfloat16 are counted."""
     jax.config.update("jax_enable_x64", True)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in PROMPTS]
-    # Room for 128 tokens, then 256, in a minute of compilation; other types begin with as many as needed.
-    slots = {"float64": 64 if record.small else 128}
-    kinds = ("float64", "float32", "bfloat16")
-    for kind in kinds[:1] if record.small else kinds:
-        loop.MIN_SLOTS = loop.ACCELERATOR_SLOTS = slots.get(kind, 256)
-        model = tiny(drafter, jnp.dtype(kind))
-        for name in OPTIONS:
+    kinds = ("float64",) if record.small else ("float64", "float32", "bfloat16")
+    models = {kind: tiny(drafter, jnp.dtype(kind)) for kind in kinds}
+    for name, part in (("batches", compare), ("rows alone", alone)):
+        for kind, sampling in itertools.product(kinds, OPTIONS):
             if record.left() < 5:
                 record.row("out of time", drafter=drafter, kind=kind)
                 return
-            with record.trying("exact", drafter=drafter, kind=kind, sampling=name):
-                compare(record, model, prompts, name)
+            # Every size of the cache is a program to compile.
+            grows = (name, kind, sampling) == ("batches", "float64", "greedy")
+            loop.MIN_SLOTS = loop.ACCELERATOR_SLOTS = LENGTH // 2 if grows else LENGTH
+            options = replace(OPTIONS[sampling], max_new_tokens=LENGTH - max(PROMPTS) - 20)
+            facts = {"drafter": drafter, "kind": kind, "sampling": sampling}
+            with record.trying("exact", **facts):
+                figures = part(models[kind], prompts, options)
+                record.row("exact", of=name, **facts, **figures)
 
 
-def compare(record: Record, model: Model, prompts: Sequence[list[int]], name: str) -> None:
-    """A batch with and without drafts, and one of its rows alone."""
-    options = replace(OPTIONS[name], max_new_tokens=40 if record.small else 150)
+def compare(model: Model, prompts: Sequence[list[int]], options: Options) -> Json:
+    """A batch with drafts and without."""
     plain = model.generate(prompts, options, tree=Tree.none())
     drafted = model.generate(prompts, options)
-    facts: dict[str, object] = {"drafter": model.drafter.name, "kind": str(model.dtype)}
-    facts |= {
-        "sampling": name,
-        "equal": sum(a.token_ids == b.token_ids for a, b in zip(plain, drafted)),
-        "texts": len(prompts),
-        "steps": [sum(r.steps for r in runs) for runs in (plain, drafted)],
-    }
-    if name == "greedy":
-        [alone] = model.generate(prompts[1:2], options)
-        facts["alone_equals_in_batch"] = alone.token_ids == drafted[1].token_ids
-    record.row("exact", **facts)
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(plain, drafted))
+    steps = [sum(r.steps for r in runs) for runs in (plain, drafted)]
+    return {"equal": equal, "texts": len(prompts), "steps": steps}
+
+
+def alone(model: Model, prompts: Sequence[list[int]], options: Options) -> Json:
+    """A row of a batch and the same text alone, both with drafts."""
+    rows = model.generate(prompts[:1], options), model.generate(prompts, options)
+    equal = int(rows[0][0].token_ids == rows[1][0].token_ids)
+    return {"equal": equal, "texts": 1, "steps": [own[0].steps for own in rows[::-1]]}
 
 
 def tiny(name: str, dtype: np.dtype) -> Model:
