@@ -177,9 +177,9 @@ def test_where_a_user_s_turn_opens(tokenizer, monkeypatch, name, opening, stop):
 
 def test_an_answer_that_was_cut_does_not_teach_to_stop(tokenizer):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    encode = Encoder(tokenizer, DataConfig(), "x.jsonl")
-    ids, whole = encode(json.dumps({"messages": messages}))[1][0]
-    _, cut = encode(json.dumps({"messages": messages, "cut": True}))[1][0]
+    encode = Encoder(tokenizer, DataConfig())
+    ids, whole = encode({"messages": messages}).pieces[0]
+    _, cut = encode({"messages": messages, "cut": True}).pieces[0]
     at = [i for i, (a, b) in enumerate(zip(whole, cut)) if a != b]
     assert [ids[i] for i in at] == [2] and (whole[at[0]], cut[at[0]]) == (1, 0)
 
@@ -219,11 +219,11 @@ def test_a_run_writes_conversations_with_provenance(model, seeds, tmp_path, caps
     said = capsys.readouterr().err
     assert "1 seeds gave no sample: the seed has no user turn" in said
     # What training makes of it: every usable line is a sample.
-    encode = Encoder(load_tokenizer(str(model)), DataConfig(format="messages"), "m.jsonl")
-    used = [not encode(json.dumps(line))[0] for line in lines]
+    encode = Encoder(load_tokenizer(str(model)), DataConfig(format="messages"))
+    used = [not encode(line).problem for line in lines]
     assert used == [bool(line["answers"]) for line in lines]
     # And which tokens it counts are those that a draft vocabulary is chosen by.
-    targets = [i for line in lines for ids, own in encode(json.dumps(line))[1]
+    targets = [i for line in lines for ids, own in encode(line).pieces
                for i, one in zip(ids, own) if one]  # fmt: skip
     counts = np.load(tmp_path / "vocab_counts.npy")
     np.testing.assert_array_equal(counts, np.bincount(targets, minlength=len(counts)))
