@@ -349,10 +349,10 @@ def _spans_by_stand_in(
         closing = last.partition(mark)[2]
         end += len(closing) if after.startswith(closing) else 0
         prompt = render(source, messages[:i], special_texts, add_generation_prompt=True)[0]
-        lead = full[len(prompt) : start]
-        added = THOUGHT.fullmatch(lead) and lead.strip() not in message["content"]
-        if full.startswith(prompt) and not (start == len(before) and added):
-            start = min(start, len(prompt))
+        lead = full[len(prompt) : start] if full.startswith(prompt) else ""
+        added = start == len(before) and THOUGHT.fullmatch(lead)
+        if lead and not (added and lead.strip() not in message["content"]):
+            start = len(prompt)
         spans.append((start, end))
     return spans
 

@@ -152,7 +152,8 @@ def refuse_model(path: str, flag: str) -> None:
         if name == "config.json" and file != path and _is_of_a_run(file):
             continue
         if any(fnmatch(name, pattern) for pattern in KEPT_FILES):
-            raise UserError(f"{flag} {path} holds a model ({name}): give another place")
+            what = "is a file" if file == path else f"holds {name}"
+            raise UserError(f"{flag} {path} {what} of a model: give another place")
 
 
 def _is_of_a_run(config: str) -> bool:

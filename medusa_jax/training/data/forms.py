@@ -24,6 +24,9 @@ def turns_of(record: object, answered: bool = True) -> tuple[str, list[object]]:
     fields: dict[str, object] = record if isinstance(record, dict) else {}
     if name := chat.field_of(fields, TURNS):
         found = fields[name]
+        if isinstance(found, dict) and all(isinstance(x, list) for x in found.values()):
+            # A list of structs, as `datasets` keeps some: a list of each field.
+            found = [dict(zip(found, row)) for row in zip(*found.values())]
         turns = list(found) if isinstance(found, list) else []
         first = next((turn for turn in turns if isinstance(turn, dict)), {})
         keys = [chat.field_of(first, names) for names in (chat.ROLES_IN, chat.TEXTS_IN)]

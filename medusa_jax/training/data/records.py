@@ -1,6 +1,7 @@
 """The samples of a source, each read when it is used, so that a bad one fails alone."""
 
 import collections
+import glob
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -89,7 +90,7 @@ def _dataset(source: str, pack: DataConfig) -> Sequence[object]:
 
     try:
         if os.path.isfile(source):
-            records = datasets.Dataset.from_parquet(source)
+            records = datasets.Dataset.from_parquet(glob.escape(source))
         else:
             records = datasets.load_dataset(source, split=pack.split)
     except Exception as error:  # the library raises many types for missing, gated, offline
