@@ -2,8 +2,8 @@
 
 The template determines these tokens: the text between `{% generation %}` and `{% endgeneration %}`, if it has such
 blocks (all shipped templates do). Otherwise the template is rendered with a stand-in for each answer, which shows
-where it is in the text of the whole conversation (`_spans_by_stand_in`). An end-of-text token directly after an assistant turn
-counts, so that the model learns to stop.
+where it is in the text of the whole conversation (`_spans_by_stand_in`). An end-of-text token directly after an
+assistant turn counts, so that the model learns to stop.
 """
 
 import re
@@ -176,8 +176,7 @@ def encode_prompt(
     """Ids of a conversation up to the assistant's next turn, BOS included.
 
     The same ids as those of `encode_conversation` before that answer, unless the template begins a thought or
-    removes earlier ones. Special tokens that are spelled out in a
-    message are read as text.
+    removes earlier ones. Special tokens that are spelled out in a message are read as text.
 
     Args:
       messages: a conversation that ends with a user turn, or one user turn as a string.
@@ -321,9 +320,9 @@ def _spans_by_stand_in(
 ) -> list[Span]:
     """Assistant spans of a template without generation blocks, within its text of the whole conversation.
 
-    Each answer is replaced by a stand-in, which shows where the template writes it; after it
-    comes what a conversation that ends with it ends with. What the template writes after the generation prompt
-    counts as well, as the model has to write it, but no empty thought that the message does not have.
+    Each answer is replaced by a stand-in, which shows where the template writes it. The turn's end is what ends a
+    conversation of these turns. What the template writes after the generation prompt counts as well, as the model
+    has to write it, but not an empty thought that the message does not have.
 
     Example (Qwen3): "...<|im_start|>assistant\n<think>\n\n</think>\n\n[Yo<|im_end|>\n]".
     """

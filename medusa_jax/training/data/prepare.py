@@ -205,9 +205,8 @@ class Encoder:
             record = {k: v for k, v in fields.items() if k == field or k not in TURNS}
         form, turns = ("", []) if self.kind == "text" else turns_of(record)
         if form:
-            found = self.conversation(
-                turns, bool(fields.get("cut"))
-            )  # as `distill` marks it
+            cut = bool(fields.get("cut"))  # as `distill` marks it
+            found = self.conversation(turns, cut)
         elif self.kind == "text" or isinstance(record, str) or "text" in fields:
             form, found = "text", self.text(fields.get("text", record))
         else:

@@ -64,20 +64,15 @@ def _json_records(source: str) -> Sequence[object]:
         raise UserError(f"cannot read {source}: {error.strerror}") from error
     lines = [Line(n, line) for n, line in enumerate(data.splitlines(), 1) if line.strip()]
     try:
-        if lines and isinstance(parsed(lines[0]), dict):
-            return lines
-    except UserError:
-        pass  # the first line of a list, or a bad one
-    try:
         whole = json.loads(decode_text(data))
     except (ValueError, RecursionError) as error:
-        if (
-            source.lower().endswith(".json")
-            and data.lstrip(b"\xef\xbb\xbf\r\n\t ")[:1] == b"["
-        ):
+        first = data.lstrip(b"\xef\xbb\xbf\r\n\t ")[:1]
+        if first == b"[" and source.lower().endswith(".json"):
             raise UserError(f"{source} cannot be read: {error}") from error
         return lines
-    return whole if isinstance(whole, list) else [whole]
+    if isinstance(whole, list):
+        return whole
+    return lines if len(lines) == 1 else [whole]
 
 
 def _dataset(source: str, pack: DataConfig) -> Sequence[object]:
