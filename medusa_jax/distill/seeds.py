@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from medusa_jax import hosts
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.interop import chat
 from medusa_jax.training.data import forms, records
 
 MODES = ("continue", "multi_turn", "self_talk")
@@ -51,7 +50,7 @@ def read_seed(number: int, record: object) -> Seed:
     if isinstance(record.get("turns"), list):
         turns = tuple(t for t in record["turns"] if isinstance(t, str) and t.strip())
         return Seed(number, turns=turns)
-    name = chat.field_of(record, (*forms.TURNS, "prompt_ids", "prompt"))
+    name = forms.field_of(record, (*forms.TURNS, "prompt_ids", "prompt"))
     prompt = record.get(name)
     if isinstance(prompt, str):
         return Seed(number, prompt, turns=(prompt,) if prompt.strip() else ())
@@ -59,7 +58,7 @@ def read_seed(number: int, record: object) -> Seed:
         return Seed(number, prompt if all(isinstance(i, int) for i in prompt) else "")
     texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
     for turn in forms.turns_of(record, answered=False)[1]:
-        message, _ = chat.read_turn(turn)
+        message, _ = forms.parse_turn(turn)
         if message and message["content"].strip():
             texts[message["role"]].append(message["content"])
     return Seed(number, system=(texts["system"] or [""])[0], turns=tuple(texts["user"]))

@@ -8,7 +8,7 @@ assistant turn counts, so that the model learns to stop.
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from medusa_jax.errors import UserError, did_you_mean
@@ -45,13 +45,7 @@ MESSAGE_ROLES = {
     "system": "system",
     "developer": "system",
 }
-# Roles in training data, compared in lower case, and the fields of a turn.
-DATA_ROLES = MESSAGE_ROLES | dict.fromkeys(("human", "prompter"), "user")
-DATA_ROLES |= dict.fromkeys(
-    ("gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", "chatbot"), "assistant"
-)
-ROLES_IN, TEXTS_IN = ("role", "from"), ("content", "value", "text")
-THOUGHTS_IN = ("reasoning_content", "reasoning", "thinking")
+
 
 # Variables of templates in addition to the messages.
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -61,54 +55,7 @@ class SampleError(UserError):
     """A conversation is unusable; a trainer skips it and counts the reason."""
 
 
-def parse_turns(turns: Sequence[object]) -> tuple[list[Message], str]:
-    """Parse turns of training data, `[{"from": "human", "value": ...}, ...]` -> (messages, "") or ([], reason).
-
-    Assistant turns before the first user turn (ShareGPT has many such conversations) and user turns after the last
-    answer are dropped.
-    """
-    messages: list[Message] = []
-    for turn in turns:
-        message, problem = read_turn(turn)
-        if problem:
-            return [], problem
-        messages.append(message)
-    system = messages[:1] if messages and messages[0]["role"] == "system" else []
-    rest = messages[len(system) :]
-    while rest and rest[0]["role"] == "assistant":
-        rest = rest[1:]
-    while rest and rest[-1]["role"] == "user":
-        rest = rest[:-1]
-    if not rest:
-        return [], "no answered user turn"
-    for i, message in enumerate(rest):
-        if message["role"] != ("user", "assistant")[i % 2]:
-            return [], "roles do not alternate"
-        if not message["content"].strip():
-            return [], f"an empty {message['role']} turn"
-    return system + rest, ""
-
-
-def read_turn(turn: object) -> tuple[Message, str]:
-    """(message, "") of a turn of training data, or ({}, reason)."""
-    fields: Json = turn if isinstance(turn, dict) else {}
-    role_field = field_of(fields, ROLES_IN) or ROLES_IN[0]
-    text_field = field_of(fields, TEXTS_IN) or TEXTS_IN[0]
-    if isinstance(role := fields.get(role_field), str):
-        fields = fields | {role_field: role.strip().lower()}
-    message, problem = _turn(fields, role_field, text_field, DATA_ROLES)
-    thoughts = {
-        name: fields[name] for name in THOUGHTS_IN if isinstance(fields.get(name), str)
-    }
-    return message | (thoughts if message else {}), problem
-
-
-def field_of(record: Json, names: Sequence[str]) -> str:
-    """The first of these fields that a record has, "" if none; data sets fill others with None."""
-    return next((name for name in names if record.get(name) is not None), "")
-
-
-def _turn(
+def read_turn(
     turn: object, role_field: str, text_field: str, roles: dict[str, str]
 ) -> tuple[Message, str]:
     """(message, "") of a turn, or ({}, reason)."""
@@ -209,7 +156,7 @@ def _turns_to_answer(messages: str | list[Message]) -> list[Message]:
     )
     if not isinstance(turns, list) or not turns:
         raise UserError("messages should be a list of turns, with at least one")
-    parsed = [_turn(turn, "role", "content", MESSAGE_ROLES) for turn in turns]
+    parsed = [read_turn(turn, "role", "content", MESSAGE_ROLES) for turn in turns]
     if problem := next((problem for _, problem in parsed if problem), ""):
         raise UserError(f"messages: {problem}")
     if parsed[-1][0]["role"] != "user":

@@ -19,7 +19,7 @@ from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.repetition import repeated_ngram_share
 from medusa_jax.training.data import given_states, records
-from medusa_jax.training.data.forms import TURNS, turns_of
+from medusa_jax.training.data.forms import TURNS, parse_turns, turns_of
 from medusa_jax.training.data.rows import ARRAYS, REPORT, TokenRows, write_tokens
 from medusa_jax.whole_files import Json, checksum, replacing, write_json
 
@@ -235,7 +235,7 @@ class Encoder:
 
     def conversation(self, turns: list[object], cut: bool) -> Encoded:
         """Encode a conversation: only the assistant's tokens count."""
-        messages, problem = chat.parse_turns(turns)
+        messages, problem = parse_turns(turns)
         if problem:
             return Encoded(problem)
         ids, counted = chat.encode_conversation(
