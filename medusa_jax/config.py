@@ -94,9 +94,9 @@ class LoraConfig:
 class DataConfig:
     """Where training text comes from and how it becomes rows of tokens.
 
-    `source` is a .jsonl/.json file, a .txt file, a directory with `tokens.npy` (see `training/data/rows.py`) or
-    with text files (.txt, .md, .py; a sample each) or hidden states (`training/data/given_states.py`), or a
-    Hugging Face dataset id. Several are separated by
+    `source` is a .jsonl/.json file, a .parquet or .txt file, a directory with `tokens.npy` (see
+    `training/data/rows.py`), with parquet or text files (.txt, .md, .py; a sample each) or hidden states
+    (`training/data/given_states.py`), or a Hugging Face dataset id; `training/data/forms.py` has the fields. Several are separated by
     commas: each is packed, cached and limited to `max_samples` separately, then their rows are shuffled together.
     `format`: "auto", "text", "sharegpt", "messages" or "tokens".
     """

@@ -1,4 +1,4 @@
-"""Atomic writes: a file or directory appears complete, or not at all."""
+"""Read text in UTF-8; atomic writes: a file or directory appears complete, or not at all."""
 
 import json
 import os
@@ -78,6 +78,45 @@ def _remove(path: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.exists(path):
         os.remove(path)
+
+
+def decode_text(data: bytes | bytearray) -> str:
+    """UTF-8 as text with line breaks as \\n, without byte order marks at its start.
+
+    Raises:
+      UnicodeDecodeError: another encoding; its `reason` gives the line.
+    """
+    utf_16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")
+    try:
+        if utf_16 or 0 in data:  # text has no zero bytes, UTF-16 without its mark has
+            at = 0 if utf_16 else data.index(0)
+            reason = "UTF-16" if utf_16 else "a zero byte"
+            raise UnicodeDecodeError("utf-8", data, at, at + 1, reason)
+        text = data.decode().lstrip("\ufeff")
+    except UnicodeDecodeError as error:
+        error.reason += f" in line {data.count(10, 0, error.start) + 1}"
+        raise
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_text(path: str | Path, name: str = "") -> str:
+    """Read a text file by `decode_text`.
+
+    Args:
+      name: what messages call the file.
+
+    Raises:
+      UserError: not readable, or not UTF-8.
+    """
+    try:
+        return decode_text(Path(path).read_bytes())
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"cannot read {name or path}: not UTF-8 ({error.reason})"
+        ) from error
+    except (OSError, ValueError) as error:  # of names with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read {name or path}: {reason}") from error
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -6,11 +6,24 @@ import os
 import numpy as np
 import pytest
 from damages import ARRAY_DAMAGES
+from tiny import write_tokenizer
 
 from medusa_jax import whole_files
+from medusa_jax.api import Options
+from medusa_jax.commands.decode import main as decode
+from medusa_jax.commands.requests import read_requests, shared_options
+from medusa_jax.commands.serve_run import read_key
+from medusa_jax.config import DataConfig
+from medusa_jax.distill.seeds import read_seeds
 from medusa_jax.errors import UserError
+from medusa_jax.interop.tensors import read_json
+from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.training.data import records
+from medusa_jax.tree import load_tree_file
 from medusa_jax.whole_files import (
+    decode_text,
     read_array,
+    read_text,
     replacing,
     write_array,
     write_json,
@@ -26,6 +39,93 @@ def test_what_is_written_reads_back(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text())["text"].startswith("\ud800")
     assert np.load(tmp_path / "a.npy").tolist() == [0, 1, 2, 3, 4]
     assert len(os.listdir(tmp_path)) == 3
+
+
+def constraint(kind):
+    def read(path):
+        flags = ["--prompt", "a", "--constraint", f"{kind}:{path}"]
+        return Options(**shared_options(decode.parse(flags))).constraint
+
+    return read
+
+
+def template(path):
+    write_tokenizer(path.parent)
+    file = path.parent / "tokenizer.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    return load_tokenizer(str(path.parent)).chat_template
+
+
+def samples(path):
+    return [records.parsed(r) for r in records.read_records(str(path), DataConfig())]
+
+
+def seeds(path):
+    return read_seeds(str(path), "train", 0)
+
+
+def requests(path):
+    return read_requests(decode.parse(["--prompts_file", str(path)]))
+
+
+LINES = '{"prompt": "grüße"}\n{"prompt": "b\u2028c"}\n'
+# Whatever reads a text that people write: the file, its text, its reader.
+READERS = {
+    "text": ("a.txt", "grüße\nb\n", lambda path: read_text(path)),
+    "json": ("config.json", '{"a":\n 1}', lambda path: read_json(str(path))),
+    "template": ("chat_template.jinja", "{{ 'ü' }}\nb", template),
+    "tree": ("tree.json", "[[0],\n [1]]", load_tree_file),
+    "requests": ("r.jsonl", LINES, requests),
+    "schema": ("s.json", '{"const":\n "ü"}', constraint("json_schema")),
+    "grammar": ("g.lark", 'start: "ü"\n', constraint("grammar")),
+    "key": ("key", "abc\n", lambda path: read_key(str(path))),
+    "lines": ("a.jsonl", LINES, samples),
+    "list": ("a.json", '[{"text":\n "ü"}]', samples),
+    "document": ("a.txt", "grüße\nb", samples),
+    "directory": ("b/c.md", "grüße\nb", lambda path: samples(path.parent)),
+    "seeds": ("a.jsonl", LINES, seeds),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_marks_and_line_breaks_of_other_systems(tmp_path, name):
+    """A byte order mark, or two, and line breaks of Windows: the value of the plain file."""
+    file, text, read = READERS[name]
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(text.encode())
+    want = read(path)
+    for content in (text.encode("utf-8-sig"), 2 * b"\xef\xbb\xbf" + text.encode(),
+                    text.replace("\n", "\r\n").encode("utf-8-sig")):  # fmt: skip
+        path.write_bytes(content)
+        assert read(path) == want, content
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", [name for name in READERS if name != "directory"])
+def test_other_encodings_are_refused(tmp_path, name, encoding):
+    file, text, read = READERS[name]
+    path = tmp_path / file
+    path.write_bytes(text.encode(encoding))
+    with pytest.raises(UserError, match=r"UTF-|utf-8"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"a\nb\ngr\xfc\xdfe\n", "invalid start byte in line 3"),
+        ("\ufeffa\n".encode() + b"\xe2\x82", "unexpected end of data in line 2"),
+        (b"a\n\n\0", "a zero byte in line 3"),
+        ("a\nb".encode("utf-16"), "UTF-16 in line 1"),
+    ],
+)
+def test_what_is_not_utf_8_is_named_by_its_line(tmp_path, data, reason):
+    with pytest.raises(UnicodeDecodeError, match=reason):
+        decode_text(data)
+    (tmp_path / "a.txt").write_bytes(data)
+    with pytest.raises(UserError, match=rf"cannot read .*a\.txt: not UTF-8 \({reason}\)"):
+        read_text(tmp_path / "a.txt")
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), ValueError()])

@@ -16,7 +16,7 @@ from medusa_jax.api.batching import equal_batches
 from medusa_jax.commands.chat import Chat
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_report import LEGEND, coloured, describe, summary
-from medusa_jax.commands.flags import load_model, parse_mesh
+from medusa_jax.commands.flags import file_to_write, load_model, parse_mesh
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.console import (
     announced,
@@ -92,6 +92,8 @@ def check_flags(flags: Flags, talking: bool) -> None:
         raise UserError("--logprobs is shown in JSON only: give --json or --prompts_file")
     if flags.save_drafts and (flags.json or flags.prompts_file or talking):
         raise UserError("--save_drafts draws one text as it is shown: give --prompt alone")
+    if flags.save_drafts:
+        file_to_write(flags.save_drafts, "--save_drafts")
 
 
 def give_way_to_demo(flags: Flags) -> Flags:

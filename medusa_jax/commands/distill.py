@@ -20,7 +20,6 @@ ends all after the same batch.
 """
 
 import dataclasses
-import json
 import os
 import signal
 import time
@@ -104,13 +103,15 @@ class Flags(TextOptions, HostFlags, ModelFlags):
 
 def warn_if_quantised(model: str | None) -> None:
     """The paper advises against a quantised teacher: its answers are not the model's own."""
+    from medusa_jax.interop.tensors import read_json
+
     if not model or not os.path.isdir(model):
         return
     found: str | None = None
     for name in ("config.json", "recipe.json"):
         try:
-            content = json.loads((Path(model) / name).read_text())
-        except (OSError, ValueError):
+            content = read_json(os.path.join(model, name))
+        except UserError:
             continue
         if name == "config.json":
             found = found or (content.get("quantization_config") or {}).get("quant_method")
@@ -130,6 +131,7 @@ def run(flags: Flags) -> int:
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.distill.compose import composed_seeds
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
+    from medusa_jax.interop.hub import refuse_model
 
     if bool(flags.prompts) + (flags.ask > 0) + (flags.compose > 0) != 1:
         raise UserError(
@@ -149,6 +151,7 @@ def run(flags: Flags) -> int:
     if mode == "continue":
         seeds = [s for s in seeds if s.prompt]
     use_compilation_cache()
+    refuse_model(flags.out, "--out")
     with hosts.locked(flags.out):
         return answer(flags, mode, seeds)
 

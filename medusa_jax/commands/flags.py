@@ -292,11 +292,14 @@ def file_to_write(path: str, flag: str) -> Path:
     """A result's file, checked before the work that leads to it.
 
     Raises:
-      UserError: it is a directory.
+      UserError: it is a directory, or a file of a model.
     """
+    from medusa_jax.interop.hub import refuse_model  # here, not for --help
+
     file = Path(path)
     if file.is_dir():
         raise UserError(f"{flag} {path} is a directory: name a file")
+    refuse_model(path, flag)
     file.parent.mkdir(parents=True, exist_ok=True)
     return file
 

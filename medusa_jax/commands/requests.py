@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from medusa_jax.api import Options
@@ -13,7 +12,7 @@ from medusa_jax.commands.flags import token_ids
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.names import named
-from medusa_jax.whole_files import Json
+from medusa_jax.whole_files import Json, read_text
 
 # What a request continues or answers, one of these.
 PROMPTS = ("prompt", "prompt_ids", "messages")
@@ -58,10 +57,7 @@ def _constraint(text: str) -> Constraint | None:
         return None
     kind, _, value = text.partition(":")
     if kind in ("json_schema", "grammar"):
-        try:
-            value = Path(value).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--constraint: cannot read {value!r}: {error}") from error
+        value = read_text(value, f"{value!r} of --constraint")
     made: Json = {"json_object": True, "choice": value.split("|")}
     return constraint_of({kind: made.get(kind, value)})
 
@@ -82,11 +78,8 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
     if path is None:
         text = read_stdin() if flags.prompt == "-" else flags.prompt
         return [text], [_one(flags, shared)]
-    try:
-        # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+    # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
+    lines = read_text(path).split("\n")
     prompts, options = [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -126,7 +119,7 @@ def read_stdin() -> str:
       UserError: it is closed, or no text.
     """
     try:
-        return sys.stdin.read()
+        return sys.stdin.read().lstrip("\ufeff")
     except (OSError, UnicodeDecodeError) as error:
         why = "it is closed" if isinstance(error, OSError) else error
         raise UserError(f"cannot read standard input: {why}") from error

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
 from medusa_jax.api import Model
 from medusa_jax.api.device_tree import trees_by_rows
@@ -21,6 +20,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.conversation import PLAIN
 from medusa_jax.interop.chat import template_source
 from medusa_jax.serving import Server, row_sizes
+from medusa_jax.whole_files import read_text
 
 KEY = "MEDUSA_API_KEY"
 
@@ -120,10 +120,7 @@ def read_key(file: str | None) -> str:
             return ""
     else:
         where = f"--api_key_file {file}"
-        try:
-            key = Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read {where}: {error}") from error
+        key = read_text(file, where)
     key = key.strip()
     if not key:
         raise UserError(f"{where} holds no key")

@@ -46,7 +46,7 @@ class TurnInput:
         except (OSError, UnicodeDecodeError) as error:
             why = "it is closed" if isinstance(error, OSError) else error
             raise UserError(f"cannot read standard input: {why}") from error
-        text = "\n".join(lines).strip()
+        text = "\n".join(lines).lstrip("\ufeff").strip()
         self._remember(text)
         return text
 

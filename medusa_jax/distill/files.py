@@ -14,7 +14,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import covered
 from medusa_jax.interop import chat
 from medusa_jax.training.data.rows import write_tokens
-from medusa_jax.whole_files import Json, write_json
+from medusa_jax.whole_files import Json, read_text, write_json
 
 if TYPE_CHECKING:
     from medusa_jax.api.model import Model
@@ -86,7 +86,7 @@ def check_settings(out: Path, settings: Json) -> None:
     path = out / "settings.json"
     if path.exists():
         try:
-            before = dict(json.loads(path.read_text()))
+            before = dict(json.loads(read_text(path)))
         except (ValueError, TypeError) as error:
             raise UserError(f"{path} is damaged ({error}): use another --out") from error
         for name in sorted(settings | before):

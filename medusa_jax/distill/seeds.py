@@ -10,11 +10,12 @@ Three modes:
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 
+from medusa_jax import hosts
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.interop import chat
+from medusa_jax.training.data import forms, records
 
 MODES = ("continue", "multi_turn", "self_talk")
 
@@ -41,60 +42,54 @@ class Seed:
 def read_seed(number: int, record: object) -> Seed:
     """Parse a record of any common format; an unusable one gives a seed without turns and prompt.
 
-    `{"prompt": ...}`, `{"prompt_ids": [...]}`, `{"turns": [...]}` (MT-bench),
-    `{"messages": [...]}` (OpenAI, UltraChat) or `{"conversations": [...]}` (ShareGPT).
+    `{"prompt": ...}`, `{"prompt_ids": [...]}`, `{"turns": [...]}` (MT-bench), or a form of training data
+    (`training/data/forms.py`).
     """
     if not isinstance(record, dict):
         return Seed(number)
     if isinstance(record.get("turns"), list):
         turns = tuple(t for t in record["turns"] if isinstance(t, str) and t.strip())
         return Seed(number, turns=turns)
-    for field, role_field, text_field, roles in (
-        ("messages", "role", "content", chat.MESSAGE_ROLES),
-        ("conversations", "from", "value", chat.SHAREGPT_ROLES),
-    ):
-        conversation = record.get(field)
-        if not isinstance(conversation, list):
-            continue
-        texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
-        for turn in conversation:
-            role = roles.get(str(turn.get(role_field))) if isinstance(turn, dict) else None
-            text = turn.get(text_field) if role else None
-            if role and isinstance(text, str) and text.strip():
-                texts[role].append(text)
-        system = texts["system"][0] if texts["system"] else ""
-        return Seed(number, system=system, turns=tuple(texts["user"]))
-    prompt = record.get("prompt_ids", record.get("prompt", ""))
+    name = forms.field_of(record, (*forms.TURNS, "prompt_ids", "prompt"))
+    prompt = record.get(name)
     if isinstance(prompt, str):
         return Seed(number, prompt, turns=(prompt,) if prompt.strip() else ())
-    if isinstance(prompt, list) and all(isinstance(i, int) for i in prompt):
-        return Seed(number, prompt)
-    return Seed(number)
+    if name == "prompt_ids" and isinstance(prompt, list):
+        return Seed(number, prompt if all(isinstance(i, int) for i in prompt) else "")
+    texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
+    for turn in forms.turns_of(record, answered=False)[1]:
+        message, _ = forms.parse_turn(turn)
+        if message and message["content"].strip():
+            texts[message["role"]].append(message["content"])
+    return Seed(number, system=(texts["system"] or [""])[0], turns=tuple(texts["user"]))
 
 
 def read_seeds(source: str, split: str, limit: int) -> list[Seed]:
-    """All seeds of a file or hub dataset.
+    """All seeds of a file or hub dataset; says which records ask nothing.
 
     Raises:
       UserError: unreadable, or no usable seed.
     """
     from medusa_jax.config import DataConfig
-    from medusa_jax.training.data.prepare import read_records
 
-    records = read_records(source, DataConfig(split=split, max_samples=limit))
-    seeds = []
-    for number, record in enumerate(records):
-        if isinstance(record, str):
-            try:
-                record = json.loads(record)
-            except ValueError:
-                record = None
-        seeds.append(read_seed(number, record))
-    if not any(s.turns or s.prompt for s in seeds):
+    found = records.read_records(source, DataConfig(split=split, max_samples=limit))
+    seeds, problems = [], {}
+    for number, record in enumerate(found):
+        try:
+            seed, problem = read_seed(number, records.parsed(record)), "nothing to ask"
+        except UserError as error:
+            seed, problem = Seed(number), str(error)
+        seeds.append(seed)
+        if not (seed.turns or seed.prompt):
+            problems[number] = problem
+    reasons = records.skipped(problems, found)
+    if len(problems) == len(seeds):
         raise UserError(
-            f"{source} has no seeds: records need prompt, prompt_ids, turns, messages or "
-            "conversations"
+            f"{source} has no seeds: records need prompt, prompt_ids, turns, messages, "
+            f"conversations or a question ({reasons})"
         )
+    if problems and hosts.first():
+        inform(f"{source}: {len(problems)} of {len(seeds)} records skipped ({reasons})")
     return seeds
 
 

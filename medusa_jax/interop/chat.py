@@ -1,9 +1,9 @@
 """Convert conversations to token ids and mark the tokens that the assistant has to produce.
 
 The template determines these tokens: the text between `{% generation %}` and `{% endgeneration %}`, if it has such
-blocks (all shipped templates do). Otherwise the template is rendered turn by turn, and the text that an assistant
-turn adds after the generation prompt is the assistant's. An end-of-text token directly after an assistant turn
-counts, so that the model learns to stop.
+blocks (all shipped templates do). Otherwise the template is rendered with a stand-in for each answer, which shows
+where it is in the text of the whole conversation (`_spans_by_stand_in`). An end-of-text token directly after an
+assistant turn counts, so that the model learns to stop.
 """
 
 import re
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.interop.literal_text import Message, Span, literal_text
+from medusa_jax.interop.literal_text import PRIVATE, Message, Span, literal_text
 from medusa_jax.interop.rendering import Renderer
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.whole_files import Json
@@ -34,17 +34,10 @@ TURN_ENDS = {"llama3": "<|eot_id|>", "chatml": "<|im_end|>"}
 RENDERER = Renderer()
 
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "system": "system",
-}
+# An empty thought, or the rest of one that the generation prompt begins: "<think>\n\n</think>\n\n".
+THOUGHT = re.compile(
+    r"\s*(?:[<\[][^<>\[\]]*th(?:ink|ought)[^<>\[\]]*[>\]]\s*)+", re.IGNORECASE
+)
 
 MESSAGE_ROLES = {
     "user": "user",
@@ -62,49 +55,7 @@ class SampleError(UserError):
     """A conversation is unusable; a trainer skips it and counts the reason."""
 
 
-def parse_sharegpt(record: object) -> tuple[list[Message], str]:
-    """`{"conversations": [{"from": "human", "value": ...}, ...]}` -> (messages, "").
-
-    An unusable conversation gives ([], reason). Assistant turns before the first user turn (ShareGPT has many such
-    conversations) and user turns after the last answer are dropped.
-    """
-    return _parse(record, "conversations", "from", "value", SHAREGPT_ROLES)
-
-
-def parse_messages(record: object) -> tuple[list[Message], str]:
-    """`{"messages": [{"role": "user", "content": ...}, ...]}` -> (messages, "") or ([], reason)."""
-    return _parse(record, "messages", "role", "content", MESSAGE_ROLES)
-
-
-def _parse(
-    record: object, field: str, role_field: str, text_field: str, roles: dict[str, str]
-) -> tuple[list[Message], str]:
-    turns = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(turns, list):
-        return [], f"no list {field!r}"
-    messages: list[Message] = []
-    for turn in turns:
-        message, problem = _turn(turn, role_field, text_field, roles)
-        if problem:
-            return [], problem
-        messages.append(message)
-    system = messages[:1] if messages and messages[0]["role"] == "system" else []
-    rest = messages[len(system) :]
-    while rest and rest[0]["role"] == "assistant":
-        rest = rest[1:]
-    while rest and rest[-1]["role"] == "user":
-        rest = rest[:-1]
-    if not rest:
-        return [], "no answered user turn"
-    for i, message in enumerate(rest):
-        if message["role"] != ("user", "assistant")[i % 2]:
-            return [], "roles do not alternate"
-        if not message["content"].strip():
-            return [], f"an empty {message['role']} turn"
-    return system + rest, ""
-
-
-def _turn(
+def read_turn(
     turn: object, role_field: str, text_field: str, roles: dict[str, str]
 ) -> tuple[Message, str]:
     """(message, "") of a turn, or ({}, reason)."""
@@ -150,7 +101,7 @@ def encode_conversation(
     messages = hidden or messages
     text, spans = render(source, messages, tokenizer.special_texts)
     if not MARKED.search(source):
-        spans = _spans_by_prefix(source, messages, tokenizer.special_texts, text)
+        spans = _spans_by_stand_in(source, messages, tokenizer.special_texts, text)
     ids, offsets = tokenize(tokenizer, text, hidden is not None)
     counted = [0] * len(ids)
     for span in spans:
@@ -171,8 +122,8 @@ def encode_prompt(
 ) -> list[int]:
     """Ids of a conversation up to the assistant's next turn, BOS included.
 
-    The same ids as those of `encode_conversation` before that answer. Special tokens that are spelled out in a
-    message are read as text.
+    The same ids as those of `encode_conversation` before that answer, unless the template begins a thought or
+    removes earlier ones. Special tokens that are spelled out in a message are read as text.
 
     Args:
       messages: a conversation that ends with a user turn, or one user turn as a string.
@@ -205,7 +156,7 @@ def _turns_to_answer(messages: str | list[Message]) -> list[Message]:
     )
     if not isinstance(turns, list) or not turns:
         raise UserError("messages should be a list of turns, with at least one")
-    parsed = [_turn(turn, "role", "content", MESSAGE_ROLES) for turn in turns]
+    parsed = [read_turn(turn, "role", "content", MESSAGE_ROLES) for turn in turns]
     if problem := next((problem for _, problem in parsed if problem), ""):
         raise UserError(f"messages: {problem}")
     if parsed[-1][0]["role"] != "user":
@@ -311,27 +262,44 @@ def render(
     return answer["text"], [(start, end) for start, end in answer["spans"]]
 
 
-def _spans_by_prefix(
+def _spans_by_stand_in(
     source: str, messages: list[Message], special_texts: dict[str, str], full: str
 ) -> list[Span]:
-    """Assistant spans of a template without generation blocks, from renderings of growing prefixes.
+    """Assistant spans of a template without generation blocks, within its text of the whole conversation.
 
-    With p = text of messages[:i] plus generation prompt and q = text of messages[:i+1], the assistant turn i is
-    the part of q after p. This requires that p is a prefix of q and q of the whole text, which is checked: some
-    templates rewrite earlier turns.
+    Each answer is replaced by a stand-in, which shows where the template writes it. The turn's end is what ends a
+    conversation of these turns. What the template writes after the generation prompt counts as well, as the model
+    has to write it, but not an empty thought that the message does not have.
+
+    Example (Qwen3): "...<|im_start|>assistant\n<think>\n\n</think>\n\n[Yo<|im_end|>\n]".
     """
-    spans = []
+    spans, mark = [], f"{chr(secrets.choice(PRIVATE))}{secrets.token_hex(16)}"
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = render(source, messages[:i], special_texts, add_generation_prompt=True)[0]
-        after = render(source, messages[: i + 1], special_texts)[0]
-        if not (after.startswith(before) and full.startswith(after)):
+        upto = [*messages[:i], message | {"content": mark}]
+        last = render(source, upto, special_texts)[0]
+        whole = [*upto, *messages[i + 1 :]]
+        text = last if whole == upto else render(source, whole, special_texts)[0]
+        before, found, after = text.partition(mark)
+        if not found:
+            continue  # the template leaves this answer out
+        if mark in after or not full.endswith(after):
             raise SampleError(
-                "the chat template has no generation marks and rewrites earlier turns, so the "
-                "assistant's part cannot be identified; name a shipped template"
+                "the chat template has no generation marks and shows an answer several times or changes other text "
+                "with it, so the assistant's part cannot be identified; name a shipped template"
             )
-        spans.append((len(before), len(after)))
+        end = len(full) - len(after)
+        pairs = enumerate(zip(before, full[:end]))
+        start = next((at for at, (a, b) in pairs if a != b), min(len(before), end))
+        closing = last.partition(mark)[2]
+        end += len(closing) if after.startswith(closing) else 0
+        prompt = render(source, messages[:i], special_texts, add_generation_prompt=True)[0]
+        lead = full[len(prompt) : start] if full.startswith(prompt) else ""
+        added = start == len(before) and THOUGHT.fullmatch(lead)
+        if lead and not (added and lead.strip() not in message["content"]):
+            start = len(prompt)
+        spans.append((start, end))
     return spans
 
 

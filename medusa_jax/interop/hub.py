@@ -2,15 +2,23 @@
 
 import os
 import re
+from fnmatch import fnmatch
 
 from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.gguf import converted
 from medusa_jax.interop.names import NAMES, file_of, named
+from medusa_jax.interop.tensors import read_json
 
 MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+# Files of models and heads, which no result may replace.
+KEPT_FILES = (
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "config.json", "*_config.json",
+    "heads.json", "tokenizer.json", "*.model", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+    "merges.txt", "*.jinja",
+)  # fmt: skip
 
 
 def resolve(
@@ -129,3 +137,28 @@ def push(directory: str, repo: str) -> None:
             f"{directory} could not be uploaded to {repo} ({type(error).__name__}: {first_line})"
             ": run `hf auth login`, then upload the directory again"
         ) from error
+
+
+def refuse_model(path: str, flag: str) -> None:
+    """Refuse a place for results that is a file of a model or of heads, or a directory that holds one.
+
+    Raises:
+      UserError: names the file.
+    """
+    names = os.listdir(path) if os.path.isdir(path) else ()
+    files = [os.path.join(path, name) for name in sorted(names)]
+    for file in files or [path] * os.path.isfile(path):
+        name = os.path.basename(file).lower()
+        if name == "config.json" and file != path and _is_of_a_run(file):
+            continue
+        if any(fnmatch(name, pattern) for pattern in KEPT_FILES):
+            what = "is a file" if file == path else f"holds {name}"
+            raise UserError(f"{flag} {path} {what} of a model: give another place")
+
+
+def _is_of_a_run(config: str) -> bool:
+    """Whether a config.json is the one of a training run, damaged ones included."""
+    try:
+        return "train" in read_json(config)
+    except UserError:
+        return True

@@ -44,10 +44,10 @@ class LiteralText:
 
     def hide(self, messages: list[Message]) -> list[Message] | None:
         """The messages with stand-ins, or None if no message spells out a special token."""
-        if not any(self._special.search(m["content"]) for m in messages):
+        if not any(self._special.search(text) for m in messages for text in m.values()):
             return None
         return [
-            m | {"content": _replace(self._special, self._hidden, m["content"])}
+            {name: _replace(self._special, self._hidden, text) for name, text in m.items()}
             for m in messages
         ]
 

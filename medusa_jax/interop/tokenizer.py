@@ -8,7 +8,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
 from medusa_jax.interop.sentencepiece_files import check_whole
 from medusa_jax.interop.tensors import optional_json
-from medusa_jax.whole_files import Json
+from medusa_jax.whole_files import Json, read_text
 
 BROKEN = "\ufffd"
 # Files from which transformers builds a tokenizer without tokenizer.json.
@@ -198,8 +198,9 @@ def _backend(directory: str) -> Any:
     if os.path.isfile(file):
         import tokenizers
 
+        text = read_text(file)
         try:
-            return tokenizers.Tokenizer.from_file(file)
+            return tokenizers.Tokenizer.from_str(text)
         except (KeyboardInterrupt, SystemExit):
             raise
         # The library raises Exception, and BaseException for panics of its Rust code.
@@ -237,11 +238,7 @@ def _backend(directory: str) -> Any:
 def _chat_template(directory: str, settings: Json) -> str:
     file = os.path.join(directory, "chat_template.jinja")
     if os.path.isfile(file):
-        try:
-            with open(file, encoding="utf-8") as f:
-                return f.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file} cannot be read: {error.args[-1]}") from error
+        return read_text(file)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

@@ -18,6 +18,7 @@ from medusa_jax import hosts
 from medusa_jax.config import Config
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
+from medusa_jax.interop.hub import refuse_model
 from medusa_jax.sharding import PyTree, local_rows, make_mesh, replicated
 from medusa_jax.training import checks, estimate, export, losses, resume
 from medusa_jax.training.checkpoint import Checkpoints
@@ -106,9 +107,10 @@ def train(cfg: Config) -> Json:
       before its last step.
 
     Raises:
-      UserError: a problem with the configuration, the data or the machine, or another process trains in
-        `cfg.workdir`.
+      UserError: a problem with the configuration, the data or the machine; `cfg.workdir` holds a model, or
+        another process trains in it.
     """
+    refuse_model(cfg.workdir, "--workdir")
     with hosts.locked(cfg.workdir):
         return _train(cfg)
 

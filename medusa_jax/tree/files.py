@@ -7,7 +7,7 @@ from pathlib import Path
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.tree.growth import Order
 from medusa_jax.tree.tree import Tree
-from medusa_jax.whole_files import Json
+from medusa_jax.whole_files import Json, decode_text
 
 # Trees with arguments after a colon.
 FORMS = ("chain", "copy", "cartesian")
@@ -24,7 +24,7 @@ def load_tree_file(path: str | Path) -> Json:
       UserError: not readable, not JSON, neither of the two forms, or malformed evidence.
     """
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(decode_text(Path(path).read_bytes()))
     except OSError as error:
         raise UserError(f"cannot read the tree file {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -86,6 +86,10 @@ ROWS = {
         ("--max_steps 0", "max_steps"),
         ("--logprobs 2", "--logprobs is shown in JSON only"),
         ("--json --save_drafts x.svg", "--save_drafts draws one text"),
+        (
+            "--save_drafts {m}/config.json",
+            "--save_drafts {m}/config.json is a file of a model",
+        ),
         ("--eos_ids 2,x", "--eos_ids is a list like 1,4,8"),
         ("--stop_sequence none", "at least one token id"),
         ("--stop_sequence 1,-4", "stop_sequences are lists"),
@@ -157,12 +161,16 @@ ROWS = {
         ("--batches 0", "--batches"),
         ("--sizes 4,0", "--sizes are 1 or"),
         ("--out .", "--out . is a directory"),
+        ("--out {m}/config.json", "{m}/config.json is a file of a model"),
+        ("--out {m}/heads/heads.safetensors", "heads.safetensors is a file of a model"),
         ("--drafter none", "give --drafter"),
         ("--rounds 0", "1 or more, not 0"),
     ],
     "distill": [
         ("--prompts missing.jsonl", "missing.jsonl"),
         ("--ask -2", "0 or more, not -2"),
+        ("--out {m}", "--out {m} holds config.json of a model"),
+        ("--out {m}/heads", "--out {m}/heads holds heads.json of a model"),
         ("--batch_size 0", "1 or more, not 0"),
     ],
     "sweep": [
@@ -173,6 +181,7 @@ ROWS = {
     "ties": [
         ("--prompts missing.jsonl", "missing.jsonl"),
         ("--out .", "--out . is a directory"),
+        ("--out {m}/tokenizer.json", "{m}/tokenizer.json is a file of a model"),
         ("--drafter none", "give --drafter"),
         ("--batch_size 0", "1 or more, not 0"),
     ],
@@ -210,6 +219,7 @@ ROWS = {
         ("--drafter none", "give --drafter the heads to convert"),
         ("--bench {t}/x", "cannot be read"),
         ("--out {m}", "is not empty"),
+        ("--out {m}/config.json", "is not empty"),
     ],
     "serve": [
         ("--port {taken}", "cannot listen"),
@@ -274,6 +284,9 @@ ROWS = {
     "train here": [
         ("--config.mesh=3,3,3", "27 devices"),
         ("--config.model.path=/no/such/model", "/no/such/model"),
+        ("--workdir {m}", "--workdir {m} holds config.json of a model"),
+        ("--workdir {m}/heads", "--workdir {m}/heads holds heads.json of a model"),
+        ("--workdir {bare}", "--workdir {bare} holds tokenizer.json of a model"),
     ],
 }
 

@@ -1,12 +1,15 @@
 """Flags of decode.py and fields of a file of requests: which options they become."""
 
+import io
 import json
+import sys
 
 import pytest
 
 from medusa_jax import Options
 from medusa_jax.commands.decode import main
-from medusa_jax.commands.requests import read_requests, shared_options
+from medusa_jax.commands.requests import read_requests, read_stdin, shared_options
+from medusa_jax.commands.turn_input import TurnInput
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,12 @@ def test_constraints_from_files(tmp_path):
         flags = ["--prompt", "a", "--constraint", f"{kind}:{tmp_path}/file"]
         found = Options(**shared_options(main.parse(flags)))
         assert found == Options(constraint={kind: text})
+
+
+def test_standard_input_without_its_byte_order_mark(monkeypatch):
+    for read in (read_stdin, lambda: TurnInput().read()):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffgrüße"))
+        assert read() == "grüße"
 
 
 def test_lines_of_a_file(tmp_path):

@@ -17,7 +17,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.distill import files
 from medusa_jax.distill.compose import compose
 from medusa_jax.distill.conversation import Converse
-from medusa_jax.distill.seeds import Seed, mode_for, read_seed, silent_seeds
+from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, silent_seeds
 from medusa_jax.errors import UserError
 from medusa_jax.interop import chat, hf
 from medusa_jax.interop.tokenizer import load_tokenizer
@@ -61,6 +61,41 @@ def test_seeds_of_every_shape():
     assert read_seed(2, {"prompt": "a", "prompt_ids": [4, 5]}) == Seed(2, [4, 5])
     for nothing in (None, [], {}, {"prompt": 3}, {"prompt_ids": ["x"]}):
         assert read_seed(4, nothing) == Seed(4)
+
+
+def test_seeds_of_training_data():
+    """Roles and fields as in training; the answers are the model's to give."""
+    turns = [{"role": "System", "value": "s"}, {"role": "human", "value": "a"}]
+    assert read_seed(0, {"conversations": turns}) == Seed(0, system="s", turns=("a",))
+    alpaca = {"instruction": "a", "input": "b", "output": "c"}
+    for record in (alpaca, {"instruction": "a", "input": "b"}):
+        assert read_seed(1, record) == Seed(1, turns=("a\n\nb",))
+    asked = {"prompt": [{"role": "user", "content": "a"}], "completion": []}
+    assert read_seed(2, asked) == Seed(2, turns=("a",))
+
+
+def test_records_that_ask_nothing_are_named(tmp_path, capsys):
+    """Their numbers stay: an answer's draws depend on them."""
+    file = tmp_path / "a.jsonl"
+    lines = [
+        b"\xef\xbb\xbf" + b'{"prompt": "a"}',
+        b"",
+        b"{",
+        b'"\xfc"',
+        b"{}",
+        b'{"prompt": "b"}',
+    ]
+    file.write_bytes(b"\r\n".join(lines))
+    seeds = read_seeds(str(file), "train", 0)
+    assert [(s.number, s.prompt) for s in seeds if s.prompt] == [(0, "a"), (4, "b")]
+    said = capsys.readouterr().err
+    reasons = (
+        "broken JSON, first in line 3; 1 x not UTF-8, first in line 4; 1 x nothing to ask"
+    )
+    assert f"3 of 5 records skipped (1 x {reasons}, first in line 5)" in said
+    file.write_bytes(b"\n".join(lines[2:5]))
+    with pytest.raises(UserError, match=r"has no seeds: .*broken JSON, first in line 1"):
+        read_seeds(str(file), "train", 0)
 
 
 def test_modes():
@@ -177,9 +212,9 @@ def test_where_a_user_s_turn_opens(tokenizer, monkeypatch, name, opening, stop):
 
 def test_an_answer_that_was_cut_does_not_teach_to_stop(tokenizer):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    encode = Encoder(tokenizer, DataConfig(), "x.jsonl")
-    ids, whole = encode(json.dumps({"messages": messages}))[1][0]
-    _, cut = encode(json.dumps({"messages": messages, "cut": True}))[1][0]
+    encode = Encoder(tokenizer, DataConfig())
+    ids, whole = encode({"messages": messages}).pieces[0]
+    _, cut = encode({"messages": messages, "cut": True}).pieces[0]
     at = [i for i, (a, b) in enumerate(zip(whole, cut)) if a != b]
     assert [ids[i] for i in at] == [2] and (whole[at[0]], cut[at[0]]) == (1, 0)
 
@@ -219,11 +254,11 @@ def test_a_run_writes_conversations_with_provenance(model, seeds, tmp_path, caps
     said = capsys.readouterr().err
     assert "1 seeds gave no sample: the seed has no user turn" in said
     # What training makes of it: every usable line is a sample.
-    encode = Encoder(load_tokenizer(str(model)), DataConfig(format="messages"), "m.jsonl")
-    used = [not encode(json.dumps(line))[0] for line in lines]
+    encode = Encoder(load_tokenizer(str(model)), DataConfig(format="messages"))
+    used = [not encode(line).problem for line in lines]
     assert used == [bool(line["answers"]) for line in lines]
     # And which tokens it counts are those that a draft vocabulary is chosen by.
-    targets = [i for line in lines for ids, own in encode(json.dumps(line))[1]
+    targets = [i for line in lines for ids, own in encode(line).pieces
                for i, one in zip(ids, own) if one]  # fmt: skip
     counts = np.load(tmp_path / "vocab_counts.npy")
     np.testing.assert_array_equal(counts, np.bincount(targets, minlength=len(counts)))

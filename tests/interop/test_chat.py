@@ -9,8 +9,6 @@ from medusa_jax.interop.chat import (
     SampleError,
     encode_conversation,
     encode_prompt,
-    parse_messages,
-    parse_sharegpt,
     render,
     render_prompt,
     shipped_template,
@@ -146,16 +144,94 @@ def test_template_without_marks(llama3):
     ]
 
 
-def test_template_that_rewrites_earlier_turns(llama3):
-    """As Qwen3's does, which drops the thoughts of earlier turns."""
+THOUGHTS = [
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nI am fine"},
+    {"role": "user", "content": "And you?"},
+    {"role": "assistant", "content": "<think>\nAgain.\n</think>\n\n<b>Fine</b>"},
+]
+HEADER = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n"
+OPENING = "<|start_header_id|>assistant<|end_header_id|>\n"
+SPLIT = (
+    "{% for m in messages %}{% set c, t = m.content, '' %}{% if '</think>' in c %}"
+    "{% set t = c.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}" + HEADER
+)
+ASKED = "{% if m.role != 'assistant' %}{{ c }}<|eot_id|>\n"
+PROMPT = "{% endif %}{% endfor %}{% if add_generation_prompt %}" + OPENING
+# [[ ... ]] is what the model writes; the rest of a turn is the template's.
+REWRITING = {
+    # Qwen3: earlier thoughts are left out, a last turn without one gets an empty one.
+    "empty": SPLIT + ASKED + "{% elif not loop.last %}[[{{ c }}<|eot_id|>]]\n{% elif t %}"
+    "[[<think>\n{{ t }}\n</think>\n\n{{ c }}<|eot_id|>]]\n{% else %}"
+    "<think>\n\n</think>\n\n[[{{ c }}<|eot_id|>]]\n" + PROMPT + "{% endif %}",
+    # Qwen3-Thinking: the same, and the prompt begins the thought.
+    "begun": SPLIT + ASKED + "{% elif not loop.last %}[[{{ c }}<|eot_id|>]]\n{% elif t %}"
+    "<think>\n[[{{ t }}\n</think>\n\n{{ c }}<|eot_id|>]]\n{% else %}"
+    "<think>\n\n</think>\n\n[[{{ c }}<|eot_id|>]]\n" + PROMPT + "<think>\n{% endif %}",
+    # R1 and QwQ: no thought is shown, the prompt begins one.
+    "stripped": SPLIT + ASKED + "{% else %}[[{{ c }}<|eot_id|>]]\n" + PROMPT
+    + "<think>\n{% endif %}",
+    # GLM: earlier turns keep the marks of their thoughts, empty.
+    "emptied": SPLIT + ASKED + "{% else %}<think></think>\n[[{{ c }}<|eot_id|>]]\n" + PROMPT
+    + "{% endif %}",
+    # gpt-oss: the model writes the header of its channel, and the last turn ends in another way.
+    "channel": SPLIT + ASKED + "{% else %}[[final: {{ c }}{% if loop.last %}<|eot_id|>"
+    "{% endif %}]]{% if not loop.last %}<|im_end|>{% endif %}" + PROMPT + "{% endif %}",
+    # Mistral's of 2024: the system text is in the last user turn.
+    "moved": SPLIT + "{% if m.role == 'user' %}{% if loop.index0 >= messages|length - 2 %}"
+    "Be brief. {% endif %}{{ c }}<|eot_id|>\n{% elif m.role == 'system' %}\n{% else %}"
+    "[[{{ c }}<|eot_id|>]]\n" + PROMPT + "{% endif %}",
+    # Earlier answers are not shown at all.
+    "left out": SPLIT + ASKED + "{% elif loop.last %}[[{{ c }}<|eot_id|>]]\n{% else %}...\n"
+    + PROMPT + "{% endif %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("talk", [TALK, THOUGHTS], ids=["plain", "thoughts"])
+@pytest.mark.parametrize("name", REWRITING)
+def test_templates_that_rewrite_turns(llama3, byte_level_dir, name, talk):
+    """The mask that transformers makes where the template marks what the model writes."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(byte_level_dir)
+    # A line break after a block would be the block's.
+    template = REWRITING[name].replace("]]\n", "]]{{ '\\n' }}")
+    marked = template.replace("[[", "{% generation %}")
+    out = theirs.apply_chat_template(
+        talk,
+        chat_template=marked.replace("]]", "{% endgeneration %}"),
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    plain = template.replace("[[", "").replace("]]", "")
+    ids, counted = encode_conversation(with_template(llama3, plain), talk)
+    assert (ids, counted) == (out["input_ids"], out["assistant_masks"])
+    assert any(counted)
+
+
+def test_a_thought_in_its_own_field(llama3):
+    """As APIs return it; and an empty one that the model wrote counts."""
     template = PLAIN.replace(
         "{{ m.content }}",
-        "{{ m.content if loop.last or m.role != 'assistant' else '...' }}",
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content }}",
     )
-    tokenizer = with_template(llama3, template)
-    with pytest.raises(SampleError, match="rewrites earlier turns"):
-        encode_conversation(tokenizer, TALK)
-    assert any(encode_conversation(tokenizer, TALK[:3])[1])
+    answer = {"role": "assistant", "content": "Yo", "reasoning_content": "Hm. <|eot_id|>"}
+    for said, want in (
+        (answer, "<think>Hm. <|eot_id|></think>Yo<|eot_id|>"),
+        (answer | {"reasoning_content": "", "content": "<think></think>Yo"},
+         "<think></think>Yo<|eot_id|>"),
+    ):  # fmt: skip
+        tokenizer = with_template(llama3, template)
+        ids, counted = encode_conversation(tokenizer, [*TALK[:2], said])
+        assert counted_texts(tokenizer, ids, counted) == [want]
+        assert ids.count(llama3.token_to_id("<|eot_id|>")) == 3
+
+
+def test_an_answer_shown_twice_is_refused(llama3):
+    template = PLAIN.replace("{{ m.content }}", "{{ m.content }} {{ m.content }}")
+    with pytest.raises(SampleError, match="shows an answer several times"):
+        encode_conversation(with_template(llama3, template), TALK)
 
 
 def test_masks_of_transformers_agree(llama3, byte_level_dir):
@@ -248,51 +324,3 @@ def test_stop_ids(llama2, llama3):
     assert stop_ids(llama3, "qwen") == {1, 2, llama3.token_to_id("<|im_end|>")}
     assert stop_ids(llama3) == {1, 2}
     assert set(TEMPLATES) == {*TEXT, "qwen"}
-
-
-def share(*turns):
-    return {"conversations": [{"from": who, "value": text} for who, text in turns]}
-
-
-def test_parse_sharegpt():
-    good = share(("gpt", "cut off"), ("human", "a"), ("gpt", "b"), ("human", "c"))
-    assert parse_sharegpt(good) == (
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-        "",
-    )
-    system = share(("system", "s"), ("user", "a"), ("chatgpt", "b"))
-    assert [m["role"] for m in parse_sharegpt(system)[0]] == ["system", "user", "assistant"]
-
-
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        (None, "no list 'conversations'"),
-        ({"conversations": "x"}, "no list 'conversations'"),
-        ({"conversations": []}, "no answered user turn"),
-        ({"conversations": ["x"]}, "unknown role None"),
-        (share(("human", "a")), "no answered user turn"),
-        (share(("human", "a"), ("tool", "b")), "unknown role 'tool'"),
-        (share(("human", "a"), ("human", "b"), ("gpt", "c")), "roles do not alternate"),
-        (share(("human", "a"), ("gpt", " ")), "an empty assistant turn"),
-        (share(("human", "a"), ("gpt", 3)), "a turn without 'value'"),
-        (share(("human", "a"), ("system", "s"), ("gpt", "c")), "roles do not alternate"),
-    ],
-)
-def test_parse_sharegpt_says_why_not(record, reason):
-    assert parse_sharegpt(record) == ([], reason)
-
-
-def test_parse_messages():
-    record = {
-        "messages": [
-            {"role": "developer", "content": "s"},
-            {"role": "user", "content": [{"type": "text", "text": "a"}]},
-            {"role": "assistant", "content": "b"},
-        ]
-    }
-    messages, reason = parse_messages(record)
-    assert not reason
-    assert [m["content"] for m in messages] == ["s", "a", "b"]
-    assert messages[0]["role"] == "system"
-    assert parse_messages({"messages": [{"role": "user", "content": [1]}]})[1]

@@ -24,6 +24,7 @@ from medusa_jax.serving.http import Limits, make_app
         (b"{}", "text/plain", 415, "application/json"),
         (b" " * (1 << 20) + b"{}", "application/json", 413, "larger"),
         (b'{"prompt": "a", "max_tokens": 1}', "application/json; charset=utf-8", 200, ""),
+        (b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}', "application/json", 200, ""),
     ],
 )
 def test_bodies(http, content, kind, status, about):

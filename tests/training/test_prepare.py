@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from training_setup import tiny_config
 
+from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
+from medusa_jax.interop.chat import encode_conversation
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.data import prepare
 from medusa_jax.training.data.rows import ARRAYS
@@ -30,6 +32,119 @@ def samples_of(directory):
         np.load(f"{directory}/{name}.npy") for name in ("tokens", "counted", "doc_starts")
     )
     return [*zip(np.split(tokens, starts[1:]), np.split(counted, starts[1:]))]
+
+
+ASKED, ANSWERED = "What is a tree?", "A tree is a graph without cycles."
+
+
+def turns(user, assistant, role="role", text="content"):
+    return [{role: user, text: ASKED}, {role: assistant, text: ANSWERED}]
+
+
+MESSAGES = turns("user", "assistant")
+# Every record asks and answers the same; (record, what it is called).
+FORMS = [
+    ({"messages": MESSAGES}, "messages (role, content)"),
+    (
+        {"conversations": turns("human", "gpt", "from", "value")},
+        "conversations (from, value)",
+    ),
+    ({"conversations": MESSAGES}, "conversations (role, content)"),
+    ({"messages": turns("User", "Assistant", "from", "value")}, "messages (from, value)"),
+    ({"messages": turns("human", "model", "role", "value")}, "messages (role, value)"),
+    ({"conversation": turns("user", "bot"), "text": None}, "conversation (role, content)"),
+    (MESSAGES, "messages (role, content)"),
+    (
+        {"conversations": {"from": ["human", "gpt"], "value": [ASKED, ANSWERED]}},
+        "conversations (from, value)",
+    ),
+    (
+        {"instruction": "What is", "input": "a tree?", "output": ANSWERED},
+        "instruction, input, output",
+    ),
+    (
+        {"instruction": ASKED, "input": "", "output": ANSWERED, "text": "Below is ..."},
+        "instruction, input, output",
+    ),
+    ({"prompt": ASKED, "completion": ANSWERED}, "prompt, completion"),
+    ({"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}, "prompt, completion"),
+    ({"prompt": ASKED, "response": ANSWERED, "messages": None}, "prompt, response"),
+    ({"question": ASKED, "answer": ANSWERED}, "question, answer"),
+]
+
+
+@pytest.mark.parametrize(("record", "form"), FORMS)
+def test_forms_of_conversations(vicuna, record, form):
+    """Ids and counted tokens of the same conversation as messages, and its form in words."""
+    tokenizer = load_tokenizer(vicuna)
+    encode = prepare.Encoder(tokenizer, DataConfig(chat_template="vicuna"))
+    want = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
+    if form == "instruction, input, output" and record["input"]:
+        want[0]["content"] = "What is\n\na tree?"
+    ids, counted = encode_conversation(tokenizer, want, "vicuna")
+    assert encode(record) == ("", [(ids, counted)], form)
+    system = {"role": "system", "content": "Be brief."}
+    with_system = encode_conversation(tokenizer, [system, *want], "vicuna")
+    if isinstance(record, dict):
+        assert encode(record | {"system": "Be brief."}).pieces == [with_system]
+
+
+def write_as(path, kind, found):
+    if kind == "list":
+        path.write_text(json.dumps(found))
+    elif kind == "printed":
+        path.write_text(json.dumps(found, indent=1))
+    elif kind == "lines":
+        path.write_text("\n".join(map(json.dumps, found)))
+    else:
+        columns = {"messages": None, "conversations": None}
+        table = pytest.importorskip("datasets").Dataset.from_list(
+            [columns | r for r in found]
+        )
+        table.to_parquet(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("a.json", "list"), ("a.jsonl", "list"), ("a.jsonl", "printed"), ("a.json", "lines"),
+     ("a.jsonl", "lines"), ("a.parquet", "parquet"), ("data/train-0.parquet", "parquet")],
+)  # fmt: skip
+def test_what_is_taken_is_said_once(vicuna, tmp_path, capsys, name, kind):
+    """By what a file holds, not by its name; a directory of parquet files is one data set."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    bad = {"messages": [{"role": "tool", "content": "x"}]}
+    write_as(path, kind, [FORMS[0][0], bad, FORMS[2][0], FORMS[0][0], bad])
+    source = path.parent if path.parent != tmp_path else path
+    cfg = text_config(vicuna, tmp_path / "w", source, chat_template="vicuna", seq_len=256)
+    ids, counted = encode_conversation(load_tokenizer(vicuna), MESSAGES, "vicuna")
+    samples = samples_of(directory_of(cfg))
+    assert [(i.tolist(), c.tolist()) for i, c in samples] == [(ids, counted)] * 3
+    said = capsys.readouterr().err
+    taken = "2 x messages (role, content), 1 x conversations (role, content)"
+    assert said.count(f"3 of 5 samples used ({taken})") == 1
+    where = "line 2" if kind == "lines" else "sample 2"
+    assert said.count(f"2 samples skipped (2 x unknown role 'tool', first in {where})") == 1
+
+
+def test_bytes_that_are_no_text_are_skipped_by_their_line(vicuna, tmp_path, capsys):
+    """And those of Latin-1; a file with nothing else is refused."""
+    good, source = json.dumps({"text": "A tree is a graph."}).encode(), tmp_path / "a.jsonl"
+    latin = '{"text": "grüße"}'.encode("latin-1")
+    source.write_bytes(b"\n".join([good, latin, b"\0" * 9, b"{", good, latin]))
+    assert len(samples_of(directory_of(text_config(vicuna, tmp_path, source)))) == 2
+    said = capsys.readouterr().err
+    assert (
+        "4 samples skipped (3 x not UTF-8, first in line 2; 1 x broken JSON, first" in said
+    )
+    source.write_bytes(latin)
+    with pytest.raises(UserError, match=r"none of the 1 .*not UTF-8, first in line 1"):
+        directory_of(text_config(vicuna, tmp_path, source))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes("grüße".encode("latin-1"))
+    with pytest.raises(UserError, match=r"1 x not UTF-8, first in .*a\.txt"):
+        directory_of(text_config(vicuna, tmp_path, folder))
 
 
 def test_only_the_assistant_counts_its_eos_included(vicuna, sharegpt, tmp_path):

@@ -16,7 +16,7 @@ from medusa_jax.config import Config
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import AXES, make_mesh, param_shardings
 from medusa_jax.training import checks, dry
-from medusa_jax.training.data import prepare
+from medusa_jax.training.data import prepare, records
 from medusa_jax.training.optim.optimizer import make_optimizer
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
@@ -52,7 +52,7 @@ def test_the_demo_s_heads_train_from_a_clone(tmp_path, capsys, monkeypatch):
     assert "asyncio" in capsys.readouterr().out
     cfg = cli.parse(given)
     files = [
-        prepare.text_files(name) for name in (*prepare.sources(cfg), cfg.data.eval_source)
+        records.files_in(name) for name in (*prepare.sources(cfg), cfg.data.eval_source)
     ]
     assert all(files) and len(set().union(*files)) == sum(map(len, files))
     assert (Path(cfg.model.path) / "model.safetensors").is_file()

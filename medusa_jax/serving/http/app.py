@@ -25,6 +25,7 @@ from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.refused import Refused
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.server import Server
+from medusa_jax.whole_files import decode_text
 
 # How JSON writes halves of surrogate pairs, whole pairs too.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -300,7 +301,7 @@ class Port:
             if len(body) > most:
                 raise too_large
         try:
-            found = json.loads(body.decode(), parse_constant=_no_constant)
+            found = json.loads(decode_text(body), parse_constant=_no_constant)
             if HALF_PAIR.search(body):
                 json.dumps(found, ensure_ascii=False).encode()  # half of one is no text
             return found

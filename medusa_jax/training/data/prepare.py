@@ -3,11 +3,10 @@
 import collections
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,16 +14,17 @@ from jax.experimental import multihost_utils
 
 from medusa_jax.config import Config, DataConfig
 from medusa_jax.console import announced, inform
-from medusa_jax.errors import UserError, first_line
+from medusa_jax.errors import UserError
 from medusa_jax.interop import chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.repetition import repeated_ngram_share
-from medusa_jax.training.data import given_states
+from medusa_jax.training.data import given_states, records
+from medusa_jax.training.data.forms import TURNS, parse_turns, turns_of
 from medusa_jax.training.data.rows import ARRAYS, REPORT, TokenRows, write_tokens
 from medusa_jax.whole_files import Json, checksum, replacing, write_json
 
-# Suffixes of the files of a directory that are read as text.
-TEXT_FILES = (".txt", ".md", ".py")
+# The field of a `data.format`.
+FIELDS = {"sharegpt": "conversations", "messages": "messages"}
 
 
 def texts(cfg: Config) -> list[TokenRows]:
@@ -101,7 +101,7 @@ def states_of(source: str, pack: DataConfig) -> dict[int, str]:
 def stamps(source: str) -> object:
     """Sizes and modification times of the files of a source."""
     if os.path.isdir(source):
-        return [(str(path), stamps(str(path))) for path in text_files(source)]
+        return [(str(path), stamps(str(path))) for path in records.files_in(source)]
     stamp = os.stat(source) if os.path.exists(source) else None
     return stamp and (stamp.st_size, stamp.st_mtime_ns)
 
@@ -129,34 +129,34 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
     """
     import grain
 
-    records = read_records(source, pack)
-    encode = Encoder(tokenizer, pack, source)
+    samples = records.read_records(source, pack)
+    encode = Encoder(tokenizer, pack)
     options = grain.ReadOptions(num_threads=min(os.cpu_count() or 1, 16))
-    pipeline = grain.MapDataset.source(records).map(encode).to_iter_dataset(options)
-    skipped: collections.Counter[str] = collections.Counter()
-    first: dict[str, int] = {}
+    pipeline = grain.MapDataset.source(samples).map(encode).to_iter_dataset(options)
+    problems: dict[int, str] = {}
+    forms: list[str] = []
     ids: list[np.ndarray] = []
     counted: list[np.ndarray] = []
     with announced(f"tokenising {source}"):
-        for i, (problem, pieces) in enumerate(pipeline):
-            if problem:
-                skipped.update([problem])
-                first.setdefault(problem, i)
-            for piece_ids, piece_counted in pieces:
+        for i, sample in enumerate(pipeline):
+            if sample.problem:
+                problems[i] = sample.problem
+            else:
+                forms.append(sample.form)
+            for piece_ids, piece_counted in sample.pieces:
                 ids.append(np.asarray(piece_ids, np.int32))
                 counted.append(np.asarray(piece_counted, bool))
-    reasons = "; ".join(
-        f"{n} x {why}, first in {place(source, records[first[why]], first[why])}"
-        for why, n in skipped.most_common()
-    )
+    reasons = records.skipped(problems, samples)
     if not ids:
         raise UserError(
-            f"none of the {len(records)} samples of {source} can be used: {reasons}"
+            f"none of the {len(samples)} samples of {source} can be used: {reasons}"
         )
-    inform(f"{source}: {len(records) - skipped.total()} of {len(records)} samples used")
-    if skipped:
-        inform(f"{source}: {skipped.total()} samples skipped ({reasons})")
-    report = {"source": source, "samples": len(records), "skipped": dict(skipped)}
+    used = f"{len(forms)} of {len(samples)} samples used ({records.counts(forms)})"
+    inform(f"{source}: {used}")
+    if problems:
+        inform(f"{source}: {len(problems)} samples skipped ({reasons})")
+    skipped = dict(collections.Counter(problems.values()))
+    report = {"source": source, "samples": len(samples), "skipped": skipped}
     write_directory(directory, ids, counted, report)
 
 
@@ -170,82 +170,20 @@ def write_directory(
         write_json(os.path.join(new, REPORT), report | {"crc32": sums})
 
 
-def place(source: str, record: object, i: int) -> str:
-    """The location of sample i (0-based) of a source: a file, "line 7" or "sample 7"."""
-    if isinstance(record, Path):
-        return str(record)
-    if not source.endswith(".jsonl"):
-        return f"sample {i + 1}"
-    with open(source, encoding="utf-8", errors="replace") as file:
-        lines = (number for number, line in enumerate(file, 1) if line.strip())
-        return f"line {next(itertools.islice(lines, i, None))}"
+class Encoded(NamedTuple):
+    """A sample: the reason to skip it or "", its pieces (token ids, counted), and its form."""
 
-
-def text_files(directory: str) -> list[Path]:
-    """The non-empty text files below a directory, sorted."""
-    files = (path for path in Path(directory).rglob("*") if path.suffix in TEXT_FILES)
-    return sorted(path for path in files if path.is_file() and path.stat().st_size)
-
-
-def read_records(source: str, pack: DataConfig) -> Sequence[object]:
-    """The samples of a source; those of a directory are its text files.
-
-    Lines of .jsonl files are not parsed here, so that a bad line fails alone.
-    """
-    if os.path.isdir(source):
-        records: Sequence[object] = text_files(source)
-    elif os.path.isfile(source):
-        try:
-            with open(source, encoding="utf-8", errors="replace") as file:
-                if source.endswith(".jsonl"):
-                    records = [line for line in file if line.strip()]
-                elif source.endswith(".json"):
-                    records = json.load(file)
-                elif source.endswith(".txt"):
-                    records = [file.read()]
-                else:
-                    raise UserError(f"{source}: data files end in .jsonl, .json or .txt")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{source} cannot be read: {error}") from error
-        if not isinstance(records, list):
-            raise UserError(f"{source} must hold a JSON list of samples")
-    else:
-        return hub_records(source, pack)
-    if not records:
-        raise UserError(f"{source} has no samples")
-    return records[: pack.max_samples or None]
-
-
-def hub_records(source: str, pack: DataConfig) -> Sequence[object]:
-    """A Hugging Face dataset by id."""
-    is_path = source.startswith((".", "/")) or source.endswith((".jsonl", ".json", ".txt"))
-    if is_path or source.count("/") > 1:
-        raise UserError(f"there is no file or token directory {source}")
-    import datasets
-
-    try:
-        records = datasets.load_dataset(source, split=pack.split)
-    except Exception as error:  # the library raises many types for missing, gated, offline
-        raise UserError(
-            f"{source} is neither a file nor a dataset that can be loaded ({first_line(error)}); give a "
-            f"path, check the id and split {pack.split!r}, or log in with `hf auth login`"
-        ) from error
-    return records.select(range(min(pack.max_samples or len(records), len(records))))
-
-
-# (reason to skip a sample or "", [(token ids, counted), ...])
-Encoded = tuple[str, list[tuple[list[int], list[int]]]]
+    problem: str
+    pieces: Sequence[tuple[list[int], list[int]]] = ()
+    form: str = ""
 
 
 class Encoder:
-    """Encodes a sample: (reason to skip it or "", [(token ids, counted), ...])."""
+    """Encodes samples."""
 
-    def __init__(self, tokenizer: Tokenizer, pack: DataConfig, source: str):
+    def __init__(self, tokenizer: Tokenizer, pack: DataConfig):
         self.tokenizer, self.pack = tokenizer, pack
         self.kind = pack.format
-        self.lines = source.endswith(".jsonl")
-        if self.kind == "auto" and (source.endswith(".txt") or os.path.isdir(source)):
-            self.kind = "text"
         end = tokenizer.special_texts.get("eos_token", "")
         self.eos = tokenizer.token_to_id(end) if end else None
         if self.kind != "text" and pack.chat_template:
@@ -254,30 +192,29 @@ class Encoder:
 
     def __call__(self, record: object) -> Encoded:
         try:
-            if isinstance(record, Path):
-                record = record.read_text(encoding="utf-8", errors="replace")
-            elif self.lines and isinstance(record, str):
-                record = json.loads(record)
-            return self.encode(record)
-        except (ValueError, RecursionError):
-            return "broken JSON", []
-        except (UserError, OSError) as error:
-            return str(error), []
+            return self.encode(records.parsed(record))
+        except UserError as error:
+            return Encoded(str(error))
 
     def encode(self, record: object) -> Encoded:
         """Encode a parsed sample."""
-        kind = self.kind
-        if kind == "auto":
-            fields = {"conversations": "sharegpt", "messages": "messages", "text": "text"}
-            keys = record if isinstance(record, dict) else {}
-            kind = next((k for field, k in fields.items() if field in keys), "")
-            if not kind:
-                return "none of the fields conversations, messages, text", []
-        problem, pieces = (
-            self.text(record) if kind == "text" else self.conversation(record, kind)
-        )
-        kept = [piece for piece in pieces if not self.too_repetitive(*piece)]
-        return (problem, kept) if kept or problem else ("repeats itself", [])
+        fields = record if isinstance(record, dict) else {}
+        if field := FIELDS.get(self.kind):
+            if not isinstance(fields.get(field), list):
+                return Encoded(f"no list {field!r}")
+            record = {k: v for k, v in fields.items() if k == field or k not in TURNS}
+        form, turns = ("", []) if self.kind == "text" else turns_of(record)
+        if form:
+            cut = bool(fields.get("cut"))  # as `distill` marks it
+            found = self.conversation(turns, cut)
+        elif self.kind == "text" or isinstance(record, str) or "text" in fields:
+            form, found = "text", self.text(fields.get("text", record))
+        else:
+            return Encoded(
+                f"none of the fields {', '.join(TURNS)}, text, or a question and its answer"
+            )
+        kept = [piece for piece in found.pieces if not self.too_repetitive(*piece)]
+        return Encoded(found.problem or ("" if kept else "repeats itself"), kept, form)
 
     def too_repetitive(self, ids: list[int], counted: list[int]) -> bool:
         """Whether the share of repeated 4-grams among counted tokens exceeds `data.max_repeats`."""
@@ -286,33 +223,25 @@ class Encoder:
         targets = [i for i, counts in zip(ids, counted) if counts]
         return repeated_ngram_share(targets) > self.pack.max_repeats
 
-    def text(self, record: object) -> Encoded:
+    def text(self, text: object) -> Encoded:
         """Encode plain text: every token counts; long texts are cut into pieces of one row each."""
-        text = record.get("text") if isinstance(record, dict) else record
         if not isinstance(text, str) or not text.strip():
-            return "no text", []
+            return Encoded("no text")
         ids = self.tokenizer.encode(text, add_bos=True)
         ids += [self.eos] if self.eos is not None else []
         T = self.pack.seq_len if self.pack.packing == "first_fit" else len(ids)
         pieces = [ids[i : i + T] for i in range(0, len(ids), T)]
-        return "", [(piece, [1] * len(piece)) for piece in pieces]
+        return Encoded("", [(piece, [1] * len(piece)) for piece in pieces])
 
-    def conversation(self, record: object, kind: str) -> Encoded:
+    def conversation(self, turns: list[object], cut: bool) -> Encoded:
         """Encode a conversation: only the assistant's tokens count."""
-        parse = chat.parse_sharegpt if kind == "sharegpt" else chat.parse_messages
-        messages, problem = parse(record)
+        messages, problem = parse_turns(turns)
         if problem:
-            return problem, []
-        try:
-            cut = isinstance(record, dict) and bool(
-                record.get("cut")
-            )  # as `distill` marks it
-            ids, counted = chat.encode_conversation(
-                self.tokenizer, messages, self.pack.chat_template, cut
-            )
-        except chat.SampleError as error:
-            return str(error), []
+            return Encoded(problem)
+        ids, counted = chat.encode_conversation(
+            self.tokenizer, messages, self.pack.chat_template, cut
+        )
         # Nothing predicts the first token of a sample.
         if not any(counted[1 : self.pack.seq_len]):
-            return "no counted token within seq_len", []
-        return "", [(ids, counted)]
+            return Encoded("no counted token within seq_len")
+        return Encoded("", [(ids, counted)])

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
-from medusa_jax.training.data import prepare
+from medusa_jax.training.data import prepare, records
+from medusa_jax.whole_files import read_text
 
 COUNTED, RESET = "\x1b[30;42m", "\x1b[0m"
 
@@ -114,20 +115,20 @@ def first_sample(cfg: Config, tokenizer: Tokenizer) -> Sample:
     source = prepare.sources(cfg)[0]
     if os.path.isfile(os.path.join(source, "tokens.npy")):
         return _first_of_token_directory(source)
-    records = prepare.read_records(source, cfg.data)
-    encode = prepare.Encoder(tokenizer, cfg.data, source)
-    problems = []
-    for number, record in enumerate(records):
-        problem, pieces = encode(record)
-        if pieces:
-            ids, counted = pieces[0]
+    samples = records.read_records(source, cfg.data)
+    encode = prepare.Encoder(tokenizer, cfg.data)
+    problems = {}
+    for number, record in enumerate(samples):
+        found = encode(record)
+        if found.pieces:
+            ids, counted = found.pieces[0]
             skipped = f", {number} before it skipped" if number else ""
-            where = f"sample {number} of {len(records)} in {source}{skipped}"
+            where = f"sample {number} of {len(samples)} in {source} ({found.form}){skipped}"
             return Sample(where, ids, counted)
-        problems.append(problem)
+        problems[number] = found.problem
     raise UserError(
-        f"none of the {len(records)} samples of {source} can be used: "
-        + "; ".join(dict.fromkeys(problems))
+        f"none of the {len(samples)} samples of {source} can be used: "
+        f"{records.skipped(problems, samples)}"
     )
 
 
@@ -143,6 +144,5 @@ def _first_of_token_directory(directory: str) -> Sample:
     where = f"sample 0 of {n} in {directory}"
     report = os.path.join(directory, "report.json")
     if os.path.isfile(report):
-        with open(report, encoding="utf-8") as file:
-            where += f" (made from {json.load(file).get('source')})"
+        where += f" (made from {json.loads(read_text(report)).get('source')})"
     return Sample(where, tokens[:end].tolist(), marked)

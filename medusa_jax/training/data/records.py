@@ -1,0 +1,138 @@
+"""The samples of a source, each read when it is used, so that a bad one fails alone."""
+
+import collections
+import glob
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from medusa_jax.config import DataConfig
+from medusa_jax.errors import UserError, first_line
+from medusa_jax.whole_files import decode_text, read_text
+
+# Suffixes of the files of a directory that are read as text, and of single files.
+TEXT_FILES = (".txt", ".md", ".py")
+DATA_FILES = (".jsonl", ".json", ".parquet", ".txt")
+
+
+class Line(NamedTuple):
+    """A line of a file of JSON lines: its number from 1, and its bytes."""
+
+    number: int
+    data: bytes
+
+
+def read_records(source: str, pack: DataConfig) -> Sequence[object]:
+    """The samples of a source, for `parsed`; those of a directory are its text or parquet files.
+
+    Raises:
+      UserError: not readable, or no samples.
+    """
+    name = source.lower()
+    files = files_in(source)
+    if files and files[0].suffix == ".parquet":
+        return _dataset(source, pack)
+    if os.path.isdir(source):
+        records: Sequence[object] = files
+    elif not os.path.isfile(source) or name.endswith(".parquet"):
+        return _dataset(source, pack)
+    elif name.endswith((".jsonl", ".json")):
+        records = _json_records(source)
+    elif name.endswith(".txt"):
+        records = [read_text(source)]
+    else:
+        raise UserError(f"{source}: data files end in {', '.join(DATA_FILES)}")
+    if not records:
+        raise UserError(f"{source} has no samples")
+    return records[: pack.max_samples or None]
+
+
+def files_in(directory: str) -> list[Path]:
+    """The parquet files below a directory, else its non-empty text files, sorted."""
+    files = [path for path in Path(directory).rglob("*") if path.is_file()]
+    texts = [path for path in files if path.suffix in TEXT_FILES and path.stat().st_size]
+    return sorted([path for path in files if path.suffix == ".parquet"] or texts)
+
+
+def _json_records(source: str) -> Sequence[object]:
+    """The records of a JSON list, or the lines of JSON lines, whatever the file is called."""
+    try:
+        data = Path(source).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {source}: {error.strerror}") from error
+    lines = [Line(n, line) for n, line in enumerate(data.splitlines(), 1) if line.strip()]
+    try:
+        whole = json.loads(decode_text(data))
+    except (ValueError, RecursionError) as error:
+        first = data.lstrip(b"\xef\xbb\xbf\r\n\t ")[:1]
+        if first == b"[" and source.lower().endswith(".json"):
+            raise UserError(f"{source} cannot be read: {error}") from error
+        return lines
+    if isinstance(whole, list):
+        return whole
+    return lines if len(lines) == 1 else [whole]
+
+
+def _dataset(source: str, pack: DataConfig) -> Sequence[object]:
+    """A parquet file, a directory of them, or a Hugging Face dataset by id."""
+    here = os.path.exists(source)
+    is_path = source.startswith((".", "/")) or source.lower().endswith(DATA_FILES)
+    if not here and (is_path or source.count("/") > 1):
+        raise UserError(f"there is no file or token directory {source}")
+    import datasets
+
+    try:
+        if os.path.isfile(source):
+            records = datasets.Dataset.from_parquet(glob.escape(source))
+        else:
+            records = datasets.load_dataset(source, split=pack.split)
+    except Exception as error:  # the library raises many types for missing, gated, offline
+        if here:
+            raise UserError(f"{source} cannot be read: {first_line(error)}") from error
+        raise UserError(
+            f"{source} is neither a file nor a dataset that can be loaded ({first_line(error)}); give a "
+            f"path, check the id and split {pack.split!r}, or log in with `hf auth login`"
+        ) from error
+    return records.select(range(min(pack.max_samples or len(records), len(records))))
+
+
+def parsed(record: object) -> object:
+    """The content of a record.
+
+    Raises:
+      UserError: the reason why it cannot be read.
+    """
+    try:
+        if isinstance(record, Line):
+            return json.loads(decode_text(record.data))
+        return decode_text(record.read_bytes()) if isinstance(record, Path) else record
+    except UnicodeDecodeError as error:
+        raise UserError("not UTF-8") from error
+    except OSError as error:
+        raise UserError(f"not readable ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError("broken JSON") from error
+
+
+def place(record: object, i: int) -> str:
+    """The location of sample i (0-based) of a source: a file, "line 7" or "sample 7"."""
+    if isinstance(record, Line):
+        return f"line {record.number}"
+    return str(record) if isinstance(record, Path) else f"sample {i + 1}"
+
+
+def counts(forms: Iterable[str]) -> str:
+    """ "3 x messages, 1 x text" of the forms of samples."""
+    counts = collections.Counter(forms).most_common()
+    return ", ".join(f"{n} x {form}" for form, n in counts)
+
+
+def skipped(problems: dict[int, str], records: Sequence[object]) -> str:
+    """ "2 x broken JSON, first in line 3" of the reasons by number of sample, ascending."""
+    first = {why: i for i, why in reversed(list(problems.items()))}
+    return "; ".join(
+        f"{n} x {why}, first in {place(records[first[why]], first[why])}"
+        for why, n in collections.Counter(problems.values()).most_common()
+    )
