@@ -2,9 +2,10 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.api.weightless import random_backbone, random_heads
+from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding.generate import Engine
 from medusa_jax.decoding.step import decode_loop
 from medusa_jax.decoding.timing import StepClock, run_steps
@@ -20,7 +22,7 @@ from medusa_jax.heads import drafter_class, make_drafter
 from medusa_jax.interop.shapes import find_shape
 from medusa_jax.interop.tokenizer import NoTokenizer
 from medusa_jax.model.stored import Storage
-from medusa_jax.sharding import make_mesh
+from medusa_jax.sharding import Params, make_mesh
 from medusa_jax.tree import Tree, load_tree_file
 from medusa_jax.tree.files import tree_of_size
 from research.hardware.profile import profiled
@@ -28,21 +30,31 @@ from research.hardware.record import Record
 from research.step_cost import GROWTH, N_HEADS
 
 SHAPE, CONTEXT, STEPS = "llama-7b", 800, 16
+DTYPE = jnp.dtype(jnp.bfloat16)
 # (batch, nodes, drafters), most valuable first; 1 node is plain decoding.
-PLAN: tuple[tuple[int, tuple[int, ...], tuple[str, ...]], ...] = (
+Plan = Sequence[tuple[int, tuple[int, ...], tuple[str, ...]]]
+PLAN: Plan = (
     (1, (1, 16, 64), ("medusa",)),
     (8, (1, 16, 64), ("medusa",)),
     (1, (1, 64), ("eagle3", "hydra")),
     (32, (1, 8, 16), ("medusa",)),
     (1, (1, 64), ("hydrapp", "amphista", "eagle")),
 )
-SMALL_PLAN = ((2, (1, 8), ("medusa",)), (1, (1, 8), ("medusa",)))
+SMALL_PLAN: Plan = ((2, (1, 8), ("medusa",)), (1, (1, 8), ("medusa",)))
 # Whose programs are read and profiled, and whose loop is timed.
 READ = ("medusa", "eagle3")
 
 
+class Timed(NamedTuple):
+    """A model, and the engines of its trees by number of nodes, on one clock."""
+
+    model: Model
+    engines: dict[int, Engine]
+    clock: StepClock
+
+
 def run(record: Record) -> None:
-    """Every row of the plan that there is time for; trees and plain decoding are interleaved."""
+    """Every row of the plan that there is time for, then what the programs of some are made of."""
     config = find_shape(SHAPE)
     if record.small:
         config = replace(
@@ -54,47 +66,69 @@ def run(record: Record) -> None:
             n_kv_heads=2,
             d_ff=512,
         )
-    mesh, dtype = make_mesh((1, 1, 1)), jnp.dtype(jnp.bfloat16)
-    backbone = random_backbone(config, dtype, Storage(), mesh)
+    backbone = random_backbone(config, DTYPE, Storage(), make_mesh((1, 1, 1)))
     jax.block_until_ready(backbone)
     speed = read_bandwidth(sum(x.nbytes for x in jax.tree.leaves(backbone)), rounds=3)
     record.row("weights", shape=SHAPE, gb_per_second=speed / 1e9)
-    longest = 0.0
-    for batch, sizes, names in SMALL_PLAN if record.small else PLAN:
+    context, longest = 40 if record.small else CONTEXT, 0.0
+    plan = SMALL_PLAN if record.small else PLAN
+    jobs = [("step", *row) for row in rows_of(plan)]
+    jobs += [("look", *row) for row in rows_of(plan) if row[0] == 1 and row[1] in READ]
+    for what, batch, name, sizes in jobs:
+        if record.left() < longest + 5:
+            record.row("out of time", drafter=name, batch=batch)
+            return
+        began = time.monotonic()
+        with record.trying(what, drafter=name, batch=batch):
+            timed = timed_model(config, backbone, name, sizes, batch, context)
+            if what == "step":
+                measure(record, timed, batch, context, speed)
+            else:
+                look(record, timed)
+            del timed  # before the next
+        longest = max(longest, time.monotonic() - began)
+
+
+def rows_of(plan: Plan) -> Iterator[tuple[int, str, tuple[int, ...]]]:
+    """(batch, drafter, nodes), in order."""
+    for batch, sizes, names in plan:
         for name in names:
-            if record.left() < longest + 5:
-                record.row("out of time", drafter=name, batch=batch)
-                return
-            began = time.monotonic()
-            with record.trying("step", drafter=name, batch=batch):
-                drafter = make_drafter(
-                    drafter_class(name).Config(drafter=name, n_heads=N_HEADS), config
-                )
-                heads = random_heads(drafter, dtype, Storage())
-                model = Model(
-                    config, {"backbone": backbone, "heads": heads}, NoTokenizer("a shape"), drafter,
-                    dtype=dtype, mesh=mesh, storage=Storage(), eos_ids=(),
-                )  # fmt: skip
-                measure(record, model, batch, sizes, speed)
-                del model, heads
-            longest = max(longest, time.monotonic() - began)
+            yield batch, name, sizes
 
 
-def measure(
-    record: Record, model: Model, batch: int, sizes: Sequence[int], speed: float
-) -> None:
-    """Steps of one drafter with trees of these sizes.
+def timed_model(
+    config: LlamaConfig,
+    backbone: Params,
+    name: str,
+    sizes: Sequence[int],
+    batch: int,
+    context: int,
+) -> Timed:
+    """A drafter with random heads and trees of these sizes, ready to be timed."""
+    drafter = make_drafter(
+        drafter_class(name).Config(drafter=name, n_heads=N_HEADS), config
+    )
+    heads = random_heads(drafter, DTYPE, Storage())
+    model = Model(
+        config, {"backbone": backbone, "heads": heads}, NoTokenizer("a shape"), drafter,
+        dtype=DTYPE, mesh=make_mesh((1, 1, 1)), storage=Storage(), eos_ids=(),
+    )  # fmt: skip
+    growth = load_tree_file(GROWTH)
+    trees = {n: tree_of_size(growth, n) if n > 1 else Tree.none() for n in sizes}
+    engines = {n: model.engine(tree) for n, tree in trees.items()}
+    clock = StepClock(
+        list(engines.values()), model.variables, [1] * context, batch=batch, n_steps=STEPS
+    )
+    return Timed(model, engines, clock)
+
+
+def measure(record: Record, timed: Timed, batch: int, context: int, speed: float) -> None:
+    """Interleaved steps with each tree.
 
     Args:
       speed: bytes per second that this device reads.
     """
-    growth, name = load_tree_file(GROWTH), model.drafter.name
-    trees = {n: tree_of_size(growth, n) if n > 1 else Tree.none() for n in sizes}
-    engines = {n: model.engine(tree) for n, tree in trees.items()}
-    context = 40 if record.small else CONTEXT
-    clock = StepClock(
-        list(engines.values()), model.variables, [1] * context, batch=batch, n_steps=STEPS
-    )
+    model, engines, clock = timed
     ready: dict[int, float] = {}
     for n, engine in engines.items():
         began = time.monotonic()
@@ -109,7 +143,7 @@ def measure(
         bound = (needed + heads * (n > 1)) / speed
         record.row(
             "step",
-            drafter=name if n > 1 else "plain",
+            drafter=drafter_of(model, n),
             batch=batch,
             nodes=n,
             slots=clock.slots,
@@ -119,21 +153,27 @@ def measure(
             share_of_bandwidth=bound / medians[i],
             compile_seconds=ready[n],
         )
-    if name not in READ or batch > 1:
-        return
+
+
+def drafter_of(model: Model, nodes: int) -> str:
+    """The drafter's name; without drafts "plain"."""
+    return model.drafter.name if nodes > 1 else "plain"
+
+
+def look(record: Record, timed: Timed) -> None:
+    """The loop of decoding, the program and a profile of each tree."""
+    model, engines, clock = timed
     for n, engine in engines.items():
-        drafter = name if n > 1 else "plain"
-        if drafter == "plain" and name != READ[0]:
+        facts = {"drafter": drafter_of(model, n), "nodes": n}
+        if n == 1 and model.drafter.name != READ[0]:
             continue
-        with record.trying("loop", drafter=drafter, nodes=n):
-            record.row("loop", drafter=drafter, nodes=n, **loop_figures(clock, engine))
-        with record.trying("kernels", drafter=drafter, nodes=n):
-            record.row(
-                "kernels", drafter=drafter, nodes=n, **program_figures(clock, engine)
-            )
-        with record.trying("profile", drafter=drafter, nodes=n):
+        with record.trying("loop", **facts):
+            record.row("loop", **facts, **loop_figures(clock, engine))
+        with record.trying("kernels", **facts):
+            record.row("kernels", **facts, **program_figures(clock, engine))
+        with record.trying("profile", **facts):
             for figures in profiled(partial(clock.seconds, engine), clock.n_steps):
-                record.row("profile", drafter=drafter, nodes=n, **figures)
+                record.row("profile", **facts, **figures)
 
 
 def loop_figures(clock: StepClock, engine: Engine) -> dict[str, float]:

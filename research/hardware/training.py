@@ -9,6 +9,7 @@ import numpy as np
 
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config, LlamaConfig
+from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.training import dry
 from medusa_jax.training.counted import total_bytes, training_bytes
 from research.hardware.record import Record
@@ -92,6 +93,8 @@ def recipe(name: str) -> Config:
 def tiny(cfg: Config) -> Config:
     """The recipe with a tiny model and short rows."""
     cfg.model.arch, cfg.data.seq_len, cfg.model.path = TINY, 128, ""
+    if isinstance(cfg.heads, Eagle3Config):
+        cfg.heads.tap_layers = "1,2,3"
     if cfg.heads.draft_vocab:
         cfg.heads.draft_vocab = 256
     return cfg

@@ -1,0 +1,97 @@
+"""A first day on hardware: every part in small, and nothing lost when it is stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from children import environment
+
+from research.hardware import command, summary
+from research.hardware.profile import figures
+from research.hardware.record import Record, read_rows
+from research.hardware.steps import PLAN, rows_of
+
+
+def command_line(out, *more):
+    words = [sys.executable, "-m", "research", "hardware", "--small", f"--out={out}", *more]
+    return words, environment() | {"JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.slow
+def test_every_part_in_small(tmp_path):
+    words, env = command_line(tmp_path, "--limit=1200")
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    log = (tmp_path / "log.txt").read_text()
+    assert done.returncode == 0, done.stderr + log
+    rows = read_rows(tmp_path)
+    assert not [r for r in rows if "error" in r or r["what"] == "out of time"], rows
+    kinds = {r["what"] for r in rows}
+    # A CPU's profile lists Python's functions, so it has no row.
+    assert {*summary.TABLES, "machine", "stage"} - kinds == {"profile"}
+    assert all(r["equal"] == r["texts"] for r in rows if r["what"] == "exact")
+    text = (tmp_path / "summary.md").read_text()
+    assert text in done.stdout and "## race-demo" in text
+    assert all(
+        title in text for title, _ in summary.TABLES.values() if "profile" not in title
+    )
+
+
+@pytest.mark.slow
+def test_what_was_measured_survives_a_kill(tmp_path):
+    words, env = command_line(tmp_path, "--parts=facts,steps")
+    process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
+    while len(read_rows(tmp_path)) < 3:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=60)
+    kept = read_rows(tmp_path)
+    assert len(kept) >= 3 and kept[0]["what"] == "machine"
+    assert "## Memory" in printed and (tmp_path / "summary.md").read_text() in printed
+    time.sleep(2)
+    assert read_rows(tmp_path) == kept  # no process of a part goes on
+
+
+def test_a_cut_line_and_an_error_are_no_end(tmp_path):
+    record = Record(tmp_path, "steps", 100, small=True)
+    record.row("weights", gb_per_second=1.0)
+    with record.trying("step", drafter="medusa", batch=1):
+        raise ValueError("no | memory\nleft")
+    with open(record.path, "a") as file:
+        file.write('{"part": "steps", "wh')
+    first, second = read_rows(tmp_path)
+    assert (
+        first["gb_per_second"] == 1.0 and second["error"] == "ValueError: no | memory\nleft"
+    )
+    text = summary.write_summary(tmp_path)
+    assert "| steps | step | medusa 1 | ValueError: no / memory left |" in text
+
+
+def test_losses_are_compared_with_a_cpus(tmp_path):
+    def row(platform, kind, losses):
+        facts = {"config": "demo_medusa", "kind": kind, "attention": "library"}
+        return {"what": "stage", "platform": platform, "losses": losses} | facts
+
+    rows = [row("cpu", "float32", [[2.0], [4.0]]), row("gpu", "float32", [[2.0], [5.0]])]
+    [found] = summary.against_a_cpu([*rows, row("gpu", "bfloat16", [[2.0]])])
+    assert found["difference"] == 0.25
+
+
+def test_figures_of_a_profile():
+    """Two kernels at a time count once; six milliseconds of work, five busy, in two steps."""
+    found = figures([("b", 4e6, 2e6), ("a", 0, 2e6), ("b", 1e6, 2e6)], 2)
+    assert found["kernels"] == 1.5 and found["busy_ms"] == 2.5
+    assert found["longest"] == [["b", 2.0, 1.0], ["a", 1.0, 0.5]]
+
+
+def test_bad_parts_are_one_line(capsys, tmp_path):
+    assert command.main(["--parts=facts,step", f"--out={tmp_path}"]) == 2
+    assert "no part 'step'" in capsys.readouterr().err and os.listdir(tmp_path) == []
+
+
+def test_the_plan_has_every_trained_family():
+    names = {name for _, name, _ in rows_of(PLAN)}
+    assert names == {"medusa", "hydra", "hydrapp", "amphista", "eagle", "eagle3"}
