@@ -7,8 +7,10 @@ diagonal of their causal mask at the first key.
 The library's kernels have not run on their devices yet; MEDUSA_JAX_ATTENTION=own avoids them.
 """
 
+import functools
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -17,6 +19,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from medusa_jax.console import inform
 from medusa_jax.devices.platforms import platform
 from medusa_jax.model.causal import CausalMask, attend_causal
 from medusa_jax.sharding import ROWS
@@ -58,10 +61,29 @@ def attend_rows(
     n_rows = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
     if kernel == "own" or (mesh.empty and jax.device_count() > 1) or B % n_rows:
         return attend_causal(q_BTNH, k_BGTH, v_BGTH, mask)
+    if kernel == "cudnn" and not has_cudnn():
+        return attend_causal(q_BTNH, k_BGTH, v_BGTH, mask)
     run = cudnn if kernel == "cudnn" else splash
     args = (q_BTNH, k_BGTH.swapaxes(1, 2), v_BGTH.swapaxes(1, 2), mask)
     out_BTNH = run(*args) if mesh.empty else on_mesh(run, mesh)(*args)
     return out_BTNH.reshape(B, T, -1)
+
+
+@functools.cache
+def has_cudnn() -> bool:
+    """Whether JAX finds cuDNN; says so once if not. A compiler for GPUs that are not here comes without."""
+    x_BTNH = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
+    try:
+        jax.eval_shape(
+            partial(jax.nn.dot_product_attention, implementation="cudnn"), *[x_BTNH] * 3
+        )
+    except RuntimeError:
+        inform(
+            "cuDNN was not found, so attention is this project's own "
+            "(pip install nvidia-cudnn-cu13, or -cu12 with CUDA 12)"
+        )
+        return False
+    return True
 
 
 def on_mesh(run: Callable[..., jax.Array], mesh: AbstractMesh) -> Callable[..., jax.Array]:
