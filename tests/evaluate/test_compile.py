@@ -2,7 +2,9 @@
 
 import json
 import re
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import jax
 import pytest
@@ -14,6 +16,8 @@ from medusa_jax.evaluate.compiled import report, targets
 from medusa_jax.evaluate.compiled.programs import Case, Step
 from medusa_jax.evaluate.compiled.text import Program
 from medusa_jax.native import library
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +99,17 @@ def test_a_missing_compiler_is_named_with_the_version_that_this_jax_wants(monkey
     for cuda in ("12", "13"):
         for part in ("plugin", "pjrt"):
             assert f"jax-cuda{cuda}-{part}=={jax.__version__}" in str(raised.value)
+
+
+@pytest.mark.parametrize("extra", ["cuda", "cuda12", "cuda13", "tpu", "aot"])
+def test_extras_for_accelerators_take_the_versions_that_jax_pins(extra):
+    """By extras of jax itself, under the bounds of the dependency."""
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    [bounds] = [r for r in project["dependencies"] if r.startswith("jax>=")]
+    [given] = [r for r in project["optional-dependencies"][extra] if r.startswith("jax[")]
+    names, _, rest = given.removeprefix("jax[").partition("]")
+    assert "jax" + rest == bounds
+    assert {*names.split(",")} <= {*metadata.metadata("jax").get_all("Provides-Extra")}
 
 
 @pytest.mark.parametrize("name", ["here:2x2", "h100:1", "v7", "her"])
