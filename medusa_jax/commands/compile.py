@@ -1,11 +1,13 @@
-"""`python -m medusa_jax compile`: what the compiler of an accelerator makes of a decode step.
+"""`python -m medusa_jax compile`: what a device's compiler makes of a decode step.
 
 TPUs and GPUs need not be here: their compilers run anywhere. A model of shapes only is compiled, and
 the compiler's own estimates are added up by stage. Nothing is run, so these are estimates.
 """
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from medusa_jax.commands.flags import Program, at_least, flag, parse_mesh
@@ -19,15 +21,16 @@ EXAMPLES = """examples:
   python -m medusa_jax compile --for h100 --shape llama3-8b --drafter medusa --json
   python -m medusa_jax compile --for v5e --shape llama3.1-8b --drafter configs/llama31_8b.py
   python -m medusa_jax compile --for v5e:2x4 --train configs/vicuna7b_m1.py
+  python -m medusa_jax compile --for here --shape path/to/model
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Memory, cycles by stage and defects of a decode step, by an accelerator's compiler."""
+    """Memory, kernels or cycles by stage, and defects of a decode step, by a device's compiler."""
 
     target: str = flag(
-        "v4, v5e, v5p or v6e, with a topology such as v5e:2x4; or h100",
+        "v4, v5e, v5p or v6e, with a topology such as v5e:2x4; h100; or here: the default device",
         name="--for",
         metavar="DEVICES",
     )
@@ -47,7 +50,7 @@ class Flags:
         "below 1: the filter runs (its cost does not depend on the value)", 1.0
     )
     layers: int | None = flag(
-        "layers to compile; figures are for all layers of the shape (default: 8, of a recipe all)",
+        "layers to compile; figures are for all layers of the shape (default: 8; here or of a recipe all)",
         None, type=at_least(2),
     )  # fmt: skip
     train: str | None = flag(
@@ -60,9 +63,10 @@ def run(flags: Flags) -> int:
     """Compile, then print."""
     import jax
 
-    from medusa_jax.evaluate.compiled.targets import find_target
+    from medusa_jax.evaluate.compiled.targets import HERE, find_target
 
-    jax.config.update("jax_platforms", "cpu")  # the TPU plugin would look for a TPU
+    if flags.target != HERE:
+        jax.config.update("jax_platforms", "cpu")  # the TPU plugin would look for a TPU
     target = find_target(flags.target)
     if flags.train:
         return train(flags, target)
@@ -72,7 +76,9 @@ def run(flags: Flags) -> int:
     from medusa_jax.evaluate.compiled import report
     from medusa_jax.evaluate.compiled.programs import Case
     from medusa_jax.heads import drafter_class, make_drafter
+    from medusa_jax.model.forms import choose_storage
     from medusa_jax.model.llama import decoding_config
+    from medusa_jax.sharding import make_mesh
     from medusa_jax.tree import Tree, load_tree_file
     from medusa_jax.tree.files import tree_of_size
 
@@ -85,6 +91,13 @@ def run(flags: Flags) -> int:
         config, target, flags.batch, flags.context, flags.mesh or (1, 1, 1),
         flags.acceptance, ("top_p",) if flags.top_p < 1 else (), layers=flags.layers or 8,
     )  # fmt: skip
+    if target.name == HERE:  # the program that decoding would run
+        dtype = jax.numpy.dtype("float32" if target.platform == "cpu" else "bfloat16")
+        mesh = make_mesh(case.mesh, target.devices)
+        case = dataclasses.replace(
+            case, dtype=dtype, storage=choose_storage(config, dtype, mesh),
+            layers=flags.layers or config.n_layers,
+        )  # fmt: skip
     plain = flags.drafter == "none"
     if flags.drafter.endswith(".py"):
         heads = load_config(flags.drafter).heads
@@ -99,13 +112,13 @@ def run(flags: Flags) -> int:
     # Of the layers that are compiled: EAGLE-3 reads inside the backbone.
     few = dataclasses.replace(config, n_layers=min(case.layers, config.n_layers))
     drafter = make_drafter(heads, decoding_config(few))
-    with announced(f"compiling for {target.name}"):
+    with compiling_for(target):
         steps = report.measure(case, drafter, tree)
     if flags.json:
         print(json.dumps(report.as_json(case, *steps)))
         return 0
     print(f"## {flags.shape}, {flags.drafter}, {tree.n_nodes} nodes, batch {flags.batch}, "
-          f"{flags.context} tokens, {flags.acceptance}, {target.name}\n")  # fmt: skip
+          f"{flags.context} tokens, {flags.acceptance}, {target.title}\n")  # fmt: skip
     print(report.as_text(case, *steps))
     print(f"\nestimates of {target.compiler}, jax {jax.__version__}; nothing was run")
     return 0
@@ -121,15 +134,30 @@ def train(flags: Flags, target: Any) -> int:
 
     assert flags.train is not None
     cfg = load_config(flags.train)
-    with announced(f"compiling for {target.name}"):
+    with compiling_for(target):
         found = compile_training(cfg, target, flags.mesh or cfg.mesh, flags.layers or 0)
     if flags.json:
         print(json.dumps(report.training_json(target, found)))
         return 0
-    print(f"## {flags.train}, {target.name}\n")
+    print(f"## {flags.train}, {target.title}\n")
     print(report.training_text(target, found))
     print(f"\nestimates of {target.compiler}, jax {jax.__version__}; nothing was run")
     return 0
+
+
+@contextlib.contextmanager
+def compiling_for(target: Any) -> Iterator[None]:
+    """Say so; a compiler that fails does it in one line."""
+    import jax
+
+    with announced(f"compiling for {target.name}"):
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            first = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"{target.compiler} cannot compile for {target.name}: {first}"
+            ) from error
 
 
 main = Program("python -m medusa_jax compile", Flags, run, EXAMPLES)

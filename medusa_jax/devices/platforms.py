@@ -26,7 +26,7 @@ TRAINING_OPTIONS: dict[str, dict[str, str | bool]] = {
 
 
 def platform() -> str:
-    """ "cpu", "cuda", "rocm" or "tpu": of the mesh in sight, else of the default device.
+    """ "cpu", "cuda", "rocm" or "tpu": of the mesh in sight, else of `default_device`.
 
     A program that is compiled for devices that are not here is traced under `jax.set_mesh` of theirs.
     """
@@ -35,10 +35,18 @@ def platform() -> str:
         if device.platform != "gpu":
             return str(device.platform)
         return "rocm" if device.device_kind.startswith("AMD") else "cuda"
-    default = jax.devices()[0]
+    default = default_device()
     if default.platform != "gpu":
         return default.platform
     return "cuda" if "cuda" in default.client.platform_version else "rocm"
+
+
+def default_device() -> jax.Device:
+    """The device of programs that name none: that of `jax_default_device`, else the first."""
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if isinstance(default, str):  # a platform
+        return jax.local_devices(backend=default)[0]
+    return default or jax.devices()[0]
 
 
 def program(**arguments: Any) -> Callable[[Callable], Any]:

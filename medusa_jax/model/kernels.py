@@ -9,8 +9,10 @@ A cache: on TPUs `tree_kernel.py`, on NVIDIA GPUs cuDNN where scores are large, 
 MEDUSA_JAX_ATTENTION=own avoids all kernels; =cudnn lets cuDNN attend to all caches.
 """
 
+import functools
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -19,6 +21,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from medusa_jax.console import inform
 from medusa_jax.devices.platforms import platform
 from medusa_jax.model import tree_kernel
 from medusa_jax.model.causal import CausalMask, attend_causal
@@ -68,6 +71,8 @@ def attend_rows(
     n_rows = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
     if kernel == "own" or (mesh.empty and jax.device_count() > 1) or B % n_rows:
         return attend_causal(q_BTNH, k_BGTH, v_BGTH, mask)
+    if kernel == "cudnn" and not has_cudnn():
+        return attend_causal(q_BTNH, k_BGTH, v_BGTH, mask)
     run = cudnn if kernel == "cudnn" else splash
     args = (q_BTNH, k_BGTH.swapaxes(1, 2), v_BGTH.swapaxes(1, 2), mask)
     out_BTNH = run(*args) if mesh.empty else on_mesh(run, mesh)(*args)
@@ -86,7 +91,25 @@ def cached_kernel(q_BTNH: jax.Array, k_BGSH: jax.Array) -> Kernel:
     B, T, N, _ = q_BTNH.shape
     many = B * N * T * k_BGSH.shape[2] * 4 >= CUDNN_SCORES or asked() == "cudnn"
     fits = q_BTNH.dtype in SHORT and H % 8 == 0 and H <= 128
-    return "cudnn" if platform() == "cuda" and many and fits else "own"
+    use = platform() == "cuda" and many and fits and has_cudnn()
+    return "cudnn" if use else "own"
+
+
+@functools.cache
+def has_cudnn() -> bool:
+    """Whether JAX finds cuDNN; says so once if not. A compiler for GPUs that are not here comes without."""
+    x_BTNH = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
+    try:
+        jax.eval_shape(
+            partial(jax.nn.dot_product_attention, implementation="cudnn"), *[x_BTNH] * 3
+        )
+    except RuntimeError:
+        inform(
+            "cuDNN was not found, so attention is this project's own "
+            "(pip install nvidia-cudnn-cu13, or -cu12 with CUDA 12)"
+        )
+        return False
+    return True
 
 
 def on_mesh(run: Callable[..., jax.Array], mesh: AbstractMesh) -> Callable[..., jax.Array]:

@@ -18,6 +18,7 @@ from medusa_jax.decoding.generate import Engine
 from medusa_jax.decoding.step import decode_loop
 from medusa_jax.decoding.timing import StepClock, run_steps
 from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
+from medusa_jax.evaluate.compiled.reads import kernels_of
 from medusa_jax.heads import drafter_class, make_drafter
 from medusa_jax.interop.shapes import find_shape
 from medusa_jax.interop.tokenizer import NoTokenizer
@@ -189,18 +190,6 @@ def loop_figures(clock: StepClock, engine: Engine) -> dict[str, float]:
         times.append((time.perf_counter() - begin, returned))
     whole, returned = min(times[1:])
     return {"ms": 1e3 * whole / clock.n_steps, "returned_after_share": returned / whole}
-
-
-def kernels_of(compiled, n_layers):
-    from medusa_jax.evaluate.compiled.cycles import kernels, step_costs
-    from medusa_jax.evaluate.compiled.reads import bytes_read
-    from medusa_jax.evaluate.compiled.text import read_program
-
-    text = read_program(compiled.as_text() or "")
-    costs = step_costs(text, 0.0)
-    return round(kernels(costs, n_layers, n_layers)), round(
-        bytes_read(text, costs, n_layers, n_layers)
-    )
 
 
 def program_figures(clock: StepClock, engine: Engine) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,22 @@ def test_the_mesh_in_sight_says_the_platform():
         with jax.sharding.use_abstract_mesh(mesh):
             assert platforms.platform() == name
     assert platforms.platform() == "cpu"
+
+
+def test_the_default_device_says_the_platform_where_no_mesh_is(monkeypatch):
+    """As JAX places arrays: `jax_default_device`, a device or a platform's name, before the first device."""
+
+    class GpuDevice:
+        platform = "gpu"
+        client = SimpleNamespace(platform_version="cuda 13000")
+
+    [first, *_] = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="tpu")])
+    assert platforms.platform() == "tpu"
+    for default, name in (("cpu", "cpu"), (first, "cpu"), (GpuDevice(), "cuda")):
+        with jax.default_device(default):
+            assert platforms.platform() == name
+    assert platforms.platform() == "tpu"
 
 
 def test_a_program_has_the_options_of_its_platform(monkeypatch):

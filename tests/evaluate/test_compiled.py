@@ -1,10 +1,13 @@
-"""Reading compiled programs: small excerpts by hand, and whole programs where the compilers are here."""
+"""Reading compiled programs: small excerpts by hand, and those of this process's own device."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from medusa_jax.evaluate.compiled import warnings
 from medusa_jax.evaluate.compiled.cycles import kernels, of_all_layers, stage_of, step_costs
-from medusa_jax.evaluate.compiled.reads import bytes_read
+from medusa_jax.evaluate.compiled.reads import bytes_read, kernels_of
 from medusa_jax.evaluate.compiled.text import read_instruction, read_program
 
 # A loop of a layer, its LM head, and a sampler of which one branch counts to 40.
@@ -104,13 +107,28 @@ def test_cycles_count_loops_the_branch_and_what_is_loaded_ahead(filters, samplin
     assert kernels(costs, 1, 3) == 3 * 4 + 1 + (40 * 2 if sampling else 0)
 
 
-def found_in(*lines, vocab_size=512, cache_numbers=4096, large=1024):
+@pytest.mark.parametrize("filters, rounds", [((), 0), (("top_p",), 40)])
+@pytest.mark.parametrize("order", ["branch_computations={%keep.1, %cut.1}", "true_computation=%cut.1, false_computation=%keep.1"])  # fmt: skip
+@pytest.mark.parametrize("known", [False, True])
+def test_kernels_of_a_gpu_are_those_of_the_branch_that_runs(filters, rounds, order, known):
+    """A GPU's program has no cycles to compare branches by, and runs counted rounds without a condition."""
+    text = TEXT.replace("estimated_cycles", "none")
+    text = text.replace("branch_computations={%keep.1, %cut.1}", order)
+    if known:
+        count = 'backend_config={"known_trip_count":{"n":"40"}}, metadata'
+        text = text.replace("body=%round.1, metadata", f"body=%round.1, {count}")
+    costs = step_costs(read_program(text), 0.0, filters=filters)
+    assert kernels(costs, 1, 3) == 3 * 4 + 1 + rounds * (1 if known else 2)
+
+
+def found_in(*lines, computations="", vocab_size=512, cache_numbers=4096, large=1024, platform="tpu"):  # fmt: skip
     """Names of the warnings about a step of these instructions."""
-    end = TEXT.index("  ROOT %out.1")
-    text = TEXT[:end] + "".join(f"  {line}\n" for line in lines) + TEXT[end:]
-    program = read_program(text)
+    text = TEXT.replace(
+        "  ROOT %out.1", "".join(f"  {x}\n" for x in lines) + "  ROOT %out.1"
+    )
+    program = read_program(text.replace("\n%body.1", f"\n{computations}\n%body.1"))
     costs = step_costs(program, 64.0, filters=("top_p",))
-    found = warnings.warnings_of(program, costs, vocab_size, cache_numbers, large=large)
+    found = warnings.warnings_of(program, costs, vocab_size, cache_numbers, platform, large)
     return [line.partition(":")[0] for line in found]
 
 
@@ -157,7 +175,6 @@ def test_each_defect_is_named():
         warnings.COPY
     ]
     assert found_in(f"%copy.1 = {cache} copy(%w.1)", cache_numbers=10**6) == []
-    assert found_in(f"%scatter.1 = {cache} scatter(%w.1, %w.1, %w.1)") == [warnings.SCATTER]
     assert found_in("%send.1 = (f32[8]{0}, u32[], token[]) send(%w.1)") == [warnings.HOST]
     assert found_in(
         "%x.1 = f32[64,512]{1,0} convolution(%logits.1, %score.1), dim_labels=bf_io->bf"
@@ -167,23 +184,112 @@ def test_each_defect_is_named():
     ) == [warnings.LOOP]
 
 
-def test_a_product_of_one_row_is_a_warning_on_tpus():
-    line = (
-        "%multiply_reduce_fusion.1 = f32[512]{0} fusion(%w.1), kind=kLoop, calls=%one.1, "
-        f'metadata={{op_name="{LAYER}/mlp/down_proj/dot_general"}}'
-    )
-    fused = """
-%one.1 (q.0: bf16[256,512]) -> f32[512] {
-  %q.0 = bf16[256,512]{1,0} parameter(0)
-  %m.1 = f32[256,512]{1,0} multiply(%q.0, %q.0)
-  ROOT %r.1 = f32[512]{0} reduce(%m.1, %m.1), dimensions={0}, to_apply=%keep.1
-}
+CACHE = "bf16[8,4,128,64]{3,2,1,0}"
+MOVED = f"""
+%moved.1 (p.7: bf16[8,128,4,64]) -> {CACHE} {{
+  %p.7 = bf16[8,128,4,64]{{3,2,1,0}} parameter(0)
+  ROOT %turned.1 = {CACHE} transpose(%p.7), dimensions={{0,2,1,3}}
+}}
+
+%put.1 (p.8: {CACHE}, p.9: s32[8,2]) -> {CACHE} {{
+  %p.8 = {CACHE} parameter(0)
+  %p.9 = s32[8,2]{{1,0}} parameter(1)
+  ROOT %put.2 = {CACHE} scatter(%p.8, %p.9, %p.8), to_apply=%keep.1
+}}
 """
-    text = TEXT.replace("  ROOT %out.1", f"  {line}\n  ROOT %out.1").replace(
-        "\n%body.1", f"{fused}\n%body.1"
-    )
+PUT = f"{CACHE} fusion(%w.1, %w.1), kind=kInput, calls=%put.1"
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
+@pytest.mark.parametrize(
+    "lines, expected",
+    [
+        # In place.
+        ([f"%s.1 = {CACHE} scatter(%w.1, %w.1, %w.1)"], []),
+        ([f"%s.1 = {PUT}"], []),
+        # A copy of something else, or of less.
+        ([f"%s.1 = {PUT}", f"%c.1 = {CACHE} copy(%w.1)"], [warnings.COPY]),
+        ([f"%s.1 = {PUT}", "%c.1 = bf16[8,64]{1,0} copy(%s.1)"], []),
+        # Before, after, both; past what passes values on; fused.
+        ([f"%c.1 = {CACHE} copy(%w.1)", f"%s.1 = {PUT.replace('%w.1', '%c.1')}"], None),
+        ([f"%s.1 = {PUT}", f"%c.1 = {CACHE} transpose(%s.1)"], None),
+        ([f"%s.1 = {PUT}", f"%b.1 = {CACHE} bitcast(%s.1)", f"%c.1 = {CACHE} copy(%b.1)"], None),
+        ([f"%c.1 = {CACHE} fusion(%w.1), kind=kInput, calls=%moved.1", f"%b.1 = {CACHE} bitcast(%c.1)", f"%s.1 = {PUT.replace('%w.1', '%b.1')}"], None),
+        # A TPU's loop in place of a scatter: the copy has its label.
+        ([f'%c.1 = {CACHE} copy(%w.1), metadata={{op_name="{LAYER}/vmap()/scatter"}}'], None),
+    ],
+)  # fmt: skip
+def test_a_scatter_is_a_warning_where_a_copy_comes_with_it(lines, expected, platform):
+    found = found_in(*lines, computations=MOVED, platform=platform)
+    assert found == ([warnings.COPY, warnings.SCATTER] if expected is None else expected)
+
+
+def one_row(root, label, body):
+    """A fusion that multiplies one row with a kernel and sums, as XLA writes it."""
+    line = f'%reduce.7 = f32[512]{{0}} fusion(%w.1), kind=kInput, calls=%one.1, metadata={{op_name="{label}"}}'
+    inside = f"""
+%one.1 (q.0: bf16[256,512]) -> {root} {{
+  %q.0 = bf16[256,512]{{1,0}} parameter(0)
+{body}}}
+"""
+    return {"computations": inside}, line
+
+
+PRODUCT = f'metadata={{op_name="{LAYER}/self_attn/o_proj/dot_general"}}'
+ONE_ROW = f"""  %m.1 = f32[256,512]{{1,0}} multiply(%q.0, %q.0), {PRODUCT}
+  %r.1 = f32[512]{{0}} reduce(%m.1, %m.1), dimensions={{0}}, to_apply=%keep.1, {PRODUCT}
+  ROOT %v.1 = bf16[512]{{0}} convert(%r.1), metadata={{op_name="{LAYER}/self_attn/o_proj/convert_element_type"}}
+"""
+
+
+@pytest.mark.parametrize(
+    "label, body, expected",
+    [
+        # A TPU's has the product's label; a GPU's that of its last operation.
+        ("mlp/down_proj/dot_general", ONE_ROW.replace(PRODUCT, ""), True),
+        ("self_attn/o_proj/convert_element_type", ONE_ROW, True),
+        # Several rows are a product inside; the largest score is no product.
+        ("mlp/dot_general", ONE_ROW + "  %d.1 = f32[2,512]{1,0} dot(%q.0, %q.0)\n", False),
+        ("attention/reduce_max", ONE_ROW.replace("o_proj/dot_general", "attention/mul"), False),
+        # What one row of a small array costs does not matter.
+        ("self_attn/o_proj/dot_general", ONE_ROW.replace("256,512", "1,512"), False),
+    ],
+)  # fmt: skip
+def test_a_product_of_one_row_is_a_warning_where_a_matrix_unit_is(label, body, expected):
+    more, line = one_row("bf16[512]", f"{LAYER}/{label}", body)
+    for platform in ("tpu", "cuda", "rocm", "cpu"):
+        found = warnings.ONE_ROW in found_in(line, **more, platform=platform)
+        assert found == (expected and platform != "cpu"), platform
+
+
+def test_rounds_of_small_kernels_are_a_warning_on_gpus():
+    """Top-p by bisection: 40 rounds in the text, of two kernels and a condition."""
+    text = TEXT.replace("  ROOT %halve.1", "  %x.9 = f32[64,1] copy(%c.0)\n  ROOT %halve.1")
     program = read_program(text)
-    costs = step_costs(program, 64.0)
-    on_tpu = warnings.warnings_of(program, costs, 512, 4096, large=1024)
-    assert on_tpu == [f"{warnings.ONE_ROW}: 1 x, backbone"]
-    assert warnings.warnings_of(program, costs, 512, 4096, on_tpu=False, large=1024) == []
+    for filters, lines in (((), []), (("top_p",), [f"{warnings.ROUNDS}: 120 x, sampling"])):
+        costs = step_costs(program, 0.0, filters=filters)
+        assert warnings.warnings_of(program, costs, 512, 4096, "cuda") == lines
+        assert warnings.warnings_of(program, costs, 512, 4096, "tpu") == []
+    few = text.replace("constant(40)", "constant(8)")
+    costs = step_costs(read_program(few), 0.0, filters=("top_p",))
+    assert warnings.warnings_of(read_program(few), costs, 512, 4096, "cuda") == []
+
+
+def test_float32_products_are_a_warning_where_others_are_faster():
+    line = "%x.1 = f32[64,512]{1,0} convolution(%logits.1, %score.1), dim_labels=bf_io->bf"
+    assert warnings.FLOAT32 in found_in(line, platform="cuda")
+    assert found_in(line, platform="cpu") == []
+
+
+@pytest.mark.parametrize("n_layers, layers", [(1, 0), (4, 4), (6, 2)])
+def test_kernels_of_a_compiled_program_with_what_they_read(n_layers, layers):
+    """By definition: the loop's product reads its kernel and its row once a step."""
+
+    @jax.jit
+    def loop(w, x, n):
+        return lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ w), x)
+
+    w, x = jnp.ones((256, 256)), jnp.ones((1, 256))
+    found, read = kernels_of(loop.lower(w, x, 5).compile(), n_layers, layers)
+    assert 1 <= found <= 5
+    assert w.nbytes + x.nbytes <= read < 1.1 * w.nbytes

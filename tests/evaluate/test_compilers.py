@@ -2,11 +2,13 @@
 
 import importlib.metadata
 import json
+import sys
 
 import pytest
-from children import output_of
+from children import output_of, run
 
 from medusa_jax.evaluate.compiled import warnings
+from medusa_jax.evaluate.compiled.targets import COMPILERS
 
 pytestmark = pytest.mark.wide
 
@@ -42,6 +44,8 @@ def get_config():
     cfg.data.seq_len, cfg.train.batch_size, cfg.train.accumulation = 256, 8, 2
     return cfg
 """
+# What these compilers leave: on a GPU one row's products, where it has not been mended, and top-p.
+LEFT = {"v5e": set(), "h100": {warnings.ONE_ROW, warnings.ROUNDS}}
 # One process, so that libtpu is loaded once; a line for each call.
 CHILD = """
 import json, sys
@@ -63,12 +67,11 @@ GPU = [
 ]
 
 
-def compiled(package, target, cases, tmp_path):
+def compiled(target, cases, tmp_path):
     """The JSON objects of `compile` for these flags; skipped without the compiler."""
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{package} is not installed: pip install -e '.[aot]'")
+    packages = COMPILERS["cuda" if target == "h100" else "tpu"]
+    if not {d.name for d in importlib.metadata.distributions()} & {*packages}:
+        pytest.skip(f"{' or '.join(packages)} is not installed: docs/accelerators.md")
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     calls = [["--for", target, "--shape", str(tmp_path), *SMALL, *case] for case in cases]
     return printed(calls)
@@ -85,7 +88,7 @@ def names(found):
 
 
 def test_decoding_on_a_tpu(tmp_path):
-    for case, found in zip(TPU, compiled("libtpu", "v5e", TPU, tmp_path), strict=True):
+    for case, found in zip(TPU, compiled("v5e", TPU, tmp_path), strict=True):
         assert names(found) == [], (case, found["warnings"])
         assert found["memory_bytes"] < MOST_BYTES, case
         assert found["target"] == "v5e:2x2" and found["plain"]["cycles"] > 0
@@ -95,23 +98,21 @@ def test_decoding_on_a_tpu(tmp_path):
         assert ("sampling" in step["stages"]) == ("--top_p" in case)
 
 
-@pytest.mark.parametrize(
-    "package, target", [("libtpu", "v5e"), ("jax-cuda12-pjrt", "h100")]
-)
-def test_eagle_copies_its_caches_and_has_no_other_defect(package, target, tmp_path):
+@pytest.mark.parametrize("target", ["v5e", "h100"])
+def test_eagle_copies_its_caches_and_has_no_other_defect(target, tmp_path):
     """A step drafts into a copy of its layers' cache, and commits to the cache as it was before."""
-    [found] = compiled(package, target, [("--drafter", "eagle")], tmp_path)
-    assert names(found) in ([], [warnings.COPY])
+    [found] = compiled(target, [("--drafter", "eagle")], tmp_path)
+    assert set(names(found)) - LEFT[target] in (set(), {warnings.COPY})
 
 
 def test_a_training_step_on_a_tpu(tmp_path):
     (tmp_path / "small.py").write_text(TRAIN)
     path = str(tmp_path / "small.py")
-    compiled("libtpu", "v5e", [], tmp_path)
+    compiled("v5e", [], tmp_path)
     [found] = printed([["--for", "v5e:2x4", "--train", path, "--mesh", "1,8,1"]])
     assert found["warnings"] == []
     assert found["memory_bytes"] == pytest.approx(found["counted_bytes"], rel=0.1)
-    [found] = compiled("libtpu", "v5e", [("--drafter", path)], tmp_path)
+    [found] = compiled("v5e", [("--drafter", path)], tmp_path)
     assert found["step"]["stages"]["draft"] > 0
 
 
@@ -128,7 +129,7 @@ for options in (TRAINING_OPTIONS["tpu"], {}):
 
 def test_a_training_step_gathers_kernels_whole_on_a_tpu(tmp_path):
     """By default XLA sends the parts of a kernel around, in a loop for each product."""
-    compiled("libtpu", "v5e", [], tmp_path)
+    compiled("v5e", [], tmp_path)
     wide = TRAIN.replace("d_model=512, n_layers=4", "d_model=1024, n_layers=1")
     wide = wide.replace(
         "n_heads=4, n_kv_heads=4, d_ff=1024", "n_heads=8, n_kv_heads=8, d_ff=4096"
@@ -154,16 +155,42 @@ print(json.dumps([list(mesh.shape.values()) for mesh in meshes]))
 
 
 def test_meshes_of_chips_with_two_cores_and_of_a_split_torus(tmp_path):
-    compiled("libtpu", "v5e", [], tmp_path)
+    compiled("v5e", [], tmp_path)
     found = json.loads(output_of(MESHES).splitlines()[-1])
     assert found == [[1, 4, 1], [2, 4, 1], [2, 32, 1]]
 
 
+def test_a_scatter_with_copies_is_named_on_a_tpu(tmp_path):
+    """Rows of a batch written by one scatter, as on other platforms: caches change their layout for it."""
+    compiled("v5e", [], tmp_path)
+    call = ["--for", "v5e", "--shape", str(tmp_path), *SMALL, "--context", "900", "--batch", "2"]  # fmt: skip
+    code = SCATTERED + CHILD
+    printed = output_of(code, json.dumps([call]), JAX_DISABLE_MOST_OPTIMIZATIONS="0")
+    assert names(json.loads(printed)) == [warnings.COPY, warnings.SCATTER]
+
+
+SCATTERED = """
+import medusa_jax.decoding.step as step, medusa_jax.model.cache as cache
+step.platform = cache.platform = lambda: "cpu"
+"""
+
+
+def test_a_training_step_on_a_gpu_without_cudnn(tmp_path):
+    """The compiler alone is here: attention is the project's own, and a sentence says so."""
+    compiled("h100", [], tmp_path)
+    (tmp_path / "small.py").write_text(TRAIN)
+    call = ["--for", "h100", "--train", str(tmp_path / "small.py"), "--mesh", "1,1,1"]
+    done = run(sys.executable, "-c", CHILD, json.dumps([call]))
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["memory_bytes"] == pytest.approx(found["counted_bytes"], rel=0.3)
+    assert done.stderr.count("cuDNN was not found") == 1
+
+
 def test_decoding_on_a_gpu(tmp_path):
-    cases = compiled("jax-cuda12-pjrt", "h100", GPU, tmp_path)
+    cases = compiled("h100", GPU, tmp_path)
     for case, found in zip(GPU, cases, strict=True):
         # Rows of a batch are one scatter, in place, where row by row would be a kernel each.
-        left = set(names(found)) - ({warnings.SCATTER} if "--batch" in case else set())
-        assert not left, (case, found["warnings"])
+        assert set(names(found)) <= LEFT["h100"], (case, found["warnings"])
         assert found["memory_bytes"] < MOST_BYTES, case
-        assert found["step"]["cycles"] is None and 0 < found["kernels"] < 400
+        assert found["step"]["cycles"] is None and 0 < found["kernels"] < 800

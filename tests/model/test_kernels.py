@@ -116,6 +116,41 @@ def test_values_and_gradients_are_our_own(run, window):
         assert np.abs(a - b).max() < 1e-5 * np.abs(b).max()
 
 
+@pytest.fixture
+def rows_on_cuda(monkeypatch):
+    """Queries, keys, values and mask in 16 bits, for which cuDNN is wanted."""
+    kernels.has_cudnn.cache_clear()
+    monkeypatch.setattr(kernels, "platform", lambda: "cuda")
+    qkv, mask = rows(0, T=16, H=8)
+    yield (*(x.astype(jnp.bfloat16) for x in qkv), mask)
+    kernels.has_cudnn.cache_clear()
+
+
+def attended(q, k, v, mask):
+    out = attention.attend_rows(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
+    return out.reshape(q.shape)
+
+
+@pytest.mark.parametrize("problem", ["cuDNN not found.", "cuDNN is not detected."])
+def test_without_cudnn_attention_is_our_own(problem, rows_on_cuda, monkeypatch, capsys):
+    """JAX raises, such as on a machine that has a GPU's compiler only. One sentence says so, once."""
+
+    def missing(*_, implementation, **__):
+        assert implementation == "cudnn"
+        raise RuntimeError(problem)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", missing)
+    for _ in range(2):
+        assert (attended(*rows_on_cuda) == own(*rows_on_cuda)).all()
+    assert capsys.readouterr().err.count("cuDNN was not found") == 1
+
+
+def test_with_cudnn_it_is_asked_for(rows_on_cuda, monkeypatch, capsys):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **__: q)
+    assert (attended(*rows_on_cuda) == rows_on_cuda[0]).all()
+    assert not capsys.readouterr().err
+
+
 def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
     """Forward and backward, by the layer's own way to it."""
     monkeypatch.setattr(kernels, "platform", lambda: "tpu")

@@ -34,12 +34,14 @@ class Cost:
     Attributes:
       label: where it comes from, or what reads it if the compiler added it.
       times: executions in a step.
+      launched: of a loop, kernels that its rounds launch in a step.
     """
 
     instruction: Instruction
     label: str
     cycles: float
     times: int
+    launched: int = 0
 
 
 def step_costs(
@@ -63,15 +65,18 @@ def step_costs(
         for x in here:
             own = x.label or label or label_of(here, x)
             if x.opcode == "while":
-                yield Cost(x, own, 0, times)
                 inner = times * max(1, program.trips(x))
-                for part in (*x.calls("body"), *x.calls("condition")):
-                    yield from walk(part, own, inner)
+                # Rounds of a known number are run without the condition.
+                counted = "known_trip_count" in x.rest
+                parts = x.calls("body") + ([] if counted else x.calls("condition"))
+                inside = [cost for part in parts for cost in walk(part, own, inner)]
+                yield Cost(x, own, 0, times, launched_by(inside))
+                yield from inside
             elif x.opcode == "conditional":
                 branches = [list(walk(b, own, times)) for b in x.calls("branch")]
                 unused = any(f in own.split("/") for f in FILTERS if f not in filters)
                 pick = min if unused else max
-                yield from pick(branches, key=lambda costs: sum(map(total_of, costs)))
+                yield from pick(branches, key=price)
             elif x.opcode == "call":
                 yield from walk(x.calls("to_apply")[0], own, times)
             elif x.opcode in _AHEAD:
@@ -92,9 +97,9 @@ def step_costs(
     return list(walk(loop.calls("body")[0], "", 1))
 
 
-def total_of(cost: Cost) -> float:
-    """Cycles of all executions in a step."""
-    return cost.cycles * cost.times
+def price(costs: list[Cost]) -> tuple[float, int]:
+    """Cycles of all executions in a step, and kernels: a GPU's programs have no cycles."""
+    return sum(cost.cycles * cost.times for cost in costs), launched_by(costs)
 
 
 def moved(x: Instruction) -> int:
@@ -161,6 +166,11 @@ _FREE = PASSING | {
 def launches(x: Instruction) -> bool:
     """Whether a GPU launches a kernel for it."""
     return x.opcode not in _FREE and not x.opcode.endswith("-done")
+
+
+def launched_by(costs: list[Cost]) -> int:
+    """Kernels of these instructions in a step of the compiled program."""
+    return sum(cost.times for cost in costs if launches(cost.instruction))
 
 
 def repeats(cost: Cost, compiled: int, n_layers: int) -> float:

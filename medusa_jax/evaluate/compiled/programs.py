@@ -1,4 +1,4 @@
-"""Compile the decode loop of a model of shapes only, for devices that are not here."""
+"""Compile the decode loop of a model of shapes only, for any device."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from medusa_jax.evaluate.compiled.targets import Target
 from medusa_jax.evaluate.compiled.text import Program, read_program
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.llama import Llama, decoding_config
+from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import (
     Params,
     bytes_on_device,
@@ -40,6 +41,7 @@ class Case:
       context: tokens of each row before the step.
       filters: `cycles.FILTERS` that the rows use.
       layers: layers that are compiled; figures are extrapolated to `config.n_layers`.
+      storage: the form of kernels.
     """
 
     config: LlamaConfig
@@ -51,6 +53,19 @@ class Case:
     filters: tuple[str, ...] = ()
     dtype: DTypeLike = jnp.bfloat16
     layers: int = 2
+    storage: Storage | None = None
+
+    @property
+    def compiled_layers(self) -> int:
+        """`layers`, as far as the model has them."""
+        return min(self.layers, self.config.n_layers)
+
+    @property
+    def within(self) -> float:
+        """What extrapolating to all layers may be off, as a share (docs/accelerators.md)."""
+        if self.compiled_layers == self.config.n_layers:
+            return 0.0
+        return 0.02 if self.layers >= 8 else 0.07
 
 
 @dataclass(frozen=True)
@@ -61,8 +76,8 @@ class Step:
       stages: cycles by stage; empty on a GPU.
       weights: bytes of weights that a step has to read (the embedding is looked up).
       memory: bytes of arguments, temporaries and results; temporaries are of the compiled layers.
-      kernels: kernels of a step on a GPU, instructions that move or compute on a TPU.
-      read: bytes that the kernels of a step read on a GPU; 0 on a TPU.
+      kernels: kernels of a step, instructions that move or compute on a TPU.
+      read: bytes that the kernels of a step read; 0 on a TPU.
       sent: bytes that a device sends in a step, by collective.
       program, costs: the compiled program of few layers.
     """
@@ -91,7 +106,7 @@ class Step:
 
 def compiled_loop(
     config: LlamaConfig, drafter: Drafter, tree: Tree, mesh: Mesh, rows: int, context: int,
-    dtype: DTypeLike, acceptance: str = "greedy",
+    dtype: DTypeLike, acceptance: str = "greedy", storage: Storage | None = None,
 ) -> tuple[Compiled, Params, DecodeState]:  # fmt: skip
     """Compile the loop of decode steps on a mesh from shapes; also returns its variables and state.
 
@@ -103,7 +118,7 @@ def compiled_loop(
     llama = Llama(decoding_config(config), dtype, shards=shards, mesh=several)
     engine = Engine(llama, drafter, tree, acceptance)
     of_heads = drafter if tree.depth else None
-    shapes = abstract_variables(config, of_heads, dtype, shards=shards)
+    shapes = abstract_variables(config, of_heads, dtype, storage, shards)
     state = abstract_state(engine, shapes, context, rows)
     variables = shapes_with(
         shapes, {k: param_shardings(mesh, v) for k, v in shapes.items()}
@@ -121,10 +136,18 @@ def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
     Raises:
       UserError: the mesh does not fit.
     """
-    few = dataclasses.replace(case.config, n_layers=min(case.layers, case.config.n_layers))
+    few = dataclasses.replace(case.config, n_layers=case.compiled_layers)
     mesh = make_mesh(case.mesh, case.target.devices)
     compiled, variables, state = compiled_loop(
-        few, drafter, tree, mesh, case.batch, case.context, case.dtype, case.acceptance
+        few,
+        drafter,
+        tree,
+        mesh,
+        case.batch,
+        case.context,
+        case.dtype,
+        case.acceptance,
+        case.storage,
     )
     text = compiled.as_text() or ""
     program = read_program(text)

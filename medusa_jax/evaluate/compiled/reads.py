@@ -1,9 +1,32 @@
 """Bytes that the kernels of a step read, counted from the optimised program of a GPU."""
 
-from medusa_jax.evaluate.compiled.cycles import Cost, launches, repeats
-from medusa_jax.evaluate.compiled.text import Computation, Instruction, Program
+from jax.stages import Compiled
+
+from medusa_jax.evaluate.compiled.cycles import Cost, kernels, launches, repeats, step_costs
+from medusa_jax.evaluate.compiled.text import (
+    Computation,
+    Instruction,
+    Program,
+    read_program,
+)
 
 _SLICES = ("dynamic-slice", "slice", "gather")
+
+
+def kernels_of(
+    compiled: Compiled, n_layers: int, layers: int = 0, filters: tuple[str, ...] = ()
+) -> tuple[int, int]:
+    """Kernels of a step of a compiled loop of decode steps, and the bytes that they read.
+
+    Args:
+      n_layers: layers of the model.
+      layers: those that the program has; 0: all.
+      filters: as for `step_costs`.
+    """
+    program = read_program(compiled.as_text() or "")
+    costs = step_costs(program, 0.0, filters=filters)
+    sizes = (layers or n_layers, n_layers)
+    return round(kernels(costs, *sizes)), round(bytes_read(program, costs, *sizes))
 
 
 def bytes_read(program: Program, costs: list[Cost], compiled: int, n_layers: int) -> float:

@@ -1,5 +1,6 @@
-"""A decode step compiled for an accelerator, next to the plain loop under the same options."""
+"""A decode step compiled for a device, next to the plain loop under the same options."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,14 +19,26 @@ def measure(case: Case, drafter: Drafter, tree: Tree) -> tuple[Step, Step]:
 
 
 def as_json(case: Case, plain: Step, step: Step) -> dict[str, Any]:
-    """The object that `--json` prints. Cycles, ratios and shares are None on a GPU."""
+    """The object that `--json` prints, unrounded. Cycles, ratios and shares are None but on a TPU."""
     target = case.target
     ratio = None
     if plain.cycles is not None and step.cycles is not None:
         ratio = step.cycles / plain.cycles
     return {
         "target": target.name,
-        "plain": {"cycles": plain.cycles, "share_of_bound": plain.share_of_bound(target)},
+        "device": target.chip.title,
+        "estimated": True,
+        "layers": {
+            "compiled": case.compiled_layers,
+            "all": case.config.n_layers,
+            "within": case.within,
+        },
+        "plain": {
+            "cycles": plain.cycles,
+            "share_of_bound": plain.share_of_bound(target),
+            "kernels": plain.kernels,
+            "read_bytes": plain.read or None,
+        },
         "step": {
             "cycles": step.cycles,
             "ratio": ratio,
@@ -49,44 +62,48 @@ def defects(case: Case, *steps: Step) -> list[str]:
             step.costs,
             case.config.vocab_size,
             step.cache_numbers,
-            on_tpu=case.target.bytes_per_cycle > 0,
+            case.target.platform,
         )
     ]
     return list(dict.fromkeys(found))
 
 
 def as_text(case: Case, plain: Step, step: Step) -> str:
-    """What the command prints without `--json`."""
+    """What the command prints without `--json`: of each figure the digits that are known."""
     target, lines = case.target, []
     if plain.cycles is not None and step.cycles is not None:
         rows = [
             _row("plain", plain, plain, target),
             _row("with drafts", step, plain, target),
         ]
-        header = ("", "million cycles", "of plain", "ms", "of the weight-read bound")
+        header = ("estimated", "million cycles", "of plain", "ms", "of the weight-read bound")  # fmt: skip
         lines += [markdown_table(header, rows), "", _stages(step.stages), ""]
-    kind = "kernels" if target.chip.clock == 0 else "operations"
-    lines.append(f"memory per device  {_gigabytes(step.memory, target)}")
-    lines.append(f"{kind + ' a step':18} {step.kernels:,}")
+    kind = "operations" if target.platform == "tpu" else "kernels"
+    counted = two_digits if case.within else "{:,}".format
+    without = f"; plain {counted(plain.kernels)}" if step is not plain else ""
+    lines.append(_line("memory per device", _gigabytes(step.memory, target)))
+    lines.append(_line(f"{kind} a step", counted(step.kernels) + without))
     if step.read:
+        share = two_digits(step.read / step.weights)
+        without = f"; plain {_size(plain.read)}" if step is not plain else ""
         lines.append(
-            f"read a step        {step.read / 1e9:.2f} GB, {step.read / step.weights:.2f} of "
-            "the weights"
+            _line("read a step", f"{_size(step.read)}, {share} of the weights{without}")
         )
-    sent = ", ".join(f"{k} {v / 1e6:,.1f} MB" for k, v in step.sent.items())
-    lines.append(f"sent a step        {sent or 'nothing'}")
+    lines.append(_line("sent a step", _sent(step.sent)))
+    if case.within:
+        lines.append(f"layers compiled    {case.compiled_layers} of {case.config.n_layers}, so figures "
+                     f"are within {case.within:.0%} of the compiler's for all")  # fmt: skip
     lines += [f"warning: {line}" for line in defects(case, plain, step)]
     return "\n".join(lines)
 
 
 def training_text(target: Target, found: Mapping[str, Any]) -> str:
     """What the command prints of a training step."""
-    sent = ", ".join(f"{k} {v / 1e9:,.2f} GB" for k, v in found["sent_bytes"].items())
     return "\n".join(
         [
-            f"memory per device  {_gigabytes(found['memory_bytes'], target)}",
-            f"counted by hand    {found['counted_bytes'] / 1e9:.2f} GB",
-            f"sent an update     {sent or 'nothing'}",
+            _line("memory per device", _gigabytes(found["memory_bytes"], target)),
+            _line("counted by hand", _size(found["counted_bytes"])),
+            _line("sent an update", _sent(found["sent_bytes"])),
             f"layers compiled    {found['layers']}",
             *(f"warning: {line}" for line in found["warnings"]),
         ]
@@ -98,6 +115,8 @@ def training_json(target: Target, found: Mapping[str, Any]) -> dict[str, Any]:
     nothing = {"cycles": None, "share_of_bound": None}
     return {
         "target": target.name,
+        "device": target.chip.title,
+        "estimated": True,
         "plain": nothing,
         "step": nothing | {"ratio": None, "stages": {}},
         "kernels": None,
@@ -111,18 +130,39 @@ def _row(name: str, step: Step, plain: Step, target: Target) -> tuple[str, ...]:
     assert step.cycles is not None and plain.cycles is not None
     return (
         name,
-        f"{step.cycles / 1e6:.1f}",
-        f"{step.cycles / plain.cycles:.2f}",
-        f"{1e3 * step.cycles / target.chip.clock:.1f}",
-        f"{step.share_of_bound(target):.2f}",
+        two_digits(step.cycles / 1e6),
+        two_digits(step.cycles / plain.cycles),
+        two_digits(1e3 * step.cycles / target.chip.clock),
+        two_digits(step.share_of_bound(target) or 0),
     )
 
 
 def _stages(stages: Mapping[str, float]) -> str:
-    rows = [(name, f"{cycles / 1e6:.2f}") for name, cycles in stages.items()]
-    return markdown_table(("stage", "million cycles"), rows)
+    rows = [(name, two_digits(cycles / 1e6)) for name, cycles in stages.items()]
+    return markdown_table(("stage", "estimated million cycles"), rows)
+
+
+def two_digits(x: float) -> str:
+    """1.16 is "1.2", 34.7 "35", 768 "770"."""
+    places = 1 - math.floor(math.log10(abs(x))) if x else 0
+    return f"{round(x, places):,.{max(0, places)}f}"
+
+
+def _line(name: str, figure: str) -> str:
+    return f"{name:18} {figure + ' (estimated)' if figure else 'nothing'}"
+
+
+def _sent(sent: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {_size(n)}" for kind, n in sent.items())
+
+
+def _size(n: float) -> str:
+    """Bytes; of memory the first digit after the point is known, too."""
+    return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{two_digits(n / 1e6)} MB"
 
 
 def _gigabytes(size: float, target: Target) -> str:
+    if not target.chip.memory:
+        return _size(size)
     fits = "" if size <= target.chip.memory else ": does NOT fit"
-    return f"{size / 1e9:.2f} of {target.chip.memory / 1e9:.0f} GB{fits}"
+    return f"{_size(size)} of {target.chip.memory / 1e9:.0f} GB{fits}"

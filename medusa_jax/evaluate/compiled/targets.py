@@ -1,14 +1,15 @@
-"""Accelerators to compile for without having them.
+"""Devices to compile for: the default one of this process, or accelerators that are not here.
 
 libtpu compiles for TPUs and the CUDA plugin for NVIDIA GPUs on any Linux machine
 (`jax.experimental.topologies`): the programs are the real ones, but they cannot be run.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from medusa_jax.devices.chips import CHIPS, Chip
+from medusa_jax.devices.platforms import default_device, platform
 from medusa_jax.errors import UserError, did_you_mean
 
 # Topologies to compile for where only the generation is given.
@@ -42,11 +43,25 @@ NO_HOST = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
-NAMES = (*SMALLEST, "h100")
+HERE = "here"
+NAMES = (*SMALLEST, "h100", HERE)
+# Distributions of the compilers, the first that is installed being the one that JAX takes; and how to
+# get one, of the version that belongs to this JAX.
+COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
 MISSING = {
-    "tpu": "pip install 'libtpu==0.0.42.*'",
-    "cuda": "pip install --no-deps jax-cuda12-plugin=={jax} jax-cuda12-pjrt=={jax} "
-    "nvidia-cuda-nvcc-cu12",
+    "tpu": "pip install --no-deps '{libtpu}'",
+    "cuda": "pip install --no-deps jax-cuda13-plugin=={jax} jax-cuda13-pjrt=={jax} nvidia-cuda-nvcc "
+    "nvidia-nvvm, or jax-cuda12-plugin=={jax} jax-cuda12-pjrt=={jax} nvidia-cuda-nvcc-cu12",
+}
+# What TPUs call themselves.
+KINDS = {
+    "TPU v4": "tpu-v4",
+    "TPU v5 lite": "tpu-v5e",
+    "TPU v5e": "tpu-v5e",
+    "TPU v5": "tpu-v5p",
+    "TPU v5p": "tpu-v5p",
+    "TPU v6 lite": "tpu-v6e",
+    "TPU v6e": "tpu-v6e",
 }
 
 
@@ -55,21 +70,23 @@ class Target:
     """Devices to compile for.
 
     Attributes:
-      name: generation and topology, such as "v5e:2x2"; or "h100".
-      chip: its peaks.
-      devices: what `make_mesh` takes; they cannot run anything.
+      name: generation and topology, such as "v5e:2x2"; "h100"; or "here".
+      chip: its peaks; of what is here, 0 where unknown.
+      devices: what `make_mesh` takes; those that are not here cannot run anything.
       compiler: the compiler's package and version.
+      platform: as `devices.platforms.platform` names it.
     """
 
     name: str
     chip: Chip
     devices: tuple[Any, ...]
     compiler: str
+    platform: str
 
     @property
-    def platform(self) -> str:
-        """As `devices.platforms.platform` names it."""
-        return "tpu" if self.chip.clock else "cuda"
+    def title(self) -> str:
+        """The name; of what is here, the device's as well."""
+        return f"{self.name} ({self.chip.title})" if self.name == HERE else self.name
 
     @property
     def bytes_per_cycle(self) -> float:
@@ -83,26 +100,45 @@ class Target:
 
 
 def find_target(name: str) -> Target:
-    """The devices that a name such as v5e:2x2, v6e or h100 stands for.
+    """The devices that a name such as v5e:2x2, v6e, h100 or here stands for.
 
     Raises:
       UserError: an unknown name or topology, or a compiler that is not installed.
     """
     kind, _, topology = name.partition(":")
-    if kind not in NAMES or (kind == "h100" and topology):
+    if kind not in NAMES or (kind not in SMALLEST and topology):
         near = did_you_mean(kind, NAMES)
         raise UserError(
-            f"--for is h100, or one of {', '.join(SMALLEST)} with a topology such as "
+            f"--for is here, h100, or one of {', '.join(SMALLEST)} with a topology such as "
             f"v5e:2x2, not {name!r}{near}"
         )
+    if kind == HERE:
+        return _here()
     if kind == "h100":
-        return Target(name, CHIPS["h100"], _gpu(), _version("jax_cuda12_pjrt", "cuda"))
-    name = f"{kind}:{topology or SMALLEST[kind]}"
-    return Target(name, CHIPS[f"tpu-{kind}"], _tpu(name), _version("libtpu", "tpu"))
+        compiler = _version("cuda")
+        return Target(name, CHIPS["h100"], _gpu(), compiler, "cuda")
+    name, compiler = f"{kind}:{topology or SMALLEST[kind]}", _version("tpu")
+    return Target(name, CHIPS[f"tpu-{kind}"], _tpu(name), compiler, "tpu")
+
+
+def _here() -> Target:
+    """The default device of this process, and the others of its platform after it."""
+    import jax
+    import jaxlib
+
+    first = default_device()
+    others = [d for d in jax.local_devices(backend=first.platform) if d != first]
+    unknown = Chip(first.device_kind, 0, 0, 0, 0)
+    chip = CHIPS.get(KINDS.get(first.device_kind, ""), unknown)
+    memory = (first.memory_stats() or {}).get("bytes_limit", chip.memory)
+    version = first.client.platform_version.splitlines()[0]
+    return Target(
+        HERE, replace(chip, memory=memory), (first, *others),
+        f"jaxlib {jaxlib.__version__} ({version})", platform(),
+    )  # fmt: skip
 
 
 def _tpu(name: str) -> tuple[Any, ...]:
-    _version("libtpu", "tpu")
     for variable, value in NO_HOST.items():
         os.environ.setdefault(variable, value)
     # Otherwise each of a v4 chip's two cores is a device, of which no mesh can be made.
@@ -111,7 +147,6 @@ def _tpu(name: str) -> tuple[Any, ...]:
 
 
 def _gpu() -> tuple[Any, ...]:
-    _version("jax_cuda12_pjrt", "cuda")
     limits = "\n".join(f"  {key}: {value}" for key, value in H100.items())
     config = (
         f"gpu_device_info {{\n{limits}\n  cuda_compute_capability {{ major: 9 minor: 0 }}\n}}\n"
@@ -134,18 +169,22 @@ def _topology(name: str, **arguments: Any) -> tuple[Any, ...]:
         raise UserError(f"cannot compile for {name}: {reason}") from error
 
 
-def _version(package: str, platform: str) -> str:
+def _version(platform: str) -> str:
     """The compiler's package and version.
 
     Raises:
-      UserError: it is not installed; says how to.
+      UserError: none is installed; says how to.
     """
     from importlib import metadata
 
-    try:
-        return f"{package.replace('_', '-')} {metadata.version(package)}"
-    except metadata.PackageNotFoundError as error:
-        import jax
+    import jax
 
-        line = MISSING[platform].format(jax=jax.__version__)
-        raise UserError(f"the compiler for {platform} is not here: {line}") from error
+    for package in COMPILERS[platform]:
+        try:
+            return f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            continue
+    wanted = metadata.requires("jax") or []
+    libtpu = next((r.split(";")[0] for r in wanted if r.startswith("libtpu")), "libtpu")
+    line = MISSING[platform].format(jax=jax.__version__, libtpu=libtpu)
+    raise UserError(f"the compiler for {platform} is not here: {line}")

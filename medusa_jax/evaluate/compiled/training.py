@@ -48,5 +48,7 @@ def compile_training(
         "memory_bytes": found["total_bytes"] + counted(n_layers) - counted(compiled),
         "sent_bytes": found["sent_bytes"],
         "counted_bytes": counted(n_layers),
-        "warnings": step_warnings(read_program(program.as_text() or ""), cfg.train.dtype),
+        "warnings": step_warnings(
+            read_program(program.as_text() or ""), cfg.train.dtype, target.platform
+        ),
     }

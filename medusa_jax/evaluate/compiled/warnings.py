@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from medusa_jax.evaluate.compiled.cycles import Cost, stage_of
-from medusa_jax.evaluate.compiled.text import Computation, Instruction, Program
+from medusa_jax.evaluate.compiled.text import PASSING, Computation, Instruction, Program
 
 SORT = "sort over the vocabulary"
 COPY = "cache-sized copy"
@@ -12,8 +12,15 @@ FLOAT32 = "float32 product"
 SCATTER = "scatter into a cache"
 HOST = "host transfer"
 LOOP = "loop with a data-dependent condition"
-NAMES = (SORT, COPY, ONE_ROW, FLOAT32, SCATTER, HOST, LOOP)
+ROUNDS = "many small kernels of a loop"
+NAMES = (SORT, COPY, ONE_ROW, FLOAT32, SCATTER, HOST, LOOP, ROUNDS)
 
+GPUS = ("cuda", "rocm")
+# Platforms on which one of them costs more than it need, where these are not all. A launch takes a GPU
+# about 2 microseconds; CPUs have no matrix unit, and compute 16-bit products in float32.
+ONLY_ON = {ONE_ROW: ("tpu", *GPUS), FLOAT32: ("tpu", *GPUS), ROUNDS: GPUS}
+# Least kernels that a loop launches in a step: about .2 ms of a step.
+MANY = 100
 # Smaller operands are no weights.
 LARGE = 2**18
 _HOST = ("send", "recv", "infeed", "outfeed")
@@ -24,21 +31,24 @@ def warnings_of(
     costs: Sequence[Cost],
     vocab_size: int,
     cache_numbers: int,
-    on_tpu: bool = True,
+    platform: str = "tpu",
     large: int = LARGE,
 ) -> list[str]:
-    """One line for each kind of defect in the step: its name, how often, and where.
+    """One line for each kind of defect in the step: its name, how often (kernels, of a loop), and where.
 
     Args:
       cache_numbers: elements of the keys of one layer on one device.
-      on_tpu: one row times a kernel belongs on the matrix unit; a GPU reads the kernel as fast without.
+      platform: as `devices.platforms.platform` names it.
       large: least elements of a kernel.
     """
     found: dict[str, list[str]] = {}
     for cost in costs:
         x = cost.instruction
-        for name in _defects(program, x, vocab_size, cache_numbers, large):
-            if on_tpu or name != ONE_ROW:
+        names = _defects(program, x, vocab_size, cache_numbers, large)
+        if cost.launched >= MANY:
+            names += [ROUNDS] * cost.launched
+        for name in names:
+            if platform in ONLY_ON.get(name, (platform,)):
                 found.setdefault(name, []).append(cost.label or x.name)
     return [
         f"{name}: {len(found[name])} x, {_where(found[name])}"
@@ -47,13 +57,13 @@ def warnings_of(
     ]
 
 
-def step_warnings(program: Program, dtype: str) -> list[str]:
+def step_warnings(program: Program, dtype: str, platform: str) -> list[str]:
     """Defects of a training step: host transfers, and in 16 bits products of float32 operands.
 
     Loops over chunks of the loss end where the counted tokens do.
     """
     costs = [Cost(x, x.label, 0, 1) for c in program.computations.values() for x in c]
-    found = warnings_of(program, costs, 0, 2**62)
+    found = warnings_of(program, costs, 0, 2**62, platform)
     wanted = (HOST, *(() if dtype == "float32" else (FLOAT32,)))
     return [line for line in found if line.startswith(wanted)]
 
@@ -69,24 +79,60 @@ def _defects(
     found = []
     if x.opcode == "sort" and any(vocab_size in a.sizes for a in x.results):
         found.append(SORT)
-    if x.opcode in ("copy", "transpose") and largest >= cache_numbers:
+    if _is_copy(program, x, cache_numbers):
         found.append(COPY)
+        if x.label.endswith("scatter"):  # TPUs have a loop in place of the scatter
+            found.append(SCATTER)
     if x.opcode.removesuffix("-done").removesuffix("-start") in _HOST or (
         x.opcode.endswith("-start") and any(a.space == 5 for a in x.results)
     ):
         found.append(HOST)
     inside = [x, *_fused(program, x)]
-    if any(y.opcode == "scatter" for y in inside) and largest >= cache_numbers:
+    # In place it is one kernel for all rows; where its neighbours have another layout, there are copies.
+    scatters = largest >= cache_numbers and any(y.opcode == "scatter" for y in inside)
+    if scatters and any(_is_copy(program, y, cache_numbers) for y in _next_to(program, x)):
         found.append(SCATTER)
     products = [y for y in inside if y.opcode in ("convolution", "dot")]
-    if x.label.endswith("dot_general") and x.opcode == "fusion" and not products:
-        kernel = max((a.numbers for y in inside for a in y.results), default=0)
-        if any(y.opcode == "reduce" for y in inside) and kernel >= large:
-            found.append(ONE_ROW)
+    sums = not products and any(y.opcode == "reduce" for y in inside)
+    if sums and any(_multiplies(x, y) and y.results[0].numbers >= large for y in inside):
+        found.append(ONE_ROW)
     if any(_is_float32(program, x, y, large) for y in products):
         found.append(FLOAT32)
     if x.opcode == "while" and not program.trips(x):
         found.append(LOOP)
+    return found
+
+
+def _multiplies(x: Instruction, y: Instruction) -> bool:
+    """Whether `y` of a fusion `x` is the multiplication of a product that is no product any more."""
+    return y.opcode == "multiply" and (y.label or x.label).endswith("dot_general")
+
+
+def _is_copy(program: Program, x: Instruction, cache_numbers: int) -> bool:
+    """Whether it only moves an array of the size of a cache, alone or as a fusion's last part."""
+    last = x
+    if x.opcode == "fusion":
+        last = list(program.computations[x.calls("calls")[0]])[-1]
+    largest = max((a.numbers for a in x.results), default=0)
+    return last.opcode in ("copy", "transpose") and largest >= cache_numbers
+
+
+def _next_to(program: Program, x: Instruction) -> list[Instruction]:
+    """What makes its first operand, and what reads its result, through what only passes values on."""
+    found: list[Instruction] = []
+    for here in program.computations.values():
+        if x.name not in here.instructions:
+            continue
+        maker = here.instructions.get(x.operands[0]) if x.operands else None
+        while maker is not None and maker.opcode in PASSING and maker.operands:
+            maker = here.instructions.get(maker.operands[0])
+        found += [maker] if maker is not None else []
+        readers = list(here.readers.get(x.name, ()))
+        while readers:
+            reader = readers.pop()
+            found.append(reader)
+            if reader.opcode in PASSING:
+                readers += here.readers.get(reader.name, ())
     return found
 
 
