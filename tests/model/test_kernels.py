@@ -48,23 +48,27 @@ def test_the_librarys_kernels_can_be_switched_off(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "platform, asked, expected",
+    "platform, asked, T, expected",
     [
-        ("cpu", "", "own own"),
-        ("cpu", "cudnn", "own own"),
-        ("tpu", "", "tree own"),
-        ("tpu", "own", "own own"),
-        ("cuda", "", "own own"),
-        ("cuda", "cudnn", "cudnn cudnn"),
-        ("rocm", "cudnn", "own own"),
+        ("cpu", "", 64, "own own"),
+        ("cpu", "cudnn", 64, "own own"),
+        ("tpu", "", 64, "tree own"),
+        ("tpu", "own", 64, "own own"),
+        ("cuda", "", 64, "own own"),
+        ("cuda", "cudnn", 64, "cudnn cudnn"),
+        # Scores of 32 MiB, and a little less.
+        ("cuda", "", 128, "cudnn own"),
+        ("cuda", "own", 128, "own own"),
+        ("rocm", "cudnn", 64, "own own"),
     ],
 )
-def test_the_choice_for_a_cache(platform, asked, expected, monkeypatch):
+def test_the_choice_for_a_cache(platform, asked, T, expected, monkeypatch):
     """Whole tiles for a TPU; one device and 16 bits for all."""
     monkeypatch.setattr(kernels, "platform", lambda: platform)
+    monkeypatch.setattr(kernels, "has_cudnn", lambda: True)
     monkeypatch.setenv("MEDUSA_JAX_ATTENTION", asked)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    q = jax.ShapeDtypeStruct((2, 64, 32, 128), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((2, T, 32, 128), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, 8, 1024, 128), jnp.bfloat16)
     found = [kernels.cached_kernel(q, k.update(shape=(2, 8, S, 128))) for S in (1024, 1000)]
     assert found == expected.split()
