@@ -15,16 +15,20 @@ RNG = np.random.default_rng(0)
 @pytest.mark.parametrize("outputs", [(10,), (2, 5)])
 def test_a_row_is_multiplied_among_others_on_cuda(monkeypatch, shape, outputs):
     """The same values and gradients; one row is the first of several, so that no sum is made of it."""
-    x, kernel = RNG.standard_normal(shape), RNG.standard_normal((24, *outputs))
+    x = jnp.asarray(RNG.standard_normal(shape), jnp.bfloat16)
+    kernel = jnp.asarray(RNG.standard_normal((24, *outputs)), jnp.bfloat16)
 
     def value(x, kernel):
         return jnp.sum(jnp.sin(room.product(x, kernel)))
 
     expected = jax.grad(value, argnums=(0, 1))(x, kernel)
     monkeypatch.setattr(room, "platform", lambda: "cuda")
-    assert_close(room.product(x, kernel), np.tensordot(x, kernel, 1))
+    wide = (np.asarray(a, np.float32) for a in (x, kernel))
+    assert_close(room.product(x, kernel), np.tensordot(*wide, 1))
     for got, wanted in zip(jax.grad(value, argnums=(0, 1))(x, kernel), expected):
-        assert_close(got, wanted)
+        np.testing.assert_array_equal(got, wanted)
     text = jax.jit(room.product).lower(x, kernel).as_text()
     one_row = np.prod(shape[:-1], dtype=int) == 1
     assert (f"tensor<{room.CUDA_ROWS}x24x" in text) == one_row
+    wide = jax.jit(room.product).lower(x.astype(jnp.float32), kernel.astype(jnp.float32))
+    assert f"tensor<{room.CUDA_ROWS}x24x" not in wide.as_text()  # not measured
