@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
 
 from medusa_jax.errors import UserError
+from medusa_jax.serving.echo import nothing
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.refused import Refused
 from medusa_jax.serving.http.replies import Reply
@@ -19,6 +20,8 @@ from medusa_jax.serving.request import Delta, Request, Stopped, TooLong
 from medusa_jax.serving.server import Busy, Server
 
 T = TypeVar("T")
+# One prompt is scored at a time: what others wait for is the device.
+SCORER = ThreadPoolExecutor(1, "scoring")
 # Calls with constraints are submitted one at a time: compiling takes up to seconds, and calls without wait
 # for no thread meanwhile.
 COMPILER = ThreadPoolExecutor(1, "constraints")
@@ -100,6 +103,27 @@ class Answering:
             yield index, delta
 
 
+class Empty:
+    """In place of `Answering` where no token is asked for."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+
+    async def __aenter__(self) -> "Empty":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    def stop(self) -> None:
+        """It has ended already."""
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """The ends of all choices."""
+        for index, request in enumerate(self._requests):
+            yield index, nothing(request)
+
+
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """The outcome of `work`, which ends at once where the client goes away.
 
@@ -124,7 +148,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def whole_answer(
-    request: HttpRequest, answering: Answering, reply: Reply, seconds: float
+    request: HttpRequest, answering: Answering | Empty, reply: Reply, seconds: float
 ) -> None:
     """Wait for every choice of a call that does not stream.
 
@@ -158,7 +182,7 @@ class EventStream:
 
     def __init__(
         self,
-        answering: Answering,
+        answering: Answering | Empty,
         reply: Reply,
         seconds: float,
         read_seconds: float,

@@ -4,8 +4,10 @@ import asyncio
 import hmac
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,16 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from medusa_jax.evaluate.conversation import PLAIN
-from medusa_jax.serving.http.answering import Answering, EventStream, Gone, whole_answer
+from medusa_jax.serving.echo import Echo, scored
+from medusa_jax.serving.http.answering import (
+    SCORER,
+    Answering,
+    Empty,
+    EventStream,
+    Gone,
+    unless_gone,
+    whole_answer,
+)
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.refused import Refused
@@ -124,6 +135,8 @@ class Port:
         self._vocabulary = Vocabulary(server.model.tokenizer)
         self._stops: set[Callable[[], Any]] = set()  # what ends each call
         self._stopped = False
+        self._scoring = 0  # calls whose prompts are scored
+        self._started = int(time.time())
 
     def stop(self) -> None:
         """End every call that is not answered yet; called in the event loop."""
@@ -158,7 +171,7 @@ class Port:
         one = {
             "id": self._name,
             "object": "model",
-            "created": 0,
+            "created": self._started,
             "owned_by": "medusa_jax",
             "medusa": {
                 "context": model.config.max_position,
@@ -229,6 +242,8 @@ class Port:
         try:
             body = await self._within(self._body(request))
             call = await asyncio.to_thread(read, body)
+            reply = Reply(call, self._vocabulary, self._name)
+            reply.echoes = await unless_gone(request.receive, self._echoes(call))
         finally:
             self._stops.discard(task.cancel)
         if self._stopped:
@@ -236,8 +251,9 @@ class Port:
         n, most = len(call.requests), self._server.queue
         if n > most:
             raise Refused(400, f"a call has at most {most} choices here, this one {n}", "n")
-        reply = Reply(call, self._vocabulary, self._name)
-        answering = Answering(self._server, call.requests, self._counts, self._stops)
+        answering: Answering | Empty = Empty(call.requests)
+        if not call.empty:
+            answering = Answering(self._server, call.requests, self._counts, self._stops)
         await answering.__aenter__()
         if self._stopped:
             answering.stop()
@@ -250,6 +266,29 @@ class Port:
             await answering.__aexit__()
         # In a thread: with the log-probabilities of a long answer it takes its time.
         return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
+
+    async def _echoes(self, call: Call) -> list[Echo]:
+        """The prompts of a call as they come back, scored if that is asked for."""
+        if self._scoring >= self._server.queue:
+            message = f"{self._scoring} calls wait for their prompts to be scored"
+            raise Refused(429, message, code="queue_full", retry_after=1)
+        self._scoring += bool(call.echo)
+        try:
+            loop, model = asyncio.get_running_loop(), self._server.model
+            echoes: list[Echo] = []
+            async with asyncio.timeout(self._limits.seconds):
+                for text, request in zip(call.echo, call.requests):
+                    one = partial(scored, model, text, request)
+                    first = request.id == 0  # choices of one prompt share it
+                    echoes.append(
+                        await loop.run_in_executor(SCORER, one) if first else echoes[-1]
+                    )
+            return echoes
+        except TimeoutError as error:
+            message = f"not scored within {self._limits.seconds:g} seconds"
+            raise Refused(504, message, code="timeout") from error
+        finally:
+            self._scoring -= bool(call.echo)
 
     def _check_length(self, prompt: str | list[int]) -> None:
         """Refuse what is too long whatever its tokens are; tokenising a megabyte takes a second."""

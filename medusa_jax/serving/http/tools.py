@@ -72,40 +72,72 @@ def asked_tools(fields: Fields) -> Tools | None:
       Refused: tools or a choice of another form.
     """
     given = fields.take("tools", (list,), "a list of functions", [])
-    choice = fields.take(
-        "tool_choice", (str, dict), "none, auto, required or a function", None
-    )
-    many = fields.flag("parallel_tool_calls", True)
     schemas: dict[str, Any] = {}
-    for tool in given:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(name, str)
-            or not NAME.fullmatch(name)
-        ):
-            problem = "'tools' should be functions, each with a 'name' of letters, digits, _ and -"
-            raise Refused(400, problem, "tools")
-        schema = function.get("parameters") or NO_ARGUMENTS
-        if not isinstance(schema, dict):
-            raise Refused(400, f"'parameters' of {name!r} should be a JSON schema", "tools")
+    for i, tool in enumerate(given):
+        name, schema = _tool(tool, f"tools[{i}]")
+        if name in schemas:
+            raise fields.refused("tools", f"has two functions {name!r}")
         schemas[name] = schema
-    choice = choice or ("auto" if given else "none")
+    many = fields.flag("parallel_tool_calls", True)
+    problem = "none, auto, required, a function of 'tools', or 'allowed_tools'"
+    choice = fields.take("tool_choice", (str, dict), problem, "auto")
+    names = list(schemas)
     if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if name not in schemas:
-            raise Refused(400, f"'tool_choice' names no tool: {name!r}", "tool_choice")
-        return Tools(given, {name: schemas[name]}, must=True, many=False)
-    if choice not in ("none", "auto", "required"):
-        problem = "'tool_choice' should be none, auto, required or a function of 'tools'"
-        raise Refused(400, problem, "tool_choice")
+        choice, names = _chosen(choice)
+        if not names or set(names) - set(schemas):
+            missing = next((n for n in names if n not in schemas), None)
+            raise fields.refused("tool_choice", f"names no tool: {missing!r}")
+    if choice not in ("none", "auto", "required", "function"):
+        raise fields.refused("tool_choice", f"should be {problem}")
     if choice == "required" and not given:
-        raise Refused(400, "'tool_choice' needs 'tools'", "tool_choice")
-    if choice == "none":
+        raise fields.refused("tool_choice", "needs 'tools'")
+    if choice == "none" or not given:
         return None
-    return Tools(given, schemas, must=choice == "required", many=many)
+    callable_ = {name: schemas[name] for name in names}
+    return Tools(given, callable_, choice != "auto", many and choice != "function")
+
+
+def _tool(tool: Any, where: str) -> tuple[str, Any]:
+    """The name of a tool and the schema of its arguments."""
+    fields = Fields(tool, where)
+    function = fields.inside("function")
+    name = function.text("name")
+    if fields.text("type", "function") != "function" or not NAME.fullmatch(name):
+        problem = (
+            "'tools' should be functions, each with a 'name' of letters, digits, _ and -"
+        )
+        raise Refused(400, problem, "tools")
+    what = f"a JSON schema (the 'parameters' of {name!r})"
+    schema = function.take("parameters", (dict,), what, {}) or NO_ARGUMENTS
+    function.text("description"), function.flag("strict")
+    function.take("return", (dict,), "a JSON schema", {})  # transformers' `get_json_schema`
+    for one in (fields, function):
+        one.finish()
+    return name, schema
+
+
+def _chosen(choice: dict[str, Any]) -> tuple[str, list[str]]:
+    """The mode of a `tool_choice` that names tools ("function": this one), and their names."""
+    fields = Fields(choice, "tool_choice")
+    kind = mode = fields.text("type", "function")
+    named = [fields]
+    if kind == "allowed_tools":
+        allowed = fields.inside(kind)
+        mode = allowed.text("mode", "auto")
+        if mode not in ("auto", "required"):
+            raise allowed.refused("mode", "should be auto or required")
+        tools = allowed.take("tools", (list,), "a list of functions", [])
+        named = [Fields(x, f"{kind}.tools[{i}]") for i, x in enumerate(tools)]
+        for one in (fields, allowed):
+            one.finish()
+    names = []
+    for one in named:
+        function = one.inside("function")
+        names.append(function.text("name"))
+        one.text("type")
+        for read in (one, function):
+            read.finish()
+    return mode, names
 
 
 @dataclass
@@ -114,7 +146,8 @@ class CallReader:
 
     Attributes:
       form: of the calls.
-      calls: those so far, in OpenAI's form; at the limit of an answer the last may not be whole.
+      calls: those so far, in OpenAI's form; at the limit of an answer the last may not be whole. What
+        ends before its arguments is dropped, as it is neither a call nor text.
     """
 
     form: CallForm
@@ -122,15 +155,21 @@ class CallReader:
     _held: str = ""
     _within: str = "text"  # or "name", "arguments", "end" of a call
 
-    def push(self, text: str, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
-        """What is new: text that is no call, and pieces of calls in OpenAI's form."""
+    def push(
+        self, text: str, ended: bool = False, cut: bool = False
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """What is new: text that is no call, and pieces of calls in OpenAI's form.
+
+        Args:
+          cut: it ended at a limit, so that its last characters may begin a call.
+        """
         self._held += text
         said, pieces = "", list[dict[str, Any]]()
         begin, end = self.form.begin.rstrip("\n"), self.form.end.strip("\n")
         go_on = True
         while go_on:
             if self._within == "text":
-                before, go_on = self._text_before(begin, ended)
+                before, go_on = self._text_before(begin, ended and not cut)
                 # What is between two calls is no text.
                 said += before if before.strip() or not self.calls else ""
             elif self._within == "name":
@@ -138,6 +177,8 @@ class CallReader:
                 if head and head[2] == self.form.arguments:
                     self._begin(head[1], pieces)
                     self._within, self._held = "arguments", self._held[head.end() :]
+                elif self._may_become_head():
+                    go_on = False
                 elif go_on := ended or bool(end and end in self._held):  # no call
                     found = self._held.partition(end) if end else (self._held, "", "")
                     said += begin + found[0] + found[1]
@@ -150,6 +191,16 @@ class CallReader:
             else:
                 said, self._held, go_on = said + self._held, "", False
         return said, pieces
+
+    def _may_become_head(self) -> bool:
+        """Whether what is held is a head without its end."""
+        text, start = "".join(self._held.split()), '{"name":"'
+        name = re.match("[a-zA-Z0-9_-]*", text[len(start) :])
+        assert name
+        rest = text[len(start) + name.end() :]
+        return start.startswith(
+            text[: len(start)]
+        ) and f'","{self.form.arguments}":'.startswith(rest)
 
     def _text_before(self, begin: str, ended: bool) -> tuple[str, bool]:
         """Text up to a call, taken from what is held; whether a call begins after it."""
