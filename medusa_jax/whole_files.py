@@ -1,8 +1,11 @@
 """Atomic writes: a file or directory appears complete, or not at all."""
 
+import fcntl
+import glob
 import json
 import os
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,14 +22,16 @@ Json = dict[str, Any]
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[str]:
-    """Yield a temporary path next to `path`; the file or directory written there is renamed to `path`.
+    """Yield a temporary path; the file or directory written there is renamed to `path`.
 
         with replacing("log.jsonl") as new:
-            shutil.copy("old.jsonl", new)   # log.jsonl.new
+            shutil.copy("old.jsonl", new)   # log.jsonl.k3v0x2ab.new/log.jsonl
         # log.jsonl is complete; a kill before this line leaves the old file
 
-    Removes the temporary file of a killed attempt first. A file replaces an older one, also through a link; a
-    directory replaces only an empty one. Anything else, such as /dev/stdout, is written directly.
+    The path is in a new directory next to `path` that only this user can enter, so nobody's file is
+    overwritten and no link is followed. Removes what killed attempts left first. A file replaces an older
+    one, also through a link; a directory replaces only an empty one. Anything else, such as /dev/stdout,
+    is written directly.
 
     Raises:
       UserError: the disk is full or `path` is not writable; `path` is unchanged.
@@ -35,20 +40,37 @@ def replacing(path: str | Path) -> Iterator[str]:
     special = os.path.exists(target) and not (
         os.path.isfile(target) or os.path.isdir(target)
     )
-    new = target if special else f"{target}.new"
     try:
-        if not special:
-            _remove(new)
-        yield new
-        if not special:
+        if special:
+            yield target
+            return
+        with _private_folder(target) as folder:
+            new = os.path.join(folder, os.path.basename(target))
+            yield new
             _rename(new, target)
-    except BaseException as error:
-        if not special:
-            _remove(new)
-        # safetensors wraps errors of the system in its own type.
+    # safetensors wraps errors of the system in its own type.
+    except Exception as error:
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
             raise UserError(f"{path} could not be written: {error}") from error
         raise
+
+
+@contextmanager
+def _private_folder(target: str) -> Iterator[str]:
+    """A new directory next to a path, removed at the end. It is locked while its process lives."""
+    for left in glob.glob(f"{glob.escape(target)}.*.new"):
+        with suppress(OSError), _opened(left, os.O_DIRECTORY | os.O_NOFOLLOW) as file:
+            if os.fstat(file).st_uid == os.getuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+    parent, name = os.path.split(target)
+    folder = tempfile.mkdtemp(".new", f"{name[:200]}.", parent)
+    try:
+        with _opened(folder, os.O_DIRECTORY) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _rename(new: str, target: str) -> None:
@@ -66,18 +88,17 @@ def _rename(new: str, target: str) -> None:
 
 
 def _sync(path: str) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path) as file:
         os.fsync(file)
+
+
+@contextmanager
+def _opened(path: str, flags: int = 0) -> Iterator[int]:
+    file = os.open(path, os.O_RDONLY | flags)
+    try:
+        yield file
     finally:
         os.close(file)
-
-
-def _remove(path: str) -> None:
-    if os.path.isdir(path):
-        shutil.rmtree(path, ignore_errors=True)
-    elif os.path.exists(path):
-        os.remove(path)
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -75,6 +75,8 @@ def answer_calls(
         flags.max_body, flags.timeout, flags.read_timeout, connections=most_connections()
     )
     name = flags.name or flags.model or "demo"
+    if not flags.name and os.path.exists(name):  # clients need not know where
+        name = os.path.basename(os.path.abspath(name))
     host, port = listener.getsockname()[:2]
     app = make_app(
         server,

@@ -9,7 +9,7 @@ import re
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
-from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.interop.tokenizer import Tokenizer, encoded
 
 Message = dict[str, str]
 Span = tuple[int, int]
@@ -77,7 +77,7 @@ class LiteralText:
 
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
         copy, ids = self._copy
-        encoding = copy.encode_batch([text], add_special_tokens=False)[0]
+        encoding = encoded(copy, text)
         return [ids.get(i, i) for i in encoding.ids], encoding.offsets
 
     @cached_property

@@ -235,7 +235,7 @@ def test_an_attempt_that_fails_leaves_nothing(tmp_path, tokenizer_json, cache, m
     assert not [name for name in os.listdir(cache) if not name.endswith(".lock")]
     # What a killed process left is not taken for a conversion, and is cleared away.
     digest = convert.checksum(path)
-    left = cache / f"{digest[:24]}-{convert.VERSION}-float32.new"
+    left = cache / f"{digest[:24]}-{convert.VERSION}-float32.0.new"
     left.mkdir()
     (left / "chat_template.jinja").write_text("half of it")
     directory = converted(path, "float32")
