@@ -112,6 +112,20 @@ def write_json(path: str | Path, value: object, indent: int | None = 1) -> None:
     write_text(path, json.dumps(value, indent=indent) + "\n")
 
 
+def parse_int(digits: str) -> int:
+    """For `json`, which has no largest integer: one that a float can hold.
+
+    Raises:
+      ValueError: it cannot.
+    """
+    number = int(digits)
+    try:
+        float(number)
+    except OverflowError:
+        raise ValueError(f"an integer of {len(digits)} digits is too large") from None
+    return number
+
+
 def write_array(path: str | Path, array: np.ndarray) -> None:
     """Write a NumPy file."""
     with replacing(path) as new, open(new, "wb") as file:

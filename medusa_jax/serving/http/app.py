@@ -36,6 +36,7 @@ from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.refused import Refused
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.server import Server
+from medusa_jax.whole_files import parse_int
 
 # How JSON writes halves of surrogate pairs, whole pairs too.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -339,7 +340,9 @@ class Port:
             if len(body) > most:
                 raise too_large
         try:
-            found = json.loads(body.decode(), parse_constant=_no_constant)
+            found = json.loads(
+                body.decode(), parse_constant=_no_constant, parse_int=parse_int
+            )
             if HALF_PAIR.search(body):
                 json.dumps(found, ensure_ascii=False).encode()  # half of one is no text
             return found
