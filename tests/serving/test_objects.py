@@ -1,12 +1,15 @@
 """The JSON objects of calls and answers, field by field."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tokenizers
 from served import ASKED, NAME, alone, events_of, texts_of
+from tiny import PRINTABLE, set_template, tiny_arch, write_tokenizer
 from tokenizers import decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from medusa_jax import Options, demo
 from medusa_jax.decoding.scoring import score
@@ -108,6 +111,35 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(http, kind, fields):
     if kind == "chat":
         for one in whole["logprobs"]["content"]:
             assert bytes(one["bytes"]).decode() == one["token"]
+
+
+THINKING = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}{% if m.name %}({{ m.name }}){% endif %}: "
+    "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}none{{ budget }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"enable_thinking": True}, {"enable_thinking": False, "budget": "</s> 3"}],
+)
+def test_variables_of_the_chat_template(tmp_path, variables):
+    """As transformers hands them to it; special tokens in them are text, as in messages."""
+    write_tokenizer(tmp_path, characters=PRINTABLE)
+    set_template(tmp_path, THINKING)
+    tokenizer = load_tokenizer(str(tmp_path))
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend, bos_token="<s>", chat_template=THINKING
+    )
+    messages = [{"role": "user", "name": "ann", "content": "in the hat"}]
+    expected = theirs.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False, **variables
+    )
+    model = SimpleNamespace(config=tiny_arch(), tokenizer=tokenizer, eos_ids=(2,))
+    body = {"messages": messages, "chat_template_kwargs": variables}
+    ids = chat_call(body, NAME, model, "", 5, check=len).requests[0].prompt
+    assert "<s>" + tokenizer.decode(ids) == expected and ids.count(1) == 1
 
 
 def completion_logprobs(tokenizer, ids, logprobs, top):
