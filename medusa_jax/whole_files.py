@@ -93,8 +93,8 @@ def _sync(path: str) -> None:
 
 
 @contextmanager
-def _opened(path: str, flags: int = 0) -> Iterator[int]:
-    file = os.open(path, os.O_RDONLY | flags)
+def _opened(path: str, how: int = 0) -> Iterator[int]:
+    file = os.open(path, os.O_RDONLY | how)
     try:
         yield file
     finally:
