@@ -4,6 +4,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -18,6 +19,8 @@ from medusa_jax.errors import UserError
 
 # A JSON object.
 Json = dict[str, Any]
+# Digits that may be an integer beyond all floats.
+LONG = re.compile("[0-9]{309}")
 
 
 @contextmanager
@@ -58,12 +61,15 @@ def replacing(path: str | Path) -> Iterator[str]:
 @contextmanager
 def _private_folder(target: str) -> Iterator[str]:
     """A new directory next to a path, removed at the end. It is locked while its process lives."""
+    parent, name = os.path.split(target)
     for left in glob.glob(f"{glob.escape(target)}.*.new"):
         with suppress(OSError), _opened(left, os.O_DIRECTORY | os.O_NOFOLLOW) as file:
-            if os.fstat(file).st_uid == os.getuid():
+            own = os.fstat(file).st_uid == os.getuid()
+            if own and os.listdir(left) == [
+                name
+            ]:  # one that is empty may be about to be locked
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left, ignore_errors=True)
-    parent, name = os.path.split(target)
     folder = tempfile.mkdtemp(".new", f"{name[:200]}.", parent)
     try:
         with _opened(folder, os.O_DIRECTORY) as file:
@@ -112,15 +118,19 @@ def write_json(path: str | Path, value: object, indent: int | None = 1) -> None:
     write_text(path, json.dumps(value, indent=indent) + "\n")
 
 
-def parse_int(digits: str) -> int:
-    """For `json`, which has no largest integer: one that a float can hold.
+def parse_json(text: str, **more: Any) -> Any:
+    """As `json.loads`, but JSON has no largest integer: those that no float holds are refused.
 
     Raises:
-      ValueError: it cannot.
+      ValueError: no JSON, or such an integer.
+      RecursionError: nested too deeply.
     """
-    number = int(digits)
+    return json.loads(text, parse_int=_int if LONG.search(text) else None, **more)
+
+
+def _int(digits: str) -> int:
     try:
-        float(number)
+        float(number := int(digits))
     except OverflowError:
         raise ValueError(f"an integer of {len(digits)} digits is too large") from None
     return number

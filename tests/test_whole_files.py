@@ -87,11 +87,12 @@ def test_what_a_killed_attempt_left_is_gone(tmp_path):
 
 def test_files_of_others_with_such_names_stay(tmp_path):
     """They are neither removed nor, if they are links, followed; what is written is private."""
-    victim, names = tmp_path / "victim", ("a.txt.new", "a.txt.x.new", "a.txt.tmp")
+    victim, names = tmp_path / "victim", ("a.txt.new", "a.txt.x.new", "a.txt.mine.new")
     victim.write_text("theirs")
     for name in names[:2]:
         (tmp_path / name).symlink_to(victim)
     (tmp_path / names[2]).mkdir()
+    (tmp_path / names[2] / "own").mkdir()
     with replacing(tmp_path / "a.txt") as new:
         assert os.stat(os.path.dirname(new)).st_mode & 0o777 == 0o700
         with open(new, "x") as file:

@@ -19,35 +19,22 @@ class Echo:
 
     text: str
     token_ids: Sequence[int]
-    logprobs: list[float | None] | None = None
-    top_logprobs: list[list[tuple[int, float]] | None] | None = None
+    logprobs: Sequence[float | None] | None = None
+    top_logprobs: Sequence[list[tuple[int, float]] | None] | None = None
 
 
-def scored(model: Model, text: str, request: Request) -> Echo:
-    """The prompt of a request; takes as long as reading it."""
+def echo_of(model: Model, text: str, request: Request) -> Echo:
+    """The prompt of a request; with log-probabilities this takes as long as reading it."""
     ids, n = [int(i) for i in request.prompt], request.options.logprobs
     if n is None:
         return Echo(text, ids)
-    most = min(MOST_BEST, model.config.vocab_size)
-    params = model.variables["backbone"]
-    logprobs, likeliest = score(model.llama, params, ids, most, piece_for(model))
-    return Echo(text, ids, [None, *logprobs], [None, *(top[:n] for top in likeliest)])
+    most = min(MOST_BEST, model.config.vocab_size)  # one program for all
+    scored = score(model.backbone, ids, most, piece_for(model))
+    logprobs, tops = [p for p, _ in scored], [top[:n] for _, top in scored]
+    return Echo(text, ids, [None, *logprobs], [None, *tops])
 
 
-def nothing(request: Request) -> Delta:
-    """The answer to a request for no new tokens."""
-    result = Result(
-        text="",
-        token_ids=[],
-        draft_depths=[],
-        finish_reason="length",
-        prompt_tokens=len(request.prompt),
-        steps=0,
-        acceptance_histogram=[],
-        prefill_seconds=0.0,
-        decode_seconds=0.0,
-        compile_seconds=0.0,
-        logprobs=[],
-        top_logprobs=[],
-    )
+def empty_answer(request: Request) -> Delta:
+    """All of an answer of no tokens."""
+    result = Result("", [], [], "length", len(request.prompt), 0, [], 0.0, 0.0, 0.0)
     return Delta("", [], [], [], [], Ending(result, 0.0, 0, 1))

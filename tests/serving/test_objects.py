@@ -53,6 +53,7 @@ def test_a_stream_of_a_chat(http):
     *events, last = events_of(http.post(PATHS["chat"], json=asked).text)
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     assert all(event["id"].startswith("chatcmpl-") for event in events)
+    assert all(event["usage"] is None for event in events)  # as at OpenAI
     roles = [event["choices"][0]["delta"].get("role") for event in events]
     assert roles == ["assistant"] * 2 + [None] * (len(roles) - 2)
     assert [event["choices"][0]["index"] for event in events[:2]] == [0, 1]
@@ -246,8 +247,7 @@ def test_echo_scores_texts_as_evaluation_harnesses_ask(port, http, given):
 def test_echo_of_prompts_longer_than_a_piece(port):
     ids = np.random.default_rng(0).integers(3, 30, 70).tolist()
     for piece in (8, 128):
-        params = port.model.variables["backbone"]
-        found, top = score(port.model.llama, params, ids, 2, piece)
+        found, top = zip(*score(port.model.backbone, ids, 2, piece))
         expected = log_probabilities(port.model, ids[:1], ids[1:])
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
         assert len(top) == 69 and all(len(one) == 2 for one in top)

@@ -12,11 +12,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
 
 from medusa_jax.errors import UserError
-from medusa_jax.serving.echo import nothing
+from medusa_jax.serving.echo import empty_answer
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.refused import Refused
 from medusa_jax.serving.http.replies import Reply
-from medusa_jax.serving.request import Delta, Request, Stopped, TooLong
+from medusa_jax.serving.request import Delta, Handle, Request, Stopped, TooLong
 from medusa_jax.serving.server import Busy, Server
 
 T = TypeVar("T")
@@ -38,6 +38,7 @@ class Answering:
 
     Args:
       stops: holds what ends this call early, as long as the context lasts.
+      empty: no token is asked for.
     """
 
     def __init__(
@@ -46,17 +47,23 @@ class Answering:
         requests: Sequence[Request],
         metrics: Metrics,
         stops: set[Callable[[], Any]],
+        empty: bool = False,
     ) -> None:
         self._server, self._requests, self._metrics = server, requests, metrics
         self._queue: asyncio.Queue[tuple[int, Delta | Stopped]] = asyncio.Queue()
         self._open = set(range(len(requests)))
-        self._stops = stops
+        self._stops, self._empty = stops, empty
+        self._handles: list[Handle] = []
 
     def stop(self) -> None:
         """End the call: the next delta is that the server ends."""
         self._queue.put_nowait((0, Stopped("the server is ending")))
 
     async def __aenter__(self) -> "Answering":
+        if self._empty:
+            for index, request in enumerate(self._requests):
+                self._queue.put_nowait((index, empty_answer(request)))
+            return self
         loop = asyncio.get_running_loop()
 
         def deliver(index: int, delta: Delta | Stopped) -> None:
@@ -83,7 +90,7 @@ class Answering:
 
     async def __aexit__(self, *_: object) -> None:
         self._stops.discard(self.stop)
-        for index in self._open:
+        for index in self._open if self._handles else ():
             self._handles[index].cancel()
             self._metrics.cancelled.inc()
 
@@ -101,27 +108,6 @@ class Answering:
                 self._open.discard(index)
                 self._metrics.ended(delta.ending)
             yield index, delta
-
-
-class Empty:
-    """In place of `Answering` where no token is asked for."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = requests
-
-    async def __aenter__(self) -> "Empty":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
-    def stop(self) -> None:
-        """It has ended already."""
-
-    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """The ends of all choices."""
-        for index, request in enumerate(self._requests):
-            yield index, nothing(request)
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -148,7 +134,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def whole_answer(
-    request: HttpRequest, answering: Answering | Empty, reply: Reply, seconds: float
+    request: HttpRequest, answering: Answering, reply: Reply, seconds: float
 ) -> None:
     """Wait for every choice of a call that does not stream.
 
@@ -182,7 +168,7 @@ class EventStream:
 
     def __init__(
         self,
-        answering: Answering | Empty,
+        answering: Answering,
         reply: Reply,
         seconds: float,
         read_seconds: float,

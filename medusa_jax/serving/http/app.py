@@ -21,11 +21,10 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from medusa_jax.evaluate.conversation import PLAIN
-from medusa_jax.serving.echo import Echo, scored
+from medusa_jax.serving.echo import Echo, echo_of
 from medusa_jax.serving.http.answering import (
     SCORER,
     Answering,
-    Empty,
     EventStream,
     Gone,
     unless_gone,
@@ -36,7 +35,7 @@ from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.refused import Refused
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.server import Server
-from medusa_jax.whole_files import parse_int
+from medusa_jax.whole_files import parse_json
 
 # How JSON writes halves of surrogate pairs, whole pairs too.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -244,7 +243,11 @@ class Port:
             body = await self._within(self._body(request))
             call = await asyncio.to_thread(read, body)
             reply = Reply(call, self._vocabulary, self._name)
-            reply.echoes = await unless_gone(request.receive, self._echoes(call))
+            if call.echo:
+                scored = asyncio.wait_for(self._echoes(call), self._limits.seconds)
+                reply.echoes = await unless_gone(request.receive, scored)
+        except TimeoutError as error:
+            raise Refused(504, "no answer in time", code="timeout") from error
         finally:
             self._stops.discard(task.cancel)
         if self._stopped:
@@ -252,9 +255,9 @@ class Port:
         n, most = len(call.requests), self._server.queue
         if n > most:
             raise Refused(400, f"a call has at most {most} choices here, this one {n}", "n")
-        answering: Answering | Empty = Empty(call.requests)
-        if not call.empty:
-            answering = Answering(self._server, call.requests, self._counts, self._stops)
+        answering = Answering(
+            self._server, call.requests, self._counts, self._stops, call.empty
+        )
         await answering.__aenter__()
         if self._stopped:
             answering.stop()
@@ -269,27 +272,21 @@ class Port:
         return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
 
     async def _echoes(self, call: Call) -> list[Echo]:
-        """The prompts of a call as they come back, scored if that is asked for."""
+        """The prompts of a call that come back; choices of one prompt share it."""
+        loop, echoes = asyncio.get_running_loop(), list[Echo]()
         if self._scoring >= self._server.queue:
             message = f"{self._scoring} calls wait for their prompts to be scored"
             raise Refused(429, message, code="queue_full", retry_after=1)
-        self._scoring += bool(call.echo)
+        self._scoring += 1
         try:
-            loop, model = asyncio.get_running_loop(), self._server.model
-            echoes: list[Echo] = []
-            async with asyncio.timeout(self._limits.seconds):
-                for text, request in zip(call.echo, call.requests):
-                    one = partial(scored, model, text, request)
-                    first = request.id == 0  # choices of one prompt share it
-                    echoes.append(
-                        await loop.run_in_executor(SCORER, one) if first else echoes[-1]
-                    )
-            return echoes
-        except TimeoutError as error:
-            message = f"not scored within {self._limits.seconds:g} seconds"
-            raise Refused(504, message, code="timeout") from error
+            for text, request in zip(call.echo, call.requests):
+                if request.id == 0:
+                    work = partial(echo_of, self._server.model, text, request)
+                    echo = await loop.run_in_executor(SCORER, work)
+                echoes.append(echo)
         finally:
-            self._scoring -= bool(call.echo)
+            self._scoring -= 1
+        return echoes
 
     def _check_length(self, prompt: str | list[int]) -> None:
         """Refuse what is too long whatever its tokens are; tokenising a megabyte takes a second."""
@@ -340,9 +337,7 @@ class Port:
             if len(body) > most:
                 raise too_large
         try:
-            found = json.loads(
-                body.decode(), parse_constant=_no_constant, parse_int=parse_int
-            )
+            found = parse_json(body.decode(), parse_constant=_no_constant)
             if HALF_PAIR.search(body):
                 json.dumps(found, ensure_ascii=False).encode()  # half of one is no text
             return found

@@ -137,7 +137,6 @@ def _streaming(fields: Fields) -> tuple[bool, bool]:
     more = fields.inside("stream_options", {"continuous_usage_stats": (False,)})
     usage = more.flag("include_usage")
     more.flag("include_obfuscation")
-    more.finish()
     return stream, usage
 
 
@@ -157,14 +156,10 @@ def _call(
     options, rest, n = common
     if len(prompts) * n > MOST_CHOICES:
         raise Refused(400, f"a call has at most {MOST_CHOICES} choices", "n")
-    if options.constraint is not None:
-        for name, given in (
-            ("ignore_eos", options.eos_ids == ()),
-            ("min_tokens", rest["min_tokens"]),
-        ):
-            if given:  # the constraint may leave no other token
-                problem = "does not go together with tools or a constraint"
-                raise fields.refused(name, problem)
+    for name in ("ignore_eos", "min_tokens"):
+        # The constraint may leave no token but an end.
+        if options.constraint is not None and fields.body.get(name):
+            raise fields.refused(name, "does not go together with tools or a constraint")
     stream, usage = _streaming(fields)
     fields.finish()
     requests = [Request(p, options, i, **rest) for p in prompts for i in range(n)]
@@ -197,19 +192,17 @@ def completion_call(
         check(one)
     if not prompts:
         raise Refused(400, "'prompt' is an empty list", "prompt")
-    given = prompts
     try:
-        prompts = [model.encode(one) for one in given]  # once, not for each choice
+        tokens = [model.encode(one) for one in prompts]  # once, not for each choice
     except UserError as error:
         raise Refused(400, str(error), "prompt") from error
-    more: Json = {"empty": limit() == 0}
+    texts: list[str] = []
     if echo:
-        for ids in prompts:
-            check(ids)
-        decoded = map(model.tokenizer.decode, prompts)
-        own = [a if isinstance(a, str) else b for a, b in zip(given, decoded)]
-        more["echo"] = [text for text in own for _ in range(common[2])]
-    return _call(fields, prompts, common, chat=False, **more)
+        for given, read in zip(prompts, tokens):
+            check(read)
+            own = given if isinstance(given, str) else model.tokenizer.decode(read)
+            texts += [own] * common[2]
+    return _call(fields, tokens, common, chat=False, echo=texts, empty=limit() == 0)
 
 
 def chat_call(
@@ -235,8 +228,7 @@ def chat_call(
     limit = _limit(fields, ("max_completion_tokens", "max_tokens"), most_new)
     options, rest, n = _common(fields, name, model, limit, chat=True)
     turns, tools, form = read_messages(fields), asked_tools(fields), None
-    tokenizer = model.tokenizer
-    more = _variables(fields, model, template)
+    tokenizer, more = model.tokenizer, _variables(fields, model, template)
     try:
         if tools or any("tool_calls" in t or t["role"] == "tool" for t in turns):
             options, form = with_tools(options, tools, model, template)
@@ -245,8 +237,7 @@ def chat_call(
             check(text)
             prompt = model.encode(literal_text(tokenizer).encode(text))
         else:
-            if tools:
-                more["tools"] = tools.given
+            more |= {"tools": tools.given} if tools else {}
             prompt = encode_turns(tokenizer, turns, more, template, check)
             options = ending_turns(model, options, template)
     except UserError as error:
@@ -257,9 +248,8 @@ def chat_call(
 def _variables(fields: Fields, model: Model, template: str) -> Json:
     """What a body gives the chat template in addition, such as Qwen's `enable_thinking`."""
     given = fields.take("chat_template_kwargs", (dict,), "an object", {})
-    if not given:
-        return {}
-    source = "" if template == PLAIN else template_source(model.tokenizer, template)
+    plain = template == PLAIN or not given
+    source = "" if plain else template_source(model.tokenizer, template)
     known = set(re.findall(r"[^\W\d]\w*", source)) - OURS
     if unknown := next((name for name in given if name not in known), None):
         problem = f"the chat template has no variable {unknown!r} to be set"

@@ -1,55 +1,45 @@
 """The fields of a call's JSON objects, each understood or refused by its name, at every depth."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from medusa_jax.errors import did_you_mean
 from medusa_jax.serving.http.refused import Refused
 
-Values = Mapping[str, tuple[Any, ...]]
+Values = Mapping[str, Sequence[Any]]
 
 # Fields of OpenAI's requests that change nothing in an answer.
-IGNORED = {
-    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "service_tier", "store", "user",
-}  # fmt: skip
-# Fields of OpenAI's and vLLM's requests that are not built, and the values (besides null) that ask
-# for nothing.
+IGNORED = {"metadata", "prompt_cache_key", "prompt_cache_retention"}
+IGNORED |= {"safety_identifier", "service_tier", "store", "user"}
+# Fields of OpenAI's and vLLM's requests that are not built: what asks for nothing, besides null.
 NEUTRAL: Values = {
-    **dict.fromkeys(
-        ("add_generation_prompt", "detokenize", "include_reasoning", "skip_special_tokens",
-         "spaces_between_special_tokens"),
-        (True,),
-    ),
-    **dict.fromkeys(
-        ("continue_final_message", "early_stopping", "echo", "include_stop_str_in_output",
-         "return_token_ids", "return_tokens_as_token_ids", "use_beam_search"),
-        (False,),
-    ),
-    **dict.fromkeys(
-        ("allowed_token_ids", "audio", "cache_salt", "chat_template", "guided_decoding_backend",
-         "guided_whitespace_pattern", "prediction", "prompt_logprobs", "reasoning_effort",
-         "request_id", "thinking_token_budget", "truncate_prompt_tokens",
-         "web_search_options"),
-        (),
-    ),
-    **dict.fromkeys(("bad_words", "documents", "functions", "logits_processors"), ([],)),
-    **dict.fromkeys(
-        ("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)
-    ),
-    "best_of": (1,),
-    "function_call": ("none", "auto"),
-    "length_penalty": (1,),
-    "modalities": (["text"],),
-    "priority": (0,),
-    "suffix": ("",),
-    "verbosity": ("medium",),
-}  # fmt: skip
+    name: values
+    for names, *values in (
+        ("add_generation_prompt detokenize include_reasoning skip_special_tokens", True),
+        ("spaces_between_special_tokens", True),
+        ("continue_final_message early_stopping echo include_stop_str_in_output", False),
+        ("return_token_ids return_tokens_as_token_ids use_beam_search", False),
+        ("allowed_token_ids audio cache_salt chat_template guided_decoding_backend",),
+        (
+            "guided_whitespace_pattern prediction prompt_logprobs reasoning_effort request_id",
+        ),
+        ("thinking_token_budget truncate_prompt_tokens web_search_options",),
+        ("bad_words documents functions logits_processors", []),
+        ("kv_transfer_params media_io_kwargs mm_processor_kwargs vllm_xargs", {}),
+        ("best_of length_penalty", 1),
+        ("function_call", "none", "auto"),
+        ("modalities", ["text"]),
+        ("priority", 0),
+        ("suffix", ""),
+        ("verbosity", "medium"),
+    )
+    for name in str(names).split()
+}
 
 
 class Fields:
-    """The fields of an object, each read once; `finish` refuses unread ones.
+    """The fields of an object, each read once; `finish` refuses unread ones, also of objects within.
 
     Args:
       body: the object.
@@ -72,7 +62,7 @@ class Fields:
             what = repr(where) if where else "the body"
             raise Refused(400, f"{what} should be a JSON object", where or None)
         self.body, self._where, self._neutral = body, where, neutral or {}
-        self._read = set(ignored)
+        self._read, self._within = set(ignored), list[Fields]()
 
     def take(self, name: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
         """The value of a field; null and absence are the default."""
@@ -109,26 +99,37 @@ class Fields:
     def inside(self, name: str, neutral: Values | None = None) -> "Fields":
         """The fields of an object within; absence is an empty one."""
         value = self.take(name, (dict,), "an object", {})
-        return Fields(value, f"{self._where}.{name}".lstrip("."), neutral=neutral)
+        return self._inner(value, name, neutral)
+
+    def each(self, name: str, what: str, neutral: Values | None = None) -> list["Fields"]:
+        """The fields of each object of a list within; absence is an empty one."""
+        found = enumerate(self.take(name, (list,), what, []))
+        return [self._inner(value, f"{name}[{i}]", neutral) for i, value in found]
+
+    def _inner(self, value: Any, name: str, neutral: Values | None) -> "Fields":
+        where = f"{self._where}.{name}".lstrip(".")
+        self._within.append(Fields(value, where, neutral=neutral))
+        return self._within[-1]
 
     def refused(self, name: str, problem: str) -> Refused:
         """The error of a field."""
-        place = f" in {self._where!r}" if self._where else ""
-        return Refused(400, f"{name!r}{place} {problem}", name)
+        return Refused(400, f"{name!r}{self._place} {problem}", name)
+
+    @property
+    def _place(self) -> str:
+        return f" in {self._where!r}" if self._where else ""
 
     def finish(self) -> None:
         """Refuse what is unknown, and what is known but cannot be done."""
+        for one in self._within:
+            one.finish()
         for name, value in self.body.items():
             if name in self._read:
                 continue
             if name not in self._neutral:
                 near = did_you_mean(name, {*self._read, *self._neutral})
-                place = f" in {self._where!r}" if self._where else ""
-                message = f"unknown field {name!r}{place}{near}"
+                message = f"unknown field {name!r}{self._place}{near}"
                 raise Refused(400, message, name, "unknown_field")
-            # 0 is not false.
-            same = [x for x in self._neutral[name] if x == value]
-            if value is not None and not any(
-                isinstance(x, bool) == isinstance(value, bool) for x in same
-            ):
+            same = [isinstance(x, bool) for x in self._neutral[name] if x == value]
+            if value is not None and isinstance(value, bool) not in same:  # 0 is not false
                 raise self.refused(name, "is not supported here")

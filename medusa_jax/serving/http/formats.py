@@ -10,14 +10,11 @@ from medusa_jax.serving.http.refused import Refused
 # What vLLM calls our kinds, alone and within `structured_outputs`.
 GUIDED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 ANYTHING = (dict, list, str, bool)
-# Other fields of `structured_outputs` that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "disable_additional_properties": (False,),
-    "disable_any_whitespace": (False,),
-    "disable_fallback": (False,),
-    "structural_tag": (),
-    "whitespace_pattern": (),
-}
+# Other fields of `structured_outputs`, and what asks for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("disable_additional_properties", "disable_any_whitespace", "disable_fallback"),
+    (False,),
+) | {"structural_tag": (), "whitespace_pattern": ()}
 
 
 def asked_constraint(fields: Fields, chat: bool) -> Constraint | None:
@@ -39,7 +36,6 @@ def asked_constraint(fields: Fields, chat: bool) -> Constraint | None:
         value = within.take(name, ANYTHING, "a constraint", None)
         if value is not None and value is not False:
             asked.append(("structured_outputs", {kind: value}))
-    within.finish()
     if len(asked) > 1:
         names = " and ".join(repr(name) for name, _ in asked)
         raise Refused(400, f"an answer has one constraint, not {names}", asked[1][0])
@@ -59,16 +55,15 @@ def _response_format(fields: Fields) -> dict[str, Any] | None:
     if kind not in ("text", "json_object", "json_schema"):
         problem = "should be of type text, json_object, or json_schema with a 'json_schema'"
         raise fields.refused(name, problem)
-    found, holder = {"text": None, "json_object": {"json_object": True}}.get(kind), given
+    if kind == "text":
+        return None
+    holder = given
     if kind == "json_schema" and "schema" not in given.body:
         holder = given.inside("json_schema")
         holder.text("name"), holder.text("description"), holder.flag("strict")
-    if kind != "text":
-        schema = holder.take("schema", ANYTHING, "a JSON schema", None)
-        if schema is None and kind == "json_schema":
-            raise fields.refused(name, "has no 'schema' in 'json_schema'")
-        if kind == "json_schema" or schema not in (None, {}, True):
-            found = {"json_schema": schema}
-    for one in (given, holder):
-        one.finish()
-    return found
+    schema = holder.take("schema", ANYTHING, "a JSON schema", None)
+    if kind == "json_object" and schema in (None, {}, True):
+        return {"json_object": True}
+    if schema is None:
+        raise fields.refused(name, "has no 'schema' in 'json_schema'")
+    return {"json_schema": schema}

@@ -70,12 +70,12 @@ class Offsets:
         """The places of the next tokens; parts of a character have that of the character."""
         places = []
         for token_id in token_ids:
-            places.append(max(0, self._at or 0))
-            if token_id in self._vocabulary.skipped:
-                continue
-            if self._at is None:
-                self._at = -len(self._vocabulary.dropped([token_id]))
-            self._at += len(self._decoder.decode(bytes(self._vocabulary.name(token_id)[1])))
+            places.append(self._at or 0)
+            if token_id not in self._vocabulary.skipped:
+                text = self._decoder.decode(bytes(self._vocabulary.name(token_id)[1]))
+                if self._at is None:
+                    text = text.removeprefix(self._vocabulary.dropped([token_id]))
+                self._at = (self._at or 0) + len(text)
         return places
 
 
@@ -123,17 +123,19 @@ class Reply:
             said: dict[str, Any] = {"text": text}
             if self.call.chat:
                 said = {"message": self._message(index, result)}
-            logprobs = []
+            before = self.echoes and self._logprobs(self.echoes[index], index)
+            logprobs = self._logprobs(result, index)
             if self.echoes:
-                echo, space = self.echoes[index], self.vocabulary.dropped(result.token_ids)
-                said = {"text": echo.text + space + text}
-                logprobs.append(self._logprobs(echo, index))
-            logprobs.append(self._logprobs(result, index))
+                space = self.vocabulary.dropped(result.token_ids)
+                said = {"text": self.echoes[index].text + space + text}
+            if before:
+                after = logprobs or {name: [] for name in before}
+                logprobs = {name: [*before[name], *after[name]] for name in before}
             choices.append(
                 {"index": index}
                 | said
                 | {
-                    "logprobs": _joined(logprobs),
+                    "logprobs": logprobs,
                     "finish_reason": self._finish_reason(index, ending),
                     "medusa": self._stats(ending),
                 }
@@ -212,9 +214,9 @@ class Reply:
         """The message's part that is new."""
         if not self.readers:
             return {"content": delta.text} if delta.text else {}
-        ended = delta.ending is not None
-        cut = delta.ending is not None and delta.ending.result.finish_reason != "stop"
-        said, calls = self.readers[index].push(delta.text, ended, cut)
+        ending = delta.ending
+        cut = bool(ending and ending.result.finish_reason != "stop")
+        said, calls = self.readers[index].push(delta.text, ending is not None, cut)
         return ({"content": said} if said else {}) | (
             {"tool_calls": calls} if calls else {}
         )
@@ -224,7 +226,8 @@ class Reply:
 
     def _piece(self, index: int, said: dict[str, Any], logprobs: Any) -> dict[str, Any]:
         choice = {"index": index} | said | {"logprobs": logprobs, "finish_reason": None}
-        return self._object(".chunk", [choice])
+        more = {"usage": None} if self.call.usage else {}  # the last one has the counts
+        return self._object(".chunk", [choice]) | more
 
     def _object(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion" + part if self.call.chat else "text_completion"
@@ -285,15 +288,6 @@ class Reply:
             for i, p, top in tokens
         ]
         return {"content": content, "refusal": None}
-
-
-def _joined(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """The log-probabilities of consecutive parts of a text."""
-    found = [part for part in parts if part]
-    if len(found) < 2:
-        return found[0] if found else None
-    first, second = found
-    return {name: [*first[name], *second[name]] for name in first}
 
 
 def finish_reason(ending: Ending, calls: bool = False) -> str:

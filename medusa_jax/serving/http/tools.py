@@ -71,73 +71,62 @@ def asked_tools(fields: Fields) -> Tools | None:
     Raises:
       Refused: tools or a choice of another form.
     """
-    given = fields.take("tools", (list,), "a list of functions", [])
-    schemas: dict[str, Any] = {}
-    for i, tool in enumerate(given):
-        name, schema = _tool(tool, f"tools[{i}]")
-        if name in schemas:
-            raise fields.refused("tools", f"has two functions {name!r}")
-        schemas[name] = schema
+    tools = fields.each("tools", "a list of functions")
+    schemas = dict(map(_tool, tools))
+    if len(schemas) < len(tools):
+        raise fields.refused("tools", "has two functions of one name")
     many = fields.flag("parallel_tool_calls", True)
-    problem = "none, auto, required, a function of 'tools', or 'allowed_tools'"
-    choice = fields.take("tool_choice", (str, dict), problem, "auto")
-    names = list(schemas)
+    problem = "should be none, auto, required, a function of 'tools', or 'allowed_tools'"
+    choice, names = fields.take("tool_choice", (str, dict), problem, "auto"), list(schemas)
     if isinstance(choice, dict):
-        choice, names = _chosen(choice)
-        if not names or set(names) - set(schemas):
-            missing = next((n for n in names if n not in schemas), None)
-            raise fields.refused("tool_choice", f"names no tool: {missing!r}")
+        choice, names = _chosen(fields.inside("tool_choice"))
+        if missing := [name for name in names or [""] if name not in schemas]:
+            raise fields.refused("tool_choice", f"names no tool: {missing[0]!r}")
     if choice not in ("none", "auto", "required", "function"):
-        raise fields.refused("tool_choice", f"should be {problem}")
-    if choice == "required" and not given:
+        raise fields.refused("tool_choice", problem)
+    if choice == "required" and not tools:
         raise fields.refused("tool_choice", "needs 'tools'")
-    if choice == "none" or not given:
+    if choice == "none" or not tools:
         return None
     callable_ = {name: schemas[name] for name in names}
+    given = [tool.body for tool in tools]
     return Tools(given, callable_, choice != "auto", many and choice != "function")
 
 
-def _tool(tool: Any, where: str) -> tuple[str, Any]:
-    """The name of a tool and the schema of its arguments."""
-    fields = Fields(tool, where)
-    function = fields.inside("function")
+def _name(tool: Fields) -> tuple[Fields, str]:
+    """The function of a tool, and its name.
+
+    Raises:
+      Refused: it is none, or has no proper name.
+    """
+    function = tool.inside("function")
     name = function.text("name")
-    if fields.text("type", "function") != "function" or not NAME.fullmatch(name):
-        problem = (
-            "'tools' should be functions, each with a 'name' of letters, digits, _ and -"
-        )
-        raise Refused(400, problem, "tools")
+    if tool.text("type", "function") != "function" or not NAME.fullmatch(name):
+        problem = "should be functions, each with a 'name' of letters, digits, _ and -"
+        raise Refused(400, f"'tools' {problem}", "tools")
+    return function, name
+
+
+def _tool(tool: Fields) -> tuple[str, Any]:
+    """The name of a tool and the schema of its arguments."""
+    function, name = _name(tool)
     what = f"a JSON schema (the 'parameters' of {name!r})"
     schema = function.take("parameters", (dict,), what, {}) or NO_ARGUMENTS
     function.text("description"), function.flag("strict")
-    function.take("return", (dict,), "a JSON schema", {})  # transformers' `get_json_schema`
-    for one in (fields, function):
-        one.finish()
+    function.take("return", (dict,), what, {})  # transformers' `get_json_schema`
     return name, schema
 
 
-def _chosen(choice: dict[str, Any]) -> tuple[str, list[str]]:
+def _chosen(choice: Fields) -> tuple[str, list[str]]:
     """The mode of a `tool_choice` that names tools ("function": this one), and their names."""
-    fields = Fields(choice, "tool_choice")
-    kind = mode = fields.text("type", "function")
-    named = [fields]
-    if kind == "allowed_tools":
-        allowed = fields.inside(kind)
-        mode = allowed.text("mode", "auto")
-        if mode not in ("auto", "required"):
-            raise allowed.refused("mode", "should be auto or required")
-        tools = allowed.take("tools", (list,), "a list of functions", [])
-        named = [Fields(x, f"{kind}.tools[{i}]") for i, x in enumerate(tools)]
-        for one in (fields, allowed):
-            one.finish()
-    names = []
-    for one in named:
-        function = one.inside("function")
-        names.append(function.text("name"))
-        one.text("type")
-        for read in (one, function):
-            read.finish()
-    return mode, names
+    if choice.body.get("type") != "allowed_tools":
+        return "function", [_name(choice)[1]]
+    choice.text("type")
+    allowed = choice.inside("allowed_tools")
+    mode = allowed.text("mode", "auto")
+    if mode not in ("auto", "required"):
+        raise allowed.refused("mode", "should be auto or required")
+    return mode, [_name(tool)[1] for tool in allowed.each("tools", "a list of functions")]
 
 
 @dataclass
