@@ -65,9 +65,8 @@ def _private_folder(target: str) -> Iterator[str]:
     for left in glob.glob(f"{glob.escape(target)}.*.new"):
         with suppress(OSError), _opened(left, os.O_DIRECTORY | os.O_NOFOLLOW) as file:
             own = os.fstat(file).st_uid == os.getuid()
-            if own and os.listdir(left) == [
-                name
-            ]:  # one that is empty may be about to be locked
+            # One that is empty may be about to be locked.
+            if own and os.listdir(left) == [name]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left, ignore_errors=True)
     folder = tempfile.mkdtemp(".new", f"{name[:200]}.", parent)

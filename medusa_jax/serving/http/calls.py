@@ -15,7 +15,7 @@ from medusa_jax.interop.chat import SPECIALS, encode_turns, template_source
 from medusa_jax.interop.literal_text import literal_text
 from medusa_jax.interop.tool_chat import CallForm, call_form
 from medusa_jax.serving.batch import MOST_BEST
-from medusa_jax.serving.http.fields import IGNORED, NEUTRAL, Fields
+from medusa_jax.serving.http.fields import NEUTRAL, Fields
 from medusa_jax.serving.http.formats import asked_constraint
 from medusa_jax.serving.http.messages import read_messages
 from medusa_jax.serving.http.refused import Refused
@@ -177,7 +177,7 @@ def completion_call(
     Raises:
       Refused: a field that is not understood.
     """
-    fields = Fields(body, "", IGNORED, {**NEUTRAL, "add_special_tokens": (True,)})
+    fields = Fields(body, {**NEUTRAL, "add_special_tokens": (True,)})
     echo = fields.flag("echo")
     limit = _limit(fields, ("max_tokens",), COMPLETION_TOKENS, least=int(not echo))
     common = _common(fields, name, model, limit, chat=False)
@@ -224,7 +224,7 @@ def chat_call(
     Raises:
       Refused: a field that is not understood, or a conversation that the template refuses.
     """
-    fields = Fields(body, "", IGNORED, {**NEUTRAL, "add_special_tokens": (False,)})
+    fields = Fields(body, {**NEUTRAL, "add_special_tokens": (False,)})
     limit = _limit(fields, ("max_completion_tokens", "max_tokens"), most_new)
     options, rest, n = _common(fields, name, model, limit, chat=True)
     turns, tools, form = read_messages(fields), asked_tools(fields), None

@@ -1,13 +1,15 @@
 """The fields of a call's JSON objects, each understood or refused by its name, at every depth."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from medusa_jax.errors import did_you_mean
 from medusa_jax.serving.http.refused import Refused
 
 Values = Mapping[str, Sequence[Any]]
+NOTHING: Values = MappingProxyType({})
 
 # Fields of OpenAI's requests that change nothing in an answer.
 IGNORED = {"metadata", "prompt_cache_key", "prompt_cache_retention"}
@@ -42,27 +44,20 @@ class Fields:
     """The fields of an object, each read once; `finish` refuses unread ones, also of objects within.
 
     Args:
-      body: the object.
-      where: its place in the call, for messages; "" is the call itself.
-      ignored: names that change nothing.
       neutral: names that are not built, with the values that ask for nothing.
+      where: its place in the call, for messages; "" is the call itself.
 
     Raises:
-      Refused: it is no object.
+      Refused: the body is no object.
     """
 
-    def __init__(
-        self,
-        body: Any,
-        where: str = "",
-        ignored: Collection[str] = (),
-        neutral: Values | None = None,
-    ) -> None:
+    def __init__(self, body: Any, neutral: Values, where: str = "") -> None:
         if not isinstance(body, dict):
             what = repr(where) if where else "the body"
             raise Refused(400, f"{what} should be a JSON object", where or None)
-        self.body, self._where, self._neutral = body, where, neutral or {}
-        self._read, self._within = set(ignored), list[Fields]()
+        self.body, self._where, self._neutral = body, where, neutral
+        self._place = f" in {where!r}" if where else ""
+        self._read, self._within = set() if where else {*IGNORED}, list[Fields]()
 
     def take(self, name: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
         """The value of a field; null and absence are the default."""
@@ -96,28 +91,23 @@ class Fields:
         self.take(name, (int,), "a whole number", default)
         return self.number(name, default, low, high)
 
-    def inside(self, name: str, neutral: Values | None = None) -> "Fields":
+    def inside(self, name: str, neutral: Values = NOTHING) -> "Fields":
         """The fields of an object within; absence is an empty one."""
-        value = self.take(name, (dict,), "an object", {})
-        return self._inner(value, name, neutral)
+        return self._inner(self.take(name, (dict,), "an object", {}), name, neutral)
 
-    def each(self, name: str, what: str, neutral: Values | None = None) -> list["Fields"]:
+    def each(self, name: str, what: str, neutral: Values = NOTHING) -> list["Fields"]:
         """The fields of each object of a list within; absence is an empty one."""
         found = enumerate(self.take(name, (list,), what, []))
         return [self._inner(value, f"{name}[{i}]", neutral) for i, value in found]
 
-    def _inner(self, value: Any, name: str, neutral: Values | None) -> "Fields":
+    def _inner(self, value: Any, name: str, neutral: Values) -> "Fields":
         where = f"{self._where}.{name}".lstrip(".")
-        self._within.append(Fields(value, where, neutral=neutral))
+        self._within.append(Fields(value, neutral, where))
         return self._within[-1]
 
     def refused(self, name: str, problem: str) -> Refused:
         """The error of a field."""
         return Refused(400, f"{name!r}{self._place} {problem}", name)
-
-    @property
-    def _place(self) -> str:
-        return f" in {self._where!r}" if self._where else ""
 
     def finish(self) -> None:
         """Refuse what is unknown, and what is known but cannot be done."""

@@ -41,14 +41,14 @@ class Vocabulary:
 
         Others have the same text, or are parts of characters: "bytes:\\xf0\\x9f", as at OpenAI.
         """
-        found: dict[str, int] = {}
-        for token_id in dict.fromkeys(token_ids):
+        found: dict[int, str] = {}
+        for token_id in token_ids:
             text, spelling = self.name(token_id)
-            whole = [text] if text.encode() == bytes(spelling) else []
-            spelled = "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
-            forms = [*whole, spelled, f"token_id:{token_id}"]
-            found[next(form for form in forms if form not in found)] = token_id
-        return {token_id: name for name, token_id in found.items()}
+            forms = [text] if text.encode() == bytes(spelling) else []
+            forms.append("bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling))
+            free = (form for form in forms if form not in found.values())
+            found[token_id] = next(free, f"token_id:{token_id}")
+        return found
 
     def dropped(self, token_ids: Iterable[int]) -> str:
         """The space that decoding drops at the beginning of a text with these tokens, or ""."""
@@ -105,10 +105,6 @@ class Reply:
         self._begun: set[int] = set()
         self._offsets = [Offsets(self.vocabulary) for _ in self.call.requests]
 
-    @property
-    def done(self) -> bool:
-        return len(self.endings) == len(self.call.requests)
-
     def take(self, index: int, delta: Delta) -> None:
         """A piece of choice `index`."""
         if delta.ending:
@@ -123,14 +119,16 @@ class Reply:
             said: dict[str, Any] = {"text": text}
             if self.call.chat:
                 said = {"message": self._message(index, result)}
-            before = self.echoes and self._logprobs(self.echoes[index], index)
-            logprobs = self._logprobs(result, index)
+            before = None
             if self.echoes:
+                before = self._logprobs(self.echoes[index], index)
                 space = self.vocabulary.dropped(result.token_ids)
                 said = {"text": self.echoes[index].text + space + text}
+            logprobs = self._logprobs(result, index)
             if before:
-                after = logprobs or {name: [] for name in before}
-                logprobs = {name: [*before[name], *after[name]] for name in before}
+                logprobs = {
+                    k: [*old, *(logprobs or {}).get(k, [])] for k, old in before.items()
+                }
             choices.append(
                 {"index": index}
                 | said
