@@ -23,7 +23,7 @@ class StoppingText:
 
     Args:
       stop, stop_ids: strings and tokens that end the text and are cut off.
-      least: strings within the first so many tokens do not end it.
+      least: stop strings within the first `least` tokens do not end it.
     """
 
     def __init__(

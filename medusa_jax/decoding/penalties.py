@@ -30,7 +30,7 @@ class Asked:
         each occurrence.
       repetition: divides the positive logits of tokens of prompt and text, multiplies the negative.
       bias: pairs of a token and what is added to its logit.
-      least, ends: the text has so many tokens before one of `ends`.
+      least, ends: none of the tokens `ends` comes before `least` others.
     """
 
     presence: float = 0.0
@@ -49,7 +49,7 @@ class Penalties(struct.PyTreeNode):
       bias_BV: added to the logits.
       prompt_BV: whether a token occurs in the prompt.
       counts_BV: how often it occurs in the generated text, the root included.
-      left_B: tokens that have to come before one of `ends_BV` may; below 1: none.
+      left_B: tokens still to come before one of `ends_BV` may; none if below 1.
       ends_BV: whether a token ends the text.
     """
 
