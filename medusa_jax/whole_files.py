@@ -1,8 +1,12 @@
 """Read text in UTF-8; atomic writes: a file or directory appears complete, or not at all."""
 
+import fcntl
+import glob
 import json
 import os
+import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,18 +19,22 @@ from medusa_jax.errors import UserError
 
 # A JSON object.
 Json = dict[str, Any]
+# Digits that may be an integer beyond all floats.
+LONG = re.compile("[0-9]{309}")
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[str]:
-    """Yield a temporary path next to `path`; the file or directory written there is renamed to `path`.
+    """Yield a temporary path; the file or directory written there is renamed to `path`.
 
         with replacing("log.jsonl") as new:
-            shutil.copy("old.jsonl", new)   # log.jsonl.new
+            shutil.copy("old.jsonl", new)   # log.jsonl.k3v0x2ab.new/log.jsonl
         # log.jsonl is complete; a kill before this line leaves the old file
 
-    Removes the temporary file of a killed attempt first. A file replaces an older one, also through a link; a
-    directory replaces only an empty one. Anything else, such as /dev/stdout, is written directly.
+    The path is in a new directory next to `path` that only this user can enter, so nobody's file is
+    overwritten and no link is followed. Removes what killed attempts left first. A file replaces an older
+    one, also through a link; a directory replaces only an empty one. Anything else, such as /dev/stdout,
+    is written directly.
 
     Raises:
       UserError: the disk is full or `path` is not writable; `path` is unchanged.
@@ -35,20 +43,39 @@ def replacing(path: str | Path) -> Iterator[str]:
     special = os.path.exists(target) and not (
         os.path.isfile(target) or os.path.isdir(target)
     )
-    new = target if special else f"{target}.new"
     try:
-        if not special:
-            _remove(new)
-        yield new
-        if not special:
+        if special:
+            yield target
+            return
+        with _private_folder(target) as folder:
+            new = os.path.join(folder, os.path.basename(target))
+            yield new
             _rename(new, target)
-    except BaseException as error:
-        if not special:
-            _remove(new)
-        # safetensors wraps errors of the system in its own type.
+    # safetensors wraps errors of the system in its own type.
+    except Exception as error:
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
             raise UserError(f"{path} could not be written: {error}") from error
         raise
+
+
+@contextmanager
+def _private_folder(target: str) -> Iterator[str]:
+    """A new directory next to a path, removed at the end. It is locked while its process lives."""
+    parent, name = os.path.split(target)
+    for left in glob.glob(f"{glob.escape(target)}.*.new"):
+        with suppress(OSError), _opened(left, os.O_DIRECTORY | os.O_NOFOLLOW) as file:
+            own = os.fstat(file).st_uid == os.getuid()
+            # One that is empty may be about to be locked.
+            if own and os.listdir(left) == [name]:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(".new", f"{name[:200]}.", parent)
+    try:
+        with _opened(folder, os.O_DIRECTORY) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _rename(new: str, target: str) -> None:
@@ -66,18 +93,17 @@ def _rename(new: str, target: str) -> None:
 
 
 def _sync(path: str) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path) as file:
         os.fsync(file)
+
+
+@contextmanager
+def _opened(path: str, how: int = 0) -> Iterator[int]:
+    file = os.open(path, os.O_RDONLY | how)
+    try:
+        yield file
     finally:
         os.close(file)
-
-
-def _remove(path: str) -> None:
-    if os.path.isdir(path):
-        shutil.rmtree(path, ignore_errors=True)
-    elif os.path.exists(path):
-        os.remove(path)
 
 
 def decode_text(data: bytes | bytearray) -> str:
@@ -128,6 +154,24 @@ def write_text(path: str | Path, text: str) -> None:
 def write_json(path: str | Path, value: object, indent: int | None = 1) -> None:
     """Write a JSON file with non-ASCII characters escaped."""
     write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def parse_json(text: str, **more: Any) -> Any:
+    """As `json.loads`, but JSON has no largest integer: those that no float holds are refused.
+
+    Raises:
+      ValueError: no JSON, or such an integer.
+      RecursionError: nested too deeply.
+    """
+    return json.loads(text, parse_int=_int if LONG.search(text) else None, **more)
+
+
+def _int(digits: str) -> int:
+    try:
+        float(number := int(digits))
+    except OverflowError:
+        raise ValueError(f"an integer of {len(digits)} digits is too large") from None
+    return number
 
 
 def write_array(path: str | Path, array: np.ndarray) -> None:

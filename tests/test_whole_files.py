@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -161,15 +164,41 @@ def test_ctrl_c_leaves_no_litter(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def killed_attempt(path):
+    """Leave what a process leaves that is killed while it writes `path`."""
+    killed = "with replacing(sys.argv[1]) as new: os.mkdir(new); os._exit(9)"
+    code = f"import os, sys; from medusa_jax.whole_files import replacing\n{killed}"
+    assert subprocess.run([sys.executable, "-c", code, path]).returncode == 9
+
+
 def test_what_a_killed_attempt_left_is_gone(tmp_path):
-    left = tmp_path / "model.new"
-    left.mkdir()
-    (left / "stale").write_text("half of it")
-    with replacing(tmp_path / "model") as new:
-        assert not os.path.exists(new)
+    """Unlike the attempt of a process that lives."""
+    killed_attempt(tmp_path / "model")
+    [left] = tmp_path.iterdir()
+    with replacing(tmp_path / "model") as one, replacing(tmp_path / "model") as new:
+        assert not left.exists() and len(os.listdir(tmp_path)) == 2
+        assert not os.path.exists(new) and one != new
         os.makedirs(new)
         write_text(f"{new}/config.json", "{}")
+        shutil.copytree(new, one)
+        os.remove(f"{new}/config.json")  # an empty directory is replaced
     assert [p.name for p in tmp_path.rglob("*")] == ["model", "config.json"]
+
+
+def test_files_of_others_with_such_names_stay(tmp_path):
+    """They are neither removed nor, if they are links, followed; what is written is private."""
+    victim, names = tmp_path / "victim", ("a.txt.new", "a.txt.x.new", "a.txt.mine.new")
+    victim.write_text("theirs")
+    for name in names[:2]:
+        (tmp_path / name).symlink_to(victim)
+    (tmp_path / names[2]).mkdir()
+    (tmp_path / names[2] / "own").mkdir()
+    with replacing(tmp_path / "a.txt") as new:
+        assert os.stat(os.path.dirname(new)).st_mode & 0o777 == 0o700
+        with open(new, "x") as file:
+            file.write("ours")
+    assert victim.read_text() == "theirs" and (tmp_path / "a.txt").read_text() == "ours"
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", *sorted(names), "victim"]
 
 
 def test_a_link_stays_one_and_a_device_is_written_itself(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.whole_files import Json
 
+# Compared with numbers, so that integers beyond it, which are no floats, are too large as well.
+LARGEST = sys.float_info.max
 # What other libraries call options that exist here.
 ALIASES = {
     "max_tokens": "max_new_tokens",
@@ -101,7 +104,7 @@ class Options:
         if self.logprobs is not None and self.logprobs < 0:
             raise UserError(f"logprobs must be 0 or more alternatives, not {self.logprobs}")
         # Logits that are divided by less overflow.
-        if self.temperature != 0 and not 1e-30 <= self.temperature < float("inf"):
+        if self.temperature != 0 and not 1e-30 <= self.temperature <= LARGEST:
             raise UserError(
                 f"temperature must be 0 or more, 1e-30 the least above 0, not {self.temperature}"
             )
@@ -118,20 +121,21 @@ class Options:
                 "stop_sequences are lists of at least one token id, 0 or more, not "
                 f"{self.stop_sequences}"
             )
-        if not (0 < self.epsilon <= 1 and self.delta > 0):
+        delta_holds = 0 < self.delta <= LARGEST or self.delta == math.inf
+        if not (0 < self.epsilon <= 1 and delta_holds):
             raise UserError(
                 "epsilon must be in (0, 1] and delta positive, not "
                 f"{self.epsilon} and {self.delta}"
             )
         for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
+            if not abs(getattr(self, name)) <= LARGEST:
                 raise UserError(f"{name} must be a number, not {getattr(self, name)}")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not 0 < self.repetition_penalty <= LARGEST:
             raise UserError(
                 f"repetition_penalty must be above 0, not {self.repetition_penalty}"
             )
         bias = dict(self.logit_bias)
-        if any(i < 0 or not math.isfinite(value) for i, value in bias.items()):
+        if any(i < 0 or not abs(value) <= LARGEST for i, value in bias.items()):
             raise UserError(
                 f"logit_bias are finite numbers by token id, 0 or more, not {bias}"
             )
@@ -158,7 +162,7 @@ def bias_of(value: object) -> tuple[tuple[int, float], ...]:
     try:
         if isinstance(value, Mapping) and not any(type(b) is bool for b in value.values()):
             return tuple((int(token), float(bias)) for token, bias in value.items())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     raise UserError(
         f"'logit_bias' must be numbers by token id, such as {{\"15\": -100}}, not {value!r}"

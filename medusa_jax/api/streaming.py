@@ -1,7 +1,7 @@
 """Texts of a batch as they grow: whole characters only, cut at stop strings."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -19,11 +19,23 @@ Watch = Callable[[np.ndarray], None]
 
 
 class StoppingText:
-    """Text of one row as it grows, held back where a stop string may have begun."""
+    """Text of one row as it grows, held back where a stop string may have begun.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    Args:
+      stop, stop_ids: strings and tokens that end the text and are cut off.
+      least: stop strings within the first `least` tokens do not end it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        stop_ids: Collection[int] = (),
+        least: int = 0,
+    ) -> None:
         self._decoder = StreamDecoder(tokenizer)
         self._stop = [s for s in stop if s]
+        self._stop_ids, self._least = stop_ids, least
         self._held = ""
         self.text = ""
         self.stopped = False
@@ -34,7 +46,15 @@ class StoppingText:
         if self.stopped:
             return ""
         self.tokens_used += 1
-        return self._release(self._decoder.push([token]), final=False)
+        if token in self._stop_ids:
+            rest = self.flush()
+            self.stopped = True
+            return rest
+        text = self._decoder.push([token])
+        if self.tokens_used <= self._least:
+            self.text += text
+            return text
+        return self._release(text, final=False)
 
     def take(
         self, tokens: Sequence[int], depths: Sequence[int], ended: bool

@@ -12,7 +12,7 @@ from medusa_jax.commands.flags import token_ids
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.names import named
-from medusa_jax.whole_files import Json, read_text
+from medusa_jax.whole_files import Json, parse_json, read_text
 
 # What a request continues or answers, one of these.
 PROMPTS = ("prompt", "prompt_ids", "messages")
@@ -86,7 +86,7 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
             continue
         where = f"{path} line {number}"
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{where} is not JSON: {error.msg}") from error
         except (ValueError, RecursionError) as error:  # numbers too long, lists too deep

@@ -24,7 +24,9 @@ class Flags(ModelFlags):
         None,
         metavar="TEMPLATE",
     )
-    name: str | None = flag("what clients call the model (default: --model, or demo)", None)
+    name: str | None = flag(
+        "what clients call the model (default: --model without its folder, or demo)", None
+    )
     host: str = flag("address to listen on", "127.0.0.1")
     port: int = flag("0 takes a free one", 8000, type=at_least(0))
     slots: int = flag("requests answered at a time", 8)

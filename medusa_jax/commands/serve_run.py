@@ -74,7 +74,7 @@ def answer_calls(
     limits = Limits(
         flags.max_body, flags.timeout, flags.read_timeout, connections=most_connections()
     )
-    name = flags.name or flags.model or "demo"
+    name = flags.name or name_of(flags.model)
     host, port = listener.getsockname()[:2]
     app = make_app(
         server,
@@ -93,6 +93,13 @@ def answer_calls(
     http = make_listener(app, limits, flags.drain)
     server.when_failed(lambda: setattr(http, "should_exit", True))
     http.run([listener])
+
+
+def name_of(model: str | None) -> str:
+    """What clients call a model: a path without its folder, which they need not know."""
+    if model and os.path.exists(model):
+        return os.path.basename(os.path.abspath(model))
+    return model or "demo"
 
 
 def chosen_template(model: Model, asked: str | None) -> str:

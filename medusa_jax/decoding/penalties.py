@@ -3,6 +3,7 @@
     z = logits + bias
     z = z / r if z > 0 else z r               tokens of prompt and text (`repetition_penalty`)
     z = z - frequency n - presence [n > 0]    a token that occurs n times in the generated text
+    z = -infinity                             tokens that end the text, before its least length
 
 Bias and repetition penalty in this order are transformers' `SequenceBiasLogitsProcessor` and
 `RepetitionPenaltyLogitsProcessor`; what is subtracted is in OpenAI's API reference. The text of a
@@ -29,12 +30,15 @@ class Asked:
         each occurrence.
       repetition: divides the positive logits of tokens of prompt and text, multiplies the negative.
       bias: pairs of a token and what is added to its logit.
+      least, ends: none of the tokens `ends` comes before `least` others.
     """
 
     presence: float = 0.0
     frequency: float = 0.0
     repetition: float = 1.0
     bias: tuple[tuple[int, float], ...] = ()
+    least: int = 0
+    ends: tuple[int, ...] = ()
 
 
 class Penalties(struct.PyTreeNode):
@@ -45,6 +49,8 @@ class Penalties(struct.PyTreeNode):
       bias_BV: added to the logits.
       prompt_BV: whether a token occurs in the prompt.
       counts_BV: how often it occurs in the generated text, the root included.
+      left_B: tokens still to come before one of `ends_BV` may; none if below 1.
+      ends_BV: whether a token ends the text.
     """
 
     presence_B: jax.Array
@@ -53,6 +59,8 @@ class Penalties(struct.PyTreeNode):
     bias_BV: jax.Array
     prompt_BV: jax.Array
     counts_BV: jax.Array
+    left_B: jax.Array
+    ends_BV: jax.Array
 
     def at(self, columns: Callable[[jax.Array], jax.Array]) -> "Penalties":
         """Those of some columns: `columns` picks them from arrays [..., V]."""
@@ -60,6 +68,7 @@ class Penalties(struct.PyTreeNode):
             bias_BV=columns(self.bias_BV),
             prompt_BV=columns(self.prompt_BV),
             counts_BV=columns(self.counts_BV),
+            ends_BV=columns(self.ends_BV),
         )
 
 
@@ -76,10 +85,12 @@ def penalties_of(
         return None
     shape = len(prompts), vocab_size
     bias_BV, prompt_BV = np.zeros(shape, np.float32), np.zeros(shape, bool)
+    ends_BV = np.zeros(shape, bool)
     for row, (one, prompt) in enumerate(zip(asked, prompts)):
         prompt_BV[row, np.asarray(prompt, int)] = True
         for token, bias in one.bias:
             bias_BV[row, token] += bias
+        ends_BV[row, list(one.ends)] = True
 
     def per_row(name: str) -> Any:
         return np.array([getattr(one, name) for one in asked], np.float32)
@@ -91,6 +102,8 @@ def penalties_of(
         bias_BV=jnp.asarray(bias_BV),
         prompt_BV=jnp.asarray(prompt_BV),
         counts_BV=jnp.zeros(shape, jnp.int32),
+        left_B=jnp.array([one.least for one in asked], jnp.int32),
+        ends_BV=jnp.asarray(ends_BV),
     )
 
 
@@ -98,17 +111,22 @@ def no_penalties(rows: int, vocab_size: int) -> Penalties:
     """Penalties that change nothing, for rows without a text."""
     zero_B = jnp.zeros((rows,), jnp.float32)
     none_BV = jnp.zeros((rows, vocab_size), jnp.int32)
-    bias_BV, prompt_BV = none_BV.astype(jnp.float32), none_BV.astype(bool)
-    return Penalties(zero_B, zero_B, zero_B + 1, bias_BV, prompt_BV, none_BV)
+    bias_BV, no_BV = none_BV.astype(jnp.float32), none_BV.astype(bool)
+    left_B = zero_B.astype(jnp.int32)
+    return Penalties(zero_B, zero_B, zero_B + 1, bias_BV, no_BV, none_BV, left_B, no_BV)
 
 
 def penalised(
-    logits_BMV: jax.Array, penalties: Penalties | None, counts_BMV: jax.Array | None = None
+    logits_BMV: jax.Array,
+    penalties: Penalties | None,
+    counts_BMV: jax.Array | None = None,
+    depth_M: jax.Array | None = None,
 ) -> jax.Array:
     """The logits with biases and penalties.
 
     Args:
       counts_BMV: counts at each place; by default those of the text so far at all of them.
+      depth_M: tokens after that text at each place; by default 0.
 
     Example: logits [1, -1, 0], of which the text has the last two once, presence 0.5 and
     repetition 2: [1, -2.5, -0.5].
@@ -126,7 +144,10 @@ def penalised(
     there_BMV = counts_BMV > 0
     z_BMV = jnp.where(penalties.prompt_BV[:, None] | there_BMV, scaled_BMV, z_BMV)
     z_BMV = z_BMV - frequency_B11 * counts_BMV.astype(z_BMV.dtype)
-    return z_BMV - jnp.where(there_BMV, presence_B11, 0)
+    z_BMV = z_BMV - jnp.where(there_BMV, presence_B11, 0)
+    depth_M = jnp.zeros((1,), jnp.int32) if depth_M is None else jnp.asarray(depth_M)
+    early_BM1 = (penalties.left_B[:, None] > depth_M[None])[..., None]
+    return jnp.where(early_BM1 & penalties.ends_BV[:, None], -jnp.inf, z_BMV)
 
 
 def counts_down_paths(counts_BV: jax.Array, nodes_BM: jax.Array, tree: Any) -> jax.Array:
@@ -158,4 +179,4 @@ def counted(
     row_B1 = jnp.arange(emitted_BL.shape[0])[:, None]
     counts_BV = penalties.counts_BV
     counts_BV = counts_BV.at[row_B1, emitted_BL].add(first_BL.astype(counts_BV.dtype))
-    return penalties.replace(counts_BV=counts_BV)
+    return penalties.replace(counts_BV=counts_BV, left_B=penalties.left_B - n_B)

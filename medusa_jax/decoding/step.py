@@ -85,7 +85,8 @@ def with_penalties(verified: Verified) -> Verified:
     if penalties is None:
         return verified
     counts_BMV = counts_down_paths(penalties.counts_BV, verified.nodes_BM, verified.tree)
-    logits_BMV = penalised(verified.logits_BMV, penalties, counts_BMV)
+    depth_M = verified.tree.depth_M
+    logits_BMV = penalised(verified.logits_BMV, penalties, counts_BMV, depth_M)
     return verified._replace(logits_BMV=logits_BMV)
 
 

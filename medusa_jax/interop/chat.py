@@ -8,7 +8,7 @@ assistant turn counts, so that the model learns to stop.
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from medusa_jax.errors import UserError, did_you_mean
@@ -132,9 +132,33 @@ def encode_prompt(
     Raises:
       UserError: malformed messages, or as for `encode_conversation`.
     """
-    turns, literal = _turns_to_answer(messages), literal_text(tokenizer)
-    hidden = literal.hide(turns)
-    text = render_prompt(tokenizer, hidden or turns, template_name)
+    return encode_turns(tokenizer, _turns_to_answer(messages), {}, template_name, check)
+
+
+def encode_turns(
+    tokenizer: Tokenizer,
+    turns: Sequence[Json],
+    more: Json,
+    template_name: str = "",
+    check: Callable[[str], None] = lambda text: None,
+) -> list[int]:
+    """As `encode_prompt`, of turns as the template expects them, of any fields.
+
+    Args:
+      more: further variables of the template, such as `tools`.
+    """
+    literal = literal_text(tokenizer)
+    given: Json = {"messages": list(turns), "more": more}
+    hidden = literal.hide(given)
+    source = template_source(tokenizer, template_name)
+    fields = hidden or given
+    text, _ = render(
+        source,
+        fields["messages"],
+        tokenizer.special_texts,
+        add_generation_prompt=True,
+        more=fields["more"],
+    )
     check(literal.show(text) if hidden else text)
     return tokenize(tokenizer, text, hidden is not None)[0]
 
@@ -231,12 +255,15 @@ def shipped_template(name: str) -> str:
 
 def render(
     source: str,
-    messages: list[Message],
+    messages: Sequence[Json],
     special_texts: dict[str, str],
     add_generation_prompt: bool = False,
-    tools: list[Json] | None = None,
+    more: Json | None = None,
 ) -> tuple[str, list[Span]]:
     """Run a template; return its text and the [start, end) of its generation blocks.
+
+    Args:
+      more: further variables, such as `tools`.
 
     Example: "Q: hi A:{% generation %} yo{% endgeneration %}" -> ("Q: hi A: yo", [(8, 11)]).
 
@@ -244,15 +271,10 @@ def render(
       SampleError: the template refuses the conversation.
       UserError: the template is invalid or exceeds its limits.
     """
-    specials: Json = dict.fromkeys(SPECIALS, "") | special_texts
-    answer = RENDERER(
-        source,
-        messages=messages,
-        tools=tools,
-        documents=None,
-        add_generation_prompt=add_generation_prompt,
-        **specials,
-    )
+    fields: Json = {"tools": None, "documents": None} | (more or {})
+    fields |= dict.fromkeys(SPECIALS, "") | special_texts
+    fields |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    answer = RENDERER(source, **fields)
     if problem := answer.get("broken"):
         raise UserError(f"the chat template is broken: {problem}")
     if "refused" in answer:

@@ -7,12 +7,13 @@ import json
 import random
 import re
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
-from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.interop.tokenizer import Tokenizer, encoded
 
 Message = dict[str, str]
 Span = tuple[int, int]
+T = TypeVar("T")
 
 # Private-use characters, which have no meaning for templates and tokenizers. Drawn at random in every process, so
 # that a text cannot contain a stand-in on purpose.
@@ -42,14 +43,22 @@ class LiteralText:
         self._stand_in = re.compile("|".join(self._hidden.values()) or r"(?!)")
         self._shown = {stand_in: text for text, stand_in in self._hidden.items()}
 
-    def hide(self, messages: list[Message]) -> list[Message] | None:
-        """The messages with stand-ins, or None if no message spells out a special token."""
-        if not any(self._special.search(text) for m in messages for text in m.values()):
-            return None
-        return [
-            {name: _replace(self._special, self._hidden, text) for name, text in m.items()}
-            for m in messages
-        ]
+    def hide(self, value: T) -> T | None:
+        """Messages, or another value of JSON, with stand-ins in all texts; None if none are needed.
+
+        Names of fields are unchanged.
+        """
+        hidden = self._mapped(value)
+        return None if hidden == value else hidden
+
+    def _mapped(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return _replace(self._special, self._hidden, value)
+        if isinstance(value, list):
+            return [self._mapped(one) for one in value]
+        if isinstance(value, dict):
+            return {key: self._mapped(one) for key, one in value.items()}
+        return value
 
     def show(self, text: str) -> str:
         """Restore the text of the messages in a rendered text."""
@@ -68,7 +77,7 @@ class LiteralText:
 
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
         copy, ids = self._copy
-        encoding = copy.encode_batch([text], add_special_tokens=False)[0]
+        encoding = encoded(copy, text)
         return [ids.get(i, i) for i in encoding.ids], encoding.offsets
 
     @cached_property

@@ -28,7 +28,7 @@ class Renderer:
             PROGRAM, most_characters, seconds=seconds, most_bytes=most_bytes
         )
 
-    def __call__(self, source: str, **fields: object) -> Json:
+    def __call__(self, source: str, /, **fields: object) -> Json:
         """Render a template with these fields.
 
         Returns: {"text", "spans": [start, end) of its generation blocks}, or a message: {"broken"} for an invalid

@@ -15,7 +15,7 @@ from medusa_jax.hosts import on_host
 from medusa_jax.interop.tensor import Tensor, Tensors
 from medusa_jax.model.block_rows import BlockRows
 from medusa_jax.sharding import Params, PyTree, param_shardings, path_string
-from medusa_jax.whole_files import Json, decode_text, replacing, write_text
+from medusa_jax.whole_files import Json, decode_text, parse_json, replacing, write_text
 
 # A link to the GGUF file in the directory that `resolve` makes for it.
 GGUF_LINK = "model.gguf"
@@ -137,7 +137,7 @@ def read_json(path: str) -> Json:
     """Read a JSON object; a UserError names the file."""
     try:
         with open(path, "rb") as f:
-            value = json.loads(decode_text(f.read()))
+            value = parse_json(decode_text(f.read()))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, first_line
 from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
 from medusa_jax.interop.sentencepiece_files import check_whole
 from medusa_jax.interop.tensors import optional_json
@@ -47,7 +47,7 @@ class Tokenizer:
         self.backend = backend
         self.bos_id = bos_id
         if adds_bos is None:
-            adds_bos = backend.encode("a").ids[:1] == [bos_id]
+            adds_bos = encoded(backend, "a", special=True).ids[:1] == [bos_id]
         self.adds_bos = adds_bos and bos_id is not None
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < self.vocab_size)
@@ -69,25 +69,15 @@ class Tokenizer:
         Raises:
           UserError: the text is not valid Unicode.
         """
-        ids = self._encoding(text).ids
+        ids = encoded(self.backend, text).ids
         if add_bos and self.adds_bos and self.bos_id is not None:
             return [self.bos_id, *ids]
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text` and their character ranges [start, end)."""
-        encoding = self._encoding(text)
+        encoding = encoded(self.backend, text)
         return encoding.ids, encoding.offsets
-
-    def _encoding(self, text: str) -> Any:
-        try:
-            if len(text) > LONG:
-                return self.backend.encode_batch([text], add_special_tokens=False)[0]
-            return self.backend.encode(text, add_special_tokens=False)
-        except TypeError as error:  # raised for lone surrogates
-            raise UserError(
-                "a text has an unpaired surrogate, which is not a valid character"
-            ) from error
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of the ids; invalid UTF-8 becomes U+FFFD, unknown ids are skipped."""
@@ -96,6 +86,31 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         """The id of a token of the vocabulary, or None."""
         return self.backend.token_to_id(token)
+
+
+def encoded(backend: Any, text: str, special: bool = False) -> Any:
+    """The library's encoding of a text.
+
+    Args:
+      special: with the special tokens that the tokenizer puts around it.
+
+    Raises:
+      UserError: the text is not valid Unicode, or the library's Rust code panics, as for a pattern of the
+        pre-tokenizer that backtracks without end.
+    """
+    try:
+        if len(text) > LONG:
+            return backend.encode_batch([text], add_special_tokens=special)[0]
+        return backend.encode(text, add_special_tokens=special)
+    except TypeError as error:  # raised for lone surrogates
+        raise UserError(
+            "a text has an unpaired surrogate, which is not a valid character"
+        ) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        problem = f"the tokenizer cannot read a text: {first_line(error)}"
+        raise UserError(problem) from error
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -205,8 +220,7 @@ def _backend(directory: str) -> Any:
             raise
         # The library raises Exception, and BaseException for panics of its Rust code.
         except BaseException as error:
-            first_line = (str(error).splitlines() or [""])[0][:200]
-            raise UserError(f"{file} cannot be read: {first_line}") from error
+            raise UserError(f"{file} cannot be read: {first_line(error)}") from error
     if not has_tokenizer(directory):
         raise UserError(
             f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"
@@ -228,10 +242,8 @@ def _backend(directory: str) -> Any:
             directory, local_files_only=True, trust_remote_code=False
         ).backend_tokenizer
     except Exception as error:  # anything from a missing class to a malformed protobuf
-        first_line = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"the tokenizer in {directory} cannot be read: {first_line}"
-        ) from error
+        problem = f"the tokenizer in {directory} cannot be read: {first_line(error)}"
+        raise UserError(problem) from error
     return backend
 
 

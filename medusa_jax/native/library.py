@@ -22,6 +22,7 @@ import jax
 import jaxlib
 
 from medusa_jax.console import announced, cache_directory, instruction_limit, processor
+from medusa_jax.errors import UserError
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off")
@@ -90,6 +91,10 @@ def _compiled() -> Path | None:
     """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     compiler = compiler or shutil.which("clang++")
+    try:
+        shlex.split(compiler or "")
+    except ValueError as error:
+        raise UserError(f"CXX is no command: {error} in {compiler!r}") from error
     limit = instruction_limit()
     machines = ((LIMITED[limit],),) if limit in LIMITED else MACHINE
     marks = [jaxlib.__version__, platform.machine(), processor(), str((FLAGS, machines))]

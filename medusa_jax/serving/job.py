@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -212,7 +212,14 @@ def make_job(
             f"a served request has room for {STOPS[0]} stop sequences of {STOPS[1]} tokens, the "
             "tokens that end a text among them; stop strings are not counted"
         )
-    return Job(request, row, StoppingText(model.tokenizer, options.stop), handle, deliver)
+    if request.min_tokens:
+        ends = [ids[0] for ids in stops if len(ids) == 1]
+        asked = replace(
+            options.penalties, least=request.min_tokens, ends=(*ends, *request.stop_ids)
+        )
+        row.penalties = [asked]
+    text = StoppingText(model.tokenizer, options.stop, request.stop_ids, request.min_tokens)
+    return Job(request, row, text, handle, deliver)
 
 
 def guides_of(jobs: Mapping[int, Job]) -> dict[int, Any]:

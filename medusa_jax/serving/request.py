@@ -18,6 +18,8 @@ class Request:
       id: decides every random draw together with the seed, as in `Model.generate`.
       drafts: False decodes plainly; the text is the same.
       acceptance: a rule of `decoding/acceptance`, or "auto".
+      stop_ids: tokens that end the text and are cut off it, like stop strings.
+      min_tokens: EOS, stop strings and `stop_ids` end the text after this many new tokens only.
     """
 
     prompt: str | Sequence[int]
@@ -25,6 +27,8 @@ class Request:
     id: int = 0
     drafts: bool = True
     acceptance: str = "auto"
+    stop_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True)

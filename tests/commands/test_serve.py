@@ -43,6 +43,22 @@ def test_hosts_without_a_key():
     assert known_hosts("0.0.0.0", "0.0.0.0", "") == known_hosts("::", "::", "") == []
 
 
+def test_clients_do_not_learn_where_a_model_is(tmp_path, monkeypatch):
+    folder = tmp_path / "secret" / "llama"
+    folder.mkdir(parents=True)
+    (folder / "a.gguf").write_bytes(b"")
+    monkeypatch.chdir(folder)
+    paths = (folder, f"{folder}/", folder / "a.gguf", "a.gguf", ".", "../llama")
+    names = [serve_run.name_of(str(path)) for path in paths]
+    assert names == ["llama", "llama", "a.gguf", "a.gguf", "llama", "llama"]
+    hub = "owner/name@main"
+    assert [serve_run.name_of(n) for n in (None, "smollm2", hub)] == [
+        "demo",
+        "smollm2",
+        hub,
+    ]
+
+
 def test_connections_leave_files_for_the_rest():
     files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))

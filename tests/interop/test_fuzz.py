@@ -6,6 +6,7 @@ exception, a crash, more than 5 seconds, a sentence of two lines, tensors of oth
 or types than were written, a weights file that loads though its end is gone.
 """
 
+import contextlib
 import faulthandler
 import json
 import random
@@ -364,3 +365,27 @@ def test_spoilt_files_are_refused_in_a_sentence(targets):
 @pytest.mark.slow
 def test_a_hundred_thousand_spoilt_files(targets):
     assert sum(fuzz(targets, 10_000, seed) for seed in range(1, 11)) > 50_000
+
+
+def leaves(tree, path=()):
+    """The places of all numbers of a JSON value."""
+    if isinstance(tree, (dict, list)):
+        for at in tree if isinstance(tree, dict) else range(len(tree)):
+            yield from leaves(tree[at], (*path, at))
+    elif type(tree) in (int, float):
+        yield path
+
+
+def test_numbers_beyond_floats(targets):
+    """Every number of every JSON file in turn; JSON has no largest one."""
+    for target in targets.values():
+        places = leaves(json.loads(target.good)) if target.file.suffix == ".json" else ()
+        for *above, last in places:
+            tree = inner = json.loads(target.good)
+            for at in above:
+                inner = inner[at]
+            inner[last] = 10**309
+            write_anew(target.file, json.dumps(tree).encode())
+            with contextlib.suppress(UserError):
+                target.load()
+        write_anew(target.file, target.good)

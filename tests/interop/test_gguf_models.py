@@ -235,9 +235,10 @@ def test_an_attempt_that_fails_leaves_nothing(tmp_path, tokenizer_json, cache, m
     assert not [name for name in os.listdir(cache) if not name.endswith(".lock")]
     # What a killed process left is not taken for a conversion, and is cleared away.
     digest = convert.checksum(path)
-    left = cache / f"{digest[:24]}-{convert.VERSION}-float32.new"
-    left.mkdir()
-    (left / "chat_template.jinja").write_text("half of it")
+    left = cache / f"{digest[:24]}-{convert.VERSION}-float32.k3v0x2ab.new"
+    half = left / left.name.removesuffix(".k3v0x2ab.new")
+    half.mkdir(parents=True)
+    (half / "chat_template.jinja").write_text("half of it")
     directory = converted(path, "float32")
     assert "chat_template.jinja" not in os.listdir(directory)
     assert len(open_checkpoint(directory)) == 2 + 9 * LAYERS

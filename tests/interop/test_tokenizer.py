@@ -4,11 +4,14 @@ import random
 import shutil
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.tokenizer import BROKEN, StreamDecoder, load_tokenizer
+from medusa_jax.interop.literal_text import literal_text
+from medusa_jax.interop.tokenizer import BROKEN, StreamDecoder, Tokenizer, load_tokenizer
 
 TEXTS = [
     "",
@@ -107,6 +110,26 @@ def test_missing_and_broken_tokenizers(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\x00garbage")
     with pytest.raises(UserError, match="cannot be read"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("pattern", [r"(a+)+$", r"(?:a+a+)+c"])
+def test_a_pattern_that_backtracks_without_end(pattern, tmp_path):
+    """The library's Rust code panics, in short texts and long ones, with stand-ins and without."""
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<s>": 2}, []))
+    backend.add_special_tokens(["<s>"])
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.encode("aab") == [0, 0, 1]
+    text = "a" * 60 + "b"
+    reads = (
+        tokenizer.encode,
+        tokenizer.encode_with_offsets,
+        literal_text(tokenizer).encode,
+    )
+    for read in reads:
+        for said in (text, text * 200, f"<s>{text}"):
+            with pytest.raises(UserError, match=r"tokenizer cannot read a text: .*retry"):
+                read(said)
 
 
 # Text of many scripts, so that most characters are several byte tokens.

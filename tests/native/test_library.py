@@ -8,6 +8,7 @@ import pytest
 from cases import wide
 from children import output_of
 
+from medusa_jax.errors import UserError
 from medusa_jax.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
@@ -72,6 +73,13 @@ def test_other_flags_processors_and_compilers_make_another(compiler, monkeypatch
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
     assert module._compiled() in paths[-2:]
+
+
+def test_a_compiler_that_is_no_command(monkeypatch):
+    for malformed in ("g++ '", 'c++ "-O2', "c++ \\"):
+        monkeypatch.setenv("CXX", malformed)
+        with pytest.raises(UserError, match="CXX is no command"):
+            module._compiled()
 
 
 @pytest.mark.parametrize("damage", wide("cut short", "garbage"))

@@ -1,16 +1,24 @@
 """The JSON objects of calls and answers, field by field."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import tokenizers
 from served import ASKED, NAME, alone, events_of, texts_of
+from tiny import PRINTABLE, set_template, tiny_arch, write_tokenizer
+from tokenizers import decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from medusa_jax import Options, demo
+from medusa_jax.decoding.scoring import score
+from medusa_jax.evaluate.rules import log_probabilities
 from medusa_jax.interop.chat import encode_prompt
-from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.replies import Reply, Vocabulary
-from medusa_jax.serving.request import Delta
+from medusa_jax.serving.request import Delta, Request
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
@@ -45,6 +53,7 @@ def test_a_stream_of_a_chat(http):
     *events, last = events_of(http.post(PATHS["chat"], json=asked).text)
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     assert all(event["id"].startswith("chatcmpl-") for event in events)
+    assert all(event["usage"] is None for event in events)  # as at OpenAI
     roles = [event["choices"][0]["delta"].get("role") for event in events]
     assert roles == ["assistant"] * 2 + [None] * (len(roles) - 2)
     assert [event["choices"][0]["index"] for event in events[:2]] == [0, 1]
@@ -94,13 +103,154 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(http, kind, fields):
     [whole] = http.post(PATHS[kind], json=asked).json()["choices"]
     events = events_of(http.post(PATHS[kind], json=asked | {"stream": True}).text)
     pieces = [event["choices"][0]["logprobs"] for event in events]
-    names = ("content",) if kind == "chat" else ("tokens", "token_logprobs", "top_logprobs")
+    names = ["content"]
+    if kind == "completion":
+        names = ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
     for name in names:
         said = [one for piece in pieces if piece for one in piece[name]]
         assert len(said) == 9 and said == whole["logprobs"][name]
     if kind == "chat":
         for one in whole["logprobs"]["content"]:
             assert bytes(one["bytes"]).decode() == one["token"]
+
+
+THINKING = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}{% if m.name %}({{ m.name }}){% endif %}: "
+    "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}none{{ budget }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"enable_thinking": True}, {"enable_thinking": False, "budget": "</s> 3"}],
+)
+def test_variables_of_the_chat_template(tmp_path, variables):
+    """As transformers hands them to it; special tokens in them are text, as in messages."""
+    write_tokenizer(tmp_path, characters=PRINTABLE)
+    set_template(tmp_path, THINKING)
+    tokenizer = load_tokenizer(str(tmp_path))
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend, bos_token="<s>", chat_template=THINKING
+    )
+    messages = [{"role": "user", "name": "ann", "content": "in the hat"}]
+    expected = theirs.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False, **variables
+    )
+    model = SimpleNamespace(config=tiny_arch(), tokenizer=tokenizer, eos_ids=(2,))
+    body = {"messages": messages, "chat_template_kwargs": variables}
+    ids = chat_call(body, NAME, model, "", 5, check=len).requests[0].prompt
+    assert "<s>" + tokenizer.decode(ids) == expected and ids.count(1) == 1
+
+
+def completion_logprobs(tokenizer, ids, logprobs, top):
+    call = Call([Request(ids)], stream=False, usage=False, seed=0, chat=False)
+    delta = Delta("", [], ids, logprobs, top)
+    return Reply(call, Vocabulary(tokenizer), NAME)._logprobs(delta)
+
+
+def test_tokens_with_one_text_have_names_of_their_own():
+    """Parts of characters, and two tokens of the same bytes: none overwrites a likelier one."""
+    tokenizer = load_tokenizer(str(Path(demo.__file__).parent / "backbone"))
+    parts = tokenizer.encode("日")
+    [a] = tokenizer.encode("a")
+    assert len(parts) == 3
+    top = [[(parts[0], -0.4), (parts[1], -1.5), (a, -2.0), (parts[2], -3.7)]]
+    found = completion_logprobs(tokenizer, parts[:1], [-0.4], top)
+    names = [f"bytes:\\x{byte:02x}" for byte in "日".encode()]
+    assert found["tokens"] == names[:1]
+    expected = dict(zip([names[0], names[1], "a", names[2]], [-0.4, -1.5, -2.0, -3.7]))
+    assert found["top_logprobs"] == [expected]
+    # A chosen token that is none of the likeliest comes in addition, as at OpenAI.
+    found = completion_logprobs(tokenizer, [a], [-9.0], [top[0][:2]])
+    assert found["tokens"] == ["a"] and found["top_logprobs"][0]["a"] == -9.0
+    assert len(found["top_logprobs"][0]) == 3
+
+    class Twins(Vocabulary):
+        def __init__(self):
+            self.name = lambda token_id: ("x", [120])
+
+    assert Twins().names([7, 8, 9]) == {7: "x", 8: "bytes:\\x78", 9: "token_id:9"}
+
+
+def like_llama():
+    """A tokenizer with byte fallback, whose texts begin with a space that decoding drops."""
+    words = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aint"]
+    model = models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        + [decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<s>"])
+    return Tokenizer(backend)
+
+
+def test_text_offsets():
+    """Characters before the one that a token begins in, also where decoding drops a first space."""
+    bytes_ = load_tokenizer(str(Path(demo.__file__).parent / "backbone"))
+    for tokenizer in (bytes_, like_llama()):
+        ids = tokenizer.encode("a日 é! in the") + [min(tokenizer.special_ids)]
+        text, zeros = tokenizer.decode(ids), [0.0] * len(ids)
+        found = completion_logprobs(tokenizer, ids, zeros, [[]] * len(ids))["text_offset"]
+        whole = [tokenizer.decode(ids[:n]).rstrip("\ufffd") for n in range(len(ids))]
+        assert found == [len(before) for before in whole] and len(text) >= found[-1] > 5
+
+
+@pytest.mark.parametrize("given", ["in the hat", [5, 9, 12, 3]])
+def test_echo_scores_texts_as_evaluation_harnesses_ask(port, http, given):
+    """`max_tokens` 0, or 1 whose token they leave out; compared with a teacher-forced pass."""
+    ids = port.model.encode(given)
+    asked = ASKED | {"prompt": given, "logprobs": 3, "echo": True}
+    scored = http.post(PATHS["completion"], json=asked | {"max_tokens": 0}).json()
+    [choice] = scored["choices"]
+    found = choice["logprobs"]
+    decoded = given if isinstance(given, str) else port.model.tokenizer.decode(given)
+    assert choice["text"] == decoded and choice["finish_reason"] == "length"
+    assert scored["usage"]["completion_tokens"] == 0
+    assert scored["usage"]["prompt_tokens"] == len(ids) == len(found["tokens"])
+    assert found["token_logprobs"][0] is None is found["top_logprobs"][0]
+    expected = log_probabilities(port.model, ids[:1], ids[1:])
+    np.testing.assert_allclose(found["token_logprobs"][1:], expected, rtol=2e-4, atol=2e-4)
+    for token, logprob, top in list(zip(*list(found.values())[:3]))[1:]:
+        assert top[token] == logprob and len(top) in (3, 4)
+        assert logprob == min(top.values()) or len(top) == 3
+    streamed = http.post(
+        PATHS["completion"], json=asked | {"max_tokens": 0, "stream": True}
+    )
+    assert texts_of(events_of(streamed.text)) == {0: decoded}
+    # What the model goes on with is scored as it was when it was written.
+    [more] = http.post(PATHS["completion"], json=asked | {"max_tokens": 6}).json()[
+        "choices"
+    ]
+    assert more["text"].startswith(decoded)
+    for name in found:
+        assert more["logprobs"][name][: len(ids)] == found[name]
+    [answer] = http.post(PATHS["completion"], json=ASKED | {"prompt": given, "max_tokens": 6,
+                                                            "logprobs": 3}).json()["choices"]  # fmt: skip
+    assert more["text"] == decoded + answer["text"]
+    own = answer["logprobs"]
+    assert more["logprobs"]["token_logprobs"][len(ids) :] == own["token_logprobs"]
+    offsets = [len(decoded) + place for place in own["text_offset"]]
+    assert more["logprobs"]["text_offset"][len(ids) :] == offsets
+    written = port.model.generate([ids], Options(6), tree="none")[0].token_ids
+    again = http.post(
+        PATHS["completion"], json=asked | {"prompt": [*ids, *written], "max_tokens": 0}
+    )
+    tail = again.json()["choices"][0]["logprobs"]["token_logprobs"][len(ids) :]
+    np.testing.assert_allclose(tail, own["token_logprobs"], rtol=2e-4, atol=2e-4)
+
+
+def test_echo_of_prompts_longer_than_a_piece(port):
+    ids = np.random.default_rng(0).integers(3, 30, 70).tolist()
+    for piece in (8, 128):
+        found, top = zip(*score(port.model.backbone, ids, 2, piece))
+        expected = log_probabilities(port.model, ids[:1], ids[1:])
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+        assert len(top) == 69 and all(len(one) == 2 for one in top)
 
 
 @pytest.mark.parametrize("template", ["", "plain"])

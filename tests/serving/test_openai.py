@@ -89,6 +89,66 @@ def test_stop_strings_end_the_text(port, client):
         assert pieces[-1].choices[0].finish_reason == "stop"
 
 
+EOS = 2
+LIKELY = {str(EOS): 100}  # every text ends at once
+
+
+@pytest.mark.parametrize("more", [{}, {"acceptance": "rejection"}, {"drafts": False}])
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_the_least_length(port, client, temperature, more):
+    """Before it a text is that of a vocabulary without ends; then it ends, if that is likeliest."""
+    drawn = {"temperature": temperature, "seed": 3}
+    asked = {"model": NAME, "prompt": "the cat", "max_tokens": 20, **drawn}
+    barred = alone(port.model, "the cat", max_new_tokens=7, logit_bias={EOS: -100}, **drawn)
+    for n in (0, 1, 7):
+        own = {"min_tokens": n, "logit_bias": LIKELY, **more}
+        answer = client.completions.create(**asked, extra_body=own)
+        assert answer.usage.completion_tokens == n + 1
+        [choice] = answer.choices
+        assert choice.finish_reason == "stop"
+        if "acceptance" not in more:  # whose draws are others
+            assert choice.text == port.model.tokenizer.decode(barred.token_ids[:n])
+    own = {"ignore_eos": True, "logit_bias": LIKELY, **more}
+    answer = client.completions.create(**asked, extra_body=own)
+    assert answer.usage.completion_tokens == 20
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_stop_token_ids(port, client):
+    """As in vLLM: they end the text, theirs is cut off, and none comes before the least length."""
+    ids = alone(port.model, "the cat", max_new_tokens=20).token_ids
+    at = max(ids.index(i) for i in ids)
+    asked = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "temperature": 0}
+    # More of them than a row has room for on the device.
+    own = {"stop_token_ids": [ids[at], *(i for i in range(30) if i not in ids)]}
+    for streaming in (False, True):
+        answer = client.completions.create(**asked, extra_body=own, stream=streaming)
+        pieces = list(answer) if streaming else [answer]
+        text = "".join(piece.choices[0].text for piece in pieces)
+        assert text == port.model.tokenizer.decode(ids[:at])
+        assert pieces[-1].choices[0].finish_reason == "stop"
+    assert (
+        client.completions.create(**asked, extra_body=own).usage.completion_tokens == at + 1
+    )
+    bars = dict.fromkeys(own["stop_token_ids"], -100)
+    barred = alone(port.model, "the cat", max_new_tokens=at + 3, logit_bias=bars)
+    answer = client.completions.create(
+        **asked | {"max_tokens": at + 3}, extra_body=own | {"min_tokens": at + 3}
+    )
+    assert answer.choices[0].text == barred.text
+
+
+def test_stop_strings_before_the_least_length(port, client):
+    whole = alone(port.model, "the cat", max_new_tokens=20)
+    first, n = whole.text[1], 4
+    asked = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "temperature": 0}
+    short = client.completions.create(**asked, stop=first).choices[0].text
+    answer = client.completions.create(**asked, stop=first, extra_body={"min_tokens": n})
+    kept = port.model.tokenizer.decode(whole.token_ids[:n])
+    rest = whole.text.removeprefix(kept)
+    assert answer.choices[0].text == kept + rest.partition(first)[0] != short
+
+
 def test_our_own_fields(port, client):
     asked = {"model": NAME, "prompt": "in", "max_tokens": 15, "temperature": 1, "seed": 2}
     options = {"max_new_tokens": 15, "temperature": 1, "seed": 2}

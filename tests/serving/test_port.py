@@ -1,6 +1,7 @@
 """The port itself: its key, its metrics."""
 
 import hmac
+import time
 from types import SimpleNamespace
 
 from served import ASKED, counted
@@ -35,6 +36,12 @@ def test_keys_are_compared_in_constant_time(other, monkeypatch):
     sent = {"authorization": "Bearer no"}
     assert other("GET", "/v1/models", key="k", headers=sent).status_code == 200
     assert compared == [(b"Bearer no", b"Bearer k")]
+
+
+def test_the_model_has_an_age(other):
+    before = int(time.time())
+    [one] = other("GET", "/v1/models").json()["data"]
+    assert before <= one["created"] <= time.time()
 
 
 def test_metrics_count_what_was_done(http):

@@ -92,6 +92,20 @@ def test_vllms_names_of_schemas(client, extra):
     assert Pet.model_validate_json(done.choices[0].text)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": SCHEMA},  # llama.cpp, Together, Anyscale
+        {"type": "json_schema", "schema": SCHEMA},  # llama.cpp, Together
+        {"type": "json_schema", "json_schema": {"name": "Pet", "schema": SCHEMA}},
+    ],
+)
+def test_forms_of_other_servers(client, form):
+    assert Pet.model_validate_json(
+        ask(client, response_format=form).choices[0].message.content
+    )
+
+
 OWN = {"presence_penalty": 0.5, "frequency_penalty": 1.5, "repetition_penalty": 1.3}
 
 

@@ -7,8 +7,10 @@ import openai
 import pytest
 from served import NAME, load_model, port_of
 from tiny import PRINTABLE, write_chat_model
+from transformers import PreTrainedTokenizerFast
 
 from medusa_jax.interop.tool_chat import FORMS
+from medusa_jax.serving.http.calls import chat_call
 from medusa_jax.serving.http.tools import CallReader
 
 pytest.importorskip("llguidance")
@@ -123,6 +125,13 @@ def test_names_of_vllm(http, client):
     assert values["vllm:time_to_first_token_seconds_count"] >= 1
 
 
+def cut_call(arguments):
+    """A history with a call of these arguments."""
+    call = {"id": "1", **NAMED, "function": {"name": "weather", "arguments": arguments}}
+    turn = {"role": "assistant", "tool_calls": [call]}
+    return {"messages": [turn, {"role": "tool", "content": "x"}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "about"),
     [
@@ -138,6 +147,20 @@ def test_names_of_vllm(http, client):
             "the tools cannot",
         ),
         ({"messages": [{"role": "tool"}]}, "messages"),
+        (
+            {"tools": [{"function": {"name": "a", "parametrs": {}}}]},
+            "'parametrs' in 'tools",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "unknown field|each with a 'name'"),
+        ({"tools": TOOLS * 2}, "two functions of one name"),
+        ({"tool_choice": NAMED | {"name": "now"}}, "'name' in 'tool_choice'"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "names no tool"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "some"}}},
+            "auto or required",
+        ),
+        (cut_call('{"city": "Par'), r"'arguments' in .* of the call of 'weather' .* cut"),
+        (cut_call("[1]"), r"messages\[0\].tool_calls\[0\].*'weather'"),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages"),
     ],
 )
@@ -152,7 +175,13 @@ TEXTS = [
     (f"<tool_call>\n{CALL}\n</tool_call>", "", 1),
     (f"hm <tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", "hm ", 2),
     (f"<tool_call>\n{CALL}", "", 1),
-    ('<tool_call>\n{"name": "no', '<tool_call>\n{"name": "no', 0),
+    ('<tool_call>\n{"name": "no', "", 0),
+    (f"hm <tool_call>\n{CALL}\n</tool_call>\n<tool_call>", "hm ", 1),
+    (
+        '<tool_call>\n{"name": "no", "parameters',
+        '<tool_call>\n{"name": "no", "parameters',
+        0,
+    ),
     ("<tool_call>\nno\n</tool_call>!", "<tool_call>\nno\n</tool_call>!", 0),
 ]
 
@@ -174,6 +203,76 @@ def test_calls_are_told_from_text_that_grows(text, said, calls, size):
     for index, call in enumerate(reader.calls):
         assert call["function"] == {"name": "now", "arguments": '{"a": ["}}", 1]}'}
         assert streamed[index] == {"index": index, **call}
+
+
+@pytest.mark.parametrize("form", FORMS.values())
+def test_a_call_that_is_cut_is_no_text(form):
+    """At any character, with text before it or not; what cannot become a call is text."""
+    head = f'{form.begin}{{"name": "now", "{form.arguments}": '
+    for before in ("", "hm ") if form.begin else ("",):
+        for size in range(1, len(head) + 1):
+            for cuts in ([size], range(size)):  # whole, and letter by letter
+                reader, said, at = CallReader(form), "", 0
+                for end in (*cuts, size):
+                    text = (before + head)[: len(before) + end]
+                    said += reader.push(text[at:], ended=end == size, cut=end == size)[0]
+                    at = len(text)
+                assert (said, len(reader.calls)) == (before, size >= len(head) - 1)
+    assert CallReader(form).push("{x", ended=True, cut=True)[0] == "{x"
+
+
+@pytest.mark.parametrize("limit", [*range(1, 11), 25, 36])
+def test_an_answer_that_ends_in_the_head_of_a_call(client, limit):
+    fields = {"tool_choice": NAMED, "max_tokens": limit}
+    [whole] = ask(client, **fields).choices
+    assert (whole.message.content, whole.message.tool_calls) == ("", None)
+    assert whole.finish_reason == "length"
+    for piece in ask(client, **fields, stream=True):
+        delta = piece.choices[0].delta
+        assert not delta.content and not delta.tool_calls
+    turns = [*MESSAGES, whole.message.model_dump(), *MESSAGES]
+    assert ask(client, messages=turns, max_tokens=1).usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("arguments", [{}, {"arguments": ""}, {"arguments": " \n"},
+                                       {"arguments": None}, {"arguments": "{}"}])  # fmt: skip
+def test_a_history_with_empty_arguments(port, arguments):
+    """As transformers renders the call with `{}`."""
+    call = {"type": "function", "function": {"name": "now", **arguments}}
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "tool_calls": [{"id": "1", **call}]},
+        {"role": "tool", "tool_call_id": "1", "content": "yes"},
+    ]
+    asked = chat_call({"messages": turns}, NAME, port.model, "", 5, len)
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=port.model.tokenizer.backend,
+        bos_token="<s>",
+        chat_template=TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] or '' }}"),
+    )
+    call["function"]["arguments"] = {}
+    turns[1]["tool_calls"] = [call]
+    expected = theirs.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+    assert list(asked.requests[0].prompt) == expected
+
+
+def test_allowed_tools(client):
+    """OpenAI's way to leave some of them out."""
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    allowed = {"mode": "required", "tools": tools}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    for seed in range(4):
+        [whole] = ask(client, tool_choice=choice, seed=seed).choices
+        assert {call.function.name for call in whole.message.tool_calls} == {"now"}
+
+
+def test_auto_without_tools_is_none(client):
+    asked = {"tools": openai.omit, "max_tokens": 5}
+    texts = {
+        ask(client, **asked, tool_choice=choice).choices[0].message.content
+        for choice in ("auto", "none", openai.omit)
+    }
+    assert len(texts) == 1
 
 
 def test_arguments_come_as_they_are_written():

@@ -12,13 +12,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
 
 from medusa_jax.errors import UserError
+from medusa_jax.serving.echo import empty_answer
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.refused import Refused
 from medusa_jax.serving.http.replies import Reply
-from medusa_jax.serving.request import Delta, Request, Stopped, TooLong
+from medusa_jax.serving.request import Delta, Handle, Request, Stopped, TooLong
 from medusa_jax.serving.server import Busy, Server
 
 T = TypeVar("T")
+# One prompt is scored at a time: what others wait for is the device.
+SCORER = ThreadPoolExecutor(1, "scoring")
 # Calls with constraints are submitted one at a time: compiling takes up to seconds, and calls without wait
 # for no thread meanwhile.
 COMPILER = ThreadPoolExecutor(1, "constraints")
@@ -35,6 +38,7 @@ class Answering:
 
     Args:
       stops: holds what ends this call early, as long as the context lasts.
+      empty: no token is asked for.
     """
 
     def __init__(
@@ -43,17 +47,23 @@ class Answering:
         requests: Sequence[Request],
         metrics: Metrics,
         stops: set[Callable[[], Any]],
+        empty: bool = False,
     ) -> None:
         self._server, self._requests, self._metrics = server, requests, metrics
         self._queue: asyncio.Queue[tuple[int, Delta | Stopped]] = asyncio.Queue()
         self._open = set(range(len(requests)))
-        self._stops = stops
+        self._stops, self._empty = stops, empty
+        self._handles: list[Handle] = []
 
     def stop(self) -> None:
         """End the call: the next delta is that the server ends."""
         self._queue.put_nowait((0, Stopped("the server is ending")))
 
     async def __aenter__(self) -> "Answering":
+        if self._empty:
+            for index, request in enumerate(self._requests):
+                self._queue.put_nowait((index, empty_answer(request)))
+            return self
         loop = asyncio.get_running_loop()
 
         def deliver(index: int, delta: Delta | Stopped) -> None:
@@ -80,7 +90,7 @@ class Answering:
 
     async def __aexit__(self, *_: object) -> None:
         self._stops.discard(self.stop)
-        for index in self._open:
+        for index in self._open if self._handles else ():
             self._handles[index].cancel()
             self._metrics.cancelled.inc()
 

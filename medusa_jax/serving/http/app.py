@@ -4,8 +4,10 @@ import asyncio
 import hmac
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,21 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from medusa_jax.evaluate.conversation import PLAIN
-from medusa_jax.serving.http.answering import Answering, EventStream, Gone, whole_answer
+from medusa_jax.serving.echo import Echo, echo_of
+from medusa_jax.serving.http.answering import (
+    SCORER,
+    Answering,
+    EventStream,
+    Gone,
+    unless_gone,
+    whole_answer,
+)
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.refused import Refused
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.server import Server
-from medusa_jax.whole_files import decode_text
+from medusa_jax.whole_files import decode_text, parse_json
 
 # How JSON writes halves of surrogate pairs, whole pairs too.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -125,6 +135,8 @@ class Port:
         self._vocabulary = Vocabulary(server.model.tokenizer)
         self._stops: set[Callable[[], Any]] = set()  # what ends each call
         self._stopped = False
+        self._scoring = 0  # calls whose prompts are scored
+        self._started = int(time.time())
 
     def stop(self) -> None:
         """End every call that is not answered yet; called in the event loop."""
@@ -159,7 +171,7 @@ class Port:
         one = {
             "id": self._name,
             "object": "model",
-            "created": 0,
+            "created": self._started,
             "owned_by": "medusa_jax",
             "medusa": {
                 "context": model.config.max_position,
@@ -230,6 +242,12 @@ class Port:
         try:
             body = await self._within(self._body(request))
             call = await asyncio.to_thread(read, body)
+            reply = Reply(call, self._vocabulary, self._name)
+            if call.echo:
+                scored = asyncio.wait_for(self._echoes(call), self._limits.seconds)
+                reply.echoes = await unless_gone(request.receive, scored)
+        except TimeoutError as error:
+            raise Refused(504, "no answer in time", code="timeout") from error
         finally:
             self._stops.discard(task.cancel)
         if self._stopped:
@@ -237,8 +255,9 @@ class Port:
         n, most = len(call.requests), self._server.queue
         if n > most:
             raise Refused(400, f"a call has at most {most} choices here, this one {n}", "n")
-        reply = Reply(call, self._vocabulary, self._name)
-        answering = Answering(self._server, call.requests, self._counts, self._stops)
+        answering = Answering(
+            self._server, call.requests, self._counts, self._stops, call.empty
+        )
         await answering.__aenter__()
         if self._stopped:
             answering.stop()
@@ -251,6 +270,23 @@ class Port:
             await answering.__aexit__()
         # In a thread: with the log-probabilities of a long answer it takes its time.
         return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
+
+    async def _echoes(self, call: Call) -> list[Echo]:
+        """The prompts of a call that come back; choices of one prompt share it."""
+        loop, echoes = asyncio.get_running_loop(), list[Echo]()
+        if self._scoring >= self._server.queue:
+            message = f"{self._scoring} calls wait for their prompts to be scored"
+            raise Refused(429, message, code="queue_full", retry_after=1)
+        self._scoring += 1
+        try:
+            for text, request in zip(call.echo, call.requests):
+                if request.id == 0:
+                    work = partial(echo_of, self._server.model, text, request)
+                    echo = await loop.run_in_executor(SCORER, work)
+                echoes.append(echo)
+        finally:
+            self._scoring -= 1
+        return echoes
 
     def _check_length(self, prompt: str | list[int]) -> None:
         """Refuse what is too long whatever its tokens are; tokenising a megabyte takes a second."""
@@ -301,7 +337,7 @@ class Port:
             if len(body) > most:
                 raise too_large
         try:
-            found = json.loads(decode_text(body), parse_constant=_no_constant)
+            found = parse_json(decode_text(body), parse_constant=_no_constant)
             if HALF_PAIR.search(body):
                 json.dumps(found, ensure_ascii=False).encode()  # half of one is no text
             return found

@@ -1,30 +1,63 @@
-"""The fields of a body, each understood or refused by its name."""
+"""The fields of a call's JSON objects, each understood or refused by its name, at every depth."""
 
 import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from medusa_jax.errors import did_you_mean
 from medusa_jax.serving.http.refused import Refused
 
-# Fields that clients send and that change nothing here, and those that may only say "nothing".
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier"}
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "functions": ([],),
-    "modalities": (["text"],),
+Values = Mapping[str, Sequence[Any]]
+NOTHING: Values = MappingProxyType({})
+
+# Fields of OpenAI's requests that change nothing in an answer.
+IGNORED = {"metadata", "prompt_cache_key", "prompt_cache_retention"}
+IGNORED |= {"safety_identifier", "service_tier", "store", "user"}
+# Fields of OpenAI's and vLLM's requests that are not built: what asks for nothing, besides null.
+NEUTRAL: Values = {
+    name: values
+    for names, *values in (
+        ("add_generation_prompt detokenize include_reasoning skip_special_tokens", True),
+        ("spaces_between_special_tokens", True),
+        ("continue_final_message early_stopping echo include_stop_str_in_output", False),
+        ("return_token_ids return_tokens_as_token_ids use_beam_search", False),
+        ("allowed_token_ids audio cache_salt chat_template guided_decoding_backend",),
+        (
+            "guided_whitespace_pattern prediction prompt_logprobs reasoning_effort request_id",
+        ),
+        ("thinking_token_budget truncate_prompt_tokens web_search_options",),
+        ("bad_words documents functions logits_processors", []),
+        ("kv_transfer_params media_io_kwargs mm_processor_kwargs vllm_xargs", {}),
+        ("best_of length_penalty", 1),
+        ("function_call", "none", "auto"),
+        ("modalities", ["text"]),
+        ("priority", 0),
+        ("suffix", ""),
+        ("verbosity", "medium"),
+    )
+    for name in str(names).split()
 }
 
 
 class Fields:
-    """The fields of a body, each read once; `finish` refuses unread ones."""
+    """The fields of an object, each read once; `finish` refuses unread ones, also of objects within.
 
-    def __init__(self, body: Any) -> None:
+    Args:
+      neutral: names that are not built, with the values that ask for nothing.
+      where: its place in the call, for messages; "" is the call itself.
+
+    Raises:
+      Refused: the body is no object.
+    """
+
+    def __init__(self, body: Any, neutral: Values, where: str = "") -> None:
         if not isinstance(body, dict):
-            raise Refused(400, "the body should be a JSON object")
-        self.body = body
-        self._read = set(IGNORED)
+            what = repr(where) if where else "the body"
+            raise Refused(400, f"{what} should be a JSON object", where or None)
+        self.body, self._where, self._neutral = body, where, neutral
+        self._place = f" in {where!r}" if where else ""
+        self._read, self._within = set() if where else {*IGNORED}, list[Fields]()
 
     def take(self, name: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
         """The value of a field; null and absence are the default."""
@@ -34,8 +67,12 @@ class Fields:
             return default
         wrong_bool = isinstance(value, bool) and bool not in kinds
         if wrong_bool or not isinstance(value, kinds):
-            raise Refused(400, f"{name!r} should be {what}", name)
+            raise self.refused(name, f"should be {what}")
         return value
+
+    def text(self, name: str, default: Any = "") -> Any:
+        """Text."""
+        return self.take(name, (str,), "text", default)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """true or false."""
@@ -46,7 +83,7 @@ class Fields:
         value = self.take(name, (int, float), "a number", default)
         if value is not None and not low <= value <= high:
             most = f"from {low} to {high}" if high < math.inf else f"at least {low}"
-            raise Refused(400, f"{name!r} should be {most}, not {value}", name)
+            raise self.refused(name, f"should be {most}, not {str(value)[:40]}")
         return value
 
     def whole(self, name: str, default: Any, low: float, high: float = math.inf) -> Any:
@@ -54,12 +91,35 @@ class Fields:
         self.take(name, (int,), "a whole number", default)
         return self.number(name, default, low, high)
 
+    def inside(self, name: str, neutral: Values = NOTHING) -> "Fields":
+        """The fields of an object within; absence is an empty one."""
+        return self._inner(self.take(name, (dict,), "an object", {}), name, neutral)
+
+    def each(self, name: str, what: str, neutral: Values = NOTHING) -> list["Fields"]:
+        """The fields of each object of a list within; absence is an empty one."""
+        found = enumerate(self.take(name, (list,), what, []))
+        return [self._inner(value, f"{name}[{i}]", neutral) for i, value in found]
+
+    def _inner(self, value: Any, name: str, neutral: Values) -> "Fields":
+        where = f"{self._where}.{name}".lstrip(".")
+        self._within.append(Fields(value, neutral, where))
+        return self._within[-1]
+
+    def refused(self, name: str, problem: str) -> Refused:
+        """The error of a field."""
+        return Refused(400, f"{name!r}{self._place} {problem}", name)
+
     def finish(self) -> None:
         """Refuse what is unknown, and what is known but cannot be done."""
+        for one in self._within:
+            one.finish()
         for name, value in self.body.items():
-            if name in NEUTRAL:
-                if value is not None and value not in NEUTRAL[name]:
-                    raise Refused(400, f"{name!r} is not supported here", name)
-            elif name not in self._read:
-                near = did_you_mean(name, {*self._read, *NEUTRAL})
-                raise Refused(400, f"unknown field {name!r}{near}", name, "unknown_field")
+            if name in self._read:
+                continue
+            if name not in self._neutral:
+                near = did_you_mean(name, {*self._read, *self._neutral})
+                message = f"unknown field {name!r}{self._place}{near}"
+                raise Refused(400, message, name, "unknown_field")
+            same = [isinstance(x, bool) for x in self._neutral[name] if x == value]
+            if value is not None and isinstance(value, bool) not in same:  # 0 is not false
+                raise self.refused(name, "is not supported here")

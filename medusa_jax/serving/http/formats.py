@@ -9,6 +9,12 @@ from medusa_jax.serving.http.refused import Refused
 
 # What vLLM calls our kinds, alone and within `structured_outputs`.
 GUIDED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+ANYTHING = (dict, list, str, bool)
+# Other fields of `structured_outputs`, and what asks for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("disable_additional_properties", "disable_any_whitespace", "disable_fallback"),
+    (False,),
+) | {"structural_tag": (), "whitespace_pattern": ()}
 
 
 def asked_constraint(fields: Fields, chat: bool) -> Constraint | None:
@@ -20,18 +26,16 @@ def asked_constraint(fields: Fields, chat: bool) -> Constraint | None:
     asked: list[tuple[str, dict[str, Any]]] = []
     if chat and (found := _response_format(fields)):
         asked.append(("response_format", found))
-    anything = (dict, list, str, bool)
     for name, kind in GUIDED.items():
         field = f"guided_{name}"
-        value = fields.take(field, anything, "a constraint", None)
+        value = fields.take(field, ANYTHING, "a constraint", None)
         if value is not None:
             asked.append((field, {kind: value}))
-    within = Fields(fields.take("structured_outputs", (dict,), "an object", {}))
+    within = fields.inside("structured_outputs", NEUTRAL)
     for name, kind in {**GUIDED, "json_object": "json_object"}.items():
-        value = within.take(name, anything, "a constraint", None)
+        value = within.take(name, ANYTHING, "a constraint", None)
         if value is not None and value is not False:
             asked.append(("structured_outputs", {kind: value}))
-    within.finish()
     if len(asked) > 1:
         names = " and ".join(repr(name) for name, _ in asked)
         raise Refused(400, f"an answer has one constraint, not {names}", asked[1][0])
@@ -44,17 +48,22 @@ def asked_constraint(fields: Fields, chat: bool) -> Constraint | None:
 
 
 def _response_format(fields: Fields) -> dict[str, Any] | None:
+    """OpenAI's forms; also a `schema` next to the type, as llama.cpp and Together have it."""
     name = "response_format"
-    given = fields.take(name, (dict,), "an object with a 'type'", {})
-    kind = given.get("type", "text")
+    given = fields.inside(name)
+    kind = given.take("type", ANYTHING, "a type", "text")
+    if kind not in ("text", "json_object", "json_schema"):
+        problem = "should be of type text, json_object, or json_schema with a 'json_schema'"
+        raise fields.refused(name, problem)
     if kind == "text":
         return None
-    if kind == "json_object":
+    holder = given
+    if kind == "json_schema" and "schema" not in given.body:
+        holder = given.inside("json_schema")
+        holder.text("name"), holder.text("description"), holder.flag("strict")
+    schema = holder.take("schema", ANYTHING, "a JSON schema", None)
+    if kind == "json_object" and schema in (None, {}, True):
         return {"json_object": True}
-    described = given.get("json_schema")
-    if kind != "json_schema" or not isinstance(described, dict):
-        problem = "of type text, json_object, or json_schema with a 'json_schema'"
-        raise Refused(400, f"{name!r} should be {problem}", name)
-    if "schema" not in described:
-        raise Refused(400, f"{name!r}: 'json_schema' has no 'schema'", name)
-    return {"json_schema": described["schema"]}
+    if schema is None:
+        raise fields.refused(name, "has no 'schema' in 'json_schema'")
+    return {"json_schema": schema}

@@ -104,6 +104,17 @@ function show(answer) {
   card.setAttribute("aria-busy", String(answer.state === "running"));
 }
 
+// Pieces come faster than a screen shows them: one redraw a frame.
+let due = 0;
+function showSoon(answer) {
+  due = due || requestAnimationFrame(() => {
+    due = 0;
+    const follow = nearEnd();
+    show(answer);
+    if (follow) toEnd();
+  });
+}
+
 function drawAnswer(turn, answer) {
   const card = make("section", "answer"), head = make("h2", "", answer.drafts ? "With drafts" : "Without drafts");
   const body = make("div", "text"), numbers = make("p", "numbers"), again = make("div", "row again");
@@ -172,7 +183,6 @@ async function write(turn, drafts) {
       for (const choice of event.choices) {
         const more = choice.medusa;
         if (!more) continue;
-        const follow = nearEnd();
         for (const [piece, depth] of more.parts) {
           answer.runs.push([piece, depth]);
           if (!depth && tokens) steps += 1;
@@ -188,8 +198,7 @@ async function write(turn, drafts) {
           answer.numbers = `${more.new_tokens} tokens, ${more.tokens_per_second.toFixed(0)} tokens/s, ` +
             `accepted length ${more.mean_accepted_length.toFixed(2)}, ${more.steps} steps`;
         }
-        show(answer);
-        if (follow) toEnd();
+        showSoon(answer);
       }
     }
     if (!done) throw new Error(GONE);

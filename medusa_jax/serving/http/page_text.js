@@ -73,7 +73,7 @@ function blockElement(answer, text, block) {
 
 // Code, strong and emphasised text within a block.
 function inlineInto(parent, answer, text, start, end) {
-  const marks = /(`+)(?!`)([^]*?[^`])\1(?!`)|(\*\*)(?=\S)([^]*?\S)\*\*|(\*)(?=[^\s*])([^*\n]*[^\s*])\*/g;
+  const marks = /(`+)(?!`)([^]{0,999}?[^`])\1(?!`)|(\*\*)(?=\S)([^]{0,999}?\S)\*\*|(\*)(?=[^\s*])([^*\n]*[^\s*])\*/g;
   let done = start;
   for (const found of text.slice(start, end).matchAll(marks)) {
     const mark = (found[1] || found[3] || found[5]).length, from = start + found.index;
@@ -86,17 +86,28 @@ function inlineInto(parent, answer, text, start, end) {
   runsInto(parent, answer, done, end);
 }
 
+const sums = new WeakMap();  // of an answer: where each of its runs ends
+
+function endsOf(answer) {
+  const ends = sums.get(answer) || [];
+  sums.set(answer, ends);
+  while (ends.length < answer.runs.length) ends.push((ends.at(-1) || 0) + answer.runs[ends.length][0].length);
+  return ends;
+}
+
 function runsInto(parent, answer, start, end) {
-  let begin = 0;
-  for (const [text, depth] of answer.runs) {
-    const piece = text.slice(Math.max(0, start - begin), Math.max(0, end - begin));
-    begin += text.length;
-    if (piece) {
-      const part = make("span", depth ? `d d${Math.min(depth, 5)}` : "", piece);
-      if (depth) part.title = `guessed at depth ${depth} and accepted`;
-      parent.append(part);
-    }
+  const ends = endsOf(answer);
+  let at = 0;
+  for (let rest = ends.length; at < rest;) {  // the first run that ends after the start
+    const middle = (at + rest) >> 1;
+    if (ends[middle] > start) rest = middle; else at = middle + 1;
+  }
+  for (; at < ends.length; at += 1) {
+    const [text, depth] = answer.runs[at], begin = ends[at] - text.length;
     if (begin >= end) return;
+    const part = make("span", depth ? `d d${Math.min(depth, 5)}` : "", text.slice(Math.max(0, start - begin), end - begin));
+    if (depth) part.title = `guessed at depth ${depth} and accepted`;
+    parent.append(part);
   }
 }
 

@@ -1,7 +1,9 @@
 """The JSON objects of OpenAI's endpoints, whole and in pieces."""
 
+import codecs
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from medusa_jax.api import Result
 from medusa_jax.interop.token_bytes import TokenBytes
 from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.serving.echo import Echo
 from medusa_jax.serving.http.calls import Call
 from medusa_jax.serving.http.tools import CallReader
 from medusa_jax.serving.request import Delta, Ending
@@ -31,6 +34,49 @@ class Vocabulary:
 
         # Text and bytes of a token; of a part of a character the text is U+FFFD.
         self.name = lru_cache(maxsize=1 << 15)(name)
+        self._decode, self.skipped = tokenizer.decode, tokenizer.special_ids
+
+    def names(self, token_ids: Iterable[int]) -> dict[int, str]:
+        """A different name for each of some tokens; the first ones have their texts.
+
+        Others have the same text, or are parts of characters: "bytes:\\xf0\\x9f", as at OpenAI.
+        """
+        found: dict[int, str] = {}
+        for token_id in token_ids:
+            text, spelling = self.name(token_id)
+            forms = [text] if text.encode() == bytes(spelling) else []
+            forms.append("bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling))
+            free = (form for form in forms if form not in found.values())
+            found[token_id] = next(free, f"token_id:{token_id}")
+        return found
+
+    def dropped(self, token_ids: Iterable[int]) -> str:
+        """The space that decoding drops at the beginning of a text with these tokens, or ""."""
+        first = next((i for i in token_ids if i not in self.skipped), None)
+        if first is None or self.name(first)[1][:1] != [0x20]:
+            return ""
+        return "" if self._decode([first]).startswith(" ") else " "
+
+
+class Offsets:
+    """Where the texts of tokens begin in a text that grows, in characters."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at: int | None = None  # nothing yet
+
+    def push(self, token_ids: Iterable[int]) -> list[int]:
+        """The places of the next tokens; parts of a character have that of the character."""
+        places = []
+        for token_id in token_ids:
+            places.append(self._at or 0)
+            if token_id not in self._vocabulary.skipped:
+                text = self._decoder.decode(bytes(self._vocabulary.name(token_id)[1]))
+                if self._at is None:
+                    text = text.removeprefix(self._vocabulary.dropped([token_id]))
+                self._at = (self._at or 0) + len(text)
+        return places
 
 
 @dataclass
@@ -40,6 +86,7 @@ class Reply:
     Attributes:
       endings: by choice, once it has ended.
       readers: by choice, what tells tool calls from text.
+      echoes: by choice, the prompts that come first; none: they do not.
     """
 
     call: Call
@@ -49,15 +96,14 @@ class Reply:
     created: int = field(default_factory=lambda: int(time.time()))
     endings: dict[int, Ending] = field(default_factory=dict)
     readers: list[CallReader] = field(default_factory=list)
+    echoes: list[Echo] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.id = ("chatcmpl-" if self.call.chat else "cmpl-") + secrets.token_hex(12)
         if self.call.calls:
             self.readers = [CallReader(self.call.calls) for _ in self.call.requests]
-
-    @property
-    def done(self) -> bool:
-        return len(self.endings) == len(self.call.requests)
+        self._begun: set[int] = set()
+        self._offsets = [Offsets(self.vocabulary) for _ in self.call.requests]
 
     def take(self, index: int, delta: Delta) -> None:
         """A piece of choice `index`."""
@@ -72,12 +118,22 @@ class Reply:
             result, text = ending.result, ending.result.text
             said: dict[str, Any] = {"text": text}
             if self.call.chat:
-                said = {"message": self._message(index, text)}
+                said = {"message": self._message(index, result)}
+            before = None
+            if self.echoes:
+                before = self._logprobs(self.echoes[index], index)
+                space = self.vocabulary.dropped(result.token_ids)
+                said = {"text": self.echoes[index].text + space + text}
+            logprobs = self._logprobs(result, index)
+            if before:
+                logprobs = {
+                    k: [*old, *(logprobs or {}).get(k, [])] for k, old in before.items()
+                }
             choices.append(
                 {"index": index}
                 | said
                 | {
-                    "logprobs": self._logprobs(result),
+                    "logprobs": logprobs,
                     "finish_reason": self._finish_reason(index, ending),
                     "medusa": self._stats(ending),
                 }
@@ -85,9 +141,12 @@ class Reply:
         return self._object("", choices) | {"usage": self.usage()}
 
     def first(self) -> list[dict[str, Any]]:
-        """What a stream begins with: the role of each choice of a chat."""
+        """What a stream begins with: the role of each choice of a chat, or its prompt."""
         if not self.call.chat:
-            return []
+            return [
+                self._piece(i, {"text": echo.text}, self._logprobs(echo, i))
+                for i, echo in enumerate(self.echoes)
+            ]
         delta = {"role": "assistant", "content": ""}
         return [
             self._piece(i, {"delta": delta}, None) for i in range(len(self.call.requests))
@@ -98,8 +157,11 @@ class Reply:
         said: dict[str, Any] = {"text": delta.text}
         if self.call.chat:
             said = {"delta": self._delta(index, delta)}
+        elif self.echoes and delta.token_ids and index not in self._begun:
+            said = {"text": self.vocabulary.dropped(delta.token_ids) + delta.text}
+            self._begun.add(index)
         asked = self.call.requests[index].options.logprobs is not None
-        piece = self._piece(index, said, self._logprobs(delta) if asked else None)
+        piece = self._piece(index, said, self._logprobs(delta, index) if asked else None)
         more: dict[str, Any] = {"parts": delta.parts, "tokens": len(delta.token_ids)}
         if delta.ending:
             reason = self._finish_reason(index, delta.ending)
@@ -135,20 +197,24 @@ class Reply:
             },
         }
 
-    def _message(self, index: int, text: str) -> dict[str, Any]:
+    def _message(self, index: int, result: Result) -> dict[str, Any]:
         """The message of a whole choice."""
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        text, calls = result.text, []
         if self.readers:
-            said, _ = self.readers[index].push(text, ended=True)
-            if calls := self.readers[index].calls:
-                message |= {"content": said.strip() or None, "tool_calls": calls}
-        return message
+            cut = result.finish_reason != "stop"
+            text, _ = self.readers[index].push(text, ended=True, cut=cut)
+            calls = self.readers[index].calls
+        content = text.strip() or None if calls else text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        return message | ({"tool_calls": calls} if calls else {})
 
     def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
         """The message's part that is new."""
         if not self.readers:
             return {"content": delta.text} if delta.text else {}
-        said, calls = self.readers[index].push(delta.text, ended=delta.ending is not None)
+        ending = delta.ending
+        cut = bool(ending and ending.result.finish_reason != "stop")
+        said, calls = self.readers[index].push(delta.text, ending is not None, cut)
         return ({"content": said} if said else {}) | (
             {"tool_calls": calls} if calls else {}
         )
@@ -158,7 +224,8 @@ class Reply:
 
     def _piece(self, index: int, said: dict[str, Any], logprobs: Any) -> dict[str, Any]:
         choice = {"index": index} | said | {"logprobs": logprobs, "finish_reason": None}
-        return self._object(".chunk", [choice])
+        more = {"usage": None} if self.call.usage else {}  # the last one has the counts
+        return self._object(".chunk", [choice]) | more
 
     def _object(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion" + part if self.call.chat else "text_completion"
@@ -188,27 +255,34 @@ class Reply:
             "reused_tokens": ending.reused_tokens,
         }
 
-    def _token(self, token_id: int) -> str:
-        return self.vocabulary.name(token_id)[0]
-
-    def _logprobs(self, of: Result | Delta) -> dict[str, Any] | None:
+    def _logprobs(self, of: Result | Delta | Echo, index: int = 0) -> dict[str, Any] | None:
         """OpenAI's form of log-probabilities, which the two endpoints do not share."""
         if of.logprobs is None or of.top_logprobs is None:
             return None
         tokens = zip(of.token_ids, of.logprobs, of.top_logprobs)
         if not self.call.chat:
+            names, likeliest = [], []
+            for token_id, logprob, top in tokens:
+                # The token itself comes last where it is none of the likeliest.
+                by_id = {**dict(top or ()), token_id: logprob}
+                named = self.vocabulary.names(by_id)
+                names.append(named[token_id])
+                likeliest.append(
+                    None if top is None else {named[i]: p for i, p in by_id.items()}
+                )
             return {
-                "tokens": [self._token(i) for i in of.token_ids],
+                "tokens": names,
                 "token_logprobs": of.logprobs,
-                "top_logprobs": [{self._token(i): p for i, p in top} for *_, top in tokens],
+                "top_logprobs": likeliest,
+                "text_offset": self._offsets[index].push(of.token_ids),
             }
 
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
             token, spelling = self.vocabulary.name(token_id)
             return {"token": token, "logprob": logprob, "bytes": spelling}
 
         content = [
-            entry(i, p) | {"top_logprobs": [entry(*other) for other in top]}
+            entry(i, p) | {"top_logprobs": [entry(*other) for other in top or ()]}
             for i, p, top in tokens
         ]
         return {"content": content, "refusal": None}

@@ -71,41 +71,62 @@ def asked_tools(fields: Fields) -> Tools | None:
     Raises:
       Refused: tools or a choice of another form.
     """
-    given = fields.take("tools", (list,), "a list of functions", [])
-    choice = fields.take(
-        "tool_choice", (str, dict), "none, auto, required or a function", None
-    )
+    tools = fields.each("tools", "a list of functions")
+    schemas = dict(map(_tool, tools))
+    if len(schemas) < len(tools):
+        raise fields.refused("tools", "has two functions of one name")
     many = fields.flag("parallel_tool_calls", True)
-    schemas: dict[str, Any] = {}
-    for tool in given:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(name, str)
-            or not NAME.fullmatch(name)
-        ):
-            problem = "'tools' should be functions, each with a 'name' of letters, digits, _ and -"
-            raise Refused(400, problem, "tools")
-        schema = function.get("parameters") or NO_ARGUMENTS
-        if not isinstance(schema, dict):
-            raise Refused(400, f"'parameters' of {name!r} should be a JSON schema", "tools")
-        schemas[name] = schema
-    choice = choice or ("auto" if given else "none")
+    problem = "should be none, auto, required, a function of 'tools', or 'allowed_tools'"
+    choice, names = fields.take("tool_choice", (str, dict), problem, "auto"), list(schemas)
     if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if name not in schemas:
-            raise Refused(400, f"'tool_choice' names no tool: {name!r}", "tool_choice")
-        return Tools(given, {name: schemas[name]}, must=True, many=False)
-    if choice not in ("none", "auto", "required"):
-        problem = "'tool_choice' should be none, auto, required or a function of 'tools'"
-        raise Refused(400, problem, "tool_choice")
-    if choice == "required" and not given:
-        raise Refused(400, "'tool_choice' needs 'tools'", "tool_choice")
-    if choice == "none":
+        choice, names = _chosen(fields.inside("tool_choice"))
+        if missing := [name for name in names or [""] if name not in schemas]:
+            raise fields.refused("tool_choice", f"names no tool: {missing[0]!r}")
+    if choice not in ("none", "auto", "required", "function"):
+        raise fields.refused("tool_choice", problem)
+    if choice == "required" and not tools:
+        raise fields.refused("tool_choice", "needs 'tools'")
+    if choice == "none" or not tools:
         return None
-    return Tools(given, schemas, must=choice == "required", many=many)
+    callable_ = {name: schemas[name] for name in names}
+    given = [tool.body for tool in tools]
+    return Tools(given, callable_, choice != "auto", many and choice != "function")
+
+
+def _name(tool: Fields) -> tuple[Fields, str]:
+    """The function of a tool, and its name.
+
+    Raises:
+      Refused: it is none, or has no proper name.
+    """
+    function = tool.inside("function")
+    name = function.text("name")
+    if tool.text("type", "function") != "function" or not NAME.fullmatch(name):
+        problem = "should be functions, each with a 'name' of letters, digits, _ and -"
+        raise Refused(400, f"'tools' {problem}", "tools")
+    return function, name
+
+
+def _tool(tool: Fields) -> tuple[str, Any]:
+    """The name of a tool and the schema of its arguments."""
+    function, name = _name(tool)
+    what = f"a JSON schema (the 'parameters' of {name!r})"
+    schema = function.take("parameters", (dict,), what, {}) or NO_ARGUMENTS
+    function.text("description"), function.flag("strict")
+    function.take("return", (dict,), what, {})  # transformers' `get_json_schema`
+    return name, schema
+
+
+def _chosen(choice: Fields) -> tuple[str, list[str]]:
+    """The mode of a `tool_choice` that names tools ("function": this one), and their names."""
+    if choice.body.get("type") != "allowed_tools":
+        return "function", [_name(choice)[1]]
+    choice.text("type")
+    allowed = choice.inside("allowed_tools")
+    mode = allowed.text("mode", "auto")
+    if mode not in ("auto", "required"):
+        raise allowed.refused("mode", "should be auto or required")
+    return mode, [_name(tool)[1] for tool in allowed.each("tools", "a list of functions")]
 
 
 @dataclass
@@ -114,7 +135,8 @@ class CallReader:
 
     Attributes:
       form: of the calls.
-      calls: those so far, in OpenAI's form; at the limit of an answer the last may not be whole.
+      calls: those so far, in OpenAI's form; at the limit of an answer the last may not be whole. What
+        ends before its arguments is dropped, as it is neither a call nor text.
     """
 
     form: CallForm
@@ -122,15 +144,21 @@ class CallReader:
     _held: str = ""
     _within: str = "text"  # or "name", "arguments", "end" of a call
 
-    def push(self, text: str, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
-        """What is new: text that is no call, and pieces of calls in OpenAI's form."""
+    def push(
+        self, text: str, ended: bool = False, cut: bool = False
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """What is new: text that is no call, and pieces of calls in OpenAI's form.
+
+        Args:
+          cut: it ended at a limit, so that its last characters may begin a call.
+        """
         self._held += text
         said, pieces = "", list[dict[str, Any]]()
         begin, end = self.form.begin.rstrip("\n"), self.form.end.strip("\n")
         go_on = True
         while go_on:
             if self._within == "text":
-                before, go_on = self._text_before(begin, ended)
+                before, go_on = self._text_before(begin, ended and not cut)
                 # What is between two calls is no text.
                 said += before if before.strip() or not self.calls else ""
             elif self._within == "name":
@@ -138,6 +166,8 @@ class CallReader:
                 if head and head[2] == self.form.arguments:
                     self._begin(head[1], pieces)
                     self._within, self._held = "arguments", self._held[head.end() :]
+                elif self._may_become_head():
+                    go_on = False
                 elif go_on := ended or bool(end and end in self._held):  # no call
                     found = self._held.partition(end) if end else (self._held, "", "")
                     said += begin + found[0] + found[1]
@@ -150,6 +180,16 @@ class CallReader:
             else:
                 said, self._held, go_on = said + self._held, "", False
         return said, pieces
+
+    def _may_become_head(self) -> bool:
+        """Whether what is held is a head without its end."""
+        text, start = "".join(self._held.split()), '{"name":"'
+        name = re.match("[a-zA-Z0-9_-]*", text[len(start) :])
+        assert name
+        rest = text[len(start) + name.end() :]
+        return start.startswith(
+            text[: len(start)]
+        ) and f'","{self.form.arguments}":'.startswith(rest)
 
     def _text_before(self, begin: str, ended: bool) -> tuple[str, bool]:
         """Text up to a call, taken from what is held; whether a call begins after it."""
