@@ -19,6 +19,7 @@ from medusa_jax.commands.serve_run import read_key
 from medusa_jax.config import DataConfig
 from medusa_jax.distill.seeds import read_seeds
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate import questions
 from medusa_jax.interop.tensors import read_json
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.data import records
@@ -87,6 +88,7 @@ READERS = {
     "document": ("a.txt", "grüße\nb", samples),
     "directory": ("b/c.md", "grüße\nb", lambda path: samples(path.parent)),
     "seeds": ("a.jsonl", LINES, seeds),
+    "questions": ("q.jsonl", LINES, lambda path: questions.read_records(str(path))),
 }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import Json
+from medusa_jax.whole_files import Json, decode_text
 
 DEMO_PROMPTS = Path(__file__).parents[1] / "demo" / "prompts.jsonl"
 
@@ -174,7 +174,7 @@ def read_records(path: str) -> list[Json]:
 
 def _json(path: str) -> list[Json]:
     data = Path(path).read_bytes()
-    text = (gzip.decompress(data) if path.endswith(".gz") else data).decode()
+    text = decode_text(gzip.decompress(data) if path.endswith(".gz") else data)
     if text.lstrip().startswith("["):
         found: list[Json] = json.loads(text)
         return found
