@@ -163,7 +163,8 @@ def tokenise(source: str, tokenizer: Tokenizer, pack: DataConfig, directory: str
 def write_directory(
     directory: str, ids: list[np.ndarray], counted: list[np.ndarray], report: Json
 ) -> None:
-    """Write a token directory with its checksums."""
+    """Write a token directory with its checksums, and the directories above it."""
+    os.makedirs(os.path.dirname(os.path.abspath(directory)), exist_ok=True)
     with replacing(directory) as new:
         write_tokens(new, ids, counted)
         sums = {name: checksum(os.path.join(new, name)) for name in ARRAYS}
