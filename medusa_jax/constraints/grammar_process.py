@@ -4,11 +4,16 @@ llguidance decides whether an expression matches anything before its limits coun
 expressions, or multipleOf 99999989, takes minutes and gigabytes, and rules of 3,000 levels overflow the stack.
 """
 
+import re
+import runpy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+# A rule of GBNF; Lark's have one colon.
+GBNF = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 # Less than threads of the server have.
 STACK = 4 << 20
 
@@ -25,6 +30,9 @@ def make_answer(limits: dict[str, Any], blanks: str) -> Callable[[Any], Any]:
     tokens = llguidance.LLTokenizer(
         "byte"
     )  # what is unbounded does not depend on the vocabulary
+    here = Path(__file__)
+    read_gbnf = runpy.run_path(str(here.with_name("gbnf.py")))["read_gbnf"]
+    lark_of = runpy.run_path(str(here.with_name("gbnf_terminals.py")))["lark_of"]
     parser_limits = llguidance.LLParserLimits(**limits)
     threading.stack_size(STACK)
     pool = ThreadPoolExecutor(1)
@@ -36,6 +44,8 @@ def make_answer(limits: dict[str, Any], blanks: str) -> Callable[[Any], Any]:
             return llguidance.LLMatcher.grammar_from_json_schema(
                 schema, overrides=overrides
             )
+        if kind == "grammar" and GBNF.search(text):
+            kind, text = "lark", lark_of(read_gbnf(text))
         return llguidance.grammar_from("lark" if kind == "tools" else kind, text)  # type: ignore[arg-type]
 
     def answer_to(request: Any) -> dict[str, object]:
