@@ -6,6 +6,7 @@ from typing import Any
 
 from medusa_jax.api import Model
 from medusa_jax.console import inform
+from medusa_jax.decoding.guides import GuideThreads
 from medusa_jax.errors import UserError
 from medusa_jax.serving.batch import Batch, piece_for
 from medusa_jax.serving.job import Group, Job, make_job
@@ -72,8 +73,10 @@ class Server:
         self._compiler = Compiler(
             lambda: Batch(model, self._trees, self.most_new, piece), self._notify
         )
+        self._threads = GuideThreads(2 * max(self._trees), self._notify)
         self._scheduler = Scheduler(
             model,
+            threads=self._threads,
             trees=self._trees,
             most_new=self.most_new,
             programs=self._compiler,
@@ -196,6 +199,7 @@ class Server:
             self._wake.notify()
         self._thread.join()
         self._compiler.close()
+        self._threads.close()
 
     def _notify(self) -> None:
         with self._wake:

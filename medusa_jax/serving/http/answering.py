@@ -15,7 +15,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.refused import Refused
 from medusa_jax.serving.http.replies import Reply
-from medusa_jax.serving.request import Delta, Request, Stopped, TooLong
+from medusa_jax.serving.request import Delta, Request, Stopped, TooCostly, TooLong
 from medusa_jax.serving.server import Busy, Server
 
 T = TypeVar("T")
@@ -88,10 +88,12 @@ class Answering:
         """What comes, by choice, until all have ended.
 
         Raises:
-          Refused: the server ended first.
+          Refused: the server ended first, or a constraint met a limit.
         """
         while self._open:
             index, delta = await self._queue.get()
+            if isinstance(delta, TooCostly):
+                raise Refused(400, str(delta), code="constraint_too_costly")
             if isinstance(delta, Stopped):
                 raise Refused(503, str(delta), code="closed", retry_after=5)
             if delta.ending:

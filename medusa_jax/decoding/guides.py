@@ -1,0 +1,181 @@
+"""The host's part in the steps of rows with constraints, in place or in threads."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from medusa_jax.errors import UserError
+
+# Seconds that a step waits for threads; rows whose work is late sit it out.
+PATIENCE = 0.01
+
+
+class Guide(Protocol):
+    """The host's side of one row's constraint.
+
+    Attributes:
+      consumed: number of emitted tokens that it has read.
+      first_W: bits of the tokens that may come first.
+      patience: seconds that slow sets of tokens may take in all.
+    """
+
+    consumed: int
+    first_W: np.ndarray
+    patience: float
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take in the next tokens of the text."""
+
+    def fill(self, into_W: np.ndarray) -> bool:
+        """Write the bits of the tokens that may follow; False if there are none.
+
+        Raises:
+          UserError: a limit was met, and what may follow is not known.
+        """
+
+    def replace_forbidden(
+        self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], guesses_MK: np.ndarray
+    ) -> None:
+        """Replace drafts that may not follow their parents, by forced tokens or by guesses."""
+
+    def fill_tree(
+        self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], into_MW: np.ndarray
+    ) -> None:
+        """Write the bits after each node of a tree; those after the root are there."""
+
+
+class RowWork:
+    """The host's part in one step of one row.
+
+    Args:
+      guide: of the row.
+      tokens: the new ones of its text.
+      nodes_M: tokens of its tree; as drafted at first, then without forbidden drafts.
+      children: of each node.
+      guesses_MK: as for `Guide.replace_forbidden`; None: forbidden drafts stay.
+      allowed_MW: the bits of the tokens that may follow each node are written here.
+
+    Attributes:
+      stuck: no token may follow the text.
+      error: why that is not known.
+    """
+
+    def __init__(
+        self,
+        guide: Guide,
+        tokens: Sequence[int],
+        nodes_M: np.ndarray,
+        children: Sequence[Sequence[int]],
+        guesses_MK: np.ndarray | None,
+        allowed_MW: np.ndarray,
+    ) -> None:
+        self.guide, self.nodes_M, self.allowed_MW = guide, nodes_M, allowed_MW
+        self._tokens, self._drafted_M = tokens, nodes_M.copy()
+        self._children, self._guesses_MK = children, guesses_MK
+        self.stuck, self.error = False, ""
+        self.replaced, self.filled = Event(), Event()
+
+    def replace(self) -> None:
+        """Advance the guide and replace the drafts that it forbids."""
+        self.guide.advance(self._tokens)
+        if self._guesses_MK is not None:
+            self.guide.replace_forbidden(self.nodes_M, self._children, self._guesses_MK)
+
+    def fill(self) -> None:
+        """Compute the bits after the root and after each node."""
+        self.stuck = not self.guide.fill(self.allowed_MW[0])
+        if not self.stuck:
+            self.guide.fill_tree(self.nodes_M, self._children, self.allowed_MW)
+
+    def run(self) -> None:
+        """Both, in a thread; an error is of this row alone."""
+        try:
+            self.replace()
+            self.replaced.set()
+            self.fill()
+        except BaseException as error:  # a panic of the grammar engine is no `Exception`
+            what = "" if isinstance(error, UserError) else "the grammar engine failed: "
+            self.stuck, self.error = True, f"{what}{error}".partition("\n")[0]
+        self.replaced.set()
+        self.filled.set()
+
+    def repeats(self, earlier: "RowWork") -> bool:
+        """Whether an earlier one was for the same tree after the same text."""
+        same = self._children is earlier._children
+        return same and np.array_equal(self._drafted_M, earlier._drafted_M)
+
+
+Works = Mapping[int, RowWork]
+
+
+class InPlace:
+    """The work of rows, done by the thread that needs it."""
+
+    def replaced(self, works: Works) -> Works:
+        """Those whose nodes are ready: all."""
+        for work in works.values():
+            work.replace()
+        return works
+
+    def filled(self, works: Works) -> Works:
+        """Those whose bits are ready: all."""
+        for work in works.values():
+            work.fill()
+        return works
+
+
+class GuideThreads:
+    """The work of rows in threads. What is late is used by the next step of its row.
+
+    Args:
+      threads: how many.
+      wake: called when work is done.
+    """
+
+    def __init__(self, threads: int, wake: Callable[[], None]) -> None:
+        self._pool, self._wake = ThreadPoolExecutor(threads, "guides"), wake
+        self._works: WeakKeyDictionary[Guide, RowWork] = WeakKeyDictionary()
+        self._errors: WeakKeyDictionary[Guide, str] = WeakKeyDictionary()
+
+    def replaced(self, works: Works) -> Works:
+        """Begin all; returns those whose nodes are ready in time."""
+        for work in works.values():
+            earlier = self._works.get(work.guide)
+            if not earlier or not work.repeats(earlier):
+                self._works[work.guide] = work
+                self._pool.submit(work.run).add_done_callback(lambda _: self._wake())
+        works = {row: self._works[work.guide] for row, work in works.items()}
+        return self._in_time(works, [work.replaced for work in works.values()])
+
+    def filled(self, works: Works) -> Works:
+        """Those whose bits are ready in time."""
+        ready = self._in_time(works, [work.filled for work in works.values()])
+        for work in ready.values():
+            del self._works[work.guide]
+            if work.error:
+                self._errors[work.guide] = work.error
+        return ready
+
+    @staticmethod
+    def _in_time(works: Works, events: Sequence[Event]) -> Works:
+        deadline = time.monotonic() + PATIENCE
+        ready = [event.wait(max(0.0, deadline - time.monotonic())) for event in events]
+        return {row: work for (row, work), done in zip(works.items(), ready) if done}
+
+    def late(self, guide: Guide) -> bool:
+        """Whether a row cannot take a step yet."""
+        work = self._works.get(guide)
+        return work is not None and not work.filled.is_set()
+
+    def error(self, guide: Guide) -> str:
+        """Why a text that is stuck cannot be continued; "" if nothing may follow it."""
+        return self._errors.get(guide, "")
+
+    def close(self) -> None:
+        """Do nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
