@@ -1,5 +1,6 @@
 """The host's part in the steps of rows with constraints, in place or in threads."""
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import numpy as np
 from medusa_jax.errors import UserError
 
 # Seconds that a step waits for threads; rows whose work is late sit it out.
-PATIENCE = 0.01
+PATIENCE = 0.02
 
 
 class Guide(Protocol):
@@ -92,17 +93,17 @@ class RowWork:
         if not self.stuck:
             self.guide.fill_tree(self.nodes_M, self._children, self.allowed_MW)
 
-    def run(self) -> None:
-        """Both, in a thread; an error is of this row alone."""
+    def run(self, part: Callable[[], None], done: Event) -> None:
+        """One of the two, in a thread; an error is of this row alone."""
         try:
-            self.replace()
-            self.replaced.set()
-            self.fill()
+            if part != self.replace:
+                self.replaced.wait()
+            if not self.error:
+                part()
         except BaseException as error:  # a panic of the grammar engine is no `Exception`
             what = "" if isinstance(error, UserError) else "the grammar engine failed: "
             self.stuck, self.error = True, f"{what}{error}".partition("\n")[0]
-        self.replaced.set()
-        self.filled.set()
+        done.set()
 
     def repeats(self, earlier: "RowWork") -> bool:
         """Whether an earlier one was for the same tree after the same text."""
@@ -132,23 +133,31 @@ class InPlace:
 class GuideThreads:
     """The work of rows in threads. What is late is used by the next step of its row.
 
+    Threads take half of the cores, so that steps go on while they compute for seconds.
+
     Args:
-      threads: how many.
       wake: called when work is done.
     """
 
-    def __init__(self, threads: int, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
+        threads = max(1, (os.cpu_count() or 1) // 2)
         self._pool, self._wake = ThreadPoolExecutor(threads, "guides"), wake
         self._works: WeakKeyDictionary[Guide, RowWork] = WeakKeyDictionary()
         self._errors: WeakKeyDictionary[Guide, str] = WeakKeyDictionary()
 
     def replaced(self, works: Works) -> Works:
         """Begin all; returns those whose nodes are ready in time."""
+        new = []
         for work in works.values():
             earlier = self._works.get(work.guide)
             if not earlier or not work.repeats(earlier):
                 self._works[work.guide] = work
-                self._pool.submit(work.run).add_done_callback(lambda _: self._wake())
+                new.append(work)
+        for work in new:
+            self._pool.submit(work.run, work.replace, work.replaced)
+        for work in new:  # while the device verifies
+            filling = self._pool.submit(work.run, work.fill, work.filled)
+            filling.add_done_callback(lambda _: self._wake())
         works = {row: self._works[work.guide] for row, work in works.items()}
         return self._in_time(works, [work.replaced for work in works.values()])
 

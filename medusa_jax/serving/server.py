@@ -1,7 +1,8 @@
 """A model that answers many at a time: a queue, and a thread that takes the turns."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from medusa_jax.api import Model
@@ -73,7 +74,7 @@ class Server:
         self._compiler = Compiler(
             lambda: Batch(model, self._trees, self.most_new, piece), self._notify
         )
-        self._threads = GuideThreads(2 * max(self._trees), self._notify)
+        self._threads = GuideThreads(self._notify)
         self._scheduler = Scheduler(
             model,
             threads=self._threads,
@@ -83,6 +84,7 @@ class Server:
             **more,
         )
         self._inbox: list[Job] = []
+        self._prepared = 0
         self._closing = self._changed = False
         self._failures = self._chunks = 0
         self._error: BaseException | None = None
@@ -125,6 +127,23 @@ class Server:
           Stopped: the server is closed.
         """
         return self.submit_all([request])[0]
+
+    @contextmanager
+    def preparing(self, n: int) -> Iterator[None]:
+        """Hold n places of the queue for requests that are submitted once they are compiled.
+
+        Raises:
+          Busy: there are not so many.
+        """
+        with self._wake:
+            if n and self.waiting + self._prepared + n > self.queue:
+                raise Busy(f"{self.waiting + self._prepared} requests are waiting already")
+            self._prepared += n
+        try:
+            yield
+        finally:
+            with self._wake:
+                self._prepared -= n
 
     def submit_all(
         self, requests: Sequence[Request], deliver: Sequence[Deliver] | None = None

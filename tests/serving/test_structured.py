@@ -7,17 +7,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
+import httpx2 as httpx
 import openai
 import pydantic
 import pytest
 from openai.lib._pydantic import to_strict_json_schema
-from served import NAME, alone, load_model, port_of
+from served import NAME, QUEUE, alone, listening, load_model, port_of, raw
 from tiny import PRINTABLE, write_chat_model
 
 from medusa_jax import Options
 from medusa_jax.constraints import Grammars
 from medusa_jax.interop.chat import encode_prompt
-from medusa_jax.serving.http.answering import COMPILER
+from medusa_jax.serving.http.app import Limits
 
 pytest.importorskip("llguidance")
 
@@ -170,25 +171,77 @@ def test_hostile_constraints_harm_nobody_else(port, client):
             assert one.result() is None
 
 
-def test_calls_without_constraints_wait_for_no_compilation(port, client, monkeypatch):
-    """However many calls bring constraints that take long."""
-    held, true = threading.Event(), Grammars.guide
+@pytest.fixture
+def compiling(monkeypatch):
+    """Constraints that are compiled now; none is done before the event."""
+    begun, done, true = [], threading.Event(), Grammars.guide
 
-    def slow(*arguments):
-        held.wait(60)
-        return true(*arguments)
+    def slow(self, constraint, eos_ids):
+        begun.append(constraint.text)
+        done.wait(60)
+        return true(self, constraint, eos_ids)
 
     monkeypatch.setattr(Grammars, "guide", slow)
-    with ThreadPoolExecutor(36) as pool:  # asyncio.to_thread has 32 threads at most
+    yield begun, done
+    done.set()
+
+
+def test_calls_without_constraints_wait_for_no_compilation(port, client, compiling):
+    """However many calls bring constraints that take long. As many as the queue holds may wait."""
+    answers, (_, done) = [], compiling
+
+    def asked(i):
         try:
-            for i in range(36):
-                extra = {"guided_regex": "a" * (i + 1)}
-                pool.submit(ask, client, max_tokens=1, extra_body=extra)
-            while COMPILER._work_queue.qsize() < 30:
-                time.sleep(0.01)
-            done = client.completions.create(
-                model=NAME, prompt="in the hat", max_tokens=3, timeout=30
-            )
-            assert done.choices[0].text
-        finally:
-            held.set()
+            answer = ask(client, max_tokens=1, extra_body={"guided_regex": "a" * (i + 1)})
+            answers.append(answer.choices[0].message.content)
+        except openai.RateLimitError as error:
+            assert "6 requests are waiting" in str(error)
+            answers.append(None)
+
+    with ThreadPoolExecutor(36) as pool:  # asyncio.to_thread has 32 threads at most
+        for i in range(36):
+            pool.submit(asked, i)
+        until(lambda: len(answers) == 30)
+        text = {"model": NAME, "prompt": "in the hat", "max_tokens": 3, "timeout": 30}
+        assert client.completions.create(**text).choices[0].text
+        assert answers == [None] * 30
+        done.set()
+    assert len(answers) == 36 and all(answers[30:])
+
+
+def test_who_has_left_is_not_compiled_for(port, client, compiling):
+    begun, done = compiling
+
+    def waits(n):
+        until(lambda: port.server._prepared == n)
+
+    def asks(i):
+        return raw(port, {"prompt": "in", "max_tokens": 9, "guided_regex": f"b{{{i}}}"})
+
+    first = asks(1)
+    waits(1)
+    for i in range(2, 2 + QUEUE):
+        second = asks(i)
+        waits(2)
+        second.close()
+        waits(1)
+    first.close()
+    waits(0)
+    done.set()
+    assert ask(client, extra_body={"guided_regex": "cc"}).choices[0].message.content == "cc"
+    assert begun == ["b{1}", "cc"]
+
+
+def test_compiling_counts_against_the_timeout(port, compiling):
+    limits = Limits(seconds=0.3)
+    with listening(port.server, limits=limits) as other:
+        body = {"prompt": "in", "guided_regex": "d"}
+        answer = httpx.post(f"{other.url}/v1/completions", json=body, timeout=30)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+
+
+def until(true):
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
