@@ -36,6 +36,8 @@ LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "verbose_errors": False,
 }
+# In place of a message that names an option of llguidance.
+OVERLAP = "its oneOf needs schemas that their types or a constant property tell apart; anyOf takes any"
 # The most that compiling a constraint may take; tried in a child process first.
 TRIAL = BoundedProcess(
     Path(__file__).with_name("grammar_process.py"),
@@ -108,8 +110,9 @@ class Grammars:
             raise UserError(f"the {what} is too costly: {tried['limit']} to compile")
         if "unreadable" in tried:
             raise UserError(f"the {what} cannot be read: {first_line(tried['unreadable'])}")
-        if "refused" in tried:
-            raise UserError(f"the {what} cannot be used: {first_line(tried['refused'])}")
+        if why := first_line(tried.get("refused", "")):
+            why = OVERLAP if "coerce_one_of" in why else why
+            raise UserError(f"the {what} cannot be used: {why}")
         limits = guidance.LLParserLimits(**LIMITS)
         matcher = guidance.LLMatcher(tokens, tried["grammar"], log_level=0, limits=limits)
         if matcher.is_error():

@@ -133,6 +133,7 @@ RECORDS = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "constraint",
     [

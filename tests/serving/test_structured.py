@@ -15,9 +15,12 @@ from openai.lib._pydantic import to_strict_json_schema
 from served import NAME, QUEUE, alone, listening, load_model, port_of, raw
 from tiny import PRINTABLE, write_chat_model
 
-from medusa_jax import Options
-from medusa_jax.constraints import Grammars
+from medusa_jax import Options, UserError
+from medusa_jax.constraints import Grammars, guide
+from medusa_jax.constraints.grammars import LIMITS
+from medusa_jax.constraints.guide import MatcherGuide
 from medusa_jax.interop.chat import encode_prompt
+from medusa_jax.serving import job
 from medusa_jax.serving.http.app import Limits
 
 pytest.importorskip("llguidance")
@@ -169,6 +172,59 @@ def test_hostile_constraints_harm_nobody_else(port, client):
         assert {one.result() for one in texts} == {expected}
         for one in attacks:
             assert one.result() is None
+
+
+def test_rows_whose_masks_are_late_sit_out(port, client, monkeypatch):
+    """Others get their texts meanwhile, and theirs are what they would have been."""
+    held, true = threading.Event(), MatcherGuide.fill
+    drawn = {"temperature": 0.9, "seed": 3}
+    own = {"max_new_tokens": 20, "constraint": {"regex": "[a-z ]{12}"}}
+    expected = alone(port.model, "in the hat", **drawn, **own).text
+
+    def slow(self, into_W):
+        if threading.current_thread().name.startswith("guides"):
+            held.wait(60)
+        return true(self, into_W)
+
+    def answered(**fields):
+        fields |= {"model": NAME, "prompt": "in the hat", "timeout": 60}
+        return client.completions.create(**drawn, **fields).choices[0].text
+
+    monkeypatch.setattr(MatcherGuide, "fill", slow)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            extra = {"guided_regex": "[a-z ]{12}"}
+            late = pool.submit(answered, max_tokens=20, extra_body=extra)
+            until(lambda: port.server.busy == 1)
+            assert answered(max_tokens=30) and answered(max_tokens=3)
+            assert not late.done()
+        finally:
+            held.set()
+        assert late.result() == expected
+
+
+FEW_ITEMS = 'start: "abc" (' + " | ".join(f'"d{i}"' for i in range(60)) + ")"
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_limits_are_errors(port, http, monkeypatch, slow, stream):
+    """Of the grammar engine, or of the time that masks may take. Never an end."""
+    body = {"prompt": "in", "max_tokens": 30, "stream": stream, "guided_grammar": FEW_ITEMS}
+    if slow:
+        body["guided_grammar"] = 'start: "abc" /[a-z]{20}/'
+        monkeypatch.setattr(guide, "SLOW_MASK", -1)
+        monkeypatch.setattr(job, "SLOW_MASKS", 1e-9)
+    else:
+        monkeypatch.setitem(LIMITS, "max_items_in_row", 30)
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == (200 if stream else 400)
+    assert answer.text.count('"code": "constraint_too_costly"' if stream else "costly") >= 1
+    assert '"finish_reason": "' not in answer.text
+    if not slow:
+        with pytest.raises(UserError, match="too costly for its grammar engine"):
+            constraint = {"grammar": FEW_ITEMS}
+            port.model.generate(["in"], Options(constraint=constraint, max_new_tokens=30))
 
 
 @pytest.fixture

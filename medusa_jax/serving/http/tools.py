@@ -8,6 +8,8 @@ from typing import Any
 
 from medusa_jax.constraints import Constraint
 from medusa_jax.constraints.grammars import BLANKS
+from medusa_jax.constraints.schemas import served_schema
+from medusa_jax.errors import UserError
 from medusa_jax.interop.tool_chat import CallForm
 from medusa_jax.serving.http.fields import Fields
 from medusa_jax.serving.http.refused import Refused
@@ -90,7 +92,10 @@ def asked_tools(fields: Fields) -> Tools | None:
         schema = function.get("parameters") or NO_ARGUMENTS
         if not isinstance(schema, dict):
             raise Refused(400, f"'parameters' of {name!r} should be a JSON schema", "tools")
-        schemas[name] = schema
+        try:
+            schemas[name] = served_schema(schema)
+        except (UserError, TypeError, ValueError, RecursionError) as error:
+            raise Refused(400, f"'parameters' of {name!r}: {error}", "tools") from error
     choice = choice or ("auto" if given else "none")
     if isinstance(choice, dict):
         function = choice.get("function")
