@@ -1,4 +1,4 @@
-"""Read GBNF, llama.cpp's notation of grammars.
+"""GBNF, llama.cpp's notation of grammars, as llguidance takes it.
 
 Runs in the child process of `grammars.py`, which does not import the package.
 """
@@ -6,6 +6,8 @@ Runs in the child process of `grammars.py`, which does not import the package.
 import re
 from typing import Any, NamedTuple
 
+# Most characters of a rule as a regular expression.
+MOST_CHARACTERS = 1 << 21
 LAST, SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
 
 TOKEN = re.compile(
@@ -43,16 +45,55 @@ class Node(NamedTuple):
         return [name for part in self.parts for name in part.names]
 
 
-def read_gbnf(text: str) -> dict[str, Node]:
-    """The rules of a grammar, by name.
+def lark_of(text: str) -> str:
+    """The Lark grammar of llguidance that has the language of a GBNF grammar.
+
+    In GBNF every split of a text into rules counts, but llguidance's terminals take their longest match. So
+    a grammar without recursion is one terminal, and of others each character is one.
 
     Raises:
       ValueError: it cannot be read; names the line.
     """
     try:
-        return _Reader(text).rules
+        rules = _Reader(text).rules
+        flat, left = dict[str, str](), dict(rules)  # regular expressions of rules
+        while ready := [n for n in left if all(name in flat for name in left[n].names)]:
+            for name in ready:
+                flat[name] = _shown(left.pop(name), flat)
+                if len(flat[name]) > MOST_CHARACTERS:
+                    del flat[name]  # and no other rule that names it has one
+        if "root" in flat:
+            return f"start: T\nT: /{flat['root']}/\n"
+        names = {name: f"r{i}" for i, name in enumerate(rules)}
+        lines = [
+            f"{names[name]}: {_shown(rule, names, '/')}" for name, rule in rules.items()
+        ]
+        return "\n".join([f"start: {names['root']}", *lines, ""])
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _shown(node: Node, rules: dict[str, str], slash: str = "") -> str:
+    """A part as a regular expression, or with slashes as a part of a rule.
+
+    Args:
+      rules: in place of their names.
+    """
+    if node.kind == "rule":
+        return rules[node.value]
+    if node.kind == "set":
+        ends = (
+            "-".join(f"\\x{{{code:x}}}" for code in dict.fromkeys(r)) for r in node.value
+        )
+        return f"{slash}[{''.join(ends)}]{slash}"
+    parts = [_shown(part, rules, slash) for part in node.parts]
+    space, nothing = (" ", '""') if slash else ("", "")
+    inner = (" | " if slash else "|") if node.kind == "alt" else space
+    shown = f"({'' if slash else '?:'}{inner.join(parts) or nothing})"
+    if node.kind == "repeat":
+        least, most = node.value
+        shown += f"{{{least},{'' if most is None else most}}}"
+    return shown
 
 
 class _Reader:

@@ -33,9 +33,7 @@ def make_answer(limits: dict[str, Any], blanks: str) -> Callable[[Any], Any]:
     tokens = llguidance.LLTokenizer(
         "byte"
     )  # what is unbounded does not depend on the vocabulary
-    here = Path(__file__)
-    read_gbnf = runpy.run_path(str(here.with_name("gbnf.py")))["read_gbnf"]
-    lark_of = runpy.run_path(str(here.with_name("gbnf_terminals.py")))["lark_of"]
+    lark_of = runpy.run_path(str(Path(__file__).with_name("gbnf.py")))["lark_of"]
     parser_limits = llguidance.LLParserLimits(**limits)
     threading.stack_size(STACK)
     pool = ThreadPoolExecutor(1)
@@ -52,7 +50,7 @@ def make_answer(limits: dict[str, Any], blanks: str) -> Callable[[Any], Any]:
         if kind == "choice":  # one terminal: each alternative of a rule would be an item
             text = f"start: T\nT: {' | '.join(map(json.dumps, json.loads(text)))}"
         elif kind == "grammar" and GBNF.search(text):
-            text = lark_of(read_gbnf(text))
+            text = lark_of(text)
         return llguidance.LLMatcher.grammar_from_lark(text)
 
     def answer_to(request: Any) -> dict[str, object]:

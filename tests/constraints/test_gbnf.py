@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from medusa_jax.constraints.gbnf import read_gbnf
-from medusa_jax.constraints.gbnf_terminals import MOST_WORK, lark_of
+from medusa_jax.constraints.gbnf import lark_of
 from medusa_jax.constraints.grammars import LIMITS
 
 llguidance = pytest.importorskip("llguidance")
@@ -43,7 +42,7 @@ CASES = [
 
 
 def matcher_of(grammar):
-    lark = llguidance.LLMatcher.grammar_from_lark(lark_of(read_gbnf(grammar)))
+    lark = llguidance.LLMatcher.grammar_from_lark(lark_of(grammar))
     limits = llguidance.LLParserLimits(**LIMITS)
     tokens = llguidance.LLTokenizer("byte")
     return llguidance.LLMatcher(tokens, lark, log_level=0, limits=limits)
@@ -61,16 +60,9 @@ def ours(matcher, text):
 def test_texts(grammar, text, allowed, whole):
     if allowed is None:
         with pytest.raises(ValueError, match="line 5: a rule begins"):
-            read_gbnf(grammar)
+            lark_of(grammar)
     else:
         assert ours(matcher_of(grammar), text) == (allowed, whole)
-
-
-def test_a_search_that_takes_too_long_divides_everything(monkeypatch):
-    grammar, text = CASES[5][:2]
-    monkeypatch.setitem(lark_of.__globals__, "MOST_WORK", 1)
-    assert lark_of(read_gbnf(ARITHMETIC)).count("T") > 1 and MOST_WORK > 1
-    assert ours(matcher_of(grammar), text) == (3, True)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +83,7 @@ def test_a_search_that_takes_too_long_divides_everything(monkeypatch):
 )
 def test_what_cannot_be_read(grammar, about):
     with pytest.raises(ValueError, match=about):
-        read_gbnf(grammar)
+        lark_of(grammar)
 
 
 class LlamaCpp:
