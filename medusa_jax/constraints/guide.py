@@ -28,6 +28,7 @@ class MatcherGuide:
       possible: whether any token may come first.
       first_W: bits of the tokens that may.
       patience: seconds that slow masks may take yet.
+      error: as in `Guide`.
     """
 
     def __init__(self, matcher: Any, ordinary_W: np.ndarray, ends: Sequence[int]) -> None:
@@ -35,7 +36,7 @@ class MatcherGuide:
         self._text: list[int] = []
         self._ends = frozenset(ends)
         self._ordinary_W = ordinary_W
-        self.consumed, self.patience = 0, math.inf
+        self.consumed, self.patience, self.error = 0, math.inf, ""
         self.first_W = np.zeros_like(ordinary_W)
         self.possible = self.fill(self.first_W)
 

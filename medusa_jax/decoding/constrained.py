@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.decoding.acceptance import Verified
-from medusa_jax.decoding.guides import Guide, GuideThreads, InPlace, RowWork
+from medusa_jax.decoding.guides import Guide, GuideThreads, RowWork, in_place
 from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_progress
 from medusa_jax.decoding.step import Drafts, draft, settle, verify
@@ -34,7 +34,6 @@ from medusa_jax.tree import Tree
 
 # Guesses after each node, from which the host chooses where a draft is forbidden.
 GUESSES = 16
-IN_PLACE = InPlace()
 
 
 class Ahead(NamedTuple):
@@ -151,14 +150,14 @@ def step(
     state: DecodeState,
     guides: Mapping[int, Guide],
     ahead: Ahead,
-    host: InPlace | GuideThreads = IN_PLACE,
+    threads: GuideThreads | None = None,
 ) -> DecodeState:
     """One decode step. Consumes the state.
 
     Args:
       guides: by row; rows without one may go on with any token.
       ahead: of this state (`look_ahead`).
-      host: does the host's work for each row. A row whose work is late is PAUSED.
+      threads: for the host's work, and a row whose work is late is PAUSED; by default it is done here.
 
     Raises:
       UserError: a guide met a limit, in place.
@@ -180,13 +179,14 @@ def step(
             works[row] = RowWork(guide, new, *tree_of_row, allowed_BMW[row].copy())
     then_B = np.full(B, RUNNING, np.int32)
     then_B[list(works)] = PAUSED
-    ready = host.replaced(works)
+    ready = threads.replaced(works) if threads else in_place(works, RowWork.replace)
     for row, work in ready.items():
         nodes_BM[row] = work.nodes_M
     drafts = drafts._replace(nodes_BM=nodes_BM.copy())
     cache, rest = state.cache, state.replace(cache=None)
     verified, cache = verify_nodes(engine, variables, cache, rest, drafts)
-    for row, work in host.filled(ready).items():
+    ready = threads.filled(ready) if threads else in_place(ready, RowWork.fill)
+    for row, work in ready.items():
         then_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
     judged = (verified, nodes_BM, allowed_BMW, then_B)

@@ -23,11 +23,13 @@ class Guide(Protocol):
       consumed: number of emitted tokens that it has read.
       first_W: bits of the tokens that may come first.
       patience: seconds that slow sets of tokens may take in all.
+      error: why its text cannot be continued, if threads found that.
     """
 
     consumed: int
     first_W: np.ndarray
     patience: float
+    error: str
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take in the next tokens of the text."""
@@ -62,8 +64,7 @@ class RowWork:
       allowed_MW: the bits of the tokens that may follow each node are written here.
 
     Attributes:
-      stuck: no token may follow the text.
-      error: why that is not known.
+      stuck: no token may follow the text, or which ones is not known.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class RowWork:
         self.guide, self.nodes_M, self.allowed_MW = guide, nodes_M, allowed_MW
         self._tokens, self._drafted_M = tokens, nodes_M.copy()
         self._children, self._guesses_MK = children, guesses_MK
-        self.stuck, self.error = False, ""
+        self.stuck = False
         self.replaced, self.filled = Event(), Event()
 
     def replace(self) -> None:
@@ -94,15 +95,15 @@ class RowWork:
             self.guide.fill_tree(self.nodes_M, self._children, self.allowed_MW)
 
     def run(self, part: Callable[[], None], done: Event) -> None:
-        """One of the two, in a thread; an error is of this row alone."""
+        """One of the two, in a thread; an error is the guide's."""
         try:
             if part != self.replace:
                 self.replaced.wait()
-            if not self.error:
+            if not self.stuck:
                 part()
         except BaseException as error:  # a panic of the grammar engine is no `Exception`
             what = "" if isinstance(error, UserError) else "the grammar engine failed: "
-            self.stuck, self.error = True, f"{what}{error}".partition("\n")[0]
+            self.stuck, self.guide.error = True, f"{what}{error}".partition("\n")[0]
         done.set()
 
     def repeats(self, earlier: "RowWork") -> bool:
@@ -114,20 +115,11 @@ class RowWork:
 Works = Mapping[int, RowWork]
 
 
-class InPlace:
-    """The work of rows, done by the thread that needs it."""
-
-    def replaced(self, works: Works) -> Works:
-        """Those whose nodes are ready: all."""
-        for work in works.values():
-            work.replace()
-        return works
-
-    def filled(self, works: Works) -> Works:
-        """Those whose bits are ready: all."""
-        for work in works.values():
-            work.fill()
-        return works
+def in_place(works: Works, part: Callable[[RowWork], None]) -> Works:
+    """Do a part of all."""
+    for work in works.values():
+        part(work)
+    return works
 
 
 class GuideThreads:
@@ -143,7 +135,6 @@ class GuideThreads:
         threads = max(1, (os.cpu_count() or 1) // 2)
         self._pool, self._wake = ThreadPoolExecutor(threads, "guides"), wake
         self._works: WeakKeyDictionary[Guide, RowWork] = WeakKeyDictionary()
-        self._errors: WeakKeyDictionary[Guide, str] = WeakKeyDictionary()
 
     def replaced(self, works: Works) -> Works:
         """Begin all; returns those whose nodes are ready in time."""
@@ -166,8 +157,6 @@ class GuideThreads:
         ready = self._in_time(works, [work.filled for work in works.values()])
         for work in ready.values():
             del self._works[work.guide]
-            if work.error:
-                self._errors[work.guide] = work.error
         return ready
 
     @staticmethod
@@ -180,10 +169,6 @@ class GuideThreads:
         """Whether a row cannot take a step yet."""
         work = self._works.get(guide)
         return work is not None and not work.filled.is_set()
-
-    def error(self, guide: Guide) -> str:
-        """Why a text that is stuck cannot be continued; "" if nothing may follow it."""
-        return self._errors.get(guide, "")
 
     def close(self) -> None:
         """Do nothing more."""

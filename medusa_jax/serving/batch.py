@@ -13,7 +13,7 @@ from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.constrained import Guide
 from medusa_jax.decoding.generate import FOREVER, MIN_PROMPT, output_slots, power_of_two
 from medusa_jax.decoding.generate import Request as Row
-from medusa_jax.decoding.guides import GuideThreads, InPlace
+from medusa_jax.decoding.guides import GuideThreads
 from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
 from medusa_jax.decoding.prefill import Piece
@@ -80,7 +80,7 @@ class Batch:
     """Rows that take their steps together. It knows no requests, only rows by their numbers.
 
     Attributes:
-      host: does the work of rows with constraints.
+      threads: for the work of rows with constraints.
       rows, slots: how many there are now; each pair has separate programs.
       trees: for each number of rows the tree that is fastest.
       widest: most nodes of a tree, which a row needs room for after its text.
@@ -88,7 +88,7 @@ class Batch:
     """
 
     def __init__(self, model: Model, trees: Mapping[int, Tree], most_new: int, piece: int):
-        self.host: InPlace | GuideThreads = InPlace()
+        self.threads: GuideThreads | None = None
         deepest = max(trees.values(), key=lambda tree: tree.drafted.depth)
         engine = model.engine(deepest, "sampled", sampled=True)
         # Knows the depth alone, as `Engine.depth_only`: what is not a step is one program for all.
@@ -312,7 +312,7 @@ class Batch:
                 ended = any(status_B[row] != RUNNING for row in guides)
                 if (n and ended) or longest + engine.n_rows > state.cache.slots:
                     break
-            state = constrained.step(engine, variables, state, guides, ahead, self.host)
+            state = constrained.step(engine, variables, state, guides, ahead, self.threads)
         return state, copied_progress(engine.depth_only, state)
 
     @staticmethod

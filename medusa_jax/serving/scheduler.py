@@ -70,9 +70,7 @@ class Scheduler:
         threads: GuideThreads | None = None,
     ) -> None:
         self._batch = Batch(model, trees, most_new, piece)
-        self._threads = threads
-        if threads:
-            self._batch.host = threads
+        self._threads = self._batch.threads = threads
         self._seats = [Seat() for _ in range(max(trees))]
         self._room = Room(self._batch, self._seats, sorted(trees), programs or InPlace())
         self._waiting: deque[Job] = deque()
@@ -405,14 +403,11 @@ class Scheduler:
 
     def _take(self, job: Job, look: Look, row: int) -> None:
         delta = job.take(look.progress, row)
-        error = ""
         if delta.ending:
             self._free(job, look.slots)
-            if job.guide and self._threads:
-                error = self._threads.error(job.guide)
-        if error:
-            delta = replace(delta, ending=None)
+            if job.guide and job.guide.error:
+                job.deliver(replace(delta, ending=None))
+                tell([job], TooCostly(job.guide.error))
+                return
         if delta.token_ids or delta.parts or delta.ending:
             job.deliver(delta)
-        if error:
-            tell([job], TooCostly(error))
