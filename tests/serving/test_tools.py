@@ -129,6 +129,10 @@ def test_names_of_vllm(http, client):
         ({"tools": [{"type": "function"}]}, "each with a 'name'"),
         ({"tools": [{"function": {"name": "a b"}}]}, "each with a 'name'"),
         ({"tools": [{"function": {"name": "a", "parameters": 3}}]}, "'parameters' of 'a'"),
+        (
+            {"tools": [{"function": {"name": "a", "parameters": {"maximum": 2**70}}}]},
+            "'maximum' has a number beyond 2^63",
+        ),
         ({"tool_choice": "maybe"}, "tool_choice"),
         ({"tool_choice": {"function": {"name": "zoo"}}}, "names no tool"),
         ({"tools": [], "tool_choice": "required"}, "needs 'tools'"),
