@@ -28,9 +28,8 @@ class Node(NamedTuple):
     """A part of a grammar.
 
     Attributes:
-      kind: "set" of characters, "seq" of parts, "alt": one of the parts, "repeat" of a part, "rule" by
-        its name, or "terminal".
-      value: ranges of code points, least and most times (None: no limit), a name, a regular expression.
+      kind: "set" of characters, "seq" of parts, "alt": one of the parts, "repeat" of a part, or "rule".
+      value: ranges of code points, least and most times (None: no limit), or a name.
     """
 
     kind: str
@@ -87,9 +86,8 @@ def _shown(node: Node, rules: dict[str, str], slash: str = "") -> str:
         )
         return f"{slash}[{''.join(ends)}]{slash}"
     parts = [_shown(part, rules, slash) for part in node.parts]
-    space, nothing = (" ", '""') if slash else ("", "")
-    inner = (" | " if slash else "|") if node.kind == "alt" else space
-    shown = f"({'' if slash else '?:'}{inner.join(parts) or nothing})"
+    begin, space, nothing = ("(", " ", '""') if slash else ("(?:", "", "")
+    shown = begin + ("|" if node.kind == "alt" else space).join(parts or [nothing]) + ")"
     if node.kind == "repeat":
         least, most = node.value
         shown += f"{{{least},{'' if most is None else most}}}"
