@@ -131,7 +131,7 @@ def test_names_of_vllm(http, client):
         ({"tools": [{"function": {"name": "a", "parameters": 3}}]}, "'parameters' of 'a'"),
         (
             {"tools": [{"function": {"name": "a", "parameters": {"maximum": 2**70}}}]},
-            "'maximum' has a number beyond 2^63",
+            "'maximum' has a number beyond",
         ),
         ({"tool_choice": "maybe"}, "tool_choice"),
         ({"tool_choice": {"function": {"name": "zoo"}}}, "names no tool"),
