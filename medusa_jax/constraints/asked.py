@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from medusa_jax.constraints.schemas import served_schema
 from medusa_jax.errors import UserError, did_you_mean
 
 # What a constraint is given as, by kind.
@@ -38,7 +39,7 @@ def constraint_of(given: Any) -> Constraint:
     Example: {"choice": ["yes", "no"]}.
 
     Raises:
-      UserError: none of `KINDS`, or a value of another form.
+      UserError: none of `KINDS`, a value of another form, or a schema that cannot be served.
     """
     if isinstance(given, Constraint):
         return given
@@ -80,7 +81,7 @@ def _text(kind: str, value: Any) -> str | None:
     if not isinstance(value, Mapping | bool):
         return None
     try:
-        return json.dumps(value)
+        return json.dumps(served_schema(value))
     except (TypeError, ValueError, RecursionError):
         return None
 

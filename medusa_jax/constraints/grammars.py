@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.constraints.asked import Constraint
-from medusa_jax.constraints.guide import MatcherGuide
+from medusa_jax.constraints.guide import MatcherGuide, first_line
 from medusa_jax.errors import UserError
 from medusa_jax.interop.bounded import BoundedProcess
 from medusa_jax.interop.token_bytes import TokenBytes
@@ -25,15 +25,19 @@ from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 BLANKS = r"\n? {0,8}"
 # Compiled constraints that are kept, of about 60 MB at most.
 KEPT = 8
-# Bounds of llguidance: of states (about 2 kB each), of work for a mask (milliseconds), of a grammar.
+# Bounds of llguidance: of states (about 2 kB each), of work for a mask (milliseconds), of what may be
+# begun at one place (alternatives, properties), of a grammar.
 LIMITS = {
     "max_lexer_states": 50_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
+    "max_items_in_row": 20_000,
     "max_grammar_size": 200_000,
     "initial_lexer_fuel": 1_000_000,
     "verbose_errors": False,
 }
+# In place of a message that names an option of llguidance.
+OVERLAP = "its oneOf needs schemas that their types or a constant property tell apart; anyOf takes any"
 # The most that compiling a constraint may take; tried in a child process first.
 TRIAL = BoundedProcess(
     Path(__file__).with_name("grammar_process.py"),
@@ -105,17 +109,14 @@ class Grammars:
         if "limit" in tried:
             raise UserError(f"the {what} is too costly: {tried['limit']} to compile")
         if "unreadable" in tried:
-            raise UserError(
-                f"the {what} cannot be read: {_first_line(tried['unreadable'])}"
-            )
-        if "refused" in tried:
-            raise UserError(f"the {what} cannot be used: {_first_line(tried['refused'])}")
+            raise UserError(f"the {what} cannot be read: {first_line(tried['unreadable'])}")
+        if why := first_line(tried.get("refused", "")):
+            why = OVERLAP if "coerce_one_of" in why else why
+            raise UserError(f"the {what} cannot be used: {why}")
         limits = guidance.LLParserLimits(**LIMITS)
         matcher = guidance.LLMatcher(tokens, tried["grammar"], log_level=0, limits=limits)
         if matcher.is_error():
-            raise UserError(
-                f"the {what} cannot be used: {_first_line(matcher.get_error())}"
-            )
+            raise UserError(f"the {what} cannot be used: {first_line(matcher.get_error())}")
         if not MatcherGuide(matcher.deep_copy(), made.ordinary_W, ends).possible:
             raise UserError(
                 f"the {what} cannot be met: no token of the model may come first"
@@ -180,8 +181,3 @@ class Vocabulary:
             ids.append(token)
             at += len(self.tokens[token])
         return ids
-
-
-def _first_line(error: Any) -> str:
-    """The first sentence of a message that may show the whole grammar."""
-    return str(error).strip().partition("\n")[0][:300]

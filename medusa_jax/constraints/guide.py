@@ -1,12 +1,18 @@
 """The tokens that a constraint leaves to one text, and down the paths of a tree."""
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from medusa_jax.errors import UserError
+
 # Every token is allowed.
 ALL = np.uint32(0xFFFFFFFF)
+# Seconds of processor time: masks that take longer are slow; what those of a served request may take.
+SLOW_MASK, SLOW_MASKS = 0.02, 0.5
 
 
 class MatcherGuide:
@@ -21,6 +27,8 @@ class MatcherGuide:
       consumed: tokens of the text so far.
       possible: whether any token may come first.
       first_W: bits of the tokens that may.
+      patience: seconds that slow masks may take yet.
+      error: as in `Guide`.
     """
 
     def __init__(self, matcher: Any, ordinary_W: np.ndarray, ends: Sequence[int]) -> None:
@@ -28,15 +36,37 @@ class MatcherGuide:
         self._text: list[int] = []
         self._ends = frozenset(ends)
         self._ordinary_W = ordinary_W
-        self.consumed = 0
+        self.consumed, self.patience, self.error = 0, math.inf, ""
         self.first_W = np.zeros_like(ordinary_W)
         self.possible = self.fill(self.first_W)
 
     def fill(self, into_W: np.ndarray) -> bool:
-        """Write the bits of the tokens that may come next; False if there are none."""
+        """Write the bits of the tokens that may come next; False if there are none.
+
+        Raises:
+          UserError: a limit of the grammar engine was met, or masks took too long.
+        """
+        possible = self._mask(into_W)
+        self._check()
+        return possible
+
+    def _mask(self, into_W: np.ndarray) -> bool:
+        start = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(into_W.ctypes.data, into_W.nbytes)
+        took = time.thread_time() - start
+        self.patience -= took if took > SLOW_MASK else 0.0
+        if self.patience < 0:
+            raise UserError(
+                "the constraint is too costly: its sets of tokens take too long"
+            )
         into_W &= self._ordinary_W
         return not self._matcher.is_error() and bool(into_W.any())
+
+    def _check(self) -> None:
+        """An error is a limit, as the tokens of the text were allowed, unless nothing may follow them."""
+        why = first_line(self._matcher.get_error())
+        if self._matcher.is_error() and not why.startswith("NoExtension"):
+            raise UserError(f"the constraint is too costly for its grammar engine: {why}")
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The text goes on with these."""
@@ -46,6 +76,7 @@ class MatcherGuide:
                 return
             self._text.append(token)
             self._matcher.consume_token(token)
+        self._check()
 
     def replace_forbidden(
         self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], guesses_MK: np.ndarray
@@ -105,7 +136,7 @@ class MatcherGuide:
                 if token in self._ends:
                     into_MW[child] = ALL
                     continue
-                if self._matcher.consume_token(token) and self.fill(into_MW[child]):
+                if self._matcher.consume_token(token) and self._mask(into_MW[child]):
                     visit(child, [*path, token])
                 else:
                     nodes_M[child] = self._forbidden(into_MW[node])
@@ -138,3 +169,8 @@ class MatcherGuide:
                 np.unpackbits(allowed_W[word : word + 1].view(np.uint8), bitorder="little")
             )
         )
+
+
+def first_line(error: Any) -> str:
+    """The first sentence of a message that may show the whole grammar."""
+    return str(error).strip().partition("\n")[0][:300]

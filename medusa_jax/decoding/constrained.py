@@ -10,9 +10,9 @@ logits are judged:
     device                 | verify                        | judge | draft the next tree |
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,11 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.decoding.acceptance import Verified
+from medusa_jax.decoding.guides import Guide, GuideThreads, RowWork, in_place
 from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_progress
 from medusa_jax.decoding.step import Drafts, draft, settle, verify
-from medusa_jax.decoding.stopping import RUNNING, STUCK
+from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.levels import Level, inner_nodes
@@ -33,34 +34,6 @@ from medusa_jax.tree import Tree
 
 # Guesses after each node, from which the host chooses where a draft is forbidden.
 GUESSES = 16
-
-
-class Guide(Protocol):
-    """The host's side of one row's constraint.
-
-    Attributes:
-      consumed: number of emitted tokens that it has read.
-      first_W: bits of the tokens that may come first.
-    """
-
-    consumed: int
-    first_W: np.ndarray
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Take in the next tokens of the text."""
-
-    def fill(self, into_W: np.ndarray) -> bool:
-        """Write the bits of the tokens that may follow; False if there are none."""
-
-    def replace_forbidden(
-        self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], guesses_MK: np.ndarray
-    ) -> None:
-        """Replace drafts that may not follow their parents, by forced tokens or by guesses."""
-
-    def fill_tree(
-        self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], into_MW: np.ndarray
-    ) -> None:
-        """Write the bits after each node of a tree; those after the root are there."""
 
 
 class Ahead(NamedTuple):
@@ -148,13 +121,17 @@ def judge(
     verified: Verified,
     nodes_BM: jax.Array,
     allowed_BMW: jax.Array,
-    stuck_B: jax.Array,
+    then_B: jax.Array,
 ) -> DecodeState:
-    """Accept, commit and append among the tokens that may follow each node."""
+    """Accept, commit and append among the tokens that may follow each node.
+
+    Args:
+      then_B: the status that running rows get; only those that stay RUNNING go on.
+    """
     ids_O = for_drafting(
         Backbone(engine.llama, variables["backbone"]), variables["heads"]
     ).ids_O
-    status_B = jnp.where(stuck_B & (rest.status_B == RUNNING), STUCK, rest.status_B)
+    status_B = jnp.where(rest.status_B == RUNNING, then_B, rest.status_B)
     state = rest.replace(cache=cache, status_B=status_B)
     verified = verified._replace(
         tree=engine.tree.in_every_step,
@@ -173,37 +150,46 @@ def step(
     state: DecodeState,
     guides: Mapping[int, Guide],
     ahead: Ahead,
+    threads: GuideThreads | None = None,
 ) -> DecodeState:
     """One decode step. Consumes the state.
 
     Args:
       guides: by row; rows without one may go on with any token.
       ahead: of this state (`look_ahead`).
+      threads: for the host's work, and a row whose work is late is PAUSED; by default it is done here.
+
+    Raises:
+      UserError: a guide met a limit, in place.
     """
     tree, (progress, drafts, guesses_BMK) = engine.tree.in_every_step, ahead
     tokens_BO, n_new_B, status_B = (
         np.asarray(x) for x in (progress.tokens_BO, progress.n_new_B, progress.status_B)
     )
-    running = {row: g for row, g in guides.items() if status_B[row] == RUNNING}
-    for row, guide in running.items():
-        guide.advance(tokens_BO[row, guide.consumed : n_new_B[row]].tolist())
-    children = _children(tree)
     nodes_BM: Any = np.array(drafts.nodes_BM)
-    if not engine.rule.by_drafts:  # under these rules the text depends on what is drafted
-        for row, guide in running.items():
-            guesses_MK = np.asarray(guesses_BMK)[row]
-            guide.replace_forbidden(nodes_BM[row], children, guesses_MK)
-        drafts = drafts._replace(nodes_BM=nodes_BM.copy())
-    cache, rest = state.cache, state.replace(cache=None)
-    verified, cache = verify_nodes(engine, variables, cache, rest, drafts)
     B, M = nodes_BM.shape
     allowed_BMW = np.full((B, M, words(engine.llama.config.vocab_size)), ALL)
-    stuck_B = np.zeros(B, bool)
-    for row, guide in running.items():
-        stuck_B[row] = not guide.fill(allowed_BMW[row, 0])
-        if not stuck_B[row]:
-            guide.fill_tree(nodes_BM[row], children, allowed_BMW[row])
-    judged = (verified, nodes_BM, allowed_BMW, stuck_B)
+    works = {}
+    for row, guide in guides.items():
+        if status_B[row] == RUNNING:
+            # Under rules by drafts the text depends on what is drafted.
+            guesses_MK = None if engine.rule.by_drafts else np.asarray(guesses_BMK)[row]
+            new = tokens_BO[row, guide.consumed : n_new_B[row]].tolist()
+            tree_of_row = nodes_BM[row].copy(), _children(tree), guesses_MK
+            works[row] = RowWork(guide, new, *tree_of_row, allowed_BMW[row].copy())
+    then_B = np.full(B, RUNNING, np.int32)
+    then_B[list(works)] = PAUSED
+    ready = threads.replaced(works) if threads else in_place(works, RowWork.replace)
+    for row, work in ready.items():
+        nodes_BM[row] = work.nodes_M
+    drafts = drafts._replace(nodes_BM=nodes_BM.copy())
+    cache, rest = state.cache, state.replace(cache=None)
+    verified, cache = verify_nodes(engine, variables, cache, rest, drafts)
+    ready = threads.filled(ready) if threads else in_place(ready, RowWork.fill)
+    for row, work in ready.items():
+        then_B[row] = STUCK if work.stuck else RUNNING
+        nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
+    judged = (verified, nodes_BM, allowed_BMW, then_B)
     return judge(engine, variables, rest, cache, *judged)
 
 

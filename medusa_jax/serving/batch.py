@@ -13,6 +13,7 @@ from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.constrained import Guide
 from medusa_jax.decoding.generate import FOREVER, MIN_PROMPT, output_slots, power_of_two
 from medusa_jax.decoding.generate import Request as Row
+from medusa_jax.decoding.guides import GuideThreads
 from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
 from medusa_jax.decoding.prefill import Piece
@@ -79,6 +80,7 @@ class Batch:
     """Rows that take their steps together. It knows no requests, only rows by their numbers.
 
     Attributes:
+      threads: for the work of rows with constraints.
       rows, slots: how many there are now; each pair has separate programs.
       trees: for each number of rows the tree that is fastest.
       widest: most nodes of a tree, which a row needs room for after its text.
@@ -86,6 +88,7 @@ class Batch:
     """
 
     def __init__(self, model: Model, trees: Mapping[int, Tree], most_new: int, piece: int):
+        self.threads: GuideThreads | None = None
         deepest = max(trees.values(), key=lambda tree: tree.drafted.depth)
         engine = model.engine(deepest, "sampled", sampled=True)
         # Knows the depth alone, as `Engine.depth_only`: what is not a step is one program for all.
@@ -292,9 +295,8 @@ class Batch:
         self._apart = self._apart._replace(**parts)
         return progress, tree.n_nodes
 
-    @staticmethod
     def _guided(
-        engine: Engine, variables: Any, state: DecodeState, guides: Any, steps: int
+        self, engine: Engine, variables: Any, state: DecodeState, guides: Any, steps: int
     ) -> tuple[DecodeState, Progress]:
         """Steps of rows with constraints, until one of them ends or lacks room; at least one is
         tried, so that its programs are compiled."""
@@ -310,7 +312,7 @@ class Batch:
                 ended = any(status_B[row] != RUNNING for row in guides)
                 if (n and ended) or longest + engine.n_rows > state.cache.slots:
                     break
-            state = constrained.step(engine, variables, state, guides, ahead)
+            state = constrained.step(engine, variables, state, guides, ahead, self.threads)
         return state, copied_progress(engine.depth_only, state)
 
     @staticmethod

@@ -4,13 +4,15 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from medusa_jax.api import Model, Options, Result, StoppingText, steps_of
 from medusa_jax.api.results import finish_reason, logprobs_of_row
+from medusa_jax.constraints.guide import SLOW_MASKS
 from medusa_jax.decoding.generate import Request as Row
+from medusa_jax.decoding.guides import Guide
 from medusa_jax.decoding.penalties import any_asked
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
@@ -94,6 +96,11 @@ class Job:
     @property
     def options(self) -> Options:
         return self.request.options
+
+    @property
+    def guide(self) -> Guide | None:
+        """What knows its constraint."""
+        return self.row.guides[0] if self.row.guides else None
 
     @property
     def group(self) -> Group:
@@ -219,12 +226,15 @@ def make_job(
         )
         row.penalties = [asked]
     text = StoppingText(model.tokenizer, options.stop, request.stop_ids, request.min_tokens)
-    return Job(request, row, text, handle, deliver)
+    job = Job(request, row, text, handle, deliver)
+    if job.guide:
+        job.guide.patience = SLOW_MASKS
+    return job
 
 
-def guides_of(jobs: Mapping[int, Job]) -> dict[int, Any]:
+def guides_of(jobs: Mapping[int, Job]) -> dict[int, Guide]:
     """By row, what knows its constraint."""
-    return {row: job.row.guides[0] for row, job in jobs.items() if job.row.guides}
+    return {row: job.guide for row, job in jobs.items() if job.guide}
 
 
 def tell(jobs: Iterable[Job], error: Stopped) -> None:

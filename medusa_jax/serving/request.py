@@ -87,6 +87,10 @@ class Stopped(Exception):
     """The server ended before the answer did."""
 
 
+class TooCostly(Stopped):
+    """The constraint of the answer met a limit before its end."""
+
+
 # Told every delta of an answer, and an exception if there will be no more; in the server's thread.
 Deliver = Callable[[Delta | Stopped], None]
 

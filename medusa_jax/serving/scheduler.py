@@ -13,17 +13,19 @@ lets those after it go first. A text that outgrows the slots which programs are 
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from medusa_jax.api import Model
+from medusa_jax.decoding.guides import GuideThreads
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.serving.batch import PIECE, Batch, Reading
 from medusa_jax.serving.job import Group, Job, guides_of, tell
 from medusa_jax.serving.programs import NotCompiled, Programs
-from medusa_jax.serving.request import Stopped
+from medusa_jax.serving.request import Stopped, TooCostly
 from medusa_jax.serving.room import InPlace, Known, Room
 from medusa_jax.serving.seats import Look, Seat, shared_start
 from medusa_jax.tree import Tree
@@ -50,6 +52,7 @@ class Scheduler:
       chunk_steps: steps between two looks.
       piece: most tokens of a prompt that are read at once, a power of two.
       programs: which are ready; by default all, compiled where they are first needed.
+      threads: for the host's work on constraints; by default it is done in place.
 
     Attributes:
       chunks: how many have come to their end.
@@ -64,8 +67,10 @@ class Scheduler:
         chunk_steps: int = 8,
         piece: int = PIECE,
         programs: Known | None = None,
+        threads: GuideThreads | None = None,
     ) -> None:
         self._batch = Batch(model, trees, most_new, piece)
+        self._threads = self._batch.threads = threads
         self._seats = [Seat() for _ in range(max(trees))]
         self._room = Room(self._batch, self._seats, sorted(trees), programs or InPlace())
         self._waiting: deque[Job] = deque()
@@ -331,14 +336,15 @@ class Scheduler:
     def _run(self) -> bool:
         """Dispatch a chunk for the next group of rows; whether there was one."""
         self._make_room()
-        jobs = self._room.seated
+        # A row whose masks are late sits out.
+        jobs = {i: job for i, job in self._room.seated.items() if not self._is_late(job)}
         groups = [g for g in sorted({j.group for j in jobs.values()}) if self._can_step(g)]
         if not groups:
             return False
         self._group = next((g for g in groups if g > self._group), groups[0])
         wanted_B = np.full(self._batch.rows, STOPPED, np.int32)
         chosen = {i: job for i, job in jobs.items() if job.group == self._group}
-        wanted_B[list(jobs)] = PAUSED
+        wanted_B[list(self._room.seated)] = PAUSED
         wanted_B[list(chosen)] = RUNNING
         few = min(FEW_STEPS, self._chunk_steps)
         steps = few if self._expects_follow_up else self._chunk_steps
@@ -346,6 +352,9 @@ class Scheduler:
         progress, nodes = self._batch.run(*how, guides_of(chosen))
         self._looks.append(Look(progress, chosen, self._batch.slots, nodes))
         return True
+
+    def _is_late(self, job: Job) -> bool:
+        return bool(job.guide and self._threads and self._threads.late(job.guide))
 
     def _can_step(self, group: Group) -> bool:
         """Whether a group's programs are ready; fails its requests if they cannot be compiled."""
@@ -396,5 +405,9 @@ class Scheduler:
         delta = job.take(look.progress, row)
         if delta.ending:
             self._free(job, look.slots)
+            if job.guide and job.guide.error:
+                job.deliver(replace(delta, ending=None))
+                tell([job], TooCostly(job.guide.error))
+                return
         if delta.token_ids or delta.parts or delta.ending:
             job.deliver(delta)

@@ -1,11 +1,13 @@
 """A model that answers many at a time: a queue, and a thread that takes the turns."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from medusa_jax.api import Model
 from medusa_jax.console import inform
+from medusa_jax.decoding.guides import GuideThreads
 from medusa_jax.errors import UserError
 from medusa_jax.serving.batch import Batch, piece_for
 from medusa_jax.serving.job import Group, Job, make_job
@@ -72,14 +74,17 @@ class Server:
         self._compiler = Compiler(
             lambda: Batch(model, self._trees, self.most_new, piece), self._notify
         )
+        self._threads = GuideThreads(self._notify)
         self._scheduler = Scheduler(
             model,
+            threads=self._threads,
             trees=self._trees,
             most_new=self.most_new,
             programs=self._compiler,
             **more,
         )
         self._inbox: list[Job] = []
+        self._prepared = 0
         self._closing = self._changed = False
         self._failures = self._chunks = 0
         self._error: BaseException | None = None
@@ -122,6 +127,23 @@ class Server:
           Stopped: the server is closed.
         """
         return self.submit_all([request])[0]
+
+    @contextmanager
+    def preparing(self, n: int) -> Iterator[None]:
+        """Hold n places of the queue for requests that are submitted once they are compiled.
+
+        Raises:
+          Busy: there are not so many.
+        """
+        with self._wake:
+            if n and self.waiting + self._prepared + n > self.queue:
+                raise Busy(f"{self.waiting + self._prepared} requests are waiting already")
+            self._prepared += n
+        try:
+            yield
+        finally:
+            with self._wake:
+                self._prepared -= n
 
     def submit_all(
         self, requests: Sequence[Request], deliver: Sequence[Deliver] | None = None
@@ -196,6 +218,7 @@ class Server:
             self._wake.notify()
         self._thread.join()
         self._compiler.close()
+        self._threads.close()
 
     def _notify(self) -> None:
         with self._wake:

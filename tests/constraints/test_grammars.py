@@ -7,13 +7,14 @@ import sys
 import time
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
-from tiny import write_tokenizer
+from tiny import PRINTABLE, write_tokenizer
 
 from medusa_jax import Options, UserError
 from medusa_jax.constraints import Constraint, Grammars, constraint_of
-from medusa_jax.constraints.grammars import KEPT
+from medusa_jax.constraints.grammars import KEPT, LIMITS
 from medusa_jax.decoding.masks import words
 from medusa_jax.interop.tokenizer import load_tokenizer
 
@@ -203,6 +204,139 @@ def test_what_cannot_be_is_one_sentence_soon(grammars, given):
     with bounded(seconds=15, megabytes=100), pytest.raises(UserError) as error:
         grammars[0].guide(constraint_of(given), [2])
     assert "\n" not in str(error.value) and 10 < len(str(error.value)) < 400
+
+
+def whole(guide, tokenizer, text):
+    """Whether a text that its tokens spell is one that the guide's constraint allows."""
+    matcher, ids = guide._matcher.deep_copy(), tokenizer.encode(text)
+    ids = ids[ids[0] == tokenizer.bos_id :]
+    n = matcher.validate_tokens(ids)
+    return matcher.consume_tokens(ids[:n]) and n == len(ids) and matcher.is_accepting()
+
+
+def one_of(words):
+    quoted = [json.dumps(word) for word in words]
+    return [
+        {"choice": words},
+        {"grammar": f"root ::= {' | '.join(quoted)}"},
+        {"grammar": f"start: {' | '.join(quoted)}"},
+    ]
+
+
+def named(n):
+    return {"type": "object", "properties": {f"p{i}": {} for i in range(n)}}
+
+
+@pytest.fixture(scope="module")
+def printable(tmp_path_factory):
+    """A vocabulary that can write JSON."""
+    path = tmp_path_factory.mktemp("printable")
+    size = write_tokenizer(path, characters=PRINTABLE)
+    tokenizer = load_tokenizer(str(path))
+    return Grammars(tokenizer, size), tokenizer
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [(given, "w2499") for given in one_of([f"w{i}" for i in range(2500)])]
+    + [
+        ({"choice": [f"w{i}" for i in range(25000)]}, "w24999"),
+        ({"json_schema": named(700) | {"required": ["p699"]}}, '{"p699":null}'),
+        ({"json_schema": {"anyOf": [named(120)] * 20}}, '{"p7":1,"p9":2}'),
+    ],
+    ids=["choice", "GBNF", "Lark", "many", "properties", "records"],
+)
+def test_many_alternatives(printable, given, text):
+    made, tokenizer = printable
+    assert whole(made.guide(constraint_of(given), [2]), tokenizer, text)
+
+
+def test_alternatives_beyond_the_limit_are_refused(printable):
+    """Not accepted, and their text ended before it is one of them."""
+    words = [f"w{i}" for i in range(21000)]
+    with pytest.raises(UserError, match="Current row has 21001 items"):
+        printable[0].guide(constraint_of(one_of(words)[2]), [2])
+
+
+def test_a_limit_is_no_end(printable, monkeypatch):
+    """In place a sentence, whatever the text was so far."""
+    monkeypatch.setitem(LIMITS, "max_items_in_row", 30)
+    made, tokenizer = printable
+    rule = " | ".join(f'"b{i}"' for i in range(60))
+    guide = made.guide(constraint_of({"grammar": f'start: "a" ({rule})'}), [2])
+    with pytest.raises(UserError, match=r"too costly for its grammar engine: .* 61 items"):
+        guide.advance(tokenizer.encode("a")[-1:])
+        guide.fill(guide.first_W.copy())
+
+
+KINDS = [
+    {
+        "type": "object",
+        "properties": {"kind": {"const": kind}, "x": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+    for kind in (1, 2)
+]
+TEXTS = [
+    "{}",
+    '{"kind":1}',
+    '{"kind":2,"x":3}',
+    '{"kind":3}',
+    "7",
+    '"a b"',
+    "[1,1]",
+    "null",
+]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"type": "string", "format": "password"},
+        {"format": "int32"},
+        {"properties": {"format": {"format": "path"}}, "required": ["format"]},
+        {"$defs": {"u": {"format": "uuid4"}}, "items": {"$ref": "#/$defs/u"}},
+        {"enum": [{"format": "path", "uniqueItems": False}, 7]},
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": False},
+        {"type": "integer", "maximum": 2**63 - 1, "default": 2**80},
+        {"oneOf": [kind | {"required": ["kind"]} for kind in KINDS]},
+        {"oneOf": [*KINDS, {"type": "null"}], "description": "no object"},
+        {"oneOf": [KINDS[0] | {"required": ["kind"]}, KINDS[1] | {"required": ["x"]}]},
+        {
+            "$defs": {"a": KINDS[0], "one": {"const": 1}},
+            "oneOf": [{"$ref": "#/$defs/a"}, KINDS[1]],
+        },
+    ],
+    ids=str,
+)
+def test_schemas_that_are_served(printable, schema):
+    """What they allow is what jsonschema says, except that constants that tell objects apart are there."""
+    made, tokenizer = printable
+    try:
+        guide = made.guide(constraint_of({"json_schema": schema}), [2])
+    except UserError as error:
+        assert schema.get("description") == "no object" and "tell apart" in str(error)
+        return
+    for text in TEXTS:
+        valid = jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+        assert whole(guide, tokenizer, text) == valid, text
+
+
+@pytest.mark.parametrize(
+    ("schema", "about"),
+    [
+        ({"type": "integer", "maximum": 2**63}, "'maximum' has a number beyond 2^63"),
+        ({"properties": {"a": {"const": -(2**64)}}}, "'const' has a number beyond 2^63"),
+        ({"enum": [1, {"a": [1e300]}]}, "'enum' has a number beyond 2^63"),
+        ({"items": {"multipleOf": 10**400}}, "'multipleOf' has a number beyond 2^63"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "anyOf takes any"),
+        ({"oneOf": [KINDS[0], KINDS[0]]}, "anyOf takes any"),
+    ],
+)
+def test_schemas_that_are_refused(printable, schema, about):
+    with pytest.raises(UserError, match=re.escape(about)):
+        printable[0].guide(constraint_of({"json_schema": schema}), [2])
 
 
 COSTLY = [

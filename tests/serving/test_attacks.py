@@ -15,30 +15,37 @@ import medusa_jax
 from medusa_jax.serving import Server
 
 MEGABYTE = 1_000_000  # with the rest of its call just below the limit
-WORST, PAUSE = 0.5, 0.005
+WORST = 0.5
 
 
 @contextlib.contextmanager
 def victim(port):
-    """A client that asks for `/health` all the time; the list of seconds that each call took.
+    """A client that streams plain answers all the time; the list of seconds that each piece took.
 
-    It is a thread of the server's process, so a call counts from when it was due: while the
+    It is a thread of the server's process, so a piece counts from the one before: while the
     interpreter is held, not even its clock is read.
     """
     waits, over = [], threading.Event()
+    body = {"prompt": "the cat", "max_tokens": 200, "stream": True, "logit_bias": {2: -100}}
 
     def ask():
         with httpx.Client(base_url=port.url, timeout=60) as http:
-            while True:
-                due = time.perf_counter() + PAUSE
-                if over.wait(PAUSE):
-                    return
-                http.get("/health").raise_for_status()
-                waits.append(time.perf_counter() - due)
+            while not over.is_set():
+                before = time.perf_counter()
+                with http.stream("POST", "/v1/completions", json=body) as answer:
+                    for _ in answer.iter_lines():
+                        now = time.perf_counter()
+                        waits.append(now - before)
+                        before = now
+                        if over.is_set():
+                            return
 
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask)
         try:
+            while len(waits) < 10:  # its programs are compiled
+                time.sleep(0.01)
+            waits.clear()
             yield waits
         finally:
             over.set()
@@ -74,9 +81,9 @@ def test_a_megabyte_that_has_to_be_tokenised(port, capsys):
 @pytest.fixture(scope="module")
 def demo_port():
     model = medusa_jax.load()
-    trees = {1: model.parse_tree("chain:2"), 2: model.parse_tree("chain:2")}
+    trees = {4: model.parse_tree("chain:2")}
     with (
-        Server(model, slots=2, trees=trees, queue=QUEUE) as server,
+        Server(model, slots=4, trees=trees, queue=QUEUE) as server,
         listening(server, "plain") as port,
     ):
         yield port
@@ -117,3 +124,36 @@ def test_many_alternatives(demo_port, capsys, stream):
     what = f"480 tokens with 20 alternatives, {'streamed' if stream else 'whole'}"
     [answer] = attacked(demo_port, capsys, what, body, path)
     assert answer.status_code == 200 and len(answer.content) > 400_000
+
+
+AMBIGUOUS = " | ".join(" ".join("s" * n) for n in range(2, 12))
+RECORDS = [
+    {"type": "object", "properties": {f"a{i}_{j}": {"type": "integer"} for j in range(20)}}
+    for i in range(60)
+]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"guided_grammar": f"start: s\ns: {AMBIGUOUS} | /[a-z ]/"},
+        {"guided_json": {"anyOf": RECORDS}},
+    ],
+    ids=["ambiguous", "records"],
+)
+def test_slow_masks(demo_port, capsys, constraint):
+    """Masks take up to seconds: the call ends with an error, and others do not wait for it."""
+    body = {"prompt": "x", "n": 3, "temperature": 1.5, "seed": 1, "max_tokens": 100}
+    quick = body | {"guided_regex": "[a-z ]{20}"}  # compiles the programs
+    httpx.post(
+        f"{demo_port.url}/v1/completions", json=quick, timeout=300
+    ).raise_for_status()
+    [answer] = attacked(demo_port, capsys, "slow masks", body | constraint)
+    if "guided_grammar" in constraint:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (
+            400,
+            "constraint_too_costly",
+        )
+    else:
+        assert answer.status_code == 200

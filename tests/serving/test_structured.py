@@ -7,17 +7,21 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
+import httpx2 as httpx
 import openai
 import pydantic
 import pytest
 from openai.lib._pydantic import to_strict_json_schema
-from served import NAME, alone, load_model, port_of
+from served import NAME, QUEUE, alone, listening, load_model, port_of, raw
 from tiny import PRINTABLE, write_chat_model
 
-from medusa_jax import Options
-from medusa_jax.constraints import Grammars
+from medusa_jax import Options, UserError
+from medusa_jax.constraints import Grammars, guide
+from medusa_jax.constraints.grammars import LIMITS
+from medusa_jax.constraints.guide import MatcherGuide
 from medusa_jax.interop.chat import encode_prompt
-from medusa_jax.serving.http.answering import COMPILER
+from medusa_jax.serving import job
+from medusa_jax.serving.http.app import Limits
 
 pytest.importorskip("llguidance")
 
@@ -184,25 +188,130 @@ def test_hostile_constraints_harm_nobody_else(port, client):
             assert one.result() is None
 
 
-def test_calls_without_constraints_wait_for_no_compilation(port, client, monkeypatch):
-    """However many calls bring constraints that take long."""
-    held, true = threading.Event(), Grammars.guide
+def test_rows_whose_masks_are_late_sit_out(port, client, monkeypatch):
+    """Others get their texts meanwhile, and theirs are what they would have been."""
+    held, true = threading.Event(), MatcherGuide.fill
+    drawn = {"temperature": 0.9, "seed": 3}
+    own = {"max_new_tokens": 20, "constraint": {"regex": "[a-z ]{12}"}}
+    expected = alone(port.model, "in the hat", **drawn, **own).text
 
-    def slow(*arguments):
-        held.wait(60)
-        return true(*arguments)
+    def slow(self, into_W):
+        if threading.current_thread().name.startswith("guides"):
+            held.wait(60)
+        return true(self, into_W)
 
-    monkeypatch.setattr(Grammars, "guide", slow)
-    with ThreadPoolExecutor(36) as pool:  # asyncio.to_thread has 32 threads at most
+    def answered(**fields):
+        fields |= {"model": NAME, "prompt": "in the hat", "timeout": 60}
+        return client.completions.create(**drawn, **fields).choices[0].text
+
+    monkeypatch.setattr(MatcherGuide, "fill", slow)
+    with ThreadPoolExecutor(1) as pool:
         try:
-            for i in range(36):
-                extra = {"guided_regex": "a" * (i + 1)}
-                pool.submit(ask, client, max_tokens=1, extra_body=extra)
-            while COMPILER._work_queue.qsize() < 30:
-                time.sleep(0.01)
-            done = client.completions.create(
-                model=NAME, prompt="in the hat", max_tokens=3, timeout=30
-            )
-            assert done.choices[0].text
+            extra = {"guided_regex": "[a-z ]{12}"}
+            late = pool.submit(answered, max_tokens=20, extra_body=extra)
+            until(lambda: port.server.busy == 1)
+            assert answered(max_tokens=30) and answered(max_tokens=3)
+            assert not late.done()
         finally:
             held.set()
+        assert late.result() == expected
+
+
+FEW_ITEMS = 'start: "abc" (' + " | ".join(f'"d{i}"' for i in range(60)) + ")"
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_limits_are_errors(port, http, monkeypatch, slow, stream):
+    """Of the grammar engine, or of the time that masks may take. Never an end."""
+    body = {"prompt": "in", "max_tokens": 30, "stream": stream, "guided_grammar": FEW_ITEMS}
+    if slow:
+        body["guided_grammar"] = 'start: "abc" /[a-z]{20}/'
+        monkeypatch.setattr(guide, "SLOW_MASK", -1)
+        monkeypatch.setattr(job, "SLOW_MASKS", 1e-9)
+    else:
+        monkeypatch.setitem(LIMITS, "max_items_in_row", 30)
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == (200 if stream else 400)
+    assert answer.text.count('"code": "constraint_too_costly"' if stream else "costly") >= 1
+    assert '"finish_reason": "' not in answer.text
+    if not slow:
+        with pytest.raises(UserError, match="too costly for its grammar engine"):
+            constraint = {"grammar": FEW_ITEMS}
+            port.model.generate(["in"], Options(constraint=constraint, max_new_tokens=30))
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """Constraints that are compiled now; none is done before the event."""
+    begun, done, true = [], threading.Event(), Grammars.guide
+
+    def slow(self, constraint, eos_ids):
+        begun.append(constraint.text)
+        done.wait(60)
+        return true(self, constraint, eos_ids)
+
+    monkeypatch.setattr(Grammars, "guide", slow)
+    yield begun, done
+    done.set()
+
+
+def test_calls_without_constraints_wait_for_no_compilation(port, client, compiling):
+    """However many calls bring constraints that take long. As many as the queue holds may wait."""
+    answers, (_, done) = [], compiling
+
+    def asked(i):
+        try:
+            answer = ask(client, max_tokens=1, extra_body={"guided_regex": "a" * (i + 1)})
+            answers.append(answer.choices[0].message.content)
+        except openai.RateLimitError as error:
+            assert "6 requests are waiting" in str(error)
+            answers.append(None)
+
+    with ThreadPoolExecutor(36) as pool:  # asyncio.to_thread has 32 threads at most
+        for i in range(36):
+            pool.submit(asked, i)
+        until(lambda: len(answers) == 30)
+        text = {"model": NAME, "prompt": "in the hat", "max_tokens": 3, "timeout": 30}
+        assert client.completions.create(**text).choices[0].text
+        assert answers == [None] * 30
+        done.set()
+    assert len(answers) == 36 and all(answers[30:])
+
+
+def test_who_has_left_is_not_compiled_for(port, client, compiling):
+    begun, done = compiling
+
+    def waits(n):
+        until(lambda: port.server._prepared == n)
+
+    def asks(i):
+        return raw(port, {"prompt": "in", "max_tokens": 9, "guided_regex": f"b{{{i}}}"})
+
+    first = asks(1)
+    waits(1)
+    for i in range(2, 2 + QUEUE):
+        second = asks(i)
+        waits(2)
+        second.close()
+        waits(1)
+    first.close()
+    waits(0)
+    done.set()
+    assert ask(client, extra_body={"guided_regex": "cc"}).choices[0].message.content == "cc"
+    assert begun == ["b{1}", "cc"]
+
+
+def test_compiling_counts_against_the_timeout(port, compiling):
+    limits = Limits(seconds=0.3)
+    with listening(port.server, limits=limits) as other:
+        body = {"prompt": "in", "guided_regex": "d"}
+        answer = httpx.post(f"{other.url}/v1/completions", json=body, timeout=30)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+
+
+def until(true):
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)

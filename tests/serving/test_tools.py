@@ -138,6 +138,10 @@ def cut_call(arguments):
         ({"tools": [{"type": "function"}]}, "each with a 'name'"),
         ({"tools": [{"function": {"name": "a b"}}]}, "each with a 'name'"),
         ({"tools": [{"function": {"name": "a", "parameters": 3}}]}, "'parameters' of 'a'"),
+        (
+            {"tools": [{"function": {"name": "a", "parameters": {"maximum": 2**70}}}]},
+            "'maximum' has a number beyond",
+        ),
         ({"tool_choice": "maybe"}, "tool_choice"),
         ({"tool_choice": {"function": {"name": "zoo"}}}, "names no tool"),
         ({"tools": [], "tool_choice": "required"}, "needs 'tools'"),

@@ -16,7 +16,7 @@ from medusa_jax.serving.echo import empty_answer
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.refused import Refused
 from medusa_jax.serving.http.replies import Reply
-from medusa_jax.serving.request import Delta, Handle, Request, Stopped, TooLong
+from medusa_jax.serving.request import Delta, Handle, Request, Stopped, TooCostly, TooLong
 from medusa_jax.serving.server import Busy, Server
 
 T = TypeVar("T")
@@ -54,6 +54,7 @@ class Answering:
         self._open = set(range(len(requests)))
         self._stops, self._empty = stops, empty
         self._handles: list[Handle] = []
+        self._left = False
 
     def stop(self) -> None:
         """End the call: the next delta is that the server ends."""
@@ -73,11 +74,20 @@ class Answering:
 
         delivers = [partial(deliver, i) for i in range(len(self._requests))]
         constrained = any(request.options.constraint for request in self._requests)
-        submit = partial(self._server.submit_all, self._requests, delivers)
+
+        def submit() -> None:
+            self._handles = self._server.submit_all(self._requests, delivers)
+            if self._left:
+                self._cancel()
+
+        n = len(self._requests) if constrained else 0
         try:  # in a thread: a long text takes its time to be tokenised
-            self._handles = await loop.run_in_executor(
-                COMPILER if constrained else None, submit
-            )
+            with self._server.preparing(n):
+                await loop.run_in_executor(COMPILER if constrained else None, submit)
+        except asyncio.CancelledError:  # what waits for its thread is not begun
+            self._left = True
+            self._cancel()
+            raise
         except UserError as error:
             code = "context_length_exceeded" if isinstance(error, TooLong) else None
             raise Refused(400, str(error), code=code) from error
@@ -90,6 +100,10 @@ class Answering:
 
     async def __aexit__(self, *_: object) -> None:
         self._stops.discard(self.stop)
+        self._cancel()
+
+    def _cancel(self) -> None:
+        """Cancel what has not ended, if it is submitted."""
         for index in self._open if self._handles else ():
             self._handles[index].cancel()
             self._metrics.cancelled.inc()
@@ -98,10 +112,12 @@ class Answering:
         """What comes, by choice, until all have ended.
 
         Raises:
-          Refused: the server ended first.
+          Refused: the server ended first, or a constraint met a limit.
         """
         while self._open:
             index, delta = await self._queue.get()
+            if isinstance(delta, TooCostly):
+                raise Refused(400, str(delta), code="constraint_too_costly")
             if isinstance(delta, Stopped):
                 raise Refused(503, str(delta), code="closed", retry_after=5)
             if delta.ending:
@@ -147,8 +163,17 @@ async def whole_answer(
         async for index, delta in answering.deltas():
             reply.take(index, delta)
 
+    await unless_gone(request.receive, within(seconds, collect()))
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T:
+    """The outcome of `work`.
+
+    Raises:
+      Refused: it took too long.
+    """
     try:
-        await unless_gone(request.receive, asyncio.wait_for(collect(), seconds))
+        return await asyncio.wait_for(work, seconds)
     except TimeoutError as error:
         message = f"no answer within {seconds:g} seconds"
         raise Refused(504, message, code="timeout") from error

@@ -29,6 +29,7 @@ from medusa_jax.serving.http.answering import (
     Gone,
     unless_gone,
     whole_answer,
+    within,
 )
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
 from medusa_jax.serving.http.metrics import Metrics
@@ -238,30 +239,30 @@ class Port:
         self._check_key(request)
         task = asyncio.current_task()
         assert task
+        limits = self._limits
         self._stops.add(task.cancel)
         try:
             body = await self._within(self._body(request))
             call = await asyncio.to_thread(read, body)
+            if self._stopped:
+                raise self._ended()
+            n, most = len(call.requests), self._server.queue
+            if n > most:
+                message = f"a call has at most {most} choices here, this one {n}"
+                raise Refused(400, message, "n")
             reply = Reply(call, self._vocabulary, self._name)
             if call.echo:
-                scored = asyncio.wait_for(self._echoes(call), self._limits.seconds)
+                scored = within(limits.seconds, self._echoes(call))
                 reply.echoes = await unless_gone(request.receive, scored)
-        except TimeoutError as error:
-            raise Refused(504, "no answer in time", code="timeout") from error
+            answering = Answering(
+                self._server, call.requests, self._counts, self._stops, call.empty
+            )
+            entering = within(limits.seconds, answering.__aenter__())
+            await unless_gone(request.receive, entering)
         finally:
             self._stops.discard(task.cancel)
         if self._stopped:
-            raise self._ended()
-        n, most = len(call.requests), self._server.queue
-        if n > most:
-            raise Refused(400, f"a call has at most {most} choices here, this one {n}", "n")
-        answering = Answering(
-            self._server, call.requests, self._counts, self._stops, call.empty
-        )
-        await answering.__aenter__()
-        if self._stopped:
             answering.stop()
-        limits = self._limits
         if call.stream:
             return EventStream(answering, reply, limits.seconds, limits.read_seconds, count)
         try:

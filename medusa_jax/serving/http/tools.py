@@ -8,6 +8,8 @@ from typing import Any
 
 from medusa_jax.constraints import Constraint
 from medusa_jax.constraints.grammars import BLANKS
+from medusa_jax.constraints.schemas import served_schema
+from medusa_jax.errors import UserError
 from medusa_jax.interop.tool_chat import CallForm
 from medusa_jax.serving.http.fields import Fields
 from medusa_jax.serving.http.refused import Refused
@@ -112,6 +114,10 @@ def _tool(tool: Fields) -> tuple[str, Any]:
     function, name = _name(tool)
     what = f"a JSON schema (the 'parameters' of {name!r})"
     schema = function.take("parameters", (dict,), what, {}) or NO_ARGUMENTS
+    try:
+        schema = served_schema(schema)
+    except (UserError, TypeError, ValueError, RecursionError) as error:
+        raise Refused(400, f"'parameters' of {name!r}: {error}", "tools") from error
     function.text("description"), function.flag("strict")
     function.take("return", (dict,), what, {})  # transformers' `get_json_schema`
     return name, schema

@@ -1,0 +1,114 @@
+"""JSON schemas as llguidance takes them: what only describes is dropped, what it misreads refused."""
+
+import math
+from typing import Any
+
+from medusa_jax.errors import UserError
+
+# The formats that llguidance knows; any other one is an annotation.
+FORMATS = (
+    *("date-time", "time", "date", "duration", "email"),
+    *("hostname", "ipv4", "ipv6", "uuid", "uri"),
+)
+# Keywords whose values are data, and those whose values are schemas by names of the user's.
+DATA = ("const", "enum", "default", "example", "examples", "required")
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# Keywords whose numbers count; beyond this they lose digits, or their meaning.
+NUMBERS = (
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const"),
+    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+    "enum",
+)
+LARGEST = 2**63
+
+
+def served_schema(schema: Any) -> Any:
+    """A schema that allows what the given one does, without what llguidance refuses for no reason.
+
+    Raises:
+      UserError: a number that is too large, or a `oneOf` whose schemas may overlap.
+    """
+    if schema is True:
+        return {}
+    if schema is False:
+        raise UserError("json_schema: false allows nothing")
+    return _served(schema, schema)
+
+
+def _served(schema: Any, root: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    served = {}
+    for name, value in schema.items():
+        if name in NUMBERS and _largest(value) >= LARGEST:
+            raise UserError(f"json_schema: {name!r} has a number beyond 2^63")
+        unknown = name == "format" and isinstance(value, str) and value not in FORMATS
+        if unknown or (name == "uniqueItems" and value is False):
+            continue
+        if name in DATA:
+            served[name] = value
+        elif name in NAMED and isinstance(value, dict):
+            served[name] = {key: _served(one, root) for key, one in value.items()}
+        elif isinstance(value, list):
+            served[name] = [_served(one, root) for one in value]
+        else:
+            served[name] = _served(value, root)
+    if isinstance(schema.get("oneOf"), list) and (apart := _told_apart(schema, root)):
+        alternatives = served.pop("oneOf")
+        without = [one for one in alternatives if not _requires(one, apart, root)]
+        if len(without) > 1:  # a text without the property would be several of them
+            for one in without:
+                one["required"] = [*one.get("required", ()), apart]
+        some = {"anyOf": alternatives}
+        served |= {"allOf": [*served.get("allOf", ()), some]} if "anyOf" in served else some
+    return served
+
+
+def _requires(schema: Any, name: str, root: Any) -> bool:
+    required = schema.get("required", ()), _resolved(schema, root).get("required", ())
+    return any(name in names for names in required)
+
+
+def _largest(value: Any) -> float:
+    """The largest number of some data, without its sign; not finite ones are."""
+    if isinstance(value, dict | list):
+        within = value.values() if isinstance(value, dict) else value
+        return max(map(_largest, within), default=0)
+    if isinstance(value, int | float):
+        return math.inf if value != value else abs(value)
+    return 0
+
+
+def _told_apart(schema: dict[str, Any], root: Any) -> str:
+    """The property whose constants tell the objects of a `oneOf` apart; "" if there is none."""
+    objects = [_resolved(one, root) for one in schema["oneOf"]]
+    if any("object" not in (one.get("type"), schema.get("type")) for one in objects):
+        return ""
+    values = [dict(one.get("properties") or {}) for one in objects]
+    for name in values[0] if values else ():
+        constants = [_constants(one.get(name), root) for one in values]
+        every = [value for some in constants for value in some]
+        if all(constants) and len(every) == len(set(every)):
+            return name
+    return ""
+
+
+def _resolved(schema: Any, root: Any) -> dict[str, Any]:
+    """A schema, or the one within `root` that it refers to."""
+    for _ in range(9):
+        reference = schema.get("$ref", "") if isinstance(schema, dict) else ""
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        schema = root
+        for step in reference[2:].split("/"):
+            schema = schema.get(step) if isinstance(schema, dict) else None
+    return schema if isinstance(schema, dict) else {}
+
+
+def _constants(schema: Any, root: Any) -> set[tuple[bool, Any]]:
+    """The only values that a schema allows; none if there may be others."""
+    schema = _resolved(schema, root)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or any(isinstance(v, dict | list) for v in values):
+        return set()
+    return {(type(v) in (int, float), v) for v in values}  # 1 is 1.0, and not true
