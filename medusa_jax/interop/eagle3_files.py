@@ -28,7 +28,7 @@ from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
 from medusa_jax.interop import speculators_config
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.hf_config import config_to_hf, parse_config
+from medusa_jax.interop.hf_config import ROPE, config_to_hf, parse_config
 from medusa_jax.interop.stored_heads import Arrays, Export, StoredHeads
 from medusa_jax.interop.tensor import Tensors, whole
 from medusa_jax.whole_files import Json
@@ -58,14 +58,6 @@ EXPECTED = {
     "norm_before_fc": False, "attention_bias": False, "mlp_bias": False,
     "use_sliding_window": False,
 }  # fmt: skip
-ROPE = (
-    "rope_theta",
-    "rope_scaling",
-    "rope_factor",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_original_max_position",
-)
 
 
 def is_eagle3(tensors: Tensors) -> bool:
@@ -141,7 +133,7 @@ def _locate(path: str, stem: str) -> tuple[str, bool]:
 def _shape(layer: LlamaConfig) -> tuple[Json, float]:
     """What the backbone's shape must be, and the base of the layer's rotation (0: the backbone's)."""
     shape = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
-    if layer.rope_scaling == "none":
+    if layer.rope_scaling in ("none", "dynamic"):
         return shape, layer.rope_theta
     return shape | {name: getattr(layer, name) for name in ROPE}, 0.0
 

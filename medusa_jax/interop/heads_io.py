@@ -37,12 +37,6 @@ SAFE = [
     "adapter_model.safetensors",
 ]
 TORCH = ["medusa_lm_head.pt", "hydra_lm_head.pt", "adapter_model.bin"]
-MODEL = [
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-]
 KNOWN = (
     "heads that train.py wrote (heads.json, heads.safetensors), published Medusa, Hydra, EAGLE-1 or "
     "EAGLE-3 heads (medusa_lm_head, hydra_lm_head, an adapter, a full model, vLLM's layout)"
@@ -89,7 +83,7 @@ def _open_directory(path_or_id: str, folder: str) -> StoredHeads:
         return open_own(folder)
     if path := _first(folder, SAFE + TORCH):
         return _open_published(path_or_id, path, folder, tensor_files.open_weights(path))
-    if path := _first(folder, MODEL):
+    if path := tensor_files.weights_file(folder):
         tensors = tensor_files.open_checkpoint(folder)
         return _open_published(path_or_id, path, folder, tensors)
     raise _no_heads(path_or_id, folder)

@@ -126,10 +126,12 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     model = optional_json(os.path.join(directory, "config.json"))
     bos_id = id_of("bos_token")
-    if "bos_token" not in settings and isinstance(model.get("bos_token_id"), int):
+    if "bos_token" not in settings:
         # Only if the tokenizer does not specify it: Qwen's configs name a BOS that is never used.
-        bos_id = model["bos_token_id"]
-    eos_ids = {id_of("eos_token")} | declared_eos_ids(directory)
+        bos_id = min(
+            _ids(model.get("bos_token_id"), backend.get_vocab_size()), default=None
+        )
+    eos_ids = _ids(id_of("eos_token")) | declared_eos_ids(directory)
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {name: text for name in names if (text := text_of(name)) is not None}
     if bos_id is not None:
@@ -138,7 +140,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         backend,
         bos_id=bos_id,
         adds_bos=settings.get("add_bos_token"),
-        eos_ids=[i for i in eos_ids if isinstance(i, int)],
+        eos_ids=eos_ids,
         chat_template=_chat_template(directory, settings),
         special_texts=special,
     )
@@ -184,13 +186,19 @@ def has_tokenizer(directory: str) -> bool:
 
 
 def declared_eos_ids(directory: str) -> set[int]:
-    """The EOS ids in config.json and generation_config.json."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        value = optional_json(os.path.join(directory, name)).get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        found |= {i for i in ids if isinstance(i, int)}
-    return found
+    """The EOS ids in config.json and generation_config.json, of those in the vocabulary."""
+    files = ("config.json", "generation_config.json")
+    model, generation = (optional_json(os.path.join(directory, name)) for name in files)
+    size = model.get("vocab_size")
+    given = (raw.get("eos_token_id") for raw in (model, generation))
+    return set().union(*(_ids(ids, size) for ids in given))
+
+
+def _ids(value: object, size: object = None) -> set[int]:
+    """The token ids of a field, of those below `size`: some files have -1 for none."""
+    ids = value if isinstance(value, list) else [value]
+    end = size if isinstance(size, int) else 2**31
+    return {i for i in ids if type(i) is int and 0 <= i < end}
 
 
 def _backend(directory: str) -> Any:
