@@ -80,7 +80,7 @@ def open_checkpoint(directory: str) -> Tensors:
     if stands_for_gguf(directory):
         from medusa_jax.interop.gguf.architecture import opened
 
-        return opened(os.path.realpath(os.path.join(directory, GGUF_LINK)))
+        return opened(os.readlink(os.path.join(directory, GGUF_LINK)))
     raise UserError(
         f"{directory} holds no weights: looked for model.safetensors, pytorch_model.bin and "
         "the .index.json of either"

@@ -61,8 +61,23 @@ SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# What ends a text, a turn, and a message to a tool.
-ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Keys of what ends a text, a turn, a message to a tool, and of what ends an infill.
+ENDS = (
+    *("eos_token_id", "eot_token_id", "eom_token_id"),
+    *("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"),
+)
+# Tokens that are an end in llama.cpp, whatever the file says of them (`special_eog_ids` in llama-vocab.cpp).
+_END_TEXTS = """
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
+    <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>
+    <\uff5cend\u2581of\u2581sentence\uff5c> [e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|>
+    <fim-repo> <REPO> <reponame> <|file_sep|>
+"""
+END_TEXTS = frozenset(_END_TEXTS.split())
+# With one of these pairs <|end|> ends a part of a turn.
+END_OF_PART = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+# Ids that llama.cpp takes where a sentencepiece vocabulary does not say.
+SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
 def token_texts(file: GGUFFile) -> list[str]:
@@ -85,6 +100,7 @@ def build_tokenizer(file: GGUFFile) -> Any:
         raise UserError(
             f"{file.path} is damaged: {len(tokens)} tokens and the types of {len(kinds)}"
         )
+    kinds = [CONTROL if t in END_TEXTS else kind for t, kind in zip(tokens, kinds)]
     if (longest := max(map(len, tokens), default=0)) > LONGEST_TOKEN:
         raise UserError(
             f"{file.path} is damaged: a token has {longest} characters, at most {LONGEST_TOKEN} "
@@ -130,25 +146,39 @@ def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
     sentencepiece = file.text("tokenizer.ggml.model") == "llama"
     adds_bos = sentencepiece or _splitting(file).adds_bos
     settings["add_bos_token"] = file.flag("tokenizer.ggml.add_bos_token", adds_bos)
-    template = file.text("tokenizer.chat_template", "")
-    return settings | ({"chat_template": template} if template else {})
+    key = "tokenizer.chat_template"
+    named = {"default": key} | {
+        name: f"{key}.{name}" for name in file.items(f"{key}s", str, [])
+    }
+    templates = [
+        {"name": name, "template": file.text(key)}
+        for name, key in named.items()
+        if file.metadata.get(key)
+    ]
+    return settings | ({"chat_template": templates} if templates else {})
 
 
 def special_ids(file: GGUFFile) -> dict[str, Any]:
     """`bos_token_id` and `eos_token_id` as config.json and generation_config.json have them."""
-    size = len(token_texts(file))
-    ends = [_token_id(file, key, size) for key in ENDS]
+    tokens = token_texts(file)
+    size, known = len(tokens), END_TEXTS.intersection(tokens)
+    if any(pair <= known for pair in END_OF_PART):
+        known -= {"<|end|>"}
+    named = {_token_id(file, key, size) for key in ENDS} - {None}
+    ends = named | {number for number, token in enumerate(tokens) if token in known}
     return {
         "bos_token_id": _token_id(file, "bos_token_id", size),
-        "eos_token_id": sorted({number for number in ends if number is not None}) or None,
+        "eos_token_id": sorted(ends) or None,
     }
 
 
 def _token_id(file: GGUFFile, key: str, size: int) -> int | None:
     """A token id of the metadata, None where the file has none."""
-    key = f"tokenizer.ggml.{key}"
-    if key not in file.metadata:
-        return None
+    if (full := f"tokenizer.ggml.{key}") not in file.metadata:
+        number = SENTENCEPIECE_IDS.get(key, size)
+        sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
+        return number if sentencepiece and number < size else None
+    key = full
     number = file.whole(key)
     if number >= size:
         raise UserError(
