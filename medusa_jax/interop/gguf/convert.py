@@ -84,12 +84,12 @@ def _linked(directory: str, path: str, dtype: Any) -> str:
 def checksum(path: str) -> str:
     """The sha256 of a file, in hexadecimal digits; of a split model that of its files' sums."""
     sums = []
-    try:
-        for name in split_files(path):
+    for name in split_files(path):
+        try:
             with open(name, "rb") as file:
                 sums.append(hashlib.file_digest(file, "sha256").hexdigest())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+        except OSError as error:
+            raise UserError(f"{name} cannot be read: {error.strerror or error}") from error
     return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
