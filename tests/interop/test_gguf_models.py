@@ -415,7 +415,6 @@ REFUSED = {
         "blk__0__extra__weight", [1] * 4
     ),
     "pre-tokenizer 'mpt' is not supported": {"vocabulary": {"ggml.pre": "mpt"}},
-    "does not say tokenizer.ggml.pre": {"vocabulary": {"ggml.pre": None}},
     "tokenizer kind 'bert' is not supported": {"vocabulary": {"ggml.model": "bert"}},
     "eos_token_id is 4000, of a vocabulary": {"vocabulary": {"ggml.eos_token_id": 4000}},
     "the types of 2": {"vocabulary": {"ggml.token_type": [1, 1]}},
