@@ -18,6 +18,7 @@ from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.eagle3_files import is_eagle3, open_eagle3
 from medusa_jax.interop.eagle_files import is_eagle, open_eagle
+from medusa_jax.interop.hf import WRAPPER
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.hydra_files import is_hydra, open_hydra
 from medusa_jax.interop.medusa_files import FULL_MODEL, is_medusa, open_medusa
@@ -93,12 +94,14 @@ def _open_published(
     path_or_id: str, path: str, folder: str, tensors: Tensors
 ) -> StoredHeads:
     config = optional_json(os.path.join(folder, "config.json"))
+    tensors = {WRAPPER.sub("", key): tensor for key, tensor in tensors.items()}
     if is_hydra(tensors):
         return open_hydra(path, folder, tensors, config)
-    if is_eagle3(tensors):  # before EAGLE-1, whose keys speculators' files have, too
-        return open_eagle3(path, folder, tensors, config)
-    if is_eagle(tensors):
-        return open_eagle(path, folder, tensors, config)
+    inner = {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
+    if is_eagle3(inner):  # before EAGLE-1, whose keys speculators' files have, too
+        return open_eagle3(path, folder, inner, config)
+    if is_eagle(inner):
+        return open_eagle(path, folder, inner, config)
     if not is_medusa(tensors):
         raise _no_heads(path_or_id, folder)
     stored = open_medusa(path, folder, tensors, config)

@@ -55,7 +55,6 @@ def converted(path: str, dtype: Any = None, sha256: str = "") -> str:
     if os.path.isdir(directory):
         return _linked(directory, path, dtype)
     try:
-        os.makedirs(os.path.dirname(directory), exist_ok=True)
         # Held by one process at a time; one that waited finds the directory made.
         with filelock.FileLock(f"{directory}.lock"):
             if not os.path.isdir(directory):

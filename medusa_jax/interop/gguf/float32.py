@@ -40,7 +40,6 @@ def as_float32(path: str) -> str:
     """
     file = os.path.join(cache_directory("gguf"), f"{checksum(path)[:24]}-float32.gguf")
     try:
-        os.makedirs(os.path.dirname(file), exist_ok=True)
         with filelock.FileLock(f"{file}.lock"):
             if not os.path.isfile(file):
                 with (
