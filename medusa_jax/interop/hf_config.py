@@ -104,8 +104,8 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
         **_rope(file, raw),
     )
     if config.rope_scaling == "yarn":  # Qwen's files keep the original context
-        context = int(config.rope_factor * config.rope_original_max_position)
-        config.max_position = max(config.max_position, context)
+        context = min(config.rope_factor * config.rope_original_max_position, 2**31 - 1)
+        config.max_position = max(config.max_position, int(context))
     if config.n_heads % config.n_kv_heads or config.head_dim % 2:
         raise UserError(
             f"{file}: {config.n_heads} query heads, {config.n_kv_heads} key/value heads and head "
@@ -173,7 +173,7 @@ def _rope(file: str, raw: Json) -> Json:
         raise UserError(f"{file}: rope parameters that differ by layer are not supported")
     if kind == "default":
         return fields
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise UserError(
             f"{file}: rope type {kind!r} is not supported (there are: default, {', '.join(SCALINGS)})"
         )
@@ -183,6 +183,8 @@ def _rope(file: str, raw: Json) -> Json:
         contexts = (raw.get(name), given.get(name), raw.get("max_position_embeddings"))
         given[name] = next((n for n in contexts if n is not None), None)
     if kind == "yarn":
+        if fields["rope_theta"] <= 1:
+            raise UserError(f"{file}: rope_theta should be above 1 for yarn")
         _yarn_defaults(inner)
         fields["rope_truncate"] = inner.switch("truncate", True)
     if missing := [name for name in names if given.get(name) is None]:

@@ -32,12 +32,9 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
         turns = original * frequency / (2 * math.pi)
         keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     elif config.rope_scaling == "yarn":
-        fast, slow = (
-            H
-            * math.log(original / (turns * 2 * math.pi))
-            / (2 * math.log(config.rope_theta))
-            for turns in (high, low)
-        )
+        waves = np.log(original / (np.array([high, low]) * 2 * math.pi))
+        planes = H * waves / (2 * math.log(config.rope_theta))
+        fast, slow = np.clip(planes, -H, 2 * H).tolist()
         if config.rope_truncate:
             fast, slow = math.floor(fast), math.ceil(slow)
         first, last = max(fast, 0), min(slow, H - 1)
