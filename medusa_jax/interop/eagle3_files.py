@@ -7,8 +7,8 @@
   d2t [O] int64, t2d [V] bool              token id - place among the O; which of V tokens they are, if there
   embed_tokens.weight                      a copy of the backbone's, not read
 
-speculators and Model-Optimizer call the layer `layers.0`, and there may be more. `model.` may precede all keys. `model.safetensors` or `pytorch_model.bin` is
-next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and not the
+speculators and Model-Optimizer call the layer `layers.0`, and there may be more. `model.` may precede
+keys. `model.safetensors` or `pytorch_model.bin` is next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and not the
 backbone's) and 3.1's flags. speculators has the layer's fields in a table of their own, flags and tapped
 layers next to it (`speculators_config.py`). The keys decide where fields contradict them. Engines drop flags
 that they do not know; here an unknown one is refused if it says something.

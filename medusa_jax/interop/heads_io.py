@@ -6,6 +6,7 @@ recognised by the keys of the weights.
 
 import dataclasses
 import os
+from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
@@ -94,10 +95,10 @@ def _open_published(
     path_or_id: str, path: str, folder: str, tensors: Tensors
 ) -> StoredHeads:
     config = optional_json(os.path.join(folder, "config.json"))
-    tensors = {WRAPPER.sub("", key): tensor for key, tensor in tensors.items()}
+    tensors = _renamed(tensors, lambda key: WRAPPER.sub("", key))
     if is_hydra(tensors):
         return open_hydra(path, folder, tensors, config)
-    inner = {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
+    inner = _renamed(tensors, lambda key: key.removeprefix("model."))
     if is_eagle3(inner):  # before EAGLE-1, whose keys speculators' files have, too
         return open_eagle3(path, folder, inner, config)
     if is_eagle(inner):
@@ -111,6 +112,12 @@ def _open_published(
         record = {"fingerprint": base.fingerprint()}
         stored = dataclasses.replace(stored, base=record)
     return stored
+
+
+def _renamed(tensors: Tensors, rename: Callable[[str], str]) -> Tensors:
+    """Tensors by their renamed keys; unchanged if two would have the same."""
+    renamed = {rename(key): tensor for key, tensor in tensors.items()}
+    return renamed if len(renamed) == len(tensors) else tensors
 
 
 def _no_heads(path_or_id: str, folder: str) -> UserError:

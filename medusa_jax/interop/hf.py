@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 from jax.sharding import Mesh
@@ -92,7 +92,9 @@ def open_model(path: str) -> tuple[LlamaConfig, Tensors]:
         if EMBEDDING not in stored:
             stored[EMBEDDING] = stored[LM_HEAD]
         elif not _equal(stored[EMBEDDING], stored[LM_HEAD]):
-            _note_untied(directory)
+            inform(
+                f"{directory}: tied by config.json, but the LM head differs from the embedding: not tied"
+            )
             config = replace(config, tie_embeddings=False)
     return config, stored
 
@@ -115,14 +117,6 @@ def _equal(a: Tensor, b: Tensor, rows: int = 1024) -> bool:
     V, D = a.shape
     parts = [(slice(i, min(i + rows, V)), slice(0, D)) for i in range(0, V, rows)]
     return all(np.array_equal(a.read(part), b.read(part)) for part in parts)
-
-
-@cache
-def _note_untied(directory: str) -> None:
-    inform(
-        f"{directory}: tie_word_embeddings is true, but the LM head differs from the embedding: "
-        "they are not tied"
-    )
 
 
 def model_shape(directory: str) -> LlamaConfig:

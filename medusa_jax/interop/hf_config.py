@@ -23,20 +23,13 @@ FAMILIES: dict[str, Json] = {
 # rope_type -> its numbers, theirs -> ours.
 _FACTOR = {"factor": "rope_factor"}
 _ORIGINAL = _FACTOR | {"original_max_position_embeddings": "rope_original_max_position"}
-SCALINGS: dict[str, dict[str, str]] = {
+_LOW, _HIGH = "rope_low_freq_factor", "rope_high_freq_factor"
+_YARN = {"beta_slow": _LOW, "beta_fast": _HIGH, "attention_factor": "rope_attention_factor"}
+SCALINGS = {
     "linear": _FACTOR,
     "dynamic": _FACTOR,
-    "llama3": _ORIGINAL
-    | {
-        "low_freq_factor": "rope_low_freq_factor",
-        "high_freq_factor": "rope_high_freq_factor",
-    },
-    "yarn": _ORIGINAL
-    | {
-        "beta_slow": "rope_low_freq_factor",
-        "beta_fast": "rope_high_freq_factor",
-        "attention_factor": "rope_attention_factor",
-    },
+    "llama3": _ORIGINAL | {"low_freq_factor": _LOW, "high_freq_factor": _HIGH},
+    "yarn": _ORIGINAL | _YARN,
 }
 # What the rotation depends on.
 ROPE = tuple(f.name for f in fields(LlamaConfig) if f.name.startswith("rope_"))

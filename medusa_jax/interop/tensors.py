@@ -71,12 +71,10 @@ def open_checkpoint(directory: str) -> Tensors:
       UserError: no weights, a missing or unreadable shard, or a broken index.
     """
     if file := weights_file(directory):
-        reader = (
-            open_safetensors if WEIGHTS[0] in os.path.basename(file) else open_torch_file
-        )
-        if file.endswith(".json"):
-            return _open_shards(directory, file, reader)
-        return reader(file)
+        safe = os.path.basename(file).startswith(WEIGHTS[0])
+        reader = open_safetensors if safe else open_torch_file
+        sharded = file.endswith(".json")
+        return _open_shards(directory, file, reader) if sharded else reader(file)
     if stands_for_gguf(directory):
         from medusa_jax.interop.gguf.architecture import opened
 

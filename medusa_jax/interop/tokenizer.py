@@ -14,9 +14,7 @@ from medusa_jax.whole_files import Json
 BROKEN = "\ufffd"
 # Files from which transformers builds a tokenizer without tokenizer.json.
 SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
-NO_DEFAULT = (
-    "{{ raise_exception('there are several by name and no default: give a name') }}"
-)
+NO_DEFAULT = "{{ raise_exception('there are several by name and no default') }}"
 # The folder of named chat templates.
 TEMPLATES = "additional_chat_templates"
 # Texts with more characters are encoded by the library's batch call, which releases the GIL: a megabyte takes a
@@ -138,9 +136,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     bos_id = id_of("bos_token")
     if "bos_token" not in settings:
         # Only if the tokenizer does not specify it: Qwen's configs name a BOS that is never used.
-        bos_id = min(
-            _ids(model.get("bos_token_id"), backend.get_vocab_size()), default=None
-        )
+        known = _ids(model.get("bos_token_id"), backend.get_vocab_size())
+        bos_id = min(known, default=None)
     eos_ids = _ids(id_of("eos_token")) | declared_eos_ids(directory)
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {name: text for name in names if (text := text_of(name)) is not None}

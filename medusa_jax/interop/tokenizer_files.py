@@ -12,28 +12,11 @@ from medusa_jax.whole_files import Json
 
 GENERATION = "generation_config.json"
 # The files of a tokenizer, as transformers names them.
-NAMES = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-    ),
-    *(
-        "chat_template.jinja",
-        f"{TEMPLATES}/*.jinja",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-    ),
-    *(
-        "tokenizer.model",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "spm.model",
-        "tekken.json",
-    ),
-)
+_NAMES = """
+    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt
+    merges.txt tokenizer.model spiece.model sentencepiece.bpe.model spm.model tekken.json chat_template.jinja
+"""
+NAMES = [*_NAMES.split(), f"{TEMPLATES}/*.jinja"]
 
 
 def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> Json:

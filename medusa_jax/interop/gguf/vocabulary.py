@@ -107,8 +107,8 @@ ENDS = (
 _END_TEXTS = """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
     <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>
-    <\uff5cend\u2581of\u2581sentence\uff5c> [e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|>
-    <fim-repo> <REPO> <reponame> <|file_sep|>
+    <\uff5cend\u2581of\u2581sentence\uff5c> [e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|>
+    <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
 """
 END_TEXTS = frozenset(_END_TEXTS.split())
 # With one of these pairs <|end|> ends a part of a turn.
@@ -152,8 +152,7 @@ def build_tokenizer(file: GGUFFile) -> Any:
         if model == "gpt2":
             if not file.metadata.get("tokenizer.ggml.pre"):
                 inform(
-                    f"{file.path} does not say how its tokenizer splits text; done as in llama.cpp, which is "
-                    "not as the model was trained"
+                    f"{file.path} does not say how its tokenizer splits text: as llama.cpp by default"
                 )
             backend = _byte_level(file, tokens, _splitting(file))
         else:
@@ -189,14 +188,9 @@ def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
     adds_bos = sentencepiece or _splitting(file).adds_bos
     settings["add_bos_token"] = file.flag("tokenizer.ggml.add_bos_token", adds_bos)
     key = "tokenizer.chat_template"
-    named = {"default": key} | {
-        name: f"{key}.{name}" for name in file.items(f"{key}s", str, [])
-    }
-    templates = [
-        {"name": name, "template": file.text(key)}
-        for name, key in named.items()
-        if file.metadata.get(key)
-    ]
+    keys = {"default": key} | {n: f"{key}.{n}" for n in file.items(f"{key}s", str, [])}
+    found = {name: file.text(key, "") for name, key in keys.items()}
+    templates = [{"name": n, "template": source} for n, source in found.items() if source]
     return settings | ({"chat_template": templates} if templates else {})
 
 
