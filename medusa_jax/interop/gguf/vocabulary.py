@@ -66,7 +66,7 @@ _V3 = (
 LLAMA3 = Splitting((_LLAMA3,), whole_words=True, adds_bos=True)
 _SPLITTINGS = {
     "gpt-2 phi-2 gigachat a.x-4.0 mellum trillion granite-docling": Splitting((_GPT2,)),
-    "smollm starcoder refact command-r codeshell exaone minerva-7b": Splitting(
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": Splitting(
         (r"\p{N}", _GPT2)
     ),
     "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0": LLAMA3,
@@ -87,6 +87,10 @@ _SPLITTINGS = {
         (r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _V3)
     ),
     "seed-coder": Splitting((rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",)),
+    "viking": Splitting(
+        (r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}")
+    ),
+    "minicpm5": Splitting((r"\p{N}{1,3}", rf"{_WORDS}|\p{{N}}+|{_REST}"), whole_words=True),
     # Also of files that say nothing.
     "default": Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
