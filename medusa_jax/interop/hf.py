@@ -150,7 +150,7 @@ def load_backbone(
     """
     directory = resolve(path)
     config, stored = opened or open_model(directory)
-    layers = {int(m[2]) for name in stored if (m := LAYER.match(name))}
+    layers = {m[2] for name in stored if (m := LAYER.match(name)) and not m[1]}
     if (count := len(layers)) != config.n_layers:
         raise UserError(
             f"{directory}: the weights hold {count} layers, config.json says {config.n_layers}"
