@@ -26,12 +26,16 @@ class LlamaConfig:
     max_position: int = 4096
     rms_eps: float = 1e-5
     rope_theta: float = 10000.0
-    # "none", "linear" or "llama3"; the four numbers below only matter for the last two.
+    # "none", "linear", "dynamic" (none within the context), "llama3" or "yarn"; the fields below matter for these.
     rope_scaling: str = "none"
     rope_factor: float = 1.0
+    # Turns in the original context: planes with fewer are divided, with more kept (YaRN's beta_slow, beta_fast).
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_max_position: int = 8192
+    # YaRN: the factor of cos and sin, and whether its ramp starts and ends at whole planes.
+    rope_attention_factor: float = 1.0
+    rope_truncate: bool = True
     tie_embeddings: bool = False
     # 0 = no window. A query at position p sees keys at positions > p - sliding_window.
     sliding_window: int = 0

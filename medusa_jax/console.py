@@ -1,5 +1,6 @@
 """Shared by entry points: commands by name, one-line errors, messages about slow steps, the compilation cache."""
 
+import atexit
 import errno
 import importlib
 import importlib.util
@@ -8,10 +9,13 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -99,11 +103,42 @@ def call_if_longer(seconds: float, callback: Callable[[], None]) -> Iterator[Non
 
 
 def cache_directory(name: str) -> str:
-    """The user's cache directory for one kind of files of this project."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(
-        os.path.expanduser("~"), ".cache"
-    )
-    return os.path.join(root, "medusa_jax", name)
+    """The user's cache directory for one kind of files of this project, which nobody else could write to.
+
+    Kernels and programs in it are run. It is made; where that cannot be, or others have files there, it is one
+    under the directory of temporary files, and where that is not ours either, a new one of this process.
+    """
+    given, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")
+    with suppress(OSError):
+        root = os.path.join(given if os.path.isabs(given) else home, "medusa_jax")
+        if os.path.isabs(root) and (path := _private(root, name)):
+            return path
+        shared = os.path.join(tempfile.gettempdir(), f"medusa_jax-{os.geteuid()}")
+        return _private(shared, name) or _private(_scratch(), name)
+    return os.path.join(os.devnull, name)  # nowhere: nothing is found or written
+
+
+def _private(root: str, name: str) -> str:
+    """A directory in `root`, made if it is missing and closed to others; "" unless all is this user's."""
+    user = os.geteuid()
+    path = os.path.join(root, name)
+    with suppress(OSError):
+        for folder in (root, path):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            if os.stat(folder).st_uid != user:
+                return ""
+            os.chmod(folder, 0o700)
+        with os.scandir(path) as entries:
+            if all(e.stat(follow_symlinks=False).st_uid == user for e in entries):
+                return path
+    return ""
+
+
+@cache
+def _scratch() -> str:
+    path = tempfile.mkdtemp(prefix="medusa_jax-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 def instruction_limit() -> str:

@@ -179,3 +179,70 @@ def test_other_failures_of_files_are_not_taken_for_a_closed_stream(number):
 def test_a_bug_in_an_import_is_not_taken_for_a_missing_package():
     with pytest.raises(ModuleNotFoundError, match=r"jax\.nothing"):
         console.run_main(lambda: __import__("jax.nothing"))
+
+
+@pytest.fixture
+def temporary(monkeypatch, tmp_path):
+    """A directory of temporary files of this test."""
+    monkeypatch.setattr(console.tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    console._scratch.cache_clear()
+    return tmp_path / "tmp"
+
+
+def mode(path):
+    return os.stat(path).st_mode & 0o777
+
+
+@pytest.mark.parametrize(
+    ("xdg", "home", "where"),
+    [
+        ("{tmp}/xdg", "{tmp}/home", "xdg/medusa_jax"),
+        ("", "{tmp}/home", "home/.cache/medusa_jax"),
+        ("relative/cache", "{tmp}/home", "home/.cache/medusa_jax"),
+        ("~/.cache", "{tmp}/home", "home/.cache/medusa_jax"),
+        ("", "~", f"tmp/medusa_jax-{os.geteuid()}"),
+        ("./cache", "home", f"tmp/medusa_jax-{os.geteuid()}"),
+        ("{tmp}/file", "", f"tmp/medusa_jax-{os.geteuid()}"),
+    ],
+)
+def test_caches_are_in_absolute_places(xdg, home, where, temporary, monkeypatch, tmp_path):
+    """A HOME that is not set and that no user has stays "~"; what is relative is ignored, as XDG says."""
+    (tmp_path / "file").write_text("no directory")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg.format(tmp=tmp_path))
+    monkeypatch.setenv("HOME", home.format(tmp=tmp_path))
+    path = console.cache_directory("native")
+    assert path == str(tmp_path / where / "native")
+    assert mode(path) == mode(os.path.dirname(path)) == 0o700
+    assert not list((tmp_path / "work").iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+@pytest.mark.parametrize("part", ["", "native", "native/kernels.so", "native/link"])
+def test_what_another_user_put_into_a_cache_is_not_used(
+    part, temporary, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ours = tmp_path / "medusa_jax" / "native"
+    assert console.cache_directory("native") == str(ours)
+    (ours / "kernels.so").touch()
+    (ours / "link").symlink_to(tmp_path)
+    ours.chmod(0o777)
+    assert console.cache_directory("native") == str(ours) and mode(ours) == 0o700
+    os.chown(ours.parent / part, 12345, 12345, follow_symlinks=False)
+    second = temporary / f"medusa_jax-{os.geteuid()}"
+    assert console.cache_directory("native") == str(second / "native")
+    os.chown(second, 12345, 12345)
+    path = console.cache_directory("native")
+    assert path == console.cache_directory("native") and mode(path) == 0o700
+    assert os.path.dirname(path) not in (str(second), str(ours.parent))
+    assert path.startswith(str(temporary))
+
+
+def test_without_any_place_to_write_nothing_is_found(temporary, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr(console.tempfile, "tempdir", "/dev/null")
+    path = Path(console.cache_directory("native"))
+    assert not list(path.glob("*")) and not path.exists()

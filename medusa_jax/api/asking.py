@@ -164,4 +164,4 @@ def _stops(
     """
     ending = eos_ids if options.eos_ids is None else options.eos_ids
     ends = [*((i,) for i in ending), *options.stop_sequences]
-    return [ids for ids in ends if max(ids) < vocab_size]
+    return [ids for ids in ends if min(ids) >= 0 and max(ids) < vocab_size]

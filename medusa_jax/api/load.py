@@ -115,9 +115,8 @@ def load(
     else:
         text_to_ids = NoTokenizer(directory)
     weights = _weights(weights, directory, kind, devices)
-    number, storage = _forms(
-        hf.read_config(directory), kind, devices, weights, draft_weights
-    )
+    opened = hf.open_model(directory)
+    number, storage = _forms(opened[0], kind, devices, weights, draft_weights)
     marks, drafting = hf.Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
 
     def place(config: LlamaConfig, part: Params) -> Params:
@@ -126,7 +125,7 @@ def load(
         return place_part(config, part, number, devices, storage)
 
     in_blocks = storage.weights == STORED
-    config, backbone = hf.load_backbone(directory, devices, kind, place, in_blocks)
+    config, backbone = hf.load_backbone(directory, devices, kind, place, in_blocks, opened)
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Params = {}
     read_wide: Callable[[], Params] | None = None

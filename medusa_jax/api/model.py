@@ -66,7 +66,9 @@ class Model:
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.calibrated = calibrated
-        self.eos_ids = tuple(sorted(tokenizer.eos_ids if eos_ids is None else eos_ids))
+        ends = tokenizer.eos_ids if eos_ids is None else eos_ids
+        # Elsewhere -1 matches every token.
+        self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < config.vocab_size))
         self.storage = storage or Storage()
         self.llama = decoder(config, dtype, mesh, self.storage)
         self.variables = variables

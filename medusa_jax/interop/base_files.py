@@ -32,8 +32,7 @@ class BaseFiles:
           UserError: as for `hf.load_backbone`.
         """
         directory = resolve(path_or_id)
-        tensors = tensor_files.open_checkpoint(directory)
-        return cls(directory, hf.read_config(directory), tensors)
+        return cls(directory, *hf.open_model(directory))
 
     def array(self, path: str) -> np.ndarray:
         """The parameter at a path of the tree, in its orientation and the stored type.

@@ -9,6 +9,8 @@ assistant turn counts, so that the model learns to stop.
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from medusa_jax.errors import UserError, did_you_mean
@@ -150,7 +152,7 @@ def encode_turns(
     literal = literal_text(tokenizer)
     given: Json = {"messages": list(turns), "more": more}
     hidden = literal.hide(given)
-    source = template_source(tokenizer, template_name)
+    source = template_source(tokenizer, template_name, bool(more.get("tools")))
     fields = hidden or given
     text, _ = render(
         source,
@@ -217,12 +219,42 @@ def encode_user_opening(
 
 def stop_ids(tokenizer: Tokenizer, template_name: str = "") -> frozenset[int]:
     """Ids that end the assistant's turn: the tokenizer's EOS ids and the template's end-of-turn token."""
-    end = tokenizer.token_to_id(TURN_ENDS.get(TEMPLATES.get(template_name, ""), ""))
+    shipped = TEMPLATES.get(template_name, "")
+    end = tokenizer.token_to_id(TURN_ENDS.get(shipped, ""))
+    if not shipped and tokenizer.chat_template:
+        end = _turn_end(tokenizer, template_source(tokenizer, template_name))
     return tokenizer.eos_ids | ({end} if end is not None else set())
 
 
-def template_source(tokenizer: Tokenizer, template_name: str = "") -> str:
-    """The Jinja source of a shipped template, or for "" of the tokenizer's."""
+@lru_cache(maxsize=8)
+def _turn_end(tokenizer: Tokenizer, source: str) -> int | None:
+    """The added token that a template writes after an answer, None if there is none."""
+    mark = f"turn{secrets.token_hex(16)}"
+    turns = [("user", "a"), ("assistant", mark), ("user", "b")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    after = ""
+    for conversation in (messages, messages[:2]):
+        with suppress(UserError):
+            text = render(source, conversation, tokenizer.special_texts)[0]
+            after = text.partition(mark)[2].lstrip()
+        if after:
+            break
+    added = tokenizer.backend.get_added_tokens_decoder()
+    texts = {t.content: i for i, t in added.items() if t.special or t.content[:1] in "<["}
+    found = [text for text in texts if text and after.startswith(text)]
+    return texts[max(found, key=len)] if found else None
+
+
+def template_source(
+    tokenizer: Tokenizer, template_name: str = "", tools: bool = False
+) -> str:
+    """The Jinja source of a template: one of the tokenizer's by name, or a shipped one.
+
+    "" is the tokenizer's for conversations with `tools`, if it has one, else its default, as in transformers.
+    """
+    name = template_name or ("tool_use" if tools else "")
+    if name in tokenizer.named_templates:
+        return tokenizer.named_templates[name]
     if template_name:
         source = shipped_template(template_name)
         end = TURN_ENDS.get(TEMPLATES[template_name]) or tokenizer.special_texts.get(

@@ -69,4 +69,4 @@ def _joined(file: str, name: str, codes: Tensor, scales: Tensor | None) -> Tenso
         unit = codes.read((rows, columns)).astype(np.float32) / 127
         return unit * scales.read((slice(0, 1), columns))
 
-    return Tensor(codes.file, codes.shape, "float32", read)
+    return Tensor(codes.file, codes.shape, "float32", read, name=name)

@@ -4,14 +4,14 @@
   midlayer.{hidden_norm,input_layernorm,post_attention_layernorm}.weight, norm.weight
   fc.weight                                [D, A D] for A streams, lowest first; fc_norm.{a}.weight (3.1)
   lm_head.weight                           [O, D], O tokens
-  d2t [O] int64, t2d [V] bool              token id - place among the O; which of V tokens they are
+  d2t [O] int64, t2d [V] bool              token id - place among the O; which of V tokens they are, if there
   embed_tokens.weight                      a copy of the backbone's, not read
 
-speculators calls the layer `layers.0` and may have more. `model.safetensors` or `pytorch_model.bin` is
-next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and not the
+speculators and Model-Optimizer call the layer `layers.0`, and there may be more. `model.` may precede
+keys. `model.safetensors` or `pytorch_model.bin` is next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and not the
 backbone's) and 3.1's flags. speculators has the layer's fields in a table of their own, flags and tapped
-layers next to it (`speculators_config.py`). Engines drop flags that they do not know; here an unknown one
-is refused.
+layers next to it (`speculators_config.py`). The keys decide where fields contradict them. Engines drop flags
+that they do not know; here an unknown one is refused if it says something.
 """
 
 import os
@@ -28,14 +28,16 @@ from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
 from medusa_jax.interop import speculators_config
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.hf_config import config_to_hf, parse_config
+from medusa_jax.interop.hf_config import ROPE, config_to_hf, parse_config
+from medusa_jax.interop.speculators_config import TAPS, unknown
 from medusa_jax.interop.stored_heads import Arrays, Export, StoredHeads
-from medusa_jax.interop.tensor import Tensors, whole
+from medusa_jax.interop.tensor import Index, Tensor, Tensors, whole
 from medusa_jax.whole_files import Json
 
-_EMBEDDING, _D2T, _T2D = "embed_tokens.weight", "d2t", "t2d"
+_EMBEDDING, _LM_HEAD, _D2T, _T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 # The first layer, in files of EAGLE and SpecForge and of speculators.
 _LAYER, _SPECULATORS = "midlayer.", "layers.0."
+_NUMBERED = re.compile(r"layers\.(\d+)\.")
 _FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
 
 # Fields of a layer that are read here or by `parse_config`.
@@ -44,28 +46,27 @@ READ = {
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
     "rope_scaling", "rope_parameters", "vocab_size", "draft_vocab_size", "max_position_embeddings",
     "target_hidden_size", "eagle_config", "fc_norm", "norm_output", "norm_before_residual",
-    "norm_before_fc", "attention_bias", "mlp_bias", "use_sliding_window",
+    "norm_before_fc", "attention_bias", "mlp_bias", "use_sliding_window", "quantization_config",
+    "use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm",
+    "parallel_draft_step", "use_aux_hidden_state", "position_embedding_type", TAPS,
 }  # fmt: skip
 # Fields that change nothing: a Llama layer over the whole text has no use for them.
 UNUSED = {
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "bias", "bos_token_id", "dtype",
     "eos_token_id", "initializer_range", "layer_types", "max_window_layers", "pad_token_id",
     "pretraining_tp", "sliding_window", "tie_word_embeddings", "torch_dtype",
-    "transformers_version", "use_cache",
+    "transformers_version", "use_cache", "has_lm_head", "parallel_draft_heads_num_layers",
+    "id2label", "label2id", "length_penalty", "max_length", "num_beam_groups", "num_beams",
+    "num_return_sequences", "repetition_penalty", "return_dict", "temperature", "tokenizer_class",
+    "top_k", "top_p", "typical_p",
 }  # fmt: skip
 # What another value of a field would change.
 EXPECTED = {
     "norm_before_fc": False, "attention_bias": False, "mlp_bias": False,
-    "use_sliding_window": False,
+    "use_sliding_window": False, "use_last_layernorm": True,
+    "use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False,
+    "parallel_draft_step": 1, "use_aux_hidden_state": True, "position_embedding_type": "rope",
 }  # fmt: skip
-ROPE = (
-    "rope_theta",
-    "rope_scaling",
-    "rope_factor",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_original_max_position",
-)
 
 
 def is_eagle3(tensors: Tensors) -> bool:
@@ -90,8 +91,9 @@ def open_eagle3(source: str, directory: str, tensors: Tensors, config: Json) -> 
     if speculators_config.is_speculators(config):
         fields, taps = speculators_config.read(file, config)
     else:
-        _expect(file, config, {"num_hidden_layers": 1})
         depth = _depth(file, config)
+        stored = {m[1] for key in tensors if (m := _NUMBERED.match(key))}
+        fields = config | {"num_hidden_layers": len(stored) or 1}
     _check_fields(file, fields)
     layer = parse_config(file, fields)
     _expect(file, fields, {"target_hidden_size": layer.d_model})
@@ -107,13 +109,15 @@ def open_eagle3(source: str, directory: str, tensors: Tensors, config: Json) -> 
     shape, rotation = _shape(layer)
     ids = _take_ids(source, tensors, layer.vocab_size)
     outputs = layer.vocab_size if ids is None else len(ids)
-    if (told := fields.get("draft_vocab_size") or layer.vocab_size) != outputs:
+    if (told := fields.get("draft_vocab_size") or outputs) != outputs:
         raise UserError(f"{file}: draft_vocab_size {told!r}, {source} has {outputs} tokens")
     heads = Eagle3Config(
         n_layers=layer.n_layers,
         tap_layers=taps,
         draft_vocab=0 if ids is None else len(ids),
-        **{flag: fields.get(flag, False) for flag in _FLAGS},
+        fc_norm=bool(fields.get("fc_norm")),
+        norm_output=bool(fields.get("norm_output")),
+        norm_before_residual=bool(fields.get("norm_before_residual")),
         attention_heads=layer.n_heads,
         kv_heads=layer.n_kv_heads,
         head_dim=layer.head_dim,
@@ -141,7 +145,7 @@ def _locate(path: str, stem: str) -> tuple[str, bool]:
 def _shape(layer: LlamaConfig) -> tuple[Json, float]:
     """What the backbone's shape must be, and the base of the layer's rotation (0: the backbone's)."""
     shape = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
-    if layer.rope_scaling == "none":
+    if layer.rope_scaling in ("none", "dynamic"):
         return shape, layer.rope_theta
     return shape | {name: getattr(layer, name) for name in ROPE}, 0.0
 
@@ -156,13 +160,13 @@ def _expect(file: str, fields: Json, expected: Json) -> None:
 
 
 def _check_fields(file: str, fields: Json) -> None:
-    for name in sorted(fields.keys() - READ - UNUSED):
+    for name in unknown(fields, READ | UNUSED):
         raise UserError(
             f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
         )
     _expect(file, fields, EXPECTED)
     for name in _FLAGS:
-        if type(fields.get(name, False)) is not bool:
+        if type(fields.get(name) or False) is not bool:
             raise UserError(f"{file}: {name} should be true or false, not {fields[name]!r}")
 
 
@@ -173,13 +177,13 @@ def _depth(file: str, config: Json) -> dict[str, int]:
     numbers may be meant either way.
     """
     table = config.get("eagle_config") or {}
-    if not isinstance(table, dict) or not table.get("use_aux_hidden_state", True):
+    if not isinstance(table, dict):
         raise UserError(f"{file}: eagle_config {table!r} is not supported")
-    unknown = table.keys() - {"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"}
-    for name in sorted(unknown):
+    for name in unknown(table, UNUSED | EXPECTED.keys() | {TAPS}):
         raise UserError(f"{file} has an unknown field {name!r} under eagle_config")
-    ids = table.get("eagle_aux_hidden_state_layer_ids")
-    if ids is None:
+    _expect(file, table, EXPECTED)
+    ids = table.get(TAPS) or config.get(TAPS)
+    if not ids:
         return {}
     numbers = isinstance(ids, list) and len(ids) == 3 and all(type(i) is int for i in ids)
     for left in (0, 1) if numbers else ():
@@ -187,7 +191,7 @@ def _depth(file: str, config: Json) -> dict[str, int]:
         if ids == [2 - left, L // 2 - left, L - 3 - left]:
             return {"n_layers": L}
     raise UserError(
-        f"{file}: eagle_aux_hidden_state_layer_ids {ids!r} are not the layers of the paper, and "
+        f"{file}: {TAPS} {ids!r} are not the layers of the paper, and "
         "whether they are entered or left is not stated"
     )
 
@@ -197,17 +201,35 @@ def _take_ids(source: str, tensors: Tensors, vocab_size: int) -> np.ndarray | No
     offsets, member = tensors.pop(_D2T, None), tensors.pop(_T2D, None)
     if offsets is None and member is None:
         return None
-    if offsets is None or member is None:
-        raise UserError(f"{source} has only one of the keys {_D2T!r} and {_T2D!r}")
-    offset_O, member_V = whole(offsets), whole(member)
-    if offset_O.ndim != 1 or offset_O.dtype != np.int64:
+    if offsets is None:
+        raise UserError(f"key {_D2T!r} is missing from {source}, which has {_T2D!r}")
+    offset_O = whole(offsets)
+    if offset_O.ndim != 1 or offset_O.dtype.kind != "i":
         raise UserError(
             f"key {_D2T!r} in {source} is {offset_O.dtype}{list(offset_O.shape)}"
         )
     ids = (np.arange(len(offset_O)) + offset_O).astype(np.int32)
+    order = np.argsort(ids)
+    ids = ids[order]
+    member_V = np.isin(np.arange(vocab_size), ids) if member is None else whole(member)
     if member_V.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(member_V), ids):
-        raise UserError(f"keys {_D2T!r} and {_T2D!r} in {source} name different tokens")
+        raise UserError(
+            f"keys {_D2T!r} and {_T2D!r} in {source} name different tokens"
+            if member is not None
+            else f"key {_D2T!r} in {source} names tokens twice, or not of the {vocab_size}"
+        )
+    if _LM_HEAD in tensors and not np.array_equal(order, np.arange(len(order))):
+        tensors[_LM_HEAD] = _with_rows(tensors[_LM_HEAD], order)
     return None if len(ids) == vocab_size else ids
+
+
+def _with_rows(matrix: Tensor, order: np.ndarray) -> Tensor:
+    """A matrix with its rows in another order: Model-Optimizer has the most frequent token first."""
+
+    def read(index: Index) -> np.ndarray:
+        return matrix.read((slice(0, len(order)), index[1]))[order[index[0]]]
+
+    return replace(matrix, read=read)
 
 
 def to_eagle3(export: Export, out: str) -> None:

@@ -15,7 +15,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.interop.hf import HARMLESS, read_config
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.hf_config import config_to_hf
+from medusa_jax.interop.hf_config import ROPE, config_to_hf
 from medusa_jax.interop.stored_heads import Export, StoredHeads
 from medusa_jax.interop.tensor import Tensors
 from medusa_jax.whole_files import Json
@@ -23,14 +23,7 @@ from medusa_jax.whole_files import Json
 _EMBEDDING = "embed_tokens.weight"
 _LAYER = re.compile(r"layers\.(\d+)\.")
 # Fields that the layers depend on and that tensors do not show.
-_LAYER_FIELDS = (
-    "n_heads",
-    "n_kv_heads",
-    "rms_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_factor",
-)
+_LAYER_FIELDS = ("n_heads", "n_kv_heads", "rms_eps", *ROPE)
 
 
 def is_eagle(tensors: Tensors) -> bool:

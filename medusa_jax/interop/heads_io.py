@@ -6,6 +6,7 @@ recognised by the keys of the weights.
 
 import dataclasses
 import os
+from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
@@ -18,6 +19,7 @@ from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.eagle3_files import is_eagle3, open_eagle3
 from medusa_jax.interop.eagle_files import is_eagle, open_eagle
+from medusa_jax.interop.hf import WRAPPER
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.hydra_files import is_hydra, open_hydra
 from medusa_jax.interop.medusa_files import FULL_MODEL, is_medusa, open_medusa
@@ -37,12 +39,6 @@ SAFE = [
     "adapter_model.safetensors",
 ]
 TORCH = ["medusa_lm_head.pt", "hydra_lm_head.pt", "adapter_model.bin"]
-MODEL = [
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-]
 KNOWN = (
     "heads that train.py wrote (heads.json, heads.safetensors), published Medusa, Hydra, EAGLE-1 or "
     "EAGLE-3 heads (medusa_lm_head, hydra_lm_head, an adapter, a full model, vLLM's layout)"
@@ -89,7 +85,7 @@ def _open_directory(path_or_id: str, folder: str) -> StoredHeads:
         return open_own(folder)
     if path := _first(folder, SAFE + TORCH):
         return _open_published(path_or_id, path, folder, tensor_files.open_weights(path))
-    if path := _first(folder, MODEL):
+    if path := tensor_files.weights_file(folder):
         tensors = tensor_files.open_checkpoint(folder)
         return _open_published(path_or_id, path, folder, tensors)
     raise _no_heads(path_or_id, folder)
@@ -99,12 +95,14 @@ def _open_published(
     path_or_id: str, path: str, folder: str, tensors: Tensors
 ) -> StoredHeads:
     config = optional_json(os.path.join(folder, "config.json"))
+    tensors = _renamed(tensors, lambda key: WRAPPER.sub("", key))
     if is_hydra(tensors):
         return open_hydra(path, folder, tensors, config)
-    if is_eagle3(tensors):  # before EAGLE-1, whose keys speculators' files have, too
-        return open_eagle3(path, folder, tensors, config)
-    if is_eagle(tensors):
-        return open_eagle(path, folder, tensors, config)
+    inner = _renamed(tensors, lambda key: key.removeprefix("model."))
+    if is_eagle3(inner):  # before EAGLE-1, whose keys speculators' files have, too
+        return open_eagle3(path, folder, inner, config)
+    if is_eagle(inner):
+        return open_eagle(path, folder, inner, config)
     if not is_medusa(tensors):
         raise _no_heads(path_or_id, folder)
     stored = open_medusa(path, folder, tensors, config)
@@ -114,6 +112,12 @@ def _open_published(
         record = {"fingerprint": base.fingerprint()}
         stored = dataclasses.replace(stored, base=record)
     return stored
+
+
+def _renamed(tensors: Tensors, rename: Callable[[str], str]) -> Tensors:
+    """Tensors by their renamed keys; unchanged if two would have the same."""
+    renamed = {rename(key): tensor for key, tensor in tensors.items()}
+    return renamed if len(renamed) == len(tensors) else tensors
 
 
 def _no_heads(path_or_id: str, folder: str) -> UserError:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,12 +11,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
 from medusa_jax.interop.hf_config import config_to_hf, read_config
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.shards import save_weights
+from medusa_jax.interop.tensor import Tensor, Tensors
 from medusa_jax.interop.tensors import optional_json
 from medusa_jax.model.llama import abstract_params
 from medusa_jax.sharding import Params
@@ -29,6 +32,8 @@ __all__ = [
     "generation_config",
     "load_backbone",
     "locate",
+    "model_shape",
+    "open_model",
     "read_config",
     "resolve",
     "save_backbone",
@@ -38,6 +43,13 @@ __all__ = [
 HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 # Medusa heads merged into a model, which --drafter reads.
 HEADS = "medusa_head."
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Names that torch's wrappers of a module add to keys.
+WRAPPER = re.compile(
+    r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+# A key of a decoder layer: what is before `model.layers` or `layers`, and the layer's number.
+LAYER = re.compile(r"(.*?)(?:model\.)?layers\.(\d+)\.")
 
 
 def generation_config(path: str) -> Json:
@@ -59,12 +71,68 @@ def locate(path: str) -> tuple[str, bool]:
     return f"{stem}.{'bias' if leaf == 'bias' else 'weight'}", leaf == "kernel"
 
 
+def open_model(path: str) -> tuple[LlamaConfig, Tensors]:
+    """Open a model directory or hub id: its shape as the weights have it, and these by key.
+
+    As in transformers 5, keys may lack `model.`, and where config.json ties the LM head to the embedding, the
+    weights decide: both are stored and differ, so that they are not tied, or one is stored, so that it is both.
+
+    Raises:
+      UserError: unreadable, or the keys are those of a wrapped model.
+    """
+    directory = resolve(path)
+    config, stored = read_config(directory), tensor_files.open_checkpoint(directory)
+    _refuse_wrapped(directory, stored)
+    flat = [name for name in stored if re.match(r"(layers|embed_tokens|norm)\.", name)]
+    for name in flat:
+        if f"model.{name}" in stored:
+            raise UserError(f"{directory}: key {name!r} is also there as 'model.{name}'")
+        stored[f"model.{name}"] = stored.pop(name)
+    if config.tie_embeddings and LM_HEAD in stored:
+        if EMBEDDING not in stored:
+            stored[EMBEDDING] = stored[LM_HEAD]
+        elif not _equal(stored[EMBEDDING], stored[LM_HEAD]):
+            inform(
+                f"{directory}: tied by config.json, but the LM head differs from the embedding: not tied"
+            )
+            config = replace(config, tie_embeddings=False)
+    return config, stored
+
+
+def _refuse_wrapped(directory: str, stored: Tensors) -> None:
+    """Raise for the keys of a model inside another module, by the names that it adds."""
+    added = {m[0] for name in stored if (m := WRAPPER.search(name))}
+    prefixes = {m[1] for name in stored if (m := LAYER.match(name))}
+    if added or (prefixes and "" not in prefixes):
+        raise UserError(
+            f"{directory}: keys have the prefix {min(added or prefixes)!r}, which is not the model's: "
+            "save the model without its wrapper, or rename the keys"
+        )
+
+
+def _equal(a: Tensor, b: Tensor, rows: int = 1024) -> bool:
+    """Whether two matrices are the same, read some rows at a time."""
+    if a.shape != b.shape or len(a.shape) != 2:
+        return False
+    V, D = a.shape
+    parts = [(slice(i, min(i + rows, V)), slice(0, D)) for i in range(0, V, rows)]
+    return all(np.array_equal(a.read(part), b.read(part)) for part in parts)
+
+
+def model_shape(directory: str) -> LlamaConfig:
+    """The shape of a local model, which may have no weights."""
+    config = read_config(directory)
+    stored = config.tie_embeddings and tensor_files.weights_file(directory)
+    return open_model(directory)[0] if stored else config
+
+
 def load_backbone(
     path: str,
     mesh: Mesh,
     dtype: DTypeLike = "float32",
     convert: Callable[[LlamaConfig, Params], Params] | None = None,
     in_blocks: bool = False,
+    opened: tuple[LlamaConfig, Tensors] | None = None,
 ) -> tuple[LlamaConfig, Params]:
     """Configuration and parameters of a model directory or hub id, placed on the mesh.
 
@@ -75,16 +143,14 @@ def load_backbone(
       convert: converts each entry of the tree, such as a layer, before the next is read, so that two forms of the
         whole model never coexist.
       in_blocks: `convert` gets matrices of a GGUF file as `BlockRows`.
+      opened: what `open_model` returned for the path.
 
     Raises:
       UserError: unreadable, or keys that contradict the configuration (checked before anything is read).
     """
     directory = resolve(path)
-    config = read_config(directory)
-    stored = tensor_files.open_checkpoint(directory)
-    layers = {
-        int(m[1]) for name in stored if (m := re.match(r"model\.layers\.(\d+)\.", name))
-    }
+    config, stored = opened or open_model(directory)
+    layers = {m[2] for name in stored if (m := LAYER.match(name)) and not m[1]}
     if (count := len(layers)) != config.n_layers:
         raise UserError(
             f"{directory}: the weights hold {count} layers, config.json says {config.n_layers}"
@@ -92,7 +158,7 @@ def load_backbone(
     abstract = abstract_params(config)
 
     def ignore(name: str) -> bool:
-        copy_of_embedding = config.tie_embeddings and name == "lm_head.weight"
+        copy_of_embedding = config.tie_embeddings and name == LM_HEAD
         heads = name.startswith(HEADS)
         return copy_of_embedding or heads or bool(HARMLESS.search(name))
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
@@ -20,6 +20,19 @@ FAMILIES: dict[str, Json] = {
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
 }
+# rope_type -> its numbers, theirs -> ours.
+_FACTOR = {"factor": "rope_factor"}
+_ORIGINAL = _FACTOR | {"original_max_position_embeddings": "rope_original_max_position"}
+_LOW, _HIGH = "rope_low_freq_factor", "rope_high_freq_factor"
+_YARN = {"beta_slow": _LOW, "beta_fast": _HIGH, "attention_factor": "rope_attention_factor"}
+SCALINGS = {
+    "linear": _FACTOR,
+    "dynamic": _FACTOR,
+    "llama3": _ORIGINAL | {"low_freq_factor": _LOW, "high_freq_factor": _HIGH},
+    "yarn": _ORIGINAL | _YARN,
+}
+# What the rotation depends on.
+ROPE = tuple(f.name for f in fields(LlamaConfig) if f.name.startswith("rope_"))
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -83,6 +96,9 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
         qk_norm=family == "qwen3",
         **_rope(file, raw),
     )
+    if config.rope_scaling == "yarn":  # Qwen's files keep the original context
+        context = min(config.rope_factor * config.rope_original_max_position, 2**31 - 1)
+        config.max_position = max(config.max_position, int(context))
     if config.n_heads % config.n_kv_heads or config.head_dim % 2:
         raise UserError(
             f"{file}: {config.n_heads} query heads, {config.n_kv_heads} key/value heads and head "
@@ -112,9 +128,9 @@ class _Fields:
             raise self._wrong(name, "a number above 0", value)
         return float(value)
 
-    def switch(self, name: str) -> bool:
-        """True or false; absent is false."""
-        value = self.values.get(name, False)
+    def switch(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.values.get(name, default)
         if type(value) is not bool:
             raise self._wrong(name, "true or false", value)
         return value
@@ -150,23 +166,40 @@ def _rope(file: str, raw: Json) -> Json:
         raise UserError(f"{file}: rope parameters that differ by layer are not supported")
     if kind == "default":
         return fields
-    if kind not in ("linear", "llama3"):
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise UserError(
-            f"{file}: rope type {kind!r} is not supported (there are: default, linear, llama3)"
+            f"{file}: rope type {kind!r} is not supported (there are: default, {', '.join(SCALINGS)})"
         )
-    names = {"factor": "rope_factor"}
-    if kind == "llama3":
-        names |= {
-            "low_freq_factor": "rope_low_freq_factor",
-            "high_freq_factor": "rope_high_freq_factor",
-            "original_max_position_embeddings": "rope_original_max_position",
-        }
-    if missing := [name for name in names if rope.get(name) is None]:
+    names, given = SCALINGS[kind], inner.values
+    if "original_max_position_embeddings" in names:
+        name = "original_max_position_embeddings"
+        contexts = (raw.get(name), given.get(name), raw.get("max_position_embeddings"))
+        given[name] = next((n for n in contexts if n is not None), None)
+    if kind == "yarn":
+        if fields["rope_theta"] <= 1:
+            raise UserError(f"{file}: rope_theta should be above 1 for yarn")
+        _yarn_defaults(inner)
+        fields["rope_truncate"] = inner.switch("truncate", True)
+    if missing := [name for name in names if given.get(name) is None]:
         raise UserError(f"{file}: rope type {kind!r} without {', '.join(missing)}")
     fields |= {ours: inner.number(theirs) for theirs, ours in names.items()}
-    if kind == "llama3":
+    if "rope_original_max_position" in fields:
         fields["rope_original_max_position"] = int(fields["rope_original_max_position"])
     return fields | {"rope_scaling": kind}
+
+
+def _yarn_defaults(inner: "_Fields") -> None:
+    """Add YaRN's absent numbers, as transformers computes them."""
+    given, numbers = inner.values, {}
+    for name, default in {"beta_fast": 32.0, "beta_slow": 1.0}.items():
+        given[name] = given.get(name) or default
+    for name in ("factor", "mscale", "mscale_all_dim"):
+        numbers[name] = inner.number(name) if given.get(name) else 0.0
+    factor, *scales = numbers.values()
+    up, down = scales if all(scales) else (1.0, 0.0)
+    if factor and given.get("attention_factor") is None:
+        log = 0.1 * math.log(max(factor, 1.0))
+        given["attention_factor"] = (up * log + 1.0) / (down * log + 1.0)
 
 
 def _sliding_window(file: str, family: str, raw: Json, fields: _Fields) -> tuple[int, int]:
@@ -221,13 +254,10 @@ def config_to_hf(config: LlamaConfig) -> Json:
         )
     rope: Json = {"rope_type": "default", "rope_theta": c.rope_theta}
     if c.rope_scaling != "none":
-        rope |= {"rope_type": c.rope_scaling, "factor": c.rope_factor}
-    if c.rope_scaling == "llama3":
-        rope |= {
-            "low_freq_factor": c.rope_low_freq_factor,
-            "high_freq_factor": c.rope_high_freq_factor,
-            "original_max_position_embeddings": c.rope_original_max_position,
-        }
+        rope["rope_type"] = c.rope_scaling
+        rope |= {name: getattr(c, ours) for name, ours in SCALINGS[c.rope_scaling].items()}
+    if c.rope_scaling == "yarn" and not c.rope_truncate:
+        rope["truncate"] = False
     raw: Json = {
         "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,

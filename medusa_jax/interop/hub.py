@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.gguf import converted
+from medusa_jax.interop.gguf.reader import split_files
 from medusa_jax.interop.names import NAMES, file_of, named
 from medusa_jax.interop.tensors import read_json
 
@@ -74,7 +75,7 @@ def gguf_file(path_or_name: str | None) -> str:
             f"{path_or_name or 'the demo'} is no GGUF file, which llama.cpp needs: give --model "
             f"a .gguf file or a name ({', '.join(NAMES)})"
         )
-    return path_or_name
+    return split_files(path_or_name)[0]
 
 
 def is_here(path_or_id: str) -> bool:
@@ -85,8 +86,8 @@ def is_here(path_or_id: str) -> bool:
 def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
     from huggingface_hub import errors, snapshot_download
 
-    # "consolidated" is a second copy of the weights in the publisher's layout.
-    skipped = ["*/*", "consolidated*"]
+    # Folders but for additional_chat_templates; a second copy of the weights in the publisher's layout.
+    skipped = ["[!a]*/*", "consolidated*"]
     way_out = "or give a local directory instead"
     try:
         return snapshot_download(

@@ -14,7 +14,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop.medusa_files import ADAPTER, is_head_key, medusa_arrays, only_medusa
 from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.stored_heads import Export, StoredHeads, made_directory
-from medusa_jax.interop.tensor import Tensor, Tensors, whole
+from medusa_jax.interop.tensor import Tensor, Tensors, cast, whole
 from medusa_jax.interop.tensors import read_json, save_json
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.whole_files import Json
@@ -44,7 +44,7 @@ def to_merged(export: Export, out: str) -> None:
             array = changed[key]()
         else:
             array = whole(backbone[key])
-        return array.astype(np.dtype(dtype)) if dtype else array
+        return cast(array, dtype, repr(key)) if dtype else array
 
     first = next(iter(backbone.values()))
     kind = np.dtype(dtype or first.dtype)
@@ -52,6 +52,8 @@ def to_merged(export: Export, out: str) -> None:
     shapes |= {key: array.shape for key, array in heads.items()}
     save_weights(made_directory(out), shapes, read, kind)
     raw = read_json(os.path.join(base.directory, "config.json"))
+    if raw.get("tie_word_embeddings"):
+        raw["tie_word_embeddings"] = base.config.tie_embeddings
     raw["medusa_num_heads"] = stored.heads.n_heads
     raw["medusa_num_layers"] = stored.heads.n_layers
     if dtype:
@@ -106,15 +108,12 @@ def _merge_adapter(
 def _with_lora(
     what: str, stored: Tensor, a: Tensor, b: Tensor, scale: float, dtype: str
 ) -> Callable[[], np.ndarray]:
-    @np.errstate(over="ignore", invalid="ignore")  # checked below
+    @np.errstate(over="ignore", invalid="ignore")  # checked by `cast`
     def read() -> np.ndarray:
         weight = whole(stored)
         down, up = (whole(factor).astype(np.float32) for factor in (a, b))
         merged = weight.astype(np.float32) + scale * (up @ down)
-        merged = merged.astype(np.dtype(dtype or weight.dtype))
-        if np.isfinite(weight).all() and not np.isfinite(merged).all():
-            raise UserError(f"{what} has values that {merged.dtype.name} cannot hold")
-        return merged
+        return cast(merged, dtype or weight.dtype, what)
 
     return read
 

@@ -9,7 +9,6 @@
 import dataclasses
 import os
 import re
-import shutil
 
 import numpy as np
 from flax.traverse_util import unflatten_dict
@@ -23,6 +22,7 @@ from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.stored_heads import Export, StoredHeads, made_directory
 from medusa_jax.interop.tensor import Tensors, whole
 from medusa_jax.interop.tensors import read_json
+from medusa_jax.interop.tokenizer_files import copy_inside
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
@@ -188,11 +188,9 @@ def to_native(export: Export, out: str) -> None:
     recipe = stored.meta.get("recipe")
     if not isinstance(recipe, dict):
         recipe = {"converted_from": stored.layout, "config": stored.meta}
-    tree = os.path.join(stored.directory, "tree.json")
     params = unflatten_dict(export.params, sep="/")
     if stored.ids is not None:
         params[vocabulary.GROUP] = {"ids": stored.ids}
     dtype = export.dtype or None
     save_heads(out, stored.heads, params, base=base, recipe=recipe, dtype=dtype)
-    if os.path.isfile(tree):
-        shutil.copy(tree, out)
+    copy_inside(stored.directory, "tree.json", out)

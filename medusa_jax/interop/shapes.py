@@ -5,7 +5,7 @@ from pathlib import Path
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.interop.hf import read_config
+from medusa_jax.interop.hf import model_shape
 
 # Vocabulary, width, layers, heads, key/value heads, head size, MLP width, context.
 _LLAMA_3 = LlamaConfig(128256, 4096, 32, 32, 8, 128, 14336, 8192)
@@ -34,4 +34,4 @@ def find_shape(name: str) -> LlamaConfig:
             f"{name!r} is no directory with a config.json and none of the shapes "
             f"{', '.join(SHAPES)}"
         )
-    return read_config(str(folder))
+    return model_shape(str(folder))

@@ -12,6 +12,7 @@ number layers by what leaves them; files that were converted from theirs may hol
 and vLLM runs such heads on other layers than they were trained on.
 """
 
+from collections.abc import Set
 from typing import Any
 
 from medusa_jax.console import inform
@@ -39,6 +40,11 @@ def is_speculators(config: Json) -> bool:
     return TYPE in config
 
 
+def unknown(fields: Json, known: Set[str]) -> list[str]:
+    """Fields that are not known and say something: null, false, 0 and what is empty change nothing."""
+    return sorted(name for name in fields.keys() - known if fields[name])
+
+
 def read(file: str, config: Json) -> tuple[Json, str]:
     """The fields as EAGLE's form has them, and `heads.tap_layers`.
 
@@ -56,13 +62,13 @@ def read(file: str, config: Json) -> tuple[Json, str]:
     if not isinstance(layers, dict):
         raise UserError(f"{file}: {LAYERS} should be an object, not {layers!r}")
     known = SHARED | UNUSED | {TYPE, PARTS, LAYERS, TAPS, "embed_requires_grad"}
-    for name in sorted(config.keys() - known):
+    for name in unknown(config, known):
         raise UserError(
             f"{file} has a field that speculators is not known to write: {name!r}"
         )
-    for name in sorted(parts.keys() - UNUSED_PARTS - {"algorithm"}):
+    for name in unknown(parts, UNUSED_PARTS | {"algorithm"}):
         raise UserError(f"{file} has an unknown field {name!r} under {PARTS}")
-    for name in sorted(layers.keys() & (SHARED | {"eagle_config"})):
+    for name in sorted(layers.keys() & (SHARED | {"eagle_config", TAPS})):
         raise UserError(
             f"{file} has a field under {LAYERS} that belongs above it: {name!r}"
         )

@@ -13,7 +13,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter, vocabulary
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.tensor import Tensors, whole
+from medusa_jax.interop.tensor import Tensors, cast, whole
 from medusa_jax.interop.torch_writer import save_torch
 from medusa_jax.model.llama import Llama, abstract_params
 from medusa_jax.sharding import PyTree
@@ -111,7 +111,7 @@ class Export:
         arrays = self.stored.read(self.base.config)
         # Only our own layout has int8, quantised from the heads' type (`own_heads.save_heads`).
         kind = np.dtype(self.dtype) if self.dtype not in ("", "int8") else widest(arrays)
-        return {path: array.astype(kind) for path, array in arrays.items()}
+        return {path: cast(array, kind, repr(path)) for path, array in arrays.items()}
 
     @property
     def kind(self) -> np.dtype:

@@ -4,10 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from jax.typing import DTypeLike
 
+from medusa_jax.errors import UserError
 from medusa_jax.model.block_rows import Blocks
 
 Index = tuple[slice, ...]
+# The bits of the exponent, which are all set in what is not finite: a pass over integers.
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,7 @@ class Tensor:
 
     Attributes:
       blocks: the tensor's blocks in a GGUF file, a row each; None for other files.
+      name: its key in the file, for messages.
     """
 
     file: str
@@ -23,11 +28,46 @@ class Tensor:
     dtype: str
     read: Callable[[Index], np.ndarray]
     blocks: Blocks | None = None
+    name: str = ""
 
 
 Tensors = dict[str, Tensor]
 
 
 def whole(tensor: Tensor) -> np.ndarray:
-    """Read a whole tensor."""
-    return tensor.read(tuple(slice(0, n) for n in tensor.shape))
+    """Read a whole tensor, as `part`."""
+    return part(tensor, tuple(slice(0, n) for n in tensor.shape))
+
+
+def part(tensor: Tensor, index: Index) -> np.ndarray:
+    """Read a part of a tensor.
+
+    Raises:
+      UserError: it has values that are not finite, which no model has.
+    """
+    values = tensor.read(index)
+    if not finite(values):
+        raise UserError(
+            f"{tensor.file} is damaged: tensor {tensor.name!r} holds values that are no numbers"
+        )
+    return values
+
+
+def finite(array: np.ndarray) -> bool:
+    """Whether no value is an infinity or NaN."""
+    if (mask := _EXPONENTS.get(array.dtype.name)) is None:
+        return bool(np.isfinite(array).all())
+    return not (array.view(np.uint16) & np.uint16(mask) == mask).any()
+
+
+def cast(array: np.ndarray, dtype: DTypeLike, what: str) -> np.ndarray:
+    """Values in another type, contiguous.
+
+    Raises:
+      UserError: it cannot hold some of them, or they are not finite; begins with `what`.
+    """
+    with np.errstate(over="ignore"):
+        out = np.ascontiguousarray(array, dtype)
+    if not finite(out):
+        raise UserError(f"{what} has values that {out.dtype.name} cannot hold")
+    return out

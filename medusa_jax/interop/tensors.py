@@ -12,11 +12,13 @@ from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
 from medusa_jax.hosts import on_host
-from medusa_jax.interop.tensor import Tensor, Tensors
+from medusa_jax.interop.tensor import Tensor, Tensors, cast, part
 from medusa_jax.model.block_rows import BlockRows
 from medusa_jax.sharding import Params, PyTree, param_shardings, path_string
 from medusa_jax.whole_files import Json, decode_text, parse_json, replacing, write_text
 
+# In order of preference.
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # A link to the GGUF file in the directory that `resolve` makes for it.
 GGUF_LINK = "model.gguf"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -42,7 +44,8 @@ def open_safetensors(path: str) -> Tensors:
     def tensor(name: str) -> Tensor:
         view = handle.get_slice(name)
         kind = _SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype())
-        return Tensor(path, tuple(view.get_shape()), kind, lambda index: view[index])
+        shape = tuple(view.get_shape())
+        return Tensor(path, shape, kind, lambda index: view[index], name=name)
 
     return {name: tensor(name) for name in names}
 
@@ -67,23 +70,26 @@ def open_checkpoint(directory: str) -> Tensors:
     Raises:
       UserError: no weights, a missing or unreadable shard, or a broken index.
     """
-    for name, reader in (
-        ("model.safetensors", open_safetensors),
-        ("pytorch_model.bin", open_torch_file),
-    ):
-        index = os.path.join(directory, f"{name}.index.json")
-        if os.path.isfile(index):
-            return _open_shards(directory, index, reader)
-        if os.path.isfile(os.path.join(directory, name)):
-            return reader(os.path.join(directory, name))
+    if file := weights_file(directory):
+        safe = os.path.basename(file).startswith(WEIGHTS[0])
+        reader = open_safetensors if safe else open_torch_file
+        sharded = file.endswith(".json")
+        return _open_shards(directory, file, reader) if sharded else reader(file)
     if stands_for_gguf(directory):
         from medusa_jax.interop.gguf.architecture import opened
 
-        return opened(os.path.realpath(os.path.join(directory, GGUF_LINK)))
+        return opened(os.readlink(os.path.join(directory, GGUF_LINK)))
     raise UserError(
         f"{directory} holds no weights: looked for model.safetensors, pytorch_model.bin and "
         "the .index.json of either"
     )
+
+
+def weights_file(directory: str) -> str:
+    """The file of a model's weights, or the index of its shards; "" if there is none, or for a GGUF file."""
+    names = [n + more for n in WEIGHTS for more in (".index.json", "")]
+    paths = [os.path.join(directory, name) for name in names]
+    return next((path for path in paths if os.path.isfile(path)), "")
 
 
 def stands_for_gguf(directory: str) -> bool:
@@ -281,8 +287,12 @@ def _place(
     for spans, devices in owners.items():
         jax.block_until_ready(placed)  # the previous slice has left the host
         stored = spans[::-1] if transposed else spans
-        block = tensor.read(tuple(slice(*span) for span in stored))
-        block = np.ascontiguousarray(block.T if transposed else block, dtype)
+        block = part(tensor, tuple(slice(*span) for span in stored))
+        block = block.T if transposed else block
+        if block.dtype == dtype or block.dtype.itemsize < dtype.itemsize:
+            block = np.ascontiguousarray(block, dtype)
+        else:
+            block = cast(block, dtype, f"tensor {tensor.name!r} in {tensor.file}")
         placed += [jax.device_put(block, device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 

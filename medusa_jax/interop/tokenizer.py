@@ -1,5 +1,6 @@
 """Tokenizers: text to ids and back, and incremental decoding."""
 
+import glob
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -13,6 +14,9 @@ from medusa_jax.whole_files import Json, read_text
 BROKEN = "\ufffd"
 # Files from which transformers builds a tokenizer without tokenizer.json.
 SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
+NO_DEFAULT = "{{ raise_exception('there are several by name and no default') }}"
+# The folder of named chat templates.
+TEMPLATES = "additional_chat_templates"
 # Texts with more characters are encoded by the library's batch call, which releases the GIL: a megabyte takes a
 # second.
 LONG = 4096
@@ -26,7 +30,8 @@ class Tokenizer:
       adds_bos: whether plain text starts with the BOS (Llama: yes; Qwen: no).
       eos_ids: ids that end a text or a turn; chat models often have several.
       vocab_size: number of ids, added tokens included. A model may have more embeddings.
-      chat_template: the Jinja source from the model directory, or "".
+      chat_template: the Jinja source from the model directory, or ""; of several by name the default.
+      named_templates: the others by name, such as "tool_use".
       special_texts: {"bos_token": "<s>", ...} for chat templates.
       special_ids: ids that `decode` skips by default.
       byte_ids: ids of the byte tokens <0x00> ... <0xFF> of a byte-fallback vocabulary.
@@ -39,7 +44,7 @@ class Tokenizer:
         bos_id: int | None = None,
         adds_bos: bool | None = None,
         eos_ids: Iterable[int] = (),
-        chat_template: str = "",
+        chat_template: str | dict[str, str] = "",
         special_texts: dict[str, str] | None = None,
     ) -> None:
         backend.no_truncation()
@@ -51,7 +56,10 @@ class Tokenizer:
         self.adds_bos = adds_bos and bos_id is not None
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < self.vocab_size)
-        self.chat_template = chat_template
+        named = {} if isinstance(chat_template, str) else dict(chat_template)
+        default = named.pop("default", NO_DEFAULT if named else "")
+        self.chat_template = chat_template if isinstance(chat_template, str) else default
+        self.named_templates = named
         self.special_texts = special_texts or {}
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -141,10 +149,11 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     model = optional_json(os.path.join(directory, "config.json"))
     bos_id = id_of("bos_token")
-    if "bos_token" not in settings and isinstance(model.get("bos_token_id"), int):
+    if "bos_token" not in settings:
         # Only if the tokenizer does not specify it: Qwen's configs name a BOS that is never used.
-        bos_id = model["bos_token_id"]
-    eos_ids = {id_of("eos_token")} | declared_eos_ids(directory)
+        known = _ids(model.get("bos_token_id"), backend.get_vocab_size())
+        bos_id = min(known, default=None)
+    eos_ids = _ids(id_of("eos_token")) | declared_eos_ids(directory)
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {name: text for name in names if (text := text_of(name)) is not None}
     if bos_id is not None:
@@ -153,8 +162,8 @@ def load_tokenizer(path: str) -> Tokenizer:
         backend,
         bos_id=bos_id,
         adds_bos=settings.get("add_bos_token"),
-        eos_ids=[i for i in eos_ids if isinstance(i, int)],
-        chat_template=_chat_template(directory, settings),
+        eos_ids=eos_ids,
+        chat_template=_chat_templates(directory, settings),
         special_texts=special,
     )
 
@@ -169,7 +178,7 @@ class NoTokenizer(Tokenizer):
     def __init__(self, directory: str) -> None:
         self.directory, self.backend = directory, None
         self.bos_id, self.adds_bos, self.vocab_size = None, False, 0
-        self.chat_template, self.special_texts = "", {}
+        self.chat_template, self.named_templates, self.special_texts = "", {}, {}
         self.eos_ids = self.special_ids = self.byte_ids = frozenset()
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
@@ -199,13 +208,19 @@ def has_tokenizer(directory: str) -> bool:
 
 
 def declared_eos_ids(directory: str) -> set[int]:
-    """The EOS ids in config.json and generation_config.json."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        value = optional_json(os.path.join(directory, name)).get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        found |= {i for i in ids if isinstance(i, int)}
-    return found
+    """The EOS ids in config.json and generation_config.json, of those in the vocabulary."""
+    files = ("config.json", "generation_config.json")
+    model, generation = (optional_json(os.path.join(directory, name)) for name in files)
+    size = model.get("vocab_size")
+    given = (raw.get("eos_token_id") for raw in (model, generation))
+    return set().union(*(_ids(ids, size) for ids in given))
+
+
+def _ids(value: object, size: object = None) -> set[int]:
+    """The token ids of a field, of those below `size`: some files have -1 for none."""
+    ids = value if isinstance(value, list) else [value]
+    end = size if isinstance(size, int) else 2**31
+    return {i for i in ids if type(i) is int and 0 <= i < end}
 
 
 def _backend(directory: str) -> Any:
@@ -247,15 +262,17 @@ def _backend(directory: str) -> Any:
     return backend
 
 
-def _chat_template(directory: str, settings: Json) -> str:
-    file = os.path.join(directory, "chat_template.jinja")
-    if os.path.isfile(file):
-        return read_text(file)
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else ""
+def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:
+    """The chat template, or several by name: those in files, else those in tokenizer_config.json."""
+    files = {"default": os.path.join(directory, "chat_template.jinja")}
+    for name in sorted(glob.glob("*.jinja", root_dir=os.path.join(directory, TEMPLATES))):
+        files[name.removesuffix(".jinja")] = os.path.join(directory, TEMPLATES, name)
+    found = {name: read_text(file) for name, file in files.items() if os.path.isfile(file)}
+    given = settings.get("chat_template")
+    if found or not isinstance(given, list):
+        return found or (given if isinstance(given, str) else "")
+    named = {str(t.get("name")): t.get("template") for t in given if isinstance(t, dict)}
+    return {name: source for name, source in named.items() if isinstance(source, str)}
 
 
 class Decodes(Protocol):

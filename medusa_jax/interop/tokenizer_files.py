@@ -7,21 +7,16 @@ import shutil
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
-from medusa_jax.interop.tokenizer import declared_eos_ids, load_tokenizer
+from medusa_jax.interop.tokenizer import TEMPLATES, declared_eos_ids, load_tokenizer
 from medusa_jax.whole_files import Json
 
 GENERATION = "generation_config.json"
-# Files of a model directory that match `TOKENIZER_FILES` and do not belong to the tokenizer.
-NOT_TOKENIZER = (
-    "config.json",
-    "adapter_config.json",
-    GENERATION,
-    "recipe.json",
-    "tree.json",
-    "heads.json",
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-)
+# The files of a tokenizer, as transformers names them.
+_NAMES = """
+    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt
+    merges.txt tokenizer.model spiece.model sentencepiece.bpe.model spm.model tekken.json chat_template.jinja
+"""
+NAMES = [*_NAMES.split(), f"{TEMPLATES}/*.jinja"]
 
 
 def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> Json:
@@ -33,17 +28,14 @@ def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> Json
         return {}
     folder = resolve(tokenizer_path or model_path, TOKENIZER_FILES)
     os.makedirs(directory, exist_ok=True)
-    for pattern in TOKENIZER_FILES:
-        for file in glob.glob(os.path.join(folder, pattern)):
-            if os.path.basename(file) not in NOT_TOKENIZER:
-                shutil.copy(file, directory)
+    for pattern in NAMES:
+        for name in glob.glob(pattern, root_dir=folder):
+            copy_inside(folder, name, directory)
     model_eos_ids: set[int] = set()
     if model_path:
         model_folder = resolve(model_path, TOKENIZER_FILES)
         model_eos_ids = declared_eos_ids(model_folder)
-        generation = os.path.join(model_folder, GENERATION)
-        if os.path.isfile(generation):
-            shutil.copy(generation, directory)
+        copy_inside(model_folder, GENERATION, directory)
     try:
         tokenizer = load_tokenizer(folder)
     except UserError as error:  # must not prevent the export of the weights
@@ -55,3 +47,23 @@ def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> Json
         "eos_token_id": eos[0] if len(eos) == 1 else eos,
     }
     return {name: value for name, value in ids.items() if value not in (None, [])}
+
+
+def copy_inside(folder: str, name: str, out: str) -> None:
+    """Copy a file of a directory, if it has it, but not what a link to elsewhere points to.
+
+    A downloaded directory may have any links, and what is copied may be uploaded. Those of the hub's cache lead to
+    the `blobs` next to its snapshots.
+    """
+    source, base = os.path.realpath(os.path.join(folder, name)), os.path.realpath(folder)
+    snapshots = os.path.dirname(base)
+    blobs = os.path.join(os.path.dirname(snapshots), "blobs", "")
+    is_blob = os.path.basename(snapshots) == "snapshots" and source.startswith(blobs)
+    if not os.path.isfile(source):
+        return
+    if not (source.startswith(os.path.join(base, "")) or is_blob):
+        inform(f"{os.path.join(folder, name)} is not copied: it is a link to {source}")
+        return
+    target = os.path.join(out, name)
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    shutil.copy(source, target)

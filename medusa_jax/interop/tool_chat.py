@@ -36,7 +36,7 @@ def call_form(tokenizer: Tokenizer, template_name: str = "") -> CallForm:
     Raises:
       UserError: it knows no tools, or calls of another form.
     """
-    source = template_source(tokenizer, template_name)
+    source = template_source(tokenizer, template_name, tools=True)
     if "tools" not in source:
         raise UserError("the model's chat template knows no tools")
     for mark, form in FORMS.items():

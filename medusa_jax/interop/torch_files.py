@@ -252,7 +252,7 @@ def _read_archive(path: str, archive: zipfile.ZipFile) -> Tensors:
             raise _Refused(f"the bytes of {name!r} are cut short")
         if member not in starts:
             starts[member] = _start_of_data(path, members[member])
-        tensors[name] = _tensor(path, view, starts[member])
+        tensors[name] = _tensor(path, name, view, starts[member])
     return tensors
 
 
@@ -328,7 +328,7 @@ def _start_of_data(path: str, info: zipfile.ZipInfo) -> int:
     return start
 
 
-def _tensor(path: str, view: _View, start: int) -> Tensor:
+def _tensor(path: str, name: str, view: _View, start: int) -> Tensor:
     storage = view.storage
 
     def read(index: Index) -> np.ndarray:
@@ -343,4 +343,4 @@ def _tensor(path: str, view: _View, start: int) -> Tensor:
         whole = np.lib.stride_tricks.as_strided(flat, view.shape, steps, writeable=False)
         return np.array(whole[index])
 
-    return Tensor(path, view.shape, storage.dtype.name, read)
+    return Tensor(path, view.shape, storage.dtype.name, read, name=name)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, plain and with the scalings of Llama 2 and 3."""
+"""Rotary position embedding, plain and with the scalings of Llama 2 and 3 and of YaRN."""
 
 import math
 
@@ -16,31 +16,49 @@ from medusa_jax.model.product import at_least_f32
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
     """Rotation per position of each of the H/2 planes, [H/2] float64.
 
-    "linear" divides all by the factor. "llama3" divides the slow ones, keeps the fast ones and
-    interpolates between, by the number of turns of a plane in the original context length.
+    "linear" divides all by the factor. "llama3" and "yarn" divide the slow ones, keep the fast ones and
+    interpolate between, by the number of turns of a plane in the original context length ("llama3") or by
+    the plane's number ("yarn"). "dynamic" changes them beyond the context only.
     """
-    half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    H, original = config.head_dim, config.rope_original_max_position
+    half = np.arange(0, H, 2, dtype=np.float64) / H
     frequency = config.rope_theta**-half
-    if config.rope_scaling == "none":
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    if config.rope_scaling in ("none", "dynamic"):
         return frequency
     if config.rope_scaling == "linear":
         return frequency / config.rope_factor
     if config.rope_scaling == "llama3":
-        turns = config.rope_original_max_position * frequency / (2 * math.pi)
-        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        turns = original * frequency / (2 * math.pi)
         keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        return frequency * keep + frequency / config.rope_factor * (1 - keep)
-    raise ValueError(f"unknown rope_scaling {config.rope_scaling!r}")
+    elif config.rope_scaling == "yarn":
+        waves = np.log(original / (np.array([high, low]) * 2 * math.pi))
+        planes = H * waves / (2 * math.log(config.rope_theta))
+        fast, slow = np.clip(planes, -H, 2 * H).tolist()
+        if config.rope_truncate:
+            fast, slow = math.floor(fast), math.ceil(slow)
+        first, last = max(fast, 0), min(slow, H - 1)
+        last += 0.001 * (first == last)
+        keep = 1 - np.clip((np.arange(H // 2) - first) / (last - first), 0.0, 1.0)
+    else:
+        raise ValueError(f"unknown rope_scaling {config.rope_scaling!r}")
+    return frequency * keep + frequency / config.rope_factor * (1 - keep)
 
 
 def rope_tables(
     config: LlamaConfig, positions_BT: jax.Array, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of every position's angles, each [B, T, 1, H] (both halves alike)."""
+    """cos and sin of every position's angles, each [B, T, 1, H] (both halves alike).
+
+    With "yarn" they are multiplied by its factor, so that scores are by its square.
+    """
     wide = at_least_f32(dtype)
     frequency = jnp.asarray(np.tile(rope_frequencies(config), 2), wide)
     angle = positions_BT.astype(wide)[..., None, None] * frequency[None, None, None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if (factor := config.rope_attention_factor) != 1:
+        cos, sin = cos * factor, sin * factor
+    return cos, sin
 
 
 def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:

@@ -103,12 +103,12 @@ def _compiled() -> Path | None:
     made_by = _digest(_version(compiler)) if compiler else "*"
     directory, stem = Path(cache_directory("native")), f"kernels-{made_from}-{made_by}-"
     for path in sorted(directory.glob(f"{stem}*.so")):
-        if path.stem.endswith(f"-{_digest(path.read_bytes())}"):
+        mine = not path.stat().st_mode & 0o022
+        if mine and path.stem.endswith(f"-{_digest(path.read_bytes())}"):
             return path
         path.unlink(missing_ok=True)
     if compiler is None:
         return None
-    directory.mkdir(parents=True, exist_ok=True)
     with (
         announced("compiling kernels for this processor, once"),
         tempfile.TemporaryDirectory(dir=directory) as scratch,
@@ -117,6 +117,7 @@ def _compiled() -> Path | None:
         for machine in machines:
             if _build([*shlex.split(compiler), *FLAGS, *machine], made):
                 path = directory / f"{stem}{_digest(made.read_bytes())}.so"
+                made.chmod(0o700)
                 made.replace(path)  # at once: another process may be reading
                 return path
     return None

@@ -50,9 +50,9 @@ def dry_run(cfg: Config) -> Json:
       UserError: inconsistent sizes.
     """
     if is_here(cfg.model.path):
-        from medusa_jax.interop.hf import read_config
+        from medusa_jax.interop.hf import model_shape
 
-        cfg.model.arch = read_config(resolve(cfg.model.path, ["config.json"]))
+        cfg.model.arch = model_shape(resolve(cfg.model.path, ["config.json"]))
     shapes = step_shapes(cfg)
     report = sizes(cfg, shapes)
     _print_sizes(cfg, report, shapes.frozen, shapes.state.params)

@@ -1,3 +1,5 @@
+import json
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +15,7 @@ from medusa_jax.interop.chat import (
     render_prompt,
     shipped_template,
     stop_ids,
+    template_source,
 )
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 
@@ -246,6 +249,79 @@ def test_masks_of_transformers_agree(llama3, byte_level_dir):
         )
         ids, counted = encode_conversation(llama3, TALK, name)
         assert (ids, counted) == (out["input_ids"], out["assistant_masks"])
+
+
+def named(**sources):
+    return [{"name": name, "template": source} for name, source in sources.items()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "files"),
+    [
+        (named(default="D", tool_use="T", rag="R"), {}),
+        (named(default="D", rag="R"), {}),
+        (named(tool_use="T", rag="R"), {}),
+        ("S", {}),
+        ("S", {"chat_template.jinja": "F"}),
+        (
+            "S",
+            {"chat_template.jinja": "F", "additional_chat_templates/tool_use.jinja": "X"},
+        ),
+        (named(default="D", tool_use="T"), {"additional_chat_templates/rag.jinja": "X"}),
+        (named(default="D", tool_use="T"), {"chat_template.jinja": "F"}),
+    ],
+)
+def test_named_templates_are_chosen_as_in_transformers(
+    settings, files, byte_level_dir, tmp_path
+):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "copy"
+    shutil.copytree(byte_level_dir, folder)
+    raw = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(raw | {"chat_template": settings})
+    )
+    (folder / "additional_chat_templates").mkdir()
+    for name, source in files.items():
+        (folder / name).write_text(source)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = load_tokenizer(str(folder))
+    assert ours.chat_template
+    for name, tools in (("", False), ("", True), ("rag", False), ("tool_use", True)):
+        try:
+            expected = theirs.get_chat_template(name or None, [{}] if tools else None)
+        except ValueError:  # no default
+            with pytest.raises(SampleError, match="several by name and no default"):
+                render(template_source(ours, name, tools), TALK, {})
+            continue
+        if expected == name:  # transformers takes an unknown name for a template
+            with pytest.raises(UserError, match="unknown chat template"):
+                template_source(ours, name, tools)
+        else:
+            assert template_source(ours, name, tools) == expected
+
+
+ENDING = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}END{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("end", "ids"),
+    [
+        ("<|im_end|>\n", {6}),
+        (" \n<|eot_id|>", {2}),
+        ("<|end_of_text|>", {1}),
+        ("\n", {5}),  # the next turn's token ends the answer
+        ("\n\nand so on: <|eot_id|>", set()),
+        ("{{ raise_exception('no') if loop.index == 3 }}<|im_end|>", {6}),
+        ("{{ raise_exception('no') }}", set()),
+    ],
+)
+def test_a_turn_ends_where_the_template_ends_it(end, ids, llama3):
+    """Whatever the files call the EOS: models were published with the end of a text as their only one."""
+    tokenizer = with_template(llama3, ENDING.replace("END", end))
+    tokenizer.eos_ids = frozenset({9})
+    assert stop_ids(tokenizer) == {9} | ids
+    assert stop_ids(tokenizer, "llama3") == {9, 2}
 
 
 @pytest.mark.parametrize("name", ["chatml", "vicuna"])

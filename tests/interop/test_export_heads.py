@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import shutil
 from pathlib import Path
 
 import engines
@@ -113,6 +114,65 @@ def test_every_engine_guesses_what_we_do(target, lm_head, n_layers, base, facts,
     # And so does this project, from the export itself.
     again, params, _ = load(out)
     np.testing.assert_array_equal(our_logits(again, params).argmax(-1), want.argmax(-1))
+
+
+@pytest.mark.parametrize("target", ["merged", "tgi", "native"])
+def test_what_links_point_to_elsewhere_is_not_copied(target, base, tmp_path, capsys):
+    """Files of a tokenizer, of the directory itself or of the hub's cache; of heads their tree."""
+    stored = random_heads(tmp_path / "heads", base)
+    model, blobs = tmp_path / "hub" / "snapshots" / "1a2b", tmp_path / "hub" / "blobs"
+    secret = tmp_path / "secret.json"
+    shutil.copytree(base.directory, model)
+    blobs.mkdir()
+    (model / "additional_chat_templates").mkdir()
+    secret.write_text('{"key": 1}')
+    (blobs / "5e").write_text("{}")
+    (blobs / "6f").symlink_to(secret)
+    kept = {"special_tokens_map.json": blobs / "5e", "vocab.json": model / "config.json"}
+    lost = dict.fromkeys(
+        [
+            "generation_config.json",
+            "added_tokens.json",
+            "additional_chat_templates/b.jinja",
+        ],
+        secret,
+    ) | {"merges.txt": blobs / "6f", "vocab.txt": tmp_path / "nowhere"}
+    for name, target_of in (kept | lost).items():
+        (model / name).symlink_to(target_of)
+    (model / "additional_chat_templates" / "a.jinja").write_text("{{ 1 }}")
+    for name in ("credentials.json", "notes.txt", "recipe.json"):
+        (model / name).write_text("{}")
+    (tmp_path / "heads" / "tree.json").symlink_to(secret)
+    out = exported(stored, BaseFiles.open(str(model)), target, tmp_path / "out")
+    written = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
+    tokenizer = {*kept, "additional_chat_templates/a.jinja"}
+    assert written & {
+        *kept,
+        *lost,
+        "credentials.json",
+        "notes.txt",
+        "recipe.json",
+        "tree.json",
+    } == (set(kept) if target != "native" else set())
+    assert (written >= tokenizer) == (target != "native")
+    assert '"key"' not in "".join(p.read_text(errors="ignore") for p in out.rglob("*.json"))
+    said = capsys.readouterr().err
+    assert f"is not copied: it is a link to {secret}" in said
+
+
+def test_a_merged_model_is_tied_if_its_weights_are(base, tmp_path):
+    """Older versions of transformers tie without a look at the weights."""
+    model = tmp_path / "model"
+    shutil.copytree(base.directory, model)
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    opened = BaseFiles.open(str(model))
+    assert opened.config == base.config and opened.fingerprint() == base.fingerprint()
+    out = exported(
+        random_heads(tmp_path / "heads", base), opened, "merged", tmp_path / "out"
+    )
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    assert BaseFiles.open(str(out)).fingerprint() == base.fingerprint()
 
 
 @pytest.mark.parametrize("drafter", ["hydra", "hydrapp"])

@@ -1,5 +1,6 @@
 """Whole GGUF files as models: every family, against the same model saved for Hugging Face."""
 
+import itertools
 import json
 import math
 import os
@@ -23,11 +24,16 @@ from gguf_files import (
     write,
 )
 
+import medusa_jax
+from medusa_jax import Options
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import hf
 from medusa_jax.interop.gguf import convert
 from medusa_jax.interop.gguf.convert import converted
+from medusa_jax.interop.gguf.float32 import as_float32
+from medusa_jax.interop.hub import gguf_file
+from medusa_jax.interop.tensor import whole
 from medusa_jax.interop.tensors import open_checkpoint
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.model.llama import init_params
@@ -35,6 +41,8 @@ from medusa_jax.model.llama import init_params
 THETA = 500000.0
 LLAMA3 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_low_freq_factor": 1.0}
 LLAMA3 |= {"rope_high_freq_factor": 4.0, "rope_original_max_position": 8192}
+YARN = {"rope_scaling": "yarn", "rope_theta": 20.0, "rope_low_freq_factor": 1.0}
+YARN |= {"rope_high_freq_factor": 32.0, "rope_attention_factor": 0.1 * math.log(4) + 1}
 BIASES = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 LINEAR = {"rope_scaling": "linear"}
 WIDE = {"rope.dimension_count": 12, "attention.key_length": 12}
@@ -53,6 +61,27 @@ CASES = {
         "llama",
         LINEAR | {"rope_factor": 2.0},
         {"rope.scale_linear": 2.0},
+    ),
+    "llama_factor_alone": (
+        "llama",
+        LINEAR | {"rope_factor": 4.0},
+        {"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0},
+    ),
+    "llama_scaled_by_none": (
+        "llama",
+        {},
+        {"rope.scaling.type": "none", "rope.scaling.factor": 4.0, "rope.scale_linear": 2.0},
+    ),
+    "llama_factor_of_0": (
+        "llama",
+        {},
+        {"rope.scaling.factor": 0.0, "rope.scale_linear": 2.0},
+    ),
+    "llama_yarn": (
+        "llama",
+        YARN | {"rope_factor": 4.0, "rope_original_max_position": 16},
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.freq_base": 20.0}
+        | {"rope.scaling.original_context_length": 16},
     ),
     "llama_llama3_rope": (
         "llama",
@@ -149,6 +178,21 @@ def test_every_family_is_the_model_that_was_saved(case, tmp_path, tokenizer_json
         )
 
 
+# llama.cpp needs the value's size as well, and windows are for other architectures there.
+@pytest.mark.parametrize(
+    "case", sorted(CASES.keys() - {"llama_own_head_size", "mistral_window"})
+)
+def test_greedy_tokens_are_llama_cpps(case, tmp_path, tokenizer_json):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    _, path = save_both(case, tmp_path, tokenizer_json)
+    ids = list(range(20, 52))
+    ours = medusa_jax.load(path, drafter="none")
+    [result] = ours.generate([ids], Options(max_new_tokens=24, eos_ids=()))
+    theirs = llama_cpp.Llama(path, n_ctx=64, verbose=False)
+    greedy = theirs.generate(ids, top_k=1, temp=0.0, repeat_penalty=1.0)
+    assert list(result.token_ids) == list(itertools.islice(greedy, 24))
+
+
 def tiny(path, tokenizer_json, shape=None, vocabulary=None, **changes):
     """A tied llama file; `changes` replace tensors, None takes one out."""
     metadata = byte_level_metadata(tokenizer_json, **(vocabulary or {}))
@@ -165,12 +209,63 @@ def test_what_a_model_says_in_addition_to_its_weights(tmp_path, tokenizer_json):
     path = tiny(tmp_path / "a.gguf", tokenizer_json, vocabulary=said)
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos_id, tokenizer.adds_bos) == (0, True)
-    assert tokenizer.eos_ids == {1, 2}
+    assert tokenizer.eos_ids == {1, 2, 6}  # <|im_end|> too, as in llama.cpp
     assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
     assert tokenizer.special_texts["eos_token"] == "<|end_of_text|>"
-    assert hf.generation_config(path)["eos_token_id"] == [1, 2]
+    assert hf.generation_config(path)["eos_token_id"] == [1, 2, 6]
     silent = load_tokenizer(tiny(tmp_path / "b.gguf", tokenizer_json))
-    assert (silent.bos_id, silent.eos_ids, silent.chat_template) == (None, frozenset(), "")
+    assert (silent.bos_id, silent.eos_ids, silent.chat_template) == (None, {1, 2, 6}, "")
+
+
+PHI, HARMONY = ["<|end|>", "<|assistant|>"], ["<|return|>", "<|call|>", "<|end|>"]
+DEEPSEEK = ["<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ids", "ends"),
+    [
+        (["<|endoftext|>", "<|im_end|>", "<|im_start|>"], {"eos": 0}, {0, 1}),
+        (["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"], {"eos": 0, "eot": 0}, {0, 1, 2}),
+        (["</s>", "<end_of_turn>", "<start_of_turn>", "a"], {"eos": 3}, {0, 1, 3}),
+        (PHI, {"eos": 0}, {0}),
+        (HARMONY, {"eos": 0}, {0, 1}),
+        (["<|calls|>", "<|flush|>", "<|end|>"], {"eos": 0}, {0, 1}),
+        (DEEPSEEK, {"eos": 0}, {0}),
+        (
+            ["<|fim_pad|>", "<|file_sep|>", "<|fim_prefix|>", "x"],
+            {"fim_rep": 3, "eos": 0},
+            {0, 1, 3},
+        ),
+        (["none", "of", "them"], {"eom": 2, "eos": 0}, {0, 2}),
+    ],
+)
+def test_what_ends_a_text_ends_it_in_llama_cpp(tokens, ids, ends, tmp_path, tokenizer_json):
+    """By name and by text, of any type; the ids are those of llama.cpp 0.3.36's binding."""
+    vocabulary = json.loads(tokenizer_json)["model"]["vocab"]
+    bytes_ = [token for token in vocabulary if len(token) == 1 and token not in tokens]
+    said = {f"ggml.{name}_token_id": i for name, i in ids.items()}
+    tokens = [*tokens, *bytes_, "ab"]
+    said |= {"ggml.tokens": tokens, "ggml.merges": ["a b"]}
+    said["ggml.token_type"] = [4] + [3] * 2 + [1] * (len(tokens) - 3)
+    path = tmp_path / "a.gguf"
+    metadata = byte_level_metadata(tokenizer_json, **said) | shape_metadata("llama")
+    write(path, metadata, llama_tensors(len(tokens)))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.eos_ids == ends
+    assert tokenizer.special_ids >= {i for i in ends if tokens[i][0] in "<["}
+
+
+def test_ids_that_a_sentencepiece_file_does_not_say(tmp_path):
+    """llama.cpp's: 1 begins a text, 2 ends it."""
+    tokens = ["<unk>", "<s>", "</x>", *(f"<0x{i:02X}>" for i in range(256)), "a"]
+    kinds = [2, 3, 3, *[6] * 256, 1]
+    said = {"model": "llama", "tokens": tokens, "token_type": kinds, "scores": [0.0] * 260}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in said.items()}
+    path = write(
+        tmp_path / "a.gguf", metadata | shape_metadata("llama"), llama_tensors(260)
+    )
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.bos_id, tokenizer.adds_bos, tokenizer.eos_ids) == (1, True, {2})
 
 
 def test_a_file_is_converted_once(tmp_path, tokenizer_json, cache, monkeypatch):
@@ -190,6 +285,52 @@ def test_a_file_is_converted_once(tmp_path, tokenizer_json, cache, monkeypatch):
         tmp_path / "c.gguf", tokenizer_json, output_norm__weight=np.zeros(D, np.float32)
     )
     assert converted(other, "float32") not in (first, half)
+
+
+def test_a_split_model_is_found_from_any_part(tmp_path, tokenizer_json, cache):
+    """The same weights and tokenizer as one file's, converted and where they are."""
+    one = tiny(tmp_path / "one.gguf", tokenizer_json)
+    metadata = byte_level_metadata(tokenizer_json) | shape_metadata("llama")
+    tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"]))
+    write(tmp_path / "m.gguf", metadata, tensors, split=8)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert [part.name for part in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    expected = open_checkpoint(hf.resolve(one))
+    # As in the hub's cache, where a link has the name and its target a checksum.
+    (tmp_path / "blobs").mkdir()
+    for i, part in enumerate(parts):
+        part.rename(tmp_path / "blobs" / str(i))
+        part.symlink_to(tmp_path / "blobs" / str(i))
+    for part in map(str, parts):
+        directory = hf.resolve(part)
+        assert directory == hf.resolve(str(parts[0])) == converted(part)
+        stored = open_checkpoint(directory)
+        assert stored.keys() == expected.keys()
+        for name, tensor in expected.items():
+            np.testing.assert_array_equal(whole(stored[name]), whole(tensor), err_msg=name)
+        assert load_tokenizer(part).encode("fine, you") == load_tokenizer(one).encode(
+            "fine, you"
+        )
+        assert gguf_file(part) == str(parts[0])
+    with open(as_float32(str(parts[1])), "rb") as file:
+        assert b"split.count" not in file.read()
+    parts[2].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(
+        UserError, match=r"m-00003-of-00003\.gguf cannot be read: No such file"
+    ):
+        hf.resolve(str(parts[1]))
+    with pytest.raises(
+        UserError, match=r"renamed\.gguf is file 3 of 3 of a split model, which"
+    ):
+        hf.resolve(str(tmp_path / "renamed.gguf"))
+    parts[2].symlink_to(tmp_path / "blobs" / "1")
+    with pytest.raises(UserError, match=r"00003\.gguf is file 2 of 3"):
+        hf.resolve(str(parts[0]))
+
+
+def test_a_name_alone_splits_nothing(tmp_path, tokenizer_json):
+    path = tiny(tmp_path / "a-00001-of-00002.gguf", tokenizer_json)
+    assert len(open_checkpoint(hf.resolve(path))) == 2 + 9 * LAYERS
 
 
 def test_a_tokenizer_alone_takes_no_weights(tmp_path, tokenizer_json, cache):
@@ -257,7 +398,12 @@ REFUSED = {
     "llama.rope.freq_base is nan": {"shape": {"rope.freq_base": math.nan}},
     "3 query heads and 2 key/value heads do not": {"shape": {"attention.head_count": 3}},
     "rotated, are not supported": {"shape": {"rope.dimension_count": 4}},
-    "rope scaling 'yarn' is not supported": {"shape": {"rope.scaling.type": "yarn"}},
+    "rope scaling 'longrope' is not supported": {
+        "shape": {"rope.scaling.type": "longrope"}
+    },
+    "attn_factor is only supported as 1.0": {"shape": {"rope.scaling.attn_factor": 1.5}},
+    "rope scaling 'linear' is not supported here": {"shape": {"rope.scaling.factor": 2.0}}
+    | with_tensor("rope_freqs__weight", [1] * 4),
     "rope_freqs.weight are scaled in a way": with_tensor(
         "rope_freqs__weight", [1, 2, 3, 8]
     ),
@@ -270,7 +416,6 @@ REFUSED = {
         "blk__0__extra__weight", [1] * 4
     ),
     "pre-tokenizer 'mpt' is not supported": {"vocabulary": {"ggml.pre": "mpt"}},
-    "does not say tokenizer.ggml.pre": {"vocabulary": {"ggml.pre": None}},
     "tokenizer kind 'bert' is not supported": {"vocabulary": {"ggml.model": "bert"}},
     "eos_token_id is 4000, of a vocabulary": {"vocabulary": {"ggml.eos_token_id": 4000}},
     "the types of 2": {"vocabulary": {"ggml.token_type": [1, 1]}},

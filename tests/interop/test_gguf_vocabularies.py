@@ -3,11 +3,15 @@
 import time
 
 import pytest
-from gguf_files import byte_level_metadata, strings, write
+from gguf_files import byte_level_metadata, llama_tensors, shape_metadata, strings, write
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop.gguf.reader import read_gguf
-from medusa_jax.interop.gguf.vocabulary import build_tokenizer, tokenizer_settings
+from medusa_jax.interop.gguf.vocabulary import (
+    SPLITTINGS,
+    build_tokenizer,
+    tokenizer_settings,
+)
 
 # Regular expressions as the published tokenizer.json files have them.
 LLAMA3 = (
@@ -15,7 +19,38 @@ LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-TEXTS = strings(300)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = {
+    "llama-bpe": [LLAMA3],
+    "falcon3": [LLAMA3],
+    "qwen2": [QWEN2],
+    "tekken": [TEKKEN],
+    "gpt-4o": [O200K],
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        DEEPSEEK3,
+    ],
+}
+KINDS = ["gpt-2", "smollm", *PATTERNS]
+# Where rules differ: case, marks, digits of other scripts, slashes at line ends.
+HARD = ["Ա Բա ԱբԳ", "ǅa \u0294x ª", "XMLHttpRequest fooBAR", "IT'S don'T", "a/b/c\n//\n", "…“q”", "\uff11\uff12\uff13\uff14\uff15",
+        "กข ไทย", "한국어 조선 カタカナ ひら", "x\u200by", "e\u0301a", "!!hello ?wo", "+1 = 2 ^ ~ | $ 5"]  # fmt: skip
+TEXTS = strings(300, HARD)
 
 
 def published(kind):
@@ -27,10 +62,10 @@ def published(kind):
     steps = [step]
     if kind == "smollm":
         steps = [pre_tokenizers.Digits(individual_digits=True), step]
-    if kind in ("llama-bpe", "qwen2"):
-        pattern = Regex(LLAMA3 if kind == "llama-bpe" else QWEN2)
+    if kind in PATTERNS:
         step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        steps = [pre_tokenizers.Split(pattern, "isolated"), step]
+        splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in PATTERNS[kind]]
+        steps = [*splits, step]
     if kind == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -59,7 +94,7 @@ def trained():
         tokenizer.pre_tokenizer = splitting
         return tokenizer
 
-    return {kind: train(kind) for kind in ("gpt-2", "smollm", "llama-bpe", "qwen2")}
+    return {kind: train(kind) for kind in KINDS}
 
 
 def read(path, metadata):
@@ -95,7 +130,7 @@ def test_hostile_vocabularies_are_refused_soon(metadata, why, tmp_path):
     assert time.monotonic() - start < 5 and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_byte_level_kinds_split_as_published(kind, trained, tmp_path):
     theirs = trained[kind]
     ours = read(tmp_path / "a.gguf", byte_level_metadata(theirs.to_str(), kind))
@@ -109,11 +144,64 @@ def test_the_kinds_differ(trained, tmp_path):
     """The test above could not tell them apart if they did not."""
     metadata = byte_level_metadata(trained["gpt-2"].to_str())
     seen = {}
-    for kind in ("gpt-2", "smollm", "llama-bpe", "qwen2"):
+    for kind in KINDS:
         metadata["tokenizer.ggml.pre"] = kind
         ours = read(tmp_path / f"{kind}.gguf", metadata)
         seen[kind] = str([ours.encode(text).ids for text in TEXTS])
-    assert len(set(seen.values())) == 4
+    assert len(set(seen.values())) == len(KINDS) - 1  # falcon3's is Llama 3's
+
+
+# tekken's and o200k's expressions are rewritten there, Qwen's texts are not composed.
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        SPLITTINGS.keys()
+        - {"tekken", "gpt-4o", "llama4", "kanana2", "qwen2", "deepseek-r1-qwen"}
+    ),
+)
+def test_text_is_split_as_in_llama_cpp(name, merged_anywhere, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    path = tmp_path / "a.gguf"
+    metadata = byte_level_metadata(merged_anywhere, name) | shape_metadata("llama")
+    size = len(metadata["tokenizer.ggml.tokens"])
+    ours = read(path, metadata)
+    write(path, metadata, llama_tensors(size))
+    theirs = llama_cpp.Llama(str(path), n_ctx=64, verbose=False, vocab_only=True)
+    for text in TEXTS:
+        assert ours.encode(text).ids == theirs.tokenize(text.encode(), add_bos=False), text
+
+
+@pytest.fixture(scope="module")
+def merged_anywhere():
+    """A tokenizer.json whose merges know nothing of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer.to_str()
+
+
+@pytest.mark.parametrize("said", [None, ""])
+def test_a_file_that_does_not_say_how_text_is_split(
+    said, merged_anywhere, tmp_path, capsys
+):
+    """llama.cpp's default, with a note."""
+    silent = read(tmp_path / "a.gguf", byte_level_metadata(merged_anywhere, said))
+    assert "does not say how its tokenizer splits text" in capsys.readouterr().err
+    ours = read(tmp_path / "b.gguf", byte_level_metadata(merged_anywhere, "default"))
+    assert not capsys.readouterr().err
+    for text in TEXTS:
+        assert silent.encode(text).ids == ours.encode(text).ids
+    split = ours.pre_tokenizer.pre_tokenize_str("x1234567 =$y don't")
+    pieces = ["x", "123", "456", "7", "Ġ", "=$", "y", "Ġdon", "'", "t"]
+    assert [piece for piece, _ in split] == pieces
 
 
 def test_a_whole_word_of_the_vocabulary_needs_no_merges(trained, tmp_path):

@@ -14,7 +14,10 @@ from safetensors.numpy import load_file, save_file
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import hf, hub, shards, tensors
+from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.torch_writer import save_torch
 from medusa_jax.model.llama import init_params
+from medusa_jax.model.rope import rope_frequencies, rope_tables
 from medusa_jax.sharding import make_mesh
 
 SIZES = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
@@ -79,6 +82,41 @@ def test_llama31_config(tmp_path):
     assert rope == ("linear", 4.0, 1e4)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+SCALED = {"factor": 8.0, "original_max_position_embeddings": 4096, "truncate": False}
+SCALED |= {"beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.2}
+
+
+@pytest.mark.parametrize(
+    ("rope", "theta", "context", "factor", "frequencies"),
+    [
+        (YARN, 1e6, 131072, 1.138629436111989,
+         [1.0, 0.177828, 0.0316228, 0.00421756, 0.0005, 4.4457e-05, 7.90569e-06, 1.40585e-06]),
+        (YARN | SCALED, 1e4, 40960, 0.9167912505456107,
+         [1.0, 0.316228, 0.1, 0.0316228, 0.00622189, 0.000435576, 0.000125, 3.95285e-05]),
+        (YARN | {"attention_factor": 1.5, "beta_fast": None}, 1e6, 131072, 1.5, None),
+        ({"type": "dynamic", "factor": 2.0}, 1e4, 40960, 1.0, [10 ** (-i / 2) for i in range(8)]),
+    ],
+)  # fmt: skip
+def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
+    """Frequencies and factors are those of transformers 5.24. YaRN's context is what it reaches."""
+    config = read(
+        tmp_path,
+        head_dim=16,
+        rope_theta=theta,
+        rope_scaling=rope,
+        max_position_embeddings=40960,
+    )
+    assert config.max_position == context
+    assert config.rope_attention_factor == pytest.approx(factor)
+    if frequencies:
+        np.testing.assert_allclose(rope_frequencies(config), frequencies, rtol=1e-5)
+    cos, _ = rope_tables(config, jnp.zeros((1, 1), jnp.int32), "float32")
+    np.testing.assert_allclose(cos, factor, rtol=1e-6)
+    (tmp_path / "config.json").write_text(json.dumps(hf.config_to_hf(config)))
+    assert hf.read_config(str(tmp_path)) == config
+
+
 def test_other_families(tmp_path):
     def window(kind, size, used=True, layers=28):
         fields = {"use_sliding_window": used, "max_window_layers": layers}
@@ -113,7 +151,8 @@ LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 16}
         ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"hidden_size": "absent"}, "does not say hidden_size"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' without factor"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' without factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differ by layer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -165,6 +204,82 @@ def test_keys_that_do_not_fit(copy):
     load_fails(path, rf"'{name}' in .* is stored as int8; only float64.*quantised")
     save_file({k: v for k, v in state.items() if "layers.1." not in k}, file)
     load_fails(path, r"weights hold 1 layers, config\.json says 2")
+
+
+@pytest.mark.parametrize(
+    ("rename", "prefix"),
+    [
+        (lambda name: f"module.{name}", "module."),
+        (lambda name: f"_orig_mod.{name}", "_orig_mod."),
+        (lambda name: name.replace("layers.", "_fsdp_wrapped_module.layers."), "_fsdp"),
+        (lambda name: name.replace("s.0.", "s.0._orig_mod."), "_orig_mod."),
+        (lambda name: name.replace("model.", "language_model.model."), "language_model."),
+    ],
+)
+def test_keys_of_a_wrapped_model(copy, rename, prefix):
+    path, state = copy
+    save_file({rename(name): x for name, x in state.items()}, path / "model.safetensors")
+    load_fails(path, f"keys have the prefix '{prefix}.*which is not the model's")
+
+
+def test_keys_without_the_models_prefix(copy):
+    path, state = copy
+    config, params = hf.load_backbone(str(path), make_mesh())
+    flat = {name.removeprefix("model."): x for name, x in state.items()}
+    save_file(flat, path / "model.safetensors")
+    again = hf.load_backbone(str(path), make_mesh())
+    assert again[0] == config
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, again[1]))
+    assert BaseFiles.open(str(path)).fingerprint() == hf.fingerprint(config, params)
+    save_file(
+        flat | {"model.norm.weight": state["model.norm.weight"]}, path / "model.safetensors"
+    )
+    load_fails(path, r"key 'norm\.weight' is also there as 'model\.norm\.weight'")
+
+
+def test_a_tied_model_with_another_lm_head_is_not_tied(copy, capsys):
+    """As in transformers 5; the same model, to heads and exports, as the one whose config.json says so."""
+    path, _ = copy
+    config, params = hf.load_backbone(str(path), make_mesh())
+    assert not config.tie_embeddings
+    file = path / "config.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    again = hf.load_backbone(str(path), make_mesh())
+    hf.load_backbone(str(path), make_mesh())
+    assert (
+        "the LM head differs from the embedding: not tied"
+        in capsys.readouterr().err.strip().split("\n")[-1]
+    )
+    assert again[0] == config == hf.model_shape(str(path))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, again[1]))
+    assert BaseFiles.open(str(path)).fingerprint() == hf.fingerprint(config, params)
+    (path / "model.safetensors").unlink()
+    assert hf.model_shape(str(path)).tie_embeddings  # all that is known
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_no_numbers(value, dtype, copy):
+    path, state = copy
+    name = "model.layers.1.mlp.up_proj.weight"
+    state[name][3, 5] = value
+    spoilt = {key: x.astype(jnp.dtype(dtype)) for key, x in state.items()}
+    save_file(spoilt, path / "model.safetensors")
+    message = f"is damaged: tensor '{name}' holds values that are no numbers"
+    load_fails(path, rf"model\.safetensors {message}")
+    (path / "model.safetensors").unlink()
+    save_torch(str(path / "pytorch_model.bin"), spoilt)
+    load_fails(path, rf"pytorch_model\.bin {message}")
+
+
+def test_values_that_the_type_cannot_hold(copy):
+    path, state = copy
+    state["model.norm.weight"][0] = 1e5
+    save_file(state, path / "model.safetensors")
+    hf.load_backbone(str(path), make_mesh(), jnp.bfloat16)
+    with pytest.raises(UserError, match=r"'model\.norm\.weight' in .* float16 cannot hold"):
+        hf.load_backbone(str(path), make_mesh(), jnp.float16)
 
 
 def test_broken_index(copy):

@@ -26,17 +26,31 @@ SMALL |= {"bos_token_id": None, "eos_token_id": None}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 24}
 LINEAR = {"rope_type": "linear", "factor": 2.5}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SCALED = {
+    "truncate": False,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+    "beta_fast": 2,
+    "beta_slow": 0.4,
+}
 LATE = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 CASES = {
     "llama_mha": ("Llama", {"num_key_value_heads": 4}),
     "llama_gqa": ("Llama", {"head_dim": 12, "rope_theta": 500.0}),
     "llama_linear_rope": ("Llama", {"rope_scaling": LINEAR}),
     "llama_llama3_rope": ("Llama", {"rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5}),
+    "llama_yarn": ("Llama", {"rope_scaling": YARN, "rope_theta": 20.0, "head_dim": 16}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral_window": ("Mistral", {"sliding_window": 7}),
+    "mistral_dynamic": (
+        "Mistral",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
+    ),
     "qwen2_biases": ("Qwen2", {}),
     "qwen2_late_window": ("Qwen2", LATE),
+    "qwen3_yarn_scaled": ("Qwen3", {"rope_scaling": YARN | SCALED, "rope_theta": 9.0}),
     "qwen3_qk_norm": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
 
@@ -197,6 +211,38 @@ def test_tied_checkpoint_may_hold_the_copy(models, tmp_path):
     )
     _, params = hf.load_backbone(str(tmp_path), make_mesh())
     assert "lm_head" not in params
+
+
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# How else the weights of a tied model are found.
+OTHER_KEYS = {
+    "copied": lambda state: state | {LM_HEAD: state[EMBEDDING].clone()},
+    "untied": lambda state: state | {LM_HEAD: state[EMBEDDING].flip(0).contiguous()},
+    "nearly": lambda state: state | {LM_HEAD: state[EMBEDDING] * (1 + 2**-20)},
+    "head alone": lambda state: {
+        LM_HEAD if k == EMBEDDING else k: x for k, x in state.items()
+    },
+    "flat": lambda state: {k.removeprefix("model."): x for k, x in state.items()},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KEYS)
+def test_greedy_text_of_other_keys(kind, models, tmp_path):
+    from safetensors.torch import save_file
+
+    model, _ = models("llama_tied")
+    state = {name: x.clone() for name, x in model.state_dict().items() if name != LM_HEAD}
+    save_file(OTHER_KEYS[kind](state), tmp_path / "model.safetensors", {"format": "pt"})
+    model.config.save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ours = medusa_jax.load(str(tmp_path), drafter="none", dtype="float32")
+    assert ours.config.tie_embeddings == (kind not in ("untied", "nearly"))
+    prompt = list(range(3, 19))
+    [result] = ours.generate([prompt], Options(max_new_tokens=24, eos_ids=()))
+    how = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        whole = theirs.generate(torch.tensor([prompt]), **how)[0].tolist()
+    assert list(result.token_ids) == whole[len(prompt) :]
 
 
 def test_random_parameters_reach_transformers(tmp_path):

@@ -328,13 +328,72 @@ def test_the_number_of_layers_is_told_by_those_that_are_read(tmp_path):
         fails("were made with n_layers 32, the model has 1", folder)
 
 
+# What trainers add to config.json that changes nothing, and how else they name and store tensors.
+NEUTRAL = {
+    "quantization_config": None,
+    "mask_token_id": None,
+    "eagle_aux_hidden_state_layer_ids": [],
+    "parallel_draft_step": 1,
+    "torchscript": False,
+    "id2label": {"0": "LABEL_0"},
+    "some_new_list": [],
+}
+OPTIMIZER = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "mask_token_id": None,
+    "norm_before_residual": None,
+}
+
+
+def by_frequency(state):
+    """Model-Optimizer's d2t: the most frequent token first; no t2d."""
+    order = np.random.default_rng(1).permutation(len(IDS))
+    del state["t2d"]
+    state["lm_head.weight"] = np.ascontiguousarray(state["lm_head.weight"][order])
+    state["d2t"] = IDS[order] - np.arange(len(IDS))
+    return renamed(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        (lambda s: s, {"num_hidden_layers": 40}),
+        (lambda s: s, {"draft_vocab_size": None}),
+        (lambda s: s | {"d2t": np.int32(s["d2t"])}, {}),
+        (lambda s: {k: x for k, x in s.items() if k != "t2d"}, {"draft_vocab_size": None}),
+        (lambda s: {f"model.{k}": x for k, x in s.items()}, {}),
+        (lambda s: {f"_orig_mod.{k}": x for k, x in s.items()}, {}),
+        (lambda s: {f"module.model.{k}": x for k, x in renamed(s).items()}, {}),
+        (lambda s: {k if k in ("d2t", "t2d", "lm_head.weight") else f"model.{k}": x
+                    for k, x in s.items()}, {}),
+        (by_frequency, NEUTRAL),
+        (by_frequency, {"eagle_config": OPTIMIZER}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_eagle3_of_other_trainers(change, fields, name, tmp_path):
+    """Keys decide, and what says nothing is no reason to refuse: the same drafts."""
+    state = eagle3_state()
+    depth = len(TOKENS) - T
+    want = eagle3_logits(state, STREAMS, FOLLOWING, EAGLE3, depth)
+    heads, params, _ = load(write(tmp_path, change(dict(state)), name, EAGLE3 | fields))
+    np.testing.assert_array_equal(params["draft_vocab"]["ids"], IDS)
+    assert_close(our_logits(heads, params)[:depth], want, 512)
+
+
 def test_eagle3_that_is_not_supported(tmp_path):
     state, name = eagle3_state(), "model.safetensors"
     scaled = {"rope_type": "linear", "factor": 2.0}
     layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 9, 20]}}
     for match, changes in {
         "not known to have: 'mrope_section'": {"mrope_section": [1]},
-        "num_hidden_layers 2 is not supported": {"num_hidden_layers": 2},
+        "parallel_draft_step 2 is not supported": {"parallel_draft_step": 2},
+        "use_last_layernorm False is not": {"eagle_config": {"use_last_layernorm": False}},
+        r"quantization_config \(fp8\)": {"quantization_config": {"quant_method": "fp8"}},
+        "have: 'mask_token_id'": {"mask_token_id": 128002},
         "draft_vocab_size 12, .* has 11 tokens": {"draft_vocab_size": 12},
         "norm_before_fc True is not supported": {"norm_before_fc": True},
         "attention_bias True is not supported": {"attention_bias": True},
@@ -345,6 +404,7 @@ def test_eagle3_that_is_not_supported(tmp_path):
             "eagle_config": {next(iter(layers["eagle_config"])): [1, "x"]}
         },
         "unknown field 'x' under eagle_config": {"eagle_config": {"x": 1}},
+        "unknown field 'fc_norm' under eagle_config": {"eagle_config": {"fc_norm": True}},
         "rope_theta 500.0, the model has 10000.0": {"rope_scaling": scaled},
         "rms_eps 1e-06, the model has 1e-05": {"rms_norm_eps": 1e-6},
         "layers of qwen3 are not supported": {"model_type": "qwen3"},
@@ -354,11 +414,13 @@ def test_eagle3_that_is_not_supported(tmp_path):
     for match, changed in {
         "no place for: 'input_norm.weight'": state | {"input_norm.weight": np.zeros(48)},
         "no place for: 'fc.bias'": state | {"fc.bias": np.zeros(D)},
-        "only one of the keys 'd2t' and 't2d'": {
-            k: x for k, x in state.items() if k != "t2d"
-        },
+        "'d2t' is missing": {k: x for k, x in state.items() if k != "d2t"},
         "name different tokens": state | {"t2d": ~state["t2d"]},
-        "key 'd2t' in .* is int32": state | {"d2t": np.int32(state["d2t"])},
+        "key 'd2t' in .* is float32": state | {"d2t": np.float32(state["d2t"])},
+        "names tokens twice": {k: x for k, x in state.items() if k != "t2d"}
+        | {"d2t": state["d2t"] - np.arange(len(IDS))},
+        "or not of the 23": {k: x for k, x in state.items() if k != "t2d"}
+        | {"d2t": state["d2t"] + 1},
         "'norm.weight'.*missing": {k: x for k, x in state.items() if k != "norm.weight"},
     }.items():
         fails(match, write(tmp_path, changed, name, EAGLE3))

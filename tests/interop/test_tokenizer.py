@@ -11,7 +11,13 @@ from tokenizers import models, pre_tokenizers
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop.literal_text import literal_text
-from medusa_jax.interop.tokenizer import BROKEN, StreamDecoder, Tokenizer, load_tokenizer
+from medusa_jax.interop.tokenizer import (
+    BROKEN,
+    StreamDecoder,
+    Tokenizer,
+    declared_eos_ids,
+    load_tokenizer,
+)
 
 TEXTS = [
     "",
@@ -98,6 +104,24 @@ def test_bos_is_not_invented(byte_level_dir, tmp_path):
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.bos_id is None and tokenizer.eos_ids == {8}
     assert tokenizer.encode("x", add_bos=True) == tokenizer.encode("x")
+
+
+@pytest.mark.parametrize("value", [-1, [2, -1], 10**6, [2, 2**40, True, 2.0, None]])
+def test_ids_outside_the_vocabulary_are_none(value, byte_level_dir, tmp_path):
+    """-1 would match every token, and no text of an id beyond could be looked up."""
+    shutil.copytree(byte_level_dir, tmp_path / "copy")
+    folder = tmp_path / "copy"
+    raw = json.loads((folder / "tokenizer_config.json").read_text())
+    kept = {k: v for k, v in raw.items() if k not in ("bos_token", "eos_token")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    ids = {"bos_token_id": value, "eos_token_id": value}
+    (folder / "config.json").write_text(json.dumps(ids | {"vocab_size": 300}))
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    inside = {2} if isinstance(value, list) else set()
+    assert declared_eos_ids(str(folder)) == inside
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.eos_ids == inside and tokenizer.bos_id == (2 if inside else None)
 
 
 def test_missing_and_broken_tokenizers(tmp_path):

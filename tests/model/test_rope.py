@@ -80,5 +80,5 @@ def test_the_form_for_tpus_is_exact(monkeypatch, dtype):
 
 
 def test_unknown_rope_scaling_is_an_error():
-    with pytest.raises(ValueError, match="yarn"):
-        rope_frequencies(tiny_arch(rope_scaling="yarn"))
+    with pytest.raises(ValueError, match="longrope"):
+        rope_frequencies(tiny_arch(rope_scaling="longrope"))

@@ -57,6 +57,14 @@ def test_a_damaged_library_is_made_again(damage, compiler):
     assert list(again.parent.iterdir()) == [again]
 
 
+def test_a_library_that_others_could_write_is_made_again(compiler):
+    path = module._compiled()
+    assert path.stat().st_mode & 0o077 == 0
+    path.chmod(0o766)
+    assert module._compiled() == path and runs(compiler) == 2
+    assert path.stat().st_mode & 0o077 == 0
+
+
 def test_other_flags_processors_and_compilers_make_another(compiler, monkeypatch):
     paths = [module._compiled(), module._compiled()]
     assert paths[0] == paths[1]

@@ -31,9 +31,12 @@ def strings(count, special=()):
     return texts
 
 
-def write(path, metadata, tensors, arch="llama"):
-    """A GGUF file; a tensor is an array of float32, or (array, block type to store it in)."""
-    writer = gguf.GGUFWriter(str(path), arch)
+def write(path, metadata, tensors, arch="llama", split=0):
+    """A GGUF file; a tensor is an array of float32, or (array, block type to store it in).
+
+    With `split` it is several, of so many tensors each, named as llama.cpp does.
+    """
+    writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=split)
     add = {
         bool: writer.add_bool,
         int: writer.add_uint32,

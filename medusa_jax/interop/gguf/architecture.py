@@ -53,6 +53,8 @@ QK_NORM = {
 
 # Llama 3.1's scaling of the rotary frequencies, stored as one divisor a frequency.
 FREQUENCY_DIVISORS = "rope_freqs.weight"
+# Further factors of llama.cpp, under `rope.scaling.`.
+EXPECTED_SCALING = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
 LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -119,18 +121,30 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
 
 def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | None:
     """The field of that name of config.json."""
+    key = f"{arch}.rope.scaling."
+    names = [n for n in (f"{key}factor", f"{arch}.rope.scale_linear") if n in file.metadata]
+    # As in llama.cpp a factor without a type is linear, and 0 is none.
+    factor = file.number(names[0]) if names and file.metadata[names[0]] else 1.0
+    kind = file.text(f"{key}type", "linear")
+    kind = "none" if kind == "linear" and factor == 1 else kind
     divisors = file.tensors.get(FREQUENCY_DIVISORS)
+    if kind not in ("none", "linear", "yarn") or (divisors and kind != "none"):
+        raise UserError(f"{file.path}: rope scaling {kind!r} is not supported here")
+    for name, value in EXPECTED_SCALING.items():
+        if file.metadata.get(key + name, value) != value:
+            raise UserError(f"{file.path}: {key}{name} is only supported as {value}")
     if divisors is not None:
         return _llama3_scaling(divisors, config)
-    kind = file.text(f"{arch}.rope.scaling.type", "none")
-    # Old files have the factor alone.
-    linear = file.number(f"{arch}.rope.scale_linear", 1.0)
-    factor = file.number(f"{arch}.rope.scaling.factor", linear)
-    if kind == "linear" or (kind == "none" and linear != 1.0):
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "none":
-        return None
-    raise UserError(f"{file.path}: rope scaling {kind!r} is not supported")
+    if kind != "yarn":
+        return {"rope_type": "linear", "factor": factor} if kind == "linear" else None
+    original = file.whole(
+        f"{key}original_context_length", config["max_position_embeddings"]
+    )
+    yarn: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    yarn["original_max_position_embeddings"] = original
+    for name in ("beta_fast", "beta_slow"):
+        yarn[name] = file.metadata.get(f"{key}yarn_{name}")
+    return yarn | {"attention_factor": file.metadata.get(f"{key}yarn_attn_factor")}
 
 
 def _llama3_scaling(divisors: BlockTensor, config: dict[str, Any]) -> dict[str, Any]:

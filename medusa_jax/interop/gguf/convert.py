@@ -11,7 +11,7 @@ import numpy as np
 from medusa_jax.console import announced, cache_directory
 from medusa_jax.errors import UserError
 from medusa_jax.interop.gguf.architecture import hf_config, named_tensors, values
-from medusa_jax.interop.gguf.reader import read_gguf
+from medusa_jax.interop.gguf.reader import read_gguf, split_files
 from medusa_jax.interop.gguf.vocabulary import (
     build_tokenizer,
     special_ids,
@@ -23,7 +23,7 @@ from medusa_jax.interop.tensors import GGUF_LINK, save_json
 from medusa_jax.whole_files import replacing
 
 # Part of every conversion's name: raise it when a file would be converted differently.
-VERSION = 2
+VERSION = 3
 
 
 def converted(path: str, dtype: Any = None, sha256: str = "") -> str:
@@ -55,7 +55,6 @@ def converted(path: str, dtype: Any = None, sha256: str = "") -> str:
     if os.path.isdir(directory):
         return _linked(directory, path, dtype)
     try:
-        os.makedirs(os.path.dirname(directory), exist_ok=True)
         # Held by one process at a time; one that waited finds the directory made.
         with filelock.FileLock(f"{directory}.lock"):
             if not os.path.isdir(directory):
@@ -73,7 +72,8 @@ def _linked(directory: str, path: str, dtype: Any) -> str:
         return directory
     new = f"{link}.{os.getpid()}"
     try:
-        os.symlink(os.path.realpath(path), new)
+        # Not where links lead: the hub's cache names files by their checksums, and names tell the parts.
+        os.symlink(os.path.abspath(path), new)
         os.replace(new, link)
     except OSError as error:
         raise UserError(f"{link} could not be written: {error}") from error
@@ -81,12 +81,15 @@ def _linked(directory: str, path: str, dtype: Any) -> str:
 
 
 def checksum(path: str) -> str:
-    """The sha256 of a file, in hexadecimal digits."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    """The sha256 of a file, in hexadecimal digits; of a split model that of its files' sums."""
+    sums = []
+    for name in split_files(path):
+        try:
+            with open(name, "rb") as file:
+                sums.append(hashlib.file_digest(file, "sha256").hexdigest())
+        except OSError as error:
+            raise UserError(f"{name} cannot be read: {error.strerror or error}") from error
+    return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
 def _make(path: str, dtype: np.dtype | None, directory: str) -> None:

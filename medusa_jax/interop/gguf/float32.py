@@ -10,7 +10,7 @@ import numpy as np
 from medusa_jax.console import announced, cache_directory
 from medusa_jax.errors import UserError
 from medusa_jax.interop.gguf.convert import checksum
-from medusa_jax.interop.gguf.reader import read_gguf
+from medusa_jax.interop.gguf.reader import read_gguf, split_files
 from medusa_jax.whole_files import replacing
 
 ARCHITECTURE = "general.architecture"
@@ -40,7 +40,6 @@ def as_float32(path: str) -> str:
     """
     file = os.path.join(cache_directory("gguf"), f"{checksum(path)[:24]}-float32.gguf")
     try:
-        os.makedirs(os.path.dirname(file), exist_ok=True)
         with filelock.FileLock(f"{file}.lock"):
             if not os.path.isfile(file):
                 with (
@@ -58,12 +57,12 @@ def _write(path: str, out: str) -> None:
     known = read_gguf(path)  # the package's own reader below trusts what it reads
     import gguf
 
-    fields = gguf.GGUFReader(path).fields.values()
+    fields = gguf.GGUFReader(split_files(path)[0]).fields.values()
     writer = gguf.GGUFWriter(out, known.text(ARCHITECTURE))
     try:
         for field in fields:
             # "GGUF." stands for the header's own numbers; the architecture is written already.
-            if field.name == ARCHITECTURE or field.name.startswith("GGUF."):
+            if field.name == ARCHITECTURE or field.name.startswith(("GGUF.", "split.")):
                 continue
             value = ALL_F32 if field.name == FILE_TYPE else field.contents()
             kind, *inner = field.types

@@ -12,6 +12,7 @@ the tensors, aligned.
 import functools
 import math
 import os
+import re
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"} | {
 }
 FLOAT32, STRING, ARRAY = 6, 8, 9
 MOST_DIMENSIONS = 4
+# What the name of a file of several ends with.
+PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -139,13 +142,45 @@ class GGUFFile:
         return value
 
 
+def split_files(path: str) -> list[str]:
+    """The files of a model by the path of any of them; [path] unless it is split.
+
+    Raises:
+      UserError: as for `read_gguf`.
+    """
+    name = PART.search(path)
+    if name is None or _read(path).whole("split.count", 1) < 2:
+        return [path]
+    count = int(name[2])
+    return [PART.sub(rf"-{i:05}-of-\2\3", path) for i in range(1, count + 1)]
+
+
 def read_gguf(path: str) -> GGUFFile:
-    """Read the header of a GGUF file; the tensors are mapped into memory.
+    """Read the header of a GGUF file, of any of those of a split model; tensors are mapped into memory.
 
     Raises:
       UserError: unreadable, truncated or damaged, of another version, with blocks of a type
-        that the `gguf` package does not unpack; or that package is not installed.
+        that the `gguf` package does not unpack; a file of a split model that is missing or of another model;
+        or that package is not installed.
     """
+    files = split_files(path)
+    parts = [_read(file) for file in files]
+    tensors: dict[str, BlockTensor] = {}
+    for i, part in enumerate(parts):
+        place = part.whole("split.no", 0), part.whole("split.count", 1)
+        if place != (i, len(files)) and place != (0, 0):
+            raise UserError(
+                f"{part.path} is file {place[0] + 1} of {place[1]} of a split model, which its name does not "
+                "say: it should end in -00001-of-00003.gguf, for example"
+            )
+        if twice := sorted(tensors.keys() & part.tensors.keys()):
+            raise UserError(f"{part.path} is damaged: tensor {twice[0]!r} occurs twice")
+        tensors |= part.tensors
+    return GGUFFile(path, parts[0].metadata, tensors)
+
+
+def _read(path: str) -> GGUFFile:
+    """One file."""
     try:
         if os.path.getsize(path) < 24:
             raise UserError(f"{path} is truncated: it is shorter than a GGUF header")

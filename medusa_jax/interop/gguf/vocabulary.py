@@ -8,6 +8,7 @@ of its models does.
 from dataclasses import dataclass
 from typing import Any
 
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop.gguf.reader import GGUFFile
 
@@ -22,38 +23,78 @@ class Splitting:
     """How text is cut into the pieces that merges stay inside of.
 
     Attributes:
-      pattern: a regular expression whose matches are pieces; "" = GPT-2's.
-      single_digits: digits stand alone, cut off before anything else is looked at.
+      patterns: regular expressions; the matches of each, and what is between them, are cut further by the next.
       normal_form: characters are composed (Unicode NFC) first.
       whole_words: a piece that is a token stays one, whatever the merges would make of it.
       adds_bos: where the file does not say whether texts begin with the BOS.
     """
 
-    pattern: str = ""
-    single_digits: bool = False
+    patterns: tuple[str, ...]
     normal_form: bool = False
     whole_words: bool = False
     adds_bos: bool = False
 
 
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Words with one character before them, numbers, punctuation, line ends, other blanks.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT2 = Splitting()
-SMOLLM = Splitting(single_digits=True)
-LLAMA3 = Splitting(rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}", whole_words=True, adds_bos=True)
-QWEN2 = Splitting(rf"{_WORDS}|\p{{N}}|{_REST}", normal_form=True)
-SPLITTINGS = {
-    "gpt-2": GPT2,
-    "smollm": SMOLLM,
-    "starcoder": SMOLLM,
-    "refact": SMOLLM,
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
-    "qwen2": QWEN2,
-    "deepseek-r1-qwen": QWEN2,
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}"
+_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
+_BEFORE, _SMALL = r"[^\r\n\p{L}\p{N}]?", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LARGE = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_CASED = f"{_BEFORE}{_LARGE}*{_SMALL}+|{_BEFORE}{_LARGE}+{_SMALL}*"
+_CASED_ENGLISH = (
+    f"{_BEFORE}{_LARGE}*{_SMALL}+{_ENGLISH}?|{_BEFORE}{_LARGE}+{_SMALL}*{_ENGLISH}?"
+)
+_REST_OF_CASED = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}"
+_HAN = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# Letters of two cases in the Unicode of its time, without some scripts.
+_CASED_LETTERS = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\ua7fa"
+    r"\uab30-\uab68\x{10570}-\x{105bc}\x{16e40}-\x{1e8ff}]]"
+)
+_MARKS = r"!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
+_AFTER_MARK = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+_V3 = (
+    rf"{_AFTER_MARK}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|"
+    rf"{_BLANKS}"
+)
+
+LLAMA3 = Splitting((_LLAMA3,), whole_words=True, adds_bos=True)
+_SPLITTINGS = {
+    "gpt-2 phi-2 gigachat a.x-4.0 mellum trillion granite-docling": Splitting((_GPT2,)),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": Splitting(
+        (r"\p{N}", _GPT2)
+    ),
+    "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0": LLAMA3,
+    "smaug-bpe dbrx": Splitting((_LLAMA3,)),
+    "qwen2 deepseek-r1-qwen": Splitting((_QWEN2,), normal_form=True),
+    "megrez kormo stablelm2": Splitting((_QWEN2,)),
+    "tekken": Splitting(
+        (rf"{_CASED}|\p{{N}}|{_REST_OF_CASED}",), whole_words=True, adds_bos=True
+    ),
+    "gpt-4o llama4 kanana2": Splitting(
+        (rf"{_CASED_ENGLISH}|\p{{N}}{{1,3}}|{_REST_OF_CASED}",)
+    ),
+    "deepseek-llm": Splitting(
+        (r"[\r\n]", rf"\s?{_CASED_LETTERS}+", rf"\s?[{_MARKS}]+", r"\s+$", _HAN, r"\p{N}+")
+    ),
+    "deepseek-coder": Splitting((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")),
+    "deepseek-v3 hunyuan-dense": Splitting(
+        (r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _V3)
+    ),
+    "seed-coder": Splitting((rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",)),
+    "viking": Splitting(
+        (r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}")
+    ),
+    "minicpm5": Splitting((r"\p{N}{1,3}", rf"{_WORDS}|\p{{N}}+|{_REST}"), whole_words=True),
+    # Also of files that say nothing.
+    "default": Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
+SPLITTINGS = {name: s for names, s in _SPLITTINGS.items() for name in names.split()}
 
 SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
@@ -61,8 +102,23 @@ SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# What ends a text, a turn, and a message to a tool.
-ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Keys of what ends a text, a turn, a message to a tool, and of what ends an infill.
+ENDS = (
+    *("eos_token_id", "eot_token_id", "eom_token_id"),
+    *("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"),
+)
+# Tokens that are an end in llama.cpp, whatever the file says of them (`special_eog_ids` in llama-vocab.cpp).
+_END_TEXTS = """
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
+    <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>
+    <\uff5cend\u2581of\u2581sentence\uff5c> [e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|>
+    <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+"""
+END_TEXTS = frozenset(_END_TEXTS.split())
+# With one of these pairs <|end|> ends a part of a turn.
+END_OF_PART = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+# Ids that llama.cpp takes where a sentencepiece vocabulary does not say.
+SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
 def token_texts(file: GGUFFile) -> list[str]:
@@ -85,6 +141,7 @@ def build_tokenizer(file: GGUFFile) -> Any:
         raise UserError(
             f"{file.path} is damaged: {len(tokens)} tokens and the types of {len(kinds)}"
         )
+    kinds = [CONTROL if t in END_TEXTS else kind for t, kind in zip(tokens, kinds)]
     if (longest := max(map(len, tokens), default=0)) > LONGEST_TOKEN:
         raise UserError(
             f"{file.path} is damaged: a token has {longest} characters, at most {LONGEST_TOKEN} "
@@ -97,6 +154,10 @@ def build_tokenizer(file: GGUFFile) -> Any:
         )
     try:
         if model == "gpt2":
+            if not file.metadata.get("tokenizer.ggml.pre"):
+                inform(
+                    f"{file.path} does not say how its tokenizer splits text: as llama.cpp by default"
+                )
             backend = _byte_level(file, tokens, _splitting(file))
         else:
             backend = _sentencepiece(file, tokens, kinds)
@@ -130,25 +191,34 @@ def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
     sentencepiece = file.text("tokenizer.ggml.model") == "llama"
     adds_bos = sentencepiece or _splitting(file).adds_bos
     settings["add_bos_token"] = file.flag("tokenizer.ggml.add_bos_token", adds_bos)
-    template = file.text("tokenizer.chat_template", "")
-    return settings | ({"chat_template": template} if template else {})
+    key = "tokenizer.chat_template"
+    keys = {"default": key} | {n: f"{key}.{n}" for n in file.items(f"{key}s", str, [])}
+    found = {name: file.text(key, "") for name, key in keys.items()}
+    templates = [{"name": n, "template": source} for n, source in found.items() if source]
+    return settings | ({"chat_template": templates} if templates else {})
 
 
 def special_ids(file: GGUFFile) -> dict[str, Any]:
     """`bos_token_id` and `eos_token_id` as config.json and generation_config.json have them."""
-    size = len(token_texts(file))
-    ends = [_token_id(file, key, size) for key in ENDS]
+    tokens = token_texts(file)
+    size, known = len(tokens), END_TEXTS.intersection(tokens)
+    if any(pair <= known for pair in END_OF_PART):
+        known -= {"<|end|>"}
+    named = {_token_id(file, key, size) for key in ENDS} - {None}
+    ends = named | {number for number, token in enumerate(tokens) if token in known}
     return {
         "bos_token_id": _token_id(file, "bos_token_id", size),
-        "eos_token_id": sorted({number for number in ends if number is not None}) or None,
+        "eos_token_id": sorted(ends) or None,
     }
 
 
 def _token_id(file: GGUFFile, key: str, size: int) -> int | None:
     """A token id of the metadata, None where the file has none."""
-    key = f"tokenizer.ggml.{key}"
-    if key not in file.metadata:
-        return None
+    if (full := f"tokenizer.ggml.{key}") not in file.metadata:
+        number = SENTENCEPIECE_IDS.get(key, size)
+        sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
+        return number if sentencepiece and number < size else None
+    key = full
     number = file.whole(key)
     if number >= size:
         raise UserError(
@@ -158,8 +228,8 @@ def _token_id(file: GGUFFile, key: str, size: int) -> int | None:
 
 
 def _splitting(file: GGUFFile) -> Splitting:
-    """Raises UserError where the file names none, or one that is not known here."""
-    name = file.text("tokenizer.ggml.pre")
+    """Raises UserError where the file names one that is not known here."""
+    name = file.text("tokenizer.ggml.pre", "") or "default"
     if name not in SPLITTINGS:
         raise UserError(
             f"{file.path}: pre-tokenizer {name!r} is not supported (there are: "
@@ -182,13 +252,10 @@ def _byte_level(file: GGUFFile, tokens: list[str], splitting: Splitting) -> Any:
     backend = Tokenizer(model)
     if splitting.normal_form:
         backend.normalizer = normalizers.NFC()
-    steps: list[Any] = []
-    if splitting.single_digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if splitting.pattern:
-        steps.append(pre_tokenizers.Split(Regex(splitting.pattern), "isolated"))
-    gpt2 = not splitting.pattern
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2))
+    steps: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns
+    ]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend

@@ -228,7 +228,7 @@ def chat_call(
     limit = _limit(fields, ("max_completion_tokens", "max_tokens"), most_new)
     options, rest, n = _common(fields, name, model, limit, chat=True)
     turns, tools, form = read_messages(fields), asked_tools(fields), None
-    tokenizer, more = model.tokenizer, _variables(fields, model, template)
+    tokenizer, more = model.tokenizer, _variables(fields, model, template, bool(tools))
     try:
         if tools or any("tool_calls" in t or t["role"] == "tool" for t in turns):
             options, form = with_tools(options, tools, model, template)
@@ -245,11 +245,11 @@ def chat_call(
     return _call(fields, [prompt], (options, rest, n), chat=True, calls=form)
 
 
-def _variables(fields: Fields, model: Model, template: str) -> Json:
+def _variables(fields: Fields, model: Model, template: str, tools: bool) -> Json:
     """What a body gives the chat template in addition, such as Qwen's `enable_thinking`."""
     given = fields.take("chat_template_kwargs", (dict,), "an object", {})
     plain = template == PLAIN or not given
-    source = "" if plain else template_source(model.tokenizer, template)
+    source = "" if plain else template_source(model.tokenizer, template, tools)
     known = set(re.findall(r"[^\W\d]\w*", source)) - OURS
     if unknown := next((name for name in given if name not in known), None):
         problem = f"the chat template has no variable {unknown!r} to be set"
