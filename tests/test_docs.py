@@ -157,9 +157,14 @@ def documented_functions(name):
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_documented_arguments_exist(name):
-    """One entry of `Args:` for each parameter: two names in one entry fail the site's build."""
+    """One entry of `Args:` for each parameter: two names in one entry fail the site's build.
+
+    So does a section that begins in the line of its title and goes on below it.
+    """
     for one, thing in documented_functions(name):
         text = inspect.cleandoc(thing.__doc__ or "")
+        begun = re.search(r"^(Args|Returns|Raises): .*\n +\S", text, re.M)
+        assert not begun, f"{one}: {begun[0]}"
         args = re.search(r"^Args:\n((?:(?:  .*)?\n)*)", text + "\n", re.M)
         entries = re.findall(r"^  (?! )([^:\n]+):", args[1], re.M) if args else []
         assert not entries or set(entries) <= set(inspect.signature(thing).parameters), one

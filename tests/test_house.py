@@ -1,8 +1,12 @@
 """The rooms and their arrows: what `docs/design.md` says of who may import whom, held to."""
 
 import ast
+import re
 import tomllib
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
 
 import medusa_jax
 from research.__main__ import COMMANDS
@@ -118,6 +122,44 @@ def test_files_that_are_not_python_come_with_the_package():
         f for f in PACKAGE.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")
     }
     assert others - packaged == set() and PACKAGE / "py.typed" in others
+
+
+def required(*extras):
+    """Requirements of the package, and those of extras."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    listed = [project["optional-dependencies"][extra] for extra in extras]
+    return [Requirement(line) for line in sum(listed, project["dependencies"])]
+
+
+# The last releases with a known hole, by extra.
+HOLES = {
+    (): "sentencepiece 0.2.0, filelock 3.20.2, protobuf 6.31.0, tqdm 4.66.2, jinja2 3.1.5",
+    ("serve",): "h11 0.15.0",
+    ("dev",): "h11 0.15.0",
+    ("torch",): "torch 2.5.1",
+}
+
+
+@pytest.mark.parametrize("extras", HOLES, ids=str)
+def test_releases_with_known_holes_are_refused(extras):
+    for name, version in (one.split() for one in HOLES[extras].split(", ")):
+        bounds = [one.specifier for one in required(*extras) if one.name == name]
+        assert bounds and not any(b.contains(version) for b in bounds), name
+
+
+def test_ci_names_the_release_of_every_package():
+    """Else a release of somebody else's is met at any time; `.ci/constrain` writes the file."""
+    lines = (PACKAGE.parent / ".ci" / "constraints.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if not line.startswith("#")]
+    for version in ("3.11", "3.12"):
+        releases = {
+            one.name: re.sub("^==", "", str(one.specifier))
+            for one in pinned
+            if not one.marker or one.marker.evaluate({"python_version": version})
+        }
+        for one in required("dev", "docs", "torch"):
+            release = releases.get(one.name.lower())
+            assert release and one.specifier.contains(release), f"{one} on Python {version}"
 
 
 # Calls of transformers that may run Python files of a model's directory.

@@ -324,12 +324,16 @@ class Model:
     ) -> TextStream | Iterator[Chunk]:
         """Decode while handing out text, a few steps at a time.
 
-        Args: as for `generate`; a text instead of a list, or the messages of a conversation as for
-          `chat`, has the text alone come.
+        Args:
+          prompts: as for `generate`; or one text or conversation, as for `chat`.
+          options: one for all, or one per prompt.
+          ids: as for `generate`.
+          engine_options: as for `generate`.
 
-        Returns: of a text or a conversation the new text, whole characters only and nothing that a
-          stop string may take back; draft depths and the result are attributes. Of a list of
-          prompts pairs (new pieces of all rows, None), and at the end ([], the results).
+        Returns:
+          The new text of one text or conversation, in whole characters and without anything that a
+            stop string may take back; draft depths and the result are attributes. Of a list of
+            prompts pairs (new pieces of all rows, None), and at the end ([], the results).
 
         Example:
           stream = model.stream("def parse(")

@@ -16,7 +16,6 @@ from medusa_jax.interop.names import NAMES, file_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,6 +53,7 @@ def their_tokenizer():
 
 @pytest.fixture(scope="module")
 def theirs():
+    pytest.importorskip("accelerate")
     folder, file = os.path.split(file_of("smollm2"))
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=file, dtype=torch.float32
