@@ -21,8 +21,9 @@ from medusa_jax.model.causal import (
     flat,
     folded,
     grouped,
+    products,
 )
-from medusa_jax.model.kernels import attend_rows
+from medusa_jax.model.kernels import attend_rows, cached_kernel, cudnn_cached
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rotate
@@ -44,9 +45,8 @@ def attend(
     dtype, wide = q_BTNH.dtype, at_least_f32(q_BTNH.dtype)
     # Scaling the queries instead of the scores saves a pass over [.., T, S].
     q_BGTRH = grouped((q_BTNH.astype(wide) * H**-0.5).astype(dtype), G)
-    # Keys times queries: the other way round a CPU transposes all keys first.
-    score_BGSQ = dot(k_BGSH.astype(dtype), folded(q_BGTRH), 3, 3)
-    score_BGTRS = jnp.swapaxes(score_BGSQ, 2, 3).reshape(B, G, T, -1, S)
+    score_BGQS = products(folded(q_BGTRH), k_BGSH.astype(dtype))
+    score_BGTRS = score_BGQS.reshape(B, G, T, -1, S)
     score_BGTRS = jnp.where(mask_BTS[:, None, :, None], score_BGTRS, jnp.finfo(wide).min)
     weight_BGTRS = jax.nn.softmax(score_BGTRS, axis=-1).astype(dtype)
     out_BGQH = dot(folded(weight_BGTRS), v_BGSH.astype(dtype), 3, 2).astype(dtype)
@@ -77,8 +77,7 @@ def attend_one(
     q_BGRH = (q_B1NH.astype(wide) * H**-0.5).astype(dtype).reshape(B, G, N // G, H)
     k_BGSH, v_BGSH = (x.astype(dtype) for x in cache)
     k_BG1H, v_BG1H = (x.astype(dtype) for x in new)
-    # Keys times queries, as in `attend`.
-    score_BGRS = jnp.swapaxes(dot(k_BGSH, q_BGRH, 3, 3), 2, 3)
+    score_BGRS = products(q_BGRH, k_BGSH)
     own_BGR1 = dot(q_BGRH, k_BG1H, 3, 3)
     own_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
     score_BGRS = jnp.where(own_B11S, own_BGR1, score_BGRS)
@@ -195,11 +194,12 @@ def attention_of(
         out_BTD = attend_one(q_BTNH, new, cache, start_B, mask)
         return out_BTD, write_after(cache, new, start_B, out_BTD)
     cache = write_both(cache, new, start_B)
-    if tree_kernel.fits(q_BTNH, cache[0]):
-        return tree_kernel.attend_tree(
-            q_BTNH, *cache, mask, start_B + new[0].shape[2]
-        ), cache
-    return attend(q_BTNH, *cache, mask), cache
+    kernel = cached_kernel(q_BTNH, cache[0])
+    if kernel == "tree":
+        end_B = start_B + new[0].shape[2]
+        return tree_kernel.attend_tree(q_BTNH, *cache, mask, end_B), cache
+    run = cudnn_cached if kernel == "cudnn" else attend
+    return run(q_BTNH, *cache, mask), cache
 
 
 def row_of(x_BT: jax.Array, row_B: jax.Array | None) -> jax.Array:

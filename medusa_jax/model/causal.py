@@ -123,6 +123,17 @@ def dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     )
 
 
+def products(q_BGQH: jax.Array, k_BGSH: jax.Array) -> jax.Array:
+    """Products of queries with the keys of a cache, in the order of the platform: [B, G, Q, S].
+
+    A CPU takes keys times queries, since otherwise it transposes all keys first. A GPU takes queries times
+    keys: a softmax across rows of memory is three more kernels in each layer.
+    """
+    if platform() == "cpu":
+        return jnp.swapaxes(dot(k_BGSH, q_BGQH, 3, 3), 2, 3)
+    return dot(q_BGQH, k_BGSH, 3, 3)
+
+
 def folded(x_BGTRX: jax.Array) -> jax.Array:
     """The queries of a group as rows: [B, G, T * R, X]."""
     return x_BGTRX.reshape(*x_BGTRX.shape[:2], -1, x_BGTRX.shape[-1])

@@ -1,10 +1,12 @@
-"""Attention within whole rows: by a library kernel where one fits, else by `causal.py`.
+"""Which kernel computes attention here: within whole rows, and of new tokens over a cache.
 
-Neither stores scores, forward or backward; the library's kernels are faster on their devices. Pieces of a
-prompt always use `causal.py`: they also attend to a partly filled cache, and both kernels start the
-diagonal of their causal mask at the first key.
+Whole rows: a library's kernel where one fits, else `causal.py`. Neither stores scores, forward or backward;
+the library's kernels are faster on their devices. Pieces of a prompt always use `causal.py`: they also attend
+to a partly filled cache, and both kernels start the diagonal of their causal mask at the first key.
 
-The library's kernels have not run on their devices yet; MEDUSA_JAX_ATTENTION=own avoids them.
+A cache: on TPUs `tree_kernel.py`, on NVIDIA GPUs cuDNN on request, else `attention.attend`.
+
+MEDUSA_JAX_ATTENTION=own avoids all kernels; =cudnn lets cuDNN attend to caches, which has not run yet.
 """
 
 import os
@@ -18,14 +20,21 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from medusa_jax.devices.platforms import platform
+from medusa_jax.model import tree_kernel
 from medusa_jax.model.causal import CausalMask, attend_causal
 from medusa_jax.sharding import ROWS
 
-Kernel = Literal["cudnn", "splash", "own"]
+Kernel = Literal["cudnn", "splash", "tree", "own"]
 
 # Longest row for cuDNN, which takes segments as a 16-bit mask [B, 1, T, T] (its layout for packed rows is
 # not public): for longer rows the mask would be the largest array.
 CUDNN_LONGEST = 8192
+SHORT = (jnp.bfloat16, jnp.float16)
+
+
+def asked() -> str | None:
+    """The user's choice: "own", "cudnn" or None."""
+    return os.environ.get("MEDUSA_JAX_ATTENTION")
 
 
 def kernel_for(platform: str, dtype: DTypeLike, T: int, H: int) -> Kernel:
@@ -36,9 +45,7 @@ def kernel_for(platform: str, dtype: DTypeLike, T: int, H: int) -> Kernel:
     Args:
       platform: "cpu", "cuda", "rocm" or "tpu".
     """
-    if os.environ.get("MEDUSA_JAX_ATTENTION") == "own":
-        return "own"
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+    if asked() == "own" or jnp.dtype(dtype) not in SHORT:
         return "own"
     if platform == "cuda" and T % 2 == 0 and T <= CUDNN_LONGEST and H % 8 == 0 and H <= 128:
         return "cudnn"
@@ -62,6 +69,19 @@ def attend_rows(
     args = (q_BTNH, k_BGTH.swapaxes(1, 2), v_BGTH.swapaxes(1, 2), mask)
     out_BTNH = run(*args) if mesh.empty else on_mesh(run, mesh)(*args)
     return out_BTNH.reshape(B, T, -1)
+
+
+def cached_kernel(q_BTNH: jax.Array, k_BGSH: jax.Array) -> Kernel:
+    """The kernel for a tree's queries over the keys of a cache here."""
+    mesh, H = jax.sharding.get_abstract_mesh(), q_BTNH.shape[3]
+    # XLA cannot split a kernel.
+    several = (jax.device_count() if mesh.empty else mesh.size) > 1
+    if asked() == "own" or several or q_BTNH.dtype != k_BGSH.dtype:
+        return "own"
+    if platform() == "tpu" and tree_kernel.fits(q_BTNH, k_BGSH):
+        return "tree"
+    fits = q_BTNH.dtype in SHORT and H % 8 == 0 and H <= 128
+    return "cudnn" if platform() == "cuda" and asked() == "cudnn" and fits else "own"
 
 
 def on_mesh(run: Callable[..., jax.Array], mesh: AbstractMesh) -> Callable[..., jax.Array]:
@@ -105,6 +125,24 @@ def cudnn(
         local_window_size=(mask.window - 1, 0) if mask.window else None,
         implementation=implementation,
     )
+
+
+def cudnn_cached(
+    q_BTNH: jax.Array,
+    k_BGSH: jax.Array,
+    v_BGSH: jax.Array,
+    mask_BTS: jax.Array,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> jax.Array:
+    """`attention.attend` by cuDNN, [B, T, N * H]; tests pass "xla"."""
+    out_BTNH = jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BGSH.swapaxes(1, 2),
+        v_BGSH.swapaxes(1, 2),
+        mask=mask_BTS[:, None],
+        implementation=implementation,
+    )
+    return out_BTNH.reshape(*q_BTNH.shape[:2], -1)
 
 
 def splash(

@@ -8,14 +8,12 @@ The kernel has not run on a TPU yet. MEDUSA_JAX_ATTENTION=own goes without it.
 """
 
 import functools
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.devices.platforms import platform
 from medusa_jax.model.product import at_least_f32
 
 # Slots of a block: the largest that divides the cache.
@@ -33,12 +31,7 @@ LOWEST = -1e30
 
 
 def fits(q_BTNH: jax.Array, k_BGSH: jax.Array) -> bool:
-    """Whether the kernel takes these queries and keys here: one TPU, 16 bits, whole tiles."""
-    if os.environ.get("MEDUSA_JAX_ATTENTION") == "own" or platform() != "tpu":
-        return False
-    mesh = jax.sharding.get_abstract_mesh()
-    if (jax.device_count() if mesh.empty else mesh.size) > 1:  # XLA cannot split a kernel
-        return False
+    """Whether the kernel takes these queries and keys: 16 bits, whole tiles."""
     _, T, N, H = q_BTNH.shape
     rows = N // k_BGSH.shape[1] * (T + -T % TILE)
     whole = k_BGSH.shape[2] % BLOCKS[-1] == 0 and H % 128 == 0 and rows <= MOST_ROWS

@@ -30,8 +30,8 @@ from trees import TreeArrays, trees
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import sampling, step
 from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
+from medusa_jax.model import attention, causal, kernels, rope, tree_kernel
 from medusa_jax.model import cache as kv_cache
-from medusa_jax.model import rope, tree_kernel
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree import Tree
 
@@ -201,24 +201,43 @@ def test_a_row_does_not_depend_on_its_slot_or_its_batch_mates():
     assert texts_of(drafted(shape, 3, other, [expected[0]], tree)) != [expected[0]]
 
 
-@pytest.mark.parametrize("acceptance", ["greedy", "sampled"])
-def test_the_forms_for_tpus_give_the_same_text(monkeypatch, acceptance):
-    """The attention kernel, interpreted; rotation by head; caches and tokens written row by row."""
+@pytest.mark.parametrize(
+    "platform, kernel, acceptance, vocab",
+    [
+        ("tpu", "tree", "greedy", 29),
+        ("tpu", "tree", "sampled", 31),
+        ("tpu", "own", "sampled", 33),
+        ("cuda", "own", "greedy", 34),
+        ("cuda", "own", "sampled", 35),
+        ("cuda", "cudnn", "sampled", 36),
+    ],
+)
+def test_the_forms_for_accelerators_give_the_same_text(
+    monkeypatch, platform, kernel, acceptance, vocab
+):
+    """The attention kernels, interpreted or asked of XLA; queries times keys; rotation by head; caches
+    and tokens written row by row."""
     # A vocabulary that no other test has traced, ragged rows, a sliding window.
-    shape = ({"greedy": 29, "sampled": 31}[acceptance], 3, 3)
+    shape = (vocab, 3, 3)
     tree = Tree.cartesian([2, 2, 1])
     request, expected = reference(shape, 1, acceptance)
-    for module in (kv_cache, rope, sampling, step):
-        monkeypatch.setattr(module, "platform", lambda: "tpu")
+    for module in (causal, kv_cache, rope, sampling, step):
+        monkeypatch.setattr(module, "platform", lambda: platform)
     calls = []
 
-    def attend_tree(q_BTNH, *args):
-        calls.append(q_BTNH.shape[1])
-        return kernel(q_BTNH, *args, interpret=True)
+    def counted(run, **how):
+        def call(q_BTNH, *args):
+            calls.append(q_BTNH.shape[1])
+            return run(q_BTNH, *args, **how)
 
-    kernel = tree_kernel.attend_tree
-    monkeypatch.setattr(tree_kernel, "fits", lambda q_BTNH, k_BGSH: True)
+        return call
+
+    attend_tree = counted(tree_kernel.attend_tree, interpret=True)
     monkeypatch.setattr(tree_kernel, "attend_tree", attend_tree)
+    cudnn = counted(kernels.cudnn_cached, implementation="xla")
+    monkeypatch.setattr(attention, "cudnn_cached", cudnn)
+    monkeypatch.setattr(attention, "attend", counted(attention.attend))
+    monkeypatch.setattr(attention, "cached_kernel", lambda q_BTNH, k_BGSH: kernel)
     assert texts_of(drafted(shape, 1, request, expected, tree, acceptance)) == expected
     assert tree.n_nodes in calls
 

@@ -23,6 +23,18 @@ def attend_written(q, new, cache, start_B, mask_BTS):
     return attend(q, *(write_rows(c, n, start_B) for c, n in zip(cache, new)), mask_BTS)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_scores_are_computed_in_the_order_of_the_platform(platform, monkeypatch):
+    """Keys times queries only on a CPU: an accelerator would turn the scores round for the softmax."""
+    monkeypatch.setattr(causal, "platform", lambda: platform)
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 3, 5, 4)), rng.standard_normal((2, 3, 7, 4))
+    jaxpr = jax.make_jaxpr(lambda *args: causal.products(*args))(q, k)
+    turned = any(x.primitive.name == "transpose" for x in jaxpr.jaxpr.eqns)
+    assert turned == (platform == "cpu")
+    assert_close(causal.products(q, k), np.einsum("bgqh,bgsh->bgqs", q, k), roundings=8)
+
+
 @pytest.mark.parametrize("T", [*wide(1, 64), 65, *wide(130, 256), 400, 600])
 def test_blocks_of_queries_give_what_one_attention_gives(T):
     """Values and gradients, over packed rows with a window; from 513 tokens on in pairs of blocks."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cases import wide
 from children import devices, output_of
+from closeness import assert_close
 
 from medusa_jax.model import attention, kernels
 from medusa_jax.model.causal import CausalMask, attend_causal
@@ -44,6 +45,34 @@ def test_the_librarys_kernels_can_be_switched_off(monkeypatch):
     assert kernels.kernel_for("cuda", jnp.bfloat16, 1024, 128) == "cudnn"
     monkeypatch.setenv("MEDUSA_JAX_ATTENTION", "own")
     assert kernels.kernel_for("cuda", jnp.bfloat16, 1024, 128) == "own"
+
+
+@pytest.mark.parametrize(
+    "platform, asked, expected",
+    [
+        ("cpu", "", "own own"),
+        ("cpu", "cudnn", "own own"),
+        ("tpu", "", "tree own"),
+        ("tpu", "own", "own own"),
+        ("cuda", "", "own own"),
+        ("cuda", "cudnn", "cudnn cudnn"),
+        ("rocm", "cudnn", "own own"),
+    ],
+)
+def test_the_choice_for_a_cache(platform, asked, expected, monkeypatch):
+    """Whole tiles for a TPU; one device and 16 bits for all."""
+    monkeypatch.setattr(kernels, "platform", lambda: platform)
+    monkeypatch.setenv("MEDUSA_JAX_ATTENTION", asked)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    q = jax.ShapeDtypeStruct((2, 64, 32, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 8, 1024, 128), jnp.bfloat16)
+    found = [kernels.cached_kernel(q, k.update(shape=(2, 8, S, 128))) for S in (1024, 1000)]
+    assert found == expected.split()
+    single = k.update(dtype=jnp.float32)
+    assert kernels.cached_kernel(q, single) == "own"
+    assert kernels.cached_kernel(q.update(dtype=jnp.float32), single) == "own"
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    assert kernels.cached_kernel(q, k) == "own"
 
 
 def rows(window, B=2, T=256, N=2, G=1, H=128):
@@ -100,6 +129,19 @@ def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
     run = jax.jit(jax.grad(total, (0, 1, 2)))
     exported = jax.export.export(run, platforms=["tpu"])(*shapes)
     assert exported.mlir_module().count("tpu_custom_call") == 3
+
+
+def test_cudnn_over_a_cache_is_our_own():
+    """Random visibility, two query heads on one key head."""
+    rng = np.random.default_rng(3)
+    q, k, v = (
+        rng.standard_normal(shape, np.float32)
+        for shape in ((2, 9, 4, 8), (2, 2, 40, 8), (2, 2, 40, 8))
+    )
+    mask = rng.integers(0, 2, (2, 9, 40)) > 0
+    mask[:, :, 0] = True
+    found = kernels.cudnn_cached(q, k, v, mask, implementation="xla")
+    assert_close(found, attention.attend(q, k, v, mask), roundings=64)
 
 
 ON_A_MESH = """

@@ -1,6 +1,5 @@
 """The TPU kernel of tree attention, interpreted, against `attend`."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,20 +64,3 @@ def test_slots_after_the_last_used_one_are_not_read():
     k_BGSH, v_BGSH = (x.at[:, :, 128:].set(jnp.nan) for x in (k_BGSH, v_BGSH))
     found = tree_kernel.attend_tree(q_BTNH, k_BGSH, v_BGSH, *args, interpret=True)
     np.testing.assert_array_equal(found, clean)
-
-
-def test_only_a_single_tpu_in_16_bits_takes_it(monkeypatch):
-    q = jax.ShapeDtypeStruct((2, 64, 32, 128), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((2, 8, 1024, 128), jnp.bfloat16)
-    assert not tree_kernel.fits(q, k)
-    monkeypatch.setattr(tree_kernel, "platform", lambda: "tpu")
-    assert tree_kernel.fits(q, k) == (jax.device_count() == 1)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert tree_kernel.fits(q, k)
-    assert not tree_kernel.fits(q, k.update(shape=(2, 8, 1000, 128)))
-    assert not tree_kernel.fits(q.update(dtype=jnp.float32), k)
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert not tree_kernel.fits(q, k)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setenv("MEDUSA_JAX_ATTENTION", "own")
-    assert not tree_kernel.fits(q, k)
