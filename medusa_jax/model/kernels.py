@@ -29,6 +29,9 @@ Kernel = Literal["cudnn", "splash", "tree", "own"]
 # Longest row for cuDNN, which takes segments as a 16-bit mask [B, 1, T, T] (its layout for packed rows is
 # not public): for longer rows the mask would be the largest array.
 CUDNN_LONGEST = 8192
+# From this many slots on, those of all rows, a TPU attends to a cache for one token a row by the kernel, too:
+# XLA's attention of one row is faster over fewer (docs/accelerators.md).
+ONE_ROW_SLOTS = 8192
 SHORT = (jnp.bfloat16, jnp.float16)
 
 
@@ -71,16 +74,17 @@ def attend_rows(
     return out_BTNH.reshape(B, T, -1)
 
 
-def cached_kernel(q_BTNH: jax.Array, k_BGSH: jax.Array) -> Kernel:
-    """The kernel for a tree's queries over the keys of a cache here."""
+def cached_kernel(q_BTNH: jax.Array, k_BGSH: jax.Array, T: int) -> Kernel:
+    """The kernel for queries over the keys of a cache here, of which T are new in each row."""
     mesh, H = jax.sharding.get_abstract_mesh(), q_BTNH.shape[3]
     # XLA cannot split a kernel.
     several = (jax.device_count() if mesh.empty else mesh.size) > 1
     if asked() == "own" or several or q_BTNH.dtype != k_BGSH.dtype:
         return "own"
-    if platform() == "tpu" and tree_kernel.fits(q_BTNH, k_BGSH):
-        return "tree"
-    fits = q_BTNH.dtype in SHORT and H % 8 == 0 and H <= 128
+    if platform() == "tpu":
+        long = T > 1 or k_BGSH.shape[0] * k_BGSH.shape[2] >= ONE_ROW_SLOTS
+        return "tree" if long and tree_kernel.fits(q_BTNH, k_BGSH) else "own"
+    fits = T > 1 and q_BTNH.dtype in SHORT and H % 8 == 0 and H <= 128
     return "cudnn" if platform() == "cuda" and asked() == "cudnn" and fits else "own"
 
 
