@@ -190,11 +190,11 @@ def attention_of(
     if isinstance(mask, CausalMask):
         out_BTD = attend_cached(q_BTNH, new, cache, start_B, mask.window)
         return out_BTD, write_after(cache, new, start_B, out_BTD)
-    if new[0].shape[2] == 1:
+    kernel = cached_kernel(q_BTNH, cache[0], new[0].shape[2])
+    if new[0].shape[2] == 1 and kernel == "own":
         out_BTD = attend_one(q_BTNH, new, cache, start_B, mask)
         return out_BTD, write_after(cache, new, start_B, out_BTD)
     cache = write_both(cache, new, start_B)
-    kernel = cached_kernel(q_BTNH, cache[0])
     if kernel == "tree":
         end_B = start_B + new[0].shape[2]
         return tree_kernel.attend_tree(q_BTNH, *cache, mask, end_B), cache

@@ -35,6 +35,9 @@ CUDNN_LONGEST = 8192
 # Bytes of scores from which cuDNN attends to caches: on an H100 with 7B heads over 1,024 slots a step takes 0.85
 # of the time with 64 MiB (8 rows of 64 nodes), 0.98 with 16 MiB, 1.03 with 8 MiB (docs/hardware.md).
 CUDNN_SCORES = 2**25
+# From this many slots on, those of all rows, a TPU attends to a cache for one token a row by the kernel, too:
+# XLA's attention of one row is faster over fewer (docs/accelerators.md).
+ONE_ROW_SLOTS = 8192
 SHORT = (jnp.bfloat16, jnp.float16)
 
 
@@ -79,18 +82,19 @@ def attend_rows(
     return out_BTNH.reshape(B, T, -1)
 
 
-def cached_kernel(q_BTNH: jax.Array, k_BGSH: jax.Array) -> Kernel:
-    """The kernel for a tree's queries over the keys of a cache here."""
+def cached_kernel(q_BTNH: jax.Array, k_BGSH: jax.Array, T: int) -> Kernel:
+    """The kernel for queries over the keys of a cache here, of which T are new in each row."""
     mesh, H = jax.sharding.get_abstract_mesh(), q_BTNH.shape[3]
     # XLA cannot split a kernel.
     several = (jax.device_count() if mesh.empty else mesh.size) > 1
     if asked() == "own" or several or q_BTNH.dtype != k_BGSH.dtype:
         return "own"
-    if platform() == "tpu" and tree_kernel.fits(q_BTNH, k_BGSH):
-        return "tree"
-    B, T, N, _ = q_BTNH.shape
-    many = B * N * T * k_BGSH.shape[2] * 4 >= CUDNN_SCORES or asked() == "cudnn"
-    fits = q_BTNH.dtype in SHORT and H % 8 == 0 and H <= 128
+    B, queries, N, _ = q_BTNH.shape
+    if platform() == "tpu":
+        long = T > 1 or B * k_BGSH.shape[2] >= ONE_ROW_SLOTS
+        return "tree" if long and tree_kernel.fits(q_BTNH, k_BGSH) else "own"
+    many = B * N * queries * k_BGSH.shape[2] * 4 >= CUDNN_SCORES or asked() == "cudnn"
+    fits = T > 1 and q_BTNH.dtype in SHORT and H % 8 == 0 and H <= 128
     use = platform() == "cuda" and many and fits and has_cudnn()
     return "cudnn" if use else "own"
 

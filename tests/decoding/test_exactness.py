@@ -237,9 +237,14 @@ def test_the_forms_for_accelerators_give_the_same_text(
     cudnn = counted(kernels.cudnn_cached, implementation="xla")
     monkeypatch.setattr(attention, "cudnn_cached", cudnn)
     monkeypatch.setattr(attention, "attend", counted(attention.attend))
-    monkeypatch.setattr(attention, "cached_kernel", lambda q_BTNH, k_BGSH: kernel)
+    monkeypatch.setattr(attention, "cached_kernel", lambda *args: kernel)
     assert texts_of(drafted(shape, 1, request, expected, tree, acceptance)) == expected
     assert tree.n_nodes in calls
+    if kernel == "tree":  # one row: a batch that the plain loop was not traced for
+        fields = sampling_fields(1, 1) if acceptance == "sampled" else {}
+        first = loop.Request(request.prompts[:1], request.limits[:1], **fields)
+        plain = drafted(shape, 1, first, expected[:1], Tree.none(), acceptance)
+        assert texts_of(plain) == expected[:1] and 1 in calls
 
 
 def test_seeds_differ_and_repeat():

@@ -70,13 +70,37 @@ def test_the_choice_for_a_cache(platform, asked, T, expected, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     q = jax.ShapeDtypeStruct((2, T, 32, 128), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, 8, 1024, 128), jnp.bfloat16)
-    found = [kernels.cached_kernel(q, k.update(shape=(2, 8, S, 128))) for S in (1024, 1000)]
+    found = [
+        kernels.cached_kernel(q, k.update(shape=(2, 8, S, 128)), T) for S in (1024, 1000)
+    ]
     assert found == expected.split()
     single = k.update(dtype=jnp.float32)
-    assert kernels.cached_kernel(q, single) == "own"
-    assert kernels.cached_kernel(q.update(dtype=jnp.float32), single) == "own"
+    assert kernels.cached_kernel(q, single, T) == "own"
+    assert kernels.cached_kernel(q.update(dtype=jnp.float32), single, T) == "own"
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert kernels.cached_kernel(q, k) == "own"
+    assert kernels.cached_kernel(q, k, T) == "own"
+
+
+@pytest.mark.parametrize(
+    "platform, asked, B, S, expected",
+    [
+        ("tpu", "", 1, 4096, "own"),
+        ("tpu", "", 8, 512, "own"),
+        ("tpu", "", 8, 1024, "tree"),
+        ("tpu", "", 1, 8192, "tree"),
+        ("tpu", "own", 8, 4096, "own"),
+        ("cuda", "cudnn", 8, 4096, "own"),
+        ("cpu", "", 8, 4096, "own"),
+    ],
+)
+def test_the_choice_for_one_token_a_row(platform, asked, B, S, expected, monkeypatch):
+    """Plain decoding on a TPU goes through the kernel where the caches are long."""
+    monkeypatch.setattr(kernels, "platform", lambda: platform)
+    monkeypatch.setenv("MEDUSA_JAX_ATTENTION", asked)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    q = jax.ShapeDtypeStruct((B, 1, 32, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((B, 8, S, 128), jnp.bfloat16)
+    assert kernels.cached_kernel(q, k, 1) == expected
 
 
 def rows(window, B=2, T=256, N=2, G=1, H=128):
