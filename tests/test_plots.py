@@ -152,3 +152,11 @@ def test_draw_step(tmp_path):
     assert text.count(f"fill: {plots.step.BONUS}") == 1
     with pytest.raises(UserError, match="6 labels for a tree of 1 nodes"):
         plots.draw_step([], LABELS, [0], "b", path=path)
+
+
+def test_without_matplotlib_results_have_no_charts(monkeypatch, capsys):
+    """Commands that only add a chart to their results go on without it."""
+    assert plots.can_draw() and not capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not plots.can_draw()
+    assert "pip install 'medusa-jax[plots]'" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from medusa_jax.commands.flags import (
 )
 from medusa_jax.commands.prompts import PromptFlags, first_prompts, questions_of
 from medusa_jax.evaluate.tables import Cell, Row, device_facts, write_report
+from medusa_jax.plots import can_draw
 from medusa_jax.repetition import mean_repeated_ngram_share
 from medusa_jax.tree import Tree
 
@@ -219,7 +220,8 @@ def run(flags: Flags) -> int:
     if real:
         notes += f"\nrepeated 4-grams of the real text: {facts['repeated_4grams_real']:.2f}"
     write_report(out, "race", facts, rows, COLUMNS, notes)
-    draw(rows, out / "race.png")
+    if can_draw():
+        draw(rows, out / "race.png")
     return 0
 
 

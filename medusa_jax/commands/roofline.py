@@ -19,6 +19,7 @@ from medusa_jax.devices.chips import CHIPS, Chip, find_chip
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.roofline import operators, predict, report
 from medusa_jax.interop.shapes import SHAPES, find_shape
+from medusa_jax.plots import can_draw
 from medusa_jax.whole_files import Json, write_json
 
 EXAMPLES = """examples:
@@ -108,7 +109,8 @@ def run(flags: Flags) -> int:
         print(report.size_table(one, SHOWN), end="\n\n")
         print(report.best_table(f"batch (length {flags.length})", by_batch), end="\n\n")
         print(report.best_table(f"length (batch {flags.length_batch})", by_length))
-        report.draw_predictions(one, by_batch, by_length, out, title)
+        if can_draw():
+            report.draw_predictions(one, by_batch, by_length, out, title)
         return {
             "operators": [
                 dataclasses.asdict(o) | {"intensity": o.intensity} for o in products
@@ -175,7 +177,8 @@ def measure(
     )
     fits = measuring.fit_roofs(records)
     title = f"{device.device_kind}, {flags.shape}, {dtype}"
-    report.draw_measured(records, fits, out / "measured.png", title)
+    if can_draw():
+        report.draw_measured(records, fits, out / "measured.png", title)
     print(
         f"\n## {title}: {len(records)} timings, {left_out} points larger than the limits\n"
     )

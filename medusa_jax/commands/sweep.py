@@ -25,6 +25,7 @@ from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
 from medusa_jax.evaluate.tables import Cell, markdown_table, table_of
+from medusa_jax.plots import can_draw
 from medusa_jax.whole_files import Json, write_json
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def run(flags: Flags) -> int:
         for row in (one["greedy"], one["plain_sampling"], *one["thresholds"])
     ]
     print(f"{table_of(rows, COLUMNS)}\n\n{temperature_table(swept)}")
-    draw(swept, out)
+    if can_draw():
+        draw(swept, out)
     inform(f"wrote {out}/sweep.json, thresholds.png and temperatures.png")
     return 0
 
