@@ -342,8 +342,8 @@ def best_places(scores_RO: jax.Array, n: int) -> jax.Array:
     lowest = jnp.asarray(-jnp.inf, scores_RO.dtype)
     padded = lax.pad(scores_RO, lowest, ((0, 0, 0), (0, width * TOP_K_PARTS - O, 0)))
     best, at = lax.top_k(padded.reshape(R * TOP_K_PARTS, width), n)
-    first_P11 = (jnp.arange(TOP_K_PARTS) * width)[None, :, None]
-    column_RC = (at.reshape(R, TOP_K_PARTS, n) + first_P11).reshape(R, -1)
+    first_1P1 = (jnp.arange(TOP_K_PARTS, dtype=at.dtype) * width)[None, :, None]
+    column_RC = (at.reshape(R, TOP_K_PARTS, n) + first_1P1).reshape(R, -1)
     return jnp.take_along_axis(column_RC, lax.top_k(best.reshape(R, -1), n)[1], axis=1)
 
 

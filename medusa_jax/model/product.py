@@ -41,10 +41,8 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     if x.size > x.shape[-1] or not measured:
         return dot(x, kernel)
     rows = jnp.pad(x.reshape(1, -1), ((0, CUDA_ROWS - 1), (0, 0)))
-    y = dot(lax.optimization_barrier(rows), kernel)[
-        :1
-    ]  # XLA would undo it without the barrier
-    return y.reshape(*x.shape[:-1], *kernel.shape[1:])
+    rows = lax.optimization_barrier(rows)  # or XLA would undo it
+    return dot(rows, kernel)[:1].reshape(*x.shape[:-1], *kernel.shape[1:])
 
 
 def _product_fwd(

@@ -30,5 +30,6 @@ def test_a_row_is_multiplied_among_others_on_cuda(monkeypatch, shape, outputs):
     text = jax.jit(room.product).lower(x, kernel).as_text()
     one_row = np.prod(shape[:-1], dtype=int) == 1
     assert (f"tensor<{room.CUDA_ROWS}x24x" in text) == one_row
+    assert ("optimization_barrier" in text) == one_row
     wide = jax.jit(room.product).lower(x.astype(jnp.float32), kernel.astype(jnp.float32))
     assert f"tensor<{room.CUDA_ROWS}x24x" not in wide.as_text()  # not measured
