@@ -24,6 +24,7 @@ FLOORS = [
     {"model"},
     {"heads"},
     {"interop"},
+    {"formats"},
     {"decoding", "training", "constraints"},
     {"api"},
     {"evaluate", "distill"},
