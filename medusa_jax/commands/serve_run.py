@@ -17,8 +17,7 @@ from medusa_jax.console import (
     warn_if_accelerator_unused,
 )
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.conversation import PLAIN
-from medusa_jax.interop.chat import template_source
+from medusa_jax.interop.chat import PLAIN, template_source
 from medusa_jax.serving import Server, row_sizes
 from medusa_jax.whole_files import read_text
 
