@@ -1,17 +1,27 @@
-"""Questions composed of tasks and subjects, each with a follow-up: seeds without a seed file.
+"""`python -m research compose`: questions composed of tasks and subjects, each with a follow-up.
 
-Questions that a model writes (`--ask`) have little variety; people ask for letters, code, sums, summaries,
-arguments, and then for changes to the answer. Here every seed gets a random task with gaps, from each kind of
-task in turn, and the gaps are filled at random; what fills a gap may have gaps itself.
+Questions that a model writes (`distill --ask`) have little variety; people ask for letters, code, sums,
+summaries and arguments, and then for changes to the answer. Every question is a random task with gaps, from
+each kind of task in turn, and the gaps are filled at random; a filling may have gaps itself. The file is one
+of seeds for `python -m medusa_jax distill --prompts`.
 
 Example: "Write a {form} about {subject}." -> "Write a limerick about beekeeping."
 """
 
+import dataclasses
+import json
 import random
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
-from medusa_jax.distill.seeds import Seed
+from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.console import inform
+from medusa_jax.whole_files import write_text
+
+EXAMPLES = """examples:
+  python -m research compose --n 8192 --out work/smollm2/questions.jsonl
+"""
 
 TASKS: dict[str, Sequence[str]] = {
     "writing": (
@@ -300,12 +310,34 @@ def compose(number: int) -> tuple[str, str]:
     return question, follow_up
 
 
-def composed_seeds(n: int, first: int = 0) -> list[Seed]:
-    """Seeds of `n` different questions, starting with question `first`, each with its follow-up."""
+def composed(n: int, first: int = 0) -> list[tuple[str, str]]:
+    """`n` different questions, starting with question `first`, each with its follow-up."""
     seen: dict[str, str] = {}
     number = first
     while len(seen) < n:
         question, follow_up = compose(number)
         seen.setdefault(question, follow_up)
         number += 1
-    return [Seed(i, turns=turns) for i, turns in enumerate(seen.items())]
+    return list(seen.items())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Write questions, each with a follow-up, as seeds of a distillation."""
+
+    n: int = flag("number of questions", 8192, type=at_least(1))
+    first: int = flag("number of the first one", 0, type=at_least(0))
+    out: str = flag("file to write", "work/smollm2/questions.jsonl")
+
+
+def run(flags: Flags) -> int:
+    """Write one line per question."""
+    out = Path(flags.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"turns": turns}) for turns in composed(flags.n, flags.first)]
+    write_text(out, "".join(line + "\n" for line in lines))
+    inform(f"wrote {flags.n} questions to {out}")
+    return 0
+
+
+main = Program("python -m research compose", Flags, run, EXAMPLES)

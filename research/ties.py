@@ -1,4 +1,4 @@
-"""`python -m medusa_jax ties`: the tie report of one precision.
+"""`python -m research ties`: the tie report of one precision.
 
 In bfloat16 (and float32) drafted text may leave plain text where two scores are tied within
 rounding. For every prompt: the first divergence, the gap between the two best scores there, the
@@ -29,10 +29,10 @@ from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.whole_files import Json, write_json
 
 EXAMPLES = """examples:
-  python -m medusa_jax ties
-  python -m medusa_jax ties --dtype float32 --tree 64 --temperature 0.7 --top_p 0.9
-  python -m medusa_jax ties --model path/to/model --drafter path/to/heads --prompts q.jsonl
-  python -m medusa_jax ties --model smollm2 --questions mt_bench.jsonl --limit 0 --batch_size 8 \\
+  python -m research ties
+  python -m research ties --dtype float32 --tree 64 --temperature 0.7 --top_p 0.9
+  python -m research ties --model path/to/model --drafter path/to/heads --prompts q.jsonl
+  python -m research ties --model smollm2 --questions mt_bench.jsonl --limit 0 --batch_size 8 \\
       --dtype float32 --tree auto --max_new_tokens 512
 """
 
@@ -74,7 +74,7 @@ def run(flags: Flags) -> int:
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.evaluate.compare import Comparison
     from medusa_jax.evaluate.conversation import all_turns, ending_turns, find_template
-    from medusa_jax.evaluate.ties import compare_batches, tie_report
+    from research.tie_report import compare_batches, tie_report
 
     use_compilation_cache()
     options = generation_options(flags, top_p=flags.top_p)
@@ -107,4 +107,4 @@ def run(flags: Flags) -> int:
     return 1 if facts["not_explained"] else 0
 
 
-main = Program("python -m medusa_jax ties", Flags, run, EXAMPLES)
+main = Program("python -m research ties", Flags, run, EXAMPLES)

@@ -2,17 +2,19 @@
 
 import re
 
-from medusa_jax.distill.compose import FOLLOW_UPS, TASKS, WORDS, compose, composed_seeds
+from medusa_jax.distill.seeds import Seed, read_seeds
+from research.smollm2.compose import FOLLOW_UPS, TASKS, WORDS, compose, composed, main
 
 
-def test_questions_are_those_of_their_numbers():
-    seeds = composed_seeds(3000)
-    assert [seed.number for seed in seeds] == list(range(3000))
-    texts = [seed.turns[0] for seed in seeds]
-    assert len(set(texts)) == 3000
-    assert [seed.turns for seed in seeds[:200]] == [s.turns for s in composed_seeds(200)]
-    assert seeds[0].turns == compose(0)
-    assert all(text[0] == text[0].upper() for seed in seeds for text in seed.turns)
+def test_questions_are_those_of_their_numbers(tmp_path):
+    turns = composed(3000)
+    assert len({question for question, _ in turns}) == 3000
+    assert turns[:200] == composed(200) and turns[0] == compose(0)
+    assert all(text[0] == text[0].upper() for pair in turns for text in pair)
+    out = tmp_path / "new" / "questions.jsonl"
+    assert main(["--n=3", f"--out={out}"]) == 0
+    seeds = [Seed(i, turns=pair) for i, pair in enumerate(turns[:3])]
+    assert read_seeds(str(out), "train", 0) == seeds
 
 
 def test_no_gap_stays_open_and_none_has_no_words():

@@ -1,4 +1,4 @@
-"""`python -m medusa_jax sweep`: acceptance rules over their parameters.
+"""`python -m research sweep`: acceptance rules over their parameters.
 
 Two sweeps on one question file. *Thresholds* (the Medusa paper's figure 5): typical acceptance at
 one temperature, delta = sqrt(epsilon), against greedy and plain sampling: tokens per step, and
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from medusa_jax.api import Model
 
 EXAMPLES = """examples:
-  python -m medusa_jax sweep
-  python -m medusa_jax sweep --drafter medusa,hydrapp --tree 64
-  python -m medusa_jax sweep --model path/to/model --drafter path/to/heads --tree 64 \\
+  python -m research sweep
+  python -m research sweep --drafter medusa,hydrapp --tree 64
+  python -m research sweep --model path/to/model --drafter path/to/heads --tree 64 \\
       --prompts questions.jsonl --limit 64 --dtype bfloat16
 """
 RULES = ("sampled", "rejection", "typical")
@@ -114,7 +114,7 @@ def sweep_one(
     from tqdm import tqdm
 
     from medusa_jax.api import Options
-    from medusa_jax.evaluate.rules import measure_rule
+    from research.rules import measure_rule
 
     plan: list[tuple[str, float, Json]] = [
         ("greedy", 0.0, {}),
@@ -199,4 +199,4 @@ def draw(swept: Sequence[Json], out: Path) -> None:
     draw_lines([chart], path=out / "temperatures.png")
 
 
-main = Program("python -m medusa_jax sweep", Flags, run, EXAMPLES)
+main = Program("python -m research sweep", Flags, run, EXAMPLES)

@@ -9,9 +9,9 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.commands import replay
 from medusa_jax.evaluate.fitting import GROWTH
 from medusa_jax.tree.growth import order_by_steps
+from research import replay
 
 pytestmark = pytest.mark.usefixtures("x64")
 

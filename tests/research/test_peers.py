@@ -12,9 +12,9 @@ import pytest
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import Model
-from medusa_jax.evaluate.peers import Setting, huggingface, llamacpp
 from medusa_jax.evaluate.race import Contender, Run, ourselves, race
 from medusa_jax.heads import DRAFTERS, make_drafter
+from research.peers import Setting, huggingface, llamacpp
 
 
 def test_figures_are_medians_of_runs_made_in_turn():

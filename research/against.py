@@ -1,4 +1,4 @@
-"""`bench against`: other engines on the same weights and prompts, interleaved with this one."""
+"""`python -m research against`: other engines on the same weights and prompts, interleaved with this one."""
 
 import importlib
 import os
@@ -11,10 +11,10 @@ from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.tree import Tree
 
-# Name of a peer and its file in `evaluate/peers/`.
+# Name of a peer and its file in `research/peers/`.
 PEERS = {"transformers": "huggingface", "llama.cpp": "llamacpp"}
 EXAMPLES = """examples:
-  python -m medusa_jax bench against --model smollm2 --peers transformers,llama.cpp --limit 16 \\
+  python -m research against --model smollm2 --peers transformers,llama.cpp --limit 16 \\
       --max_new_tokens 64
 """
 COLUMNS: dict[str, Cell] = {
@@ -48,8 +48,8 @@ def run(flags: Flags) -> int:
     import jax
 
     from medusa_jax.api import Options
-    from medusa_jax.evaluate.peers import Setting
     from medusa_jax.evaluate.race import Contender, ourselves, race
+    from research.peers import Setting
 
     peers = flags.peers.split(",")
     if unknown := sorted(set(peers) - set(PEERS)):
@@ -83,7 +83,7 @@ def run(flags: Flags) -> int:
         flags.model, flags.max_new_tokens, context, threads, model.no_repeat_ngram_size
     )
     for name in sorted(peers):
-        peer = importlib.import_module(f"medusa_jax.evaluate.peers.{PEERS[name]}")
+        peer = importlib.import_module(f"research.peers.{PEERS[name]}")
         contenders += peer.contenders(setting)
     rows = race(contenders, prompts, flags.repeats)
     facts = device_facts() | {
@@ -109,4 +109,4 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if own else os.cpu_count() or 1
 
 
-main = Program("python -m medusa_jax bench against", Flags, run, EXAMPLES)
+main = Program("python -m research against", Flags, run, EXAMPLES)

@@ -1,4 +1,4 @@
-"""`python -m medusa_jax replay`: accepted lengths on a question file, for many drafters and trees.
+"""`python -m research replay`: accepted lengths on a question file, for many drafters and trees.
 
 The model answers every turn once, plainly; then `evaluate/recording.py` records the guesses of each drafter. No step is timed, so the figures are the same on every machine, and a drafter takes one pass
 over the answers. What drafts cost and how fast they are: `bench questions`.
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from medusa_jax.evaluate.recording import Text
 
 EXAMPLES = """examples:
-  python -m medusa_jax replay --model smollm2 --questions mt_bench.jsonl
-  python -m medusa_jax replay --model smollm2 --questions spec_bench.jsonl --limit 180 \\
+  python -m research replay --model smollm2 --questions mt_bench.jsonl
+  python -m research replay --model smollm2 --questions spec_bench.jsonl --limit 180 \\
       --drafters hydrapp,work/smollm2/medusa/export --fit heldout.jsonl --temperature 0.7
 """
 
@@ -179,4 +179,4 @@ def replay_table(
     return markdown_table(("category", "turns", "repeated 4-grams", *columns), rows)
 
 
-main = Program("python -m medusa_jax replay", Flags, run, EXAMPLES)
+main = Program("python -m research replay", Flags, run, EXAMPLES)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.peers import Setting
 from medusa_jax.evaluate.race import Contender, Run
 from medusa_jax.interop.gguf.float32 import as_float32, block_type
 from medusa_jax.interop.hub import gguf_file
+from research.peers import Setting
 
 
 def contenders(setting: Setting) -> list[Contender]:
