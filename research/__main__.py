@@ -25,6 +25,10 @@ COMMANDS = {
     "ties": Command(
         "papers", "research.ties", "where low precision leaves plain decoding, and why"
     ),
+    "batches": Command("costs", "research.batches", "batch sizes, the tree fitted to each"),
+    "roofline": Command(
+        "costs", "research.roofline", "the roofline fitted to products timed on this device"
+    ),
     "against": Command("costs", "research.against", "other engines on the same weights"),
     "walk": Command("papers", "research.walk", "one decode step with its real numbers"),
     "train_cost": Command(

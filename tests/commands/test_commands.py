@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from files import write_lines
 
 from medusa_jax.__main__ import COMMANDS
 from medusa_jax.api import device_tree
-from medusa_jax.commands import bench, bench_batches, calibrate, distill
+from medusa_jax.commands import bench, calibrate, distill
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
@@ -129,35 +128,6 @@ def test_bench_alone_lists_its_tables(capsys):
     assert bench.main([]) == 2
     listed = capsys.readouterr().out
     assert all(f"  {name} " in listed for name in bench.COMMANDS)
-
-
-@pytest.mark.wide
-def test_bench_by_batch_fits_a_tree_to_each(files, tmp_path, capsys):
-    directory, prompts = files
-    heads = tmp_path / "heads"
-    shutil.copytree(directory / "heads", heads)
-    arguments = [
-        f"--model={directory}", f"--drafters={heads}", f"--prompts={prompts}",
-        f"--out={tmp_path}", "--sizes=1,3", "--most_nodes=2", "--limit=4",
-        "--max_new_tokens=12", "--repeats=1", "--dtype=float32",
-    ]  # fmt: skip
-    assert bench_batches.main(arguments) == 2
-    assert "calibrate" in capsys.readouterr().err
-    ladder = [{"nodes": 1, "tokens_per_step": 1.0}, {"nodes": 2, "tokens_per_step": 99.0}]
-    tree = {"choices": [], "growth": [[0]], "evidence": {"ladder": ladder}}
-    (heads / "tree.json").write_text(json.dumps(tree))
-    assert bench_batches.main(arguments) == 0
-    assert capsys.readouterr().out.count(" of ") == 2
-    facts = json.loads((tmp_path / "batches-medusa.json").read_text())
-    one, three = facts["rows"]
-    assert (one["batch"], three["batch"]) == (1, 3)
-    # So good a guess is always worth a second node.
-    assert one["tree_nodes"] == three["tree_nodes"] == 2
-    # 4 prompts: four groups of one, two groups of three (two prompts come again).
-    assert (one["texts"], three["texts"]) == (4, 6)
-    assert (one["tokens"], three["tokens"]) == (4 * 11, 6 * 11)
-    for row in facts["rows"]:
-        assert row["speedup"] > 0 and row["divergences"] == 0
 
 
 @pytest.mark.parametrize("command", [distill, sweep, ties])

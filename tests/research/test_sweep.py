@@ -1,4 +1,4 @@
-"""sweep and ties on a tiny model."""
+"""sweep, ties and batches on a tiny model."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from files import write_lines
 
 from medusa_jax.api import Model
 from medusa_jax.tree import Tree
-from research import sweep, ties
+from research import batches, sweep, ties
 
 PROMPTS = ["the cat", "a b c", "in the", "abc"]
 
@@ -77,3 +77,32 @@ def test_ties_reports_divergences_and_judges_them(files, tmp_path, capsys, monke
     assert ties.main(arguments) == 1
     facts = json.loads(out.read_text())
     assert facts["not_explained"] > 0 and "NO" in capsys.readouterr().out
+
+
+@pytest.mark.wide
+def test_batches_fits_a_tree_to_each(files, tmp_path, capsys):
+    directory, prompts = files
+    heads = tmp_path / "heads"
+    shutil.copytree(directory / "heads", heads)
+    arguments = [
+        f"--model={directory}", f"--drafters={heads}", f"--prompts={prompts}",
+        f"--out={tmp_path}", "--sizes=1,3", "--most_nodes=2", "--limit=4",
+        "--max_new_tokens=12", "--repeats=1", "--dtype=float32",
+    ]  # fmt: skip
+    assert batches.main(arguments) == 2
+    assert "calibrate" in capsys.readouterr().err
+    ladder = [{"nodes": 1, "tokens_per_step": 1.0}, {"nodes": 2, "tokens_per_step": 99.0}]
+    tree = {"choices": [], "growth": [[0]], "evidence": {"ladder": ladder}}
+    (heads / "tree.json").write_text(json.dumps(tree))
+    assert batches.main(arguments) == 0
+    assert capsys.readouterr().out.count(" of ") == 2
+    facts = json.loads((tmp_path / "batches-medusa.json").read_text())
+    one, three = facts["rows"]
+    assert (one["batch"], three["batch"]) == (1, 3)
+    # So good a guess is always worth a second node.
+    assert one["tree_nodes"] == three["tree_nodes"] == 2
+    # 4 prompts: four groups of one, two groups of three (two prompts come again).
+    assert (one["texts"], three["texts"]) == (4, 6)
+    assert (one["tokens"], three["tokens"]) == (4 * 11, 6 * 11)
+    for row in facts["rows"]:
+        assert row["speedup"] > 0 and row["divergences"] == 0

@@ -1,14 +1,61 @@
-"""The best tree for each batch size, and the throughput of decoding B rows at a time."""
+"""`python -m research batches`: decoding B rows at a time, drafted and plain, the tree fitted to each B."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from medusa_jax.api import Model, Options, device_tree
+from medusa_jax.commands.bench_race import RaceFlags, names_of, out_directory
+from medusa_jax.commands.flags import (
+    Program,
+    at_least,
+    flag,
+    generation_options,
+    load_model,
+    numbers,
+)
+from medusa_jax.commands.prompts import first_prompts, questions_of
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run, race
+from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.tree import Tree, tree_of_size
 from medusa_jax.whole_files import Json
+
+EXAMPLES = """examples:
+  python -m research batches --sizes 1,2,4,8 --limit 24 --max_new_tokens 128
+"""
+COLUMNS: dict[str, Cell] = {
+    "batch": "{batch}",
+    "tree nodes": "{tree_nodes}",
+    "mean accepted length": "{mean_accepted_length:.2f}",
+    "speed-up at equal batch": "{speedup:.2f}x",
+    "tokens/s, all rows": "{tokens_per_second:.0f}",
+    "autoregressive tokens/s": "{autoregressive_tokens_per_second:.0f}",
+    "diverged": "{divergences} of {texts}",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(RaceFlags):
+    """Compare batch sizes."""
+
+    sizes: str = flag("batch sizes", "1,2,4,8")
+    most_nodes: int = flag("largest tree to try", 16, type=at_least(1))
+
+
+def run(flags: Flags) -> int:
+    """One table for every drafter."""
+    sizes, options = numbers(flags.sizes, "--sizes", least=1), generation_options(flags)
+    questions, out = questions_of(flags, flags.model), out_directory(flags.out)
+    for name in names_of(flags):
+        model = load_model(flags, name)
+        prompts = first_prompts(flags, model, questions, flags.max_new_tokens)
+        rows = batch_rows(model, prompts, options, sizes, flags.repeats, flags.most_nodes)
+        drafter = model.drafter.heads.drafter
+        facts = {"drafter": drafter, "dtype": str(model.dtype), "rows": rows}
+        facts |= device_facts()
+        write_report(out, f"batches-{drafter}", facts, rows, COLUMNS, drafter)
+    return 0
 
 
 def batch_rows(
@@ -63,3 +110,6 @@ def in_batches(
         results += found
     prefill, decode = seconds
     return replace(Run.of(results), prefill_seconds=prefill, decode_seconds=decode)
+
+
+main = Program("python -m research batches", Flags, run, EXAMPLES)
