@@ -25,6 +25,7 @@ FLOORS = [
     {"model"},
     {"heads"},
     {"interop"},
+    {"formats"},
     {"decoding", "training", "constraints"},
     {"api"},
     {"evaluate", "distill"},

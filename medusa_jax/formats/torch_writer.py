@@ -10,7 +10,7 @@ import zipfile
 
 import numpy as np
 
-from medusa_jax.interop.torch_files import STORAGES
+from medusa_jax.formats.torch_files import STORAGES
 from medusa_jax.whole_files import replacing
 
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}

@@ -12,12 +12,13 @@ import re
 from dataclasses import replace
 
 from medusa_jax.errors import UserError
+from medusa_jax.formats.export import Export
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.interop.hf import HARMLESS, read_config
 from medusa_jax.interop.hf import locate as locate_in_llama
 from medusa_jax.interop.hf_config import ROPE, config_to_hf
-from medusa_jax.interop.stored_heads import Export, StoredHeads
-from medusa_jax.interop.tensor import Tensors
+from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.tensor import Tensors, rename
 from medusa_jax.whole_files import Json
 
 _EMBEDDING = "embed_tokens.weight"
@@ -26,20 +27,16 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 _LAYER_FIELDS = ("n_heads", "n_kv_heads", "rms_eps", *ROPE)
 
 
-def is_eagle(tensors: Tensors) -> bool:
-    """Whether a file holds EAGLE-1 heads in their authors' layout."""
-    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors.keys()
-
-
-def open_eagle(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
+def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     """Describe the EAGLE-1 heads of a file.
 
-    Args: as for `open_medusa`.
+    Args: as for `medusa_files.open_heads`.
 
     Raises:
       UserError: layers are missing, their number differs from the configuration, or there is no configuration
         of a Llama.
     """
+    tensors = rename(tensors, lambda key: key.removeprefix("model."))
     found = {int(m[1]) for key in tensors if (m := _LAYER.match(key))}
     llama = read_config(directory)
     if len(found) != llama.n_layers or found != set(range(len(found))):

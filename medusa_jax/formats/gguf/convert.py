@@ -10,9 +10,9 @@ import numpy as np
 
 from medusa_jax.console import announced, cache_directory
 from medusa_jax.errors import UserError
-from medusa_jax.interop.gguf.architecture import hf_config, named_tensors, values
-from medusa_jax.interop.gguf.reader import read_gguf, split_files
-from medusa_jax.interop.gguf.vocabulary import (
+from medusa_jax.formats.gguf.architecture import hf_config, named_tensors, values
+from medusa_jax.formats.gguf.reader import read_gguf, split_files
+from medusa_jax.formats.gguf.vocabulary import (
     build_tokenizer,
     special_ids,
     token_texts,

@@ -1,5 +1,5 @@
 """GGUF files, llama.cpp's format, as model directories in Hugging Face form."""
 
-from medusa_jax.interop.gguf.convert import converted
+from medusa_jax.formats.gguf.convert import converted
 
 __all__ = ["converted"]

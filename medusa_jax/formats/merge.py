@@ -11,9 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.medusa_files import ADAPTER, is_head_key, medusa_arrays, only_medusa
+from medusa_jax.formats.export import Export
+from medusa_jax.formats.medusa_files import ADAPTER, is_head_key, medusa_arrays, only_medusa
 from medusa_jax.interop.shards import save_weights
-from medusa_jax.interop.stored_heads import Export, StoredHeads, made_directory
+from medusa_jax.interop.stored_heads import StoredHeads, made_directory
 from medusa_jax.interop.tensor import Tensor, Tensors, cast, whole
 from medusa_jax.interop.tensors import read_json, save_json
 from medusa_jax.interop.tokenizer_files import copy_tokenizer

@@ -24,14 +24,15 @@ import numpy as np
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.formats import speculators_config
+from medusa_jax.formats.export import Export
+from medusa_jax.formats.speculators_config import TAPS, unknown
 from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
-from medusa_jax.interop import speculators_config
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
 from medusa_jax.interop.hf_config import ROPE, config_to_hf, parse_config
-from medusa_jax.interop.speculators_config import TAPS, unknown
-from medusa_jax.interop.stored_heads import Arrays, Export, StoredHeads
-from medusa_jax.interop.tensor import Index, Tensor, Tensors, whole
+from medusa_jax.interop.stored_heads import Arrays, StoredHeads
+from medusa_jax.interop.tensor import Index, Tensor, Tensors, rename, whole
 from medusa_jax.whole_files import Json
 
 _EMBEDDING, _LM_HEAD, _D2T, _T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
@@ -69,23 +70,16 @@ EXPECTED = {
 }  # fmt: skip
 
 
-def is_eagle3(tensors: Tensors) -> bool:
-    """Whether a file holds EAGLE-3 heads."""
-    stems = (_LAYER, _SPECULATORS)
-    return "fc.weight" in tensors and any(
-        f"{s}hidden_norm.weight" in tensors for s in stems
-    )
-
-
-def open_eagle3(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
+def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     """Describe the EAGLE-3 heads of a file.
 
-    Args: as for `open_medusa`.
+    Args: as for `medusa_files.open_heads`.
 
     Raises:
       UserError: fields that are unknown, ambiguous or say what is not supported, a vocabulary that
         contradicts itself.
     """
+    tensors = rename(tensors, lambda key: key.removeprefix("model."))
     file = os.path.join(directory, "config.json")
     fields, taps, depth = config, "", {}
     if speculators_config.is_speculators(config):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from medusa_jax.interop.stored_heads import Export
+from medusa_jax.formats.export import Export
 from medusa_jax.whole_files import Json
 
 

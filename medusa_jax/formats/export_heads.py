@@ -9,24 +9,43 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
+from flax.traverse_util import unflatten_dict
+
 from medusa_jax.errors import UserError
-from medusa_jax.interop.eagle3_files import to_eagle3, to_speculators
-from medusa_jax.interop.eagle_files import to_eagle
-from medusa_jax.interop.heads_io import check_base
-from medusa_jax.interop.hydra_files import to_hydra
-from medusa_jax.interop.medusa_files import (
+from medusa_jax.formats.eagle3_files import to_eagle3, to_speculators
+from medusa_jax.formats.eagle_files import to_eagle
+from medusa_jax.formats.export import Export
+from medusa_jax.formats.hydra_files import to_hydra
+from medusa_jax.formats.medusa_files import (
     ADAPTER,
     to_tensorrt_llm,
     to_tgi,
     to_tgi_shared,
     to_vllm,
 )
-from medusa_jax.interop.merge import to_merged
-from medusa_jax.interop.model_card import model_card
-from medusa_jax.interop.own_heads import to_native
-from medusa_jax.interop.stored_heads import Export
+from medusa_jax.formats.merge import to_merged
+from medusa_jax.formats.model_card import model_card
+from medusa_jax.heads import vocabulary
+from medusa_jax.interop.heads_io import check_base
+from medusa_jax.interop.own_heads import base_record, save_heads
 from medusa_jax.interop.tensors import optional_json
+from medusa_jax.interop.tokenizer_files import copy_inside
 from medusa_jax.whole_files import Json, write_text
+
+
+def to_native(export: Export, out: str) -> None:
+    """Write this project's format, with the fingerprint of the backbone and the tree, if any."""
+    stored = export.stored
+    base = base_record(export.base.config, export.base.fingerprint())
+    recipe = stored.meta.get("recipe")
+    if not isinstance(recipe, dict):
+        recipe = {"converted_from": stored.layout, "config": stored.meta}
+    params = unflatten_dict(export.params, sep="/")
+    if stored.ids is not None:
+        params[vocabulary.GROUP] = {"ids": stored.ids}
+    dtype = export.dtype or None
+    save_heads(out, stored.heads, params, base=base, recipe=recipe, dtype=dtype)
+    copy_inside(stored.directory, "tree.json", out)
 
 
 class Target(NamedTuple):

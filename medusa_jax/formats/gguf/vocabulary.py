@@ -10,7 +10,7 @@ from typing import Any
 
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.interop.gguf.reader import GGUFFile
+from medusa_jax.formats.gguf.reader import GGUFFile
 
 # tokenizer.ggml.token_type
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4

@@ -19,7 +19,10 @@ import numpy as np
 from medusa_jax.config import HeadsConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.interop.stored_heads import Arrays, Export, StoredHeads
+from medusa_jax.formats.export import Export
+from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.seam import MEDUSA, MEDUSA_HEAD, VLLM
+from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Index, Tensor, Tensors
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.whole_files import Json
@@ -29,14 +32,6 @@ HEADS_ONLY = "Medusa heads"
 FULL_MODEL = "Medusa full model"
 ADAPTER = "Medusa adapter"
 
-_PREFIX = r"(?:base_model\.model\.)?(?:model\.)?medusa_head\."
-_MEDUSA = re.compile(
-    # PEFT keeps its wrapper's names when a whole model is saved instead of its adapter.
-    rf"({_PREFIX}|)(\d+)\.(modules_to_save\.\w+\.|)(\d+)\.(linear\.(?:weight|bias)|weight)"
-)
-_VLLM = re.compile(
-    r"(medusa_heads\.|)(?:blocks\.(\d+)\.layers\.(\d+)\.(?:weight|bias)|lm_heads\.(\d+)\.weight)"
-)
 _VLLM_HEADS = ("num_heads", "medusa_num_heads")
 _VLLM_LAYERS = ("num_hidden_layers", "medusa_num_layers")
 
@@ -62,17 +57,12 @@ class _Names:
         return self.block.format(k=k, j=layer, leaf=leaf), leaf == "weight"
 
 
-def is_medusa(tensors: Tensors) -> bool:
-    """Whether a file holds Medusa heads in one of these layouts."""
-    return any(_MEDUSA.fullmatch(key) or _VLLM.fullmatch(key) for key in tensors)
-
-
 def is_head_key(key: str) -> bool:
     """Whether a key of a full model belongs to its Medusa heads."""
-    return re.match(_PREFIX, key) is not None
+    return MEDUSA_HEAD.match(key) is not None
 
 
-def open_medusa(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
+def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     """Describe the Medusa heads of a file.
 
     Args:
@@ -84,15 +74,20 @@ def open_medusa(source: str, directory: str, tensors: Tensors, config: Json) -> 
       UserError: a head or layer is missing, there are fewer than in the configuration, or the vocabulary is
         truncated.
     """
-    vllm = any(_VLLM.fullmatch(key) for key in tensors)
+    vllm = any(VLLM.fullmatch(key) for key in tensors)
     opened = _open_vllm if vllm else _open_medusa
-    return opened(source, directory, tensors, config)
+    stored = opened(source, directory, tensors, config)
+    if stored.layout == FULL_MODEL and "model.embed_tokens.weight" in tensors:
+        # These heads were trained with their backbone and fit no other.
+        record = {"fingerprint": BaseFiles.open(directory).fingerprint()}
+        stored = dataclasses.replace(stored, base=record)
+    return stored
 
 
 def _open_medusa(
     source: str, directory: str, tensors: Tensors, config: Json
 ) -> StoredHeads:
-    found = [m for key in tensors if (m := _MEDUSA.fullmatch(key))]
+    found = [m for key in tensors if (m := MEDUSA.fullmatch(key))]
     prefix, _, infix, *_ = found[0].groups()
     stem = f"{prefix}{{k}}.{infix}"
     blocks: dict[int, set[int]] = {}
@@ -141,7 +136,7 @@ def _open_vllm(source: str, directory: str, tensors: Tensors, config: Json) -> S
         raise UserError(
             f"{source} holds a token_map: heads with a truncated vocabulary are not read"
         )
-    found = [m for key in tensors if (m := _VLLM.fullmatch(key))]
+    found = [m for key in tensors if (m := VLLM.fullmatch(key))]
     prefix = found[0][1]
     blocks: dict[int, set[int]] = {}
     for match in found:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.gguf.reader import BlockTensor, GGUFFile, read_gguf
+from medusa_jax.formats.gguf.reader import BlockTensor, GGUFFile, read_gguf
 from medusa_jax.interop.tensor import Tensor, Tensors
 from medusa_jax.model.block_rows import Blocks
 
@@ -245,7 +245,7 @@ def values(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray:
     return array if order is None else array[order]
 
 
-def opened(path: str) -> Tensors:
+def open_tensors(path: str) -> Tensors:
     """The tensors of a GGUF file by their Hugging Face names, nothing read yet.
 
     Raises:
@@ -254,12 +254,12 @@ def opened(path: str) -> Tensors:
     file = read_gguf(path)
     config = hf_config(file)
     return {
-        name: _opened(tensor, row_order(tensor, config))
+        name: _open_tensor(tensor, row_order(tensor, config))
         for name, tensor in named_tensors(file, config).items()
     }
 
 
-def _opened(tensor: BlockTensor, order: np.ndarray | None) -> Tensor:
+def _open_tensor(tensor: BlockTensor, order: np.ndarray | None) -> Tensor:
     def read(index: tuple[slice, ...]) -> np.ndarray:
         if len(tensor.shape) == 1:
             return unpacked(slice(None)).ravel()[index]

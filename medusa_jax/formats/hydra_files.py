@@ -16,28 +16,24 @@ import re
 import numpy as np
 
 from medusa_jax.errors import UserError
+from medusa_jax.formats.export import Export
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.stored_heads import Arrays, Export, StoredHeads
+from medusa_jax.interop.seam import HYDRA
+from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Tensors, whole
 from medusa_jax.whole_files import Json
 
-_MLP = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(?:linear|res_connection)\.(?:weight|bias)")
 _PREFIX = "prefix_embeding_layer."
 _UNUSED = ("input_embed_fn.weight", f"{_PREFIX}embed_tokens.weight")
 
 
-def is_hydra(tensors: Tensors) -> bool:
-    """Whether a file holds Hydra heads in their authors' layout."""
-    return any(_MLP.fullmatch(key) for key in tensors)
-
-
-def open_hydra(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
+def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     """Describe the Hydra heads of a file.
 
-    Args: as for `open_medusa`.
+    Args: as for `medusa_files.open_heads`.
 
     Raises:
       UserError: heads are missing; their numbers contradict the configuration; heads do not read the last hidden
@@ -55,7 +51,7 @@ def open_hydra(source: str, directory: str, tensors: Tensors, config: Json) -> S
         )
     numbers: dict[int, set[int]] = {}
     for key in tensors:
-        if match := _MLP.fullmatch(key):
+        if match := HYDRA.fullmatch(key):
             numbers.setdefault(int(match[1]), set()).add(int(match[2]))
     n_heads = len(numbers)
     missing = sorted(set(range(n_heads)) - numbers.keys())
@@ -92,7 +88,7 @@ def open_hydra(source: str, directory: str, tensors: Tensors, config: Json) -> S
     copies = {f"{j}" for j in layers[2:]} if tied else set()
 
     def ignore(key: str) -> bool:
-        match = _MLP.fullmatch(key)
+        match = HYDRA.fullmatch(key)
         copy = match is not None and match[2] in copies
         return copy or key in _UNUSED or bool(HARMLESS.search(key))
 

@@ -9,13 +9,30 @@ import numpy as np
 
 from medusa_jax.console import announced, cache_directory
 from medusa_jax.errors import UserError
-from medusa_jax.interop.gguf.convert import checksum
-from medusa_jax.interop.gguf.reader import read_gguf, split_files
+from medusa_jax.formats.gguf.convert import checksum
+from medusa_jax.formats.gguf.reader import read_gguf, split_files
+from medusa_jax.interop.names import NAMES, file_of, named
 from medusa_jax.whole_files import replacing
 
 ARCHITECTURE = "general.architecture"
 # What `general.file_type` says of a file whose tensors are all float32.
 FILE_TYPE, ALL_F32 = "general.file_type", 0
+
+
+def gguf_file(path_or_name: str | None) -> str:
+    """The GGUF file of a path or a name of `NAMES`.
+
+    Raises:
+      UserError: it is not a GGUF file.
+    """
+    if path_or_name is not None and named(path_or_name):
+        return file_of(path_or_name)
+    if path_or_name is None or not path_or_name.lower().endswith(".gguf"):
+        raise UserError(
+            f"{path_or_name or 'the demo'} is no GGUF file, which llama.cpp needs: give --model "
+            f"a .gguf file or a name ({', '.join(NAMES)})"
+        )
+    return split_files(path_or_name)[0]
 
 
 def block_type(path: str) -> str:
