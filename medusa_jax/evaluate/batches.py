@@ -7,7 +7,8 @@ from functools import partial
 from medusa_jax.api import Model, Options, device_tree
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run, race
-from medusa_jax.tree import Tree, tree_of_size
+from medusa_jax.tree.files import tree_of_size
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 

@@ -13,8 +13,8 @@ from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.evaluate import divergence
 from medusa_jax.evaluate.rules import log_probabilities
 from medusa_jax.evaluate.ties import tie_report
-from medusa_jax.heads import Backbone
-from medusa_jax.tree import Tree
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 

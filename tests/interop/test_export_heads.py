@@ -30,7 +30,7 @@ from tiny import write_tokenizer
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import whole_config
+from medusa_jax.heads.registry import whole_config
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.export_heads import convert
