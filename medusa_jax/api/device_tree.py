@@ -27,15 +27,17 @@ from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.measured import TREES, DeviceCache, within
 from medusa_jax.model.stored import STORED, Storage
 from medusa_jax.native import library
-from medusa_jax.tree import (
-    Tree,
+from medusa_jax.tree.files import (
+    ACCELERATOR_NODES,
+    auto_tree,
     file_ladder,
     load_tree_file,
+    order_of,
     parse_tree,
     tree_at,
     tree_of_size,
 )
-from medusa_jax.tree.files import ACCELERATOR_NODES, auto_tree, order_of
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 # "bundled": the file's own choice is used and nothing is measured.

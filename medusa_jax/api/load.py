@@ -22,7 +22,8 @@ from medusa_jax.api.model import Model
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.heads import make_drafter, vocabulary
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.base_files import BaseFiles, fingerprint_as_read
 from medusa_jax.interop.stored_heads import StoredHeads
@@ -38,7 +39,7 @@ from medusa_jax.model.forms import choose_storage, reads_blocks
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.model.stored import STORED, Storage, store
 from medusa_jax.sharding import Params, make_mesh, param_shardings
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # Each n-gram token adds one comparison per position to a step.
 LONGEST_NGRAM = 64
