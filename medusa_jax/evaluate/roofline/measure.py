@@ -25,8 +25,8 @@ from medusa_jax.devices.platforms import platform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.roofline.operators import GROUPS, Operator, block_operators
 from medusa_jax.evaluate.roofline.predict import Fit, Roof
-from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.layers import Linear
+from medusa_jax.model.placing import choose_storage
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import make_mesh
