@@ -6,7 +6,9 @@ import pytest
 from gguf_files import gguf, random_blocks
 from test_blocks import KINDS, bits, unpacked
 
-from medusa_jax.native import in_panels, library, pack_blocks, panel_product
+from medusa_jax.cpu import library
+from medusa_jax.cpu.blocks import pack_blocks
+from medusa_jax.cpu.panels import in_panels, panel_product
 
 pytestmark = [
     pytest.mark.slow,

@@ -49,19 +49,15 @@ class Library:
     """The compiled kernels, known to XLA under their names.
 
     Attributes:
-      panel: outputs of a panel, see `native/product.py`.
+      panel: outputs of a panel, see `cpu/panels.py`.
       path: its file.
     """
 
     panel: int
     path: str
 
-    def attends(self, head_dim: int) -> bool:
-        """Whether a head of this size is whole vectors."""
-        return bool(ctypes.CDLL(self.path).medusa_attends(head_dim))
-
     def packed_words(self, form: int, outputs: int, inputs: int) -> int:
-        """Words of a kernel in blocks (`native/blocks.py`); 0 if there are no such panels."""
+        """Words of a kernel in blocks (`cpu/blocks.py`); 0 if there are no such panels."""
         count = ctypes.CDLL(self.path).medusa_packed_words
         count.restype = ctypes.c_int64
         return int(count(*map(ctypes.c_int64, (form, outputs, inputs))))
@@ -81,6 +77,19 @@ def library() -> Library | None:
         handler = jax.ffi.pycapsule(getattr(loaded, name))
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     return Library(loaded.medusa_panel_width(), str(path))
+
+
+def attends(head_dim: int) -> bool:
+    """Whether a head of this size is whole vectors."""
+    native = library()
+    return native is not None and bool(ctypes.CDLL(native.path).medusa_attends(head_dim))
+
+
+def mark() -> str:
+    """The name of the compiled file, by its sources, compiler and content."""
+    native = library()
+    assert native is not None
+    return Path(native.path).name
 
 
 def _compiled() -> Path | None:

@@ -1,6 +1,6 @@
 // Vectors as wide as the machine's registers.
 //
-// Compiled on the machine it runs on (native/library.py), so the width is the compiler's to tell; vector
+// Compiled on the machine it runs on (cpu/library.py), so the width is the compiler's to tell; vector
 // extensions of GCC and Clang keep one source for AVX2, AVX-512 and NEON. Operations that these do not reach
 // (multiply-adds, narrow numbers made wide, a look-up in a table) have forms for these and one that is portable.
 

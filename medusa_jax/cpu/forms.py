@@ -10,27 +10,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.cpu.library import library, mark
+from medusa_jax.errors import UserError
 from medusa_jax.measured import PRODUCTS, DeviceCache, in_rounds, within
-from medusa_jax.model.stored import (
-    DRAFT_WEIGHTS,
-    STORED,
-    WEIGHTS,
-    Kernel,
-    Storage,
-    multiply,
-    store,
-)
-from medusa_jax.native import Library, library
+from medusa_jax.model.stored import STORED, Kernel, Storage, multiply, store
 
 VARIABLE = "MEDUSA_JAX_PRODUCTS"
 NAMES = ("plain", "native")
@@ -44,73 +34,40 @@ BYTES = 2**28
 ROUNDS = 32
 
 
-def choose_storage(
-    config: LlamaConfig,
-    dtype: DTypeLike,
-    mesh: Mesh,
-    weights: str | None = None,
-    draft_weights: str | None = None,
-) -> Storage:
-    """The form for this model on this device; `MEDUSA_JAX_PRODUCTS` (plain, native) overrides.
-
-    Args:
-      weights: type to store kernels in, of `WEIGHTS`; None is `dtype`.
-      draft_weights: that of draft heads, of `DRAFT_WEIGHTS`; None is the default of `Storage`.
+def usable(dtype: DTypeLike) -> bool:
+    """Whether the kernels compute in this type here, and `MEDUSA_JAX_PRODUCTS` does not refuse them.
 
     Raises:
-      UserError: an unknown type or form, or one that is not available here.
+      UserError: an unknown value of the variable, or "native" where they cannot be compiled.
     """
-    for what, given, known in (
-        ("weights are", weights, WEIGHTS),
-        ("draft weights are", draft_weights, DRAFT_WEIGHTS),
-    ):
-        if given not in (None, *known):
-            names = f"{', '.join(known[:-1])} or {known[-1]}"
-            raise UserError(f"{what} {names}, not {given!r}{did_you_mean(given, known)}")
-    if "int8" in (weights, draft_weights) and mesh.size > 1:
-        raise UserError("int8 weights are read on one device: use --mesh 1,1,1")
-    same = weights in (None, jnp.dtype(dtype).name)
-    plain = Storage(0, "" if same else weights or "", draft_weights or "")
-    native = _kernels(dtype, mesh)
-    if native is None:
-        return plain
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", *NAMES):
+        raise UserError(f"{VARIABLE} is {' or '.join(NAMES)}, not {asked!r}")
+    if asked == "plain" or jnp.dtype(dtype).name not in ("float32", "bfloat16"):
+        return False
+    if library() is None and asked == "native":
+        raise UserError(
+            f"{VARIABLE}=native needs a C++ compiler (c++, or what CXX names) that can build "
+            "the kernels for this processor"
+        )
+    return library() is not None
+
+
+def choose(config: LlamaConfig, dtype: DTypeLike, plain: Storage) -> Storage:
+    """`Engine.choose`: by `MEDUSA_JAX_PRODUCTS`, else by a measurement, which is kept."""
+    native = library()
+    assert native is not None
     panels = replace(plain, panel=native.panel)
-    if weights == STORED or os.environ.get(VARIABLE) == "native":
+    if plain.weights == STORED or os.environ.get(VARIABLE) == "native":
         return panels
     forms = dict(zip(NAMES, (plain, panels)))
     marks = (config.n_layers, layer_shapes(config), str(dtype), plain.weights)
-    kept = DeviceCache("products", Path(native.path).name, *marks)
+    kept = DeviceCache("products", mark(), *marks)
     if (form := kept.read().get("form")) not in NAMES:
         rounds = time_products(config, dtype, (plain, panels))
         form = fastest(within(PRODUCTS, "which products are fastest", rounds))
         kept.write({"form": form})
     return forms[form]
-
-
-def reads_blocks(dtype: DTypeLike, mesh: Mesh) -> bool:
-    """Whether weights can be read here in the blocks of a GGUF file."""
-    return jnp.dtype(dtype) == jnp.float32 and _kernels(dtype, mesh) is not None
-
-
-def _kernels(dtype: DTypeLike, mesh: Mesh) -> Library | None:
-    """The native kernels, if they can be used here."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", *NAMES):
-        raise UserError(f"{VARIABLE} is {' or '.join(NAMES)}, not {asked!r}")
-    on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    if (
-        asked == "plain"
-        or not on_cpu
-        or jnp.dtype(dtype).name not in ("float32", "bfloat16")
-    ):
-        return None
-    native = library()
-    if native is None and asked == "native":
-        raise UserError(
-            f"{VARIABLE}=native needs a C++ compiler (c++, or what CXX names) that can build "
-            "the kernels for this processor"
-        )
-    return native
 
 
 def fastest(rounds: Sequence[Sequence[float]]) -> str:

@@ -7,15 +7,9 @@ import pytest
 from cases import wide
 from gguf_files import gguf, random_blocks
 
-from medusa_jax.native import (
-    in_panels,
-    library,
-    pack_blocks,
-    packs,
-    panel_product,
-    unpacked_rows,
-)
-from medusa_jax.native.blocks import FORMS
+from medusa_jax.cpu import library
+from medusa_jax.cpu.blocks import pack_blocks, packs
+from medusa_jax.cpu.panels import FORMS, Panels, in_panels, panel_product
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 KINDS = [name for name, number in FORMS.items() if number > 4]
@@ -45,7 +39,8 @@ def test_every_bit_is_that_of_float32(kind, outputs, n_blocks):
     words = jnp.asarray(pack_blocks(kind, rows, inputs))
     floats = in_panels(jnp.asarray(expected.T), library().panel)
     ids = jnp.asarray(rng.permutation(outputs))
-    got = jax.jit(lambda ids: unpacked_rows(ids, words, kind, outputs, inputs))(ids)
+    kernel = Panels(words, None, ((kind, outputs),), inputs)
+    got = jax.jit(lambda ids: kernel.rows(ids))(ids)
     np.testing.assert_array_equal(bits(got), bits(expected[ids]))
     x = rng.standard_normal((max(ROWS), inputs)).astype(np.float32)
     for n in ROWS:

@@ -8,12 +8,12 @@ import pytest
 from cases import wide
 from children import output_of
 
+from medusa_jax.cpu import library
 from medusa_jax.errors import UserError
-from medusa_jax.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 # The package's name for it is the function.
-module = importlib.import_module("medusa_jax.native.library")
+module = importlib.import_module("medusa_jax.cpu.library")
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then cat {folder}/version; exit; fi
 case "$*" in *-shared*) echo >> {folder}/runs;; esac
@@ -95,6 +95,6 @@ def test_a_process_starts_over_a_damaged_library(damage, compiler):
     """What ended every process with SIGBUS, or left the kernels out without a word."""
     path = module._compiled()
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    said = output_of("from medusa_jax.native import library; print(library().panel)")
+    said = output_of("from medusa_jax.cpu import library; print(library().panel)")
     assert said.split() == [str(library().panel)]
     assert Path(path).exists() and runs(compiler) == 2

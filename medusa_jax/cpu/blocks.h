@@ -41,7 +41,7 @@ struct Blocks {
   static constexpr int kWords = kHead + kUnit / 32 * kBlock;
 };
 
-// A type of blocks by what it is called here; see `FORMS` in native/blocks.py.
+// A type of blocks by what it is called here; see `FORMS` in cpu/panels.py.
 enum Form : int64_t {
   kFloat32 = 1, kBfloat16 = 2, kInt8 = 4,  // as many in a word
   kQ4_0 = 16, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K

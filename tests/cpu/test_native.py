@@ -13,19 +13,15 @@ from planted import planted, planted_params
 from tiny import random_params, tiny_arch
 from trees import random_tree
 
+from medusa_jax.cpu import library, norm, read
+from medusa_jax.cpu import rotate as rotate_native
+from medusa_jax.cpu.panels import panel_product
 from medusa_jax.decoding import generate as loop
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import prepare
 from medusa_jax.model.placing import decoder
 from medusa_jax.model.rope import rotate
 from medusa_jax.model.stored import Storage, multiply, store
-from medusa_jax.native import (
-    library,
-    norm_native,
-    panel_product,
-    read_native,
-    rotate_native,
-)
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.tree import Tree
 
@@ -135,14 +131,12 @@ def test_norm_and_sum(width):
     rng = np.random.default_rng(0)
     x, scale = rng.standard_normal((50, width)), rng.standard_normal(width)
     want = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
-    got = norm_native(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
+    got = norm(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
     assert_close(got, want, dtype="float32")
-    alone = norm_native(
-        jnp.asarray(x[7], jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5
-    )
+    alone = norm(jnp.asarray(x[7], jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
     np.testing.assert_array_equal(alone, got[7])
     many = jnp.arange(200_000, dtype=jnp.float32) % 3
-    assert float(read_native(many)) == float(np.asarray(many).sum())
+    assert float(read(many)) == float(np.asarray(many).sum())
 
 
 def test_rotation():

@@ -9,14 +9,14 @@ import pytest
 from children import output_of
 
 from medusa_jax.console import processor
-from medusa_jax.native import library
+from medusa_jax.cpu import library
 
 CHILD = """
 import sys
 
 import pytest
 
-from medusa_jax.native import library
+from medusa_jax.cpu import library
 
 assert library().panel == 16, "two vectors of eight"
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
